@@ -1,0 +1,36 @@
+"""Flax Linen models, data-parallel or fully sharded, with every collective written by hand."""
+
+from manualpar.collectives import gather_array_with_mean_grads
+from manualpar.data_parallel import data_parallel
+from manualpar.fsdp import fsdp
+from manualpar.gradients import accumulate_gradients, sync_gradients, sync_metrics
+from manualpar.mesh import make_mesh
+from manualpar.partitioning import (
+    ShardedParameter,
+    gather_params,
+    shard_module_params,
+    shard_params,
+)
+from manualpar.program import Program
+from manualpar.rng import fold_rng_over_axis
+from manualpar.train_state import Batch, TrainState
+from manualpar.training.metrics import print_metrics
+
+__all__ = [
+    "Batch",
+    "Program",
+    "ShardedParameter",
+    "TrainState",
+    "accumulate_gradients",
+    "data_parallel",
+    "fold_rng_over_axis",
+    "fsdp",
+    "gather_array_with_mean_grads",
+    "gather_params",
+    "make_mesh",
+    "print_metrics",
+    "shard_module_params",
+    "shard_params",
+    "sync_gradients",
+    "sync_metrics",
+]

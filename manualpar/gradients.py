@@ -1,0 +1,359 @@
+"""Gradients of the global mean, from what each device sees of a batch.
+
+The gradient of a step is that of `sum over all examples / their global number`, however the
+examples are split over devices and minibatches and however many of them are masked. With `n_k`
+valid examples and local mean loss `l_k` on part `k`, that is `sum_k n_k grad(l_k) / sum_k n_k`, so
+each part is weighted by its count *before* anything is averaged: a mean of means would be another
+loss.
+
+Who adds up the devices' gradients is decided by the types. Differentiating with respect to a
+parameter that is *invariant* over a mesh axis makes autodiff insert the `psum` itself, once for
+every use and minibatch. Here parameters are therefore cast to *varying* first, gradients stay local
+while they are accumulated, and `sync_gradients` reduces them once. A gradient that nobody reduced
+is still varying, and `shard_map` then refuses to return it as replicated.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from manualpar.collectives import cast_to_varying, is_vma_checked, varying_axes
+from manualpar.mesh import AxisName, axis_tuple, check_axes_bound
+from manualpar.partitioning import boxed_axes, is_box
+
+Metrics = dict[str, tuple[jax.Array, jax.Array]]
+LossFn = Callable[[Any, Callable[..., Any], Any, jax.Array], tuple[jax.Array, Mapping[str, Any]]]
+# What accumulate differentiates: (params, collections, minibatch, rng) -> (loss, metrics, updated
+# collections).
+CarryingLossFn = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Mapping[str, Any], Any]]
+
+
+def accumulate_gradients(
+    state: Any,
+    batch: Any,
+    rng: jax.Array,
+    num_minibatches: int,
+    loss_fn: LossFn,
+    use_scan: bool = False,
+) -> tuple[Any, Metrics]:
+    """Computes a device's share of a step's gradient, one minibatch after another.
+
+    Args:
+      state: Anything with `params` (boxes allowed) and `apply_fn`, such as a `TrainState`.
+      batch: A tree whose leaves are `[B, ...]`, this device's examples; scalars go to every
+        minibatch as they are.
+      rng: A key; every minibatch gets its own. It is used as given: `fold_rng_over_axis` it where
+        devices should differ.
+      num_minibatches: How many equal parts the batch is taken in. It must divide `B`.
+      loss_fn: `loss_fn(params, apply_fn, minibatch, rng) -> (loss, metrics)`. `loss` is the mean
+        over the minibatch's valid examples; `metrics["loss"]` is the pair (its sum, their count),
+        and other metrics are such pairs of scalars too.
+      use_scan: Run the minibatches in a `jax.lax.scan` (compiled once) and not unrolled.
+
+    Returns:
+      The gradients, of the parameters' structure and dtypes, and the metrics summed over the
+      minibatches. Gradients are local to the device; their mean over the axes that split the batch,
+      as `sync_gradients` takes it, is the gradient of the global mean.
+
+    Raises:
+      ValueError: `num_minibatches` does not divide the batch, the loss is not a scalar, `metrics`
+        has no `"loss"` pair.
+      TypeError: `loss_fn` returns something else than a pair of a loss and a mapping.
+
+    Communication:
+      One `pmean` of a scalar where the count differs between devices (masked losses); none where it
+      is a constant. Boxed parameters add their own gathers.
+
+    Gradient:
+      Of the float32 product `loss * count`; minibatches are accumulated in float32.
+    """
+
+    def stateless(
+        params: Any, collections: Any, minibatch: Any, key: jax.Array
+    ) -> tuple[jax.Array, Any, Any]:
+        return *call_loss(loss_fn, params, state.apply_fn, minibatch, key), collections
+
+    grads, metrics, _ = accumulate(
+        stateless, state.params, {}, batch, rng, num_minibatches=num_minibatches, use_scan=use_scan
+    )
+    return grads, metrics
+
+
+def accumulate(
+    loss_fn: CarryingLossFn,
+    params: Any,
+    collections: Any,
+    batch: Any,
+    rng: jax.Array,
+    *,
+    num_minibatches: int,
+    use_scan: bool,
+) -> tuple[Any, Metrics, Any]:
+    """`accumulate_gradients` for a loss that carries collections between minibatches."""
+    minibatches = split_minibatches(batch, num_minibatches)
+    keys = jax.random.split(rng, num_minibatches)
+    params = cast_to_varying(params, _union(map(varying_axes, jax.tree.leaves(batch))))
+
+    def weighted_loss(
+        params: Any, collections: Any, minibatch: Any, key: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        loss, metrics, collections = loss_fn(params, collections, minibatch, key)
+        metrics = check_loss(loss, metrics)
+        weight = jax.lax.stop_gradient(_at_least_float32(metrics["loss"][1]))
+        return _at_least_float32(loss) * weight, (metrics, collections)
+
+    def part(collections: Any, minibatch: Any, key: jax.Array) -> tuple[Any, Any]:
+        grads, (metrics, collections) = jax.grad(weighted_loss, has_aux=True)(
+            params, collections, minibatch, key
+        )
+        return jax.tree.map(_accumulator, (grads, metrics)), collections
+
+    if use_scan:
+        total, collections = _sum_in_scan(part, collections, minibatches, keys)
+    else:
+        total, collections = _sum_in_loop(part, collections, minibatches, keys)
+    grads, metrics = total
+    count = _mean_count(metrics["loss"][1])
+    grads = jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, params)
+    return grads, metrics, collections
+
+
+def split_minibatches(batch: Any, num_minibatches: int) -> Any:
+    """Reshapes `[B, ...]` leaves to `[M, B/M, ...]` for `M` minibatches; repeats scalars."""
+    if (
+        isinstance(num_minibatches, bool)
+        or not isinstance(num_minibatches, int)
+        or num_minibatches < 1
+    ):
+        raise ValueError(f"num_minibatches={num_minibatches!r}, expected a positive integer.")
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        if jnp.ndim(x) and (x.shape[0] % num_minibatches or x.shape[0] < num_minibatches):
+            raise ValueError(
+                f"num_minibatches={num_minibatches} does not divide the {x.shape[0]} examples of "
+                f"batch{jax.tree_util.keystr(path)} "
+                f"on each device (shape {x.shape}), and no example may be dropped. Choose a "
+                f"divisor of {x.shape[0]} or another batch size."
+            )
+
+    def split(x: Any) -> jax.Array:
+        if not jnp.ndim(x):
+            return jnp.broadcast_to(x, (num_minibatches,))
+        return x.reshape(num_minibatches, x.shape[0] // num_minibatches, *x.shape[1:])
+
+    return jax.tree.map(split, batch)
+
+
+def check_loss(loss: Any, metrics: Any) -> Metrics:
+    """Checks what a loss function returned, while it is traced, and makes its metrics arrays."""
+    if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise ValueError(
+            f"loss_fn: the loss has shape {jnp.shape(loss)} and dtype {jnp.result_type(loss)}, "
+            "expected a floating-point scalar. "
+            "Return the mean over the examples."
+        )
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"loss_fn: metrics is a {type(metrics).__name__}, expected a dict such as "
+            f"{{'loss': (sum, count)}}."
+        )
+    if "loss" not in metrics:
+        near = difflib.get_close_matches("loss", [str(name) for name in metrics], n=1)
+        hint = f" Did you mean it by {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"loss_fn: metrics has {sorted(map(str, metrics))}, expected a 'loss' among them: the "
+            "pair (sum of the examples' losses, "
+            f"their count), whose count weights the gradient.{hint}"
+        )
+    for name, value in metrics.items():
+        if (
+            not isinstance(value, tuple)
+            or len(value) != 2
+            or any(jnp.shape(x) != () for x in value)
+        ):
+            got = jax.tree.map(jnp.shape, value)
+            raise ValueError(
+                f"loss_fn: metrics[{name!r}] has the shapes {got}, expected a pair of scalars "
+                "(sum, count): "
+                "return x.sum() and the number of examples, and the mean is taken over all devices "
+                "and minibatches."
+            )
+    return {
+        name: (jnp.asarray(total), jnp.asarray(count)) for name, (total, count) in metrics.items()
+    }
+
+
+def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
+    """Takes the mean of the devices' gradients over the mesh axes that split the batch.
+
+    Args:
+      grads: A tree of local gradients. A boxed one has been reduced over the axes it is sharded
+        over when its parameter was gathered, and is reduced over the others only.
+      axis_names: The mesh axis, or tuple of axes, over which examples are split.
+
+    Returns:
+      The same tree; unboxed gradients are equal on all devices along `axis_names`.
+
+    Raises:
+      ValueError: An axis is not bound; or a gradient is not varying over an axis, which means that
+        autodiff has summed it already and a mean would leave it too large by the size of the axis.
+        (With `check_vma=False` types do not tell, and autodiff does not sum.)
+
+    Communication:
+      One all-reduce for each gradient that is replicated over some of the axes: `2 (N - 1) / N` of
+      its bytes a device.
+    """
+    axes = axis_tuple(axis_names)
+    check_axes_bound("sync_gradients", axes)
+
+    def sync(path: Any, g: Any) -> Any:
+        reduce_axes = tuple(axis for axis in axes if axis not in boxed_axes(g))
+        if not reduce_axes:
+            return g
+        value = g.value if is_box(g) else g
+        if is_vma_checked(reduce_axes[0]):
+            summed = [axis for axis in reduce_axes if axis not in varying_axes(value)]
+            if summed:
+                raise ValueError(
+                    f"sync_gradients: grads{jax.tree_util.keystr(path)} is already summed over "
+                    f"{summed}, expected each device's own "
+                    "gradient: it was taken with respect to a replicated parameter. Cast the "
+                    "parameters with "
+                    f"jax.lax.pcast(params, {tuple(summed)}, to='varying') before jax.grad, or use "
+                    "accumulate_gradients."
+                )
+        value = jax.lax.pmean(value, reduce_axes)
+        return g.replace(value=value) if is_box(g) else value
+
+    with jax.named_scope("sync_gradients"):
+        return jax.tree_util.tree_map_with_path(sync, grads, is_leaf=is_box)
+
+
+def sync_metrics(metrics: Metrics, axis_names: AxisName) -> Metrics:
+    """Sums `(sum, count)` metrics over mesh axes.
+
+    Args:
+      metrics: Pairs of local scalars by name.
+      axis_names: The mesh axis, or tuple of axes, over which examples are split.
+
+    Returns:
+      The pairs over all devices, the same everywhere.
+
+    Communication:
+      One all-reduce of all the scalars of a dtype.
+    """
+    axes = axis_tuple(axis_names)
+    check_axes_bound("sync_metrics", axes)
+    with jax.named_scope("sync_metrics"):
+        return jax.lax.psum(cast_to_varying(metrics, axes), axes)
+
+
+def sync_collections(collections: Any, axis_names: AxisName) -> Any:
+    """Makes a model's other collections equal on all devices: the mean of what differs.
+
+    Raises:
+      ValueError: A leaf that differs between devices is not floating point, so it has no mean.
+
+    Communication:
+      One all-reduce for each leaf that varies by its type; none for those that the model has
+      synchronised itself.
+    """
+    axes = axis_tuple(axis_names)
+    check_axes_bound("sync_collections", axes)
+
+    def sync(path: Any, x: Any) -> Any:
+        differing = (
+            axes
+            if not is_vma_checked(axes[0])
+            else tuple(axis for axis in axes if axis in varying_axes(x))
+        )
+        if not differing:
+            return x
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"sync_collections: collections{jax.tree_util.keystr(path)} has dtype {x.dtype} "
+                "and differs between the devices along "
+                f"{differing}, expected floating point, of which the mean is kept. Make it equal "
+                "in the model (jax.lax.psum)."
+            )
+        return jax.lax.pmean(x, differing)
+
+    with jax.named_scope("sync_collections"):
+        return jax.tree_util.tree_map_with_path(sync, collections)
+
+
+def call_loss(loss_fn: LossFn, *args: Any) -> tuple[Any, Any]:
+    """Calls a loss function and checks that it returns a pair."""
+    result = loss_fn(*args)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(
+            f"loss_fn returned a {type(result).__name__}, expected the pair (loss, metrics)."
+        )
+    return result
+
+
+def _sum_in_loop(
+    part: Callable[..., Any], collections: Any, minibatches: Any, keys: jax.Array
+) -> tuple[Any, Any]:
+    """Sums `part` over the minibatches, unrolled."""
+    total = None
+    for index in range(len(keys)):
+        with jax.named_scope(f"minibatch_{index}"):
+            one, collections = part(
+                collections, *jax.tree.map(lambda x, i=index: x[i], (minibatches, keys))
+            )
+            total = one if total is None else jax.tree.map(jnp.add, total, one)
+    return total, collections
+
+
+def _sum_in_scan(
+    part: Callable[..., Any], collections: Any, minibatches: Any, keys: jax.Array
+) -> tuple[Any, Any]:
+    """Sums `part` over the minibatches in a scan, whose carry keeps its type throughout."""
+    first = jax.tree.map(lambda x: x[0], (minibatches, keys))
+    for _ in range(
+        len(jax.sharding.get_abstract_mesh().manual_axes) + 1
+    ):  # Each round can only add axes to a type.
+        types, carried = jax.eval_shape(part, collections, *first)
+        collections = jax.tree.map(
+            lambda x, t: cast_to_varying(x, varying_axes(t)), collections, carried
+        )
+    zeros = jax.tree.map(
+        lambda t: cast_to_varying(jnp.zeros(t.shape, t.dtype), varying_axes(t)), types
+    )
+
+    def body(carry: Any, xs: Any) -> tuple[Any, None]:
+        total, collections = carry
+        with jax.named_scope("minibatch"):
+            one, collections = part(collections, *xs)
+            return (jax.tree.map(jnp.add, total, one), collections), None
+
+    return jax.lax.scan(body, (zeros, collections), (minibatches, keys))[0]
+
+
+def _mean_count(count: jax.Array) -> jax.Array:
+    """The devices' mean number of examples; 1 if there is none, whose gradient is zero."""
+    axes = tuple(sorted(varying_axes(count)))
+    manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if manual_axes and not is_vma_checked(manual_axes[0]):
+        axes = manual_axes  # Where counts are equal, the mean changes nothing.
+    with jax.named_scope("count_examples"):
+        count = jax.lax.pmean(_at_least_float32(count), axes) if axes else _at_least_float32(count)
+    return jnp.where(count == 0, jnp.ones_like(count), count)
+
+
+def _at_least_float32(x: jax.Array) -> jax.Array:
+    """Casts integers and narrower floating types to float32."""
+    return jnp.asarray(x).astype(jnp.promote_types(jnp.result_type(x), jnp.float32))
+
+
+def _accumulator(x: jax.Array) -> jax.Array:
+    """What minibatches are summed in: float32 or wider, and integers as they are."""
+    return _at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _union(sets: Any) -> frozenset[str]:
+    """The union of some sets of axes."""
+    return frozenset().union(*sets)

@@ -1,0 +1,248 @@
+"""Parameters that are stored in shards and gather themselves where they are used.
+
+`flax.linen` calls `unbox()` on every boxed parameter that a module asks for. `ShardedParameter` is
+such a box: it holds a device's shard, and its `unbox()` gathers the whole parameter. A model
+written for one device is therefore sharded without a change, a layer inside `nn.scan` gathers only
+its own slice, and what is gathered can be dropped as soon as it was used (ZeRO-3: Rajbhandari et
+al., https://arxiv.org/abs/1910.02054; FSDP: Zhao et al., https://arxiv.org/abs/2304.11277).
+
+Invariants: `names[i]` is the mesh axis (or tuple of axes) that dimension `i` is sharded over, or
+`None`; the value inside `shard_map` is the local shard, outside it is the global array; a gradient
+has the box of its parameter.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+
+from manualpar.collectives import gather_array_with_mean_grads
+from manualpar.mesh import AxisName, axis_tuple, check_axes_bound, is_axis_bound
+
+Names = tuple[AxisName | None, ...]
+
+
+def is_box(x: Any) -> bool:
+    """Whether `x` is a boxed parameter: an `nn.Partitioned`, of which `ShardedParameter` is one."""
+    return isinstance(x, nn.Partitioned)
+
+
+def boxed_axes(x: Any) -> tuple[str, ...]:
+    """The mesh axes that a boxed parameter is sharded over; `()` for an array."""
+    return tuple(axis for name in x.names for axis in axis_tuple(name)) if is_box(x) else ()
+
+
+class ShardedParameter(nn.Partitioned):
+    """The shard of a parameter, in a box that gathers it when a module asks for it.
+
+    Attributes:
+      value: The local shard inside `shard_map`; the global array, or its abstract shape, outside.
+      names: For each dimension the mesh axis, or tuple of axes, that it is sharded over, or `None`.
+      gather_axes: The mesh axes that `unbox()` gathers. A dimension sharded over other axes stays
+        as it is.
+    """
+
+    names: Names = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
+    gather_axes: tuple[str, ...] = flax.struct.field(default=(), pytree_node=False)
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        """Gathers the parameter inside `shard_map`; outside, its value is whole already.
+
+        Communication:
+          One all-gather for each dimension sharded over `gather_axes`, see
+          `gather_array_with_mean_grads`.
+        """
+        del apply_constraint  # That is for automatic axes; here the mesh axes are manual.
+        if not any(is_axis_bound(axis) for axis in self.gather_axes):
+            return self.value
+        gathered = gather_params(self, self.gather_axes)
+        return gathered.value if is_box(gathered) else gathered
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
+        """Names a dim that `nn.scan` or `nn.vmap` adds: a mesh axis in its metadata, or `None`."""
+        names = list(self.names)
+        name = params.get(nn.PARTITION_NAME)
+        is_mesh_axis = bool(axis_tuple(name)) and all(map(is_axis_bound, axis_tuple(name)))
+        names.insert(index % (len(names) + 1), name if is_mesh_axis else None)
+        return self.replace(names=tuple(names))
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
+        """Forgets a dim that `nn.scan` or `nn.vmap` takes away, which must not need gathering.
+
+        Raises:
+          ValueError: The dimension is sharded over `gather_axes`.
+        """
+        names = list(self.names)
+        name = names.pop(index % len(names))
+        if set(axis_tuple(name)) & set(self.gather_axes):
+            raise ValueError(
+                f"ShardedParameter: nn.scan or nn.vmap runs over dim {index} of a parameter with "
+                f"names {self.names}, "
+                f"which is sharded over {name!r}: no device has all of its slices. Shard another "
+                "dim of it."
+            )
+        return self.replace(names=tuple(names))
+
+
+def choose_shard_dim(
+    shape: tuple[int, ...],
+    names: Names,
+    axis_size: int,
+    *,
+    min_weight_size: int,
+    excluded_dims: frozenset[int] = frozenset(),
+) -> tuple[int | None, str]:
+    """Decides which dimension of a parameter to shard.
+
+    The largest dimension that is free (its name is `None`) and divisible by `axis_size`; among
+    equals the first, whose shards are contiguous in memory. A parameter of fewer than
+    `min_weight_size` elements is not worth a collective and is not sharded.
+
+    Args:
+      shape: The parameter's shape.
+      names: What each dimension is sharded over already.
+      axis_size: The number of shards.
+      min_weight_size: The fewest elements that are sharded.
+      excluded_dims: Dimensions that must stay whole (those that `nn.scan` runs over).
+
+    Returns:
+      The dimension and `''`, or `None` and the reason why there is none.
+    """
+    size = math.prod(shape)
+    if size < min_weight_size:
+        return None, f"too small: {size} < {min_weight_size}"
+    if size == 0 or not shape:
+        return None, "no elements to shard" if shape else "a scalar"
+    free = [dim for dim, name in enumerate(names) if name is None and dim not in excluded_dims]
+    divisible = [dim for dim in free if shape[dim] % axis_size == 0]
+    if not divisible:
+        return None, f"none of {[shape[dim] for dim in free]} divides by {axis_size}"
+    return max(divisible, key=lambda dim: (shape[dim], -dim)), ""
+
+
+def shard_params(params: Any, axis_name: AxisName, min_weight_size: int = 2**18) -> Any:
+    """Keeps this device's shard of every parameter that is worth sharding.
+
+    Args:
+      params: A tree of whole parameters, the same on all devices along `axis_name`. Leaves may be
+        boxed already (`nn.Partitioned`); a box that names one of the axes in any dimension, alone
+        or in a tuple, is left as it is.
+      axis_name: The mesh axis to shard over, or a tuple of axes: then one dimension is sharded over
+        their product.
+      min_weight_size: The fewest elements of a parameter that is sharded; a smaller one stays
+        whole.
+
+    Returns:
+      The same tree. A sharded parameter is a `ShardedParameter` holding `[..., D/axis_name, ...]`
+      along its largest free dimension that divides by the size of the axis, the first of equals;
+      others are returned unchanged.
+
+    Raises:
+      ValueError: An axis is not bound by a `shard_map`.
+
+    Communication:
+      None.
+    """
+    axes = axis_tuple(axis_name)
+    check_axes_bound("shard_params", axes)
+    axis_size, name = jax.lax.axis_size(axes), axes[0] if len(axes) == 1 else axes
+
+    def shard(x: Any) -> Any:
+        value = x.value if is_box(x) else x
+        names = _full_names(x, value.ndim)
+        if set(boxed_axes(x)) & set(axes):
+            return x
+        dim, _ = choose_shard_dim(value.shape, names, axis_size, min_weight_size=min_weight_size)
+        if dim is None:
+            return x
+        size = value.shape[dim] // axis_size
+        local = jax.lax.dynamic_slice_in_dim(value, jax.lax.axis_index(axes) * size, size, axis=dim)
+        gather_axes = x.gather_axes if isinstance(x, ShardedParameter) else ()
+        return ShardedParameter(
+            local, (*names[:dim], name, *names[dim + 1 :]), gather_axes=(*gather_axes, *axes)
+        )
+
+    return jax.tree.map(shard, params, is_leaf=is_box)
+
+
+def gather_params(params: Any, axis_name: AxisName) -> Any:
+    """Gathers every parameter that is sharded over a mesh axis.
+
+    Args:
+      params: A tree of arrays and boxes, as `shard_params` returns it.
+      axis_name: The mesh axis, or tuple of axes, to gather over.
+
+    Returns:
+      The same tree with plain arrays where nothing is sharded any more. A dimension whose name is a
+      tuple with one of the axes in it is gathered over the whole tuple, for its shards are not
+      contiguous along one axis of it. A parameter that is sharded over other axes too keeps a box
+      naming those.
+
+    Raises:
+      ValueError: An axis is not bound by a `shard_map`.
+
+    Communication:
+      One all-gather for each such dimension; in the backward pass one reduce-scatter.
+
+    Gradient:
+      The mean over the devices along the gathered axes, see `gather_array_with_mean_grads`.
+    """
+    axes = axis_tuple(axis_name)
+    check_axes_bound("gather_params", axes)
+
+    def gather(x: Any) -> Any:
+        if not set(boxed_axes(x)) & set(axes):
+            return x
+        value, names = x.value, list(_full_names(x, x.value.ndim))
+        for dim, name in enumerate(names):
+            if set(axis_tuple(name)) & set(axes):
+                value = gather_array_with_mean_grads(value, dim, axis_tuple(name))
+                names[dim] = None
+        if not any(axis_tuple(name) for name in names):
+            return value
+        gather_axes = tuple(axis for axis in getattr(x, "gather_axes", ()) if axis not in axes)
+        return ShardedParameter(value, tuple(names), gather_axes=gather_axes)
+
+    return jax.tree.map(gather, params, is_leaf=is_box)
+
+
+def shard_module_params(
+    target: type[nn.Module] | Callable[..., Any], axis_name: AxisName, min_weight_size: int = 2**18
+) -> Any:
+    """Wraps a module so that its parameters are sharded, and gathered together in a call.
+
+    The module-level form of `ShardedParameter`: the module is the unit that is gathered, once a
+    call, however often it uses a parameter.
+
+    Args:
+      target: A Linen module class, or a function with a module as its first argument.
+      axis_name: The mesh axis, or tuple of axes, to shard over; it must be bound when the module is
+        initialised or applied.
+      min_weight_size: The fewest elements of a parameter that is sharded.
+
+    Returns:
+      The wrapped class or function, used like `target`. Its initialised `params` contain
+      `ShardedParameter` boxes.
+
+    Communication:
+      As `gather_params`, once for each call.
+    """
+
+    def gather(params: Any) -> Any:
+        return gather_params(params, axis_name)
+
+    def shard(params: Any) -> Any:
+        return shard_params(params, axis_name, min_weight_size)
+
+    return nn.map_variables(
+        target, trans_in_fn=gather, trans_out_fn=shard, mapped_collections="params", mutable=True
+    )
+
+
+def _full_names(x: Any, ndim: int) -> Names:
+    """The names of a leaf, one for each dimension."""
+    names = tuple(x.names) if is_box(x) else ()
+    return names + (None,) * (ndim - len(names))

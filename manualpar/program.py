@@ -1,0 +1,203 @@
+"""A layout, a model, a loss and an optimizer made into `init`, `train_step`, `eval_step`.
+
+The state is a plain tree of global arrays, initialised in one jitted call whose outputs have the
+layout's shardings, so that no device ever holds more than its part. A step is one jitted call too:
+see `manualpar.step`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from manualpar.gradients import LossFn, Metrics
+from manualpar.layout import (
+    ParameterInfo,
+    PlaceFn,
+    Placement,
+    describe_parameters,
+    like_params,
+    param_specs,
+    strip_boxes,
+)
+from manualpar.mesh import AxisName, axes_size, axis_tuple, check_mesh_has
+from manualpar.model import init_variables
+from manualpar.step import Step, batch_specs, check_batch
+from manualpar.train_state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model's training under one strategy.
+
+    Attributes:
+      strategy: The name of the strategy.
+      mesh: The mesh it runs on.
+      data_axes: The mesh axes that examples are split over.
+      layout: A `TrainState` with a `PartitionSpec` at each leaf.
+      parameters: A `(ParameterInfo, Placement)` for each parameter, in the order of the tree; a
+        placement's note says why a parameter stays whole.
+      abstract_state: A `TrainState` of `jax.ShapeDtypeStruct`s with shardings.
+      abstract_batch: The batch that the program was built for, as `jax.ShapeDtypeStruct`s with
+        shardings.
+      batch_sharding: How a batch's leaves lie on the mesh: the leading dimension split over the
+        data axes. Put batches there with `jax.device_put(batch, program.batch_sharding)`; one that
+        lies elsewhere is moved in every step.
+      init: `init(rng) -> TrainState`. `init_rng, rng = jax.random.split(rng)`, and the parameters
+        are those of `model.init({"params": init_rng}, batch.inputs, train=False)`, bit for bit on
+        every mesh. Each device only ever holds its own shard.
+      train_step: `train_step(state, batch) -> (state, metrics)`, jitted; the state is donated: use
+        the one returned. Metrics are `(sum, count)` pairs over the global batch, the same on all
+        devices.
+      eval_step: `eval_step(state, batch) -> metrics`, jitted; the same loss function with training
+        turned off.
+    """
+
+    strategy: str
+    mesh: Mesh
+    data_axes: tuple[str, ...]
+    layout: TrainState
+    parameters: tuple[tuple[ParameterInfo, Placement], ...]
+    abstract_state: TrainState
+    abstract_batch: Any
+    batch_sharding: NamedSharding
+    init: Callable[[jax.Array], TrainState]
+    train_step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+    eval_step: Callable[[TrainState, Any], Metrics]
+
+
+def build_program(
+    strategy: str,
+    place: PlaceFn,
+    *,
+    model: nn.Module,
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    mesh: Mesh,
+    batch: Any,
+    axis_name: AxisName,
+    num_minibatches: int,
+    use_scan: bool,
+) -> Program:
+    """Builds a program; see a strategy's builder, such as `manualpar.fsdp`, for the arguments.
+
+    Args:
+      strategy: Its name, for messages.
+      place: Where each parameter lives.
+      model: The Linen model.
+      tx: The optimizer.
+      loss_fn: The loss.
+      mesh: The mesh.
+      batch: The global batch or its shapes.
+      axis_name: The data axis or axes.
+      num_minibatches: Parts that a device takes its share of a batch in.
+      use_scan: Whether they run in a scan.
+
+    Returns:
+      The program, traced but not compiled.
+
+    Raises:
+      ValueError: A field does not fit; nothing has been compiled.
+      TypeError: A field is of the wrong kind.
+    """
+    axes = axis_tuple(axis_name)
+    _check_arguments(strategy, model, tx, loss_fn, mesh, axes)
+    batch = jax.eval_shape(lambda batch: batch, batch)
+    check_batch(f"{strategy}: batch", batch, mesh, axes)
+
+    variables = jax.eval_shape(
+        lambda rng: init_variables(model, rng, batch.inputs), jax.random.key(0)
+    )
+    infos, carried = describe_parameters(model, variables, batch.inputs, axes)
+    placements = jax.tree.map(lambda info: place(info, axes, axes_size(mesh, axes)), infos)
+
+    def create_state(rng: jax.Array) -> TrainState:
+        init_rng, rng = jax.random.split(rng)
+        variables = strip_boxes(init_variables(model, init_rng, batch.inputs))
+        return TrainState.create(
+            apply_fn=model.apply,
+            params=variables["params"],
+            tx=tx,
+            rng=rng,
+            collections={name: variables[name] for name in carried},
+        )
+
+    abstract = jax.eval_shape(create_state, jax.random.key(0))
+    params = param_specs(placements)
+    layout = jax.tree.map(lambda _: PartitionSpec(), abstract)
+    layout = layout.replace(
+        params=params, opt_state=like_params(abstract.opt_state, abstract.params, params)
+    )
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout)
+    create_sharded = jax.jit(create_state, out_shardings=shardings)
+    step = Step(model, loss_fn, mesh, axes, placements, num_minibatches, use_scan)
+    program = Program(
+        strategy=strategy,
+        mesh=mesh,
+        data_axes=axes,
+        layout=layout,
+        parameters=tuple(zip(jax.tree.leaves(infos), jax.tree.leaves(placements), strict=True)),
+        abstract_state=_with_shardings(abstract, shardings),
+        abstract_batch=_with_shardings(
+            batch, jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs(batch, axes))
+        ),
+        batch_sharding=NamedSharding(mesh, PartitionSpec(axes)),
+        init=lambda rng: create_sharded(_typed_key(rng)),
+        train_step=jax.jit(
+            step.train,
+            in_shardings=(shardings, None),
+            out_shardings=(shardings, None),
+            donate_argnums=0,
+        ),
+        eval_step=jax.jit(step.evaluate, in_shardings=(shardings, None)),
+    )
+    jax.eval_shape(program.train_step, program.abstract_state, program.abstract_batch)
+    jax.eval_shape(program.eval_step, program.abstract_state, program.abstract_batch)
+    return program
+
+
+def _check_arguments(
+    strategy: str, model: Any, tx: Any, loss_fn: Any, mesh: Any, axes: tuple[str, ...]
+) -> None:
+    """Refuses arguments of the wrong kind."""
+    loss_form = "a function (params, apply_fn, batch, rng) -> (loss, metrics)"
+    is_optimizer = hasattr(tx, "init") and hasattr(tx, "update")
+    for name, value, expected, fits in (
+        ("model", model, "an instance of a flax.linen.Module", isinstance(model, nn.Module)),
+        ("tx", tx, "an optax.GradientTransformation", is_optimizer),
+        ("loss_fn", loss_fn, loss_form, callable(loss_fn)),
+        ("mesh", mesh, "a jax.sharding.Mesh, see make_mesh", isinstance(mesh, Mesh)),
+    ):
+        if not fits:
+            raise TypeError(f"{strategy}: {name} is {value!r}, expected {expected}.")
+    check_mesh_has(strategy, mesh, axes)
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ValueError(
+            f"{strategy}: the mesh has axis types {mesh.axis_types}, expected only AxisType.Auto: "
+            "outside shard_map the optimizer is partitioned by the compiler. Build it with "
+            "manualpar.make_mesh."
+        )
+
+
+def _with_shardings(tree: Any, shardings: Any) -> Any:
+    """Abstract arrays that know where they lie."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
+
+
+def _typed_key(rng: Any) -> jax.Array:
+    """A typed key from a typed or a raw one."""
+    dtype = getattr(rng, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return rng
+    if dtype == jnp.uint32:
+        return jax.random.wrap_key_data(rng)
+    raise TypeError(f"init: rng is {rng!r}, expected a key such as jax.random.key(0).")

@@ -1,0 +1,60 @@
+"""What a training step carries: the state and the batch.
+
+Both are plain pytrees. Under a `Program` the state holds *global* `jax.Array`s and no boxes, so
+optax masks, checkpoints and `jax.device_get` see ordinary arrays.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training import train_state
+
+
+class TrainState(train_state.TrainState):
+    """Flax's train state with the training loop's key and the model's other collections.
+
+    Attributes:
+      step: `int32[]`, the number of updates applied.
+      params: The tree of parameters.
+      opt_state: The state of `tx`.
+      rng: A key; every step splits it.
+      collections: The model's variables outside `params` by collection, e.g. `{"batch_stats":
+        ...}`; `{}` if it has none.
+      apply_fn: The model's `apply` (static).
+      tx: The optax optimizer (static).
+    """
+
+    rng: jax.Array
+    collections: dict[str, Any] = flax.struct.field(default_factory=dict)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., Any],
+        params: Any,
+        tx: optax.GradientTransformation,
+        **kwargs: Any,
+    ) -> Self:
+        """Makes a state at step 0; `kwargs` are further fields (`rng=`, `collections=`)."""
+        state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+        return state.replace(step=jnp.zeros((), jnp.int32))
+
+
+@flax.struct.dataclass
+class Batch:
+    """A batch of examples; every leaf has the examples along its leading dimension.
+
+    Attributes:
+      inputs: What the model is applied to, `[B, ...]` (or a pytree of such).
+      labels: What it should say, `[B, ...]`.
+      mask: Optional `[B, ...]`: 0 for padding, 1 for a real example, any weight in between.
+    """
+
+    inputs: Any
+    labels: Any
+    mask: Any = None
