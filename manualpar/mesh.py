@@ -44,7 +44,7 @@ def check_axes_bound(function: str, axes: tuple[str, ...]) -> None:
 
 
 def check_mesh_has(function: str, mesh: Mesh, axes: tuple[str, ...]) -> None:
-    """Raises a `ValueError` in the name of `function` unless `mesh` has each of `axes`."""
+    """Raises a `ValueError` in the name of `function` unless the mesh has each axis."""
     missing = [axis for axis in axes if axis not in mesh.shape]
     if missing or not axes:
         raise ValueError(

@@ -110,9 +110,8 @@ def build_program(
     batch = jax.eval_shape(lambda batch: batch, batch)
     check_batch(f"{strategy}: batch", batch, mesh, axes)
 
-    variables = jax.eval_shape(
-        lambda rng: init_variables(model, rng, batch.inputs), jax.random.key(0)
-    )
+    key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building touches no device.
+    variables = jax.eval_shape(lambda rng: init_variables(model, rng, batch.inputs), key)
     infos, carried = describe_parameters(model, variables, batch.inputs, axes)
     placements = jax.tree.map(lambda info: place(info, axes, axes_size(mesh, axes)), infos)
 
@@ -127,7 +126,7 @@ def build_program(
             collections={name: variables[name] for name in carried},
         )
 
-    abstract = jax.eval_shape(create_state, jax.random.key(0))
+    abstract = jax.eval_shape(create_state, key)
     params = param_specs(placements)
     layout = jax.tree.map(lambda _: PartitionSpec(), abstract)
     layout = layout.replace(

@@ -1,0 +1,118 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from manualpar import gather_array_with_mean_grads
+from manualpar.collectives import cast_to_varying, is_vma_checked, varying_axes
+from manualpar.mesh import axes_size, axis_tuple
+
+AXIS_NAMES = ("data", ("data", "model"), ("model", "data"))
+
+
+def skip_unless_mesh_has(mesh, axis_name):
+    if not set(axis_tuple(axis_name)) <= set(mesh.axis_names):
+        pytest.skip("the mesh has no such axis")
+
+
+def index_coded(shape):
+    return jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("axis_name", AXIS_NAMES, ids=str)
+def test_gathers_every_element_into_its_place(mesh8, axis_name, dim, check_vma):
+    skip_unless_mesh_has(mesh8, axis_name)
+    x = index_coded((8, 16, 8))
+    names = [None] * 3
+    names[dim] = axis_name
+    everywhere = P(tuple(mesh8.axis_names))
+
+    def on_device(shard):
+        return gather_array_with_mean_grads(shard, dim, axis_name)[None]
+
+    run = jax.shard_map(
+        on_device, mesh=mesh8, in_specs=P(*names), out_specs=everywhere, check_vma=check_vma
+    )
+    copies = jax.jit(run)(x)
+    np.testing.assert_array_equal(copies, np.broadcast_to(x, (8, 8, 16, 8)))
+
+
+@pytest.mark.parametrize(("check_vma", "dim"), [(True, 0), (True, 1), (False, 0)])
+@pytest.mark.parametrize("axis_name", AXIS_NAMES, ids=str)
+def test_gradient_is_the_mean_over_the_gathered_axes(mesh8, axis_name, dim, check_vma):
+    skip_unless_mesh_has(mesh8, axis_name)
+    axes = axis_tuple(axis_name)
+    n = axes_size(mesh8, axes)
+    x = index_coded((8, 16))
+    weights = jax.random.normal(jax.random.key(0), (n, 8, 16))  # Each device's own linear loss.
+    names = [None, None]
+    names[dim] = axis_name
+
+    def on_device(shard, weight):
+        def loss(shard):
+            return jnp.sum(gather_array_with_mean_grads(shard, dim, axis_name) * weight[0])
+
+        return jax.grad(loss)(shard)
+
+    run = jax.shard_map(
+        on_device,
+        mesh=mesh8,
+        in_specs=(P(*names), P(axes)),
+        out_specs=P(*names),
+        check_vma=check_vma,
+    )
+    np.testing.assert_allclose(jax.jit(run)(x, weights), weights.mean(0), rtol=1e-6)
+
+
+def test_one_gather_forward_and_one_scatter_backward(devices8):
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices8)
+
+    def loss(shard):
+        return jnp.sum(gather_array_with_mean_grads(shard, 0, "data") ** 2)
+
+    run = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    text = jax.jit(run).lower(jnp.ones((16, 4))).as_text()
+    assert text.count('"stablehlo.all_gather"') == 1
+    assert text.count('"stablehlo.reduce_scatter"') == 1
+    assert text.count('"stablehlo.all_reduce"') == 0
+
+
+def test_bad_arguments_are_refused(devices8):
+    with pytest.raises(ValueError, match=r"gather_array_with_mean_grads: axis_name names \['data'\]"):
+        gather_array_with_mean_grads(jnp.ones(8), 0, "data")
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices8)
+    run = jax.shard_map(
+        lambda x: gather_array_with_mean_grads(x, 1, "data"),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )
+    with pytest.raises(ValueError, match=r"axis=1 is not a dimension of an array of shape \(1,\)"):
+        run(jnp.ones(8))
+
+
+def test_types_tell_what_varies(devices8):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
+
+    def on_device(check_vma, x, y):
+        assert is_vma_checked("data") is check_vma
+        assert varying_axes(x) == ({"data"} if check_vma else set())
+        assert varying_axes(y) == set()
+        both = cast_to_varying({"x": x, "y": y}, ("data", "model"))
+        for leaf in both.values():
+            assert varying_axes(leaf) == ({"data", "model"} if check_vma else set())
+        return x
+
+    for check_vma in (True, False):
+        run = jax.shard_map(
+            lambda x, y, check_vma=check_vma: on_device(check_vma, x, y),
+            mesh=mesh,
+            in_specs=(P("data"), P()),
+            out_specs=P("data"),
+            check_vma=check_vma,
+        )
+        jax.eval_shape(run, jnp.ones(8), jnp.ones(8))
+    assert varying_axes(jnp.ones(8)) == set()

@@ -1,0 +1,64 @@
+"""What every test shares: eight simulated CPU devices, strict promotion and the meshes to test on.
+
+`mesh8` runs a test once on every mesh in `FACTORISATIONS`, the ways to lay eight devices out along
+named axes. A test that needs only some of them, or other names, builds its own mesh.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+
+import hypothesis
+import jax
+import pytest
+
+NUM_DEVICES = 8
+
+FACTORISATIONS: tuple[dict[str, int], ...] = (
+    {"data": 8},
+    {"data": 8, "model": 1},
+    {"data": 4, "model": 2},
+    {"data": 2, "model": 4},
+    {"data": 1, "model": 8},
+    {"replica": 2, "data": 2, "model": 2},
+)
+
+
+# A first example compiles, which no deadline allows for; the same examples are drawn on every run.
+hypothesis.settings.register_profile("house", deadline=None, derandomize=True, max_examples=25)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses the devices, before anything has asked jax for them."""
+    del config
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    hypothesis.settings.load_profile("house")
+
+
+def _mesh_id(axis_sizes: Mapping[str, int]) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in axis_sizes.items())
+
+
+@pytest.fixture(scope="session")
+def devices8() -> list[jax.Device]:
+    """Eight devices; the test is skipped on a machine made to run on fewer."""
+    devices = jax.devices()
+    if len(devices) < NUM_DEVICES:
+        pytest.skip(f"needs {NUM_DEVICES} devices, JAX_PLATFORMS gives {len(devices)}")
+    return devices[:NUM_DEVICES]
+
+
+@pytest.fixture(params=FACTORISATIONS, ids=_mesh_id)
+def mesh8(request: pytest.FixtureRequest, devices8: list[jax.Device]) -> jax.sharding.Mesh:
+    """A mesh over all eight devices: the test runs once for each factorisation."""
+    axis_sizes: Mapping[str, int] = request.param
+    assert math.prod(axis_sizes.values()) == NUM_DEVICES
+    return jax.make_mesh(
+        tuple(axis_sizes.values()),
+        tuple(axis_sizes),
+        axis_types=(jax.sharding.AxisType.Auto,) * len(axis_sizes),
+        devices=devices8,
+    )

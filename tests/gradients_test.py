@@ -1,0 +1,376 @@
+import types
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from manualpar import (
+    Batch,
+    ShardedParameter,
+    accumulate_gradients,
+    fold_rng_over_axis,
+    make_mesh,
+    shard_params,
+    sync_gradients,
+    sync_metrics,
+)
+from manualpar.gradients import sync_collections
+from manualpar.layout import strip_boxes
+from manualpar.mesh import axes_size
+
+PARAMS = {
+    "w": jax.random.normal(jax.random.key(0), (4, 8)),
+    "b": jax.random.normal(jax.random.key(1), (3,)),
+}
+
+
+def model(variables, x):
+    """A model with a parameter that can be sharded and one that cannot."""
+    w, b = variables["params"]["w"], variables["params"]["b"]
+    w = w.unbox() if isinstance(w, ShardedParameter) else w
+    return jnp.tanh(x @ w).sum(-1) * b[0] + b[1] * b[2]
+
+
+def masked_loss(params, apply_fn, batch, rng):
+    del rng
+    error = (apply_fn({"params": params}, batch.inputs) - batch.labels) ** 2
+    total, count = (error * batch.mask).sum(), batch.mask.sum()
+    return total / jnp.maximum(count, 1e-9), {"loss": (total, count), "max": (error.max(), 1)}
+
+
+def plain_loss(params, apply_fn, batch, rng):
+    del rng
+    error = (apply_fn({"params": params}, batch.inputs) - batch.labels) ** 2
+    return error.mean(), {"loss": (error.sum(), error.shape[0])}
+
+
+def state_of(params):
+    return types.SimpleNamespace(params=params, apply_fn=model)
+
+
+def make_batch(size, mask="weights"):
+    x, y, m = (jax.random.normal(jax.random.key(i), (size, 4)) for i in range(3))
+    masks = {
+        "weights": jnp.abs(m[:, 0]),
+        "ragged": (jnp.arange(size) % 5 < 2).astype(jnp.float32),
+        # Whole devices and whole minibatches without an example.
+        "head": (jnp.arange(size) < 3).astype(jnp.float32),
+        "none": jnp.zeros(size),
+    }
+    return Batch(inputs=x, labels=y[:, 0], mask=masks[mask])
+
+
+def mean_gradient(batch):
+    """The gradient of the global mean, on one device and without this package."""
+
+    def loss(params):
+        error = (model({"params": params}, batch.inputs) - batch.labels) ** 2
+        return (error * batch.mask).sum() / jnp.maximum(batch.mask.sum(), 1e-9)
+
+    return jax.grad(loss)(PARAMS)
+
+
+def parallel_gradient(mesh, batch, loss_fn, axes=("data",), *, check_vma=True, sharded=True, **kwargs):
+    """The gradient and the metrics of a step put together from the utilities."""
+    spec = {"w": P(None, axes), "b": P()} if sharded else P()
+
+    def on_device(batch):
+        params = shard_params(PARAMS, axes, min_weight_size=16) if sharded else PARAMS
+        grads, metrics = accumulate_gradients(
+            state_of(params), batch, jax.random.key(0), loss_fn=loss_fn, **kwargs
+        )
+        grads = sync_gradients(grads, axes)
+        return strip_boxes(grads), sync_metrics(metrics, axes)
+
+    run = jax.shard_map(
+        on_device, mesh=mesh, in_specs=P(axes), out_specs=(spec, P()), check_vma=check_vma
+    )
+    return jax.jit(run)(batch)
+
+
+@pytest.mark.parametrize("use_scan", [False, True], ids=["loop", "scan"])
+@pytest.mark.parametrize("num_minibatches", [1, 4])
+def test_gradient_is_that_of_the_global_mean(mesh8, num_minibatches, use_scan):
+    batch = make_batch(64)
+    grads, metrics = parallel_gradient(
+        mesh8, batch, masked_loss, num_minibatches=num_minibatches, use_scan=use_scan
+    )
+    chex.assert_trees_all_close(grads, mean_gradient(batch), rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics["loss"][1], batch.mask.sum(), rtol=1e-6)
+    assert metrics["max"][1] == mesh8.shape["data"] * num_minibatches
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicated"])
+@pytest.mark.parametrize(("check_vma", "use_scan"), [(True, False), (True, True), (False, True)])
+def test_gradient_whatever_is_masked(devices8, sharded, check_vma, use_scan):
+    step = jax.jit(
+        lambda batch: parallel_gradient(
+            make_mesh({"data": 8}, devices8),
+            batch,
+            masked_loss,
+            num_minibatches=4,
+            use_scan=use_scan,
+            sharded=sharded,
+            check_vma=check_vma,
+        )
+    )
+    for mask in ("ragged", "head", "none"):
+        batch = make_batch(64, mask)
+        grads, _ = step(batch)
+        chex.assert_trees_all_close(grads, mean_gradient(batch), rtol=2e-5, atol=1e-6)
+        if mask == "none":
+            chex.assert_trees_all_equal(grads, jax.tree.map(jnp.zeros_like, PARAMS))
+
+
+@pytest.mark.parametrize("axes", [("data", "model"), ("model", "data")])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradient_over_a_tuple_of_axes(devices8, axes, check_vma):
+    batch = make_batch(64)
+    mesh = make_mesh({"data": 4, "model": 2}, devices8)
+    grads, _ = parallel_gradient(
+        mesh, batch, masked_loss, axes, num_minibatches=2, check_vma=check_vma
+    )
+    chex.assert_trees_all_close(grads, mean_gradient(batch), rtol=2e-5, atol=1e-6)
+
+
+def test_gradient_of_boxes_over_two_axes_of_which_one_shards(devices8):
+    """Sharded over `data`, split over `data` and `replica`: the mean over `replica` is left to sync_gradients."""
+    batch = make_batch(64)
+    mesh = make_mesh({"replica": 2, "data": 4}, devices8)
+    axes = ("replica", "data")
+
+    def on_device(batch):
+        params = shard_params(PARAMS, "data", min_weight_size=16)
+        grads, _ = accumulate_gradients(
+            state_of(params), batch, jax.random.key(0), 2, loss_fn=masked_loss
+        )
+        return strip_boxes(sync_gradients(grads, axes))
+
+    run = jax.shard_map(
+        on_device, mesh=mesh, in_specs=P(axes), out_specs={"w": P(None, "data"), "b": P()}
+    )
+    grads = jax.jit(run)(batch)
+    chex.assert_trees_all_close(grads, mean_gradient(batch), rtol=2e-5, atol=1e-6)
+
+
+def test_constant_counts_cost_no_collective(devices8):
+    mesh = make_mesh({"data": 8}, devices8)
+    batch = make_batch(64)
+
+    def collectives(loss_fn):
+        def on_device(batch):
+            grads, _ = accumulate_gradients(
+                state_of(PARAMS), batch, jax.random.key(0), 2, loss_fn=loss_fn
+            )
+            return sync_gradients(grads, "data")
+
+        run = jax.shard_map(on_device, mesh=mesh, in_specs=P("data"), out_specs=P())
+        return jax.jit(run).lower(batch).as_text().count('"stablehlo.all_reduce"')
+
+    assert collectives(plain_loss) == 2  # One for each parameter, none for each minibatch.
+    assert collectives(masked_loss) == 3
+
+
+@pytest.mark.parametrize("use_scan", [False, True], ids=["loop", "scan"])
+def test_minibatches_are_accumulated_in_float32(use_scan):
+    n = 512  # In bfloat16 a sum of ones stops at 256.
+    params = {"w": jnp.ones((), jnp.bfloat16)}
+
+    def loss_fn(params, apply_fn, batch, rng):
+        loss = params["w"] * batch.inputs.mean()
+        return loss, {"loss": (loss, 1), "seen": (batch.inputs.sum().astype(jnp.bfloat16), 1)}
+
+    batch = Batch(inputs=jnp.ones(n, jnp.bfloat16), labels=jnp.zeros(n))
+    grads, metrics = jax.jit(
+        lambda: accumulate_gradients(
+            state_of(params), batch, jax.random.key(0), n, loss_fn, use_scan=use_scan
+        )
+    )()
+    assert grads["w"].dtype == jnp.bfloat16
+    assert grads["w"] == 1
+    assert metrics["seen"][0] == n
+    assert metrics["seen"][0].dtype == jnp.float32
+    assert metrics["loss"][1] == n
+
+
+@pytest.mark.parametrize("use_scan", [False, True], ids=["loop", "scan"])
+def test_every_device_and_minibatch_has_its_own_key(devices8, use_scan):
+    mesh = make_mesh({"data": 8}, devices8)
+
+    def loss_fn(params, apply_fn, batch, rng):
+        draw = jax.random.uniform(rng)
+        return params["w"][batch.inputs[0]] * draw, {"loss": (draw, 1)}
+
+    def on_device(inputs):
+        rng = fold_rng_over_axis(jax.random.key(0), "data")
+        params = {"w": jnp.zeros(4)}
+        batch = Batch(inputs=inputs, labels=inputs)
+        grads, _ = accumulate_gradients(state_of(params), batch, rng, 4, loss_fn, use_scan)
+        return grads["w"][None]  # The draw of each minibatch in its own place.
+
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    draws = np.asarray(jax.jit(run)(jnp.tile(jnp.arange(4), 8)))
+    assert draws.shape == (8, 4)
+    assert len(np.unique(draws)) == 32
+
+
+def test_minibatches_are_consecutive_and_complete():
+    def loss_fn(params, apply_fn, batch, rng):
+        code = (batch.inputs * 10 ** jnp.arange(2.0)).sum()
+        return params["w"][batch.labels[0]] * code, {"loss": (code, 1)}
+
+    batch = Batch(inputs=jnp.arange(6.0), labels=jnp.array([0, 0, 1, 1, 2, 2]))
+    params = {"w": jnp.zeros(3)}
+    grads, _ = accumulate_gradients(state_of(params), batch, jax.random.key(0), 3, loss_fn)
+    np.testing.assert_allclose(grads["w"] * 3, [10, 32, 54])
+
+
+@pytest.mark.parametrize(
+    ("size", "num_minibatches", "message"),
+    [
+        (10, 4, r"num_minibatches=4 does not divide the 10 examples of batch.inputs"),
+        (2, 4, r"num_minibatches=4 does not divide the 2 examples"),
+        (0, 1, r"num_minibatches=1 does not divide the 0 examples"),
+        (8, 0, r"num_minibatches=0, expected a positive integer"),
+        (8, 2.0, r"num_minibatches=2.0, expected a positive integer"),
+        (8, True, r"num_minibatches=True, expected a positive integer"),
+    ],
+)
+def test_no_example_is_dropped(size, num_minibatches, message):
+    with pytest.raises(ValueError, match=message):
+        accumulate_gradients(
+            state_of(PARAMS), make_batch(size), jax.random.key(0), num_minibatches, plain_loss
+        )
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "message"),
+    [
+        (lambda loss, n: loss.mean(), TypeError, "expected the pair"),
+        (lambda loss, n: (loss, {"loss": (loss.sum(), n)}), ValueError, r"the loss has shape \(8,\)"),
+        (lambda loss, n: (n, {"loss": (loss.sum(), n)}), ValueError, "dtype int32, expected a flo"),
+        (lambda loss, n: (loss.mean(), loss.mean()), TypeError, "metrics is a .*, expected a dict"),
+        (lambda loss, n: (loss.mean(), {}), ValueError, r"metrics has \[\], expected a 'loss'"),
+        (
+            lambda loss, n: (loss.mean(), {"lose": (loss.sum(), n)}),
+            ValueError,
+            r"metrics has \['lose'\].*Did you mean it by 'lose'",
+        ),
+        (
+            lambda loss, n: (loss.mean(), {"loss": loss.sum()}),
+            ValueError,
+            r"metrics\['loss'\] has the shapes \(\), expected a pair of scalars",
+        ),
+        (
+            lambda loss, n: (loss.mean(), {"loss": (loss.sum(), n), "acc": (loss, n)}),
+            ValueError,
+            r"metrics\['acc'\] has the shapes \(\(8,\), \(\)\), expected a pair of scalars",
+        ),
+    ],
+)
+def test_what_a_loss_function_returns_is_checked(result, error, message):
+    def loss_fn(params, apply_fn, batch, rng):
+        return result(apply_fn({"params": params}, batch.inputs) ** 2, jnp.int32(8))
+
+    with pytest.raises(error, match=message):
+        accumulate_gradients(state_of(PARAMS), make_batch(8), jax.random.key(0), 1, loss_fn)
+
+
+# sync_gradients.
+
+
+def test_a_gradient_that_autodiff_has_summed_is_refused(devices8):
+    mesh = make_mesh({"data": 8}, devices8)
+
+    def on_device(x):
+        grads = jax.grad(lambda p: jnp.sum(p["w"] * x))({"w": jnp.ones(())})
+        return sync_gradients(grads, ("data",))
+
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=P("data"), out_specs=P())
+    message = r"sync_gradients: grads\['w'\] is already summed over \['data'\].*pcast"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(run, jnp.ones(8))
+    # With unchecked types autodiff does not sum, and the same program is right.
+    unchecked = jax.shard_map(
+        on_device, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False
+    )
+    assert jax.jit(unchecked)(jnp.arange(8.0))["w"] == np.arange(8.0).mean()
+
+
+def test_a_gradient_summed_over_one_of_two_axes_is_refused(devices8):
+    mesh = make_mesh({"data": 4, "model": 2}, devices8)
+
+    def on_device(x):
+        p = jax.lax.pcast(jnp.ones(()), ("model",), to="varying")
+        return sync_gradients(jax.grad(lambda p: jnp.sum(p * x))(p), ("data", "model"))
+
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=P(("data", "model")), out_specs=P())
+    with pytest.raises(ValueError, match=r"already summed over \['data'\]"):
+        jax.eval_shape(run, jnp.ones(8))
+
+
+def test_an_unsynchronised_gradient_does_not_leave_shard_map(devices8):
+    mesh = make_mesh({"data": 8}, devices8)
+
+    def on_device(batch):
+        return accumulate_gradients(
+            state_of(PARAMS), batch, jax.random.key(0), 1, loss_fn=masked_loss
+        )[0]
+
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=P("data"), out_specs=P())
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.eval_shape(run, make_batch(64))
+
+
+def test_sync_reduces_a_box_over_the_other_axes_only(devices8):
+    mesh = make_mesh({"data": 4, "model": 2}, devices8)
+    x = jnp.arange(8.0)
+
+    def on_device(x):
+        boxes = {
+            "over data": ShardedParameter(x, ("data",)),
+            "over both": ShardedParameter(x, (("data", "model"),)),
+            "not boxed": x,
+        }
+        return strip_boxes(sync_gradients(boxes, ("data", "model")))
+
+    out_specs = {"over data": P("data"), "over both": P(("data", "model")), "not boxed": P()}
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=P(("data", "model")), out_specs=out_specs)
+    out = jax.jit(run)(x)
+    np.testing.assert_array_equal(out["over data"], [0.5, 2.5, 4.5, 6.5])
+    np.testing.assert_array_equal(out["over both"], x)
+    np.testing.assert_array_equal(out["not boxed"], [3.5])
+
+
+@pytest.mark.parametrize("function", [sync_gradients, sync_metrics])
+def test_an_axis_that_is_not_bound_is_named(function):
+    with pytest.raises(ValueError, match=rf"{function.__name__}: axis_name names \['data'\]"):
+        function({"loss": (jnp.ones(()), jnp.ones(()))}, "data")
+
+
+def test_metrics_are_summed_over_all_devices(devices8):
+    mesh = make_mesh({"data": 8}, devices8)
+
+    def on_device(x):
+        return sync_metrics({"loss": (x.sum(), jnp.int32(2))}, "data")
+
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=P("data"), out_specs=P())
+    total, count = jax.jit(run)(jnp.arange(16.0))["loss"]
+    assert (total, count) == (120, 16)
+    assert axes_size(mesh, ("data",)) == 8
+
+
+def test_collections_become_the_mean_of_what_differs(devices8):
+    mesh = make_mesh({"data": 8}, devices8)
+
+    def on_device(x):
+        tree = {"mean": x.sum(), "steps": jnp.int32(3)}
+        return sync_collections(tree, "data")
+
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=P("data"), out_specs=P())
+    assert jax.jit(run)(jnp.arange(8.0)) == {"mean": 3.5, "steps": 3}
+    with pytest.raises(ValueError, match=r"collections\['mean'\] has dtype int32 and differs"):
+        jax.eval_shape(run, jnp.arange(8))

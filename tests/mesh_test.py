@@ -1,0 +1,55 @@
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from manualpar.mesh import axis_tuple, make_mesh
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [
+        ({"data": -1}, {"data": 8}),
+        ({"replica": 2, "data": -1}, {"replica": 2, "data": 4}),
+        ({"data": -1, "model": 8}, {"data": 1, "model": 8}),
+        ({"a": 2, "b": 2, "c": 2}, {"a": 2, "b": 2, "c": 2}),
+        ({"data": 4}, {"data": 4}),
+    ],
+)
+def test_sizes(devices8, axes, shape):
+    mesh = make_mesh(axes, devices8)
+    assert dict(mesh.shape) == shape
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert list(mesh.devices.flat) == devices8[: mesh.size]
+
+
+def test_given_devices_are_used_in_order(devices8):
+    assert list(make_mesh({"data": -1}, devices8[3:5]).devices) == devices8[3:5]
+
+
+@pytest.mark.parametrize(
+    ("axes", "error", "message"),
+    [
+        ({}, ValueError, "axes is empty"),
+        ({"data": 0}, ValueError, "axis 'data' has size 0, expected a positive size or -1"),
+        ({"data": -2}, ValueError, "size -2"),
+        ({"a": -1, "b": -1}, ValueError, "more than one -1"),
+        ({"data": 16}, ValueError, "needs 16 devices, got 8"),
+        ({"replica": 3, "data": -1}, ValueError, "does not divide the 8 devices"),
+        ({"data": 2.0}, TypeError, "expected a name with an integer size"),
+        ({"data": True}, TypeError, "expected a name with an integer size"),
+        ({1: 8}, TypeError, "expected a name with an integer size"),
+    ],
+)
+def test_bad_axes_are_refused(devices8, axes, error, message):
+    with pytest.raises(error, match=message):
+        make_mesh(axes, devices8)
+
+
+def test_axis_tuple():
+    assert axis_tuple(None) == ()
+    assert axis_tuple("data") == ("data",)
+    assert axis_tuple(["replica", "data"]) == ("replica", "data")
+
+
+def test_make_mesh_uses_all_devices_by_default(devices8):
+    assert make_mesh({"data": -1}).size == jax.device_count()

@@ -1,0 +1,314 @@
+import chex
+import flax.linen as nn
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from manualpar import (
+    ShardedParameter,
+    gather_params,
+    make_mesh,
+    shard_module_params,
+    shard_params,
+    sync_gradients,
+)
+from manualpar.collectives import cast_to_varying
+from manualpar.mesh import axes_size
+from manualpar.partitioning import boxed_axes, choose_shard_dim, is_box
+
+
+def on_mesh(function, mesh, *args, in_specs=P(), out_specs=P()):
+    """Runs a function on every device and returns its output as it is described by out_specs."""
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+    )(*args)
+
+
+def inside(mesh, function):
+    """Traces a function inside shard_map and returns what it says, which need not be arrays."""
+    said = []
+
+    def traced():
+        said.append(function())
+        return jnp.zeros(())
+
+    jax.eval_shape(jax.shard_map(traced, mesh=mesh, in_specs=(), out_specs=P()))
+    return said[0]
+
+
+# Which dimension.
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((784, 512), 0),
+        ((512, 784), 1),
+        ((512, 512), 0),  # Of equals the first.
+        ((8, 64, 64), 1),
+        ((3, 3, 16, 32), 3),
+        ((10, 24), 1),
+        ((1000, 8), 0),
+        ((1001, 8), 1),  # The largest does not divide.
+        ((16,), 0),
+    ],
+)
+def test_the_largest_divisible_dim_is_chosen(shape, dim):
+    assert choose_shard_dim(shape, (None,) * len(shape), 8, min_weight_size=0) == (dim, "")
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "excluded", "dim"),
+    [
+        ((16, 64), (None, "model"), (), 0),
+        ((16, 64), (None, ("data", "model")), (), 0),
+        ((64, 16), (None, None), (0,), 1),
+        ((64, 10), (None, None), (0,), None),
+        ((64, 64), ("model", "pipe"), (), None),
+    ],
+)
+def test_a_named_or_excluded_dim_is_not_chosen(shape, names, excluded, dim):
+    chosen, note = choose_shard_dim(
+        shape, names, 8, min_weight_size=0, excluded_dims=frozenset(excluded)
+    )
+    assert chosen == dim
+    assert bool(note) == (dim is None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "note"),
+    [
+        ((15,), "too small: 15 < 16"),
+        ((3, 5, 7), r"none of \[3, 5, 7\] divides by 8"),
+        ((), "too small: 1 < 16"),
+    ],
+)
+def test_what_is_not_sharded_says_why(shape, note):
+    dim, why = choose_shard_dim(shape, (None,) * len(shape), 8, min_weight_size=16)
+    assert dim is None
+    assert why == note.replace("\\", "")
+
+
+def test_the_threshold_is_the_fewest_elements_sharded():
+    assert choose_shard_dim((4, 4), (None, None), 4, min_weight_size=16) == (0, "")
+    assert choose_shard_dim((4, 4), (None, None), 4, min_weight_size=17)[0] is None
+
+
+@pytest.mark.parametrize(("shape", "note"), [((), "a scalar"), ((0, 8), "no elements to shard")])
+def test_scalars_and_empty_parameters_stay_whole(shape, note):
+    assert choose_shard_dim(shape, (None,) * len(shape), 8, min_weight_size=0) == (None, note)
+
+
+@hypothesis.given(
+    shape=st.lists(st.integers(0, 24), max_size=4).map(tuple), axis_size=st.sampled_from([1, 2, 4, 8])
+)
+def test_the_chosen_dim_is_the_largest_that_divides(shape, axis_size):
+    dim, note = choose_shard_dim(shape, (None,) * len(shape), axis_size, min_weight_size=1)
+    dividing = [size for size in shape if size % axis_size == 0]
+    if dim is None:
+        assert note
+        assert not shape or 0 in shape or not dividing
+    else:
+        assert shape[dim] == max(dividing)
+        assert shape.index(shape[dim]) == dim
+
+
+# shard_params and gather_params.
+
+
+TREE = {
+    "wide": jnp.arange(16.0 * 8).reshape(16, 8),
+    "tall": jnp.arange(8.0 * 32).reshape(8, 32),
+    "odd": jnp.arange(15.0).reshape(3, 5),
+    "scalar": jnp.float32(3.0),
+    "empty": jnp.zeros((0, 4)),
+}
+
+
+@pytest.mark.parametrize("axis_name", ["data", ("data", "model"), ("model", "data")], ids=str)
+def test_sharding_slices_and_gathering_gives_back(mesh8, axis_name):
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not set(axes) <= set(mesh8.axis_names):
+        pytest.skip("the mesh has no such axis")
+    n = axes_size(mesh8, axes)
+
+    def on_device(tree):
+        sharded = shard_params(tree, axis_name, min_weight_size=16)
+        assert sharded["wide"].names == (axis_name, None)
+        assert sharded["tall"].names == (None, axis_name)
+        assert sharded["wide"].value.shape == (16 // n, 8)
+        assert sharded["tall"].value.shape == (8, 32 // n)
+        assert not any(is_box(sharded[name]) for name in ("odd", "scalar", "empty"))
+        gathered = gather_params(sharded, axis_name)
+        assert not any(map(is_box, jax.tree.leaves(gathered, is_leaf=is_box)))
+        shards = {name: sharded[name].value for name in ("wide", "tall")}
+        return shards, jax.tree.map(lambda x: jax.lax.pmax(x, tuple(mesh8.axis_names)), gathered)
+
+    out_specs = ({"wide": P(axis_name, None), "tall": P(None, axis_name)}, P())
+    shards, gathered = on_mesh(on_device, mesh8, TREE, out_specs=out_specs)
+    chex.assert_trees_all_equal(shards, {"wide": TREE["wide"], "tall": TREE["tall"]})
+    chex.assert_trees_all_equal(gathered, TREE)
+
+
+def test_a_box_that_names_the_axis_in_a_tuple_is_never_sharded_again(devices8):
+    mesh = make_mesh({"data": 4, "model": 2}, devices8)
+
+    def on_device(x):
+        box = nn.Partitioned(x, names=(("data", "model"), None))
+        for axis_name in ("data", "model", ("data", "model")):
+            assert shard_params({"p": box}, axis_name, 0)["p"] is box
+        assert boxed_axes(box) == ("data", "model")
+        return x
+
+    x = jnp.arange(64.0).reshape(16, 4)
+    on_mesh(on_device, mesh, x, in_specs=P(("data", "model")), out_specs=P(("data", "model")))
+
+
+@pytest.mark.parametrize("axis_name", ["data", "model", ("data", "model")], ids=str)
+def test_a_box_that_names_the_axis_in_a_tuple_is_always_gathered(devices8, axis_name):
+    mesh = make_mesh({"data": 4, "model": 2}, devices8)
+    x = jnp.arange(64.0).reshape(16, 4)
+
+    def on_device(x):
+        gathered = gather_params(nn.Partitioned(x, names=(("data", "model"), None)), axis_name)
+        assert not is_box(gathered)
+        return jax.lax.pmax(gathered, ("data", "model"))
+
+    gathered = on_mesh(on_device, mesh, x, in_specs=P(("data", "model")))
+    np.testing.assert_array_equal(gathered, x)
+
+
+def test_a_box_takes_a_second_axis_on_a_free_dim_and_gives_back_only_that(devices8):
+    mesh = make_mesh({"data": 4, "model": 2}, devices8)
+    x = jnp.arange(8.0 * 16).reshape(8, 16)
+
+    def on_device(x):
+        sharded = shard_params(nn.Partitioned(x, names=("model", None)), "data", 0)
+        assert sharded.names == ("model", "data")
+        assert sharded.value.shape == (4, 4)
+        # A module that asks for it gets its part over `model`, gathered over `data`.
+        assert sharded.unbox().shape == (4, 16)
+        gathered = gather_params(sharded, "data")
+        assert gathered.names == ("model", None)
+        assert gathered.unbox().shape == (4, 16)
+        return jax.lax.pmax(gathered.value, "data")
+
+    gathered = on_mesh(on_device, mesh, x, in_specs=P("model"), out_specs=P("model"))
+    np.testing.assert_array_equal(gathered, x)
+
+
+@pytest.mark.parametrize("function", [shard_params, gather_params])
+def test_an_axis_that_is_not_bound_is_named(devices8, function):
+    with pytest.raises(ValueError, match=rf"{function.__name__}: axis_name names \['data'\]"):
+        function({"p": jnp.ones(8)}, "data")
+    mesh = make_mesh({"data": 8}, devices8)
+    with pytest.raises(ValueError, match=r"names \['dat'\].*binds \['data'\]"):
+        inside(mesh, lambda: function({"p": jnp.ones(8)}, "dat"))
+
+
+# The box.
+
+
+def test_flax_reads_the_box_as_its_own():
+    box = ShardedParameter(jnp.ones((8, 4)), ("data", None), gather_axes=("data",))
+    assert nn.get_partition_spec({"p": box}) == {"p": P("data", None)}
+    assert isinstance(box, nn.Partitioned)
+    np.testing.assert_array_equal(nn.unbox({"p": box})["p"], box.value)  # No axis is bound here.
+    assert box.replace_boxed(jnp.zeros(3)).names == box.names
+
+
+def test_the_box_gathers_itself_inside_shard_map(devices8):
+    mesh = make_mesh({"data": 8}, devices8)
+    x = jnp.arange(32.0).reshape(16, 2)
+
+    def on_device(x):
+        box = ShardedParameter(x, ("data", None), gather_axes=("data",))
+        return jax.lax.pmax(nn.unbox({"p": box})["p"], "data")
+
+    np.testing.assert_array_equal(on_mesh(on_device, mesh, x, in_specs=P("data")), x)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, -1, -2])
+@pytest.mark.parametrize("params", [{}, {nn.PARTITION_NAME: "layers"}], ids=["bare", "named"])
+def test_adding_and_removing_a_loop_dim_undo_each_other(index, params):
+    box = ShardedParameter(None, (None, "data"), gather_axes=("data",))
+    more = box.add_axis(index, params)
+    assert len(more.names) == 3
+    assert more.names[index] is None
+    assert more.remove_axis(index, params) == box
+
+
+def test_a_loop_over_a_sharded_dim_is_refused():
+    box = ShardedParameter(None, ("data", None), gather_axes=("data",))
+    with pytest.raises(ValueError, match="nn.scan or nn.vmap runs over dim 0.*sharded over 'data'"):
+        box.remove_axis(0, {})
+
+
+# shard_module_params.
+
+
+@pytest.mark.parametrize("axis_name", ["data", ("data", "model")], ids=str)
+def test_a_wrapped_module_equals_the_module(devices8, axis_name):
+    axes = ("data", "model")
+    mesh = make_mesh({"data": 4, "model": 2}, devices8)
+    x = jax.random.normal(jax.random.key(1), (16, 8))
+    plain = nn.Dense(32)
+    params = jax.jit(plain.init)(jax.random.key(0), x)["params"]
+    wrapped = shard_module_params(nn.Dense, axis_name, min_weight_size=64)(32)
+
+    def loss(params, module, x):
+        return jnp.mean(jnp.sin(module.apply({"params": params}, x)))
+
+    def on_device(x):
+        sharded = wrapped.init(jax.random.key(0), x)["params"]
+        assert sharded["kernel"].names == (None, axis_name)
+        assert not is_box(sharded["bias"])
+        grads = jax.grad(loss)(cast_to_varying(sharded, axes), wrapped, x)
+        grads = sync_gradients(grads, axes)
+        return sharded["kernel"].value, {"kernel": grads["kernel"].value, "bias": grads["bias"]}
+
+    spec = P(None, axis_name)
+    kernel, grads = on_mesh(
+        on_device,
+        mesh,
+        x,
+        in_specs=P(axes),
+        out_specs=(spec, {"kernel": spec, "bias": P()}),
+    )
+    np.testing.assert_array_equal(kernel, params["kernel"])
+    chex.assert_trees_all_close(grads, jax.grad(loss)(params, plain, x), atol=1e-6)
+
+
+def test_a_wrapped_module_inside_scan(devices8):
+    mesh = make_mesh({"data": 8}, devices8)
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            dense = shard_module_params(nn.Dense, "data", min_weight_size=0)(16, name="dense")
+            return nn.tanh(dense(x)), None
+
+    stack = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+
+    class Plain(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.tanh(nn.Dense(16, name="dense")(x)), None
+
+    plain = nn.scan(Plain, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+    x = jax.random.normal(jax.random.key(1), (8, 16))
+    reference = plain.apply(jax.jit(plain.init)(jax.random.key(0), x, None), x, None)[0]
+
+    def on_device(x):
+        variables = stack.init(jax.random.key(0), x, None)
+        kernel = variables["params"]["dense"]["kernel"]
+        assert kernel.names == (None, "data", None)
+        assert kernel.value.shape == (3, 2, 16)
+        return stack.apply(variables, x, None)[0]
+
+    output = on_mesh(on_device, mesh, x, in_specs=P("data"), out_specs=P("data"))
+    np.testing.assert_allclose(output, reference, atol=1e-6)

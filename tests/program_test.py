@@ -1,0 +1,361 @@
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import manualpar.step
+from manualpar import Batch, data_parallel, fsdp, make_mesh
+
+# Ten steps of float32 in another order of summation.
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
+
+
+class Classifier(nn.Module):
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.LayerNorm()(nn.silu(nn.Dense(32, name="input_dense")(x)))
+        x = nn.Dropout(self.dropout, deterministic=not train)(x)
+        return nn.Dense(5, name="output_dense")(x)
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    logits = apply_fn({"params": params}, batch.inputs, train=True, rngs={"dropout": rng})
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    mask = jnp.ones(loss.shape) if batch.mask is None else batch.mask
+    count = mask.sum()
+    correct = (logits.argmax(-1) == batch.labels) * mask
+    total = (loss * mask).sum()
+    return total / jnp.maximum(count, 1), {"loss": (total, count), "accuracy": (correct.sum(), count)}
+
+
+def make_batch(seed=0, size=64, mask=None):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(size, 12)).astype(np.float32)
+    return Batch(inputs=x, labels=rng.integers(0, 5, size), mask=mask)
+
+
+BATCHES = [make_batch(seed) for seed in range(10)]
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "adam": lambda: optax.adam(1e-2),
+    "clip": lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.5)),
+}
+
+
+def train_on_one_device(model, tx, batches, loss_fn=loss_fn, seed=0):
+    """Plain flax and optax: what every program must agree with."""
+    init_rng, rng = jax.random.split(jax.random.key(seed))
+    init = jax.jit(lambda key, x: model.init({"params": key}, x, train=False))
+    params = init(init_rng, batches[0].inputs)["params"]
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, _), grads = grad_fn(params, model.apply, batch, rng)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    losses, initial = [], params
+    for batch in batches:
+        params, opt_state, loss = step(params, opt_state, batch)
+        losses.append(loss)
+    return initial, params, jnp.stack(losses)
+
+
+def train(program, batches, seed=0):
+    state = program.init(jax.random.key(seed))
+    initial = jax.device_get(state.params)
+    losses = []
+    for batch in batches:
+        state, metrics = program.train_step(state, batch)
+        losses.append(metrics["loss"][0] / metrics["loss"][1])
+    return initial, state, jnp.stack(losses)
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {
+        name: train_on_one_device(Classifier(), make(), BATCHES) for name, make in OPTIMIZERS.items()
+    }
+
+
+def build(builder, mesh, tx, *, batch=BATCHES[0], model=None, **kwargs):
+    if builder is fsdp:
+        kwargs.setdefault("min_weight_size", 16)
+    return builder(model or Classifier(), tx, loss_fn, mesh=mesh, batch=batch, **kwargs)
+
+
+def assert_equal_on_all_devices(tree):
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        seen = {}
+        for shard in x.addressable_shards:
+            index = str(shard.index)
+            data = np.asarray(
+                jax.random.key_data(shard.data)
+                if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+                else shard.data
+            )
+            np.testing.assert_array_equal(seen.setdefault(index, data), data, err_msg=str(path))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("builder", [data_parallel, fsdp])
+def test_ten_steps_equal_the_single_device(devices8, references, builder, num_devices, optimizer):
+    mesh = make_mesh({"data": -1}, devices8[:num_devices])
+    program = build(builder, mesh, OPTIMIZERS[optimizer]())
+    initial, state, losses = train(program, BATCHES)
+    expected_initial, expected, expected_losses = references[optimizer]
+    chex.assert_trees_all_equal(initial, jax.device_get(expected_initial))
+    chex.assert_trees_all_close(jax.device_get(state.params), jax.device_get(expected), **TOLERANCE)
+    np.testing.assert_allclose(losses, expected_losses, **TOLERANCE)
+    assert_equal_on_all_devices(state)
+    assert state.step == 10
+
+
+@pytest.mark.parametrize("axis_name", ["data", ("data", "model")], ids=str)
+def test_every_factorisation_of_the_mesh(mesh8, references, axis_name):
+    if "model" in axis_name and "model" not in mesh8.axis_names:
+        pytest.skip("the mesh has no such axis")
+    program = build(
+        fsdp, mesh8, optax.sgd(0.1), axis_name=axis_name, num_minibatches=2, use_scan=True
+    )
+    _, state, losses = train(program, BATCHES[:3])
+    np.testing.assert_allclose(losses, references["sgd"][2][:3], **TOLERANCE)
+    assert_equal_on_all_devices(state)
+
+
+@pytest.mark.parametrize("use_scan", [False, True], ids=["loop", "scan"])
+@pytest.mark.parametrize("builder", [data_parallel, fsdp])
+def test_masks_that_differ_by_device_and_minibatch(devices8, builder, use_scan):
+    masks = [(np.arange(64) % 7 < k).astype(np.float32) for k in (1, 3, 6)]
+    masks.append((np.arange(64) < 5).astype(np.float32))  # Most devices have no example at all.
+    batches = [make_batch(seed, mask=mask) for seed, mask in enumerate(masks)]
+    _, expected, expected_losses = train_on_one_device(Classifier(), optax.sgd(0.3), batches)
+    program = build(
+        builder,
+        make_mesh({"data": 8}, devices8),
+        optax.sgd(0.3),
+        batch=batches[0],
+        num_minibatches=4,
+        use_scan=use_scan,
+    )
+    _, state, losses = train(program, batches)
+    np.testing.assert_allclose(losses, expected_losses, **TOLERANCE)
+    chex.assert_trees_all_close(jax.device_get(state.params), jax.device_get(expected), **TOLERANCE)
+
+
+@pytest.mark.parametrize("builder", [data_parallel, fsdp])
+def test_without_the_gradient_sync_the_program_does_not_trace(devices8, monkeypatch, builder):
+    monkeypatch.setattr(manualpar.step, "sync_gradients", lambda grads, axes: grads)
+    with pytest.raises(ValueError, match=r"out_specs.*\n*.*varying|varies|replicated"):
+        build(builder, make_mesh({"data": 8}, devices8), optax.sgd(0.1))
+
+
+def test_without_the_metric_sync_the_program_does_not_trace(devices8, monkeypatch):
+    monkeypatch.setattr(manualpar.step, "sync_metrics", lambda metrics, axes: metrics)
+    with pytest.raises(ValueError, match="out_specs"):
+        build(fsdp, make_mesh({"data": 8}, devices8), optax.sgd(0.1))
+
+
+# What a program is.
+
+
+def test_state_is_plain_global_arrays_in_the_layout(devices8):
+    program = build(fsdp, make_mesh({"data": 8}, devices8), optax.adam(1e-2))
+    layout = {
+        "LayerNorm_0": {"bias": P("data"), "scale": P("data")},
+        "input_dense": {"bias": P("data"), "kernel": P(None, "data")},
+        "output_dense": {"bias": P(), "kernel": P("data", None)},
+    }
+    assert program.layout.params == layout
+    assert program.layout.opt_state[0].mu == program.layout.opt_state[0].nu == layout
+    assert program.layout.step == program.layout.rng == program.layout.opt_state[0].count == P()
+    state = program.init(jax.random.key(0))
+    for _ in range(2):
+        assert jax.tree.structure(state) == jax.tree.structure(program.abstract_state)
+        for x, abstract in zip(
+            jax.tree.leaves(state), jax.tree.leaves(program.abstract_state), strict=True
+        ):
+            assert type(x) is not nn.Partitioned
+            assert isinstance(x, jax.Array)
+            assert (x.shape, x.dtype) == (abstract.shape, abstract.dtype)
+            assert x.sharding.is_equivalent_to(abstract.sharding, x.ndim)
+        state, _ = program.train_step(state, BATCHES[0])
+    kernel = state.params["input_dense"]["kernel"]
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(12, 4)}
+
+
+def test_parameters_that_stay_whole_say_why(devices8):
+    program = build(fsdp, make_mesh({"data": 8}, devices8), optax.sgd(0.1), min_weight_size=0)
+    notes = {info.path: placement.note for info, placement in program.parameters}
+    assert notes["output_dense/bias"] == "none of [5] divides by 8"
+    assert notes["input_dense/kernel"] == ""
+
+
+def test_the_state_is_donated(devices8):
+    program = build(fsdp, make_mesh({"data": 8}, devices8), optax.adam(1e-2))
+    state = program.init(jax.random.key(0))
+    program.train_step(state, BATCHES[0])
+    assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)))
+
+
+def test_building_from_shapes_touches_no_device(devices8):
+    before = len(jax.live_arrays())
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCHES[0])
+    program = build(fsdp, make_mesh({"data": 8}, devices8), optax.adam(1e-2), batch=shapes)
+    assert len(jax.live_arrays()) == before
+    assert program.abstract_batch.inputs.sharding == program.batch_sharding
+    _, metrics = program.train_step(program.init(jax.random.key(0)), BATCHES[0])
+    assert metrics["loss"][1] == 64
+
+
+def test_init_takes_typed_and_raw_keys(devices8):
+    program = build(fsdp, make_mesh({"data": 8}, devices8), optax.sgd(0.1))
+    typed, raw = program.init(jax.random.key(3)), program.init(jax.random.PRNGKey(3))
+    chex.assert_trees_all_equal(typed.params, raw.params)
+    with pytest.raises(TypeError, match=r"init: rng is 3, expected a key"):
+        program.init(3)
+
+
+def test_a_program_compiles_once(devices8):
+    program = build(fsdp, make_mesh({"data": 8}, devices8), optax.adam(1e-2))
+    train(program, [jax.device_put(batch, program.batch_sharding) for batch in BATCHES[:4]])
+    assert program.train_step._cache_size() == 1
+
+
+# Evaluation and dropout.
+
+
+@pytest.mark.parametrize("builder", [data_parallel, fsdp])
+def test_evaluation_is_without_dropout_and_counts_what_the_mask_says(devices8, builder):
+    model = Classifier(dropout=0.9)
+    mask = (np.arange(64) < 37).astype(np.float32)
+    batch = make_batch(mask=mask)
+    program = build(builder, make_mesh({"data": 8}, devices8), optax.sgd(0.1), model=model)
+    state = program.init(jax.random.key(0))
+    metrics = program.eval_step(state, batch)
+    params = jax.device_get(state.params)
+    logits = model.apply({"params": params}, batch.inputs, train=False)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    np.testing.assert_allclose(metrics["loss"][0], (losses * mask).sum(), rtol=1e-5)
+    assert metrics["loss"][1] == metrics["accuracy"][1] == 37
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("use_scan", [False, True], ids=["loop", "scan"])
+def test_dropout_masks_differ_on_every_example_minibatch_and_step(devices8, use_scan):
+    size = 32
+
+    class Rows(nn.Module):
+        """The gradient of each example's own row of `w` is its dropout mask."""
+
+        @nn.compact
+        def __call__(self, x, train):
+            w = self.param("w", nn.initializers.zeros, (size, 64))
+            return nn.Dropout(0.5, deterministic=not train)(w[x])
+
+    def loss_fn(params, apply_fn, batch, rng):
+        rows = apply_fn({"params": params}, batch.inputs, train=True, rngs={"dropout": rng})
+        return rows.sum() / size, {"loss": (rows.sum(), rows.shape[0])}
+
+    batch = Batch(inputs=np.arange(size), labels=np.zeros(size))
+    program = fsdp(
+        Rows(),
+        optax.sgd(1.0),
+        loss_fn,
+        mesh=make_mesh({"data": 8}, devices8),
+        batch=batch,
+        num_minibatches=2,
+        use_scan=use_scan,
+    )
+    state = program.init(jax.random.key(0))
+    masks, before = [], np.zeros((size, 64))
+    for _ in range(2):
+        state, _ = program.train_step(state, batch)
+        after = np.asarray(state.params["w"])
+        masks.extend(tuple(row) for row in (after - before) != 0)
+        before = after
+    assert len(set(masks)) == 2 * size
+    assert 0.4 < np.mean(masks) < 0.6
+
+
+# Errors, before anything is compiled.
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"axis_name": "batch"}, ValueError, r"axis_name names \['batch'\], but the mesh has .*data"),
+        ({"axis_name": ()}, ValueError, "axis_name names no axis"),
+        ({"axis_name": ("data", "data")}, ValueError, "names an axis twice"),
+        ({"mesh": "data"}, TypeError, "mesh is 'data', expected a jax.sharding.Mesh"),
+        ({"model": Classifier}, TypeError, "expected an instance of a flax.linen.Module"),
+        ({"tx": 1e-3}, TypeError, "tx is 0.001, expected an optax.GradientTransformation"),
+        ({"loss_fn": None}, TypeError, "loss_fn is None, expected a function"),
+        ({"batch": (1, 2)}, TypeError, r"batch is a tuple, expected one with .inputs"),
+        (
+            {"batch": make_batch(size=60)},
+            ValueError,
+            r"batch.inputs has 60 examples, expected a positive multiple of the 8 devices",
+        ),
+        ({"batch": make_batch(size=0)}, ValueError, "has 0 examples"),
+        (
+            {"batch": make_batch().replace(labels=np.zeros(32, np.int32))},
+            ValueError,
+            "different numbers of examples",
+        ),
+        ({"num_minibatches": 3}, ValueError, "num_minibatches=3 does not divide the 8 examples"),
+        ({"num_minibatches": 16}, ValueError, "num_minibatches=16 does not divide the 8 examples"),
+        ({"loss_fn": lambda p, f, b, r: (jnp.ones(3), {})}, ValueError, r"the loss has shape \(3,\)"),
+        ({"loss_fn": lambda p, f, b, r: jnp.ones(())}, TypeError, r"expected the pair"),
+        (
+            {"loss_fn": lambda p, f, b, r: (jnp.ones(()), {"losss": (1.0, 1)})},
+            ValueError,
+            "Did you mean it by 'losss'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("builder", [data_parallel, fsdp])
+def test_bad_input_is_refused(devices8, builder, change, error, message):
+    fields = {
+        "model": Classifier(),
+        "tx": optax.sgd(0.1),
+        "loss_fn": loss_fn,
+        "mesh": make_mesh({"data": 8}, devices8),
+        "batch": BATCHES[0],
+    }
+    fields.update(change)
+    model, tx, loss = fields.pop("model"), fields.pop("tx"), fields.pop("loss_fn")
+    with pytest.raises(error, match=message):
+        builder(model, tx, loss, **fields)
+
+
+@pytest.mark.parametrize("size", [-1, 2.5, "16", True])
+def test_a_bad_threshold_is_refused(devices8, size):
+    with pytest.raises(ValueError, match="fsdp: min_weight_size="):
+        build(fsdp, make_mesh({"data": 8}, devices8), optax.sgd(0.1), min_weight_size=size)
+
+
+def test_explicit_axes_are_refused(devices8):
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Explicit,), devices=devices8)
+    with pytest.raises(ValueError, match=r"Build it with manualpar.make_mesh"):
+        build(fsdp, mesh, optax.sgd(0.1))
+
+
+def test_a_later_batch_that_does_not_divide_is_refused(devices8):
+    program = build(fsdp, make_mesh({"data": 8}, devices8), optax.sgd(0.1))
+    state = program.init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"batch.inputs has 63 examples, expected a positive mult"):
+        program.eval_step(state, make_batch(size=63))
+    with pytest.raises(ValueError, match=r"batch.inputs has 12 examples, expected a positive mult"):
+        program.train_step(state, make_batch(size=12))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))  # Nothing is lost by the error.
