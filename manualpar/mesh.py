@@ -38,8 +38,8 @@ def check_axes_bound(function: str, axes: tuple[str, ...]) -> None:
         bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
         raise ValueError(
             f"{function}: axis_name names {unbound or 'no axis'}, expected axes of the surrounding "
-            f"jax.shard_map, which binds {list(bound)}. Call it inside a shard_map over a mesh that "
-            "has the axis."
+            f"jax.shard_map, which binds {list(bound)}. Call it inside a shard_map over a mesh "
+            "that has the axis."
         )
 
 

@@ -6,7 +6,6 @@ handed in and their updates kept, and evaluation turns training off.
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -48,26 +47,44 @@ class CarryingApply:
       collections: The collections after the latest call.
     """
 
-    def __init__(self, apply_fn: Callable[..., Any], collections: dict[str, Any]) -> None:
-        self._apply_fn = apply_fn
+    def __init__(self, model: nn.Module, collections: dict[str, Any], *, train: bool) -> None:
+        """Wraps `model.apply`; without `train`, arguments in `EVAL_SWITCHES` are overruled.
+
+        Args:
+          model: The Linen model.
+          collections: Its other collections to begin with.
+          train: Whether arguments that say 'train' reach the model. Otherwise one that is passed,
+            by keyword or position, says the opposite, and one that is not is left to the model.
+        """
+        self._model = model
+        self._train = train
         self.collections = collections
 
     def __call__(
-        self, variables: dict[str, Any], *args: Any, mutable: Any = (), **kwargs: Any
+        self,
+        variables: dict[str, Any],
+        *args: Any,
+        method: Any = None,
+        mutable: Any = False,
+        **kwargs: Any,
     ) -> Any:
         """As `model.apply`; collections that the caller names in `mutable` are returned too."""
+        if not self._train:
+            args, kwargs = _overrule(self._model, method, args, kwargs)
         asked = _collection_names(mutable)
-        kept = tuple(name for name in self.collections if name not in variables)
-        if not kept and not asked:
-            return self._apply_fn(variables, *args, **kwargs)
-        out, updates = self._apply_fn(
-            {**self.collections, **variables}, *args, mutable=[*kept, *asked], **kwargs
+        kept = [name for name in self.collections if name not in variables]
+        out, updates = self._model.apply(
+            {**self.collections, **variables},
+            *args,
+            method=method,
+            mutable=[*kept, *asked],
+            **kwargs,
         )
-        self.collections = {
-            **self.collections,
-            **self._checked({name: updates[name] for name in kept if name in updates}),
-        }
-        return (out, {name: updates[name] for name in asked if name in updates}) if asked else out
+        kept_updates = {name: updates[name] for name in kept if name in updates}
+        self.collections = {**self.collections, **self._checked(kept_updates)}
+        if mutable is False:
+            return out
+        return out, {name: updates[name] for name in asked if name in updates}
 
     def _checked(self, updates: dict[str, Any]) -> dict[str, Any]:
         """Refuses an update of another structure than the state has: a step must be repeatable."""
@@ -96,46 +113,20 @@ class CarryingApply:
         return updates
 
 
-def eval_apply(model: nn.Module, collections: dict[str, Any]) -> Callable[..., Any]:
-    """A model's `apply` for evaluation: no updates, and arguments that say 'train' overruled.
-
-    Args:
-      model: The Linen model.
-      collections: Its other collections.
-
-    Returns:
-      A function called like `model.apply`. An argument named in `EVAL_SWITCHES`, by keyword or by
-      position, is overruled; one that the caller does not pass is left to the model's default.
-    """
-
-    def apply(
-        variables: dict[str, Any],
-        *args: Any,
-        method: Any = None,
-        mutable: Any = False,
-        **kwargs: Any,
-    ) -> Any:
-        function = (
-            getattr(type(model), method)
-            if isinstance(method, str)
-            else method or type(model).__call__
-        )
-        names = list(inspect.signature(function).parameters)[1 : len(args) + 1]
-        args = (
-            tuple(EVAL_SWITCHES.get(name, arg) for name, arg in zip(names, args, strict=False))
-            + args[len(names) :]
-        )
-        kwargs = {name: EVAL_SWITCHES.get(name, value) for name, value in kwargs.items()}
-        return model.apply(
-            {**collections, **variables}, *args, method=method, mutable=mutable, **kwargs
-        )
-
-    return apply
-
-
 def leaf_paths(tree: Any) -> list[str]:
     """Where the leaves of a tree are, in order."""
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _overrule(
+    model: nn.Module, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with each of `EVAL_SWITCHES` set for evaluation."""
+    function = getattr(type(model), method) if isinstance(method, str) else method
+    names = list(inspect.signature(function or type(model).__call__).parameters)[1:]
+    switched = [EVAL_SWITCHES.get(name, arg) for name, arg in zip(names, args, strict=False)]
+    kwargs = {name: EVAL_SWITCHES.get(name, value) for name, value in kwargs.items()}
+    return (*switched, *args[len(switched) :]), kwargs
 
 
 def _collection_names(mutable: Any) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from manualpar.gradients import (
 )
 from manualpar.layout import box_params, param_specs, strip_boxes
 from manualpar.mesh import axes_size
-from manualpar.model import CarryingApply, eval_apply
+from manualpar.model import CarryingApply
 from manualpar.rng import fold_rng_over_axis
 from manualpar.train_state import TrainState
 
@@ -106,7 +106,7 @@ class Step:
     ) -> Metrics:
         """One device's part of an evaluation step."""
         params = box_params(params, self.placements, self.data_axes)
-        apply_fn = eval_apply(self.model, collections)
+        apply_fn = CarryingApply(self.model, collections, train=False)
         rng = fold_rng_over_axis(rng, self.data_axes)
         metrics = check_loss(*call_loss(self.loss_fn, params, apply_fn, batch, rng))
         return sync_metrics(metrics, self.data_axes)
@@ -115,7 +115,7 @@ class Step:
         self, params: Any, collections: Any, minibatch: Any, rng: jax.Array
     ) -> tuple[Any, Any, Any]:
         """The user's loss, with the model's other collections passed in and out."""
-        apply_fn = CarryingApply(self.model.apply, collections)
+        apply_fn = CarryingApply(self.model, collections, train=True)
         loss, metrics = call_loss(self.loss_fn, params, apply_fn, minibatch, rng)
         return loss, metrics, apply_fn.collections
 

@@ -104,7 +104,9 @@ def test_annotations_over_the_data_axes_are_kept_and_scan_names_are_not_axes():
     assert kernel.names == (None, None, ("data", "model"))
     for place in (replicate, shard_largest_dim):
         kwargs = {} if place is replicate else {"min_weight_size": 0}
-        assert place(kernel, ("data", "model"), 8, **kwargs).spec == P(None, None, ("data", "model"))
+        assert place(kernel, ("data", "model"), 8, **kwargs).spec == P(
+            None, None, ("data", "model")
+        )
 
 
 @pytest.mark.parametrize("names", [("embed", None), (None, "model"), (("data", "model"), None)])

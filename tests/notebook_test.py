@@ -115,10 +115,7 @@ def train_step(state, metrics, batch, config, sync):
     new_state = state.apply_gradients(grads=grads, rng=rng)
     with jax.named_scope("sync_metrics"):
         step_metrics = jax.tree.map(lambda x: jax.lax.psum(x, axis_name="data"), step_metrics)
-    if metrics is None:
-        metrics = step_metrics
-    else:
-        metrics = jax.tree.map(jnp.add, metrics, step_metrics)
+    metrics = step_metrics if metrics is None else jax.tree.map(jnp.add, metrics, step_metrics)
     return new_state, metrics
 
 

@@ -20,8 +20,10 @@ from manualpar.collectives import cast_to_varying
 from manualpar.mesh import axes_size
 from manualpar.partitioning import boxed_axes, choose_shard_dim, is_box
 
+REPLICATED = P()
 
-def on_mesh(function, mesh, *args, in_specs=P(), out_specs=P()):
+
+def on_mesh(function, mesh, *args, in_specs=REPLICATED, out_specs=REPLICATED):
     """Runs a function on every device and returns its output as it is described by out_specs."""
     return jax.jit(
         jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
@@ -104,7 +106,8 @@ def test_scalars_and_empty_parameters_stay_whole(shape, note):
 
 
 @hypothesis.given(
-    shape=st.lists(st.integers(0, 24), max_size=4).map(tuple), axis_size=st.sampled_from([1, 2, 4, 8])
+    shape=st.lists(st.integers(0, 24), max_size=4).map(tuple),
+    axis_size=st.sampled_from([1, 2, 4, 8]),
 )
 def test_the_chosen_dim_is_the_largest_that_divides(shape, axis_size):
     dim, note = choose_shard_dim(shape, (None,) * len(shape), axis_size, min_weight_size=1)
@@ -244,7 +247,9 @@ def test_adding_and_removing_a_loop_dim_undo_each_other(index, params):
 
 def test_a_loop_over_a_sharded_dim_is_refused():
     box = ShardedParameter(None, ("data", None), gather_axes=("data",))
-    with pytest.raises(ValueError, match="nn.scan or nn.vmap runs over dim 0.*sharded over 'data'"):
+    with pytest.raises(
+        ValueError, match=r"nn.scan or nn.vmap runs over dim 0.*sharded over 'data'"
+    ):
         box.remove_axis(0, {})
 
 

@@ -31,7 +31,10 @@ def loss_fn(params, apply_fn, batch, rng):
     count = mask.sum()
     correct = (logits.argmax(-1) == batch.labels) * mask
     total = (loss * mask).sum()
-    return total / jnp.maximum(count, 1), {"loss": (total, count), "accuracy": (correct.sum(), count)}
+    return total / jnp.maximum(count, 1), {
+        "loss": (total, count),
+        "accuracy": (correct.sum(), count),
+    }
 
 
 def make_batch(seed=0, size=64, mask=None):
@@ -83,7 +86,8 @@ def train(program, batches, seed=0):
 @pytest.fixture(scope="module")
 def references():
     return {
-        name: train_on_one_device(Classifier(), make(), BATCHES) for name, make in OPTIMIZERS.items()
+        name: train_on_one_device(Classifier(), make(), BATCHES)
+        for name, make in OPTIMIZERS.items()
     }
 
 
@@ -226,10 +230,19 @@ def test_init_takes_typed_and_raw_keys(devices8):
         program.init(3)
 
 
-def test_a_program_compiles_once(devices8):
-    program = build(fsdp, make_mesh({"data": 8}, devices8), optax.adam(1e-2))
+def test_training_traces_nothing_that_building_has_not(devices8):
+    traces = []
+
+    def counting_loss(*args):
+        traces.append(1)
+        return loss_fn(*args)
+
+    mesh = make_mesh({"data": 8}, devices8)
+    program = fsdp(Classifier(), optax.adam(1e-2), counting_loss, mesh=mesh, batch=BATCHES[0])
+    built = len(traces)
     train(program, [jax.device_put(batch, program.batch_sharding) for batch in BATCHES[:4]])
-    assert program.train_step._cache_size() == 1
+    train(program, BATCHES[:1])  # From the host.
+    assert len(traces) == built > 0
 
 
 # Evaluation and dropout.
@@ -294,7 +307,11 @@ def test_dropout_masks_differ_on_every_example_minibatch_and_step(devices8, use_
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"axis_name": "batch"}, ValueError, r"axis_name names \['batch'\], but the mesh has .*data"),
+        (
+            {"axis_name": "batch"},
+            ValueError,
+            r"axis_name names \['batch'\], but the mesh has .*data",
+        ),
         ({"axis_name": ()}, ValueError, "axis_name names no axis"),
         ({"axis_name": ("data", "data")}, ValueError, "names an axis twice"),
         ({"mesh": "data"}, TypeError, "mesh is 'data', expected a jax.sharding.Mesh"),
@@ -315,7 +332,11 @@ def test_dropout_masks_differ_on_every_example_minibatch_and_step(devices8, use_
         ),
         ({"num_minibatches": 3}, ValueError, "num_minibatches=3 does not divide the 8 examples"),
         ({"num_minibatches": 16}, ValueError, "num_minibatches=16 does not divide the 8 examples"),
-        ({"loss_fn": lambda p, f, b, r: (jnp.ones(3), {})}, ValueError, r"the loss has shape \(3,\)"),
+        (
+            {"loss_fn": lambda p, f, b, r: (jnp.ones(3), {})},
+            ValueError,
+            r"the loss has shape \(3,\)",
+        ),
         ({"loss_fn": lambda p, f, b, r: jnp.ones(())}, TypeError, r"expected the pair"),
         (
             {"loss_fn": lambda p, f, b, r: (jnp.ones(()), {"losss": (1.0, 1)})},

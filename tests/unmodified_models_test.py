@@ -1,0 +1,387 @@
+"""Linen models that know nothing of sharding, under FSDP with every parameter sharded that can be.
+
+Each is trained for three steps of SGD and compared with plain flax on one device; SGD, because Adam
+would hide a wrong factor.
+"""
+
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from manualpar import Batch, data_parallel, fsdp, make_mesh
+
+WIDTH = 16
+
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = x + nn.Dense(WIDTH)(nn.gelu(nn.LayerNorm()(x)))
+        return nn.Dense(4)(x)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(WIDTH, name="dense")(nn.tanh(x)), None
+
+
+class Scanned(nn.Module):
+    metadata: Any = None
+    remat: bool = False
+    axis: int = 0
+    length: int = 8  # Divides by the number of devices: the layers must not be what is sharded.
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(Block, prevent_cse=False) if self.remat else Block
+        kwargs = {} if self.metadata is None else {"metadata_params": self.metadata}
+        stack = nn.scan(
+            block,
+            variable_axes={"params": self.axis},
+            split_rngs={"params": True},
+            length=self.length,
+            **kwargs,
+        )
+        return nn.Dense(4)(stack(name="stack")(x, None)[0])
+
+
+class Broadcast(nn.Module):
+    """The same layer several times in a loop."""
+
+    @nn.compact
+    def __call__(self, x):
+        loop = nn.scan(Block, variable_broadcast="params", split_rngs={"params": False}, length=3)
+        return nn.Dense(4)(loop(name="loop")(x, None)[0])
+
+
+class Remat(nn.Module):
+    policy: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x, _ = nn.remat(Block, policy=self.policy)()(x, None)
+        return nn.Dense(4)(x)
+
+
+class Ensemble(nn.Module):
+    """Eight members, each with its own parameters."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.vmap(
+            nn.Dense,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=None,
+            axis_size=8,
+        )
+        return nn.Dense(4)(nn.tanh(dense(WIDTH, name="members")(x)).mean(0))
+
+
+class SharedByVmap(nn.Module):
+    """One layer over a batch dimension of the input."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.vmap(nn.Dense, variable_axes={"params": None}, split_rngs={"params": False})
+        return nn.Dense(4)(dense(WIDTH, name="shared")(x))
+
+
+class Tied(nn.Module):
+    """An embedding that is the head as well, and a layer that is called twice."""
+
+    def setup(self):
+        self.embed = nn.Embed(WIDTH, WIDTH)
+        self.dense = nn.Dense(WIDTH)
+
+    def __call__(self, x):
+        x = self.embed(jnp.argmax(x, -1))
+        return self.embed.attend(self.dense(nn.tanh(self.dense(x))))
+
+
+class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = x[:, :, None] * jnp.ones((1, 1, WIDTH))
+        return nn.Dense(4)(nn.MultiHeadDotProductAttention(num_heads=8)(x).mean(1))
+
+
+class Jitted(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.jit(Stack)(name="inner")(nn.Sequential([nn.Dense(WIDTH), nn.relu])(x))
+
+
+MODELS = {
+    "stack": Stack(),
+    "scan": Scanned(),
+    "scan, named": Scanned(metadata={nn.PARTITION_NAME: "layers"}),
+    "scan, unnamed": Scanned(metadata={nn.PARTITION_NAME: None}),
+    "scan over dim 1": Scanned(axis=1),
+    "scan over the last dim": Scanned(axis=-1),
+    "scan, remat": Scanned(remat=True),
+    "scan, broadcast": Broadcast(),
+    "remat": Remat(),
+    "remat, dots saveable": Remat(policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "vmap": Ensemble(),
+    "vmap, shared": SharedByVmap(),
+    "tied": Tied(),
+    "attention": Attention(),
+    "jit": Jitted(),
+}
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    del rng
+    out = apply_fn({"params": params}, batch.inputs)
+    loss = optax.softmax_cross_entropy_with_integer_labels(out, batch.labels)
+    return loss.mean(), {"loss": (loss.sum(), loss.shape[0])}
+
+
+def make_batch(seed=0, shape=(32, WIDTH)):
+    rng = np.random.default_rng(seed)
+    inputs = rng.normal(size=shape).astype(np.float32)
+    return Batch(inputs=inputs, labels=rng.integers(0, 4, shape[0]))
+
+
+def train_on_one_device(model, batches, loss_fn=loss_fn, **init_args):
+    """Plain flax: parameters, other collections and losses after each batch."""
+    init_rng, _ = jax.random.split(jax.random.key(0))
+    variables = jax.jit(lambda key, x: model.init(key, x, **init_args))(init_rng, batches[0].inputs)
+    params = variables.pop("params")
+
+    @jax.jit
+    def step(params, others, batch):
+        def loss(params):
+            updated = others
+
+            def apply_fn(variables, *args, **kwargs):
+                nonlocal updated
+                variables = {**others, **variables}
+                out, updated = model.apply(variables, *args, mutable=list(others), **kwargs)
+                return out
+
+            value, _ = loss_fn(params, apply_fn, batch, jax.random.key(0))
+            return value, updated
+
+        (value, others), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), others, value
+
+    losses, others = [], variables
+    for batch in batches:
+        params, others, value = step(params, others, batch)
+        losses.append(value)
+    return params, others, jnp.stack(losses)
+
+
+def train(program, batches):
+    state = program.init(jax.random.key(0))
+    losses = []
+    for batch in batches:
+        state, metrics = program.train_step(state, batch)
+        losses.append(metrics["loss"][0] / metrics["loss"][1])
+    return state, jnp.stack(losses)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_trains_as_on_one_device(devices8, name):
+    model, batches = MODELS[name], [make_batch(seed) for seed in range(3)]
+    expected, _, expected_losses = train_on_one_device(model, batches)
+    program = fsdp(
+        model,
+        optax.sgd(0.1),
+        loss_fn,
+        mesh=make_mesh({"data": 8}, devices8),
+        batch=batches[0],
+        min_weight_size=0,
+        num_minibatches=2,
+        use_scan=True,
+    )
+    sharded = [info for info, placement in program.parameters if len(placement.spec)]
+    assert len(sharded) >= len(program.parameters) - 1  # All but the bias of the last layer.
+    state, losses = train(program, batches)
+    np.testing.assert_allclose(losses, expected_losses, rtol=2e-5)
+    params = jax.device_get(state.params)
+    chex.assert_trees_all_close(params, jax.device_get(expected), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "gathers", "scatters"),
+    [
+        ("stack", 9, 9),  # Nine parameters are sharded, each used once.
+        ("scan", 3, 3),  # Kernel and bias of a layer inside the loop, kernel of the head.
+        ("scan, remat", 4, 3),  # The loop's kernel again for the backward pass.
+        ("tied", 5, 5),  # `setup` asks for the embedding once, the layer is called twice.
+    ],
+)
+def test_a_parameter_is_gathered_once_for_each_use(devices8, name, gathers, scatters):
+    program = fsdp(
+        MODELS[name],
+        optax.sgd(0.1),
+        loss_fn,
+        mesh=make_mesh({"data": 8}, devices8),
+        batch=make_batch(),
+        min_weight_size=0,
+    )
+    text = str(program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr)
+    assert text.count(" = all_gather[") == gathers
+    assert text.count(" = reduce_scatter[") == scatters
+
+
+# Other collections.
+
+
+class Convolutional(nn.Module):
+    bn_axis: Any = None
+    momentum: float = 0.9
+
+    @nn.compact
+    def __call__(self, x, train):
+        for features in (8, 16):
+            x = nn.Conv(features, (3, 3), use_bias=False)(x)
+            x = nn.BatchNorm(
+                use_running_average=not train, momentum=self.momentum, axis_name=self.bn_axis
+            )(x)
+            x = nn.relu(x)
+        return nn.Dense(4)(x.mean((1, 2)))
+
+
+def conv_loss(params, apply_fn, batch, rng):
+    del rng
+    out = apply_fn({"params": params}, batch.inputs, train=True)
+    loss = optax.softmax_cross_entropy_with_integer_labels(out, batch.labels)
+    return loss.mean(), {"loss": (loss.sum(), loss.shape[0])}
+
+
+def conv_program(builder, model, batch, devices, **kwargs):
+    if builder is fsdp:
+        kwargs["min_weight_size"] = 0
+    mesh = make_mesh({"data": -1}, devices)
+    return builder(model, optax.sgd(0.1), conv_loss, mesh=mesh, batch=batch, **kwargs)
+
+
+@pytest.mark.parametrize("builder", [data_parallel, fsdp])
+def test_synchronised_batch_norm_equals_one_device(devices8, builder):
+    batches = [make_batch(seed, (32, 6, 6, 3)) for seed in range(3)]
+    reference = train_on_one_device(Convolutional(), batches, conv_loss, train=False)
+    program = conv_program(builder, Convolutional(bn_axis="data"), batches[0], devices8)
+    state, losses = train(program, batches)
+    np.testing.assert_allclose(losses, reference[2], rtol=1e-5)
+    result = jax.device_get((state.params, state.collections))
+    chex.assert_trees_all_close(result, jax.device_get(reference[:2]), rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_scan", [False, True], ids=["loop", "scan"])
+@pytest.mark.parametrize("builder", [data_parallel, fsdp])
+def test_running_statistics_are_the_mean_over_devices(devices8, builder, use_scan):
+    batch = make_batch(0, (32, 6, 6, 3))
+    model = Convolutional(momentum=0.0)  # So that they are those of the last minibatch.
+    program = conv_program(builder, model, batch, devices8, num_minibatches=2, use_scan=use_scan)
+    state = program.init(jax.random.key(0))
+    kernel = jax.device_get(state.params["Conv_0"]["kernel"])
+    assert set(state.collections) == {"batch_stats"}
+    state, _ = program.train_step(state, batch)
+
+    conv = nn.Conv(8, (3, 3), use_bias=False)
+    out = conv.apply({"params": {"kernel": kernel}}, batch.inputs)
+    last = out.reshape(8, 2, 2, 6, 6, 8)[:, 1]  # [device, minibatch, example, ...]
+    stats = state.collections["batch_stats"]["BatchNorm_0"]
+    chex.assert_trees_all_close(stats["mean"], last.mean((1, 2, 3)).mean(0), atol=1e-5)
+    chex.assert_trees_all_close(stats["var"], last.var((1, 2, 3)).mean(0), atol=1e-5)
+    for x in jax.tree.leaves(state.collections):
+        copies = [np.asarray(shard.data) for shard in x.addressable_shards]
+        assert len(copies) == 8
+        assert all(np.array_equal(copies[0], copy) for copy in copies)
+    before = jax.device_get(state.collections)
+    program.eval_step(state, batch)
+    chex.assert_trees_all_equal(jax.device_get(state.collections), before)
+
+
+def test_a_counter_stays_a_counter(devices8):
+    class Counting(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            calls = self.variable("counters", "calls", lambda: jnp.zeros((), jnp.int32))
+            if not self.is_initializing():
+                calls.value += 1
+            return nn.Dense(4)(x)
+
+    for use_scan in (False, True):
+        program = fsdp(
+            Counting(),
+            optax.sgd(0.1),
+            loss_fn,
+            mesh=make_mesh({"data": 8}, devices8),
+            batch=make_batch(),
+            min_weight_size=0,
+            num_minibatches=2,
+            use_scan=use_scan,
+        )
+        state, _ = train(program, [make_batch(), make_batch()])
+        assert state.collections["counters"]["calls"] == 4
+
+
+def test_a_loss_that_the_model_sows(devices8):
+    class Sowing(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(WIDTH)(x)
+            self.sow("losses", "activity", (x**2).mean())
+            return nn.Dense(4)(x)
+
+    def sown_loss(params, apply_fn, batch, rng):
+        del rng
+        out, sown = apply_fn({"params": params}, batch.inputs, mutable=["losses"])
+        (activity,) = sown["losses"]["activity"]
+        loss = optax.softmax_cross_entropy_with_integer_labels(out, batch.labels)
+        loss = loss + activity
+        return loss.mean(), {"loss": (loss.sum(), loss.shape[0])}
+
+    def plain_sown_loss(params, apply_fn, batch, rng):
+        return sown_loss(params, Sowing().apply, batch, rng)
+
+    batches = [make_batch(seed) for seed in range(2)]
+    mesh = make_mesh({"data": 8}, devices8)
+    program = fsdp(
+        Sowing(), optax.sgd(0.1), sown_loss, mesh=mesh, batch=batches[0], min_weight_size=0
+    )
+    state, losses = train(program, batches)
+    assert state.collections == {}
+
+    params = jax.jit(Sowing().init)(jax.random.split(jax.random.key(0))[0], batches[0].inputs)
+    params, expected = params["params"], []
+    for batch in batches:
+        (value, _), grads = jax.value_and_grad(plain_sown_loss, has_aux=True)(
+            params, None, batch, None
+        )
+        expected.append(value)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_a_penalty_on_the_parameters_reads_them_unboxed(devices8):
+    """`params` are boxed in the loss function; `nn.unbox` gives them whole."""
+
+    def penalised(params, apply_fn, batch, rng):
+        loss, metrics = loss_fn(params, apply_fn, batch, rng)
+        norm = optax.tree.norm(nn.unbox(params))
+        return loss + 0.5 * norm, metrics
+
+    batches = [make_batch(seed) for seed in range(2)]
+    mesh = make_mesh({"data": 8}, devices8)
+    program = fsdp(
+        Stack(), optax.sgd(0.1), penalised, mesh=mesh, batch=batches[0], min_weight_size=0
+    )
+    state, _ = train(program, batches)
+    expected, _, _ = train_on_one_device(Stack(), batches, penalised)
+    params = jax.device_get(state.params)
+    chex.assert_trees_all_close(params, jax.device_get(expected), rtol=1e-4, atol=1e-6)
