@@ -246,8 +246,15 @@ def sync_metrics(metrics: Metrics, axis_names: AxisName) -> Metrics:
     """
     axes = axis_tuple(axis_names)
     check_axes_bound("sync_metrics", axes)
+    leaves, structure = jax.tree.flatten(metrics)
+    leaves = [jnp.asarray(x) for x in leaves]
     with jax.named_scope("sync_metrics"):
-        return jax.lax.psum(cast_to_varying(metrics, axes), axes)
+        for dtype in dict.fromkeys(x.dtype for x in leaves):
+            same = [i for i, x in enumerate(leaves) if x.dtype == dtype]
+            total = jax.lax.psum(cast_to_varying(jnp.stack([leaves[i] for i in same]), axes), axes)
+            for i, x in zip(same, total, strict=True):
+                leaves[i] = x
+    return jax.tree.unflatten(structure, leaves)
 
 
 def sync_collections(collections: Any, axis_names: AxisName) -> Any:

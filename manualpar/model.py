@@ -32,10 +32,9 @@ def init_variables(model: nn.Module, rng: jax.Array, inputs: Any) -> dict[str, A
 
 
 def train_argument(model: nn.Module, *, train: bool) -> dict[str, Any]:
-    """The keyword argument `train`, if the model's `__call__` takes it."""
-    parameters = inspect.signature(model.__call__).parameters.values()
-    takes = any(p.name == "train" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    return {"train": train} if takes else {}
+    """The keyword argument `train`, if the model's `__call__` names it; `**kwargs` does not."""
+    takes_train = "train" in inspect.signature(model.__call__).parameters
+    return {"train": train} if takes_train else {}
 
 
 class CarryingApply:

@@ -119,6 +119,8 @@ def test_a_collection_of_another_structure_or_shape_is_refused(variables):
 def test_train_is_passed_to_models_that_take_it():
     assert train_argument(Switched(), train=False) == {"train": False}
     assert train_argument(Silent(), train=False) == {}
+    assert train_argument(nn.remat(Switched)(), train=True) == {"train": True}
+    assert train_argument(nn.Sequential([nn.Dense(3)]), train=False) == {}
 
 
 def test_initialisation_is_that_of_plain_flax():

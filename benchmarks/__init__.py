@@ -1,0 +1,1 @@
+"""Measurements, one command each: `python -m benchmarks.<name>`."""

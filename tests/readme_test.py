@@ -1,0 +1,44 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+@pytest.fixture(scope="module")
+def example():
+    return re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL).group(1)
+
+
+def test_the_example_runs_and_learns(example):
+    """As a user would run it, in a process of its own; then what it left behind is looked at."""
+    check = """
+assert jax.device_count() == 8
+assert state.step == 10
+assert metrics["loss"][0] / metrics["loss"][1] < 1.5 < 2.3  # ln 10 is where it begins
+assert state.params["layers_0"]["kernel"].addressable_shards[0].data.shape == (784, 256)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", example + check],
+        cwd=README.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "P(None, 'data')" in done.stdout
+    assert re.search(r"loss: [01]\.\d{6}", done.stdout)
+
+
+def test_the_example_is_short(example):
+    assert len([line for line in example.splitlines() if line.strip()]) <= 16
+
+
+def test_the_files_that_it_points_to_exist():
+    links = re.findall(r"\]\(([^)#:]+)\)", README.read_text())
+    assert links
+    for link in links:
+        assert (README.parent / link).exists(), link
