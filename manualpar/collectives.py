@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from manualpar.mesh import AxisName, axis_tuple, check_axes_bound
 
@@ -69,6 +70,10 @@ def gather_array_with_mean_grads(x: jax.Array, axis: int, axis_name: AxisName) -
             f"gather_array_with_mean_grads: axis={axis} is not a dimension of an array of shape "
             f"{x.shape}."
         )
+    if is_vma_checked(axes[0]) and not varying_axes(x) & set(axes):
+        # Devices that all hold the same shard: flax's nested scans ask so for shapes alone, with
+        # values that have lost their types, and expect a type that has lost them too.
+        return jnp.concatenate([x] * jax.lax.axis_size(axes), axis)
     return _gather_with_mean_grads(cast_to_varying(x, axes), axis % x.ndim, axes)
 
 

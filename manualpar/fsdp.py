@@ -11,8 +11,8 @@ import flax.linen as nn
 import optax
 from jax.sharding import Mesh
 
-from manualpar.gradients import LossFn
 from manualpar.layout import shard_largest_dim
+from manualpar.loss import LossFn
 from manualpar.mesh import AxisName
 from manualpar.program import Program, build_program
 

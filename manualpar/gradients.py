@@ -13,22 +13,20 @@ while they are accumulated, and `sync_gradients` reduces them once. A gradient t
 is still varying, and `shard_map` then refuses to return it as replicated.
 """
 
-import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from manualpar.collectives import cast_to_varying, is_vma_checked, varying_axes
+from manualpar.loss import LossFn, Metrics, call_loss
 from manualpar.mesh import AxisName, axis_tuple, check_axes_bound
 from manualpar.partitioning import boxed_axes, is_box
 
-Metrics = dict[str, tuple[jax.Array, jax.Array]]
-LossFn = Callable[[Any, Callable[..., Any], Any, jax.Array], tuple[jax.Array, Mapping[str, Any]]]
 # What accumulate differentiates: (params, collections, minibatch, rng) -> (loss, metrics, updated
 # collections).
-CarryingLossFn = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Mapping[str, Any], Any]]
+CarryingLossFn = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Metrics, Any]]
 
 
 def accumulate_gradients(
@@ -101,7 +99,6 @@ def accumulate(
         params: Any, collections: Any, minibatch: Any, key: jax.Array
     ) -> tuple[jax.Array, Any]:
         loss, metrics, collections = loss_fn(params, collections, minibatch, key)
-        metrics = check_loss(loss, metrics)
         weight = jax.lax.stop_gradient(_at_least_float32(metrics["loss"][1]))
         return _at_least_float32(loss) * weight, (metrics, collections)
 
@@ -144,45 +141,6 @@ def split_minibatches(batch: Any, num_minibatches: int) -> Any:
         return x.reshape(num_minibatches, x.shape[0] // num_minibatches, *x.shape[1:])
 
     return jax.tree.map(split, batch)
-
-
-def check_loss(loss: Any, metrics: Any) -> Metrics:
-    """Checks what a loss function returned, while it is traced, and makes its metrics arrays."""
-    if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise ValueError(
-            f"loss_fn: the loss has shape {jnp.shape(loss)} and dtype {jnp.result_type(loss)}, "
-            "expected a floating-point scalar. "
-            "Return the mean over the examples."
-        )
-    if not isinstance(metrics, Mapping):
-        raise TypeError(
-            f"loss_fn: metrics is a {type(metrics).__name__}, expected a dict such as "
-            f"{{'loss': (sum, count)}}."
-        )
-    if "loss" not in metrics:
-        near = difflib.get_close_matches("loss", [str(name) for name in metrics], n=1)
-        hint = f" Did you mean it by {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"loss_fn: metrics has {sorted(map(str, metrics))}, expected a 'loss' among them: the "
-            "pair (sum of the examples' losses, "
-            f"their count), whose count weights the gradient.{hint}"
-        )
-    for name, value in metrics.items():
-        if (
-            not isinstance(value, tuple)
-            or len(value) != 2
-            or any(jnp.shape(x) != () for x in value)
-        ):
-            got = jax.tree.map(jnp.shape, value)
-            raise ValueError(
-                f"loss_fn: metrics[{name!r}] has the shapes {got}, expected a pair of scalars "
-                "(sum, count): "
-                "return x.sum() and the number of examples, and the mean is taken over all devices "
-                "and minibatches."
-            )
-    return {
-        name: (jnp.asarray(total), jnp.asarray(count)) for name, (total, count) in metrics.items()
-    }
 
 
 def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
@@ -289,16 +247,6 @@ def sync_collections(collections: Any, axis_names: AxisName) -> Any:
 
     with jax.named_scope("sync_collections"):
         return jax.tree_util.tree_map_with_path(sync, collections)
-
-
-def call_loss(loss_fn: LossFn, *args: Any) -> tuple[Any, Any]:
-    """Calls a loss function and checks that it returns a pair."""
-    result = loss_fn(*args)
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(
-            f"loss_fn returned a {type(result).__name__}, expected the pair (loss, metrics)."
-        )
-    return result
 
 
 def _sum_in_loop(

@@ -7,16 +7,13 @@ touches no device. A strategy is a `PlaceFn`: from what is known of a parameter 
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import flax.linen as nn
-import flax.struct
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from manualpar.mesh import axes_size, axis_tuple
-from manualpar.model import leaf_paths, train_argument
 from manualpar.partitioning import Names, ShardedParameter, choose_shard_dim, is_box
 
 
@@ -97,58 +94,33 @@ def shard_largest_dim(
 
 
 def describe_parameters(
-    model: nn.Module, variables: Any, inputs: Any, data_axes: tuple[str, ...]
-) -> tuple[Any, tuple[str, ...]]:
-    """Finds out what a layout depends on, by tracing the model once on abstract values.
+    params: Any, loop_dims: Mapping[str, frozenset[int]], mesh: Mesh, data_axes: tuple[str, ...]
+) -> Any:
+    """Collects what a strategy may look at.
 
     Args:
-      model: The Linen model.
-      variables: Its abstract variables as `init` returns them, boxes included.
-      inputs: Its abstract inputs.
+      params: The abstract parameters as the model's `init` returns them, boxes included.
+      loop_dims: The dimensions that `nn.scan` and `nn.vmap` run over, by a parameter's path.
+      mesh: The mesh.
       data_axes: The mesh axes that annotations may name.
 
     Returns:
-      The tree of parameters with a `ParameterInfo` at each leaf; and the collections that applying
-      the model leaves in the structure that it finds them in, which are those that a training state
-      can carry (a collection that is only sown into grows).
+      The tree of parameters with a `ParameterInfo` at each leaf.
 
     Raises:
-      ValueError: An annotation names something else than `data_axes`.
+      ValueError: An annotation names something else than `data_axes`, or does not fit the shape.
     """
-    params = variables["params"]
-    loop_dims: dict[str, set[int]] = {}
-
-    def probe(path: Any, x: Any) -> "_Probe":
-        key = path_name(path)
-        value = x.value if is_box(x) else x
-        loop_dims[key] = set()
-        return _Probe(value, tuple(map(str, range(value.ndim))), seen=_Seen(loop_dims[key]))
-
-    probes = jax.tree_util.tree_map_with_path(probe, params, is_leaf=is_box)
-    others = {name: strip_boxes(tree) for name, tree in variables.items() if name != "params"}
-
-    def apply(probes: Any, others: Any, inputs: Any) -> Any:
-        arguments = train_argument(model, train=False)
-        rngs = {"params": jax.random.key(0)}
-        return model.apply(
-            {"params": probes, **others}, inputs, rngs=rngs, mutable=list(others), **arguments
-        )[1]
-
-    updated = jax.eval_shape(apply, probes, others, inputs)
-    carried = tuple(
-        name
-        for name, tree in others.items()
-        if leaf_paths(tree) == leaf_paths(dict(updated).get(name, tree))
-    )
 
     def info(path: Any, x: Any) -> ParameterInfo:
         key = path_name(path)
         value = x.value if is_box(x) else x
-        dims = frozenset(loop_dims[key])
-        names = _annotation(key, x, value.ndim, dims, data_axes)
+        dims = loop_dims.get(key, frozenset())
+        names: Names = (None,) * value.ndim
+        if is_box(x):
+            names = _check_annotation(key, x.names, value.shape, dims, mesh, data_axes)
         return ParameterInfo(key, value.shape, value.dtype, names, dims)
 
-    return jax.tree_util.tree_map_with_path(info, params, is_leaf=is_box), carried
+    return jax.tree_util.tree_map_with_path(info, params, is_leaf=is_box)
 
 
 def like_params(tree: Any, params: Any, specs: Any) -> Any:
@@ -208,57 +180,39 @@ def path_name(path: Any) -> str:
     return "/".join(_keys(path))
 
 
-class _Seen:
-    """The dimensions of a parameter that loops run over; one object in all copies of a box."""
-
-    def __init__(self, dims: set[int]) -> None:
-        self.dims = dims
-
-
-class _Probe(nn.Partitioned):
-    """A box that notes which dimensions `nn.scan` and `nn.vmap` take away; names are numbers."""
-
-    seen: Any = flax.struct.field(default=None, pytree_node=False)
-
-    def unbox(self, apply_constraint: bool = True) -> Any:
-        """The value as it is."""
-        return self.value
-
-    def add_axis(self, index: int, params: dict[Any, Any]) -> "_Probe":
-        """A dimension that is not the parameter's own."""
-        names = list(self.names)
-        names.insert(index % (len(names) + 1), None)
-        return self.replace(names=tuple(names))
-
-    def remove_axis(self, index: int, params: dict[Any, Any]) -> "_Probe":
-        """Notes the dimension."""
-        names = list(self.names)
-        dim = names.pop(index % len(names))
-        if dim is not None:
-            self.seen.dims.add(int(dim))
-        return self.replace(names=tuple(names))
-
-
-def _annotation(
-    path: str, x: Any, ndim: int, loop_dims: frozenset[int], data_axes: tuple[str, ...]
+def _check_annotation(
+    path: str,
+    names: Names,
+    shape: tuple[int, ...],
+    loop_dims: frozenset[int],
+    mesh: Mesh,
+    data_axes: tuple[str, ...],
 ) -> Names:
     """The mesh axes that a parameter's box names; a loop's name for its dim is not one."""
-    if not is_box(x):
-        return (None,) * ndim
-    names: Names = tuple(x.names) + (None,) * (ndim - len(x.names))
+    where = f"model: parameter {path!r} of shape {shape} is annotated with names {tuple(names)}"
+    if len(names) > len(shape):
+        raise ValueError(f"{where}, expected no more than one for each dimension.")
+    names = (*names, *(None,) * (len(shape) - len(names)))
     names = tuple(
         None if dim in loop_dims and not set(axis_tuple(name)) <= set(data_axes) else name
         for dim, name in enumerate(names)
     )
-    unknown = sorted({axis for name in names for axis in axis_tuple(name)} - set(data_axes))
+    axes = [axis for name in names for axis in axis_tuple(name)]
+    unknown = sorted(set(axes) - set(data_axes))
     if unknown:
         raise ValueError(
-            f"model: parameter {path!r} is annotated with names {names}, of which {unknown} are "
-            "not data axes of this program "
-            f"{data_axes}. Logical names and model axes are not supported here; annotate with "
-            f"{data_axes} or leave the "
-            "dimension unnamed."
+            f"{where}, of which {unknown} are not data axes of this program {data_axes}. Logical "
+            f"names and model axes are not supported; name {data_axes} or nothing."
         )
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{where}, which shards it over an axis twice; name each axis once.")
+    for dim, name in enumerate(names):
+        if name and (dim in loop_dims or shape[dim] % axes_size(mesh, axis_tuple(name))):
+            reason = "nn.scan or nn.vmap runs over" if dim in loop_dims else "does not divide by it"
+            raise ValueError(
+                f"{where}, but dim {dim} cannot be sharded over {name!r} of size "
+                f"{axes_size(mesh, axis_tuple(name))}: {reason}. Name another dim."
+            )
     return names
 
 

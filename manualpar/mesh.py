@@ -19,6 +19,8 @@ def axis_tuple(axis_name: AxisName | Sequence[str] | None) -> tuple[str, ...]:
         return ()
     if isinstance(axis_name, str):
         return (axis_name,)
+    if not isinstance(axis_name, Sequence) or not all(isinstance(a, str) for a in axis_name):
+        raise TypeError(f"axis_name={axis_name!r}, expected a mesh axis or a tuple of mesh axes.")
     return tuple(axis_name)
 
 

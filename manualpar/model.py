@@ -12,6 +12,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from manualpar.collectives import cast_to_varying, varying_axes
+
 # Keyword arguments by which Linen models are told to train, and what they get in evaluation.
 EVAL_SWITCHES = {"train": False, "training": False, "is_training": False, "deterministic": True}
 
@@ -20,7 +22,8 @@ def init_variables(model: nn.Module, rng: jax.Array, inputs: Any) -> dict[str, A
     """Initialises a model as `model.init({"params": rng}, inputs, train=False)` does.
 
     Args:
-      model: The Linen model; one whose `__call__` has no `train` argument is called without it.
+      model: The Linen model; one whose `__call__` has no `train` argument is called without it, and
+        one that requires another of `EVAL_SWITCHES` with that.
       rng: The key for the parameters.
       inputs: The inputs of the global batch; only shapes and dtypes are read.
 
@@ -28,13 +31,27 @@ def init_variables(model: nn.Module, rng: jax.Array, inputs: Any) -> dict[str, A
       The variables by collection.
     """
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
-    return dict(model.init({"params": rng}, zeros, **train_argument(model, train=False)))
+    return dict(model.init({"params": rng}, zeros, **init_arguments(model)))
 
 
-def train_argument(model: nn.Module, *, train: bool) -> dict[str, Any]:
-    """The keyword argument `train`, if the model's `__call__` names it; `**kwargs` does not."""
-    takes_train = "train" in inspect.signature(model.__call__).parameters
-    return {"train": train} if takes_train else {}
+def init_arguments(model: nn.Module) -> dict[str, Any]:
+    """The keyword arguments for initialisation: `train=False` if the model's `__call__` has it.
+
+    Of the other `EVAL_SWITCHES` those that have no default.
+    """
+    parameters = inspect.signature(model.__call__).parameters
+    return {
+        name: value
+        for name, value in EVAL_SWITCHES.items()
+        if name in parameters
+        and (name == "train" or parameters[name].default is inspect.Parameter.empty)
+    }
+
+
+def apply_model(model: nn.Module, variables: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """`model.apply`, where the zeros that `nn.RNN` starts from vary over devices as data does."""
+    with nn.intercept_methods(_vary_initial_carry):
+        return model.apply(variables, *args, **kwargs)
 
 
 class CarryingApply:
@@ -72,7 +89,8 @@ class CarryingApply:
             args, kwargs = _overrule(self._model, method, args, kwargs)
         asked = _collection_names(mutable)
         kept = [name for name in self.collections if name not in variables]
-        out, updates = self._model.apply(
+        out, updates = apply_model(
+            self._model,
             {**self.collections, **variables},
             *args,
             method=method,
@@ -115,6 +133,27 @@ class CarryingApply:
 def leaf_paths(tree: Any) -> list[str]:
     """Where the leaves of a tree are, in order."""
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _vary_initial_carry(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Lets the zeros that `nn.RNN` starts from vary over devices as its inputs do.
+
+    Its scan demands a carry of one type from beginning to end, and flax starts it from a constant.
+    """
+    rnn = context.module
+    is_call = isinstance(rnn, nn.RNN) and context.method_name == "__call__"
+    if is_call and kwargs.get("initial_carry") is None:
+        inputs = args[0] if args else kwargs["inputs"]
+        time_major = kwargs.get("time_major")
+        time_major = rnn.time_major if time_major is None else time_major
+        time_dim = 0 if time_major else inputs.ndim - rnn.cell.num_feature_axes - 1
+        key = kwargs.get("init_key")
+        carry = rnn.cell.initialize_carry(
+            jax.random.key(0) if key is None else key,
+            inputs.shape[:time_dim] + inputs.shape[time_dim + 1 :],
+        )
+        kwargs = {**kwargs, "initial_carry": cast_to_varying(carry, varying_axes(inputs))}
+    return next_fun(*args, **kwargs)
 
 
 def _overrule(

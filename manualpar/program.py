@@ -6,7 +6,7 @@ see `manualpar.step`.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from manualpar.gradients import LossFn, Metrics
+from manualpar.divergence import check_conditions
 from manualpar.layout import (
     ParameterInfo,
     PlaceFn,
@@ -25,8 +25,11 @@ from manualpar.layout import (
     param_specs,
     strip_boxes,
 )
+from manualpar.loss import LossFn
 from manualpar.mesh import AxisName, axes_size, axis_tuple, check_mesh_has
 from manualpar.model import init_variables
+from manualpar.partitioning import is_box
+from manualpar.probe import find_carried_collections, find_loop_dims
 from manualpar.step import Step, batch_specs, check_batch
 from manualpar.train_state import TrainState
 
@@ -67,8 +70,8 @@ class Program:
     abstract_batch: Any
     batch_sharding: NamedSharding
     init: Callable[[jax.Array], TrainState]
-    train_step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
-    eval_step: Callable[[TrainState, Any], Metrics]
+    train_step: jax.stages.Wrapped
+    eval_step: jax.stages.Wrapped
 
 
 def build_program(
@@ -112,8 +115,15 @@ def build_program(
 
     key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building touches no device.
     variables = jax.eval_shape(lambda rng: init_variables(model, rng, batch.inputs), key)
-    infos, carried = describe_parameters(model, variables, batch.inputs, axes)
-    placements = jax.tree.map(lambda info: place(info, axes, axes_size(mesh, axes)), infos)
+    if not jax.tree.leaves(variables.get("params")):
+        raise ValueError(f"{strategy}: model {model!r} has no parameters, expected some to train.")
+    collections = find_carried_collections(model, strip_boxes(variables), batch.inputs, mesh, axes)
+
+    step = Step(model, loss_fn, mesh, axes, None, num_minibatches, use_scan)
+    infos, placements = _place_parameters(
+        strategy, place, step, variables["params"], collections, batch
+    )
+    step = dataclasses.replace(step, placements=placements)
 
     def create_state(rng: jax.Array) -> TrainState:
         init_rng, rng = jax.random.split(rng)
@@ -123,18 +133,17 @@ def build_program(
             params=variables["params"],
             tx=tx,
             rng=rng,
-            collections={name: variables[name] for name in carried},
+            collections={name: variables[name] for name in collections},
         )
 
     abstract = jax.eval_shape(create_state, key)
-    params = param_specs(placements)
+    specs = param_specs(placements)
     layout = jax.tree.map(lambda _: PartitionSpec(), abstract)
     layout = layout.replace(
-        params=params, opt_state=like_params(abstract.opt_state, abstract.params, params)
+        params=specs, opt_state=like_params(abstract.opt_state, abstract.params, specs)
     )
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout)
     create_sharded = jax.jit(create_state, out_shardings=shardings)
-    step = Step(model, loss_fn, mesh, axes, placements, num_minibatches, use_scan)
     program = Program(
         strategy=strategy,
         mesh=mesh,
@@ -155,9 +164,44 @@ def build_program(
         ),
         eval_step=jax.jit(step.evaluate, in_shardings=(shardings, None)),
     )
-    jax.eval_shape(program.train_step, program.abstract_state, program.abstract_batch)
-    jax.eval_shape(program.eval_step, program.abstract_state, program.abstract_batch)
+    for function in (program.train_step, program.eval_step):
+        traced = function.trace(program.abstract_state, program.abstract_batch)
+        check_conditions(strategy, traced.jaxpr.jaxpr)
     return program
+
+
+def _place_parameters(
+    strategy: str, place: PlaceFn, step: Step, params: Any, collections: dict[str, Any], batch: Any
+) -> tuple[Any, Any]:
+    """The tree of parameters with a `ParameterInfo` and with a `Placement` at each leaf."""
+    axis_size = axes_size(step.mesh, step.data_axes)
+
+    def place_all(params: Any, loop_dims: Mapping[str, frozenset[int]]) -> tuple[Any, Any]:
+        infos = describe_parameters(params, loop_dims, step.mesh, step.data_axes)
+        return infos, jax.tree.map(lambda info: place(info, step.data_axes, axis_size), infos)
+
+    # Whatever would be sharded if no loop ran over it is looked at, and what is annotated.
+    whole = strip_boxes(params)
+    boxed = jax.tree.map(
+        lambda x, placement: is_box(x) or len(placement.spec) > 0,
+        params,
+        place_all(whole, {})[1],
+        is_leaf=is_box,
+    )
+    if not any(jax.tree.leaves(boxed)):
+        return place_all(params, {})
+    loop_dims = find_loop_dims(
+        strategy,
+        model=step.model,
+        loss_fn=step.loss_fn,
+        params=whole,
+        boxed=boxed,
+        collections=collections,
+        batch=batch,
+        mesh=step.mesh,
+        data_axes=step.data_axes,
+    )
+    return place_all(params, loop_dims)
 
 
 def _check_arguments(
@@ -195,8 +239,8 @@ def _with_shardings(tree: Any, shardings: Any) -> Any:
 def _typed_key(rng: Any) -> jax.Array:
     """A typed key from a typed or a raw one."""
     dtype = getattr(rng, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and rng.shape == ():
         return rng
-    if dtype == jnp.uint32:
+    if dtype == jnp.uint32 and rng.ndim == 1:
         return jax.random.wrap_key_data(rng)
-    raise TypeError(f"init: rng is {rng!r}, expected a key such as jax.random.key(0).")
+    raise TypeError(f"init: rng is {rng!r}, expected one key such as jax.random.key(0).")

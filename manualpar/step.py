@@ -15,17 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from manualpar.gradients import (
-    LossFn,
-    Metrics,
-    accumulate,
-    call_loss,
-    check_loss,
-    sync_collections,
-    sync_gradients,
-    sync_metrics,
-)
+from manualpar.gradients import accumulate, sync_collections, sync_gradients, sync_metrics
 from manualpar.layout import box_params, param_specs, strip_boxes
+from manualpar.loss import LossFn, Metrics, call_loss
 from manualpar.mesh import axes_size
 from manualpar.model import CarryingApply
 from manualpar.rng import fold_rng_over_axis
@@ -108,7 +100,7 @@ class Step:
         params = box_params(params, self.placements, self.data_axes)
         apply_fn = CarryingApply(self.model, collections, train=False)
         rng = fold_rng_over_axis(rng, self.data_axes)
-        metrics = check_loss(*call_loss(self.loss_fn, params, apply_fn, batch, rng))
+        _, metrics = call_loss(self.loss_fn, params, apply_fn, batch, rng)
         return sync_metrics(metrics, self.data_axes)
 
     def _carrying_loss(
@@ -127,6 +119,8 @@ def check_batch(field: str, batch: Any, mesh: Mesh, axes: tuple[str, ...]) -> No
             f"{field} is a {type(batch).__name__}, expected one with .inputs: manualpar.Batch."
         )
     devices = axes_size(mesh, axes)
+    if not jax.tree.leaves(batch.inputs):
+        raise ValueError(f"{field}.inputs has no arrays, expected some of shape [B, ...].")
     sizes = {
         f"{field}{jax.tree_util.keystr(path)}": x.shape[0]
         for path, x in jax.tree_util.tree_leaves_with_path(batch)
@@ -141,8 +135,8 @@ def check_batch(field: str, batch: Any, mesh: Mesh, axes: tuple[str, ...]) -> No
             )
     if len(set(sizes.values())) > 1:
         raise ValueError(
-            f"{field} has different numbers of examples, {sizes}, expected one number along the "
-            "leading dimension of every leaf."
+            f"{field} has leaves with different numbers of examples, expected one number along "
+            f"their leading dimension: {', '.join(f'{k} has {v}' for k, v in sizes.items())}."
         )
 
 

@@ -81,7 +81,9 @@ def test_one_gather_forward_and_one_scatter_backward(devices8):
 
 
 def test_bad_arguments_are_refused(devices8):
-    with pytest.raises(ValueError, match=r"gather_array_with_mean_grads: axis_name names \['data'\]"):
+    with pytest.raises(
+        ValueError, match=r"gather_array_with_mean_grads: axis_name names \['data'\]"
+    ):
         gather_array_with_mean_grads(jnp.ones(8), 0, "data")
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices8)
     run = jax.shard_map(

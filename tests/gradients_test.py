@@ -73,7 +73,9 @@ def mean_gradient(batch):
     return jax.grad(loss)(PARAMS)
 
 
-def parallel_gradient(mesh, batch, loss_fn, axes=("data",), *, check_vma=True, sharded=True, **kwargs):
+def parallel_gradient(
+    mesh, batch, loss_fn, axes=("data",), *, check_vma=True, sharded=True, **kwargs
+):
     """The gradient and the metrics of a step put together from the utilities."""
     spec = {"w": P(None, axes), "b": P()} if sharded else P()
 
@@ -137,7 +139,9 @@ def test_gradient_over_a_tuple_of_axes(devices8, axes, check_vma):
 
 
 def test_gradient_of_boxes_over_two_axes_of_which_one_shards(devices8):
-    """Sharded over `data`, split over `data` and `replica`: the mean over `replica` is left to sync_gradients."""
+    """Sharded over `data`, split over `data` and `replica`: the mean over `replica` is left to
+    sync_gradients.
+    """
     batch = make_batch(64)
     mesh = make_mesh({"replica": 2, "data": 4}, devices8)
     axes = ("replica", "data")
@@ -244,39 +248,6 @@ def test_no_example_is_dropped(size, num_minibatches, message):
         accumulate_gradients(
             state_of(PARAMS), make_batch(size), jax.random.key(0), num_minibatches, plain_loss
         )
-
-
-@pytest.mark.parametrize(
-    ("result", "error", "message"),
-    [
-        (lambda loss, n: loss.mean(), TypeError, "expected the pair"),
-        (lambda loss, n: (loss, {"loss": (loss.sum(), n)}), ValueError, r"the loss has shape \(8,\)"),
-        (lambda loss, n: (n, {"loss": (loss.sum(), n)}), ValueError, "dtype int32, expected a flo"),
-        (lambda loss, n: (loss.mean(), loss.mean()), TypeError, "metrics is a .*, expected a dict"),
-        (lambda loss, n: (loss.mean(), {}), ValueError, r"metrics has \[\], expected a 'loss'"),
-        (
-            lambda loss, n: (loss.mean(), {"lose": (loss.sum(), n)}),
-            ValueError,
-            r"metrics has \['lose'\].*Did you mean it by 'lose'",
-        ),
-        (
-            lambda loss, n: (loss.mean(), {"loss": loss.sum()}),
-            ValueError,
-            r"metrics\['loss'\] has the shapes \(\), expected a pair of scalars",
-        ),
-        (
-            lambda loss, n: (loss.mean(), {"loss": (loss.sum(), n), "acc": (loss, n)}),
-            ValueError,
-            r"metrics\['acc'\] has the shapes \(\(8,\), \(\)\), expected a pair of scalars",
-        ),
-    ],
-)
-def test_what_a_loss_function_returns_is_checked(result, error, message):
-    def loss_fn(params, apply_fn, batch, rng):
-        return result(apply_fn({"params": params}, batch.inputs) ** 2, jnp.int32(8))
-
-    with pytest.raises(error, match=message):
-        accumulate_gradients(state_of(PARAMS), make_batch(8), jax.random.key(0), 1, loss_fn)
 
 
 # sync_gradients.

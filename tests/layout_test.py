@@ -6,6 +6,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from manualpar import make_mesh
 from manualpar.layout import (
     ParameterInfo,
     Placement,
@@ -16,117 +17,55 @@ from manualpar.layout import (
     shard_largest_dim,
     strip_boxes,
 )
-from manualpar.model import init_variables
 from manualpar.partitioning import ShardedParameter
 
-X = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+
+def box(shape, names):
+    return nn.Partitioned(jax.ShapeDtypeStruct(shape, jnp.float32), names)
 
 
-def describe(model, axes=("data",), x=X):
-    variables = jax.eval_shape(lambda key: init_variables(model, key, x), jax.random.key(0))
-    infos, carried = describe_parameters(model, variables, x, axes)
-    return {info.path: info for info in jax.tree.leaves(infos)}, carried
+def describe(box, loop_dims=(), axes=("data", "model")):
+    mesh = make_mesh({"data": 4, "model": 2})
+    infos = describe_parameters({"p": box}, {"p": frozenset(loop_dims)}, mesh, axes)
+    return infos["p"]
 
 
-def block(dense):
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return nn.tanh(dense(8, name="dense")(x)), None
-
-    return Block
-
-
-@pytest.mark.parametrize("metadata_params", [{}, {nn.PARTITION_NAME: "layers"}])
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_the_dims_that_scan_runs_over_are_found(axis, metadata_params):
-    stack = nn.scan(
-        block(nn.Dense),
-        variable_axes={"params": axis},
-        split_rngs={"params": True},
-        length=16,
-        metadata_params=metadata_params,
-    )
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(8, name="head")(stack(name="stack")(x, None)[0])
-
-    infos, _ = describe(Model())
-    kernel, bias = infos["stack/dense/kernel"], infos["stack/dense/bias"]
-    assert kernel.shape[axis] == bias.shape[axis] == 16
-    assert kernel.loop_dims == {axis % 3}
-    assert bias.loop_dims == {axis % 2}
-    assert infos["head/kernel"].loop_dims == frozenset()
-    # 16 layers of 8 x 8: the layers would be the largest dim, but no device may miss one.
-    placement = shard_largest_dim(kernel, ("data",), 8, min_weight_size=0)
-    assert placement.names[axis] is None
-    assert "data" in placement.names
+@pytest.mark.parametrize(
+    ("names", "loop_dims", "expected"),
+    [
+        ((None, "data"), (), (None, "data")),
+        (("data",), (), ("data", None)),
+        ((None, ("data", "model")), (), (None, ("data", "model"))),
+        (("layers", "data"), (0,), (None, "data")),  # What a scan called its dim is not an axis.
+        ((None, None), (), (None, None)),
+    ],
+)
+def test_annotations_over_the_data_axes_are_kept(names, loop_dims, expected):
+    info = describe(box((16, 64), names), loop_dims)
+    assert info.names == expected
+    assert info.path == "p"
+    assert replicate(info, ("data", "model"), 8).names == expected
+    sharded = shard_largest_dim(info, ("data", "model"), 8, min_weight_size=0)
+    if any(expected):
+        assert sharded.names == expected
+    else:
+        assert sharded.names == (None, ("data", "model"))
 
 
-def test_the_dims_of_nested_loops_are_found():
-    inner = nn.scan(
-        block(nn.Dense), variable_axes={"params": 0}, split_rngs={"params": True}, length=16
-    )
-
-    class Outer(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return inner(name="inner")(x, None)[0]
-
-    model = nn.vmap(
-        Outer, variable_axes={"params": 1}, split_rngs={"params": True}, in_axes=None, axis_size=32
-    )()
-    infos, _ = describe(model)
-    kernel = infos["inner/dense/kernel"]
-    assert kernel.shape == (16, 32, 8, 8)
-    assert kernel.loop_dims == {0, 1}
-
-
-def test_annotations_over_the_data_axes_are_kept_and_scan_names_are_not_axes():
-    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, ("data", "model")))
-    stack = nn.scan(
-        block(lambda *args, **kwargs: nn.Dense(*args, kernel_init=init, **kwargs)),
-        variable_axes={"params": 0},
-        split_rngs={"params": True},
-        length=4,
-        metadata_params={nn.PARTITION_NAME: "layers"},
-    )
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return stack(name="stack")(x, None)[0]
-
-    infos, _ = describe(Model(), ("data", "model"))
-    kernel = infos["stack/dense/kernel"]
-    assert kernel.names == (None, None, ("data", "model"))
-    for place in (replicate, shard_largest_dim):
-        kwargs = {} if place is replicate else {"min_weight_size": 0}
-        assert place(kernel, ("data", "model"), 8, **kwargs).spec == P(
-            None, None, ("data", "model")
-        )
-
-
-@pytest.mark.parametrize("names", [("embed", None), (None, "model"), (("data", "model"), None)])
-def test_an_annotation_over_other_axes_is_refused(names):
-    init = nn.with_partitioning(nn.initializers.lecun_normal(), names)
-    with pytest.raises(ValueError, match=r"parameter 'kernel' is annotated with .*not data axes"):
-        describe(nn.Dense(8, kernel_init=init))
-
-
-def test_collections_that_only_grow_are_not_carried():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x, train):
-            x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
-            self.sow("losses", "norm", jnp.sum(x**2))
-            self.sow("intermediates", "x", x)
-            return x
-
-    _, carried = describe(Model())
-    assert carried == ("batch_stats",)
+@pytest.mark.parametrize(
+    ("names", "loop_dims", "message"),
+    [
+        (("embed", None), (), r"of which \['embed'\] are not data axes"),
+        ((None, ("data", "pipe")), (), r"of which \['pipe'\] are not data axes"),
+        (("data", "data"), (), "over an axis twice"),
+        (("data", None, None), (), "expected no more than one for each dimension"),
+        ((None, ("data", "model")), (1,), "nn.scan or nn.vmap runs over"),
+        (("data", None), (), "dim 0 cannot be sharded over 'data' of size 4: does not divide"),
+    ],
+)
+def test_annotations_that_do_not_fit_are_refused(names, loop_dims, message):
+    with pytest.raises(ValueError, match=message):
+        describe(box((18, 64), names), loop_dims)
 
 
 def test_placements():

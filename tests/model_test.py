@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from manualpar.model import CarryingApply, init_variables, train_argument
+from manualpar.model import CarryingApply, init_arguments, init_variables
 
 
 class Switched(nn.Module):
@@ -117,10 +117,15 @@ def test_a_collection_of_another_structure_or_shape_is_refused(variables):
 
 
 def test_train_is_passed_to_models_that_take_it():
-    assert train_argument(Switched(), train=False) == {"train": False}
-    assert train_argument(Silent(), train=False) == {}
-    assert train_argument(nn.remat(Switched)(), train=True) == {"train": True}
-    assert train_argument(nn.Sequential([nn.Dense(3)]), train=False) == {}
+    class Required(nn.Module):
+        def __call__(self, x, deterministic, training=True):
+            return x
+
+    assert init_arguments(Switched()) == {"train": False}
+    assert init_arguments(Silent()) == {}
+    assert init_arguments(nn.remat(Switched)()) == {"train": False}
+    assert init_arguments(nn.Sequential([nn.Dense(3)])) == {}
+    assert init_arguments(Required()) == {"deterministic": True}
 
 
 def test_initialisation_is_that_of_plain_flax():

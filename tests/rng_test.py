@@ -41,7 +41,9 @@ def test_folding_does_not_give_back_the_key(devices8):
 
 
 def test_an_unbound_axis_is_named():
-    with pytest.raises(ValueError, match=r"fold_rng_over_axis: axis_name names \['data'\].*binds \[\]"):
+    with pytest.raises(
+        ValueError, match=r"fold_rng_over_axis: axis_name names \['data'\].*binds \[\]"
+    ):
         fold_rng_over_axis(jax.random.key(0), "data")
 
 

@@ -121,6 +121,55 @@ class Jitted(nn.Module):
         return nn.jit(Stack)(name="inner")(nn.Sequential([nn.Dense(WIDTH), nn.relu])(x))
 
 
+class NestedScan(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        class Inner(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                loop = nn.scan(
+                    Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+                )
+                return loop(name="inner")(x, None)[0], None
+
+        loop = nn.scan(Inner, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return nn.Dense(4)(loop(name="outer")(x, None)[0])
+
+
+class RematScan(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return x + nn.Dense(WIDTH)(nn.tanh(x))
+
+        return nn.Dense(4)(nn.remat_scan(Layer, lengths=(2, 2))(name="stack")(x))
+
+
+class Recurrent(nn.Module):
+    """Starts from a state of zeros, which do not vary over devices."""
+
+    cell: Any
+    time_major: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        x = x.reshape(x.shape[0], 4, 4)
+        if self.time_major:
+            x = x.swapaxes(0, 1)
+        x = nn.RNN(self.cell(WIDTH), time_major=self.time_major)(x)
+        return nn.Dense(4)(x.mean(0 if self.time_major else 1))
+
+
+class BothWays(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = x.reshape(x.shape[0], 4, 4)
+        both = nn.Bidirectional(nn.RNN(nn.SimpleCell(8)), nn.RNN(nn.SimpleCell(8)))
+        return nn.Dense(4)(both(x).mean(1))
+
+
 MODELS = {
     "stack": Stack(),
     "scan": Scanned(),
@@ -137,6 +186,11 @@ MODELS = {
     "tied": Tied(),
     "attention": Attention(),
     "jit": Jitted(),
+    "scan in scan": NestedScan(),
+    "remat_scan": RematScan(),
+    "LSTM": Recurrent(nn.OptimizedLSTMCell),
+    "GRU, time major": Recurrent(nn.GRUCell, time_major=True),
+    "bidirectional": BothWays(),
 }
 
 

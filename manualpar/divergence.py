@@ -1,0 +1,82 @@
+"""Refuses programs in which devices could miss each other.
+
+A collective waits for all devices along its axes. Inside a `cond` or a `while` whose condition
+varies over such an axis some devices would take part and others not: the program then hangs, or
+matches one device's collective with another's of the same size and computes nonsense. The types of
+`check_vma=True` do not forbid it, but they say where it can happen.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+# Primitives that name mesh axes and send nothing.
+SILENT_PRIMITIVES = frozenset({"axis_index", "pvary", "pcast", "shard_map"})
+
+
+def check_conditions(name: str, jaxpr: Jaxpr) -> None:
+    """Refuses collectives under a condition that differs between the devices they wait for.
+
+    Args:
+      name: The program's name, for messages.
+      jaxpr: The traced program.
+
+    Raises:
+      ValueError: There is one; the message says where.
+    """
+    for eqn in _all_equations(jaxpr):
+        varying = _varying_condition(eqn)
+        for inner in _inner_equations(eqn) if varying else ():
+            shared = sorted(varying & _communication_axes(inner))
+            if shared:
+                where = f"{eqn.source_info.name_stack}/{inner.source_info.name_stack}".strip("/")
+                raise ValueError(
+                    f"{name}: a {eqn.primitive.name} contains a {inner.primitive.name} ({where}), "
+                    f"and its condition differs between the devices along "
+                    f"{shared}: some would wait there for the others for ever. A sharded parameter "
+                    "is gathered where it is used: call the module outside of the branch or loop "
+                    "and choose with jnp.where, make the condition the same on all devices "
+                    "(jax.lax.pmax), or use data_parallel."
+                )
+
+
+def _varying_condition(eqn: Any) -> frozenset[str]:
+    """The mesh axes that the condition of a branch or a loop varies over."""
+    if eqn.primitive.name == "cond":
+        return _varying(eqn.invars[0])
+    if eqn.primitive.name == "while":
+        return _varying(eqn.params["cond_jaxpr"].jaxpr.outvars[0])
+    return frozenset()
+
+
+def _varying(variable: Any) -> frozenset[str]:
+    """The mesh axes that a variable or a literal of a jaxpr varies over."""
+    return frozenset(getattr(variable.aval, "mat", jax.typeof(0).mat).varying)
+
+
+def _communication_axes(eqn: Any) -> frozenset[str]:
+    """The mesh axes that an equation sends something along."""
+    if eqn.primitive.name in SILENT_PRIMITIVES:
+        return frozenset()
+    names = [eqn.params.get("axis_name"), *(eqn.params.get("axes") or ())]
+    flat = jax.tree.leaves(names)
+    return frozenset(axis for axis in flat if isinstance(axis, str))
+
+
+def _all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Every equation of a jaxpr, those inside other equations too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        yield from _inner_equations(eqn)
+
+
+def _inner_equations(eqn: Any) -> Iterator[Any]:
+    """Every equation inside an equation."""
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(inner, ClosedJaxpr):
+                yield from _all_equations(inner.jaxpr)
+            elif isinstance(inner, Jaxpr):
+                yield from _all_equations(inner)

@@ -1,0 +1,101 @@
+"""What a loss function is, and what it may return.
+
+    loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)
+
+`loss` is the mean over the valid examples of the batch it is given, one device's share of a
+minibatch. `metrics` are pairs of scalars `(sum, count)` by name, with `metrics["loss"]` among them,
+whose count weighs the part in the mean over all devices and minibatches. `apply_fn` is called like
+`model.apply`, and `rng` is a key of the device's, minibatch's and step's own.
+
+- A part may have no valid example at all: a masked loss divides by `jnp.maximum(mask.sum(), 1)`,
+  for the gradient of 0 / 0 is NaN on that device and then everywhere.
+- `params` are boxed where they are sharded. `apply_fn` takes them so; a penalty on parameters reads
+  `flax.linen.unbox(params)`, which gathers them.
+- Where parts of it run in a `lax.scan` or `lax.cond`, constants that meet data must vary over
+  devices like data: `jnp.zeros_like(x)` does, `jnp.zeros(x.shape)` does not.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Metrics = dict[str, tuple[jax.Array, jax.Array]]
+LossFn = Callable[[Any, Callable[..., Any], Any, jax.Array], tuple[jax.Array, Mapping[str, Any]]]
+
+
+def call_loss(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Metrics]:
+    """Calls a loss function and checks what it returns, while it is traced.
+
+    Raises:
+      ValueError: The loss is not a scalar, or metrics are not pairs of scalars with `"loss"` among
+        them.
+      TypeError: It does not return a pair of a loss and a mapping.
+    """
+    try:
+        result = loss_fn(*args)
+    except TypeError as error:
+        if "manual axis types" in str(error) or "must have equal" in str(error):
+            error.add_note(
+                "In the model or the loss function a constant meets data that varies over devices. "
+                "Start from jnp.zeros_like(x), or add 0 * x, where it says jnp.zeros(x.shape)."
+            )
+        raise
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(
+            f"loss_fn returned a {type(result).__name__}, expected the pair (loss, metrics)."
+        )
+    loss, metrics = result
+    if not _is_scalar(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise ValueError(
+            f"loss_fn: the loss is {_describe(loss)}, expected a floating-point scalar. Return the "
+            "mean over the examples."
+        )
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"loss_fn: metrics is a {type(metrics).__name__}, expected a dict such as "
+            "{'loss': (sum, count)}."
+        )
+    if "loss" not in metrics:
+        near = difflib.get_close_matches("loss", [str(name) for name in metrics], n=1)
+        hint = f" Did you mean it by {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"loss_fn: metrics has {sorted(map(str, metrics))}, expected a 'loss' among them: the "
+            "pair (sum of the examples' losses, their count), whose count weights the gradient."
+            f"{hint}"
+        )
+    return loss, {name: _check_metric(name, value) for name, value in metrics.items()}
+
+
+def _check_metric(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
+    """The pair of scalars that a metric must be."""
+    if not isinstance(value, tuple) or len(value) != 2 or not all(map(_is_scalar, value)):
+        parts = value if isinstance(value, tuple) else (value,)
+        raise ValueError(
+            f"loss_fn: metrics[{name!r}] is ({', '.join(map(_describe, parts))}), expected a pair "
+            "of scalars (sum, count): return x.sum() and the number of examples, and the mean is "
+            "taken over all devices and minibatches."
+        )
+    total, count = map(jnp.asarray, value)
+    if count.dtype == bool or (
+        jnp.issubdtype(count.dtype, jnp.floating) and jnp.finfo(count.dtype).bits < 32
+    ):
+        raise ValueError(
+            f"loss_fn: metrics[{name!r}] has a count of dtype {count.dtype}, which cannot count "
+            "far, expected an integer or float32. Cast the mask before you sum it."
+        )
+    return total, count
+
+
+def _is_scalar(x: Any) -> bool:
+    """Whether `x` is a real number or a real array without dimensions."""
+    return isinstance(x, int | float | bool) or (
+        hasattr(x, "dtype") and jnp.ndim(x) == 0 and not jnp.iscomplexobj(x)
+    )
+
+
+def _describe(x: Any) -> str:
+    """What `x` is, short."""
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"a {type(x).__name__}"

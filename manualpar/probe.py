@@ -1,0 +1,177 @@
+"""Finds out how a model and a loss function use variables, before any of them is sharded.
+
+The loss is traced once, abstractly, with each parameter in a box that takes notes. The box says
+which dimensions `nn.scan` and `nn.vmap` run over: those must stay whole. And it holds an array of
+keys where a parameter would be, with which nothing can be computed: code that reads what is in the
+box without asking the box for it, and would take a shard for the parameter, fails here and is told.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from manualpar.collectives import cast_to_varying, varying_axes
+from manualpar.layout import path_name
+from manualpar.loss import LossFn, call_loss
+from manualpar.model import CarryingApply, apply_model, init_arguments, leaf_paths
+from manualpar.rng import fold_rng_over_axis
+from manualpar.step import batch_specs
+
+# Collections that flax and its users sow values into, to be read where the model is applied.
+SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})
+
+
+def find_carried_collections(
+    model: nn.Module, variables: dict[str, Any], inputs: Any, mesh: Mesh, data_axes: tuple[str, ...]
+) -> dict[str, Any]:
+    """Picks the collections that a training state carries from one step to the next.
+
+    Those are all but `params` and what the model sows: `SOWN_COLLECTIONS`, and collections that
+    grow whenever the model is applied.
+
+    Args:
+      model: The Linen model.
+      variables: Its abstract variables, no boxes among them.
+      inputs: Its abstract global inputs.
+      mesh: The mesh.
+      data_axes: The mesh axes that the batch is split over.
+
+    Returns:
+      The abstract collections by name.
+    """
+    others = {name: tree for name, tree in variables.items() if name != "params"}
+    paths = {name: leaf_paths(tree) for name, tree in others.items()}
+    updated = dict(paths)
+
+    def on_device(variables: Any, rng: jax.Array, inputs: Any) -> None:
+        variables = cast_to_varying(variables, data_axes)
+        arguments = {**init_arguments(model), "rngs": {"params": rng}, "mutable": list(others)}
+        _, updates = apply_model(model, variables, inputs, **arguments)
+        updated.update({name: leaf_paths(tree) for name, tree in updates.items()})
+
+    if others:
+        specs = (PartitionSpec(), PartitionSpec(), batch_specs(inputs, data_axes))
+        _trace(on_device, mesh, specs, variables, jax.eval_shape(lambda: jax.random.key(0)), inputs)
+    return {
+        name: tree
+        for name, tree in others.items()
+        if name not in SOWN_COLLECTIONS and updated[name] == paths[name]
+    }
+
+
+def find_loop_dims(
+    strategy: str,
+    *,
+    model: nn.Module,
+    loss_fn: LossFn,
+    params: Any,
+    boxed: Any,
+    collections: dict[str, Any],
+    batch: Any,
+    mesh: Mesh,
+    data_axes: tuple[str, ...],
+) -> dict[str, frozenset[int]]:
+    """Finds the dimensions of parameters that `nn.scan` and `nn.vmap` run over.
+
+    Args:
+      strategy: Its name, for messages.
+      model: The Linen model.
+      loss_fn: The loss.
+      params: The abstract parameters.
+      boxed: The same tree with a bool at each leaf: whether to look at the parameter.
+      collections: The model's other abstract collections.
+      batch: The abstract global batch.
+      mesh: The mesh.
+      data_axes: The mesh axes that the batch is split over.
+
+    Returns:
+      The dimensions of each parameter that was looked at, by its path.
+
+    Raises:
+      ValueError: A parameter is read other than by a module that asks for it.
+    """
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    notes: dict[str, set[int]] = {}
+
+    def on_device(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
+        apply_fn = CarryingApply(model, collections, train=True)
+        rng = fold_rng_over_axis(rng, data_axes)
+        call_loss(loss_fn, params, apply_fn, batch, rng)
+
+    def on_device_boxed(values: Any, *args: Any) -> None:
+        def box(path: Any, is_boxed: bool, x: Any, value: Any) -> Any:
+            value = cast_to_varying(value, data_axes)
+            if not is_boxed:
+                return value
+            dims = notes.setdefault(path_name(path), set())
+            names = tuple(map(str, range(x.ndim)))
+            return _Probe(value, names, dtype=x.dtype, notes=_Notes(dims))
+
+        on_device(jax.tree_util.tree_map_with_path(box, boxed, params, values), *args)
+
+    def on_device_plain(params: Any, *args: Any) -> None:
+        on_device(cast_to_varying(params, data_axes), *args)
+
+    specs = (PartitionSpec(), PartitionSpec(), PartitionSpec(), batch_specs(batch, data_axes))
+    _trace(on_device_plain, mesh, specs, params, collections, key, batch)
+    keys = jax.tree.map(
+        lambda is_boxed, x: jax.ShapeDtypeStruct(x.shape, key.dtype) if is_boxed else x,
+        boxed,
+        params,
+    )
+    try:
+        _trace(on_device_boxed, mesh, specs, keys, collections, key, batch)
+    except Exception as error:  # Whatever it is: with plain parameters it was not raised.
+        raise ValueError(
+            f"{strategy}: a parameter that is to be sharded is read other than by a module that "
+            f"asks for it with self.param: {str(error).splitlines()[0]}. In a loss function take "
+            "nn.unbox(params) for penalties on parameters. A model that changes its parameters "
+            "with nn.map_variables (nn.WeightNorm does) or reads them with get_variable runs with "
+            "data_parallel, or with a min_weight_size above those parameters' sizes."
+        ) from error
+    return {path: frozenset(dims) for path, dims in notes.items()}
+
+
+def _trace(function: Any, mesh: Mesh, in_specs: Any, *args: Any) -> None:
+    """Traces a function for what it notes on the way, as one device would run it."""
+    run = jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=True
+    )
+    jax.eval_shape(run, *args)
+
+
+class _Notes:
+    """The dimensions of a parameter that loops run over; one object in all copies of a box."""
+
+    def __init__(self, dims: set[int]) -> None:
+        self.dims = dims
+
+
+class _Probe(nn.Partitioned):
+    """A box of keys that stands for a parameter and notes what is done with it."""
+
+    dtype: Any = flax.struct.field(default=None, pytree_node=False)
+    notes: Any = flax.struct.field(default=None, pytree_node=False)
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        """A parameter of the shape that is asked for, typed as a gathered one is."""
+        zeros = jnp.zeros(self.value.shape, self.dtype)
+        return cast_to_varying(zeros, varying_axes(self.value))
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "_Probe":
+        """A dimension that is not the parameter's own."""
+        names = list(self.names)
+        names.insert(index % (len(names) + 1), None)
+        return self.replace(names=tuple(names))
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "_Probe":
+        """Notes the dimension."""
+        names = list(self.names)
+        dim = names.pop(index % len(names))
+        if dim is not None:
+            self.notes.dims.add(int(dim))
+        return self.replace(names=tuple(names))

@@ -1,0 +1,85 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from manualpar import Batch, data_parallel, fsdp, make_mesh
+
+BATCH = Batch(
+    inputs=jax.ShapeDtypeStruct((16, 8), jnp.float32), labels=jax.ShapeDtypeStruct((16,), jnp.int32)
+)
+
+
+class Branching(nn.Module):
+    """Takes a branch with a layer in it, by the data, by a constant, or by what all agree on."""
+
+    condition: str
+
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.Dense(8, name="dense")
+        if self.is_initializing():
+            return dense(x)
+        taken = {
+            "data": lambda: x[0, 0] > 0,
+            "constant": lambda: jnp.array(True),
+            "agreed": lambda: jax.lax.pmax(x[0, 0], "data") > 0,
+        }[self.condition]()
+        return nn.cond(taken, lambda _, x: dense(x), lambda _, x: x, self, x)
+
+
+class Looping(nn.Module):
+    """Applies a layer until the data is small."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.Dense(8, name="dense")
+        if self.is_initializing():
+            return dense(x)
+        x = jax.lax.stop_gradient(x)
+        return nn.while_loop(
+            lambda _, x: (x**2).sum() > 1e-3,
+            lambda _, x: jax.lax.stop_gradient(dense(x)) * 0.1,
+            self,
+            x,
+            split_rngs={"params": False},
+        )
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    out = apply_fn({"params": params}, batch.inputs)
+    return out.mean(), {"loss": (out.sum(), out.size)}
+
+
+def stopped_loss(params, apply_fn, batch, rng):
+    return loss_fn(jax.lax.stop_gradient(params), apply_fn, batch, rng)
+
+
+def build(builder, model, loss_fn=loss_fn):
+    kwargs = {"min_weight_size": 0} if builder is fsdp else {}
+    return builder(
+        model, optax.sgd(0.1), loss_fn, mesh=make_mesh({"data": 8}), batch=BATCH, **kwargs
+    )
+
+
+def test_a_gather_in_a_branch_that_only_some_take_is_refused(devices8):
+    message = r"fsdp: a cond contains a all_gather \(.*Branching.*\).*along \['data'\].*jnp.where"
+    with pytest.raises(ValueError, match=message):
+        build(fsdp, Branching("data"))
+    with pytest.raises(ValueError, match=r"fsdp: a while contains a all_gather"):
+        build(fsdp, Looping(), stopped_loss)
+
+
+@pytest.mark.parametrize("condition", ["constant", "agreed"])
+def test_a_gather_in_a_branch_that_all_take_runs(devices8, condition):
+    program = build(fsdp, Branching(condition))
+    batch = Batch(np.ones((16, 8), np.float32), np.zeros(16, np.int32))
+    _, metrics = program.train_step(program.init(jax.random.key(0)), batch)
+    assert metrics["loss"][1] == 16 * 8
+
+
+def test_branches_without_collectives_may_differ(devices8):
+    build(data_parallel, Branching("data"))
+    build(data_parallel, Looping(), stopped_loss)

@@ -1,0 +1,229 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from manualpar import Batch, data_parallel, fsdp, make_mesh
+from manualpar.layout import strip_boxes
+from manualpar.model import init_variables
+from manualpar.probe import find_carried_collections
+
+BATCH = Batch(
+    inputs=jax.ShapeDtypeStruct((16, 8), jnp.float32), labels=jax.ShapeDtypeStruct((16,), jnp.int32)
+)
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    out = apply_fn({"params": params}, batch.inputs)
+    return out.mean(), {"loss": (out.sum(), out.size)}
+
+
+def build(model, loss_fn=loss_fn, axes=("data",), builder=fsdp, **kwargs):
+    if builder is fsdp:
+        kwargs.setdefault("min_weight_size", 0)
+    mesh = make_mesh({"data": 4, "model": 2})
+    return builder(model, optax.sgd(0.1), loss_fn, mesh=mesh, batch=BATCH, axis_name=axes, **kwargs)
+
+
+def parameters(model, **kwargs):
+    return {info.path: (info, placement) for info, placement in build(model, **kwargs).parameters}
+
+
+def block(dense):
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.tanh(dense(8, name="dense")(x)), None
+
+    return Block
+
+
+@pytest.mark.parametrize("metadata_params", [{}, {nn.PARTITION_NAME: "layers"}])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_the_dims_that_scan_runs_over_are_found(devices8, axis, metadata_params):
+    stack = nn.scan(
+        block(nn.Dense),
+        variable_axes={"params": axis},
+        split_rngs={"params": True},
+        length=16,
+        metadata_params=metadata_params,
+    )
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, name="head")(stack(name="stack")(x, None)[0])
+
+    found = parameters(Model())
+    kernel, placement = found["stack/dense/kernel"]
+    assert kernel.shape[axis] == 16
+    assert kernel.loop_dims == {axis % 3}
+    assert found["stack/dense/bias"][0].loop_dims == {axis % 2}
+    assert found["head/kernel"][0].loop_dims == frozenset()
+    # 16 layers of 8 x 8: the layers would be the largest dim, but no device may miss one.
+    assert placement.names[axis] is None
+    assert "data" in placement.names
+
+
+def test_the_dims_of_nested_loops_are_found(devices8):
+    inner = nn.scan(
+        block(nn.Dense), variable_axes={"params": 0}, split_rngs={"params": True}, length=16
+    )
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return inner(name="inner")(x, None)[0]
+
+    model = nn.vmap(
+        Outer, variable_axes={"params": 1}, split_rngs={"params": True}, in_axes=None, axis_size=32
+    )()
+    kernel, _ = parameters(model)["inner/dense/kernel"]
+    assert kernel.shape == (16, 32, 8, 8)
+    assert kernel.loop_dims == {0, 1}
+
+
+def test_annotations_in_a_scan(devices8):
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, ("data", "model")))
+    stack = nn.scan(
+        block(lambda *args, **kwargs: nn.Dense(*args, kernel_init=init, **kwargs)),
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=4,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return stack(name="stack")(x, None)[0]
+
+    for builder in (fsdp, data_parallel):
+        kernel, placement = parameters(Model(), axes=("data", "model"), builder=builder)[
+            "stack/dense/kernel"
+        ]
+        assert kernel.loop_dims == {0}
+        assert placement.spec == P(None, None, ("data", "model"))
+
+
+def test_an_annotation_over_other_axes_is_refused(devices8):
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    with pytest.raises(ValueError, match=r"parameter 'kernel' of shape .* are not data axes"):
+        build(nn.Dense(8, kernel_init=init))
+
+
+# Reading shards for parameters.
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        lambda params: sum(jnp.sum(p**2) for p in jax.tree.leaves(params)),
+        optax.tree.norm,
+        lambda params: jnp.abs(strip_boxes(params)["kernel"]).sum(),
+        lambda params: params["kernel"].mean(),
+    ],
+    ids=["squares", "norm", "value", "attribute"],
+)
+def test_a_penalty_on_shards_is_refused(devices8, penalty):
+    def penalised(params, apply_fn, batch, rng):
+        loss, metrics = loss_fn(params, apply_fn, batch, rng)
+        return loss + penalty(params), metrics
+
+    with pytest.raises(ValueError, match=r"fsdp: .*nn.unbox\(params\) for penalties"):
+        build(nn.Dense(8), penalised)
+    if penalty.__name__ == "tree_norm":
+        build(nn.Dense(8), penalised, builder=data_parallel)
+
+
+def test_a_penalty_on_whole_parameters_is_accepted(devices8):
+    def penalised(params, apply_fn, batch, rng):
+        loss, metrics = loss_fn(params, apply_fn, batch, rng)
+        return loss + optax.tree.norm(nn.unbox(params)), metrics
+
+    build(nn.Dense(8), penalised)
+
+
+class Normalised(nn.Module):
+    """Changes its parameters behind the module's back."""
+
+    @nn.compact
+    def __call__(self, x):
+        def normalise(params):
+            return jax.tree.map(lambda p: p / (1 + jnp.abs(p).max()), params)
+
+        wrapped = nn.map_variables(
+            nn.Dense, "params", trans_in_fn=normalise, init=self.is_initializing()
+        )
+        return wrapped(8)(x)
+
+
+class Raw(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(8, name="dense")(x)
+        return y + jnp.mean(self.variables["params"]["dense"]["kernel"])
+
+
+class Weight(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.WeightNorm(nn.Dense(8))(x)
+
+
+@pytest.mark.parametrize("model", [Normalised(), Raw(), Weight()], ids=["map", "raw", "WeightNorm"])
+def test_a_model_that_reads_shards_is_refused_and_runs_replicated(devices8, model):
+    with pytest.raises(ValueError, match=r"nn.map_variables .* runs with data_parallel"):
+        build(model)
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    batch = Batch(x, np.zeros(16, np.int32))
+    for program in (build(model, builder=data_parallel), build(model, min_weight_size=10**6)):
+        state = program.init(jax.random.key(0))
+        params = jax.device_get(state.params)
+        _, metrics = program.train_step(state, batch)
+        expected = model.apply({"params": params}, x).mean()
+        np.testing.assert_allclose(metrics["loss"][0] / metrics["loss"][1], expected, rtol=1e-4)
+
+
+def test_errors_of_the_users_own_stay_their_own(devices8):
+    def broken(params, apply_fn, batch, rng):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match=r"^mine"):
+        build(nn.Dense(8), broken)
+
+
+def test_a_model_without_parameters_is_refused(devices8):
+    class Empty(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x
+
+    with pytest.raises(ValueError, match="has no parameters"):
+        build(Empty())
+
+
+# Collections.
+
+
+def test_what_is_sown_is_not_carried(devices8):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+            self.sow("growing", "norm", jnp.sum(x**2))
+            self.sow("intermediates", "x", x)
+            total = {"reduce_fn": jnp.add, "init_fn": lambda: jnp.zeros(())}
+            self.sow("losses", "total", jnp.sum(x), **total)
+            return x
+
+    x = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    variables = jax.eval_shape(lambda: init_variables(Model(), jax.random.key(0), x))
+    assert {"growing", "losses"} <= set(variables)
+    mesh = make_mesh({"data": 8})
+    carried = find_carried_collections(Model(), variables, x, mesh, ("data",))
+    assert set(carried) == {"batch_stats"}
+    assert set(carried["batch_stats"]["BatchNorm_0"]) == {"mean", "var"}
