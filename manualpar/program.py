@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from manualpar.dispatch import limit_steps_ahead
 from manualpar.divergence import check_conditions
 from manualpar.layout import (
     ParameterInfo,
@@ -144,6 +145,13 @@ def build_program(
     )
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout)
     create_sharded = jax.jit(create_state, out_shardings=shardings)
+    train_step = jax.jit(
+        step.train,
+        in_shardings=(shardings, None),
+        out_shardings=(shardings, None),
+        donate_argnums=0,
+    )
+    eval_step = jax.jit(step.evaluate, in_shardings=(shardings, None))
     program = Program(
         strategy=strategy,
         mesh=mesh,
@@ -156,13 +164,8 @@ def build_program(
         ),
         batch_sharding=NamedSharding(mesh, PartitionSpec(axes)),
         init=lambda rng: create_sharded(_typed_key(rng)),
-        train_step=jax.jit(
-            step.train,
-            in_shardings=(shardings, None),
-            out_shardings=(shardings, None),
-            donate_argnums=0,
-        ),
-        eval_step=jax.jit(step.evaluate, in_shardings=(shardings, None)),
+        train_step=limit_steps_ahead(train_step, mesh),
+        eval_step=limit_steps_ahead(eval_step, mesh),
     )
     for function in (program.train_step, program.eval_step):
         traced = function.trace(program.abstract_state, program.abstract_batch)

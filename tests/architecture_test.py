@@ -29,7 +29,7 @@ def _sources(*folders: str) -> Iterator[tuple[str, str]]:
             yield ".".join(parts).removesuffix(".__init__"), path.read_text(encoding="utf-8")
 
 
-PROGRAM = ("manualpar", "experiments", "configs")
+PROGRAM = ("manualpar", "experiments", "benchmarks", "configs")
 SCOPES: list[tuple[Check, tuple[str, ...]]] = [
     (find_upward_imports, PROGRAM),
     (find_private_jax, PROGRAM),

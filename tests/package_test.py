@@ -33,7 +33,7 @@ def _can_build_here() -> bool:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy of the sources: building writes next to them."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("manualpar", "tests", "configs", "experiments"):
+    for name in ("manualpar", "tests", "configs", "experiments", "benchmarks"):
         if (ROOT / name).exists():
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, source / name, ignore=ignored)

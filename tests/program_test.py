@@ -226,8 +226,10 @@ def test_init_takes_typed_and_raw_keys(devices8):
     program = build(fsdp, make_mesh({"data": 8}, devices8), optax.sgd(0.1))
     typed, raw = program.init(jax.random.key(3)), program.init(jax.random.PRNGKey(3))
     chex.assert_trees_all_equal(typed.params, raw.params)
-    with pytest.raises(TypeError, match=r"init: rng is 3, expected a key"):
+    with pytest.raises(TypeError, match=r"init: rng is 3, expected one key"):
         program.init(3)
+    with pytest.raises(TypeError, match=r"expected one key"):
+        program.init(jax.random.split(jax.random.key(0)))
 
 
 def test_training_traces_nothing_that_building_has_not(devices8):
@@ -241,7 +243,6 @@ def test_training_traces_nothing_that_building_has_not(devices8):
     program = fsdp(Classifier(), optax.adam(1e-2), counting_loss, mesh=mesh, batch=BATCHES[0])
     built = len(traces)
     train(program, [jax.device_put(batch, program.batch_sharding) for batch in BATCHES[:4]])
-    train(program, BATCHES[:1])  # From the host.
     assert len(traces) == built > 0
 
 
@@ -335,7 +336,7 @@ def test_dropout_masks_differ_on_every_example_minibatch_and_step(devices8, use_
         (
             {"loss_fn": lambda p, f, b, r: (jnp.ones(3), {})},
             ValueError,
-            r"the loss has shape \(3,\)",
+            r"the loss is float32\[3\]",
         ),
         ({"loss_fn": lambda p, f, b, r: jnp.ones(())}, TypeError, r"expected the pair"),
         (

@@ -16,7 +16,7 @@ MAX_LINES = 400
 # other, and within a subpackage everything may. `manualpar` is its __init__, the public names.
 ORDER = """
     configs
-    experiments
+    benchmarks experiments
     manualpar
     training
     models
@@ -24,13 +24,14 @@ ORDER = """
     inspect
     fsdp data_parallel
     program
-    step
+    probe
     step
     gradients layout
     partitioning
+    model
     collectives
     rng train_state
-    mesh model
+    mesh loss divergence dispatch
 """
 RANKS = {
     unit: rank
@@ -132,7 +133,7 @@ def find_upward_imports(module: str, source: str) -> list[str]:
         first, second, *_ = [*full.split("."), ""]
         if first == "":
             findings.append(f"{module}:{line}: relative import")
-        if first not in ("manualpar", "experiments", "configs", "tests"):
+        if first not in ("manualpar", "experiments", "benchmarks", "configs", "tests"):
             continue
         unit = second if first == "manualpar" and second in RANKS else first
         below = unit in RANKS and RANKS[unit] < RANKS[own]

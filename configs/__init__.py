@@ -1,0 +1,1 @@
+"""What to run: one `get_config()` a file."""

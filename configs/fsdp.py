@@ -1,0 +1,47 @@
+"""Handwritten digits with fully sharded data parallelism: every device holds a shard.
+
+    python -m experiments.fsdp --config=configs/fsdp.py
+
+On any number of devices that divides 32; by default eight simulated ones where the CPU is all there
+is. Measured on 2026-11-20 with jax 0.10.2, eight devices simulated on two cores of an Intel Xeon
+that had other work besides: test accuracy 0.9778, the command took 17 seconds.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+    config.seed = 42
+
+    config.data = ConfigDict()
+    config.data.source = "digits"  # or "synthetic", the shapes of MNIST
+    config.data.batch_size = 128  # examples a step, on all devices together
+
+    config.model = ConfigDict()
+    config.model.hidden_size = 256
+    config.model.num_layers = 2  # hidden ones
+    config.model.num_classes = 10
+    config.model.dropout_rate = 0.1
+    config.model.dtype = "bfloat16"  # what is computed in; parameters are float32
+
+    config.optimizer = ConfigDict()
+    config.optimizer.learning_rate = 3e-3  # the peak
+    config.optimizer.warmup_steps = 50
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.b1 = 0.9
+    config.optimizer.b2 = 0.999
+    config.optimizer.num_minibatches = 4
+
+    config.parallel = ConfigDict()
+    config.parallel.strategy = "fsdp"
+    config.parallel.mode = "manual"
+    config.parallel.mesh = ConfigDict({"data": -1})  # -1: all devices
+    config.parallel.min_weight_size = 2**4
+
+    config.training = ConfigDict()
+    config.training.num_steps = 1000
+    config.training.eval_every_steps = 200
+    config.training.log_every_steps = 50
+
+    return config.lock()

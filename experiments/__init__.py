@@ -1,0 +1,1 @@
+"""Who runs it: thin mains from flags to the library."""

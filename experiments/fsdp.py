@@ -1,0 +1,26 @@
+"""Trains a classifier with fully sharded data parallelism: every device holds a shard.
+
+python -m experiments.fsdp [--config=configs/fsdp.py] [--config.<field>=<value> ...]
+                         [--workdir=<new folder>] [--devices=<number>]
+"""
+
+import functools
+from pathlib import Path
+
+from absl import app
+
+from manualpar.training.main import flags_parser, run_command
+
+DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
+
+
+def main() -> None:
+    """Runs the command line and exits."""
+    app.run(
+        functools.partial(run_command, strategy="fsdp"),
+        flags_parser=flags_parser(__doc__ or "", DEFAULT_CONFIG),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""A multilayer perceptron that classifies: hidden layers with silu and dropout, then the logits.
+
+It knows nothing of devices, so it is also the example of a model that trains under every strategy
+as it is.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+class Classifier(nn.Module):
+    """Classifies vectors.
+
+    The layers are `input_dense`, then `hidden_dense_1`, `hidden_dense_2`, ..., then `output_dense`.
+
+    Attributes:
+      hidden_size: Features of every hidden layer.
+      num_classes: Features of the output.
+      dropout_rate: Share of hidden activations dropped in training.
+      num_layers: Hidden layers, `input_dense` counted; at least 1.
+      dtype: What is computed in, a dtype or its name; parameters are float32.
+    """
+
+    hidden_size: int = 512
+    num_classes: int = 10
+    dropout_rate: float = 0.1
+    num_layers: int = 1
+    dtype: DTypeLike = "float32"
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        """Computes the logits.
+
+        Args:
+          x: `[B, D]`, the vectors.
+          train: Whether to drop activations, which takes a `dropout` key.
+
+        Returns:
+          `float32[B, num_classes]`, unnormalised log-probabilities.
+
+        Raises:
+          ValueError: `num_layers` is less than 1.
+        """
+        if self.num_layers < 1:
+            raise ValueError(
+                f"Classifier: num_layers is {self.num_layers}, expected at least 1, the input's."
+            )
+        dtype = jnp.dtype(self.dtype)
+        for layer in range(self.num_layers):
+            name = f"hidden_dense_{layer}" if layer else "input_dense"
+            x = nn.silu(nn.Dense(self.hidden_size, dtype=dtype, name=name)(x))
+            x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
+        return nn.Dense(self.num_classes, dtype=dtype, name="output_dense")(x).astype(jnp.float32)

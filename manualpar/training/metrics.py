@@ -1,0 +1,56 @@
+"""Metrics are pairs `(sum, count)`, which add up over devices, minibatches, batches and steps.
+
+The mean is taken once, at the end: the mean of means over unequal parts is another number.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+# A sum and a count: scalars on the device, or floats once fetched.
+Metrics = Mapping[str, tuple[Any, Any]]
+
+
+def fetch_metrics(metrics: Metrics) -> dict[str, tuple[float, float]]:
+    """Brings metrics to the host, waiting for the computation that makes them."""
+    fetched = jax.device_get(dict(metrics))
+    # In the order they came in: jax sorts a dict by its keys.
+    return {name: (float(fetched[name][0]), float(fetched[name][1])) for name in metrics}
+
+
+def add_metrics(first: Metrics | None, second: Metrics) -> Metrics:
+    """Adds metrics up; `None` stands for none yet.
+
+    Raises:
+      ValueError: They are not metrics of the same names.
+    """
+    if first is None:
+        return second
+    if first.keys() != second.keys():
+        raise ValueError(
+            f"add_metrics: second has the metrics {sorted(second)}, expected those of first, "
+            f"{sorted(first)}."
+        )
+    return {
+        name: (total + second[name][0], count + second[name][1])
+        for name, (total, count) in first.items()
+    }
+
+
+def mean_metrics(metrics: Metrics) -> dict[str, float]:
+    """The means as floats, `nan` where nothing was counted. Waits for the device."""
+    return {
+        name: total / count if count else math.nan
+        for name, (total, count) in fetch_metrics(metrics).items()
+    }
+
+
+def print_metrics(metrics: Metrics, title: str | None = None) -> None:
+    """Prints the mean of every metric on a line of its own, under `title` if there is one."""
+    lines = [f"{name}: {mean:.6f}" for name, mean in mean_metrics(metrics).items()]
+    if title:
+        title = f" {title} "
+        lines.insert(0, title.center(max(len(title), *map(len, lines)), "="))
+    print("\n".join(lines))

@@ -1,0 +1,99 @@
+"""The experiments as processes: from the shell to the exit code."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.training_writers_test import read_events, read_metrics
+
+ROOT = Path(__file__).parent.parent
+SMALL = ("--config.model.hidden_size=16", "--config.model.num_layers=1")
+ENDLESS = (*SMALL, "--config.training.num_steps=1000000", "--config.training.log_every_steps=5")
+
+
+def _start(module: str, *arguments: str, cwd: Path) -> subprocess.Popen:
+    """Starts `python -m experiments.<module>` as a user would, whatever jax is told in here."""
+    ours = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    return subprocess.Popen(
+        [sys.executable, "-m", f"experiments.{module}", *arguments],
+        cwd=cwd,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _read_until_step(process: subprocess.Popen, step: int) -> list[str]:
+    """The lines that the process prints up to the report of `step`."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.match(rf"step +{step}/", line):
+            return lines
+    process.wait()
+    pytest.fail("".join(lines) + process.stderr.read())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config=configs/fsdp.py", "--config.nonsense=1"], "the config has no field 'nonsense'"),
+        (["--config=configs/fsdp.py", "--devices=3"], "config.data.batch_size is 128, expected"),
+        (["--config=configs/none.py"], "--config=configs/none.py: there is no such file"),
+    ],
+    ids=["unknown key", "devices", "missing file"],
+)
+def test_a_mistake_ends_in_one_sentence_and_code_2(arguments, message):
+    process = _start("fsdp", *arguments, cwd=ROOT)
+    output, error = process.communicate()
+    assert process.returncode == 2
+    assert output == ""
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_a_run_needs_no_flag_and_no_folder(tmp_path):
+    arguments = (*SMALL, "--config.training.num_steps=5", "--config.training.eval_every_steps=0")
+    process = _start("dp", *arguments, cwd=tmp_path)
+    output, error = process.communicate()
+    assert process.returncode == 0, error
+    assert error == ""
+    lines = output.splitlines()
+    assert lines[0] == "mesh: data=8 on 8 simulated cpu devices"
+    assert re.fullmatch(r"test accuracy: \d\.\d{4}", lines[-3])
+    assert lines[-1] == "results: runs/dp/001"
+    assert len(read_metrics(tmp_path / "runs/dp/001")) == 2
+
+
+def test_a_killed_run_has_on_disk_what_it_had_printed(tmp_path):
+    process = _start("fsdp", "--devices=2", "--workdir=killed", *ENDLESS, cwd=tmp_path)
+    lines = _read_until_step(process, 20)
+    process.kill()
+    rest, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    printed = re.findall(r"^step +(\d+)/1000000  (\w+)", "".join(lines) + rest, re.MULTILINE)
+    printed = [(int(step), split) for step, split in printed]
+    assert printed[-1] >= (20, "train")
+    records = read_metrics(tmp_path / "killed")
+    assert [(record["step"], record["split"]) for record in records][: len(printed)] == printed
+    in_events = {(step, tag.split("/")[0]) for step, tag, _ in read_events(tmp_path / "killed")}
+    assert in_events >= set(printed)
+
+
+def test_ctrl_c_ends_a_run_with_a_message(tmp_path):
+    process = _start("dp", "--devices=4", "--workdir=stopped", *ENDLESS, cwd=tmp_path)
+    _read_until_step(process, 10)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error == "error: interrupted; the results so far are in stopped\n"
+    assert len(read_metrics(tmp_path / "stopped")) >= 3

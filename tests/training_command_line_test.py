@@ -1,0 +1,122 @@
+"""The command line sets what it says, and each mistake is one sentence."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from manualpar.training.command_line import UsageError, load_config, parse_command_line
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+DEFAULT = CONFIGS / "fsdp.py"
+
+
+def _parse(*arguments: str):
+    return parse_command_line(["program", *arguments], default_config=DEFAULT)
+
+
+def test_everything_has_a_default():
+    command = _parse()
+    assert command.config == load_config(DEFAULT)
+    assert command.config_path == DEFAULT
+    assert (command.workdir, command.devices) == (None, None)
+
+
+@pytest.mark.parametrize("form", [["--config={}"], ["--config", "{}"], ["-config={}"]])
+def test_flags_and_overrides_are_followed(form):
+    command = _parse(
+        *(text.format(CONFIGS / "dp.py") for text in form),
+        "--config.optimizer.learning_rate=3e-4",
+        "--config.training.num_steps",
+        "7",
+        "--config.parallel.mesh.data=2",
+        "--workdir=some/where",
+        "--devices=4",
+    )
+    assert command.config.parallel.strategy == "dp"
+    assert command.config.optimizer.learning_rate == 3e-4
+    assert command.config.training.num_steps == 7
+    assert command.config.parallel.mesh.to_dict() == {"data": 2}
+    assert command.config.is_locked
+    assert command.config_path == CONFIGS / "dp.py"
+    assert (command.workdir, command.devices) == (Path("some/where"), 4)
+
+
+def test_overrides_go_to_the_default_config_too():
+    assert _parse("--config.seed=3", "--config.seed=4").config.seed == 4
+
+
+def test_a_dict_replaces_a_group():
+    command = _parse("--config.parallel.mesh={'replica': 2, 'data': -1}")
+    assert command.config.parallel.mesh.to_dict() == {"replica": 2, "data": -1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config.nonsense=1"], "has no field 'nonsense'; the nearest one is --config.seed."),
+        (["--config.optimizer.learning_rat=1"], "nearest one is --config.optimizer.learning_rate."),
+        (["--config.seed.x=1"], "no field 'seed.x'"),
+        (["--config.parallel.mesh.date=1"], "the nearest one is --config.parallel.mesh.data."),
+        (["--config.=1"], "no field ''"),
+        (["--config.seed=abc"], "--config.seed=abc: expected an integer"),
+        (["--config.training.num_steps=1.5"], "1.5: expected an integer without point or"),
+        (["--config.training.num_steps=1e5"], "exponent such as 1000."),
+        (["--config.optimizer.learning_rate=x"], "learning_rate=x: expected a number such as 0.00"),
+        (["--config.optimizer=3"], "--config.optimizer=3: expected a dict such as {'data': -1}."),
+        (["--config.seed"], "Missing value for flag --config.seed."),
+        (["--config.seed=1", f"--config={DEFAULT}"], "--config.seed=1 comes before --config"),
+        ([f"--config={DEFAULT}", f"--config={DEFAULT}"], "--config is given twice"),
+        (["--config=configs/none.py"], "--config=configs/none.py: there is no such file"),
+        ([f"--config={CONFIGS}"], "there is no such file"),
+        (["--config="], "--config has no value"),
+        (["--config"], "--config has no value"),
+        (["--workdri=x"], "--workdri is not a known flag; the nearest one is --workdir."),
+        (["--device=4"], "the nearest one is --devices."),
+        (["--devices=0"], "--devices=0: expected at least 1 device to simulate."),
+        (["--devices=-8"], "--devices=-8: expected at least 1 device to simulate."),
+        (["--devices=two"], "--devices=two: expected an integer"),
+        (["fsdp.py"], "'fsdp.py' is not understood"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence(arguments, message):
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        _parse(*arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.py", "x = 1", "the file has no function get_config(), expected one."),
+        ("a.py", "get_config = 3", "the file has no function get_config()"),
+        ("a.py", "def get_config(): return {}", "get_config() returns a dict, expected an ml_coll"),
+        ("a.py", "def get_config(): pass", "get_config() returns a NoneType, expected"),
+        ("a.py", "x = 1\ndef f(:", "a.py: line 2: invalid syntax."),
+        ("a.txt", "x = 1", "expected a Python file whose name ends in .py."),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        _parse(f"--config={tmp_path / name}")
+
+
+def test_a_config_that_does_not_lock_itself_is_locked(tmp_path):
+    text = "import ml_collections\ndef get_config(): return ml_collections.ConfigDict({'seed': 1})"
+    (tmp_path / "a.py").write_text(text)
+    assert _parse(f"--config={tmp_path / 'a.py'}").config.is_locked
+
+
+def test_an_error_inside_a_config_file_keeps_its_traceback(tmp_path):
+    (tmp_path / "a.py").write_text("def get_config(): return int('x')")
+    with pytest.raises(ValueError, match="invalid literal for int") as caught:
+        _parse(f"--config={tmp_path / 'a.py'}")
+    assert str(caught.traceback[-1].path).endswith("a.py")
+
+
+def test_one_config_file_leaves_nothing_behind_for_the_next(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1")
+    _parse()
+    with pytest.raises(UsageError, match="no function get_config"):
+        _parse(f"--config={tmp_path / 'a.py'}")

@@ -1,0 +1,59 @@
+"""Devices are simulated where that was asked for or the CPU is all there is."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+
+from manualpar.training.devices import describe_mesh
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_number_of_devices_is_the_one_asked_for():
+    # A process of its own: the number is fixed once there are devices.
+    script = """
+        import os
+        import jax
+        from manualpar.training.devices import simulate_devices
+
+        def chosen():
+            return jax.config.values["jax_num_cpu_devices"], jax.config.values["jax_platforms"]
+
+        platforms = jax.config.values["jax_platforms"]
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=3"
+        simulate_devices(None)
+        assert chosen() == (-1, platforms), "XLA_FLAGS already says how many"
+        del os.environ["XLA_FLAGS"]
+        simulate_devices(None)
+        assert chosen() == (8, platforms), chosen()
+        jax.config.update("jax_num_cpu_devices", 5)
+        simulate_devices(None)
+        assert chosen() == (5, platforms), "the program already says how many"
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=3"
+        simulate_devices(2)
+        assert chosen() == (2, "cpu"), chosen()
+        assert len(jax.devices()) == 2
+    """
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+
+
+def test_a_mesh_is_described_in_a_line(devices8):
+    mesh = jax.make_mesh((2, 4), ("replica", "data"), devices=devices8)
+    assert describe_mesh(mesh) == "replica=2, data=4 on 8 simulated cpu devices"
+    alone = jax.make_mesh((1,), ("data",), devices=devices8[:1])
+    assert describe_mesh(alone) == "data=1 on 1 cpu device"
