@@ -40,6 +40,7 @@ def measure(program: Program) -> list[str]:
     """A row of the table."""
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     memory = lowered.compile().memory_analysis()
+    assert memory is not None  # The CPU's compiler always gives one.
     text = lowered.as_text()
     state = (program.abstract_state.params, program.abstract_state.opt_state)
     return [
