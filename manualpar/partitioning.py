@@ -18,6 +18,7 @@ from typing import Any
 import flax.linen as nn
 import flax.struct
 import jax
+from absl import logging
 
 from manualpar.collectives import gather_array_with_mean_grads
 from manualpar.mesh import AxisName, axis_tuple, check_axes_bound, is_axis_bound
@@ -138,7 +139,7 @@ def shard_params(params: Any, axis_name: AxisName, min_weight_size: int = 2**18)
     Returns:
       The same tree. A sharded parameter is a `ShardedParameter` holding `[..., D/axis_name, ...]`
       along its largest free dimension that divides by the size of the axis, the first of equals;
-      others are returned unchanged.
+      others are returned unchanged, and absl's log says why at level info.
 
     Raises:
       ValueError: An axis is not bound by a `shard_map`.
@@ -155,8 +156,9 @@ def shard_params(params: Any, axis_name: AxisName, min_weight_size: int = 2**18)
         names = _full_names(x, value.ndim)
         if set(boxed_axes(x)) & set(axes):
             return x
-        dim, _ = choose_shard_dim(value.shape, names, axis_size, min_weight_size=min_weight_size)
+        dim, note = choose_shard_dim(value.shape, names, axis_size, min_weight_size=min_weight_size)
         if dim is None:
+            logging.info("shard_params: %s with names %s stays whole: %s", value.shape, names, note)
             return x
         size = value.shape[dim] // axis_size
         local = jax.lax.dynamic_slice_in_dim(value, jax.lax.axis_index(axes) * size, size, axis=dim)

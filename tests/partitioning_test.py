@@ -213,6 +213,17 @@ def test_an_axis_that_is_not_bound_is_named(devices8, function):
         inside(mesh, lambda: function({"p": jnp.ones(8)}, "dat"))
 
 
+def test_what_stays_whole_is_logged(devices8, caplog):
+    mesh = make_mesh({"data": 8}, devices8)
+    tree = {"small": jnp.ones(15), "odd": jnp.ones((3, 25)), "fits": jnp.ones(16)}
+    with caplog.at_level("INFO", logger="absl"):
+        inside(mesh, lambda: shard_params(tree, "data", min_weight_size=16))
+    assert [record.getMessage() for record in caplog.records] == [
+        "shard_params: (3, 25) with names (None, None) stays whole: none of [3, 25] divides by 8",
+        "shard_params: (15,) with names (None,) stays whole: too small: 15 < 16",
+    ]
+
+
 # The box.
 
 
