@@ -27,11 +27,10 @@ ORDER = """
     probe
     step
     gradients layout
-    partitioning
-    model
+    partitioning model
     collectives
     rng train_state
-    mesh loss divergence dispatch
+    mesh loss dispatch divergence
 """
 RANKS = {
     unit: rank

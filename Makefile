@@ -1,0 +1,63 @@
+# Everything here needs only make and a Python that is 3.11 or newer. Another interpreter than
+# `python3` is named by hand: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+
+.PHONY: help train test test-slow test-minimum lint format clean
+
+help:
+	@echo 'make train         train a classifier with FSDP over eight simulated devices'
+	@echo '                   (more flags: make train ARGS="--config.seed=1")'
+	@echo 'make test          run the tests'
+	@echo 'make test-slow     run the tests left out of `make test` because they take long'
+	@echo 'make test-minimum  run the tests with the oldest supported dependencies'
+	@echo 'make lint          check style and types'
+	@echo 'make format        bring the code into the house format'
+	@echo 'make clean         remove the environment, builds and caches'
+
+train: $(INSTALLED)
+	$(BIN)/python -m experiments.fsdp --config=configs/fsdp.py $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The stamp is younger than both files exactly when the environment holds what they ask for.
+$(INSTALLED): setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo 'manualpar needs Python 3.11 or newer, and `$(PYTHON)` is not:' \
+	       'name another with `make PYTHON=python3.12`.' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+$(VENV): $(INSTALLED)
+
+# An environment of its own: the oldest versions are not what one develops with.
+$(VENV)-minimum/installed: setup.cfg pyproject.toml constraints/minimum.txt
+	$(PYTHON) -m venv $(VENV)-minimum
+	$(VENV)-minimum/bin/python -m pip install --quiet --constraint constraints/minimum.txt \
+	  --editable '.[test]'
+	@touch $@
+
+test-minimum: $(VENV)-minimum/installed
+	$(VENV)-minimum/bin/python -m pytest $(ARGS)
+
+clean:
+	rm -rf $(VENV) $(VENV)-minimum build dist *.egg-info .hypothesis .mypy_cache .pytest_cache \
+	  .ruff_cache
+	find configs experiments manualpar tests -name __pycache__ -prune -exec rm -rf {} +
