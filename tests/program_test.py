@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import manualpar.step
 from manualpar import Batch, data_parallel, fsdp, make_mesh
+from tests.one_device import train_on_one_device, train_program
 
 # Ten steps of float32 in another order of summation.
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
@@ -52,41 +53,10 @@ OPTIMIZERS = {
 }
 
 
-def train_on_one_device(model, tx, batches, loss_fn=loss_fn, seed=0):
-    """Plain flax and optax: what every program must agree with."""
-    init_rng, rng = jax.random.split(jax.random.key(seed))
-    init = jax.jit(lambda key, x: model.init({"params": key}, x, train=False))
-    params = init(init_rng, batches[0].inputs)["params"]
-    opt_state = tx.init(params)
-
-    @jax.jit
-    def step(params, opt_state, batch):
-        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, _), grads = grad_fn(params, model.apply, batch, rng)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    losses, initial = [], params
-    for batch in batches:
-        params, opt_state, loss = step(params, opt_state, batch)
-        losses.append(loss)
-    return initial, params, jnp.stack(losses)
-
-
-def train(program, batches, seed=0):
-    state = program.init(jax.random.key(seed))
-    initial = jax.device_get(state.params)
-    losses = []
-    for batch in batches:
-        state, metrics = program.train_step(state, batch)
-        losses.append(metrics["loss"][0] / metrics["loss"][1])
-    return initial, state, jnp.stack(losses)
-
-
 @pytest.fixture(scope="module")
 def references():
     return {
-        name: train_on_one_device(Classifier(), make(), BATCHES)
+        name: train_on_one_device(Classifier(), make(), BATCHES, loss_fn, train=False)
         for name, make in OPTIMIZERS.items()
     }
 
@@ -116,11 +86,12 @@ def assert_equal_on_all_devices(tree):
 def test_ten_steps_equal_the_single_device(devices8, references, builder, num_devices, optimizer):
     mesh = make_mesh({"data": -1}, devices8[:num_devices])
     program = build(builder, mesh, OPTIMIZERS[optimizer]())
-    initial, state, losses = train(program, BATCHES)
-    expected_initial, expected, expected_losses = references[optimizer]
-    chex.assert_trees_all_equal(initial, jax.device_get(expected_initial))
-    chex.assert_trees_all_close(jax.device_get(state.params), jax.device_get(expected), **TOLERANCE)
-    np.testing.assert_allclose(losses, expected_losses, **TOLERANCE)
+    expected = references[optimizer]
+    initial = jax.device_get(program.init(jax.random.key(0)).params)
+    state, losses = train_program(program, BATCHES)
+    chex.assert_trees_all_equal(initial, expected.initial)
+    chex.assert_trees_all_close(jax.device_get(state.params), expected.params, **TOLERANCE)
+    np.testing.assert_allclose(losses, expected.losses, **TOLERANCE)
     assert_equal_on_all_devices(state)
     assert state.step == 10
 
@@ -132,8 +103,8 @@ def test_every_factorisation_of_the_mesh(mesh8, references, axis_name):
     program = build(
         fsdp, mesh8, optax.sgd(0.1), axis_name=axis_name, num_minibatches=2, use_scan=True
     )
-    _, state, losses = train(program, BATCHES[:3])
-    np.testing.assert_allclose(losses, references["sgd"][2][:3], **TOLERANCE)
+    state, losses = train_program(program, BATCHES[:3])
+    np.testing.assert_allclose(losses, references["sgd"].losses[:3], **TOLERANCE)
     assert_equal_on_all_devices(state)
 
 
@@ -143,7 +114,7 @@ def test_masks_that_differ_by_device_and_minibatch(devices8, builder, use_scan):
     masks = [(np.arange(64) % 7 < k).astype(np.float32) for k in (1, 3, 6)]
     masks.append((np.arange(64) < 5).astype(np.float32))  # Most devices have no example at all.
     batches = [make_batch(seed, mask=mask) for seed, mask in enumerate(masks)]
-    _, expected, expected_losses = train_on_one_device(Classifier(), optax.sgd(0.3), batches)
+    expected = train_on_one_device(Classifier(), optax.sgd(0.3), batches, loss_fn, train=False)
     program = build(
         builder,
         make_mesh({"data": 8}, devices8),
@@ -152,9 +123,9 @@ def test_masks_that_differ_by_device_and_minibatch(devices8, builder, use_scan):
         num_minibatches=4,
         use_scan=use_scan,
     )
-    _, state, losses = train(program, batches)
-    np.testing.assert_allclose(losses, expected_losses, **TOLERANCE)
-    chex.assert_trees_all_close(jax.device_get(state.params), jax.device_get(expected), **TOLERANCE)
+    state, losses = train_program(program, batches)
+    np.testing.assert_allclose(losses, expected.losses, **TOLERANCE)
+    chex.assert_trees_all_close(jax.device_get(state.params), expected.params, **TOLERANCE)
 
 
 @pytest.mark.parametrize("builder", [data_parallel, fsdp])
@@ -242,7 +213,7 @@ def test_training_traces_nothing_that_building_has_not(devices8):
     mesh = make_mesh({"data": 8}, devices8)
     program = fsdp(Classifier(), optax.adam(1e-2), counting_loss, mesh=mesh, batch=BATCHES[0])
     built = len(traces)
-    train(program, [jax.device_put(batch, program.batch_sharding) for batch in BATCHES[:4]])
+    train_program(program, [jax.device_put(batch, program.batch_sharding) for batch in BATCHES[:4]])
     assert len(traces) == built > 0
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import optax
 import pytest
 
-from manualpar import Batch, data_parallel, fsdp, make_mesh
+from manualpar import Batch, fsdp, make_mesh
+from tests.one_device import train_on_one_device, train_program
 
 WIDTH = 16
 
@@ -207,49 +208,10 @@ def make_batch(seed=0, shape=(32, WIDTH)):
     return Batch(inputs=inputs, labels=rng.integers(0, 4, shape[0]))
 
 
-def train_on_one_device(model, batches, loss_fn=loss_fn, **init_args):
-    """Plain flax: parameters, other collections and losses after each batch."""
-    init_rng, _ = jax.random.split(jax.random.key(0))
-    variables = jax.jit(lambda key, x: model.init(key, x, **init_args))(init_rng, batches[0].inputs)
-    params = variables.pop("params")
-
-    @jax.jit
-    def step(params, others, batch):
-        def loss(params):
-            updated = others
-
-            def apply_fn(variables, *args, **kwargs):
-                nonlocal updated
-                variables = {**others, **variables}
-                out, updated = model.apply(variables, *args, mutable=list(others), **kwargs)
-                return out
-
-            value, _ = loss_fn(params, apply_fn, batch, jax.random.key(0))
-            return value, updated
-
-        (value, others), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), others, value
-
-    losses, others = [], variables
-    for batch in batches:
-        params, others, value = step(params, others, batch)
-        losses.append(value)
-    return params, others, jnp.stack(losses)
-
-
-def train(program, batches):
-    state = program.init(jax.random.key(0))
-    losses = []
-    for batch in batches:
-        state, metrics = program.train_step(state, batch)
-        losses.append(metrics["loss"][0] / metrics["loss"][1])
-    return state, jnp.stack(losses)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_the_model_trains_as_on_one_device(devices8, name):
     model, batches = MODELS[name], [make_batch(seed) for seed in range(3)]
-    expected, _, expected_losses = train_on_one_device(model, batches)
+    expected = train_on_one_device(model, optax.sgd(0.1), batches, loss_fn)
     program = fsdp(
         model,
         optax.sgd(0.1),
@@ -262,10 +224,10 @@ def test_the_model_trains_as_on_one_device(devices8, name):
     )
     sharded = [info for info, placement in program.parameters if len(placement.spec)]
     assert len(sharded) >= len(program.parameters) - 1  # All but the bias of the last layer.
-    state, losses = train(program, batches)
-    np.testing.assert_allclose(losses, expected_losses, rtol=2e-5)
+    state, losses = train_program(program, batches)
+    np.testing.assert_allclose(losses, expected.losses, rtol=2e-5)
     params = jax.device_get(state.params)
-    chex.assert_trees_all_close(params, jax.device_get(expected), rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(params, expected.params, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -291,137 +253,6 @@ def test_a_parameter_is_gathered_once_for_each_use(devices8, name, gathers, scat
     assert text.count(" = reduce_scatter[") == scatters
 
 
-# Other collections.
-
-
-class Convolutional(nn.Module):
-    bn_axis: Any = None
-    momentum: float = 0.9
-
-    @nn.compact
-    def __call__(self, x, train):
-        for features in (8, 16):
-            x = nn.Conv(features, (3, 3), use_bias=False)(x)
-            x = nn.BatchNorm(
-                use_running_average=not train, momentum=self.momentum, axis_name=self.bn_axis
-            )(x)
-            x = nn.relu(x)
-        return nn.Dense(4)(x.mean((1, 2)))
-
-
-def conv_loss(params, apply_fn, batch, rng):
-    del rng
-    out = apply_fn({"params": params}, batch.inputs, train=True)
-    loss = optax.softmax_cross_entropy_with_integer_labels(out, batch.labels)
-    return loss.mean(), {"loss": (loss.sum(), loss.shape[0])}
-
-
-def conv_program(builder, model, batch, devices, **kwargs):
-    if builder is fsdp:
-        kwargs["min_weight_size"] = 0
-    mesh = make_mesh({"data": -1}, devices)
-    return builder(model, optax.sgd(0.1), conv_loss, mesh=mesh, batch=batch, **kwargs)
-
-
-@pytest.mark.parametrize("builder", [data_parallel, fsdp])
-def test_synchronised_batch_norm_equals_one_device(devices8, builder):
-    batches = [make_batch(seed, (32, 6, 6, 3)) for seed in range(3)]
-    reference = train_on_one_device(Convolutional(), batches, conv_loss, train=False)
-    program = conv_program(builder, Convolutional(bn_axis="data"), batches[0], devices8)
-    state, losses = train(program, batches)
-    np.testing.assert_allclose(losses, reference[2], rtol=1e-5)
-    result = jax.device_get((state.params, state.collections))
-    chex.assert_trees_all_close(result, jax.device_get(reference[:2]), rtol=2e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("use_scan", [False, True], ids=["loop", "scan"])
-@pytest.mark.parametrize("builder", [data_parallel, fsdp])
-def test_running_statistics_are_the_mean_over_devices(devices8, builder, use_scan):
-    batch = make_batch(0, (32, 6, 6, 3))
-    model = Convolutional(momentum=0.0)  # So that they are those of the last minibatch.
-    program = conv_program(builder, model, batch, devices8, num_minibatches=2, use_scan=use_scan)
-    state = program.init(jax.random.key(0))
-    kernel = jax.device_get(state.params["Conv_0"]["kernel"])
-    assert set(state.collections) == {"batch_stats"}
-    state, _ = program.train_step(state, batch)
-
-    conv = nn.Conv(8, (3, 3), use_bias=False)
-    out = conv.apply({"params": {"kernel": kernel}}, batch.inputs)
-    last = out.reshape(8, 2, 2, 6, 6, 8)[:, 1]  # [device, minibatch, example, ...]
-    stats = state.collections["batch_stats"]["BatchNorm_0"]
-    chex.assert_trees_all_close(stats["mean"], last.mean((1, 2, 3)).mean(0), atol=1e-5)
-    chex.assert_trees_all_close(stats["var"], last.var((1, 2, 3)).mean(0), atol=1e-5)
-    for x in jax.tree.leaves(state.collections):
-        copies = [np.asarray(shard.data) for shard in x.addressable_shards]
-        assert len(copies) == 8
-        assert all(np.array_equal(copies[0], copy) for copy in copies)
-    before = jax.device_get(state.collections)
-    program.eval_step(state, batch)
-    chex.assert_trees_all_equal(jax.device_get(state.collections), before)
-
-
-def test_a_counter_stays_a_counter(devices8):
-    class Counting(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            calls = self.variable("counters", "calls", lambda: jnp.zeros((), jnp.int32))
-            if not self.is_initializing():
-                calls.value += 1
-            return nn.Dense(4)(x)
-
-    for use_scan in (False, True):
-        program = fsdp(
-            Counting(),
-            optax.sgd(0.1),
-            loss_fn,
-            mesh=make_mesh({"data": 8}, devices8),
-            batch=make_batch(),
-            min_weight_size=0,
-            num_minibatches=2,
-            use_scan=use_scan,
-        )
-        state, _ = train(program, [make_batch(), make_batch()])
-        assert state.collections["counters"]["calls"] == 4
-
-
-def test_a_loss_that_the_model_sows(devices8):
-    class Sowing(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Dense(WIDTH)(x)
-            self.sow("losses", "activity", (x**2).mean())
-            return nn.Dense(4)(x)
-
-    def sown_loss(params, apply_fn, batch, rng):
-        del rng
-        out, sown = apply_fn({"params": params}, batch.inputs, mutable=["losses"])
-        (activity,) = sown["losses"]["activity"]
-        loss = optax.softmax_cross_entropy_with_integer_labels(out, batch.labels)
-        loss = loss + activity
-        return loss.mean(), {"loss": (loss.sum(), loss.shape[0])}
-
-    def plain_sown_loss(params, apply_fn, batch, rng):
-        return sown_loss(params, Sowing().apply, batch, rng)
-
-    batches = [make_batch(seed) for seed in range(2)]
-    mesh = make_mesh({"data": 8}, devices8)
-    program = fsdp(
-        Sowing(), optax.sgd(0.1), sown_loss, mesh=mesh, batch=batches[0], min_weight_size=0
-    )
-    state, losses = train(program, batches)
-    assert state.collections == {}
-
-    params = jax.jit(Sowing().init)(jax.random.split(jax.random.key(0))[0], batches[0].inputs)
-    params, expected = params["params"], []
-    for batch in batches:
-        (value, _), grads = jax.value_and_grad(plain_sown_loss, has_aux=True)(
-            params, None, batch, None
-        )
-        expected.append(value)
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-
-
 def test_a_penalty_on_the_parameters_reads_them_unboxed(devices8):
     """`params` are boxed in the loss function; `nn.unbox` gives them whole."""
 
@@ -435,7 +266,7 @@ def test_a_penalty_on_the_parameters_reads_them_unboxed(devices8):
     program = fsdp(
         Stack(), optax.sgd(0.1), penalised, mesh=mesh, batch=batches[0], min_weight_size=0
     )
-    state, _ = train(program, batches)
-    expected, _, _ = train_on_one_device(Stack(), batches, penalised)
+    state, _ = train_program(program, batches)
+    expected = train_on_one_device(Stack(), optax.sgd(0.1), batches, penalised)
     params = jax.device_get(state.params)
-    chex.assert_trees_all_close(params, jax.device_get(expected), rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(params, expected.params, rtol=1e-4, atol=1e-6)
