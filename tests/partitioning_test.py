@@ -149,7 +149,8 @@ def test_sharding_slices_and_gathering_gives_back(mesh8, axis_name):
         gathered = gather_params(sharded, axis_name)
         assert not any(map(is_box, jax.tree.leaves(gathered, is_leaf=is_box)))
         shards = {name: sharded[name].value for name in ("wide", "tall")}
-        return shards, jax.tree.map(lambda x: jax.lax.pmax(x, tuple(mesh8.axis_names)), gathered)
+        everywhere = tuple(mesh8.axis_names)
+        return shards, jax.lax.pmax(cast_to_varying(gathered, everywhere), everywhere)
 
     out_specs = ({"wide": P(axis_name, None), "tall": P(None, axis_name)}, P())
     shards, gathered = on_mesh(on_device, mesh8, TREE, out_specs=out_specs)

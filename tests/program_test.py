@@ -41,7 +41,7 @@ def loss_fn(params, apply_fn, batch, rng):
 def make_batch(seed=0, size=64, mask=None):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(size, 12)).astype(np.float32)
-    return Batch(inputs=x, labels=rng.integers(0, 5, size), mask=mask)
+    return Batch(inputs=x, labels=rng.integers(0, 5, size, dtype=np.int32), mask=mask)
 
 
 BATCHES = [make_batch(seed) for seed in range(10)]
