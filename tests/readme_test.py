@@ -34,7 +34,7 @@ assert state.params["layers_0"]["kernel"].addressable_shards[0].data.shape == (7
 
 
 def test_the_example_is_short(example):
-    assert len([line for line in example.splitlines() if line.strip()]) <= 16
+    assert len([line for line in example.splitlines() if line.strip()]) == 15
 
 
 def test_the_files_that_it_points_to_exist():
