@@ -5,13 +5,16 @@ Under `jax.shard_map(check_vma=True)` the type of every value names the mesh axe
 that set is in this file.
 """
 
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from manualpar.mesh import AxisName, axis_tuple, check_axes_bound
+
+# The named scopes under which parameters are gathered and their gradients scattered.
+GATHER_SCOPE = "gather_params"
+SCATTER_SCOPE = "scatter_gradients"
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -40,16 +43,32 @@ def cast_to_varying(tree: Any, axes: tuple[str, ...] | frozenset[str]) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def gather_array_with_mean_grads(x: jax.Array, axis: int, axis_name: AxisName) -> jax.Array:
+class Wire(NamedTuple):
+    """What travels, where it is not the parameter's own dtype.
+
+    Attributes:
+      gather_dtype: What a shard is cast to before it is gathered, and computed with; `None`: as it
+        is.
+      reduce_dtype: What gradients are summed in; `None`: the dtype in which they arrive.
+    """
+
+    gather_dtype: str | None = None
+    reduce_dtype: str | None = None
+
+
+def gather_array_with_mean_grads(
+    x: jax.Array, axis: int, axis_name: AxisName, *, wire: Wire = Wire()
+) -> jax.Array:
     """Gathers the shards of an array; its gradient is scattered back as the mean over the devices.
 
     Args:
       x: The local shard, `[..., D/axis_name, ...]`.
       axis: The dimension along which `x` is sharded.
       axis_name: The mesh axis, or tuple of axes, over which it is sharded.
+      wire: The dtypes that travel.
 
     Returns:
-      The whole array, `[..., D, ...]`, on every device.
+      The whole array, `[..., D, ...]`, on every device, of dtype `wire.gather_dtype`.
 
     Raises:
       ValueError: A mesh axis is not bound, or `axis` is not a dimension of `x`.
@@ -61,7 +80,8 @@ def gather_array_with_mean_grads(x: jax.Array, axis: int, axis_name: AxisName) -
     Gradient:
       Written by hand: `psum_scatter(g) / N`, where the transpose of an all-gather would be
       `psum_scatter(g)`. With it the gradient of a sharded parameter is the mean of the devices'
-      gradients, as `pmean` gives for a replicated one.
+      gradients, as `pmean` gives for a replicated one. It is summed in `wire.reduce_dtype` and has
+      the dtype of `x`.
     """
     axes = axis_tuple(axis_name)
     check_axes_bound("gather_array_with_mean_grads", axes)
@@ -73,24 +93,79 @@ def gather_array_with_mean_grads(x: jax.Array, axis: int, axis_name: AxisName) -
     if is_vma_checked(axes[0]) and not varying_axes(x) & set(axes):
         # Devices that all hold the same shard: flax's nested scans ask so for shapes alone, with
         # values that have lost their types, and expect a type that has lost them too.
-        return jnp.concatenate([x] * jax.lax.axis_size(axes), axis)
-    return _gather_with_mean_grads(cast_to_varying(x, axes), axis % x.ndim, axes)
+        x = jnp.concatenate([x] * jax.lax.axis_size(axes), axis)
+        return x.astype(wire.gather_dtype or x.dtype)
+    plan = _Gather(axis % x.ndim, axes, x.dtype, wire)
+    return _gather_with_mean_grads(cast_to_varying(x, axes), plan)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather_with_mean_grads(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    with jax.named_scope("gather_params"):
-        return jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+class _Gather(NamedTuple):
+    """What is known of a gather before it runs."""
+
+    dim: int
+    axes: tuple[str, ...]
+    dtype: Any
+    wire: Wire
 
 
-def _gather_forward(x: jax.Array, dim: int, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
-    return _gather_with_mean_grads(x, dim, axes), None
+def _gather(x: jax.Array, plan: _Gather) -> jax.Array:
+    with jax.named_scope(GATHER_SCOPE):
+        x = x.astype(plan.wire.gather_dtype or x.dtype)
+        return jax.lax.all_gather(x, plan.axes, axis=plan.dim, tiled=True)
 
 
-def _gather_backward(dim: int, axes: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
-    with jax.named_scope("scatter_gradients"):
-        total = jax.lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True)
-        return (total / jax.lax.axis_size(axes),)
+_gather_with_mean_grads = jax.custom_vjp(_gather, nondiff_argnums=(1,))
+
+
+def _gather_forward(x: jax.Array, plan: _Gather) -> tuple[jax.Array, None]:
+    # Not the function with the rule but the bare one: a remat policy must see the all-gather.
+    return _gather(x, plan), None
+
+
+def _gather_backward(plan: _Gather, _: None, g: jax.Array) -> tuple[jax.Array]:
+    reduce_dtype = plan.wire.reduce_dtype or g.dtype
+    return (scatter_mean(g.astype(reduce_dtype), plan.dim, plan.axes).astype(plan.dtype),)
 
 
 _gather_with_mean_grads.defvjp(_gather_forward, _gather_backward)
+
+
+def scatter_mean(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    """Leaves each device its shard of the mean of what the devices hold.
+
+    Args:
+      x: Each device's own `[..., D, ...]`.
+      dim: The dimension to scatter along; the size of `axes` divides it.
+      axes: The mesh axes.
+
+    Returns:
+      `[..., D/axes, ...]`, the shard of the mean.
+
+    Communication:
+      One reduce-scatter in the dtype of `x`: a device sends `(N - 1) / N` of the bytes of `x`.
+    """
+    with jax.named_scope(SCATTER_SCOPE):
+        total = jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        return total / jax.lax.axis_size(axes)
+
+
+def gather_invariant(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    """Gathers shards into an array that is typed as the same on all devices along `axes`.
+
+    Args:
+      x: The local shard, `[..., D/axes, ...]`.
+      dim: The dimension along which it is sharded.
+      axes: The mesh axes over which it is sharded.
+
+    Returns:
+      The whole array, `[..., D, ...]`, not varying over `axes`.
+
+    Communication:
+      One all-gather: a device sends `(N - 1) / N` of the gathered bytes.
+
+    Gradient:
+      The shard of the gradient, nothing is sent: who uses the array differently on the devices
+      along `axes` has it summed by the cast that makes it varying.
+    """
+    with jax.named_scope(GATHER_SCOPE):
+        return jax.lax.all_gather(cast_to_varying(x, axes), axes, axis=dim, tiled=True, to="invarying")

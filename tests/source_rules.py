@@ -23,7 +23,7 @@ ORDER = """
     layers
     inspect
     fsdp data_parallel
-    program
+    program replicas
     probe
     step
     gradients layout

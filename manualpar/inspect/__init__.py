@@ -1,5 +1,25 @@
-"""Reads programs: what they hold and where."""
+"""Reads programs: what they hold and where, and what they send."""
 
+from manualpar.inspect.communication import (
+    Collective,
+    bytes_by_axes,
+    count_by_kind,
+    ring_bytes,
+    total_bytes,
+    trace_collectives,
+)
+from manualpar.inspect.compiled import CompiledCollective, compiled_collectives
 from manualpar.inspect.layout import layout_table, state_bytes
 
-__all__ = ["layout_table", "state_bytes"]
+__all__ = [
+    "Collective",
+    "CompiledCollective",
+    "bytes_by_axes",
+    "compiled_collectives",
+    "count_by_kind",
+    "layout_table",
+    "ring_bytes",
+    "state_bytes",
+    "total_bytes",
+    "trace_collectives",
+]

@@ -1,0 +1,250 @@
+"""What a traced program sends: every collective of a step, how often it runs, and its bytes.
+
+A program of this package says in its jaxpr what it sends, before XLA has seen it. What stands there
+is exactly what was written: XLA may still merge collectives, move them out of a loop or drop those
+whose result nobody uses, and outside `shard_map`, or along axes that it leaves to XLA, it inserts
+others. Those are read from the compiled program, see `manualpar.inspect.compiled`.
+
+Bytes are those that one device sends to its neighbour with ring algorithms on `N` devices (Thakur
+et al., https://doi.org/10.1177/1094342005051521); a tuple of axes is one ring over their product.
+They are exact fractions, for `(N - 1) / N` of an operand need not be a whole number.
+
+Nothing is left out silently: a primitive that names a mesh axis is a collective with a formula, or
+known to send nothing, or refused. Two things name no axis and are not seen: copies between devices
+inside a Pallas kernel, and what a callback does on the host.
+"""
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
+
+# By the names of jax's primitives. With check_vma=True a psum of varying values is psum_invariant;
+# all_gather(to="invarying") and (to="reduced") and values typed unreduced have primitives too.
+KIND_OF_PRIMITIVE: Mapping[str, Kind] = {
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "unreduced_reduce_scatter": "reduce_scatter",
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "unreduced_psum": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "all_to_all": "all_to_all",
+    "ppermute": "permute",
+}
+
+# They name mesh axes and send nothing; all but the first are casts between the types of check_vma.
+SILENT_PRIMITIVES = frozenset(
+    {"axis_index", "pvary", "preduced", "reduced_vary_cast_p", "vary_unreduced_cast_p"}
+)
+
+
+class _Sent(Protocol):
+    """What a `Collective` has in common with one of a compiled program."""
+
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def times(self) -> int: ...
+    @property
+    def bytes_sent(self) -> Fraction: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective of a traced program.
+
+    Attributes:
+      kind: Which one.
+      axes: The mesh axes it runs over.
+      axis_size: How many devices they span together.
+      shape: The operand's shape on one device.
+      dtype: The operand's dtype.
+      times: How often a step runs it.
+      scope: The `jax.named_scope`s and transformations around it, outermost first.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    axis_size: int
+    shape: tuple[int, ...]
+    dtype: Any
+    times: int
+    scope: str
+
+    @property
+    def bytes_sent(self) -> Fraction:
+        """The bytes that a device sends for it in a step, see `ring_bytes`."""
+        size = math.prod(self.shape) * self.dtype.itemsize
+        return self.times * ring_bytes(self.kind, size, self.axis_size)
+
+
+def ring_bytes(kind: Kind, operand_bytes: int, group_size: int) -> Fraction:
+    """The bytes that each device of a ring sends to run a collective once.
+
+    Args:
+      kind: Which collective.
+      operand_bytes: The bytes of the operand on one device.
+      group_size: How many devices are on the ring, `N`.
+
+    Returns:
+      `N - 1` operands for an all-gather, `(N - 1) / N` for a reduce-scatter, `2 (N - 1) / N` for an
+      all-reduce; for an all-to-all the `(N - 1) / N` that are for others and for a permutation one
+      operand, however far away those are. Nothing on a ring of one device.
+    """
+    others = group_size - 1
+    operands: dict[Kind, Fraction] = {
+        "all_gather": Fraction(others),
+        "reduce_scatter": Fraction(others, group_size),
+        "all_reduce": Fraction(2 * others, group_size),
+        "all_to_all": Fraction(others, group_size),
+        "permute": Fraction(1 if others else 0),
+    }
+    return operands[kind] * operand_bytes
+
+
+def trace_collectives(program: jax.stages.Traced | ClosedJaxpr) -> tuple[Collective, ...]:
+    """Lists what a traced program sends.
+
+    Args:
+      program: What `jax.jit(f).trace(*args)` or `jax.make_jaxpr(f)(*args)` returns; the arguments
+        may be `jax.ShapeDtypeStruct`s. A `Program`'s is
+        `program.train_step.trace(program.abstract_state, program.abstract_batch)`.
+
+    Returns:
+      A `Collective` for each one written and each operand, in the order of the program. One in a
+      `scan` is listed once, `times` its length. Of a `cond` that branch is listed that sends the
+      most bytes, the first of equals.
+
+    Raises:
+      TypeError: `program` is neither.
+      ValueError: A `while` contains a collective, so nobody knows how often it runs; or there is
+        one whose bytes are not known here; or one over an axis that no `shard_map` binds.
+    """
+    jaxpr = program.jaxpr if isinstance(program, jax.stages.Traced) else program
+    if not isinstance(jaxpr, ClosedJaxpr):
+        raise TypeError(
+            f"trace_collectives: program is a {type(program).__name__}, expected what "
+            "jax.jit(f).trace(*args) or jax.make_jaxpr(f)(*args) returns."
+        )
+    return _of_jaxpr(jaxpr.jaxpr, _Around(sizes={}, times=1, scope=""))
+
+
+def count_by_kind(collectives: Iterable[_Sent]) -> dict[str, int]:
+    """How many collectives of each kind a step runs; kinds that it does not run are left out."""
+    counts = (Counter[str]({collective.kind: collective.times}) for collective in collectives)
+    return dict(sum(counts, Counter[str]()))
+
+
+def bytes_by_axes(collectives: Iterable[Collective]) -> dict[tuple[str, ...], Fraction]:
+    """The bytes that a device sends in a step over each axis, or tuple of axes as it is written."""
+    totals: defaultdict[tuple[str, ...], Fraction] = defaultdict(Fraction)
+    for collective in collectives:
+        totals[collective.axes] += collective.bytes_sent
+    return dict(totals)
+
+
+def total_bytes(collectives: Iterable[_Sent]) -> Fraction:
+    """The bytes that a device sends in a step."""
+    return sum((collective.bytes_sent for collective in collectives), Fraction(0))
+
+
+class _Around(NamedTuple):
+    """What surrounds an equation: the sizes of bound axes, how often it runs, its scope."""
+
+    sizes: Mapping[str, int]
+    times: int
+    scope: str
+
+
+def _of_jaxpr(jaxpr: Jaxpr, around: _Around) -> tuple[Collective, ...]:
+    """The collectives of a jaxpr, those inside its equations too."""
+    return tuple(found for eqn in jaxpr.eqns for found in _of_equation(eqn, around))
+
+
+def _of_equation(eqn: Any, around: _Around) -> tuple[Collective, ...]:
+    """The collectives of an equation and of the jaxprs inside it."""
+    name = eqn.primitive.name
+    scope = f"{around.scope}/{eqn.source_info.name_stack}".strip("/")
+    around = around._replace(scope=scope)
+    if name in KIND_OF_PRIMITIVE:
+        return _read(eqn, around)
+    if name == "shard_map":
+        around = around._replace(sizes={**around.sizes, **eqn.params["mesh"].shape})
+    elif name == "scan":
+        around = around._replace(times=around.times * eqn.params["length"])
+    elif name not in SILENT_PRIMITIVES:
+        _refuse_unknown(eqn, around)
+    parts = [part for inner in _inner_jaxprs(eqn) if (part := _of_jaxpr(inner, around))]
+    if name == "while" and parts:
+        raise ValueError(
+            f"trace_collectives: a while (scope: {scope or 'none'}) contains {parts[0][0].kind} "
+            f"over {parts[0][0].axes}, and its number of rounds is not known before it runs. Write "
+            "the loop as a jax.lax.scan, or a fori_loop whose bounds are Python integers, or take "
+            "the collective out of it."
+        )
+    if name == "cond" and parts:
+        return max(parts, key=total_bytes)
+    if len(parts) > 1:
+        raise ValueError(
+            f"trace_collectives: {name} (scope: {scope or 'none'}) contains {len(parts)} functions "
+            "with collectives, expected one: how often it runs which is not known here. Take the "
+            "collectives out of it."
+        )
+    return parts[0] if parts else ()
+
+
+def _refuse_unknown(eqn: Any, around: _Around) -> None:
+    """Refuses an equation that names axes, of which nobody has said whether it sends."""
+    axes = [axis for axis in _named_axes(eqn) if axis in around.sizes]
+    if axes:
+        raise ValueError(
+            f"trace_collectives: the program contains {eqn.primitive.name} over {axes} (scope: "
+            f"{around.scope or 'none'}), expected one of {', '.join(KIND_OF_PRIMITIVE)}: what "
+            "others send is not known here. Write it with those, or give it a kind in "
+            "manualpar/inspect/communication.py."
+        )
+
+
+def _read(eqn: Any, around: _Around) -> tuple[Collective, ...]:
+    """An equation that is a collective: one for each operand."""
+    axes = tuple(_named_axes(eqn))
+    unbound = [axis for axis in axes if axis not in around.sizes]
+    if unbound:
+        raise ValueError(
+            f"trace_collectives: the program contains {eqn.primitive.name} over {unbound} (scope: "
+            f"{around.scope or 'none'}), expected axes of a jax.shard_map around it, here "
+            f"{list(around.sizes)}. Trace the whole program and not what its shard_map runs."
+        )
+    groups = eqn.params.get("axis_index_groups")
+    size = max(map(len, groups)) if groups else math.prod(around.sizes[axis] for axis in axes)
+    kind = KIND_OF_PRIMITIVE[eqn.primitive.name]
+    return tuple(
+        Collective(kind, axes, size, x.aval.shape, x.aval.dtype, around.times, around.scope)
+        for x in eqn.invars
+    )
+
+
+def _named_axes(eqn: Any) -> list[str]:
+    """The mesh axes that an equation names in its parameters for axes; positions are left out."""
+    values = [value for name, value in eqn.params.items() if "axis" in name or "axes" in name]
+    values = [sorted(value) if isinstance(value, frozenset) else value for value in values]
+    return [axis for axis in jax.tree.leaves(values) if isinstance(axis, str)]
+
+
+def _inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
+    """The jaxprs inside an equation, not those inside of them."""
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(inner, ClosedJaxpr | Jaxpr):
+                yield inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner

@@ -1,0 +1,478 @@
+import functools
+from collections import Counter
+from fractions import Fraction
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.sharding import PartitionSpec as P
+
+from manualpar import Batch, data_parallel, fsdp, gather_array_with_mean_grads, make_mesh
+from manualpar.collectives import cast_to_varying
+from manualpar.inspect import (
+    bytes_by_axes,
+    count_by_kind,
+    ring_bytes,
+    total_bytes,
+    trace_collectives,
+)
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
+
+
+@pytest.fixture
+def mesh42(devices8):
+    return make_mesh({"data": 4, "model": 2}, devices8)
+
+
+def traced(function, mesh, shape=(64, 16), dtype=jnp.float32, *, check_vma=True):
+    """Traces a function of one device's part of an array of this global shape."""
+    axes = tuple(mesh.axis_names)
+
+    def on_device(x):
+        return cast_to_varying(jax.tree.map(jnp.ravel, function(x)), axes)
+
+    # False too: the types change which primitives stand in the jaxpr. No value is looked at.
+    on_devices = jax.shard_map(
+        on_device, mesh=mesh, in_specs=P(axes), out_specs=P(axes), check_vma=check_vma
+    )
+    return jax.jit(on_devices).trace(jax.ShapeDtypeStruct(shape, dtype))
+
+
+def read(function, mesh, *args, **kwargs):
+    return trace_collectives(traced(function, mesh, *args, **kwargs))
+
+
+def shift(x, axis, size):
+    return jax.lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
+
+
+# A device of the mesh of 4 x 2 holds [8, 16] of [64, 16]: 512 bytes of float32.
+BOTH = ("data", "model")
+ONE_OF_EACH = {
+    "gather": (lambda x: jax.lax.all_gather(x, "data"), "all_gather", ("data",), 3 * 512),
+    "gather-tiled": (
+        lambda x: jax.lax.all_gather(x, BOTH, axis=1, tiled=True),
+        "all_gather",
+        BOTH,
+        7 * 512,
+    ),
+    "gather-minor-first": (
+        lambda x: jax.lax.all_gather(x, ("model", "data"), tiled=True),
+        "all_gather",
+        ("model", "data"),
+        7 * 512,
+    ),
+    "gather-invariant": (
+        lambda x: jax.lax.all_gather(x, "model", tiled=True, to="invarying"),
+        "all_gather",
+        ("model",),
+        512,
+    ),
+    "scatter": (
+        lambda x: jax.lax.psum_scatter(x, "data", scatter_dimension=1, tiled=True),
+        "reduce_scatter",
+        ("data",),
+        384,
+    ),
+    "scatter-both": (
+        lambda x: jax.lax.psum_scatter(x, BOTH, tiled=True),
+        "reduce_scatter",
+        BOTH,
+        448,
+    ),
+    "sum": (lambda x: jax.lax.psum(x, "data"), "all_reduce", ("data",), 768),
+    "mean": (lambda x: jax.lax.pmean(x, BOTH), "all_reduce", BOTH, 896),
+    "max": (lambda x: jax.lax.pmax(x, "model"), "all_reduce", ("model",), 512),
+    "min": (lambda x: jax.lax.pmin(x, BOTH), "all_reduce", BOTH, 896),
+    "exchange": (
+        lambda x: jax.lax.all_to_all(x, "data", 0, 1, tiled=True),
+        "all_to_all",
+        ("data",),
+        384,
+    ),
+    "permute": (lambda x: shift(x, "data", 4), "permute", ("data",), 512),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_each_collective(mesh42, name, check_vma):
+    function, kind, axes, expected = ONE_OF_EACH[name]
+    [found] = read(function, mesh42, check_vma=check_vma)
+    assert (found.kind, found.axes, found.bytes_sent) == (kind, axes, expected)
+    assert found.axis_size == {("data",): 4, ("model",): 2}.get(axes, 8)
+    assert (found.shape, found.dtype, found.times) == ((8, 16), jnp.float32, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expected"),
+    [
+        ((64, 16), jnp.bfloat16, 448),
+        ((64, 16), jnp.int8, 224),
+        ((8, 3), jnp.float16, Fraction(21, 2)),  # 7/4 of six bytes
+        ((8,), jnp.bool_, Fraction(7, 4)),
+        ((0, 16), jnp.float32, 0),
+    ],
+)
+def test_shapes_and_dtypes(mesh42, shape, dtype, expected):
+    [found] = read(lambda x: jax.lax.pmax(x, BOTH), mesh42, shape, dtype)
+    assert found.dtype == dtype
+    assert found.bytes_sent == expected
+    assert isinstance(found.bytes_sent, Fraction)
+
+
+def test_keys_are_what_they_are_made_of(mesh42):
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 64))
+    gather = functools.partial(jax.lax.all_gather, axis_name="data", tiled=True)
+    [found] = read(gather, mesh42, keys.shape, keys.dtype)
+    assert found.bytes_sent == 3 * 8 * 8  # Each of the eight keys is two uint32.
+
+
+def test_every_factorisation(mesh8):
+    axes = tuple(mesh8.axis_names)
+    found = read(lambda x: [jax.lax.psum(x, axes), *(jax.lax.psum(x, a) for a in axes)], mesh8)
+    by_axes = Counter({axes: Fraction(2 * 7, 8) * 512})
+    for axis, size in mesh8.shape.items():
+        by_axes[(axis,)] += Fraction(2 * (size - 1), size) * 512
+    assert bytes_by_axes(found) == by_axes
+    assert total_bytes(found) == sum(by_axes.values())
+    assert count_by_kind(found) == {"all_reduce": 1 + len(axes)}
+
+
+def test_an_axis_of_one_device_sends_nothing_and_is_listed(devices8):
+    def all_kinds(x):
+        gathered = jax.lax.all_gather(x, "model", tiled=True)
+        scattered = jax.lax.psum_scatter(gathered, "model", tiled=True)
+        exchanged = jax.lax.all_to_all(scattered, "model", 0, 0, tiled=True)
+        return jax.lax.psum(shift(exchanged, "model", 1), "model")
+
+    found = read(all_kinds, make_mesh({"data": 8, "model": 1}, devices8))
+    assert count_by_kind(found) == dict.fromkeys(KINDS, 1)
+    assert {c.axis_size for c in found} == {1}
+    assert total_bytes(found) == 0
+    assert {ring_bytes(kind, 100, 1) for kind in KINDS} == {0}
+
+
+def test_the_ring(devices8):
+    sent = {kind: ring_bytes(kind, 1000, 4) for kind in KINDS}
+    expected = (3000, 750, 1500, 750, 1000)
+    assert sent == dict(zip(KINDS, expected, strict=True))
+
+
+def test_types_unreduced_and_reduced(mesh42):
+    def unreduced(x):
+        partial_sum = jax.lax.pcast(x, BOTH, to="unreduced")
+        scattered = jax.lax.psum_scatter(partial_sum, BOTH, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(partial_sum, BOTH), scattered
+
+    def reduced(x):
+        whole = jax.lax.all_gather(x, BOTH, tiled=True, to="reduced")
+        return (whole * x[0, 0]).sum()
+
+    sums = read(unreduced, mesh42)
+    assert [(c.kind, c.bytes_sent) for c in sums] == [("reduce_scatter", 448), ("all_reduce", 896)]
+    gathers = read(jax.grad(reduced), mesh42)
+    assert [(c.kind, c.shape, c.bytes_sent) for c in gathers] == [
+        ("all_gather", (8, 16), 7 * 512),
+        ("reduce_scatter", (64, 16), 7 * 512),
+    ]
+
+
+def test_what_sends_nothing(mesh42):
+    def silent(x):
+        index = jax.lax.axis_index("data") + jax.lax.axis_size("model")
+        reduced = jax.lax.pcast(jnp.ones(3), BOTH, to="reduced")
+        return jax.lax.pcast(jnp.ones(3), BOTH, to="varying") * index + x[0, :3] * reduced
+
+    assert read(silent, mesh42) == ()
+    assert total_bytes(()) == 0
+    assert count_by_kind(()) == bytes_by_axes(()) == {}
+
+
+def test_each_operand_is_one(mesh42):
+    found = read(lambda x: jax.lax.psum({"a": x, "b": (x[0], x[0, 0])}, "data"), mesh42)
+    assert [c.shape for c in found] == [(8, 16), (16,), ()]
+    assert total_bytes(found) == Fraction(3, 2) * 4 * (8 * 16 + 16 + 1)
+
+
+def test_groups_within_an_axis(mesh42):
+    groups = [[0, 1], [2, 3]]
+    gather = functools.partial(jax.lax.all_gather, axis_name="data", axis_index_groups=groups)
+    [found] = read(gather, mesh42)
+    assert (found.axes, found.axis_size, found.bytes_sent) == (("data",), 2, 512)
+
+
+# What surrounds a collective.
+
+
+def test_nested_loops_multiply(mesh42):
+    def step(x, _):
+        x, _ = jax.lax.scan(lambda x, _: (jax.lax.pmean(x, "data"), None), x, None, length=5)
+        return shift(x, "model", 2), None
+
+    def loops(x):
+        x = jax.lax.fori_loop(0, 7, lambda i, x: jax.lax.pmean(x, "model"), x)
+        return jax.lax.scan(step, x, None, length=3)[0]
+
+    found = read(loops, mesh42, check_vma=False)
+    assert [(c.kind, c.axes, c.times) for c in found] == [
+        ("all_reduce", ("model",), 7),
+        ("all_reduce", ("data",), 15),
+        ("permute", ("model",), 3),
+    ]
+    assert count_by_kind(found) == {"all_reduce": 22, "permute": 3}
+    never = read(lambda x: jax.lax.scan(step, x, None, length=0)[0], mesh42, check_vma=False)
+    assert count_by_kind(never) == {}
+    assert total_bytes(never) == 0
+    assert bytes_by_axes(found) == {("model",): 7 * 512 + 3 * 512, ("data",): 15 * 768}
+
+
+def test_scopes_are_joined(mesh42):
+    @jax.jit
+    def inner(x):
+        with jax.named_scope("inner"):
+            return jax.lax.psum(x, "data")
+
+    def step(x, _):
+        with jax.named_scope("step"):
+            return x + inner(x).sum(), None
+
+    def outer(x):
+        with jax.named_scope("outer"):
+            return jax.lax.scan(step, x, None, length=2)[0]
+
+    [found] = read(outer, mesh42)
+    assert found.scope == "outer/step/inner"
+    [found] = read(lambda x: jax.lax.psum(x, "data"), mesh42)
+    assert found.scope == ""
+
+
+def test_recomputation_gathers_again(mesh42):
+    def loss(x):
+        return jnp.sin(jax.lax.all_gather(x, "data", tiled=True) ** 2).sum()
+
+    assert count_by_kind(read(jax.grad(loss), mesh42)) == {"all_gather": 1, "reduce_scatter": 1}
+    found = read(jax.grad(jax.checkpoint(loss)), mesh42)
+    assert count_by_kind(found) == {"all_gather": 2, "reduce_scatter": 1}
+    assert [c.bytes_sent for c in found] == [1536, 1536, 1536]
+
+
+def test_gradients_written_by_hand(mesh42):
+    def loss(x):
+        return gather_array_with_mean_grads(x, 0, BOTH).sum()
+
+    @jax.custom_jvp
+    def passed_on(x):
+        return shift(x, "data", 4)
+
+    passed_on.defjvp(lambda primals, tangents: (passed_on(*primals), passed_on(*tangents)))
+    assert count_by_kind(read(loss, mesh42)) == {"all_gather": 1}
+    forward, backward = read(jax.grad(loss), mesh42)
+    assert (forward.kind, forward.shape, forward.bytes_sent) == ("all_gather", (8, 16), 3584)
+    assert (backward.kind, backward.shape) == ("reduce_scatter", (64, 16))
+    assert backward.bytes_sent == forward.bytes_sent
+    assert "scatter_gradients" in backward.scope
+    assert count_by_kind(read(passed_on, mesh42)) == {"permute": 1}
+    # The primal value, and the transpose of its tangent.
+    grad = jax.value_and_grad(lambda x: passed_on(x).sum())
+    assert count_by_kind(read(grad, mesh42)) == {"permute": 2}
+
+
+def test_the_branch_that_sends_most(mesh42):
+    branches = [
+        lambda x: x,
+        lambda x: shift(shift(x, "model", 2), "model", 2),
+        lambda x: jax.lax.all_gather(x, "data", tiled=True)[:8],
+        lambda x: shift(shift(shift(x, "data", 4), "data", 4), "data", 4),
+    ]
+
+    def step(x, branch):
+        return jax.lax.switch(branch, branches, x), None
+
+    found = read(lambda x: jax.lax.scan(step, x, jnp.arange(6))[0], mesh42)
+    # 1536 bytes, as the last one sends too, where the others send none and 1024.
+    assert [(c.kind, c.times, c.bytes_sent) for c in found] == [("all_gather", 6, 6 * 1536)]
+    assert read(lambda x: jax.lax.cond(True, jnp.sin, jnp.cos, x), mesh42) == ()
+
+
+def test_a_loop_of_unknown_length_is_refused(mesh42):
+    def in_body(x):
+        with jax.named_scope("search"):
+            return jax.lax.while_loop(
+                lambda x: x.sum() < 9, lambda x: jax.lax.ppermute(x, "data", [(0, 1)]), x
+            )
+
+    def in_condition(x):
+        return jax.lax.while_loop(lambda x: jax.lax.pmax(x.sum(), BOTH) < 9, lambda x: x + 1, x)
+
+    message = r"while \(scope: {}\) contains {} over \(.*Write the loop as a jax.lax.scan"
+    with pytest.raises(ValueError, match=message.format("search", "permute")):
+        read(in_body, mesh42)
+    with pytest.raises(ValueError, match=message.format("none", "all_reduce")):
+        read(in_condition, mesh42)
+    assert read(lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, jnp.exp, x), mesh42) == ()
+
+
+def test_functions_that_run_who_knows_how_often_are_refused(mesh42):
+    def solve(b):
+        def apply(x):
+            return jax.lax.pmean(x, "data")
+
+        return jax.lax.custom_linear_solve(apply, b, lambda f, b: f(b), symmetric=True)
+
+    with pytest.raises(ValueError, match=r"linear_solve .* contains \d functions with collectives"):
+        read(solve, mesh42, check_vma=False)
+
+
+def test_shard_maps_inside_each_other(mesh42):
+    def inner(x):
+        return jax.lax.psum(x, "model")
+
+    def outer(x):
+        with jax.named_scope("outer"):
+            x = jax.lax.psum(x, "data")
+            return jax.shard_map(
+                inner, in_specs=P("model"), out_specs=P(), axis_names={"model"}, check_vma=True
+            )(x)
+
+    on_devices = jax.shard_map(
+        outer, mesh=mesh42, in_specs=P("data"), out_specs=P(), axis_names={"data"}, check_vma=True
+    )
+    found = trace_collectives(jax.make_jaxpr(on_devices)(jnp.ones((8, 4))))
+    assert bytes_by_axes(found) == {("data",): 48, ("model",): 16}  # Of [2, 4] and of [1, 4].
+    assert {c.scope for c in found} == {"outer"}
+
+
+# What is refused.
+
+
+def test_a_primitive_that_is_not_known_is_refused(mesh42):
+    gossip = Primitive("gossip")
+    gossip.def_abstract_eval(lambda x, **_: x)
+
+    def chat(x, **params):
+        with jax.named_scope("chat"):
+            return gossip.bind(x, **params)
+
+    message = (
+        r"contains gossip over \['data'.*\] \(scope: chat\), expected one of all_gather, .*kind"
+    )
+    for params in ({"axis_name": "data"}, {"axes": ("data", 0)}, {"axis_names": frozenset(BOTH)}):
+        with pytest.raises(ValueError, match=message):
+            read(functools.partial(chat, **params), mesh42)
+    assert read(functools.partial(chat, axes=(0, 1), name="data"), mesh42) == ()
+
+
+def test_collectives_whose_bytes_nobody_knows_are_refused(mesh42):
+    def ragged(x):
+        sizes = [jnp.ones(4, jnp.int32)] * 4
+        return jax.lax.ragged_all_to_all(x, x, *sizes, axis_name="data")
+
+    with pytest.raises(ValueError, match=r"contains ragged_all_to_all over \['data'\]"):
+        read(ragged, mesh42)
+    with pytest.raises(ValueError, match=r"contains pbroadcast over \['model'\]"):
+        read(lambda x: jax.lax.pbroadcast(x, ("model",), 0), mesh42)
+
+
+def test_what_is_not_a_whole_program_is_refused(mesh42):
+    program = traced(lambda x: jax.lax.psum(x, "data"), mesh42)
+    [shard_map] = program.jaxpr.jaxpr.eqns
+    inside = ClosedJaxpr(shard_map.params["jaxpr"], ())
+    with pytest.raises(
+        ValueError, match=r"psum_invariant over \['data'\].*Trace the whole program"
+    ):
+        trace_collectives(inside)
+    with pytest.raises(TypeError, match=r"program is a Lowered, expected what jax.jit\(f\).trace"):
+        trace_collectives(program.lower())
+
+
+# Real programs.
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(5, name="head")(nn.silu(nn.Dense(32, name="hidden")(x)))
+
+
+class Deep(nn.Module):
+    """Six layers in a scan, each recomputed in the backward pass."""
+
+    @nn.compact
+    def __call__(self, x):
+        def layer(dense, x):
+            return x + nn.silu(dense(x)), None
+
+        layers = nn.scan(
+            nn.remat(layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=6
+        )
+        return layers(nn.Dense(16, name="dense"), x)[0]
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    del rng
+    loss = optax.squared_error(apply_fn({"params": params}, batch.inputs)).sum(-1)
+    return loss.mean(), {"loss": (loss.sum(), loss.size)}
+
+
+def read_program(builder, mesh, model=None, *, tx=None, **kwargs):
+    if builder is fsdp:
+        kwargs.setdefault("min_weight_size", 0)
+    shapes = Batch(
+        inputs=jax.ShapeDtypeStruct((64, 16), jnp.float32),
+        labels=jax.ShapeDtypeStruct((64,), jnp.int32),
+    )
+    tx = tx or optax.sgd(0.1)
+    program = builder(model or Model(), tx, loss_fn, mesh=mesh, batch=shapes, **kwargs)
+    return trace_collectives(program.train_step.trace(program.abstract_state, shapes))
+
+
+# Elements of Model's parameters; only the last, the bias of five, cannot be sharded over eight.
+SIZES = (16 * 32, 32, 32 * 5, 5)
+METRICS = 2 * 4  # The sum of the loss and the number of examples, each four bytes.
+
+
+def test_a_data_parallel_step(devices8):
+    found = read_program(data_parallel, make_mesh({"data": 8}, devices8))
+    assert count_by_kind(found) == {"all_reduce": 4 + 2}
+    assert total_bytes(found) == Fraction(2 * 7, 8) * (4 * sum(SIZES) + METRICS)
+    assert Counter(c.scope for c in found) == {"sync_gradients": 4, "sync_metrics": 2}
+
+
+@pytest.mark.parametrize("use_scan", [False, True], ids=["loop", "scan"])
+@pytest.mark.parametrize("minibatches", [1, 4])
+def test_a_fully_sharded_step(devices8, minibatches, use_scan):
+    mesh = make_mesh({"data": 8}, devices8)
+    found = read_program(fsdp, mesh, num_minibatches=minibatches, use_scan=use_scan)
+    counts = {"all_gather": 3 * minibatches, "reduce_scatter": 3 * minibatches, "all_reduce": 3}
+    assert count_by_kind(found) == counts
+    once = Fraction(7, 8) * 4 * sum(SIZES[:-1])
+    reduced = Fraction(2 * 7, 8) * (4 * SIZES[-1] + METRICS)
+    assert total_bytes(found) == minibatches * 2 * once + reduced
+    assert sum(c.bytes_sent for c in found if c.kind == "all_gather") == minibatches * once
+    assert len(found) == 3 + (6 if use_scan else 6 * minibatches)
+    assert all("gather_params" in c.scope for c in found if c.kind == "all_gather")
+
+
+def test_sharded_over_some_axes_and_over_their_product(mesh42):
+    sharded = read_program(fsdp, mesh42, axis_name=BOTH)
+    assert bytes_by_axes(sharded).keys() == {BOTH}
+    within = read_program(fsdp, mesh42, axis_name="data")
+    assert count_by_kind(within) == count_by_kind(sharded)
+    gathered = 4 * sum(SIZES[:-1])
+    assert bytes_by_axes(within) == {
+        ("data",): Fraction(3, 4) * (2 * gathered + 2 * (4 * SIZES[-1] + METRICS))
+    }
+
+
+def test_layers_in_a_scan_gather_again_when_recomputed(devices8):
+    mesh = make_mesh({"data": 8}, devices8)
+    found = read_program(fsdp, mesh, Deep(), num_minibatches=2, use_scan=True)
+    # Kernel and bias of six layers, in two minibatches: forward, recomputed, backward.
+    assert count_by_kind(found) == {"all_gather": 48, "reduce_scatter": 24, "all_reduce": 2}
+    assert total_bytes(found) == Fraction(7, 8) * (3 * 12 * 4 * (16 * 16 + 16) + 2 * METRICS)
+    assert any("rematted_computation" in c.scope for c in found)
