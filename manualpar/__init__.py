@@ -4,6 +4,7 @@ from manualpar.collectives import gather_array_with_mean_grads
 from manualpar.data_parallel import data_parallel
 from manualpar.fsdp import fsdp
 from manualpar.gradients import accumulate_gradients, sync_gradients, sync_metrics
+from manualpar.hsdp import hsdp
 from manualpar.mesh import make_mesh
 from manualpar.partitioning import (
     ShardedParameter,
@@ -15,6 +16,7 @@ from manualpar.program import Program
 from manualpar.rng import fold_rng_over_axis
 from manualpar.train_state import Batch, TrainState
 from manualpar.training.metrics import print_metrics
+from manualpar.zero import zero
 
 __all__ = [
     "Batch",
@@ -27,10 +29,12 @@ __all__ = [
     "fsdp",
     "gather_array_with_mean_grads",
     "gather_params",
+    "hsdp",
     "make_mesh",
     "print_metrics",
     "shard_module_params",
     "shard_params",
     "sync_gradients",
     "sync_metrics",
+    "zero",
 ]

@@ -56,8 +56,11 @@ class Wire(NamedTuple):
     reduce_dtype: str | None = None
 
 
+AS_STORED = Wire()
+
+
 def gather_array_with_mean_grads(
-    x: jax.Array, axis: int, axis_name: AxisName, *, wire: Wire = Wire()
+    x: jax.Array, axis: int, axis_name: AxisName, *, wire: Wire = AS_STORED
 ) -> jax.Array:
     """Gathers the shards of an array; its gradient is scattered back as the mean over the devices.
 
@@ -168,4 +171,6 @@ def gather_invariant(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array
       along `axes` has it summed by the cast that makes it varying.
     """
     with jax.named_scope(GATHER_SCOPE):
-        return jax.lax.all_gather(cast_to_varying(x, axes), axes, axis=dim, tiled=True, to="invarying")
+        return jax.lax.all_gather(
+            cast_to_varying(x, axes), axes, axis=dim, tiled=True, to="invarying"
+        )

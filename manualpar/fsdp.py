@@ -5,16 +5,15 @@ https://arxiv.org/abs/2304.11277).
 """
 
 import functools
-from typing import Any
+from typing import Unpack
 
 import flax.linen as nn
 import optax
-from jax.sharding import Mesh
 
 from manualpar.layout import shard_largest_dim
 from manualpar.loss import LossFn
-from manualpar.mesh import AxisName
 from manualpar.program import Program, build_program
+from manualpar.strategy import Every, ProgramOptions, Strategy, check_choice, check_min_weight_size
 
 
 def fsdp(
@@ -22,12 +21,11 @@ def fsdp(
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     *,
-    mesh: Mesh,
-    batch: Any,
-    axis_name: AxisName = "data",
-    num_minibatches: int = 1,
     min_weight_size: int = 2**18,
-    use_scan: bool = False,
+    reshard_after_forward: bool = True,
+    communicate_every: Every = "minibatch",
+    pad: bool = False,
+    **options: Unpack[ProgramOptions],
 ) -> Program:
     """Builds fully sharded training: parameters gathered where used, gradients scattered back.
 
@@ -37,17 +35,17 @@ def fsdp(
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`: the mean over the
         examples it is given, and pairs `{"loss": (sum, count), ...}`, see `accumulate_gradients`.
         `rng` is another key for every device, minibatch and step.
-      mesh: The devices, see `make_mesh`.
-      batch: An example batch, or a tree of `jax.ShapeDtypeStruct`, with `.inputs` and global shapes
-        `[B, ...]`; only shapes and dtypes are read.
-      axis_name: The mesh axis, or tuple of axes, that the batch is split and the parameters are
-        sharded over.
-      num_minibatches: How many parts a device takes its share of the batch in, to hold the
-        activations of one.
       min_weight_size: The fewest elements of a parameter that is sharded; smaller ones are
         replicated. A parameter is sharded along its largest divisible dimension, the first of
         equals, never along one that `nn.scan` or `nn.vmap` runs over.
-      use_scan: Whether the parts run in a `jax.lax.scan` and not unrolled.
+      reshard_after_forward: Whether gathered parameters are dropped after the forward pass and
+        gathered again for the backward one, or kept until then.
+      communicate_every: `"minibatch"` gathers and scatters in each minibatch, and a device never
+        holds more than the layers at work; `"step"` gathers once and scatters once, and it holds
+        all parameters and gradients meanwhile. It keeps, whatever `reshard_after_forward`.
+      pad: Whether a parameter no dimension of which divides is padded with zeros and sharded. The
+        state then holds it padded; numbers are the same, also for the optimizer.
+      **options: `mesh`, `batch` and others, see `ProgramOptions`.
 
     Returns:
       A `Program`. Nothing has been compiled and no device touched. `inspect.layout_table(program)`
@@ -59,27 +57,40 @@ def fsdp(
       TypeError: A field is of the wrong kind.
 
     Communication:
-      For every use of a parameter and every minibatch one all-gather, and one reduce-scatter of its
-      gradient: a device sends `2 m b P (N - 1) / N` bytes a step for `P` parameters of `b` bytes,
-      each used once, on `N` devices, in `m` minibatches. Replicated parameters cost one all-reduce.
+      For every use of a parameter and every minibatch one all-gather, one more for the backward
+      pass unless it is kept, and one reduce-scatter of its gradient: a device sends
+      `3 m b P (N - 1) / N` bytes a step for `P` parameters of `b` bytes, each used once, on `N`
+      devices, in `m` minibatches; `2 m b P (N - 1) / N` if kept, `2 b P (N - 1) / N` with
+      `communicate_every="step"`. Replicated parameters cost one all-reduce.
     """
-    if (
-        isinstance(min_weight_size, bool)
-        or not isinstance(min_weight_size, int)
-        or min_weight_size < 0
-    ):
-        raise ValueError(
-            f"fsdp: min_weight_size={min_weight_size!r}, expected a number of elements, 0 or more."
-        )
-    return build_program(
+    strategy = sharded_strategy(
         "fsdp",
-        functools.partial(shard_largest_dim, min_weight_size=min_weight_size),
-        model=model,
-        tx=tx,
-        loss_fn=loss_fn,
-        mesh=mesh,
-        batch=batch,
-        axis_name=axis_name,
-        num_minibatches=num_minibatches,
-        use_scan=use_scan,
+        min_weight_size=min_weight_size,
+        reshard_after_forward=reshard_after_forward,
+        communicate_every=communicate_every,
+        pad=pad,
+    )
+    return build_program(strategy, model, tx, loss_fn, **options)
+
+
+def sharded_strategy(
+    name: str,
+    *,
+    min_weight_size: int,
+    reshard_after_forward: bool,
+    communicate_every: Every,
+    pad: bool,
+    replica_axes: tuple[str, ...] = (),
+) -> Strategy:
+    """The strategy of `fsdp` and, with axes to replicate over, of `hsdp`."""
+    check_min_weight_size(name, min_weight_size)
+    check_choice(name, "reshard_after_forward", reshard_after_forward, (True, False))
+    check_choice(name, "communicate_every", communicate_every, ("minibatch", "step"))
+    return Strategy(
+        name,
+        functools.partial(shard_largest_dim, min_weight_size=min_weight_size, pad=pad),
+        replica_axes=replica_axes,
+        gather_every=communicate_every,
+        reduce_every=communicate_every,
+        reshard_after_forward=reshard_after_forward and communicate_every == "minibatch",
     )

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from manualpar.collectives import cast_to_varying, is_vma_checked, varying_axes
 from manualpar.loss import LossFn, Metrics, call_loss
 from manualpar.mesh import AxisName, axis_tuple, check_axes_bound
-from manualpar.partitioning import boxed_axes, is_box
+from manualpar.partitioning import boxed_axes, is_box, wire_dtype
 
 # What accumulate differentiates: (params, collections, minibatch, rng) -> (loss, metrics, updated
 # collections).
@@ -74,26 +74,38 @@ def accumulate_gradients(
     ) -> tuple[jax.Array, Any, Any]:
         return *call_loss(loss_fn, params, state.apply_fn, minibatch, key), collections
 
-    grads, metrics, _ = accumulate(
-        stateless, state.params, {}, batch, rng, num_minibatches=num_minibatches, use_scan=use_scan
-    )
-    return grads, metrics
+    minibatches = split_minibatches(batch, num_minibatches)
+    grads, metrics, _ = accumulate(stateless, state.params, {}, minibatches, rng, use_scan=use_scan)
+    return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params), metrics
 
 
 def accumulate(
     loss_fn: CarryingLossFn,
     params: Any,
     collections: Any,
-    batch: Any,
+    minibatches: Any,
     rng: jax.Array,
     *,
-    num_minibatches: int,
     use_scan: bool,
+    reduce: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, Metrics, Any]:
-    """`accumulate_gradients` for a loss that carries collections between minibatches."""
-    minibatches = split_minibatches(batch, num_minibatches)
-    keys = jax.random.split(rng, num_minibatches)
-    params = cast_to_varying(params, _union(map(varying_axes, jax.tree.leaves(batch))))
+    """`accumulate_gradients` for a loss that carries collections between minibatches.
+
+    Args:
+      loss_fn: `(params, collections, minibatch, rng) -> (loss, metrics, collections)`.
+      params: The parameters; boxes allowed.
+      collections: The collections to begin with.
+      minibatches: A tree whose leaves are `[M, B/M, ...]`, see `split_minibatches`.
+      rng: A key.
+      use_scan: Whether the minibatches run in a scan.
+      reduce: What is done to the gradients of each minibatch before they are added up, such as
+        scattering them; it must be linear.
+
+    Returns:
+      The gradients in float32 or wider, the metrics, and the collections after the last minibatch.
+    """
+    keys = jax.random.split(rng, len(jax.tree.leaves(minibatches)[0]))
+    params = cast_to_varying(params, _union(map(varying_axes, jax.tree.leaves(minibatches))))
 
     def weighted_loss(
         params: Any, collections: Any, minibatch: Any, key: jax.Array
@@ -106,6 +118,7 @@ def accumulate(
         grads, (metrics, collections) = jax.grad(weighted_loss, has_aux=True)(
             params, collections, minibatch, key
         )
+        grads = reduce(grads) if reduce else grads
         return jax.tree.map(_accumulator, (grads, metrics)), collections
 
     if use_scan:
@@ -114,8 +127,7 @@ def accumulate(
         total, collections = _sum_in_loop(part, collections, minibatches, keys)
     grads, metrics = total
     count = _mean_count(metrics["loss"][1])
-    grads = jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, params)
-    return grads, metrics, collections
+    return jax.tree.map(lambda g: g / count, grads), metrics, collections
 
 
 def split_minibatches(batch: Any, num_minibatches: int) -> Any:
@@ -161,7 +173,7 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
 
     Communication:
       One all-reduce for each gradient that is replicated over some of the axes: `2 (N - 1) / N` of
-      its bytes a device.
+      its bytes a device, in the dtype that its box says.
     """
     axes = axis_tuple(axis_names)
     check_axes_bound("sync_gradients", axes)
@@ -182,7 +194,7 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
                     f"jax.lax.pcast(params, {tuple(summed)}, to='varying') before jax.grad, or use "
                     "accumulate_gradients."
                 )
-        value = jax.lax.pmean(value, reduce_axes)
+        value = jax.lax.pmean(value.astype(wire_dtype(g)), reduce_axes)
         return g.replace(value=value) if is_box(g) else value
 
     with jax.named_scope("sync_gradients"):

@@ -6,15 +6,19 @@ touches no device. A strategy is a `PlaceFn`: from what is known of a parameter 
 """
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from manualpar.annotations import Rules, mesh_names
 from manualpar.mesh import axes_size, axis_tuple
-from manualpar.partitioning import Names, ShardedParameter, choose_shard_dim, is_box
+from manualpar.partitioning import Names, choose_shard_dim, is_box
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,32 +43,50 @@ class ParameterInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a parameter lives.
+    """Where a parameter lives, and where its gradient and the optimizer's state for it do.
 
     Attributes:
-      names: The mesh axis, or tuple of axes, that each dimension is sharded over, or `None`.
+      names: The mesh axis, or tuple of axes, that each dimension of the parameter is sharded over
+        between steps, or `None`.
       note: Why it is not sharded where the strategy would have; `''` otherwise.
+      state_names: The same for its gradient and the optimizer's state; `None` if as `names`.
+      padding: The zeros at the end of each dimension of whatever is sharded along it, so that it
+        divides; `()` if there are none.
     """
 
     names: Names
     note: str = ""
+    state_names: Names | None = None
+    padding: tuple[int, ...] = ()
+
+    @property
+    def sharded_names(self) -> Names:
+        """The names of the gradient's and the optimizer state's dimensions."""
+        return self.names if self.state_names is None else self.state_names
 
     @property
     def spec(self) -> PartitionSpec:
         """The placement as JAX writes it; `PartitionSpec()` for a replicated parameter."""
-        return (
-            PartitionSpec(*self.names)
-            if any(axis_tuple(name) for name in self.names)
-            else PartitionSpec()
-        )
+        return names_to_spec(self.names)
 
-    def bytes_per_device(self, shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> int:
-        """The bytes of a parameter's shard on one device."""
-        shards = axes_size(mesh, tuple(axis for name in self.names for axis in axis_tuple(name)))
-        return math.prod(shape) // shards * dtype.itemsize
+    @property
+    def state_spec(self) -> PartitionSpec:
+        """The placement of the gradient and of the optimizer's state, as JAX writes it."""
+        return names_to_spec(self.sharded_names)
+
+    @property
+    def parameter_padding(self) -> tuple[int, ...]:
+        """The padding of the parameter itself: none where it is not sharded between steps."""
+        return () if self.state_names is not None else self.padding
 
 
-# (parameter, data axes, number of devices along them) -> where the parameter lives.
+def names_to_spec(names: Names) -> PartitionSpec:
+    """Names of dimensions as JAX writes them, `PartitionSpec()` if there are none."""
+    is_sharded = any(axis_tuple(name) for name in names)
+    return PartitionSpec(*names) if is_sharded else PartitionSpec()
+
+
+# (parameter, axes to shard over, number of devices along them) -> where the parameter lives.
 PlaceFn = Callable[[ParameterInfo, tuple[str, ...], int], Placement]
 
 
@@ -75,26 +97,63 @@ def replicate(parameter: ParameterInfo, axes: tuple[str, ...], axis_size: int) -
 
 
 def shard_largest_dim(
-    parameter: ParameterInfo, axes: tuple[str, ...], axis_size: int, *, min_weight_size: int
+    parameter: ParameterInfo,
+    axes: tuple[str, ...],
+    axis_size: int,
+    *,
+    min_weight_size: int,
+    pad: bool = False,
 ) -> Placement:
-    """Shards a parameter along its largest free dimension, as `shard_params` does."""
+    """Shards a parameter along its largest free dimension, as `shard_params` does.
+
+    With `pad`, one no dimension of which divides is padded along its largest free dimension that
+    has at least an element a device.
+    """
     if set(axes) & {axis for name in parameter.names for axis in axis_tuple(name)}:
         return Placement(parameter.names)
-    dim, note = choose_shard_dim(
-        parameter.shape,
-        parameter.names,
-        axis_size,
+    shape = parameter.shape
+    padding: tuple[int, ...] = ()
+    choose = functools.partial(
+        choose_shard_dim,
+        names=parameter.names,
+        axis_size=axis_size,
         min_weight_size=min_weight_size,
         excluded_dims=parameter.loop_dims,
     )
+    dim, note = choose(shape)
+    if dim is None and pad and math.prod(shape) >= max(min_weight_size, 1):
+        padded = tuple(size if size < axis_size else size + -size % axis_size for size in shape)
+        dim, _ = choose(padded)
+        if dim is not None:
+            missing = padded[dim] - shape[dim]
+            padding = tuple(missing if i == dim else 0 for i in range(len(shape)))
+            note = f"padded from {shape[dim]} to {padded[dim]}"
     if dim is None:
         return Placement(parameter.names, note)
     name = axes[0] if len(axes) == 1 else axes
-    return Placement((*parameter.names[:dim], name, *parameter.names[dim + 1 :]))
+    names = (*parameter.names[:dim], name, *parameter.names[dim + 1 :])
+    return Placement(names, note, padding=padding)
+
+
+def shard_state_only(
+    parameter: ParameterInfo,
+    axes: tuple[str, ...],
+    axis_size: int,
+    *,
+    min_weight_size: int,
+    pad: bool = False,
+) -> Placement:
+    """Shards the gradient and the optimizer's state as `shard_largest_dim`; not the parameter."""
+    sharded = shard_largest_dim(
+        parameter, axes, axis_size, min_weight_size=min_weight_size, pad=pad
+    )
+    if sharded.names == parameter.names:
+        return sharded
+    return dataclasses.replace(sharded, names=parameter.names, state_names=sharded.names)
 
 
 def describe_parameters(
-    params: Any, loop_dims: Mapping[str, frozenset[int]], mesh: Mesh, data_axes: tuple[str, ...]
+    params: Any, loop_dims: Mapping[str, frozenset[int]], mesh: Mesh, rules: Rules
 ) -> Any:
     """Collects what a strategy may look at.
 
@@ -102,13 +161,14 @@ def describe_parameters(
       params: The abstract parameters as the model's `init` returns them, boxes included.
       loop_dims: The dimensions that `nn.scan` and `nn.vmap` run over, by a parameter's path.
       mesh: The mesh.
-      data_axes: The mesh axes that annotations may name.
+      rules: What logical names mean.
 
     Returns:
       The tree of parameters with a `ParameterInfo` at each leaf.
 
     Raises:
-      ValueError: An annotation names something else than `data_axes`, or does not fit the shape.
+      ValueError: An annotation names what the mesh and the rules do not know, or does not fit the
+        shape.
     """
 
     def info(path: Any, x: Any) -> ParameterInfo:
@@ -117,42 +177,43 @@ def describe_parameters(
         dims = loop_dims.get(key, frozenset())
         names: Names = (None,) * value.ndim
         if is_box(x):
-            names = _check_annotation(key, x.names, value.shape, dims, mesh, data_axes)
+            names = mesh_names(key, x, value.shape, loop_dims=dims, mesh=mesh, rules=rules)
         return ParameterInfo(key, value.shape, value.dtype, names, dims)
 
     return jax.tree_util.tree_map_with_path(info, params, is_leaf=is_box)
 
 
-def like_params(tree: Any, params: Any, specs: Any) -> Any:
-    """Gives each leaf of an optimizer's state the spec of the parameter that it belongs to.
+def like_params(tree: Any, params: Any, values: Any, default: Any) -> Any:
+    """Gives each leaf of an optimizer's state what is said of the parameter that it belongs to.
 
     A leaf belongs to a parameter if its path ends in the parameter's path and it has the
-    parameter's shape (Adam's moments do, Adafactor's factored ones have another shape); every other
-    leaf is replicated.
+    parameter's shape (Adam's moments do, Adafactor's factored ones have another shape).
 
     Args:
       tree: The abstract optimizer state.
       params: The abstract parameters.
-      specs: Their `PartitionSpec`s, of the same structure.
+      values: A value for each of them, of the same structure.
+      default: The value for a leaf that belongs to none.
 
     Returns:
-      `tree` with a `PartitionSpec` at each leaf.
+      `tree` with a value at each leaf.
     """
     flat = jax.tree_util.tree_leaves_with_path(params)
+    of_params = jax.tree.leaves(jax.tree.map(lambda _, value: _Value(value), params, values))
     by_path = {
-        _keys(path): (x.shape, spec)
-        for (path, x), spec in zip(flat, jax.tree.leaves(specs), strict=True)
+        _keys(path): (x.shape, value.value)
+        for (path, x), value in zip(flat, of_params, strict=True)
     }
 
-    def spec(path: Any, x: Any) -> PartitionSpec:
+    def value(path: Any, x: Any) -> Any:
         keys = _keys(path)
         for start in range(len(keys) + 1):
-            shape, found = by_path.get(keys[start:], (None, None))
-            if found is not None and shape == x.shape:
+            shape, found = by_path.get(keys[start:], (None, default))
+            if shape is not None and shape == x.shape:
                 return found
-        return PartitionSpec()
+        return default
 
-    return jax.tree_util.tree_map_with_path(spec, tree)
+    return jax.tree_util.tree_map_with_path(value, tree)
 
 
 def param_specs(placements: Any) -> Any:
@@ -160,14 +221,22 @@ def param_specs(placements: Any) -> Any:
     return jax.tree.map(lambda placement: placement.spec, placements)
 
 
-def box_params(params: Any, placements: Any, axes: tuple[str, ...]) -> Any:
-    """Boxes each sharded parameter so that it is gathered over `axes` where it is used."""
+def state_specs(placements: Any) -> Any:
+    """The tree of parameters with the `PartitionSpec` of each gradient."""
+    return jax.tree.map(lambda placement: placement.state_spec, placements)
 
-    def box(placement: Placement, x: Any) -> Any:
-        is_sharded = len(placement.spec) > 0
-        return ShardedParameter(x, placement.names, gather_axes=axes) if is_sharded else x
 
-    return jax.tree.map(box, placements, params)
+def pad_leaf(x: jax.Array, padding: tuple[int, ...]) -> jax.Array:
+    """An array with zeros at the end of its dimensions."""
+    return jnp.pad(x, [(0, width) for width in padding]) if any(padding) else x
+
+
+def unpad_leaf(x: jax.Array, padding: tuple[int, ...]) -> jax.Array:
+    """An array without the zeros that `pad_leaf` put there."""
+    if not any(padding):
+        return x
+    ends = [size - width for size, width in zip(x.shape, padding, strict=True)]
+    return jax.lax.slice(x, [0] * x.ndim, ends)
 
 
 def strip_boxes(tree: Any) -> Any:
@@ -175,45 +244,36 @@ def strip_boxes(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.value if is_box(x) else x, tree, is_leaf=is_box)
 
 
+def gathered_sizes(info: ParameterInfo, placement: Placement, mesh: Mesh) -> set[int]:
+    """The numbers of elements that a parameter has while and after it is gathered.
+
+    In a loop a slice of it is gathered, and under `jax.vmap` all slices at once.
+    """
+    if not any(axis_tuple(name) for name in placement.names):
+        return set()
+    padding = placement.parameter_padding or (0,) * len(info.shape)
+    shape = [size + width for size, width in zip(info.shape, padding, strict=True)]
+    shards = [axes_size(mesh, axis_tuple(name)) for name in placement.names]
+    loops = math.prod(shape[dim] for dim in info.loop_dims)
+    sizes = {math.prod(info.shape)}
+    for dims in itertools.product((False, True), repeat=sum(n > 1 for n in shards)):
+        still = iter(dims)
+        left = [n if n > 1 and next(still) else 1 for n in shards]
+        if left != shards or not any(dims):
+            sizes.add(math.prod(shape) // math.prod(left))
+    return sizes | {size // loops for size in sizes}
+
+
 def path_name(path: Any) -> str:
     """A tree path as people write it: `encoder/kernel`."""
     return "/".join(_keys(path))
 
 
-def _check_annotation(
-    path: str,
-    names: Names,
-    shape: tuple[int, ...],
-    loop_dims: frozenset[int],
-    mesh: Mesh,
-    data_axes: tuple[str, ...],
-) -> Names:
-    """The mesh axes that a parameter's box names; a loop's name for its dim is not one."""
-    where = f"model: parameter {path!r} of shape {shape} is annotated with names {tuple(names)}"
-    if len(names) > len(shape):
-        raise ValueError(f"{where}, expected no more than one for each dimension.")
-    names = (*names, *(None,) * (len(shape) - len(names)))
-    names = tuple(
-        None if dim in loop_dims and not set(axis_tuple(name)) <= set(data_axes) else name
-        for dim, name in enumerate(names)
-    )
-    axes = [axis for name in names for axis in axis_tuple(name)]
-    unknown = sorted(set(axes) - set(data_axes))
-    if unknown:
-        raise ValueError(
-            f"{where}, of which {unknown} are not data axes of this program {data_axes}. Logical "
-            f"names and model axes are not supported; name {data_axes} or nothing."
-        )
-    if len(set(axes)) < len(axes):
-        raise ValueError(f"{where}, which shards it over an axis twice; name each axis once.")
-    for dim, name in enumerate(names):
-        if name and (dim in loop_dims or shape[dim] % axes_size(mesh, axis_tuple(name))):
-            reason = "nn.scan or nn.vmap runs over" if dim in loop_dims else "does not divide by it"
-            raise ValueError(
-                f"{where}, but dim {dim} cannot be sharded over {name!r} of size "
-                f"{axes_size(mesh, axis_tuple(name))}: {reason}. Name another dim."
-            )
-    return names
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """A leaf, whatever it holds."""
+
+    value: Any
 
 
 def _keys(path: Any) -> tuple[str, ...]:

@@ -8,7 +8,8 @@ al., https://arxiv.org/abs/1910.02054; FSDP: Zhao et al., https://arxiv.org/abs/
 
 Invariants: `names[i]` is the mesh axis (or tuple of axes) that dimension `i` is sharded over, or
 `None`; the value inside `shard_map` is the local shard, outside it is the global array; a gradient
-has the box of its parameter.
+has the box of its parameter. A dimension that does not divide may be padded with zeros: then the
+shards are those of the padded array, and whatever leaves a box has the parameter's own shape.
 """
 
 import math
@@ -18,12 +19,23 @@ from typing import Any
 import flax.linen as nn
 import flax.struct
 import jax
+import jax.numpy as jnp
 from absl import logging
+from jax.ad_checkpoint import checkpoint_name
 
-from manualpar.collectives import gather_array_with_mean_grads
+from manualpar.collectives import (
+    AS_STORED,
+    Wire,
+    gather_array_with_mean_grads,
+    gather_invariant,
+    scatter_mean,
+)
 from manualpar.mesh import AxisName, axis_tuple, check_axes_bound, is_axis_bound
 
 Names = tuple[AxisName | None, ...]
+
+# The name, as in `jax.ad_checkpoint.checkpoint_name`, of every value that leaves a box.
+GATHERED = "gathered_parameter"
 
 
 def is_box(x: Any) -> bool:
@@ -42,50 +54,101 @@ class ShardedParameter(nn.Partitioned):
     Attributes:
       value: The local shard inside `shard_map`; the global array, or its abstract shape, outside.
       names: For each dimension the mesh axis, or tuple of axes, that it is sharded over, or `None`.
-      gather_axes: The mesh axes that `unbox()` gathers. A dimension sharded over other axes stays
-        as it is.
+      gather_axes: The mesh axes that `unbox()` gathers, whose devices see different examples: the
+        gradient is scattered back as their mean.
+      storage_axes: The mesh axes that `unbox()` gathers whose devices see the same examples: they
+        only share the storage, and each keeps its part of the gradient. A dimension sharded over
+        other axes than these two stays as it is.
+      sizes: For each dimension that is padded the parameter's own size, `None` for the others; `()`
+        if none is.
+      wire: The dtypes that are gathered, computed with, and reduced.
     """
 
     names: Names = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
     gather_axes: tuple[str, ...] = flax.struct.field(default=(), pytree_node=False)
+    storage_axes: tuple[str, ...] = flax.struct.field(default=(), pytree_node=False)
+    sizes: tuple[int | None, ...] = flax.struct.field(default=(), pytree_node=False)
+    wire: Wire = flax.struct.field(default=AS_STORED, pytree_node=False)
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         """Gathers the parameter inside `shard_map`; outside, its value is whole already.
 
         Communication:
-          One all-gather for each dimension sharded over `gather_axes`, see
-          `gather_array_with_mean_grads`.
+          One all-gather for each dimension sharded over `gather_axes` or `storage_axes`, see
+          `gather_array_with_mean_grads` and `gather_invariant`.
         """
         del apply_constraint  # That is for automatic axes; here the mesh axes are manual.
-        if not any(is_axis_bound(axis) for axis in self.gather_axes):
+        if not any(is_axis_bound(axis) for axis in (*self.gather_axes, *self.storage_axes)):
             return self.value
-        gathered = gather_params(self, self.gather_axes)
-        return gathered.value if is_box(gathered) else gathered
+        value = self.value
+        for dim, name in enumerate(self.names):
+            axes = axis_tuple(name)
+            if set(axes) & set(self.gather_axes):
+                value = gather_array_with_mean_grads(value, dim, axes, wire=self.wire)
+            elif set(axes) & set(self.storage_axes):
+                value = gather_invariant(value, dim, axes)
+        return self.finish(value)
+
+    def finish(self, value: jax.Array) -> jax.Array:
+        """What a module gets of a gathered value: without padding, cast, and named `GATHERED`."""
+        for dim, size in enumerate(self.sizes):
+            if size is not None:
+                value = jax.lax.slice_in_dim(value, 0, size, axis=dim)
+        return checkpoint_name(cast_floating(value, self.wire.gather_dtype), GATHERED)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
         """Names a dim that `nn.scan` or `nn.vmap` adds: a mesh axis in its metadata, or `None`."""
-        names = list(self.names)
+        names, sizes = list(self.names), list(self.sizes)
+        index %= len(names) + 1
         name = params.get(nn.PARTITION_NAME)
         is_mesh_axis = bool(axis_tuple(name)) and all(map(is_axis_bound, axis_tuple(name)))
-        names.insert(index % (len(names) + 1), name if is_mesh_axis else None)
-        return self.replace(names=tuple(names))
+        names.insert(index, name if is_mesh_axis else None)
+        if sizes:
+            sizes.insert(index, None)
+        return self.replace(names=tuple(names), sizes=tuple(sizes))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
         """Forgets a dim that `nn.scan` or `nn.vmap` takes away, which must not need gathering.
 
         Raises:
-          ValueError: The dimension is sharded over `gather_axes`.
+          ValueError: The dimension is sharded over axes to be gathered.
         """
-        names = list(self.names)
-        name = names.pop(index % len(names))
-        if set(axis_tuple(name)) & set(self.gather_axes):
+        names, sizes = list(self.names), list(self.sizes)
+        index %= len(names)
+        name = names.pop(index)
+        if sizes:
+            sizes.pop(index)
+        if set(axis_tuple(name)) & {*self.gather_axes, *self.storage_axes}:
             raise ValueError(
                 f"ShardedParameter: nn.scan or nn.vmap runs over dim {index} of a parameter with "
                 f"names {self.names}, "
                 f"which is sharded over {name!r}: no device has all of its slices. Shard another "
                 "dim of it."
             )
-        return self.replace(names=tuple(names))
+        return self.replace(names=tuple(names), sizes=tuple(sizes))
+
+    def gather_data_axes(self) -> "ShardedParameter":
+        """The same box with nothing left to gather over `gather_axes`, cast to what is gathered.
+
+        Communication:
+          One all-gather for each dimension sharded over `gather_axes`. It is meant to run once a
+          step, outside of what is differentiated.
+        """
+        value, names, sizes = self.value, list(self.names), list(self.sizes)
+        value = cast_floating(value, self.wire.gather_dtype)
+        for dim, name in enumerate(names):
+            if set(axis_tuple(name)) & set(self.gather_axes):
+                value = gather_array_with_mean_grads(value, dim, axis_tuple(name))
+                names[dim] = None
+                if sizes and (size := sizes[dim]) is not None:
+                    value = jax.lax.slice_in_dim(value, 0, size, axis=dim)
+                    sizes[dim] = None
+        return self.replace(value=value, names=tuple(names), sizes=tuple(sizes))
+
+
+def cast_floating(x: jax.Array, dtype: str | None) -> jax.Array:
+    """Casts a floating-point array; leaves others, and all if `dtype` is `None`, as they are."""
+    return x.astype(dtype) if dtype and jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def choose_shard_dim(
@@ -209,6 +272,68 @@ def gather_params(params: Any, axis_name: AxisName) -> Any:
         return ShardedParameter(value, tuple(names), gather_axes=gather_axes)
 
     return jax.tree.map(gather, params, is_leaf=is_box)
+
+
+def scatter_gradients(grads: Any, shards: Any) -> Any:
+    """Leaves each device its shard of the mean of the devices' gradients.
+
+    Args:
+      grads: A tree of each device's own gradients of whole parameters, boxed where the parameters
+        are.
+      shards: The same tree with a `ShardedParameter` for each gradient that is to be scattered:
+        over its dims that are sharded over its `gather_axes`.
+
+    Returns:
+      The tree of `shards` with gradients for values; what is not scattered is as it is in `grads`.
+
+    Communication:
+      One reduce-scatter for each such dimension, in `wire.reduce_dtype`, else in
+      `wire.gather_dtype`, else in the dtype of the parameter.
+    """
+
+    def scatter(shard: Any, g: Any) -> Any:
+        if not is_box(shard) or not set(boxed_axes(shard)) & set(shard.gather_axes):
+            return g
+        value = g.value if is_box(g) else g
+        value = value.astype(wire_dtype(shard))
+        for dim, name in enumerate(shard.names):
+            axes = axis_tuple(name)
+            if set(axes) & set(shard.gather_axes):
+                missing = -value.shape[dim] % jax.lax.axis_size(axes)
+                widths = [(0, missing if i == dim else 0) for i in range(value.ndim)]
+                value = jnp.pad(value, widths) if missing else value
+                value = scatter_mean(value, dim, axes)
+        return shard.replace(value=value)
+
+    return jax.tree.map(scatter, shards, grads, is_leaf=is_box)
+
+
+def wire_dtype(x: Any) -> Any:
+    """The dtype in which a gradient is reduced, from the box of it or of its parameter."""
+    if not isinstance(x, ShardedParameter):
+        return (x.value if is_box(x) else x).dtype
+    return jnp.dtype(x.wire.reduce_dtype or x.wire.gather_dtype or x.value.dtype)
+
+
+def replicate_shards(params: Any) -> Any:
+    """Gathers whole parameters that all devices hold, from boxed shards.
+
+    Communication:
+      One all-gather for each dimension sharded over `gather_axes`; a box that names other axes too
+      keeps them.
+    """
+
+    def gather(x: Any) -> Any:
+        value = x.value
+        for dim, name in enumerate(x.names):
+            if set(axis_tuple(name)) & set(x.gather_axes):
+                value = gather_invariant(value, dim, axis_tuple(name))
+        for dim, size in enumerate(x.sizes):
+            if size is not None:
+                value = jax.lax.slice_in_dim(value, 0, size, axis=dim)
+        return value
+
+    return jax.tree.map(lambda x: gather(x) if is_box(x) else x, params, is_leaf=is_box)
 
 
 def shard_module_params(

@@ -6,8 +6,9 @@ see `manualpar.step`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack, cast
 
 import flax.linen as nn
 import jax
@@ -15,24 +16,33 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from manualpar.annotations import check_rules
+from manualpar.collectives import AS_STORED, Wire
 from manualpar.dispatch import limit_steps_ahead
 from manualpar.divergence import check_conditions
 from manualpar.layout import (
     ParameterInfo,
-    PlaceFn,
     Placement,
     describe_parameters,
+    gathered_sizes,
     like_params,
+    pad_leaf,
     param_specs,
+    state_specs,
     strip_boxes,
 )
 from manualpar.loss import LossFn
-from manualpar.mesh import AxisName, axes_size, axis_tuple, check_mesh_has
+from manualpar.mesh import axes_size, axis_tuple, check_mesh_has
 from manualpar.model import init_variables
-from manualpar.partitioning import is_box
+from manualpar.partitioning import cast_floating, is_box
 from manualpar.probe import find_carried_collections, find_loop_dims
 from manualpar.step import Step, batch_specs, check_batch
+from manualpar.strategy import MODES, Mode, ProgramOptions, Strategy, check_choice
 from manualpar.train_state import TrainState
+from manualpar.update import Update
+
+REPLICATED = Placement(())
+WIRE_DTYPES = ("bfloat16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +50,12 @@ class Program:
     """A model's training under one strategy.
 
     Attributes:
-      strategy: The name of the strategy.
+      strategy: The strategy.
+      mode: Who writes the collectives.
       mesh: The mesh it runs on.
       data_axes: The mesh axes that examples are split over.
+      num_minibatches: How many parts a device takes its share of a batch in.
+      wire: The dtypes that travel.
       layout: A `TrainState` with a `PartitionSpec` at each leaf.
       parameters: A `(ParameterInfo, Placement)` for each parameter, in the order of the tree; a
         placement's note says why a parameter stays whole.
@@ -62,9 +75,12 @@ class Program:
         turned off.
     """
 
-    strategy: str
+    strategy: Strategy
+    mode: Mode
     mesh: Mesh
     data_axes: tuple[str, ...]
+    num_minibatches: int
+    wire: Wire
     layout: TrainState
     parameters: tuple[tuple[ParameterInfo, Placement], ...]
     abstract_state: TrainState
@@ -76,31 +92,20 @@ class Program:
 
 
 def build_program(
-    strategy: str,
-    place: PlaceFn,
-    *,
+    strategy: Strategy,
     model: nn.Module,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
-    mesh: Mesh,
-    batch: Any,
-    axis_name: AxisName,
-    num_minibatches: int,
-    use_scan: bool,
+    **options: Unpack[ProgramOptions],
 ) -> Program:
     """Builds a program; see a strategy's builder, such as `manualpar.fsdp`, for the arguments.
 
     Args:
-      strategy: Its name, for messages.
-      place: Where each parameter lives.
+      strategy: The strategy.
       model: The Linen model.
       tx: The optimizer.
       loss_fn: The loss.
-      mesh: The mesh.
-      batch: The global batch or its shapes.
-      axis_name: The data axis or axes.
-      num_minibatches: Parts that a device takes its share of a batch in.
-      use_scan: Whether they run in a scan.
+      **options: See `ProgramOptions`.
 
     Returns:
       The program, traced but not compiled.
@@ -109,26 +114,44 @@ def build_program(
       ValueError: A field does not fit; nothing has been compiled.
       TypeError: A field is of the wrong kind.
     """
-    axes = axis_tuple(axis_name)
-    _check_arguments(strategy, model, tx, loss_fn, mesh, axes)
+    name, mesh, batch = strategy.name, options["mesh"], options["batch"]
+    axes = (*strategy.replica_axes, *axis_tuple(options.get("axis_name", "data")))
+    mode = options.get("mode", "manual")
+    _check_arguments(name, model, tx, loss_fn, mesh, axes)
+    check_choice(name, "mode", mode, MODES)
+    rules = check_rules(name, options.get("rules", ()), mesh)
+    param_dtype, wire = _check_dtypes(name, mode, options)
     batch = jax.eval_shape(lambda batch: batch, batch)
-    check_batch(f"{strategy}: batch", batch, mesh, axes)
+    check_batch(f"{name}: batch", batch, mesh, axes)
+
+    def init_model(rng: jax.Array) -> dict[str, Any]:
+        variables = init_variables(model, rng, batch.inputs)
+        cast = functools.partial(cast_floating, dtype=param_dtype)
+        return variables | {"params": jax.tree.map(cast, variables.get("params", {}))}
 
     key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building touches no device.
-    variables = jax.eval_shape(lambda rng: init_variables(model, rng, batch.inputs), key)
-    if not jax.tree.leaves(variables.get("params")):
-        raise ValueError(f"{strategy}: model {model!r} has no parameters, expected some to train.")
+    variables = jax.eval_shape(init_model, key)
+    if not jax.tree.leaves(variables["params"]):
+        raise ValueError(f"{name}: model {model!r} has no parameters, expected some to train.")
     collections = find_carried_collections(model, strip_boxes(variables), batch.inputs, mesh, axes)
 
-    step = Step(model, loss_fn, mesh, axes, None, num_minibatches, use_scan)
-    infos, placements = _place_parameters(
-        strategy, place, step, variables["params"], collections, batch
+    step = Step(
+        strategy=strategy,
+        model=model,
+        loss_fn=loss_fn,
+        mesh=mesh,
+        data_axes=axes,
+        num_minibatches=options.get("num_minibatches", 1),
+        use_scan=options.get("use_scan", False),
+        mode=mode,
+        rules=rules,
+        wire=wire,
     )
-    step = dataclasses.replace(step, placements=placements)
+    infos, placements = _place_parameters(step, variables["params"], collections, batch)
 
-    def create_state(rng: jax.Array) -> TrainState:
+    def create_whole_state(rng: jax.Array) -> TrainState:
         init_rng, rng = jax.random.split(rng)
-        variables = strip_boxes(init_variables(model, init_rng, batch.inputs))
+        variables = strip_boxes(init_model(init_rng))
         return TrainState.create(
             apply_fn=model.apply,
             params=variables["params"],
@@ -137,12 +160,37 @@ def build_program(
             collections={name: variables[name] for name in collections},
         )
 
-    abstract = jax.eval_shape(create_state, key)
-    specs = param_specs(placements)
-    layout = jax.tree.map(lambda _: PartitionSpec(), abstract)
-    layout = layout.replace(
-        params=specs, opt_state=like_params(abstract.opt_state, abstract.params, specs)
+    whole = jax.eval_shape(create_whole_state, key)
+    opt_placements = like_params(whole.opt_state, whole.params, placements, REPLICATED)
+    opt_padding = tuple(place.padding for place in jax.tree.leaves(opt_placements))
+    update = Update(
+        mesh=mesh,
+        mode=mode,
+        data_axes=axes,
+        placements=placements,
+        opt_padding=opt_padding,
+        norm_metrics=options.get("norm_metrics", False),
     )
+    sizes = jax.tree.map(lambda i, p: gathered_sizes(i, p, mesh), infos, placements)
+    step = dataclasses.replace(
+        step,
+        placements=placements,
+        update=update,
+        gathered_sizes=frozenset().union(
+            *jax.tree.leaves(sizes, is_leaf=lambda x: isinstance(x, set))
+        ),
+    )
+
+    def create_state(rng: jax.Array) -> TrainState:
+        state = create_whole_state(rng)
+        params = jax.tree.map(
+            lambda place, x: pad_leaf(x, place.parameter_padding), placements, state.params
+        )
+        return state.replace(params=params, opt_state=update.pad_state(state.opt_state))
+
+    abstract = jax.eval_shape(create_state, key)
+    layout = jax.tree.map(lambda _: PartitionSpec(), abstract)
+    layout = layout.replace(params=param_specs(placements), opt_state=state_specs(opt_placements))
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout)
     create_sharded = jax.jit(create_state, out_shardings=shardings)
     train_step = jax.jit(
@@ -154,8 +202,11 @@ def build_program(
     eval_step = jax.jit(step.evaluate, in_shardings=(shardings, None))
     program = Program(
         strategy=strategy,
+        mode=mode,
         mesh=mesh,
         data_axes=axes,
+        num_minibatches=step.num_minibatches,
+        wire=wire,
         layout=layout,
         parameters=tuple(zip(jax.tree.leaves(infos), jax.tree.leaves(placements), strict=True)),
         abstract_state=_with_shardings(abstract, shardings),
@@ -169,24 +220,26 @@ def build_program(
     )
     for function in (program.train_step, program.eval_step):
         traced = function.trace(program.abstract_state, program.abstract_batch)
-        check_conditions(strategy, traced.jaxpr.jaxpr)
+        check_conditions(name, traced.jaxpr.jaxpr)
     return program
 
 
 def _place_parameters(
-    strategy: str, place: PlaceFn, step: Step, params: Any, collections: dict[str, Any], batch: Any
+    step: Step, params: Any, collections: dict[str, Any], batch: Any
 ) -> tuple[Any, Any]:
     """The tree of parameters with a `ParameterInfo` and with a `Placement` at each leaf."""
-    axis_size = axes_size(step.mesh, step.data_axes)
+    strategy, mesh = step.strategy, step.mesh
+    shard_axes = tuple(axis for axis in step.data_axes if axis not in strategy.replica_axes)
+    axis_size = axes_size(mesh, shard_axes)
 
     def place_all(params: Any, loop_dims: Mapping[str, frozenset[int]]) -> tuple[Any, Any]:
-        infos = describe_parameters(params, loop_dims, step.mesh, step.data_axes)
-        return infos, jax.tree.map(lambda info: place(info, step.data_axes, axis_size), infos)
+        infos = describe_parameters(params, loop_dims, mesh, step.rules)
+        return infos, jax.tree.map(lambda info: strategy.place(info, shard_axes, axis_size), infos)
 
     # Whatever would be sharded if no loop ran over it is looked at, and what is annotated.
     whole = strip_boxes(params)
     boxed = jax.tree.map(
-        lambda x, placement: is_box(x) or len(placement.spec) > 0,
+        lambda x, placement: is_box(x) or len(placement.spec) > 0 or step.wire != AS_STORED,
         params,
         place_all(whole, {})[1],
         is_leaf=is_box,
@@ -194,17 +247,36 @@ def _place_parameters(
     if not any(jax.tree.leaves(boxed)):
         return place_all(params, {})
     loop_dims = find_loop_dims(
-        strategy,
+        strategy.name,
         model=step.model,
         loss_fn=step.loss_fn,
         params=whole,
         boxed=boxed,
         collections=collections,
         batch=batch,
-        mesh=step.mesh,
+        mesh=mesh,
         data_axes=step.data_axes,
     )
     return place_all(params, loop_dims)
+
+
+def _check_dtypes(strategy: str, mode: str, options: ProgramOptions) -> tuple[str | None, Wire]:
+    """The dtypes that are asked for."""
+    names: dict[str, str | None] = {}
+    for field in ("param_dtype", "gather_dtype", "reduce_dtype"):
+        value = cast("dict[str, Any]", options).get(field)
+        names[field] = None if value is None else str(jnp.dtype(value))
+        if value is not None and names[field] not in WIRE_DTYPES:
+            raise ValueError(
+                f"{strategy}: {field}={value!r}, expected one of {WIRE_DTYPES} or None. (float16 "
+                "would overflow: gradients are summed before they are divided.)"
+            )
+    if names["reduce_dtype"] and mode != "manual":
+        raise ValueError(
+            f"{strategy}: reduce_dtype={names['reduce_dtype']!r} with mode={mode!r}, expected "
+            "None: XLA chooses where it sums. Use mode='manual'."
+        )
+    return names["param_dtype"], Wire(names["gather_dtype"], names["reduce_dtype"])
 
 
 def _check_arguments(

@@ -3,10 +3,15 @@
 Inside run the forward and the backward pass and the synchronisation of gradients and metrics: every
 collective in it is written in this package. Outside runs the optimizer: there the norm of a
 gradient is that of the whole gradient, whichever devices hold it, and an elementwise update needs
-no collective.
+no collective. (In the modes in which XLA writes the collectives, all of it runs on global arrays.)
+
+Between the two a gradient has the spec of the optimizer's state. Parameters that are whole between
+steps while their state is not (ZeRO-1 and -2) are sliced for the optimizer, which sends nothing,
+and gathered after it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +20,32 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from manualpar.gradients import accumulate, sync_collections, sync_gradients, sync_metrics
-from manualpar.layout import box_params, param_specs, strip_boxes
+from manualpar.collectives import AS_STORED, Wire
+from manualpar.gradients import (
+    accumulate,
+    split_minibatches,
+    sync_collections,
+    sync_gradients,
+    sync_metrics,
+)
+from manualpar.layout import Placement, pad_leaf, param_specs, state_specs, strip_boxes
 from manualpar.loss import LossFn, Metrics, call_loss
 from manualpar.mesh import axes_size
 from manualpar.model import CarryingApply
+from manualpar.modes import (
+    box_parameter,
+    keep_dropout_sharded,
+    run_on_mesh,
+    split_global_minibatches,
+)
+from manualpar.partitioning import boxed_axes, is_box, scatter_gradients, wire_dtype
+from manualpar.remat import regather_for_backward
 from manualpar.rng import fold_rng_over_axis
+from manualpar.strategy import Mode, Strategy
 from manualpar.train_state import TrainState
+from manualpar.update import Update
+
+OBJECTIVE = "objective of the optimizer"  # A metric that no loss function can return by accident.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,87 +53,201 @@ class Step:
     """A step of training and one of evaluation, to be jitted.
 
     Attributes:
+      strategy: The strategy.
       model: The Linen model.
       loss_fn: The loss.
       mesh: The mesh.
       data_axes: The mesh axes that examples are split over.
-      placements: The tree of parameters with a `Placement` at each leaf.
       num_minibatches: Parts that a device takes its share of a batch in.
       use_scan: Whether they run in a scan.
+      mode: Who writes the collectives.
+      rules: What logical names mean.
+      wire: The dtypes that travel.
+      update: What the optimizer does with the gradients.
+      placements: The tree of parameters with a `Placement` at each leaf.
+      gathered_sizes: The numbers of elements of what is gathered.
     """
 
+    strategy: Strategy
     model: nn.Module
     loss_fn: LossFn
     mesh: Mesh
     data_axes: tuple[str, ...]
-    placements: Any
-    num_minibatches: int
-    use_scan: bool
+    num_minibatches: int = 1
+    use_scan: bool = False
+    mode: Mode = "manual"
+    rules: Any = ()
+    wire: Wire = AS_STORED
+    placements: Any = None
+    gathered_sizes: frozenset[int] = frozenset()
+    update: Update | None = None
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Takes one step of the optimizer; returns the new state and the metrics of the batch."""
+        check_batch("batch", batch, self.mesh, self.data_axes)
         rng, step_rng = jax.random.split(state.rng)
-        out_specs = (param_specs(self.placements), PartitionSpec(), PartitionSpec())
-        on_devices = self._on_devices(self._gradients_on_device, batch, out_specs)
-        grads, metrics, collections = on_devices(state.params, state.collections, step_rng, batch)
-        with jax.named_scope("optimizer"):
-            state = state.apply_gradients(grads=grads, rng=rng, collections=collections)
+        grads, metrics, collections = self._gradients(
+            state.params, state.collections, step_rng, batch
+        )
+        assert self.update is not None
+        objective = metrics.pop(OBJECTIVE)
+        value_and_grad = functools.partial(self._value_and_grad, state.collections, step_rng, batch)
+        params, opt_state, norms = self.update(
+            state.tx, state.params, grads, state.opt_state, mean(objective), value_and_grad
+        )
+        metrics |= {name: (norm, jnp.ones(())) for name, norm in norms.items()}
+        state = state.replace(
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            rng=rng,
+            collections=collections,
+        )
         return state, metrics
 
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
         """Returns the metrics of the batch with training turned off; the state stays as it is."""
-        on_devices = self._on_devices(self._metrics_on_device, batch, PartitionSpec())
-        return on_devices(state.params, state.collections, state.rng, batch)
-
-    def _on_devices(
-        self, function: Callable[..., Any], batch: Any, out_specs: Any
-    ) -> Callable[..., Any]:
-        """Runs a function of (params, collections, rng, batch) on every device's part of them."""
         check_batch("batch", batch, self.mesh, self.data_axes)
-        specs = (
-            param_specs(self.placements),
-            PartitionSpec(),
-            PartitionSpec(),
-            batch_specs(batch, self.data_axes),
-        )
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=True
-        )
+        on_mesh = self._on_mesh(self._metrics_part, batch, PartitionSpec())
+        metrics: Metrics = on_mesh(state.params, state.collections, state.rng, batch)
+        return metrics
 
-    def _gradients_on_device(
+    # What runs on the mesh: on one device's part in mode `manual`, on global arrays in the others.
+
+    def _gradients(
         self, params: Any, collections: Any, rng: jax.Array, batch: Any
     ) -> tuple[Any, Metrics, Any]:
-        """One device's part of a training step."""
-        grads, metrics, collections = accumulate(
-            self._carrying_loss,
-            box_params(params, self.placements, self.data_axes),
-            collections,
-            batch,
-            fold_rng_over_axis(rng, self.data_axes),
-            num_minibatches=self.num_minibatches,
-            use_scan=self.use_scan,
-        )
-        grads = strip_boxes(sync_gradients(grads, self.data_axes))
-        metrics = sync_metrics(metrics, self.data_axes)
-        return grads, metrics, sync_collections(collections, self.data_axes)
+        """The global gradients, in the specs of the optimizer's state, metrics and collections."""
+        out_specs = (state_specs(self.placements), PartitionSpec(), PartitionSpec())
+        on_mesh = self._on_mesh(self._gradients_part, batch, out_specs)
+        grads, metrics, collections = on_mesh(params, collections, rng, batch)
+        return grads, dict(metrics), collections
 
-    def _metrics_on_device(
+    def _gradients_part(
         self, params: Any, collections: Any, rng: jax.Array, batch: Any
-    ) -> Metrics:
-        """One device's part of an evaluation step."""
-        params = box_params(params, self.placements, self.data_axes)
+    ) -> tuple[Any, Metrics, Any]:
+        """A training step up to the gradients."""
+        is_manual = self.mode == "manual"
+        boxes = self._map(functools.partial(self._box, state=False), params)
+        shards = self._map(functools.partial(self._box, state=True), params)
+        if self.strategy.gather_every == "step":
+            boxes = jax.tree.map(
+                lambda x: x.gather_data_axes() if is_box(x) else x, boxes, is_leaf=is_box
+            )
+        scatter = functools.partial(self._map, self._scatter, shards)
+        every_minibatch = self.strategy.reduce_every == "minibatch"
+        if is_manual:
+            rng = fold_rng_over_axis(rng, self.data_axes)
+            minibatches = split_minibatches(batch, self.num_minibatches)
+        else:
+            minibatches = split_global_minibatches(
+                self.mode, batch, self.num_minibatches, self.mesh, self.data_axes
+            )
+        loss = self._carrying_loss
+        if self.strategy.reshard_after_forward and self.gathered_sizes:
+            loss = regather_for_backward(loss, self.gathered_sizes)
+        grads, metrics, collections = accumulate(
+            loss,
+            boxes,
+            collections,
+            minibatches,
+            rng,
+            use_scan=self.use_scan,
+            reduce=scatter if every_minibatch else None,
+        )
+        grads = grads if every_minibatch else scatter(grads)
+        if is_manual:
+            grads = jax.tree.map(self._to_wire, shards, grads, is_leaf=is_box)
+            grads = sync_gradients(grads, self.data_axes)
+            metrics = sync_metrics(metrics, self.data_axes)
+            collections = sync_collections(collections, self.data_axes)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), strip_boxes(grads), params)
+        return grads, metrics, collections
+
+    def _metrics_part(self, params: Any, collections: Any, rng: jax.Array, batch: Any) -> Metrics:
+        """An evaluation step."""
+        boxes = self._map(functools.partial(self._box, state=False), params)
         apply_fn = CarryingApply(self.model, collections, train=False)
-        rng = fold_rng_over_axis(rng, self.data_axes)
-        _, metrics = call_loss(self.loss_fn, params, apply_fn, batch, rng)
-        return sync_metrics(metrics, self.data_axes)
+        if self.mode == "manual":
+            rng = fold_rng_over_axis(rng, self.data_axes)
+        with self._model_context():
+            _, metrics = call_loss(self.loss_fn, boxes, apply_fn, batch, rng)
+        return sync_metrics(metrics, self.data_axes) if self.mode == "manual" else metrics
 
     def _carrying_loss(
         self, params: Any, collections: Any, minibatch: Any, rng: jax.Array
     ) -> tuple[Any, Any, Any]:
         """The user's loss, with the model's other collections passed in and out."""
         apply_fn = CarryingApply(self.model, collections, train=True)
-        loss, metrics = call_loss(self.loss_fn, params, apply_fn, minibatch, rng)
-        return loss, metrics, apply_fn.collections
+        with self._model_context():
+            loss, metrics = call_loss(self.loss_fn, params, apply_fn, minibatch, rng)
+        count = metrics["loss"][1].astype(jnp.float32)
+        objective = jax.lax.stop_gradient(loss).astype(jnp.float32) * count
+        return loss, {**metrics, OBJECTIVE: (objective, count)}, apply_fn.collections
+
+    def _on_mesh(
+        self, function: Callable[..., Any], batch: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """Runs a function of (params, collections, rng, batch) on the mesh."""
+        in_specs = (
+            param_specs(self.placements),
+            PartitionSpec(),
+            PartitionSpec(),
+            batch_specs(batch, self.data_axes),
+        )
+        return run_on_mesh(
+            self.mode, function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs
+        )
+
+    def _model_context(self) -> Any:
+        """What a model needs around its application in this mode."""
+        if self.mode == "explicit":
+            return nn.intercept_methods(keep_dropout_sharded)
+        # On manual axes the model's own constraints on activations mean nothing.
+        return nn.logical_axis_rules(self.rules if self.mode == "auto" else ())
+
+    def _box(self, place: Placement, x: Any, *, state: bool) -> Any:
+        """Boxes a parameter as it is stored, or as its gradient and its state are."""
+        return box_parameter(
+            self.mode,
+            x,
+            place,
+            as_state=state,
+            mesh=self.mesh,
+            data_axes=self.data_axes,
+            wire=self.wire,
+        )
+
+    def _scatter(self, place: Placement, shard: Any, g: Any) -> Any:
+        """Leaves each device its shard of a gradient that is whole; others have been scattered."""
+        if boxed_axes(g) == boxed_axes(shard):
+            return g
+        if self.mode == "manual":
+            return scatter_gradients(g, shard)
+        return shard.replace(value=pad_leaf(g.value if is_box(g) else g, place.padding))
+
+    def _to_wire(self, shard: Any, g: Any) -> Any:
+        """Casts a gradient that is yet to be reduced."""
+        if not set(self.data_axes) - set(boxed_axes(g)):
+            return g
+        return jax.tree.map(lambda x: x.astype(wire_dtype(shard)), g)
+
+    def _value_and_grad(
+        self, collections: Any, rng: jax.Array, batch: Any, params: Any
+    ) -> tuple[jax.Array, Any]:
+        """The loss and its gradient at stored parameters, for optimizers that try several."""
+        grads, metrics, _ = self._gradients(params, collections, rng, batch)
+        return mean(metrics[OBJECTIVE]), grads
+
+    def _map(self, function: Callable[..., Any], *trees: Any) -> Any:
+        """Maps a function of a placement and leaves over trees like the parameters'."""
+        return jax.tree.map(function, self.placements, *trees)
+
+
+def mean(metric: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """The mean of a metric; 0 if nothing was counted."""
+    total, count = metric
+    return total / jnp.where(count == 0, 1, count)
 
 
 def check_batch(field: str, batch: Any, mesh: Mesh, axes: tuple[str, ...]) -> None:

@@ -1,5 +1,6 @@
 """What every program must agree with: plain flax and optax on one device, none of this package."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -63,6 +64,41 @@ def train_on_one_device(
         losses.append(value)
     trained = Trained(initial, params, others, jnp.stack(losses))
     return jax.device_get(trained)
+
+
+@functools.cache
+def _value_and_grad(mean_loss: Callable[..., jax.Array]) -> Callable[..., Any]:
+    return jax.jit(jax.value_and_grad(mean_loss))
+
+
+def optimize_on_one_device(
+    tx: optax.GradientTransformation,
+    params: Any,
+    batches: Sequence[Batch],
+    mean_loss: Callable[[Any, Batch], jax.Array],
+) -> tuple[Any, Any, jax.Array]:
+    """Takes a step for each batch, and hands the optimizer all that one of optax's may ask for.
+
+    Returns the parameters, the optimizer's state and the loss at every step. The gradient is
+    compiled once for all the optimizers that a loss is tried with.
+    """
+
+    @jax.jit
+    def update(params: Any, opt_state: Any, value: jax.Array, grad: Any, batch: Batch) -> Any:
+        value_fn = functools.partial(mean_loss, batch=batch)
+        update_fn = optax.with_extra_args_support(tx).update
+        updates, opt_state = update_fn(
+            grad, opt_state, params, value=value, grad=grad, value_fn=value_fn
+        )
+        return optax.apply_updates(params, updates), opt_state
+
+    losses = []
+    opt_state = jax.jit(tx.init)(params)
+    for batch in batches:
+        value, grad = _value_and_grad(mean_loss)(params, batch)
+        params, opt_state = update(params, opt_state, value, grad, batch)
+        losses.append(value)
+    return params, opt_state, jnp.stack(losses)
 
 
 def train_program(program: Program, batches: Sequence[Batch]) -> tuple[TrainState, jax.Array]:

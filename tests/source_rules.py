@@ -22,11 +22,16 @@ ORDER = """
     models
     layers
     inspect
-    fsdp data_parallel
+    hsdp
+    fsdp data_parallel zero
     program replicas
     probe
     step
+    update
+    modes remat
+    strategy
     gradients layout
+    annotations
     partitioning model
     collectives
     rng train_state

@@ -39,7 +39,7 @@ def layout_table(program: Program) -> Table:
       device alone would hold.
     """
     mesh = " x ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items())
-    title = f"{program.strategy} on {program.mesh.size} devices ({mesh})"
+    title = f"{program.strategy.name} on {program.mesh.size} devices ({mesh})"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for header in ("parameter", "shape", "dtype", "partition spec"):
         table.add_column(header, overflow="fold")

@@ -1,0 +1,192 @@
+"""Annotations: what a model says about its parameters, as mesh axes.
+
+A model annotates a parameter with a flax box around it. `nn.with_partitioning` makes an
+`nn.Partitioned`, whose names are mesh axes. `nn.with_logical_partitioning` makes an
+`nn.LogicallyPartitioned`, whose names are logical, such as `embed`: they say what a dimension is,
+and *rules* say which mesh axes it is sharded over. A rule is a pair of a logical name and a mesh
+axis, a tuple of axes or `None`. A name may have several rules: it takes the first whose axes no
+earlier rule has given to another dimension of the same parameter, and stays whole if there is none.
+That is how `nn.logical_to_mesh_axes` reads rules, and it is asked here.
+
+Invariants: deciding touches no device; the names that come out are axes of the mesh, one entry for
+each dimension; an axis occurs once at most; a dimension divides by its axes; a dimension that
+`nn.scan` or `nn.vmap` runs over has none.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import flax.linen as nn
+from jax.sharding import Mesh, PartitionSpec
+
+from manualpar.mesh import AxisName, axes_size, axis_tuple
+from manualpar.partitioning import Names
+
+Rules = tuple[tuple[str, AxisName | None], ...]
+
+
+def check_rules(strategy: str, rules: Any, mesh: Mesh) -> Rules:
+    """Checks rules from logical names to mesh axes, and writes them in one way.
+
+    Args:
+      strategy: Who was given the rules, for the messages.
+      rules: A sequence of pairs: a logical name with a mesh axis, a tuple of axes, or `None`. The
+        first rules of a name have precedence. Names that no parameter uses are fine.
+      mesh: The mesh.
+
+    Returns:
+      The rules as tuples of tuples; no axes is always `None`, and one axis a string.
+
+    Raises:
+      TypeError: They are not a sequence of pairs of a name and axes.
+      ValueError: A rule names an axis that the mesh does not have, or an axis twice.
+    """
+    example = "(('embed', None), ('mlp', 'model'))"
+    if not _is_sequence(rules):
+        raise TypeError(f"{strategy}: rules={rules!r}, expected pairs in a tuple like {example}.")
+    checked = []
+    for rule in rules:
+        is_pair = _is_sequence(rule) and len(rule) == 2
+        if not is_pair or not isinstance(rule[0], str) or not _is_axes(rule[1]):
+            raise TypeError(
+                f"{strategy}: rules has {rule!r}, expected a pair of a logical name and a mesh "
+                f"axis, a tuple of axes, or None. Write rules like {example}."
+            )
+        axes = axis_tuple(rule[1])
+        where = f"{strategy}: rules has {tuple(rule)}, which names"
+        missing = [axis for axis in axes if axis not in mesh.shape]
+        if missing:
+            raise ValueError(
+                f"{where} {missing}, but the mesh has the axes {list(mesh.shape)}"
+                f"{_nearest(missing, mesh.shape)}. Name one of these, write ({rule[0]!r}, None), "
+                "or build the mesh with the axis."
+            )
+        if len(set(axes)) < len(axes):
+            raise ValueError(f"{where} an axis twice; name each once.")
+        checked.append((rule[0], _entry(axes)))
+    return tuple(checked)
+
+
+def mesh_names(
+    path: str,
+    box: Any,
+    shape: tuple[int, ...],
+    *,
+    loop_dims: frozenset[int],
+    mesh: Mesh,
+    rules: Rules,
+) -> Names:
+    """Reads off a parameter's box which mesh axes its dimensions are sharded over.
+
+    Args:
+      path: Where the parameter is in the tree, `encoder/kernel`, for the messages.
+      box: The `nn.Partitioned` or `nn.LogicallyPartitioned` around it. Rules that the latter
+        carries itself have precedence over `rules`.
+      shape: The parameter's global shape.
+      loop_dims: The dimensions that `nn.scan` and `nn.vmap` run over. What a loop calls its
+        dimension (`nn.PARTITION_NAME`) means nothing unless it is a mesh axis or has a rule.
+      mesh: The mesh.
+      rules: What logical names mean, as `check_rules` returns it.
+
+    Returns:
+      For each dimension a mesh axis, a tuple of axes, or `None`.
+
+    Raises:
+      TypeError: The names are not a tuple of names, or the box's own rules not rules.
+      ValueError: A name is unknown, or the annotation does not fit the shape, the mesh or a loop.
+    """
+    given = box.names
+    is_tuple = _is_sequence(given) or isinstance(given, PartitionSpec)
+    names: tuple[Any, ...] = tuple(given) if is_tuple else ()
+    shown = names if is_tuple else repr(given)
+    where = f"model: parameter {path!r} of shape {shape} is annotated with names {shown}"
+    if not is_tuple or not all(_is_axes(name) for name in names):
+        raise TypeError(f"{where}, expected a tuple with a name or None for each dimension.")
+    if len(names) > len(shape):
+        raise ValueError(f"{where}, expected no more than one for each dimension.")
+    names = (*names, *(None,) * (len(shape) - len(names)))
+    is_logical = isinstance(box, nn.LogicallyPartitioned)
+    if is_logical:
+        rules = (*check_rules(f"model: parameter {path!r}", box.rules or (), mesh), *rules)
+    # Nested loops may share a name, which flax refuses; where it shards nothing it is no matter.
+    sharding = {name for name, axes in rules if axes} if is_logical else set(mesh.shape)
+    names = tuple(
+        None if dim in loop_dims and not set(axis_tuple(name)) <= sharding else name
+        for dim, name in enumerate(names)
+    )
+    found = (_apply_rules if is_logical else _check_axes)(where, names, mesh, rules)
+    for dim, name in enumerate(found):
+        size = axes_size(mesh, axis_tuple(name))
+        if name is not None and (dim in loop_dims or shape[dim] % size):
+            reason = "nn.scan or nn.vmap runs over" if dim in loop_dims else "does not divide by it"
+            mend = f", or give {names[dim]!r} another rule" if is_logical else ""
+            raise ValueError(
+                f"{where}, but dim {dim} cannot be sharded over {name!r} of size {size}: {reason}. "
+                f"Name another dim{mend}."
+            )
+    return found
+
+
+def _apply_rules(where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules) -> Names:
+    """The mesh axes that logical names mean."""
+    if not all(name is None or isinstance(name, str) for name in names):
+        raise TypeError(
+            f"{where}, expected one logical name or None for each dimension. Give the dimension "
+            "one name, and that name a rule with several axes."
+        )
+    used = [name for name in names if name is not None]
+    known = list(dict.fromkeys(name for name, _ in rules))
+    unknown = sorted(set(used) - set(known))
+    if unknown:
+        raise ValueError(
+            f"{where}, of which {unknown} are not in rules {known}{_nearest(unknown, known)}. Add "
+            f"({unknown[0]!r}, None) to rules, or name an axis of the mesh {list(mesh.shape)} "
+            "instead of None."
+        )
+    twice = sorted({name for name in used if used.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"{where}, of which {twice} stand for more than one dimension; rules cannot tell them "
+            "apart. Name each dimension differently, or None."
+        )
+    return tuple(nn.logical_to_mesh_axes(names, rules) or ())
+
+
+def _check_axes(where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules) -> Names:
+    """The names themselves, which are to be mesh axes."""
+    axes = [axis for name in names for axis in axis_tuple(name)]
+    unknown = sorted(set(axes) - set(mesh.shape))
+    if unknown:
+        logical = sorted(set(unknown) & {name for name, _ in rules})
+        mend = f"{_nearest(unknown, mesh.shape)}. Name one of these or nothing."
+        if logical:
+            mend = (
+                f". Rules have {logical}, but nn.with_partitioning takes no rules: annotate with "
+                "nn.with_logical_partitioning."
+            )
+        where = f"{where}, of which {unknown} are not axes of the mesh {list(mesh.shape)}"
+        raise ValueError(f"{where}{mend}")
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{where}, which shards it over an axis twice; name each axis once.")
+    return tuple(_entry(axis_tuple(name)) for name in names)
+
+
+def _nearest(names: list[str], known: Iterable[str]) -> str:
+    """A clause of a message with the known name that the first of `names` resembles, if any."""
+    near = difflib.get_close_matches(names[0], list(known), n=1)
+    return f"; the nearest is {near[0]!r}" if near else ""
+
+
+def _entry(axes: tuple[str, ...]) -> AxisName | None:
+    """The one way to write the axes of a dimension."""
+    return axes if len(axes) > 1 else axes[0] if axes else None
+
+
+def _is_sequence(x: Any) -> bool:
+    return isinstance(x, Sequence) and not isinstance(x, str)
+
+
+def _is_axes(x: Any) -> bool:
+    """Whether `x` is written as the axes of a dimension: a name, a sequence of names, or `None`."""
+    return x is None or all(isinstance(name, str) for name in (x if _is_sequence(x) else [x]))

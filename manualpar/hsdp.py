@@ -1,0 +1,74 @@
+"""Hybrid sharded data parallelism: sharded within a group of devices, replicated across groups.
+
+The gathers stay within a group, whose links are fast, and what crosses the slow links between
+groups is a shard of each gradient, once a step (Zhao et al., https://arxiv.org/abs/2304.11277,
+section 3.2.2).
+"""
+
+from typing import Unpack
+
+import flax.linen as nn
+import optax
+
+from manualpar.fsdp import sharded_strategy
+from manualpar.loss import LossFn
+from manualpar.mesh import AxisName, axis_tuple
+from manualpar.program import Program, build_program
+from manualpar.strategy import Every, ProgramOptions
+
+
+def hsdp(
+    model: nn.Module,
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    *,
+    replica_axis: AxisName = "replica",
+    min_weight_size: int = 2**18,
+    reshard_after_forward: bool = True,
+    communicate_every: Every = "minibatch",
+    pad: bool = False,
+    **options: Unpack[ProgramOptions],
+) -> Program:
+    """Builds training that is fully sharded over `axis_name` and replicated over `replica_axis`.
+
+    Args:
+      model: A Linen model, written for one device.
+      tx: Any optax optimizer; its state is sharded like the parameters.
+      loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`: the mean over the
+        examples it is given, and pairs `{"loss": (sum, count), ...}`, see `accumulate_gradients`.
+        `rng` is another key for every device, minibatch and step.
+      replica_axis: The mesh axis, or tuple of axes, over which the state is replicated. The batch
+        is split over it and over `axis_name`.
+      min_weight_size: The fewest elements of a parameter that is sharded; smaller ones are
+        replicated. A parameter is sharded along its largest divisible dimension, the first of
+        equals, never along one that `nn.scan` or `nn.vmap` runs over.
+      reshard_after_forward: Whether gathered parameters are dropped after the forward pass and
+        gathered again for the backward one, or kept until then.
+      communicate_every: `"minibatch"` gathers and scatters in each minibatch, and a device never
+        holds more than the layers at work; `"step"` gathers once and scatters once, and it holds
+        all parameters and gradients meanwhile. It keeps, whatever `reshard_after_forward`.
+      pad: Whether a parameter no dimension of which divides is padded with zeros and sharded. The
+        state then holds it padded; numbers are the same, also for the optimizer.
+      **options: `mesh`, `batch` and others, see `ProgramOptions`.
+
+    Returns:
+      A `Program`. Nothing has been compiled and no device touched.
+
+    Raises:
+      ValueError: A field does not fit: a mesh without the axis, a batch that does not divide, a
+        loss that is not a scalar...
+      TypeError: A field is of the wrong kind.
+
+    Communication:
+      Within a group of `S` devices as `fsdp`: `3 m b P (S - 1) / S` bytes a step. Across `R` groups
+      one all-reduce of each gradient's shard: `2 b (P / S) (R - 1) / R` bytes a device.
+    """
+    strategy = sharded_strategy(
+        "hsdp",
+        min_weight_size=min_weight_size,
+        reshard_after_forward=reshard_after_forward,
+        communicate_every=communicate_every,
+        pad=pad,
+        replica_axes=axis_tuple(replica_axis),
+    )
+    return build_program(strategy, model, tx, loss_fn, **options)

@@ -1,0 +1,98 @@
+"""What makes a strategy: where parameters and their state live, and when they are communicated.
+
+A strategy is data. One program (`manualpar.program`) and one step (`manualpar.step`) read it, and
+no strategy has code of its own beside the function that builds it.
+"""
+
+import dataclasses
+from typing import Any, Literal, Required, TypedDict
+
+from jax.sharding import Mesh
+
+from manualpar.annotations import Rules
+from manualpar.layout import PlaceFn
+from manualpar.mesh import AxisName
+
+Mode = Literal["manual", "auto", "explicit", "auto-unconstrained"]
+MODES: tuple[Mode, ...] = ("manual", "auto", "explicit", "auto-unconstrained")
+Every = Literal["minibatch", "step"]
+
+
+class ProgramOptions(TypedDict, total=False):
+    """The keyword arguments that all strategies' builders take.
+
+    Attributes:
+      mesh: The devices, see `make_mesh`. Required.
+      batch: An example batch, or a tree of `jax.ShapeDtypeStruct`, with `.inputs` and global shapes
+        `[B, ...]`; only shapes and dtypes are read. Required.
+      axis_name: The mesh axis, or tuple of axes, that the batch is split over, and over which a
+        strategy shards; `"data"` if not given.
+      num_minibatches: How many parts a device takes its share of the batch in, to hold the
+        activations of one; 1 if not given.
+      use_scan: Whether the parts run in a `jax.lax.scan` (compiled once) and not unrolled.
+      mode: Who writes the collectives: `"manual"` (the default), this package, inside `shard_map`;
+        `"auto"`, XLA, from sharding constraints where a parameter is used; `"explicit"`, XLA, where
+        the types say; `"auto-unconstrained"`, XLA, from the layout of the state alone.
+      rules: What logical names in `nn.with_logical_partitioning` mean: pairs of a name and a mesh
+        axis, a tuple of axes, or `None`.
+      param_dtype: What parameters are stored and updated in, a floating-point dtype's name; if not
+        given, what the model makes.
+      gather_dtype: What parameters are gathered and computed with; if not given, what they are
+        stored in.
+      reduce_dtype: What gradients are summed over devices in; if not given, `gather_dtype`, else
+        what parameters are stored in.
+      norm_metrics: Whether training reports `gradient_norm`, `update_norm` and `parameter_norm`:
+        the global norms of the gradient, of the optimizer's update and of the new parameters.
+    """
+
+    mesh: Required[Mesh]
+    batch: Required[Any]
+    axis_name: AxisName
+    num_minibatches: int
+    use_scan: bool
+    mode: Mode
+    rules: Rules
+    param_dtype: str | None
+    gather_dtype: str | None
+    reduce_dtype: str | None
+    norm_metrics: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A way to spread the training state over devices.
+
+    Attributes:
+      name: Its name.
+      place: Where each parameter and its state live.
+      replica_axes: Mesh axes that examples are split over besides `axis_name`, over which nothing
+        is sharded.
+      gather_every: How often a sharded parameter is gathered: where it is used in each minibatch,
+        or once a step.
+      reduce_every: How often the gradients of parameters that are whole in a step are scattered.
+      reshard_after_forward: Whether gathered parameters are dropped after the forward pass and
+        gathered again for the backward one.
+    """
+
+    name: str
+    place: PlaceFn
+    replica_axes: tuple[str, ...] = ()
+    gather_every: Every = "minibatch"
+    reduce_every: Every = "step"
+    reshard_after_forward: bool = False
+
+
+def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Refuses a value that is none of the choices, in the name of a builder's field."""
+    if isinstance(value, bool) is not isinstance(choices[0], bool) or value not in choices:
+        raise ValueError(
+            f"{builder}: {field}={value!r}, expected one of {', '.join(map(repr, choices))}."
+        )
+
+
+def check_min_weight_size(builder: str, value: Any) -> None:
+    """Refuses a number of elements that is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(
+            f"{builder}: min_weight_size={value!r}, expected a number of elements, 0 or more."
+        )

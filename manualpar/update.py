@@ -1,0 +1,170 @@
+"""What the optimizer does in a step, on global arrays.
+
+An optimizer sees parameters, gradients and its state as one device would: whole arrays of the
+parameters' own shapes, so that a norm is the norm, a mean the mean, and a matrix a matrix. How they
+lie on the devices is the compiler's business: elementwise optimizers find all three sharded alike
+and send nothing.
+
+Parameters that are whole between steps while the optimizer's state is not (ZeRO-1 and -2) are
+sliced before the update, which sends nothing, and gathered after it. Padding is taken off before
+and put back after.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from manualpar.layout import Placement, pad_leaf, param_specs, state_specs, unpad_leaf
+from manualpar.modes import box_parameter, run_on_mesh
+from manualpar.partitioning import replicate_shards
+from manualpar.strategy import Mode
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """The optimizer's part of a step.
+
+    Attributes:
+      mesh: The mesh.
+      mode: Who writes the collectives.
+      data_axes: The mesh axes that examples are split over.
+      placements: The tree of parameters with a `Placement` at each leaf.
+      opt_padding: The padding of each leaf of the optimizer's state.
+      norm_metrics: Whether to compute norms.
+    """
+
+    mesh: Mesh
+    mode: Mode
+    data_axes: tuple[str, ...]
+    placements: Any
+    opt_padding: tuple[tuple[int, ...], ...]
+    norm_metrics: bool
+
+    def __call__(
+        self,
+        tx: optax.GradientTransformation,
+        params: Any,
+        grads: Any,
+        opt_state: Any,
+        value: jax.Array,
+        value_and_grad: Callable[[Any], tuple[jax.Array, Any]],
+    ) -> tuple[Any, Any, dict[str, jax.Array]]:
+        """Updates the parameters.
+
+        Args:
+          tx: The optimizer. It is also offered what optax's optimizers may ask for besides
+            gradients: `value`, `grad`, and `value_fn` (or `obj_fn`), a function of parameters that
+            can be differentiated and evaluates the same batch.
+          params: The parameters as they are stored.
+          grads: The global gradients, in the specs of the optimizer's state.
+          opt_state: The optimizer's state as it is stored.
+          value: The global loss, `[]`.
+          value_and_grad: The loss and the gradients, as above, at other stored parameters.
+
+        Returns:
+          The parameters and the state as they are stored, and the norms by name.
+
+        Communication:
+          Of ours, one all-gather for each parameter that is whole while its state is sharded; of
+          the compiler's, what the optimizer needs to know of more than an element.
+        """
+        with jax.named_scope("optimizer"):
+            params = self._map(self._shard, params)
+            grads = self._map(lambda place, g: unpad_leaf(g, place.padding), grads)
+            opt_state = self._map_state(unpad_leaf, opt_state)
+
+            def evaluate(params: Any) -> tuple[jax.Array, Any]:
+                value, grads = value_and_grad(self._store(params))
+                return value, self._map(lambda place, g: unpad_leaf(g, place.padding), grads)
+
+            value_fn = _with_gradient(evaluate)
+            offered = {"value": value, "grad": grads, "value_fn": value_fn, "obj_fn": value_fn}
+            updates, opt_state = tx.update(grads, opt_state, params, **_taken(tx, offered))
+            params = optax.apply_updates(params, updates)
+            norms = {}
+            if self.norm_metrics:
+                norms["gradient_norm"] = global_norm(grads)
+                norms["update_norm"] = global_norm(updates)
+                norms["parameter_norm"] = global_norm(params)
+            return self._store(params), self._map_state(pad_leaf, opt_state), norms
+
+    def pad_state(self, opt_state: Any) -> Any:
+        """The optimizer's state as it is stored, from that of the parameters' own shapes."""
+        return self._map_state(pad_leaf, opt_state)
+
+    def _shard(self, place: Placement, x: jax.Array) -> jax.Array:
+        """A parameter as the optimizer takes it; nothing is sent."""
+        if place.state_names is not None:
+            x = self._constrain(pad_leaf(x, place.padding), place.state_spec)
+        return unpad_leaf(x, place.padding)
+
+    def _store(self, params: Any) -> Any:
+        """Parameters as they are stored."""
+        params = self._map(lambda place, x: pad_leaf(x, place.padding), params)
+        specs = state_specs(self.placements)
+        if specs == param_specs(self.placements):
+            return params
+        params = jax.tree.map(self._constrain, params, specs)
+        if self.mode != "manual":
+            return self._map(self._replicate, params)
+        gather = run_on_mesh(
+            "manual",
+            lambda params: self._map(self._gather, params),
+            mesh=self.mesh,
+            in_specs=(specs,),
+            out_specs=param_specs(self.placements),
+        )
+        return gather(params)
+
+    def _gather(self, place: Placement, x: jax.Array) -> jax.Array:
+        """Gathers an updated parameter if it is kept whole, inside `shard_map`."""
+        if place.state_names is None:
+            return x
+        box = box_parameter(
+            self.mode, x, place, as_state=True, mesh=self.mesh, data_axes=self.data_axes
+        )
+        return replicate_shards(box)
+
+    def _replicate(self, place: Placement, x: jax.Array) -> jax.Array:
+        """Has the compiler gather an updated parameter if it is kept whole."""
+        if place.state_names is None:
+            return x
+        return unpad_leaf(self._constrain(x, place.spec), place.padding)
+
+    def _constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+    def _map(self, function: Callable[..., Any], *trees: Any) -> Any:
+        """Maps a function of a placement and leaves over trees like the parameters'."""
+        return jax.tree.map(function, self.placements, *trees)
+
+    def _map_state(self, function: Callable[..., Any], opt_state: Any) -> Any:
+        """Pads or unpads the leaves of the optimizer's state."""
+        leaves, structure = jax.tree.flatten(opt_state)
+        return jax.tree.unflatten(structure, map(function, leaves, self.opt_padding))
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """The Euclidean norm of a tree of global arrays, `float32[]`."""
+    squares = [jnp.square(jnp.abs(x.astype(jnp.float32))).sum() for x in jax.tree.leaves(tree)]
+    return jnp.sqrt(jnp.stack(squares).sum())
+
+
+def _taken(tx: optax.GradientTransformation, offered: dict[str, Any]) -> dict[str, Any]:
+    """The extra arguments that an optimizer takes."""
+    parameters = inspect.signature(tx.update).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return {name: value for name, value in offered.items() if takes_all or name in parameters}
+
+
+def _with_gradient(value_and_grad: Callable[[Any], tuple[Any, Any]]) -> Any:
+    """A function of which autodiff takes the gradient that is given."""
+    function = jax.custom_vjp(lambda params: value_and_grad(params)[0])
+    function.defvjp(value_and_grad, lambda grads, g: (jax.tree.map(lambda x: x * g, grads),))
+    return function

@@ -1,0 +1,372 @@
+import re
+
+import flax.linen as nn
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from manualpar import make_mesh
+from manualpar.annotations import check_rules, mesh_names
+from manualpar.mesh import axes_size, axis_tuple
+from manualpar.partitioning import ShardedParameter
+
+RULES = (("embed", None), ("mlp", "model"), ("heads", ("data", "model")), ("batch", "data"))
+
+
+@pytest.fixture
+def mesh():
+    return make_mesh({"data": 4, "model": 2})
+
+
+def value(shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def plain(names, shape=(16, 64)):
+    return nn.Partitioned(value(shape), names)
+
+
+def logical(names, shape=(16, 64), rules=None):
+    return nn.LogicallyPartitioned(value(shape), names, rules=rules)
+
+
+def resolve(box, mesh, *, loop_dims=(), rules=RULES):
+    return mesh_names(
+        "mlp/kernel",
+        box,
+        box.value.shape,
+        loop_dims=frozenset(loop_dims),
+        mesh=mesh,
+        rules=rules,
+    )
+
+
+# Rules.
+
+
+def test_rules_are_written_in_one_way(mesh):
+    rules = [["embed", None], ("mlp", ["model"]), ("heads", ["data", "model"]), ("x", ())]
+    checked = (("embed", None), ("mlp", "model"), ("heads", ("data", "model")), ("x", None))
+    assert check_rules("fsdp", rules, mesh) == checked
+    assert check_rules("fsdp", checked, mesh) == checked
+    assert check_rules("fsdp", (), mesh) == ()
+    assert hash(check_rules("fsdp", rules, mesh)) == hash(checked)
+
+
+def test_a_name_may_have_several_rules(mesh):
+    rules = (("mlp", "model"), ("mlp", "data"), ("mlp", None))
+    assert check_rules("fsdp", rules, mesh) == rules
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        (None, TypeError, "fsdp: rules=None, expected pairs in a tuple like (('embed', None"),
+        ({"mlp": "model"}, TypeError, "fsdp: rules={'mlp': 'model'}, expected pairs in a tuple"),
+        ("mlp", TypeError, "fsdp: rules='mlp', expected pairs in a tuple"),
+        (("mlp", "model"), TypeError, "fsdp: rules has 'mlp', expected a pair of a logical name"),
+        (("ab",), TypeError, "fsdp: rules has 'ab', expected a pair"),
+        ((("mlp",),), TypeError, "fsdp: rules has ('mlp',), expected a pair"),
+        ((("mlp", "data", "model"),), TypeError, "rules has ('mlp', 'data', 'model'), expected a"),
+        (((1, "model"),), TypeError, "fsdp: rules has (1, 'model'), expected a pair"),
+        (((None, "model"),), TypeError, "fsdp: rules has (None, 'model'), expected a pair"),
+        (
+            (("mlp", 1),),
+            TypeError,
+            "fsdp: rules has ('mlp', 1), expected a pair of a logical name and a mesh axis, a "
+            "tuple of axes, or None. Write rules like (('embed', None), ('mlp', 'model')).",
+        ),
+        ((("mlp", ("data", 1)),), TypeError, "rules has ('mlp', ('data', 1)), expected a pair"),
+        (
+            (("embed", None), ("mlp", "modle")),
+            ValueError,
+            "fsdp: rules has ('mlp', 'modle'), which names ['modle'], but the mesh has the axes "
+            "['data', 'model']; the nearest is 'model'. Name one of these, write ('mlp', None), "
+            "or build the mesh with the axis.",
+        ),
+        (
+            (("mlp", ("data", "qqq")),),
+            ValueError,
+            "which names ['qqq'], but the mesh has the axes ['data', 'model']. Name one of these",
+        ),
+        (
+            (("mlp", ("data", "data")),),
+            ValueError,
+            "fsdp: rules has ('mlp', ('data', 'data')), which names an axis twice; name each once.",
+        ),
+    ],
+)
+def test_wrong_rules_are_refused(mesh, rules, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        check_rules("fsdp", rules, mesh)
+
+
+# Names that are mesh axes.
+
+
+@pytest.mark.parametrize(
+    ("names", "loop_dims", "expected"),
+    [
+        ((None, "data"), (), (None, "data")),
+        ((None, "model"), (), (None, "model")),
+        (("model", "data"), (), ("model", "data")),
+        (("data",), (), ("data", None)),
+        ((), (), (None, None)),
+        ((None, ("data", "model")), (), (None, ("data", "model"))),
+        ((("data",), ()), (), ("data", None)),
+        (["data", ["model"]], (), ("data", "model")),
+        (P(None, "model"), (), (None, "model")),
+        (("layers", "data"), (0,), (None, "data")),
+        (("mlp", "data"), (0,), (None, "data")),  # A loop's name, whatever rules say of it.
+        (("layers", "layers"), (0, 1), (None, None)),
+        ((("layers", "data"), "data"), (0,), (None, "data")),
+    ],
+)
+def test_mesh_axes_are_kept(mesh, names, loop_dims, expected):
+    assert resolve(plain(names), mesh, loop_dims=loop_dims) == expected
+
+
+def test_a_box_of_this_package_names_mesh_axes(mesh):
+    assert resolve(ShardedParameter(value((16, 64)), ("data", None)), mesh) == ("data", None)
+
+
+WHERE = r"model: parameter 'mlp/kernel' of shape \(18, 64\) is annotated with names "
+
+
+@pytest.mark.parametrize(
+    ("names", "loop_dims", "error", "message"),
+    [
+        (
+            (None, "modle"),
+            (),
+            ValueError,
+            r"\(None, 'modle'\), of which \['modle'\] are not axes of the mesh \['data', 'model'\]"
+            r"; the nearest is 'model'\. Name one of these or nothing\.",
+        ),
+        ((None, ("data", "pipe")), (), ValueError, r".*, of which \['pipe'\] are not axes of the"),
+        (
+            ("mlp", None),
+            (),
+            ValueError,
+            r".* \['mlp'\] are not axes of the mesh \['data', 'model'\]\. Rules have \['mlp'\], "
+            r"but nn.with_partitioning takes no rules: annotate with nn.with_logical_partitioning",
+        ),
+        (("data", "data"), (), ValueError, ".*, which shards it over an axis twice; name each"),
+        (("data", None, None), (), ValueError, ".*, expected no more than one for each dimension"),
+        (
+            (None, ("data", "model")),
+            (1,),
+            ValueError,
+            r".*, but dim 1 cannot be sharded over \('data', 'model'\) of size 8: nn.scan or "
+            r"nn.vmap runs over\. Name another dim\.",
+        ),
+        (
+            ("data", None),
+            (),
+            ValueError,
+            ".*, but dim 0 cannot be sharded over 'data' of size 4: does not divide by it. Name",
+        ),
+        ("data", (), TypeError, "'data', expected a tuple with a name or None for each dimension"),
+        (None, (), TypeError, "None, expected a tuple with a name or None for each dimension"),
+        ((0, None), (), TypeError, r"\(0, None\), expected a tuple with a name or None"),
+    ],
+)
+def test_names_that_are_no_mesh_axes_or_do_not_fit_are_refused(
+    mesh, names, loop_dims, error, message
+):
+    with pytest.raises(error, match=f"^{WHERE}{message}"):
+        resolve(plain(names, (18, 64)), mesh, loop_dims=loop_dims)
+
+
+# Logical names.
+
+
+@pytest.mark.parametrize(
+    ("names", "loop_dims", "expected"),
+    [
+        (("embed", "mlp"), (), (None, "model")),
+        (("mlp",), (), ("model", None)),
+        ((None, "heads"), (), (None, ("data", "model"))),
+        (("layers", "mlp"), (0,), (None, "model")),
+        (("embed", "mlp"), (0,), (None, "model")),
+        (("layers", "layers"), (0, 1), (None, None)),
+        (("embed", "embed"), (0, 1), (None, None)),
+        (("data", "mlp"), (0,), (None, "model")),  # A mesh axis is no logical name.
+        (["embed", "mlp"], (), (None, "model")),
+        (("heads", "mlp"), (), (None, "model")),  # The axis went to the earlier rule.
+    ],
+)
+def test_logical_names_mean_what_the_rules_say(mesh, names, loop_dims, expected):
+    assert resolve(logical(names), mesh, loop_dims=loop_dims) == expected
+
+
+def test_the_first_rule_whose_axes_are_free_is_taken(mesh):
+    rules = (("a", "model"), ("b", "model"), ("b", "data"), ("a", "data"))
+    assert resolve(logical(("a", "b")), mesh, rules=rules) == ("model", "data")
+    assert resolve(logical(("b", "a")), mesh, rules=rules) == ("data", "model")
+    assert resolve(logical(("b",)), mesh, rules=rules) == ("model", None)
+    last = (("a", "model"), ("b", "model"))
+    assert resolve(logical(("b", "a")), mesh, rules=last) == (None, "model")
+    whole = (("a", None), ("a", "model"))
+    assert resolve(logical(("a",)), mesh, rules=whole) == (None, None)
+
+
+def test_the_rules_in_a_box_come_first(mesh):
+    box = logical(("embed", "mlp"), rules=[("mlp", ["data"]), ("embed", "model")])
+    assert resolve(box, mesh) == ("model", "data")
+    assert resolve(logical(("own", "mlp"), rules=(("own", "data"),)), mesh) == ("data", "model")
+    assert resolve(logical(("own",), rules=(("own", None),)), mesh, rules=()) == (None, None)
+    with pytest.raises(
+        ValueError, match=r"^model: parameter 'mlp/kernel': rules has \('a', 'modell'"
+    ):
+        resolve(logical(("a",), rules=(("a", "modell"),)), mesh)
+
+
+def test_rules_from_outside_do_not_reach_in(mesh):
+    with (
+        nn.logical_axis_rules((("mlp", "data"),)),
+        pytest.raises(ValueError, match=r"\['mlp'\] are not in rules \[\]\. Add \('mlp', None\)"),
+    ):
+        resolve(logical(("mlp",)), mesh, rules=())
+
+
+@pytest.mark.parametrize(
+    ("names", "loop_dims", "error", "message"),
+    [
+        (
+            ("embed", "mpl"),
+            (),
+            ValueError,
+            r"\('embed', 'mpl'\), of which \['mpl'\] are not in rules "
+            r"\['embed', 'mlp', 'heads', 'batch'\]; the nearest is 'mlp'\. Add \('mpl', None\) to "
+            r"rules, or name an axis of the mesh \['data', 'model'\] instead of None\.",
+        ),
+        (("data", None), (), ValueError, r".*, of which \['data'\] are not in rules"),
+        (("layers", "embed"), (1,), ValueError, r".*, of which \['layers'\] are not in rules"),
+        (
+            ("embed", "embed"),
+            (),
+            ValueError,
+            r".*, of which \['embed'\] stand for more than one dimension; rules cannot tell "
+            r"them apart\. Name each dimension differently, or None\.",
+        ),
+        (("embed", "mlp", None), (), ValueError, ".*, expected no more than one for each dimensio"),
+        (
+            ("embed", "mlp"),
+            (1,),
+            ValueError,
+            ".*, but dim 1 cannot be sharded over 'model' of size 2: nn.scan or nn.vmap runs over. "
+            "Name another dim, or give 'mlp' another rule.",
+        ),
+        (
+            ("batch", None),
+            (),
+            ValueError,
+            ".*, but dim 0 cannot be sharded over 'data' of size 4: does not divide by it. Name "
+            "another dim, or give 'batch' another rule.",
+        ),
+        (
+            (("embed", "mlp"), None),
+            (),
+            TypeError,
+            r".*, expected one logical name or None for each dimension\. Give the dimension one",
+        ),
+        (("embed", P.UNCONSTRAINED), (), TypeError, ".*, expected a tuple with a name or None"),
+    ],
+)
+def test_logical_names_that_are_unknown_or_do_not_fit_are_refused(
+    mesh, names, loop_dims, error, message
+):
+    with pytest.raises(error, match=f"^{WHERE}{message}"):
+        resolve(logical(names, (18, 64)), mesh, loop_dims=loop_dims)
+
+
+def test_a_model_with_a_loop(mesh):
+    init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(16, use_bias=False, kernel_init=init)(x), None
+
+    stack = nn.scan(
+        Block,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=3,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )
+    variables = jax.eval_shape(stack().init, jax.random.key(0), jnp.ones((2, 16)), None)
+    box = variables["params"]["Dense_0"]["kernel"]
+    assert box.names == ("layers", "embed", "mlp")
+    assert resolve(box, mesh, loop_dims=(0,)) == (None, None, "model")
+
+
+# For every annotation that fits.
+
+AXES = ("replica", "data", "model")
+ENTRIES = st.one_of(
+    st.none(),
+    st.sampled_from(AXES),
+    st.lists(st.sampled_from(AXES), min_size=2, unique=True).map(tuple),
+)
+RULE_LISTS = st.lists(st.tuples(st.sampled_from("abcde"), ENTRIES), max_size=10)
+
+
+def check_invariants(names, shape, mesh, loop_dims):
+    axes = [axis for name in names for axis in axis_tuple(name)]
+    assert len(names) == len(shape)
+    assert len(set(axes)) == len(axes)
+    assert set(axes) <= set(mesh.shape)
+    assert all(names[dim] is None for dim in loop_dims)
+    for size, name in zip(shape, names, strict=True):
+        assert size % axes_size(mesh, axis_tuple(name)) == 0
+
+
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(data=st.data(), rules=RULE_LISTS, own=RULE_LISTS)
+def test_logical_names_become_what_flax_makes_of_them(data, rules, own):
+    mesh = make_mesh(dict.fromkeys(AXES, 2))
+    both = check_rules("fsdp", [*own, *rules], mesh)
+    known = sorted({name for name, _ in both})
+    names = data.draw(st.permutations([*known, None, None]))[: data.draw(st.integers(0, 4))]
+    ndim = len(names) + data.draw(st.integers(0, 1))
+    shape = tuple(data.draw(st.sampled_from([8, 16, 24])) for _ in range(ndim))
+    loop_dim = data.draw(st.integers(0, ndim))
+    shape, names = (
+        (*shape[:loop_dim], 3, *shape[loop_dim:]),
+        [*names, *[None] * (ndim - len(names))],
+    )
+    names.insert(loop_dim, "layers")
+
+    box = nn.LogicallyPartitioned(value(shape), tuple(names), rules=tuple(own) or None)
+    found = mesh_names(
+        "p",
+        box,
+        shape,
+        loop_dims=frozenset({loop_dim}),
+        mesh=mesh,
+        rules=check_rules("fsdp", rules, mesh),
+    )
+    check_invariants(found, shape, mesh, {loop_dim})
+    assert P(*found) == nn.logical_to_mesh_axes(tuple(names), both)
+
+
+@hypothesis.given(
+    dims=st.lists(st.sampled_from([None, *range(4)]), min_size=3, max_size=3),
+    order=st.permutations(AXES),
+    shape=st.tuples(*[st.sampled_from([8, 16, 24])] * 4),
+)
+def test_mesh_axes_that_fit_come_out_as_they_are(dims, order, shape):
+    mesh = make_mesh(dict.fromkeys(AXES, 2))
+    placed = [
+        tuple(axis for axis, at in zip(order, dims, strict=True) if at == d) for d in range(4)
+    ]
+    names = tuple(axes or None for axes in placed)
+    box = nn.Partitioned(value(shape), names)
+    found = mesh_names("p", box, shape, loop_dims=frozenset(), mesh=mesh, rules=())
+    check_invariants(found, shape, mesh, ())
+    assert [axis_tuple(name) for name in found] == placed

@@ -1,0 +1,398 @@
+"""Every optimizer of optax takes the same steps under FSDP as on one device.
+
+They are found by looking through optax, so that a new release brings its own. `ARGUMENTS` says how
+to make those that need more than a learning rate, and `CANNOT` which of them no step can use.
+"""
+
+import functools
+import inspect
+import math
+import re
+import warnings
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+from manualpar import Batch, data_parallel, fsdp, make_mesh
+from manualpar.inspect import state_bytes
+from tests.one_device import optimize_on_one_device, train_program
+
+LR = 0.01
+ADAM, SGD, DESCEND = optax.adam(LR), optax.sgd(LR), optax.scale(-LR)
+CLIP = optax.clip_by_global_norm(0.05)
+OLD = not hasattr(optax.contrib, "MuonDimensionNumbers")  # Optax 0.2.5.
+
+
+# A model with parameters that are sharded along each of three dims, and some that are not.
+
+
+def noise(key, shape, dtype=jnp.float32):
+    """Random enough for matrices of full rank, and much faster to compile than random bits."""
+    return 0.5 * jnp.sin(jnp.arange(math.prod(shape), dtype=dtype) ** 2).reshape(shape)
+
+
+class Regressor(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(24, kernel_init=noise, name="wide")(x)
+        x = nn.LayerNorm(use_bias=False, name="norm")(x)
+        x = nn.DenseGeneral((2, 8), use_bias=False, kernel_init=noise, name="heads")(x)
+        x = jnp.tanh(x.reshape(x.shape[0], 16))
+        x = jnp.tanh(nn.Dense(7, use_bias=False, kernel_init=noise, name="narrow")(x))
+        return nn.Dense(3, kernel_init=noise, name="out")(x)
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    # Squares: a softmax has gradients with a singular value of 0, whose vector, in GaLore, is any.
+    loss = jnp.square(apply_fn({"params": params}, batch.inputs, train=True) - batch.labels).sum(-1)
+    return loss.mean(), {"loss": (loss.sum(), loss.shape[0])}
+
+
+def make_batch(seed):
+    x = np.random.default_rng(seed).normal(size=(32, 12)).astype(np.float32)
+    return Batch(inputs=x, labels=np.sin(x[:, :3]) + 2)
+
+
+BATCHES = tuple(make_batch(seed) for seed in range(3))
+
+
+@functools.cache
+def initial_params():
+    init_rng, _ = jax.random.split(jax.random.key(0))
+    return jax.jit(Regressor().init)(init_rng, BATCHES[0].inputs, train=False)["params"]
+
+
+is_matrix = functools.partial(jax.tree.map, lambda x: x.ndim == 2)
+is_kernel = functools.partial(jax.tree.map, lambda x: x.ndim > 1)
+kernel_or_bias = functools.partial(jax.tree.map, lambda x: "kernel" if x.ndim > 1 else "bias")
+square = functools.partial(
+    jax.tree.reduce, lambda total, x: total + jnp.vdot(x, x), initializer=0.0
+)
+
+
+def muon_dims(params):
+    """What Muon takes for a matrix: a kernel of heads too, with its two output dims as one."""
+    dims = optax.contrib.MuonDimensionNumbers
+    return jax.tree.map(lambda x: {2: dims(0, 1), 3: dims(0, (1, 2))}.get(x.ndim), params)
+
+
+def asking_obj_fn(tx):
+    """Sophia's name for the loss is not that of optax's line searches, `value_fn`."""
+
+    def update(updates, state, params=None, *, value_fn, **extra_args):
+        return tx.update(updates, state, params, obj_fn=value_fn, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+# How to make what `make` does not know how to.
+
+ARGUMENTS = {
+    # Without a learning rate, or with the default of 1, they leave every scale.
+    "adafactor": lambda f: f(LR),
+    "scale_by_learning_rate": lambda f: f(LR),
+    "contrib.schedule_free_sgd": lambda f: f(LR),
+    # At first these move by a millionth, which says little in float32.
+    "scale_by_distance_over_gradients": lambda f: optax.chain(f(reps_rel=0.1), optax.scale(-1)),
+    "contrib.dadapt_adamw": lambda f: f(estim_lr0=0.01),
+    "contrib.dog": lambda f: f(1.0, 0.01 if OLD else ("learning_rate", 0.01)),
+    "contrib.mechanize": lambda f: f(SGD, s_init=0.1),
+    "contrib.prodigy": lambda f: f(estim_lr0=0.01),
+    # They divide by what may be next to 0, and so multiply the rounding of a sum.
+    "contrib.acprop": lambda f: f(LR, eps=0.01),
+    "contrib.scale_by_acprop": lambda f: optax.chain(f(eps=0.01), DESCEND),
+    # It says that it takes any extra argument, but refuses all it does not know.
+    "contrib.sam": lambda f: optax.GradientTransformation(
+        *f(SGD, optax.chain(optax.contrib.normalize(), optax.sgd(0.1)))
+    ),
+    # Its learning rate has another name.
+    "polyak_sgd": lambda f: f(),
+    # Its default is a rank that leaves these matrices as they are.
+    "contrib.galore": lambda f: f(LR, rank=2, update_proj_gap=2),
+    # Others have arguments without a default.
+    "add_noise": lambda f: optax.chain(f(0.01, 0.55, seed=0), DESCEND),
+    "apply_if_finite": lambda f: f(ADAM, 2),
+    "chain": lambda f: f(CLIP, ADAM),
+    "conditionally_mask": lambda f: f(ADAM, lambda step: step != 1),
+    "conditionally_transform": lambda f: optax.chain(f(CLIP, lambda step: step != 1), DESCEND),
+    "freeze": lambda f: optax.chain(ADAM, f(is_matrix(initial_params()))),
+    "inject_hyperparams": lambda f: f(optax.adamw)(optax.linear_schedule(0.0, 0.1, 3)),
+    "inject_stateful_hyperparams": lambda f: f(optax.adamw)(LR),
+    "lookahead": lambda f: f(SGD, 2, 0.5),
+    "masked": lambda f: optax.chain(
+        optax.scale_by_adam(), f(optax.add_decayed_weights(0.1), is_kernel), DESCEND
+    ),
+    "measure_with_ema": lambda f: f(square, 0.9),
+    "monitor": lambda f: optax.chain(f({"square": square}), SGD),
+    "multi_transform": lambda f: f(
+        {"kernel": optax.lamb(LR), "bias": optax.sgd(LR, momentum=0.9)}, kernel_or_bias
+    ),
+    "named_chain": lambda f: f(("clip", CLIP), ("sgd", optax.sgd(0.5))),
+    "partition": lambda f: f({"kernel": ADAM, "bias": SGD}, kernel_or_bias),
+    "scale_by_backtracking_linesearch": lambda f: optax.chain(optax.sgd(1.0), f(8)),
+    "scale_by_schedule": lambda f: f(lambda count: -LR / (1 + count)),
+    "scale_by_zoom_linesearch": lambda f: optax.chain(optax.sgd(1.0), f(4)),
+    "selective_transform": lambda f: f(ADAM, freeze_mask=is_matrix(initial_params())),
+    "snapshot": lambda f: optax.chain(f("square", square), SGD),
+    "stateless": lambda f: f(lambda updates, params: jax.tree.map(lambda x: -LR * x, updates)),
+    "stateless_with_tree_map": lambda f: f(lambda update, param: -LR * update * param),
+    "contrib.differentially_private_aggregate": lambda f: f(1.0, 0.1, seed=0),
+    "contrib.dpsgd": lambda f: f(LR, 1.0, 0.1, seed=0),
+    "contrib.hutchinson_estimator_diag_hessian": lambda f: optax.chain(asking_obj_fn(f()), DESCEND),
+    "contrib.scale_by_muon": lambda f: optax.masked(
+        optax.chain(f() if OLD else f(weight_dimension_numbers=muon_dims), DESCEND), is_matrix
+    ),
+    "contrib.schedule_free": lambda f: f(optax.adam(LR, b1=0.0), LR),
+    "contrib.sophia": lambda f: asking_obj_fn(f(LR)),
+}
+
+# What no step of a program can use: why, and what is said when a program is built with it.
+
+CANNOT = {
+    "lookahead": ("its parameters are pairs, LookaheadParams", "no attribute 'fast'"),
+    "measure_with_ema": ("a part of monitor: what it returns is no update", "tree structure"),
+    "monitor": ("its state has another structure after a step", "measurements"),
+    "contrib.differentially_private_aggregate": ("it needs each example's gradient", "batch dim"),
+    "contrib.dpsgd": ("it needs each example's gradient", "batch dim"),
+}
+
+# What people use, besides what has a name in optax.
+
+CHAINS = {
+    "adafactor, factored": lambda: optax.adafactor(LR, min_dim_size_to_factor=4, momentum=0.9),
+    "adam, plateau": lambda: optax.chain(ADAM, optax.contrib.reduce_on_plateau(0.5, 1, rtol=0.5)),
+    "adamw, masked, schedule": lambda: optax.adamw(
+        optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10), mask=is_kernel
+    ),
+    "adamw, MultiSteps": lambda: optax.MultiSteps(optax.adamw(LR), 2).gradient_transformation(),
+    "adaptive clip, adam, ema": lambda: optax.chain(
+        optax.adaptive_grad_clip(0.05), optax.scale_by_adam(), optax.ema(0.9), DESCEND
+    ),
+    "clip, momentum, MultiSteps": lambda: optax.MultiSteps(
+        optax.chain(CLIP, optax.sgd(0.5, momentum=0.9, nesterov=True)), 2
+    ),
+}
+if not OLD:
+    CHAINS["muon, heads"] = lambda: optax.contrib.muon(LR, muon_weight_dimension_numbers=muon_dims)
+
+
+def find_makers():
+    """The functions that make a gradient transformation, as their signatures or docstrings say."""
+    makers = {}
+    for prefix, module in (("", optax), ("contrib.", optax.contrib)):
+        for name, function in inspect.getmembers(module, callable):
+            function_of = getattr(function, "func", function)  # `nadam` is a partial.
+            if inspect.isfunction(function_of) and not name.startswith("_"):
+                returned = (function_of.__doc__ or "").partition("Returns:")[2][:200]
+                returned += str(function_of.__annotations__.get("return"))
+                if "gradienttransformation" in re.sub(r"\s", "", returned).lower():
+                    makers[f"{prefix}{name}"] = function
+    return makers
+
+
+MAKERS = find_makers()
+FAST = ["lamb", "lion", "masked", "multi_transform", "polyak_sgd", "rmsprop", "contrib.muon"]
+FAST += ["contrib.prodigy", "contrib.schedule_free_adamw", "scale_by_backtracking_linesearch"]
+FAST += ["adafactor, factored", "adam, plateau", "adamw, masked, schedule"]
+FAST += ["adaptive clip, adam, ema", "clip, momentum, MultiSteps"]
+SLOW = [name for name in [*MAKERS, *CHAINS] if name not in {*FAST, *CANNOT}]
+ELEMENTWISE = ["adagrad", "adam", "adamw", "lion", "masked", "nadam", "partition", "rmsprop"]
+ELEMENTWISE += ["sgd", "sign_sgd", "trace", "contrib.schedule_free_adamw"]
+# What optax 0.2.5 does not have.
+NEW = {"contrib.galore", "freeze", "measure_with_ema", "monitor", "selective_transform", "snapshot"}
+
+
+def make(name):
+    if name in CHAINS:
+        return CHAINS[name]()
+    function = MAKERS[name]
+    parameters = inspect.signature(function).parameters
+    required = [key for key, p in parameters.items() if p.default is p.empty]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The deprecated ones are to work until they go.
+        if name in ARGUMENTS:
+            return ARGUMENTS[name](function)
+        if "learning_rate" in parameters:
+            return function(LR) if required else function()
+        if set(required) & {"inner", "tx"}:
+            return function(ADAM)
+        # A part of an optimizer. Should it need a number, it is a decay or how far to clip.
+        return optax.chain(function(0.05) if required else function(), DESCEND)
+
+
+def mean_loss(params, batch):
+    return loss_fn(params, Regressor().apply, batch, None)[0]
+
+
+@functools.cache
+def reference(name):
+    return optimize_on_one_device(make(name), initial_params(), BATCHES, mean_loss)
+
+
+def assert_close(actual, expected):
+    """As close as float32 in another order of summation, in units of a leaf's largest number."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    leaves = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, y), x in zip(leaves, jax.tree.leaves(actual), strict=True):
+        if jnp.issubdtype(y.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        # The second term is for differences of parameters, no more exact than the parameters.
+        atol = 1e-5 * np.abs(y).max(initial=0.0) + 2e-7
+        np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+def assert_lies_like_parameters(program):
+    """Whatever in the optimizer's state bears a parameter's name and shape lies where it does."""
+    params = jax.tree_util.tree_leaves_with_path(program.abstract_state.params)
+    for path, x in jax.tree_util.tree_leaves_with_path(program.abstract_state.opt_state):
+        for name, parameter in params:
+            is_named_so = jax.tree_util.keystr(path).endswith(jax.tree_util.keystr(name))
+            if is_named_so and x.shape == parameter.shape:
+                assert x.sharding.spec == parameter.sharding.spec, path
+
+
+def build(mesh, tx, *, builder=fsdp, **kwargs):
+    if builder is fsdp:
+        kwargs["min_weight_size"] = 16
+    return builder(Regressor(), tx, loss_fn, mesh=mesh, batch=BATCHES[0], **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def compile_fast():
+    """Leaves out the optimizations that make code fast: a third of the time these tests take."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.parametrize("name", FAST + [pytest.param(x, marks=pytest.mark.slow) for x in SLOW])
+def test_three_steps_equal_the_single_device(devices8, name):
+    with jax.numpy_rank_promotion("allow"):  # scale_by_distance_over_gradients does.
+        expected = reference(name)
+        program = build(make_mesh({"data": 8}, devices8), make(name))
+        state, losses = train_program(program, BATCHES)
+    assert_close((state.params, state.opt_state, losses), expected)
+    assert_lies_like_parameters(program)
+    moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), expected[0], initial_params())
+    assert max(jax.tree.leaves(moved)) > 1e-4 or name == "set_to_zero"  # Far above the tolerance.
+
+
+@pytest.mark.parametrize("builder", [data_parallel, fsdp])
+@pytest.mark.parametrize(
+    "name", ["lamb", "adafactor, factored", "adamw", "contrib.muon", "named_chain"]
+)
+def test_three_steps_on_two_data_axes(devices8, builder, name):
+    mesh = make_mesh({"replica": 2, "data": 4}, devices8)
+    program = build(mesh, make(name), builder=builder, axis_name=("replica", "data"))
+    state, losses = train_program(program, BATCHES)
+    assert_close((state.params, state.opt_state, losses), reference(name))
+
+
+def test_a_step_that_is_not_finite_on_one_device_is_left_out_on_all(devices8):
+    inputs = BATCHES[1].inputs.copy()
+    inputs[5] = np.inf
+    batches = (BATCHES[0], BATCHES[1].replace(inputs=inputs), BATCHES[2])
+    program = build(make_mesh({"data": 8}, devices8), optax.apply_if_finite(ADAM, 2))
+    state, _ = train_program(program, batches)
+    params, _, _ = optimize_on_one_device(ADAM, initial_params(), batches[::2], mean_loss)
+    assert state.opt_state.total_notfinite == 1
+    assert_close(state.params, params)
+
+
+@pytest.mark.parametrize("name", ["adam", "adafactor", "lamb", "contrib.muon", "named_chain"])
+def test_the_tolerance_tells_a_norm_of_a_shard_from_that_of_the_whole(devices8, name):
+    tx = make(name)
+    specs = build(make_mesh({"data": 8}, devices8), tx).layout.params
+
+    def first_shard(x, spec):
+        return x[tuple(slice(x.shape[dim] // 8 if axis else None) for dim, axis in enumerate(spec))]
+
+    @jax.jit
+    def step(params, grads):
+        return optax.apply_updates(params, tx.update(grads, tx.init(params), params)[0])
+
+    whole = initial_params(), jax.jit(jax.grad(mean_loss))(initial_params(), BATCHES[0])
+    alone = step(*(jax.tree.map(first_shard, tree, specs) for tree in whole))
+    expected = jax.tree.map(first_shard, step(*whole), specs)
+    if name == "adam":  # It takes no norm.
+        assert_close(alone, expected)
+    else:
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
+            assert_close(alone, expected)
+
+
+# A device holds 128 of the 856 numbers in the parameters: an eighth of wide (288 + 24), norm (24),
+# heads (384) and narrow (112), and all of out (21 + 3). Among them are 119 of kernels and 71 of
+# matrices. A count, a coefficient and a placeholder are 4 bytes each, and so is a number.
+BYTES = {
+    "adamw": 4 * (2 * 128 + 1),
+    "masked": 4 * (2 * 128 + 1),
+    "trace": 4 * 128,
+    "clip, momentum, MultiSteps": 4 * (128 + 128 + 2),
+    "multi_transform": 4 * (2 * 119 + 1 + (128 - 119)),
+    "contrib.muon": 4 * (71 + 1 + 3 + 2 * (128 - 71) + 1),
+    "adafactor": 4 * (128 + 1 + 7 * 2),
+    # The momentum, the moments of what has no factors, and the factors, which are not sharded.
+    "adafactor, factored": 4 * (128 + (30 + 3) + (16 + 7 + 48 + 16 + 12 + 24 + 4 * 2) + 2),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_of_the_optimizer_state_on_a_device(devices8, name):
+    program = build(make_mesh({"data": 8}, devices8), make(name))
+    assert state_bytes(program.abstract_state.opt_state)[0] == BYTES[name]
+
+
+def find_collectives(compiled):
+    """What a compiled function communicates: (shape, how, details) for every collective."""
+    kinds = r" = (.*) ((?:all|collective)-[a-z-]+?|reduce-scatter)(?:-start)?\((.*)"
+    return re.findall(kinds, compiled.as_text())
+
+
+def collectives_of_optimizers(mesh, names):
+    """What the optimizers alone communicate; the details have a name in them."""
+    states = {name: build(mesh, make(name)).abstract_state for name in names}
+
+    def update(states):
+        for name, state in states.items():
+            with jax.named_scope(name):
+                states[name] = state.apply_gradients(grads=state.params)
+        return states
+
+    shardings = jax.tree.map(lambda x: x.sharding, states)
+    return find_collectives(jax.jit(update, out_shardings=shardings).lower(states).compile())
+
+
+def test_elementwise_optimizers_add_no_collective(devices8):
+    mesh = make_mesh({"data": 8}, devices8)
+    assert collectives_of_optimizers(mesh, ELEMENTWISE) == []
+    for name in ("clip_by_global_norm", "lamb", "contrib.muon"):
+        assert collectives_of_optimizers(mesh, [name]), name
+
+
+def test_a_step_communicates_no_more_for_adamw_than_for_sgd(devices8):
+    def communication(tx):
+        program = build(make_mesh({"data": 8}, devices8), tx)
+        step = program.train_step.lower(program.abstract_state, program.abstract_batch)
+        return sorted(found[:2] for found in find_collectives(step.compile()))
+
+    assert communication(CLIP) != communication(SGD) == communication(optax.adamw(LR))
+
+
+@pytest.mark.parametrize("name", [name for name in CANNOT if name in MAKERS])
+def test_what_cannot_work_is_refused(devices8, name):
+    _, message = CANNOT[name]
+    with pytest.raises((AttributeError, ValueError), match=message):
+        build(make_mesh({"data": 8}, devices8), make(name))
+
+
+def test_every_optimizer_of_optax_is_found_and_every_name_exists():
+    assert {"adam", "nadam", "scale_by_factored_rms", "contrib.dog", "contrib.muon"} <= set(MAKERS)
+    assert {*FAST, *SLOW, *CANNOT} >= set(MAKERS)
+    assert {*ARGUMENTS, *BYTES, *CANNOT, *ELEMENTWISE, *FAST} - {*MAKERS, *CHAINS} <= NEW
