@@ -287,9 +287,13 @@ def _sum_in_scan(
         collections = jax.tree.map(
             lambda x, t: cast_to_varying(x, varying_axes(t)), collections, carried
         )
-    zeros = jax.tree.map(
-        lambda t: cast_to_varying(jnp.zeros(t.shape, t.dtype), varying_axes(t)), types
-    )
+
+    def zero(t: Any) -> jax.Array:
+        x = cast_to_varying(jnp.zeros(t.shape, t.dtype), varying_axes(t))
+        # Where shardings are types (mode `explicit`), the carry's is that of what is added to it.
+        return x if t.sharding is None else jax.sharding.reshard(x, t.sharding)
+
+    zeros = jax.tree.map(zero, types)
 
     def body(carry: Any, xs: Any) -> tuple[Any, None]:
         total, collections = carry

@@ -106,8 +106,7 @@ def shard_largest_dim(
 ) -> Placement:
     """Shards a parameter along its largest free dimension, as `shard_params` does.
 
-    With `pad`, one no dimension of which divides is padded along its largest free dimension that
-    has at least an element a device.
+    With `pad`, one no dimension of which divides is padded along its largest free dimension.
     """
     if set(axes) & {axis for name in parameter.names for axis in axis_tuple(name)}:
         return Placement(parameter.names)
@@ -122,7 +121,7 @@ def shard_largest_dim(
     )
     dim, note = choose(shape)
     if dim is None and pad and math.prod(shape) >= max(min_weight_size, 1):
-        padded = tuple(size if size < axis_size else size + -size % axis_size for size in shape)
+        padded = tuple(size + -size % axis_size if size > 1 else size for size in shape)
         dim, _ = choose(padded)
         if dim is not None:
             missing = padded[dim] - shape[dim]

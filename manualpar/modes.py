@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from manualpar.collectives import AS_STORED, Wire
 from manualpar.layout import Placement, names_to_spec
 from manualpar.mesh import axes_size, axis_tuple
-from manualpar.partitioning import ShardedParameter
+from manualpar.partitioning import ShardedParameter, cast_floating
 from manualpar.strategy import Mode
 
 
@@ -54,8 +54,26 @@ class GlobalParameter(ShardedParameter):
         # Types that shard a dim which a layer contracts would be ambiguous: explicit gathers all.
         gathered = {*self.gather_axes, *(self.storage_axes if self.mode == "explicit" else ())}
         names = tuple(None if set(axis_tuple(n)) & gathered else n for n in self.names)
-        value = constrain(self.mode, self.value, self.mesh, names_to_spec(names))
+        value = cast_floating(self.value, self.wire.gather_dtype)
+        if self.mode == "auto":
+            specs = (names_to_spec(names), names_to_spec(self.names))
+            value = _make_whole(value, *(NamedSharding(self.mesh, spec) for spec in specs))
+        else:
+            value = constrain(self.mode, value, self.mesh, names_to_spec(names))
         return self.replace(value=value, names=names)
+
+
+def _constrain_whole(x: jax.Array, whole: Any, sharded: Any) -> jax.Array:
+    del sharded
+    return jax.lax.with_sharding_constraint(x, whole)
+
+
+# By itself a constraint holds for the gradient too, which would be summed whole on every device.
+_make_whole = jax.custom_vjp(_constrain_whole, nondiff_argnums=(1, 2))
+_make_whole.defvjp(
+    lambda x, whole, sharded: (_constrain_whole(x, whole, sharded), None),
+    lambda whole, sharded, _, g: (jax.lax.with_sharding_constraint(g, sharded),),
+)
 
 
 def box_parameter(

@@ -34,6 +34,7 @@ from manualpar.mesh import axes_size
 from manualpar.model import CarryingApply
 from manualpar.modes import (
     box_parameter,
+    constrain,
     keep_dropout_sharded,
     run_on_mesh,
     split_global_minibatches,
@@ -224,7 +225,8 @@ class Step:
             return g
         if self.mode == "manual":
             return scatter_gradients(g, shard)
-        return shard.replace(value=pad_leaf(g.value if is_box(g) else g, place.padding))
+        g = pad_leaf(g.value if is_box(g) else g, place.padding)
+        return shard.replace(value=constrain(self.mode, g, self.mesh, place.state_spec))
 
     def _to_wire(self, shard: Any, g: Any) -> Any:
         """Casts a gradient that is yet to be reduced."""
