@@ -121,12 +121,13 @@ def _evaluate(jaxpr: Jaxpr, policy: DropGathered, consts: Any, args: Any) -> lis
         return variable.val if isinstance(variable, Literal) else values[variable]
 
     for eqn in jaxpr.eqns:
-        out = _run_equation(eqn, policy, [read(variable) for variable in eqn.invars])
+        args = [read(variable) for variable in eqn.invars]
+        out = _run_equation(eqn, policy, args, jaxpr.debug_info)
         values.update(zip(eqn.outvars, out, strict=True))
     return [read(variable) for variable in jaxpr.outvars]
 
 
-def _run_equation(eqn: Any, policy: DropGathered, args: list[Any]) -> Any:
+def _run_equation(eqn: Any, policy: DropGathered, args: list[Any], debug_info: Any) -> Any:
     """Runs one equation of a jaxpr."""
     if eqn.primitive.name in REMAT_PRIMITIVES:
         inner = jaxpr_as_fun(ClosedJaxpr(eqn.params["jaxpr"], ()))
@@ -147,10 +148,11 @@ def _run_equation(eqn: Any, policy: DropGathered, args: list[Any]) -> Any:
             ]
             return jax.lax.switch(args[0], branches, *args[1:])
     # Whatever else has loops inside (a custom gradient, say) is under the policy as it is.
-    operands = dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal))
-    one = Jaxpr((), list(operands), eqn.outvars, [eqn], eqn.effects)
-    by_variable = dict(zip(eqn.invars, args, strict=True)) if operands else {}
-    return jaxpr_as_fun(ClosedJaxpr(one, ()))(*(by_variable[v] for v in operands))
+    named = zip(eqn.invars, args, strict=True)
+    operands = {v: arg for v, arg in named if not isinstance(v, Literal)}
+    debug_info = debug_info._replace(arg_names=None, result_paths=None)
+    one = Jaxpr((), list(operands), eqn.outvars, [eqn], eqn.effects, debug_info)
+    return jaxpr_as_fun(ClosedJaxpr(one, ()))(*operands.values())
 
 
 def _scan(params: dict[str, Any], policy: DropGathered, *args: Any) -> Any:

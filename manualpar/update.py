@@ -59,8 +59,8 @@ class Update:
 
         Args:
           tx: The optimizer. It is also offered what optax's optimizers may ask for besides
-            gradients: `value`, `grad`, and `value_fn` (or `obj_fn`), a function of parameters that
-            can be differentiated and evaluates the same batch.
+            gradients: `value`, `grad`, and `value_fn`, a function of parameters that can be
+            differentiated and evaluates the same batch.
           params: The parameters as they are stored.
           grads: The global gradients, in the specs of the optimizer's state.
           opt_state: The optimizer's state as it is stored.
@@ -77,15 +77,16 @@ class Update:
         with jax.named_scope("optimizer"):
             params = self._map(self._shard, params)
             grads = self._map(lambda place, g: unpad_leaf(g, place.padding), grads)
-            opt_state = self._map_state(unpad_leaf, opt_state)
+            before = opt_state = self._map_state(unpad_leaf, opt_state)
 
             def evaluate(params: Any) -> tuple[jax.Array, Any]:
                 value, grads = value_and_grad(self._store(params))
                 return value, self._map(lambda place, g: unpad_leaf(g, place.padding), grads)
 
             value_fn = _with_gradient(evaluate)
-            offered = {"value": value, "grad": grads, "value_fn": value_fn, "obj_fn": value_fn}
+            offered = {"value": value, "grad": grads, "value_fn": value_fn}
             updates, opt_state = tx.update(grads, opt_state, params, **_taken(tx, offered))
+            _check_state(before, opt_state)
             params = optax.apply_updates(params, updates)
             norms = {}
             if self.norm_metrics:
@@ -154,6 +155,26 @@ def global_norm(tree: Any) -> jax.Array:
     """The Euclidean norm of a tree of global arrays, `float32[]`."""
     squares = [jnp.square(jnp.abs(x.astype(jnp.float32))).sum() for x in jax.tree.leaves(tree)]
     return jnp.sqrt(jnp.stack(squares).sum())
+
+
+def _check_state(before: Any, after: Any) -> None:
+    """Refuses an optimizer whose state does not stay what it is."""
+    old, new = leaf_types(before), leaf_types(after)
+    if old != new:
+        changed = sorted(set(old.items()) ^ set(new.items()))
+        raise ValueError(
+            f"tx: its update changes what its state consists of: {changed}, expected the same "
+            "arrays before and after, of the same shapes and dtypes: a step must be repeatable. "
+            "Leave out what makes the difference."
+        )
+
+
+def leaf_types(tree: Any) -> dict[str, str]:
+    """What the leaves of a tree are, by their paths."""
+    return {
+        jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def _taken(tx: optax.GradientTransformation, offered: dict[str, Any]) -> dict[str, Any]:

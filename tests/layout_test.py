@@ -1,7 +1,7 @@
-import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -10,23 +10,24 @@ from manualpar import make_mesh
 from manualpar.layout import (
     ParameterInfo,
     Placement,
-    box_params,
     describe_parameters,
+    gathered_sizes,
     like_params,
+    pad_leaf,
     replicate,
     shard_largest_dim,
-    strip_boxes,
+    shard_state_only,
+    unpad_leaf,
 )
-from manualpar.partitioning import ShardedParameter
 
 
 def box(shape, names):
     return nn.Partitioned(jax.ShapeDtypeStruct(shape, jnp.float32), names)
 
 
-def describe(box, loop_dims=(), axes=("data", "model")):
+def describe(box, loop_dims=()):
     mesh = make_mesh({"data": 4, "model": 2})
-    infos = describe_parameters({"p": box}, {"p": frozenset(loop_dims)}, mesh, axes)
+    infos = describe_parameters({"p": box}, {"p": frozenset(loop_dims)}, mesh, ())
     return infos["p"]
 
 
@@ -55,8 +56,8 @@ def test_annotations_over_the_data_axes_are_kept(names, loop_dims, expected):
 @pytest.mark.parametrize(
     ("names", "loop_dims", "message"),
     [
-        (("embed", None), (), r"of which \['embed'\] are not data axes"),
-        ((None, ("data", "pipe")), (), r"of which \['pipe'\] are not data axes"),
+        (("embed", None), (), r"of which \['embed'\] are not axes of the mesh"),
+        ((None, ("data", "pipe")), (), r"of which \['pipe'\] are not axes of the mesh"),
         (("data", "data"), (), "over an axis twice"),
         (("data", None, None), (), "expected no more than one for each dimension"),
         ((None, ("data", "model")), (1,), "nn.scan or nn.vmap runs over"),
@@ -81,14 +82,46 @@ def test_placements():
     assert whole == Placement((None, None), "too small: 256 < 1000")
 
 
-def test_boxes_go_around_sharded_parameters_only_and_come_off():
-    params = {"a": jnp.ones((8, 2)), "b": jnp.ones(3)}
-    placements = {"a": Placement(("data", None)), "b": Placement((None,))}
-    boxed = box_params(params, placements, ("data",))
-    assert isinstance(boxed["a"], ShardedParameter)
-    assert boxed["a"].gather_axes == ("data",)
-    assert boxed["b"] is params["b"]
-    chex.assert_trees_all_equal(strip_boxes(boxed), params)
+@pytest.mark.parametrize(
+    ("shape", "padded", "spec"),
+    [
+        ((16, 63), (0, 0), P("data", None)),  # It divides along another dim.
+        ((15, 63), (0, 1), P(None, "data")),
+        ((66, 63), (6, 0), P("data", None)),
+        ((5,), (3,), P("data")),
+        ((1, 1), (), P()),
+    ],
+)
+def test_padding_makes_the_largest_dim_divide(shape, padded, spec):
+    info = describe(jax.ShapeDtypeStruct(shape, jnp.float32))
+    placement = shard_largest_dim(info, ("data",), 8, min_weight_size=0, pad=True)
+    assert placement.spec == placement.state_spec == spec
+    assert any(placement.padding) == any(padded)
+    assert placement.padding == padded or not any(padded)
+    x = jnp.arange(float(np.prod(shape))).reshape(shape)
+    there = pad_leaf(x, placement.padding)
+    assert all(a == b + c for a, b, c in zip(there.shape, shape, padded, strict=False))
+    np.testing.assert_array_equal(unpad_leaf(there, placement.padding), x)
+    assert there.sum() == x.sum()
+
+
+def test_only_the_state_of_zero_is_sharded():
+    info = describe(jax.ShapeDtypeStruct((15, 63), jnp.float32))
+    placement = shard_state_only(info, ("data",), 8, min_weight_size=0, pad=True)
+    assert placement.spec == P()
+    assert placement.state_spec == P(None, "data")
+    assert (placement.padding, placement.parameter_padding) == ((0, 1), ())
+
+
+def test_the_sizes_that_a_parameter_has_when_gathered():
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    info = ParameterInfo("p", (3, 10, 64), jnp.float32, (None, None, "model"), frozenset({0}))
+    whole = 3 * 10 * 64
+    assert gathered_sizes(info, Placement((None, None, None)), mesh) == set()
+    both = gathered_sizes(info, Placement((None, "data", "model")), mesh)
+    assert both == {n // d for n in (whole, whole // 3) for d in (1, 2, 4)}
+    padded = Placement((None, ("data", "model"), None), padding=(0, 6, 0))
+    assert gathered_sizes(info, padded, mesh) == {640 * 3, 640, 64 * 16 * 3, 64 * 16}
 
 
 PARAMS = {
@@ -116,7 +149,7 @@ SPECS = {"layer": {"kernel": P("data", None), "bias": P()}, "kernel": P(None, "d
 )
 def test_optimizer_state_lies_where_its_parameters_do(tx):
     state = jax.eval_shape(tx.init, PARAMS)
-    specs = like_params(state, PARAMS, SPECS)
+    specs = like_params(state, PARAMS, SPECS, P())
     leaves = zip(jax.tree.leaves(state), jax.tree.leaves(specs), strict=True)
     by_shape = {(256, 128): P("data", None), (128, 256): P(None, "data")}
     found = set()
@@ -128,7 +161,7 @@ def test_optimizer_state_lies_where_its_parameters_do(tx):
 
 def test_state_of_another_shape_is_replicated():
     state = jax.eval_shape(optax.adafactor(1e-3, min_dim_size_to_factor=128).init, PARAMS)
-    specs = like_params(state, PARAMS, SPECS)
+    specs = like_params(state, PARAMS, SPECS, P())
     for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(specs), strict=True):
         if leaf.shape not in ((256, 128), (128, 256)):
             assert spec == P()
@@ -138,6 +171,6 @@ def test_a_path_that_ends_in_a_shorter_one_belongs_to_the_longer():
     params = {"a": {"k": jnp.ones((8, 8))}, "k": jnp.ones((8, 8))}
     specs = {"a": {"k": P("data", None)}, "k": P(None, "data")}
     state = jax.eval_shape(optax.adam(1e-3).init, params)
-    found = like_params(state, params, specs)
+    found = like_params(state, params, specs, P())
     assert found[0].mu == found[0].nu == specs
     assert found[0].count == P()

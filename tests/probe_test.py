@@ -109,9 +109,9 @@ def test_annotations_in_a_scan(devices8):
         assert placement.spec == P(None, None, ("data", "model"))
 
 
-def test_an_annotation_over_other_axes_is_refused(devices8):
-    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
-    with pytest.raises(ValueError, match=r"parameter 'kernel' of shape .* are not data axes"):
+def test_an_annotation_over_unknown_axes_is_refused(devices8):
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "pipe"))
+    with pytest.raises(ValueError, match=r"parameter 'kernel' of shape .* are not axes of the"):
         build(nn.Dense(8, kernel_init=init))
 
 

@@ -247,6 +247,7 @@ def test_a_parameter_is_gathered_once_for_each_use(devices8, name, gathers, scat
         mesh=make_mesh({"data": 8}, devices8),
         batch=make_batch(),
         min_weight_size=0,
+        reshard_after_forward=False,
     )
     text = str(program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr)
     assert text.count(" = all_gather[") == gathers
