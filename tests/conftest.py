@@ -6,7 +6,7 @@ named axes. A test that needs only some of them, or other names, builds its own 
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import hypothesis
 import jax
@@ -35,11 +35,26 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
+    # Most of the suite's time is XLA's; tests of what XLA makes of a program are `optimized`.
+    if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+        jax.config.update("jax_disable_most_optimizations", True)
     hypothesis.settings.load_profile("house")
 
 
 def _mesh_id(axis_sizes: Mapping[str, int]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in axis_sizes.items())
+
+
+@pytest.fixture(autouse=True)
+def _optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Gives tests that are marked `optimized` the compiler that users have."""
+    if request.node.get_closest_marker("optimized"):
+        before = jax.config.values["jax_disable_most_optimizations"]
+        jax.config.update("jax_disable_most_optimizations", False)
+        yield
+        jax.config.update("jax_disable_most_optimizations", before)
+    else:
+        yield
 
 
 @pytest.fixture(scope="session")

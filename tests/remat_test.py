@@ -1,0 +1,266 @@
+"""Weights are gathered again for the backward pass, and nothing else is computed again."""
+
+import collections
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from manualpar import Batch, ShardedParameter, fsdp, make_mesh
+from manualpar.remat import drop_gathered, regather_for_backward
+from tests.one_device import train_on_one_device, train_program
+
+WIDTH = 16
+POLICIES = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+}
+
+
+class Block(nn.Module):
+    dtype: jnp.dtype = jnp.float32
+    width: int = WIDTH
+
+    @nn.compact
+    def __call__(self, x):
+        h = jnp.sin(nn.Dense(4 * self.width, dtype=self.dtype, use_bias=False)(x))
+        return x + nn.Dense(self.width, dtype=self.dtype, use_bias=False)(h)
+
+
+class Stack(nn.Module):
+    remat: str = "none"
+    scan: bool = False
+    depth: int = 3
+    dtype: jnp.dtype = jnp.float32
+    width: int = WIDTH
+
+    @nn.compact
+    def __call__(self, x):
+        policy = POLICIES[self.remat]
+        block = nn.remat(Block, policy=policy) if self.remat != "none" else Block
+        if not self.scan:
+            for _ in range(self.depth):
+                x = block(self.dtype, self.width)(x)
+            return x
+
+        class Body(nn.Module):
+            dtype: jnp.dtype
+            width: int
+
+            @nn.compact
+            def __call__(self, x, _):
+                return block(self.dtype, self.width, name="block")(x), None
+
+        stack = nn.scan(
+            Body, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth
+        )
+        return stack(self.dtype, self.width)(x, None)[0]
+
+
+class Tied(nn.Module):
+    """A table read before and after rematerialised blocks, and a loop inside of a function."""
+
+    @nn.compact
+    def __call__(self, x):
+        table = self.param("table", nn.initializers.lecun_normal(), (WIDTH, 4 * WIDTH))
+        x = jnp.tanh(x @ table) @ table.T
+        x = nn.remat(Block)()(x)
+        x = nn.jit(Stack)(scan=True, name="stack")(x)
+        return jnp.tanh(x @ table) @ table.T
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    loss = jnp.square(apply_fn({"params": params}, batch.inputs) - batch.labels).mean(-1)
+    return loss.mean(), {"loss": (loss.sum(), loss.size)}
+
+
+def make_batch(size=16, width=WIDTH):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(size, width)).astype(np.float32)
+    return Batch(inputs=x, labels=np.roll(x, 1, axis=1))
+
+
+def build(model, devices, *, batch=None, **kwargs):
+    batch = make_batch() if batch is None else batch
+    mesh = make_mesh({"data": -1}, devices)
+    return fsdp(model, optax.sgd(0.1), loss_fn, mesh=mesh, batch=batch, min_weight_size=1, **kwargs)
+
+
+def count_primitives(program):
+    """How often each primitive is written in the step; once for all iterations of a loop."""
+    counts = collections.Counter()
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            counts[eqn.primitive.name] += 1
+            for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    walk(inner)
+
+    walk(program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr.jaxpr)
+    return counts
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
+@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+def test_gathered_again_and_no_more_than_the_user_says(devices8, remat, scan, dtype):
+    model = Stack(remat, scan, dtype=dtype)
+    keep = count_primitives(build(model, devices8, reshard_after_forward=False))
+    again = count_primitives(build(model, devices8))
+    kernels = 2 if scan else 6
+    # A full remat needs the whole forward pass again, the last product excepted. Otherwise weights
+    # are needed for the gradient with respect to x, which nobody takes in the first layer.
+    regathered = kernels if scan or remat == "full" else kernels - 1
+    assert keep["all_gather"] == kernels + (kernels if remat != "none" else 0)
+    assert again["all_gather"] == kernels + regathered
+    assert again["reduce_scatter"] == keep["reduce_scatter"] == kernels
+    for primitive in ("sin", "cos"):
+        assert again[primitive] == keep[primitive]
+    # A function with a gradient of its own has one for the examples too, which XLA removes.
+    spare = remat == "full" and not scan
+    assert again["dot_general"] - keep["dot_general"] == spare
+
+
+def residual_shapes(function, params, x):
+    """The shapes and dtypes that the backward pass of a function is handed."""
+    _, vjp = jax.vjp(function, params, x)
+    return collections.Counter(f"{v.dtype}{list(v.shape)}" for v in jax.tree.leaves(vjp))
+
+
+def test_residuals_are_those_of_autodiff_without_the_gathered_weights(devices8):
+    mesh = make_mesh({"data": -1}, devices8)
+    found = {}
+
+    def part(kernel, x):
+        def loss(kernel, x):
+            weight = ShardedParameter(kernel, (None, "data"), gather_axes=("data",)).unbox()
+            return jnp.sin(jnp.sin(x) @ weight.astype(jnp.bfloat16).astype(jnp.float32).T.T).sum()
+
+        sizes = frozenset({16 * 64})
+        found["plain"] = residual_shapes(loss, kernel, x)
+        found["again"] = residual_shapes(regather_for_backward(loss, sizes), kernel, x)
+        return x
+
+    run = jax.shard_map(
+        part, mesh=mesh, in_specs=(P(None, "data"), P("data")), out_specs=P("data"), check_vma=True
+    )
+    jax.eval_shape(run, jnp.ones((16, 64)), jnp.ones((32, 16)))
+    dropped = found["plain"] - found["again"]
+    assert set(dropped) <= {"float32[16, 64]", "bfloat16[16, 64]", "float32[64, 16]"}
+    assert dropped
+    assert set(found["again"] - found["plain"]) == {"float32[16, 8]"}  # The shard, to gather.
+
+
+def test_stablehlo_gathers_in_the_backward_loop(devices8):
+    loops = {}
+    for again, count in ((False, 2), (True, 4)):
+        program = build(Stack(scan=True), devices8, reshard_after_forward=again)
+        text = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
+        assert text.count('"stablehlo.all_gather"') == count
+        loops[again] = text.count("stablehlo.while")
+    assert loops[True] == loops[False]  # None that gathers all the layers first.
+
+
+@pytest.mark.optimized
+def test_a_scanned_model_holds_no_more_than_a_layer_gathered(devices8):
+    depth, width = 8, 128
+    temporaries = {}
+    for again in (False, True):
+        program = build(
+            Stack(scan=True, depth=depth, width=width),
+            devices8,
+            batch=make_batch(width=width),
+            reshard_after_forward=again,
+        )
+        lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+        temporaries[again] = lowered.compile().memory_analysis().temp_size_in_bytes
+    layer = 2 * width * 4 * width * 4
+    assert temporaries[False] > depth * layer
+    assert temporaries[False] - temporaries[True] > (depth - 2) * layer
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Tied(), Stack("everything", scan=True), Stack("dots", depth=2), Stack("full", scan=True)],
+    ids=["tied", "everything", "dots", "full"],
+)
+@pytest.mark.parametrize("use_scan", [False, True], ids=["loop", "scan"])
+def test_training_is_the_same(devices8, model, use_scan):
+    batches = [make_batch()] * 3
+    expected = train_on_one_device(model, optax.sgd(0.1), batches, loss_fn)
+    program = build(model, devices8, num_minibatches=2, use_scan=use_scan)
+    state, losses = train_program(program, batches)
+    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+    chex.assert_trees_all_close(jax.device_get(state.params), expected.params, rtol=1e-4, atol=1e-6)
+
+
+def test_the_policy_drops_weights_and_what_layers_make_of_them():
+    policy = drop_gathered(frozenset({12}))
+
+    def decide(function, *shapes):
+        jaxpr = jax.make_jaxpr(function)(*(jnp.ones(shape) for shape in shapes))
+        eqn = jaxpr.eqns[-1]
+        return policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+
+    assert not decide(lambda x: x.astype(jnp.bfloat16), (3, 4))
+    assert not decide(lambda x: x.T, (3, 4))
+    assert not decide(lambda x: jax.ad_checkpoint.checkpoint_name(x, "w"), (12,))
+    assert decide(lambda x: x.T, (3, 5))
+    assert decide(jnp.sin, (3, 4))
+    assert decide(lambda x, y: x @ y, (3, 4), (4, 4))
+
+
+def test_a_loop_inside_of_a_branch_is_protected_too(devices8):
+    """As `nn.cond` makes them: the same weights are read in a loop and in a `jax.checkpoint`."""
+    mesh = make_mesh({"data": -1}, devices8)
+    sizes = frozenset({16 * 16})
+    counts = {}
+
+    def part(kernels, x, pick):
+        def layer(x, kernel):
+            weight = ShardedParameter(kernel, (None, "data"), gather_axes=("data",)).unbox()
+            return jnp.sin(x @ weight), None
+
+        def loss(kernels, x):
+            def loop(x):
+                return jax.lax.scan(layer, x, kernels)[0]
+
+            def checkpoint(x):
+                return jax.checkpoint(lambda x: layer(x, kernels[0])[0])(x)
+
+            return jax.lax.cond(pick, loop, checkpoint, x).sum()
+
+        grads = {}
+        for name, function in (("plain", loss), ("again", regather_for_backward(loss, sizes))):
+            grads[name] = jax.grad(function)(kernels, x)
+            text = str(jax.make_jaxpr(jax.grad(function))(kernels, x))
+            counts[name] = text.count("= all_gather["), text.count("= sin ")
+        return grads
+
+    run = jax.jit(
+        jax.shard_map(
+            part,
+            mesh=mesh,
+            in_specs=(P(None, None, "data"), P("data"), P()),
+            out_specs=P(None, None, "data"),
+            check_vma=True,
+        )
+    )
+    rng = np.random.default_rng(0)
+    kernels = rng.normal(size=(3, 16, 16)).astype(np.float32)
+    x = rng.normal(size=(16, 16)).astype(np.float32)
+    for pick in (True, False):
+        grads = run(kernels, x, pick)
+        chex.assert_trees_all_close(grads["again"], grads["plain"], rtol=1e-5)
+    # Of the two branches' gathers the loop's is written once more; the checkpoint's was already.
+    assert counts["again"][0] == counts["plain"][0] + 1
+    assert counts["again"][1] == counts["plain"][1]
