@@ -34,14 +34,26 @@ def get_config() -> ConfigDict:
     config.optimizer.num_minibatches = 4
 
     config.parallel = ConfigDict()
-    config.parallel.strategy = "fsdp"
-    config.parallel.mode = "manual"
+    config.parallel.strategy = "fsdp"  # "dp", "zero1", "zero2", "fsdp" or "hsdp"
+    config.parallel.mode = "manual"  # or "auto", "explicit", "auto-unconstrained"
     config.parallel.mesh = ConfigDict({"data": -1})  # -1: all devices
-    config.parallel.min_weight_size = 2**4
+    config.parallel.min_weight_size = 2**4  # elements; smaller parameters are not sharded
+    config.parallel.reshard_after_forward = True  # fsdp, hsdp: gathered again for the backward pass
+    config.parallel.communicate_every = "minibatch"  # fsdp, hsdp: or "step"
+    config.parallel.pad = False  # whether to shard, padded, what does not divide
+    config.parallel.param_dtype = ""  # "bfloat16", "float32"; "": what the model makes
+    config.parallel.gather_dtype = ""  # likewise; "": param_dtype
+    config.parallel.reduce_dtype = ""  # likewise, in mode manual alone; "": gather_dtype
+    config.parallel.rules = ()  # what logical names mean, such as (("embed", None),)
 
     config.training = ConfigDict()
     config.training.num_steps = 1000
     config.training.eval_every_steps = 200
     config.training.log_every_steps = 50
+    config.training.norm_metrics = False  # of gradients, updates and parameters
+
+    config.debug = ConfigDict()
+    config.debug.check_replicas_every = 0  # steps; 0: never. A check waits for the device
+    config.debug.draw_sharding = ""  # of "input_dense/kernel", of "all" parameters, or of none
 
     return config.lock()

@@ -4,7 +4,6 @@ python -m experiments.fsdp [--config=configs/fsdp.py] [--config.<field>=<value> 
                          [--workdir=<new folder>] [--devices=<number>]
 """
 
-import functools
 from pathlib import Path
 
 from absl import app
@@ -16,10 +15,7 @@ DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
 
 def main() -> None:
     """Runs the command line and exits."""
-    app.run(
-        functools.partial(run_command, strategy="fsdp"),
-        flags_parser=flags_parser(__doc__ or "", DEFAULT_CONFIG),
-    )
+    app.run(run_command, flags_parser=flags_parser(__doc__ or "", DEFAULT_CONFIG))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,16 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 # Primitives that name mesh axes and send nothing.
-SILENT_PRIMITIVES = frozenset({"axis_index", "pvary", "pcast", "shard_map"})
+SILENT_PRIMITIVES = frozenset(
+    {
+        "axis_index",
+        "preduced",
+        "pvary",
+        "reduced_vary_cast_p",
+        "shard_map",
+        "vary_unreduced_cast_p",
+    }
+)
 
 
 def check_conditions(name: str, jaxpr: Jaxpr) -> None:

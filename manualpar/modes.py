@@ -207,14 +207,22 @@ def keep_dropout_sharded(next_fun: Any, args: Any, kwargs: Any, context: Any) ->
     """
     if not isinstance(context.module, nn.Dropout) or context.method_name != "__call__":
         return next_fun(*args, **kwargs)
-    inputs, *rest = args
-    function = functools.partial(_swap_first, next_fun, rest, kwargs)
-    return jax.sharding.auto_axes(function, out_sharding=jax.typeof(inputs).sharding)(inputs)
+    dropout, (inputs, *rest) = context.module, args
+    given = dict(zip(("deterministic", "rng"), rest, strict=False)) | kwargs
+    inactive = nn.merge_param("deterministic", dropout.deterministic, given.get("deterministic"))
+    if inactive or dropout.rate in (0, 1):
+        return next_fun(*args, **kwargs)
+    # The key is an argument too: what a function closes over keeps its explicit type.
+    rng = given.pop("rng", None)
+    rng = dropout.make_rng(dropout.rng_collection) if rng is None else rng
+    sharding = jax.typeof(inputs).sharding
+    function = functools.partial(_call_with_rng, next_fun, given)
+    return jax.sharding.auto_axes(function, out_sharding=sharding)(inputs, rng)
 
 
-def _swap_first(function: Any, rest: Any, kwargs: Any, first: Any) -> Any:
-    """A call with its first argument last."""
-    return function(first, *rest, **kwargs)
+def _call_with_rng(function: Any, options: Any, inputs: Any, rng: Any) -> Any:
+    """A call of a dropout layer with its key."""
+    return function(inputs, **options, rng=rng)
 
 
 def _broadcast(specs: Any, tree: Any) -> list[PartitionSpec]:

@@ -12,12 +12,14 @@ once more. And a policy governs all that is inside, which two things must be pro
 - a `jax.checkpoint` (`nn.remat`) of the user's own, which would cease to recompute,
 - a scan over layers, whose weights would all be gathered at once before its backward pass begins.
 
-Both are put into functions with a rule for their own gradient, which keeps what they want to keep:
-the former what the user's policy says; the latter what ours says, applied to each iteration.
+So each level of a program, the outermost one and the body of each such scan, has a checkpoint of
+its own, whose policy knows the sizes of what is gathered at that level; and where there is one,
+what it must not govern is put into a function with a rule for its own gradient, which keeps what it
+would keep by itself.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -94,7 +96,6 @@ def regather_for_backward(
       In the backward pass one more all-gather for each parameter whose value it needs (a bias's
       gradient does not, nor that of the first layer's kernel), or none if nothing is in `sizes`.
     """
-    policy = drop_gathered(sizes)
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
@@ -104,17 +105,29 @@ def regather_for_backward(
             return function(*jax.tree.unflatten(structure, leaves))
 
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-        call = functools.partial(_evaluate, closed.jaxpr, policy)
-        out = jax.checkpoint(call, policy=policy)(closed.consts, leaves)
+        out = _run_level(closed, sizes, leaves, in_loop=False)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return run
 
 
-def _evaluate(jaxpr: Jaxpr, policy: DropGathered, consts: Any, args: Any) -> list[Any]:
-    """Runs a jaxpr with what must be protected from the policy around it protected."""
-    if not _any_inside(jaxpr, lambda eqn: _is_protected(eqn, policy)):
-        return jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args)
+def _run_level(closed: ClosedJaxpr, sizes: frozenset[int], args: Any, *, in_loop: bool) -> Any:
+    """Runs a level of a program: in a checkpoint, if something is gathered at it."""
+    gathered = frozenset(_gathered_at_level(closed.jaxpr, sizes))
+    if not gathered:
+        return _evaluate(closed.jaxpr, sizes, closed.consts, args, isolate=False)
+    call = functools.partial(_evaluate, closed.jaxpr, sizes, isolate=True)
+    # Inside of a loop nothing can be merged across iterations.
+    level = jax.checkpoint(call, policy=drop_gathered(gathered), prevent_cse=not in_loop)
+    return level(closed.consts, tuple(args))
+
+
+def _evaluate(
+    jaxpr: Jaxpr, sizes: frozenset[int], consts: Any, args: Any, *, isolate: bool
+) -> list[Any]:
+    """Runs a jaxpr; `isolate` keeps what is protected from the policy around it."""
+    if not _any_inside(jaxpr, lambda eqn: _is_protected(eqn, sizes)):
+        return list(jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args))
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(variable: Any) -> Any:
@@ -122,32 +135,48 @@ def _evaluate(jaxpr: Jaxpr, policy: DropGathered, consts: Any, args: Any) -> lis
 
     for eqn in jaxpr.eqns:
         args = [read(variable) for variable in eqn.invars]
-        out = _run_equation(eqn, policy, args, jaxpr.debug_info)
+        if not _any_inside(eqn, lambda eqn: _is_protected(eqn, sizes), itself=True):
+            out = _run_equation(eqn, args, jaxpr.debug_info)
+        else:
+            with jax.named_scope(str(eqn.source_info.name_stack)):
+                out = _run_nested(eqn, sizes, args, jaxpr.debug_info, isolate=isolate)
         values.update(zip(eqn.outvars, out, strict=True))
     return [read(variable) for variable in jaxpr.outvars]
 
 
-def _run_equation(eqn: Any, policy: DropGathered, args: list[Any], debug_info: Any) -> Any:
-    """Runs one equation of a jaxpr."""
-    if eqn.primitive.name in REMAT_PRIMITIVES:
-        inner = jaxpr_as_fun(ClosedJaxpr(eqn.params["jaxpr"], ()))
-        prevent_cse = eqn.params["prevent_cse"]
-        remat = jax.checkpoint(inner, policy=eqn.params["policy"], prevent_cse=prevent_cse)
-        return _with_own_residuals(remat)(*args)
-    if _is_protected(eqn, policy):
-        return _with_own_residuals(functools.partial(_scan, eqn.params, policy))(*args)
-    if _any_inside(eqn, lambda inner: _is_protected(inner, policy)):
-        if eqn.primitive.name in ("jit", "pjit"):
-            with jax.named_scope(eqn.params["name"]):
-                inner = eqn.params["jaxpr"]
-                return _evaluate(inner.jaxpr, policy, inner.consts, args)
-        if eqn.primitive.name == "cond":
-            branches = [
-                lambda *args, b=branch: _evaluate(b.jaxpr, policy, b.consts, args)
-                for branch in eqn.params["branches"]
-            ]
-            return jax.lax.switch(args[0], branches, *args[1:])
+def _run_nested(
+    eqn: Any, sizes: frozenset[int], args: list[Any], debug_info: Any, *, isolate: bool
+) -> Any:
+    """Runs an equation that is protected, or has something inside that is."""
+    name = eqn.primitive.name
+    if name in REMAT_PRIMITIVES or name == "scan":
+        if name == "scan":
+            function = functools.partial(_scan, eqn.params, sizes)
+        else:
+            function = functools.partial(_run_equation, eqn, debug_info=debug_info)
+        run = functools.partial(_unpacked, function)
+        return _with_own_residuals(run)(*args) if isolate else run(*args)
+    if name in ("jit", "pjit"):
+        inner = eqn.params["jaxpr"]
+        with jax.named_scope(eqn.params["name"]):
+            return _evaluate(inner.jaxpr, sizes, inner.consts, args, isolate=isolate)
+    if name == "cond":
+        branches = [
+            lambda *args, b=branch: _evaluate(b.jaxpr, sizes, b.consts, args, isolate=isolate)
+            for branch in eqn.params["branches"]
+        ]
+        return jax.lax.switch(args[0], branches, *args[1:])
     # Whatever else has loops inside (a custom gradient, say) is under the policy as it is.
+    return _run_equation(eqn, args, debug_info)
+
+
+def _unpacked(function: Callable[[list[Any]], Any], *args: Any) -> Any:
+    """Calls a function of a list."""
+    return function(list(args))
+
+
+def _run_equation(eqn: Any, args: list[Any], debug_info: Any) -> Any:
+    """Runs one equation of a jaxpr as it is."""
     named = zip(eqn.invars, args, strict=True)
     operands = {v: arg for v, arg in named if not isinstance(v, Literal)}
     debug_info = debug_info._replace(arg_names=None, result_paths=None)
@@ -155,27 +184,18 @@ def _run_equation(eqn: Any, policy: DropGathered, args: list[Any], debug_info: A
     return jaxpr_as_fun(ClosedJaxpr(one, ()))(*operands.values())
 
 
-def _scan(params: dict[str, Any], policy: DropGathered, *args: Any) -> Any:
-    """A scan in whose iterations the policy holds."""
+def _scan(params: dict[str, Any], sizes: frozenset[int], args: list[Any]) -> Any:
+    """A scan whose body is a level of its own."""
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
     consts, carry, xs = args[:first], args[first:last], args[last:]
-    jaxpr = params["jaxpr"]
 
-    def iteration(consts: Any, carry: Any, xs: Any) -> Any:
-        out = _evaluate(jaxpr.jaxpr, policy, jaxpr.consts, (*consts, *carry, *xs))
+    def iteration(carry: Any, xs: Any) -> Any:
+        out = _run_level(params["jaxpr"], sizes, [*consts, *carry, *xs], in_loop=True)
         return tuple(out[: len(carry)]), tuple(out[len(carry) :])
 
-    # Inside of a loop nothing can be merged across iterations.
-    iteration = jax.checkpoint(iteration, policy=policy, prevent_cse=False)
-    carry, ys = jax.lax.scan(
-        functools.partial(iteration, consts),
-        tuple(carry),
-        tuple(xs),
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    return [*carry, *ys]
+    options = {key: params[key] for key in ("length", "reverse", "unroll")}
+    end, ys = jax.lax.scan(iteration, tuple(carry), tuple(xs), **options)
+    return [*end, *ys]
 
 
 def _with_own_residuals(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,32 +205,47 @@ def _with_own_residuals(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _is_protected(eqn: Any, policy: DropGathered) -> bool:
+def _is_protected(eqn: Any, sizes: frozenset[int]) -> bool:
     """Whether an equation must be kept from the policy that holds around it."""
     name = eqn.primitive.name
     if name in REMAT_PRIMITIVES:
         return True
     if name != "scan":
         return False
-    is_dropped = functools.partial(_drops, policy=policy)
-    return _any_inside(eqn, lambda inner: is_dropped(inner) or _is_protected(inner, policy))
+    return _any_inside(eqn, lambda eqn: _drops(eqn, sizes) or _is_protected(eqn, sizes))
 
 
-def _drops(eqn: Any, *, policy: DropGathered) -> bool:
+def _drops(eqn: Any, sizes: frozenset[int]) -> bool:
     """Whether the policy drops what an equation results in."""
     if eqn.primitive.name not in GATHERS | CASTS:
         return False
-    return not policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+    avals = (variable.aval for variable in eqn.invars)
+    return not drop_gathered(sizes)(eqn.primitive, *avals, **eqn.params)
 
 
-def _any_inside(x: Any, predicate: Callable[[Any], bool]) -> bool:
+def _gathered_at_level(x: Any, sizes: frozenset[int]) -> Iterator[int]:
+    """The sizes of what is gathered in a jaxpr, outside of what is protected."""
+    for eqn in x.eqns:
+        if eqn.primitive.name in GATHERS and _drops(eqn, sizes):
+            yield eqn.outvars[0].aval.size
+        elif not _is_protected(eqn, sizes):
+            for inner in _inner_jaxprs(eqn):
+                yield from _gathered_at_level(inner, sizes)
+
+
+def _any_inside(x: Any, predicate: Callable[[Any], bool], *, itself: bool = False) -> bool:
     """Whether a predicate holds of an equation anywhere inside a jaxpr or an equation."""
     if isinstance(x, Jaxpr):
-        return any(predicate(eqn) or _any_inside(eqn, predicate) for eqn in x.eqns)
-    inner = [
-        v
-        for value in x.params.values()
-        for v in (value if isinstance(value, tuple | list) else (value,))
-    ]
-    jaxprs = [v.jaxpr if isinstance(v, ClosedJaxpr) else v for v in inner]
-    return any(_any_inside(v, predicate) for v in jaxprs if isinstance(v, Jaxpr))
+        return any(_any_inside(eqn, predicate, itself=True) for eqn in x.eqns)
+    if itself and predicate(x):
+        return True
+    return any(_any_inside(inner, predicate) for inner in _inner_jaxprs(x))
+
+
+def _inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
+    """The jaxprs that an equation runs."""
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+            if isinstance(jaxpr, Jaxpr):
+                yield jaxpr

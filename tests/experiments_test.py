@@ -48,8 +48,9 @@ def _read_until_step(process: subprocess.Popen, step: int) -> list[str]:
         (["--config=configs/fsdp.py", "--config.nonsense=1"], "the config has no field 'nonsense'"),
         (["--config=configs/fsdp.py", "--devices=3"], "config.data.batch_size is 128, expected"),
         (["--config=configs/none.py"], "--config=configs/none.py: there is no such file"),
+        (["--config.parallel.strategy=hsdp"], "config.parallel.mesh has the axes ['data'], expec"),
     ],
-    ids=["unknown key", "devices", "missing file"],
+    ids=["unknown key", "devices", "missing file", "hsdp without replicas"],
 )
 def test_a_mistake_ends_in_one_sentence_and_code_2(arguments, message):
     process = _start("fsdp", *arguments, cwd=ROOT)

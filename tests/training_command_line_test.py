@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from manualpar.training.command_line import UsageError, load_config, parse_command_line
+from manualpar.training.config import check_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 DEFAULT = CONFIGS / "fsdp.py"
@@ -52,12 +53,40 @@ def test_a_dict_replaces_a_group():
 
 
 @pytest.mark.parametrize(
+    ("argument", "field", "value"),
+    [
+        ("--config.parallel.pad=true", "pad", True),
+        ("--config.parallel.pad=True", "pad", True),
+        ("--config.parallel.pad", "pad", True),
+        ("--config.parallel.reshard_after_forward=false", "reshard_after_forward", False),
+        ("--noconfig.parallel.reshard_after_forward", "reshard_after_forward", False),
+        ("--config.parallel.gather_dtype=bfloat16", "gather_dtype", "bfloat16"),
+        ("--config.parallel.gather_dtype=", "gather_dtype", ""),
+        ("--config.parallel.rules=(('embed',None),)", "rules", (("embed", None),)),
+        ("--config.parallel.rules=[('a',('b','c'))]", "rules", (("a", ("b", "c")),)),
+        ("--config.parallel.rules=()", "rules", ()),
+    ],
+)
+def test_true_or_false_and_tuples_are_understood(argument, field, value):
+    config = _parse(argument).config
+    check_config(config)
+    assert config.parallel[field] == value
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--config.parallel.pad=maybe"], "--config.parallel.pad=maybe: expected true or false."),
+        (["--config.parallel.rules=(('a',None)"], "rules=(('a',None): expected a tuple of pairs"),
+        (["--config.parallel.mesh.replica=2"], "one is --config.parallel.mesh.data, and another"),
+        (
+            ["--config.parallel.mesh.replica=2"],
+            """set as a whole, as by --config.parallel.mesh="{'replica': 2, 'data': -1}".""",
+        ),
         (["--config.nonsense=1"], "has no field 'nonsense'; the nearest one is --config.seed."),
         (["--config.optimizer.learning_rat=1"], "nearest one is --config.optimizer.learning_rate."),
         (["--config.seed.x=1"], "no field 'seed.x'"),
-        (["--config.parallel.mesh.date=1"], "the nearest one is --config.parallel.mesh.data."),
+        (["--config.parallel.mesh.date=1"], "the nearest one is --config.parallel.mesh.data"),
         (["--config.=1"], "no field ''"),
         (["--config.seed=abc"], "--config.seed=abc: expected an integer"),
         (["--config.training.num_steps=1.5"], "1.5: expected an integer without point or"),

@@ -50,9 +50,45 @@ def _set(config: ml_collections.ConfigDict, name: str, value):
         (
             "parallel.strategy",
             "fdsp",
-            "config.parallel.strategy is 'fdsp', expected one of 'dp', 'fsdp'",
+            "config.parallel.strategy is 'fdsp', expected one of 'dp', 'zero1', 'zero2', 'fsdp', "
+            "'hsdp'; the nearest one is 'fsdp'.",
         ),
-        ("parallel.mode", "auto", "config.parallel.mode is 'auto', expected one of 'manual'"),
+        ("parallel.strategy", "zero", "the nearest one is 'zero1'."),
+        (
+            "parallel.mode",
+            "automatic",
+            "config.parallel.mode is 'automatic', expected one of 'manual', 'auto', 'explicit', "
+            "'auto-unconstrained'; the nearest one is 'auto'.",
+        ),
+        ("parallel.pad", 1, "config.parallel.pad is 1, expected True or False."),
+        ("parallel.reshard_after_forward", "no", "is 'no', expected True or False."),
+        (
+            "parallel.communicate_every",
+            "epoch",
+            "config.parallel.communicate_every is 'epoch', expected one of 'minibatch', 'step'",
+        ),
+        (
+            "parallel.gather_dtype",
+            "float16",
+            "expected one of '', 'bfloat16', 'float32'; the nearest one is 'bfloat16'.",
+        ),
+        ("parallel.reduce_dtype", None, "config.parallel.reduce_dtype is None, expected one of ''"),
+        (
+            "parallel.rules",
+            ("embed", None),
+            "config.parallel.rules is ('embed', None), expected a tuple of pairs such as "
+            "(('embed', None), ('mlp', 'data')).",
+        ),
+        ("parallel.rules", (("embed", 3),), "is (('embed', 3),), expected a tuple of pairs"),
+        ("parallel.rules", (("a", "b", "c"),), "is (('a', 'b', 'c'),), expected a tuple of pairs"),
+        ("parallel.rules", "embed", "config.parallel.rules is 'embed', expected a tuple of pairs"),
+        ("training.norm_metrics", 0, "config.training.norm_metrics is 0, expected True or False."),
+        (
+            "debug.check_replicas_every",
+            -1,
+            "config.debug.check_replicas_every is -1, expected an integer, at least 0.",
+        ),
+        ("debug.draw_sharding", True, "config.debug.draw_sharding is True, expected a string."),
         ("model.dtype", "bfloat", "the nearest one is 'bfloat16'"),
         ("parallel.mesh", 8, "config.parallel.mesh is 8, expected a dict of axis sizes"),
         ("parallel.mesh.data", 0, "config.parallel.mesh.data is 0, expected a number of devices"),
@@ -84,6 +120,15 @@ def test_every_field_must_be_there(name):
 def test_an_integer_passes_for_a_number():
     config = fsdp.get_config()
     _set(config, "optimizer.weight_decay", 0)
+    check_config(config)
+
+
+@pytest.mark.parametrize(
+    "rules", [(("embed", None),), (("a", "data"), ("b", ("replica", "data"))), (("a", ()),)]
+)
+def test_rules_are_pairs_of_a_name_and_axes(rules):
+    config = fsdp.get_config()
+    _set(config, "parallel.rules", rules)
     check_config(config)
 
 

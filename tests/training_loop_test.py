@@ -7,6 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from manualpar.replicas import ReplicaError
+from manualpar.training import loop
 from manualpar.training.data import Dataset, Split, train_batch
 from manualpar.training.loop import LAG, Recorder, postponed_interrupt, train
 
@@ -33,6 +35,7 @@ class FakeProgram:
         self.labels: list[np.ndarray] = []
         self.batch_sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         self._interrupt_at = interrupt_at
+        self.mesh, self.layout = None, self.log
 
     def _metrics(self, name, batch):
         count = float(batch.mask.sum())
@@ -81,7 +84,14 @@ def _split(num_examples: int, first_label: int) -> Split:
 DATASET = Dataset(_split(10, 0), _split(6, 100), _split(7, 200), num_classes=300)
 
 
-def _train(program: FakeProgram, *, num_steps=7, eval_every_steps=3, log_every_steps=2):
+def _train(
+    program: FakeProgram,
+    *,
+    num_steps=7,
+    eval_every_steps=3,
+    log_every_steps=2,
+    check_replicas_every=0,
+):
     reports = Reports()
     recorder = Recorder(reports, reports, batch_size=BATCH_SIZE, learning_rate=lambda s: s / 10)
     try:
@@ -95,10 +105,11 @@ def _train(program: FakeProgram, *, num_steps=7, eval_every_steps=3, log_every_s
             num_steps=num_steps,
             eval_every_steps=eval_every_steps,
             log_every_steps=log_every_steps,
+            check_replicas_every=check_replicas_every,
         )
-    except KeyboardInterrupt:
-        return reports, recorder, True
-    return reports, recorder, False
+    except (KeyboardInterrupt, ReplicaError) as error:
+        return reports, recorder, error
+    return reports, recorder, None
 
 
 def test_reports_are_means_over_their_interval_and_evaluation_counts_each_example_once():
@@ -168,10 +179,66 @@ def test_ctrl_c_ends_after_the_step_with_everything_reported():
     program = FakeProgram(interrupt_at=4)
     before = signal.getsignal(signal.SIGINT)
     reports, _, interrupted = _train(program)
-    assert interrupted
+    assert isinstance(interrupted, KeyboardInterrupt)
     assert signal.getsignal(signal.SIGINT) is before
     assert program.log[-1] == ("fetch", "train", 4)
     assert reports.written[-1][:2] == (4, "train")
+
+
+@pytest.fixture
+def fail_at(monkeypatch) -> dict[str, int | None]:
+    """Has a sentinel that writes its checks into the program's log and fails at `["step"]`."""
+    failing: dict[str, int | None] = {"step": None}
+
+    class Sentinel:
+        def __init__(self, mesh, layout):
+            self._log = layout
+
+        def check(self, state):
+            self._log.append(("check", state))
+            if state == failing["step"]:
+                raise ReplicaError("'params/x' is not the same, ...")
+
+    monkeypatch.setattr(loop, "ReplicaSentinel", Sentinel)
+    return failing
+
+
+def test_replicas_are_checked_after_every_so_many_steps(fail_at):
+    program = FakeProgram()
+    reports, _, error = _train(program, check_replicas_every=3)
+    assert error is None
+    before = [event for event, after in itertools.pairwise(program.log) if after[0] == "check"]
+    checks = [event for event in program.log if event[0] == "check"]
+    assert checks == [("check", 3), ("check", 6)]
+    assert all(event[0] in ("train", "fetch") for event in before)
+    assert reports.written == _train(FakeProgram())[0].written
+    assert not any(event[0] == "check" for event in FakeProgram().log)
+
+
+def test_replicas_that_differ_end_a_training_with_everything_reported(fail_at):
+    fail_at["step"] = 4
+    program = FakeProgram()
+    reports, _, error = _train(program, check_replicas_every=2)
+    assert isinstance(error, ReplicaError)
+    assert str(error) == "after step 4 'params/x' is not the same, ..."
+    assert program.log[-1] == ("fetch", "train", 4)
+    assert reports.written[-1][:2] == (4, "train")
+    assert ("train", 5) not in program.log
+
+
+def test_examples_per_second_leave_out_checks(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    reports = Reports()
+    recorder = Recorder(reports, reports, batch_size=32, learning_rate=lambda step: step / 10)
+    recorder.leave_out(7.0)  # Nothing to leave it out of.
+    for step in range(1, 4):
+        recorder.put("train", step, {"loss": (1.0, 1.0)}, report=step == 3)
+        now[0] += 1.0
+        recorder.drain()
+        now[0] += 100.0
+        recorder.leave_out(100.0)
+    assert reports.metrics["examples_per_second"] == 32
 
 
 def test_a_second_ctrl_c_does_not_wait():

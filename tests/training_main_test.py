@@ -1,18 +1,31 @@
 """From a command line to a result, in this process: what is shown, what is left, and exit codes."""
 
+import dataclasses
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from manualpar.strategy import MODES
 from manualpar.training import main
 from manualpar.training.command_line import CommandLine, parse_command_line
+from manualpar.training.config import STRATEGIES
+from manualpar.training.experiment import prepare
 from manualpar.training.main import run_command
+from tests.replicas_test import break_leaf
 from tests.training_writers_test import read_events, read_metrics
 
 ROOT = Path(__file__).parent.parent
 SMALL = ("--config.model.hidden_size=16", "--config.model.num_layers=1")
+FEW_STEPS = (
+    *SMALL,
+    "--config.optimizer.num_minibatches=1",
+    "--config.training.num_steps=2",
+    "--config.training.eval_every_steps=0",
+    "--config.data.source=synthetic",
+)
 
 
 def _command(strategy: str, *arguments: str) -> CommandLine:
@@ -25,9 +38,18 @@ def _inside(tmp_path, monkeypatch, devices8):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "dp",
+        "fsdp",
+        pytest.param("zero", marks=pytest.mark.slow),
+        pytest.param("hsdp", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.optimized
 def test_the_default_configs_learn_the_digits(strategy, capsys):
-    assert run_command(_command(strategy), strategy=strategy) == 0
+    assert run_command(_command(strategy)) == 0
     shown = capsys.readouterr().out.splitlines()
     accuracy, time, results = shown[-3:]
     assert accuracy.startswith("test accuracy: 0.9")
@@ -35,11 +57,13 @@ def test_the_default_configs_learn_the_digits(strategy, capsys):
     assert float(accuracy.split()[-1]) >= 0.97
     assert time.startswith("time: ")
     assert results == f"results: runs/{strategy}/001"
-    assert shown[0] == "mesh: data=8 on 8 simulated cpu devices"
+    mesh = "replica=2, data=4" if strategy == "hsdp" else "data=8"
+    assert shown[0] == f"mesh: {mesh} on 8 simulated cpu devices"
     table = [line.split() for line in shown]
-    sharded = ["input_dense/kernel", "64x256", "float32", "P(None,", "'data')", "8,192"]
+    held = "16,384" if strategy == "hsdp" else "8,192"
+    sharded = ["input_dense/kernel", "64x256", "float32", "P(None,", "'data')", held]
     whole = ["input_dense/kernel", "64x256", "float32", "P()", "65,536"]
-    assert (sharded if strategy == "fsdp" else whole) in table
+    assert (sharded if strategy in ("fsdp", "hsdp") else whole) in table
 
 
 def test_a_run_shows_what_it_writes_and_numbers_its_folders(capsys):
@@ -49,12 +73,17 @@ def test_a_run_shows_what_it_writes_and_numbers_its_folders(capsys):
         "--config.training.eval_every_steps=5",
         "--config.training.log_every_steps=3",
         "--config.data.source=synthetic",
+        "--config.parallel.rules=(('embed', None),)",
     )
     command = _command("fsdp", *arguments)
     for number in (1, 2):
-        assert run_command(command, strategy="fsdp") == 0
+        assert run_command(command) == 0
         workdir = Path(f"runs/fsdp/{number:03d}")
-        assert json.loads((workdir / "config.json").read_text()) == command.config.to_dict()
+        stored = json.loads((workdir / "config.json").read_text())
+        assert stored["parallel"].pop("rules") == [["embed", None]]
+        config = command.config.to_dict()
+        del config["parallel"]["rules"]
+        assert stored == config
         records = read_metrics(workdir)
         at = [(record["step"], record["split"]) for record in records]
         assert at == [
@@ -88,8 +117,10 @@ def test_a_run_shows_what_it_writes_and_numbers_its_folders(capsys):
         (["--config.optimizer.num_minibatches=3"], "times config.optimizer.num_minibatches=3."),
         (["--config.parallel.mesh.data=16"], "needs 16 devices, got 8"),
         (["--config.parallel.mesh={'model': 8}"], "the mesh has the axes ['model']"),
-        (["--config.parallel.strategy=dp"], "run python -m experiments.dp for that one."),
-        (["--config.parallel.strategy=zero"], "expected one of 'dp', 'fsdp'"),
+        (["--config.parallel.strategy=zero"], "expected one of 'dp', 'zero1', 'zero2', 'fsdp'"),
+        (["--config.parallel.strategy=hsdp"], "set --config.parallel.mesh=\"{'replica': 2, 'data'"),
+        (["--config.parallel.rules=(('a', 'b'),)"], "names ['b'], but the mesh has the axes ['da"),
+        (["--config.debug.draw_sharding=kernel"], "expected the path of a parameter, 'all' or ''"),
         (["--config.model.num_classes=9"], "expected at least the 10 classes"),
         (["--workdir=run"], "--workdir=run holds an earlier run (metrics.jsonl)"),
         (["--workdir=run/metrics.jsonl/new"], "the results cannot be written: "),
@@ -98,7 +129,7 @@ def test_a_run_shows_what_it_writes_and_numbers_its_folders(capsys):
 def test_what_cannot_be_run_ends_in_one_sentence(arguments, message, capsys):
     Path("run").mkdir()
     Path("run/metrics.jsonl").write_text("{}\n")
-    assert run_command(_command("fsdp", *arguments), strategy="fsdp") == 2
+    assert run_command(_command("fsdp", *arguments)) == 2
     output, error = capsys.readouterr()
     assert output == ""
     assert error.startswith("error: ")
@@ -107,20 +138,90 @@ def test_what_cannot_be_run_ends_in_one_sentence(arguments, message, capsys):
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_line_selects_a_strategy(strategy, capsys):
+    mesh = ["--config.parallel.mesh={'replica': 2, 'data': -1}"] if strategy == "hsdp" else []
+    arguments = (*FEW_STEPS, *mesh, "--config.debug.draw_sharding=input_dense/kernel")
+    assert run_command(_command("fsdp", *arguments, f"--config.parallel.strategy={strategy}")) == 0
+    shown = capsys.readouterr().out
+    name = "data_parallel" if strategy == "dp" else strategy
+    assert f"\n{name} on 8 devices" in shown
+    spec = "P('data', None)" if strategy in ("fsdp", "hsdp") else "P()"
+    drawn = shown.index(f"input_dense/kernel [784, 16] {spec}\n")
+    devices = {"fsdp": "CPU 3", "hsdp": "CPU 3,7"}.get(strategy, "CPU 0,1,2,3,4,5,6,7")
+    assert shown.index(devices) < shown.index("step 2/2")
+    assert shown.index(name) < drawn < shown.index(devices)
+    assert [record["split"] for record in read_metrics(Path("runs/fsdp/001"))] == ["train", "test"]
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "manual"])
+def test_one_line_selects_a_mode(mode, capsys):
+    arguments = (*FEW_STEPS, f"--config.parallel.mode={mode}", "--config.data.source=digits")
+    assert run_command(_command("zero", *arguments)) == 0
+    assert [record["split"] for record in read_metrics(Path("runs/zero/001"))] == ["train", "test"]
+
+
+def test_norms_are_reported_on_request(capsys):
+    arguments = (*FEW_STEPS, "--config.training.norm_metrics=true")
+    assert run_command(_command("fsdp", *arguments)) == 0
+    norms = {"gradient_norm", "update_norm", "parameter_norm"}
+    train, test = read_metrics(Path("runs/fsdp/001"))
+    assert all(train[name] > 0 for name in norms)
+    assert not norms & test.keys()
+    tags = {tag for _, tag, _ in read_events(Path("runs/fsdp/001"))}
+    assert {f"train/{name}" for name in norms} <= tags
+    assert re.search(r"gradient norm \S+  update norm \S+  parameter norm", capsys.readouterr().out)
+
+
+def test_replicas_that_differ_stop_a_run(monkeypatch, capsys):
+    def prepare_broken(config):
+        experiment = prepare(config)
+        step = experiment.program.train_step
+
+        def train_step(state, batch):
+            state, metrics = step(state, batch)
+            if int(state.step) == 5:
+                device = experiment.program.mesh.devices.flat[3]
+                state = break_leaf(state, "params/output_dense/bias", device)
+            return state, metrics
+
+        program = dataclasses.replace(experiment.program, train_step=train_step)
+        return experiment._replace(program=program)
+
+    monkeypatch.setattr(main, "prepare", prepare_broken)
+    arguments = (
+        *FEW_STEPS,
+        "--config.training.num_steps=100",
+        "--config.training.log_every_steps=1",
+        "--config.debug.check_replicas_every=2",
+    )
+    assert run_command(_command("fsdp", *arguments)) == 3
+    output, error = capsys.readouterr()
+    assert "replica check: every 2 steps, 7 of 16 arrays have copies to compare\n" in output
+    # The difference has spread from the bias to other arrays by the time of the check.
+    assert error.startswith(
+        "error: stopped, the results so far are in runs/fsdp/001; after step 6 'params/"
+    )
+    assert " is not the same, bit for bit, on devices that hold copies of it: device " in error
+    assert error.count("\n") == 1
+    steps = [record["step"] for record in read_metrics(Path("runs/fsdp/001"))]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
 def test_our_own_mistakes_keep_their_traceback(monkeypatch):
     def fail(*args, **kwargs):
         raise ValueError("a bug in the loop")
 
     monkeypatch.setattr(main, "run", fail)
     with pytest.raises(ValueError, match="a bug in the loop"):
-        run_command(_command("fsdp"), strategy="fsdp")
+        run_command(_command("fsdp"))
 
     def break_(*args, **kwargs):
         raise TypeError("a bug before it")
 
     monkeypatch.setattr(main, "prepare", break_)
     with pytest.raises(TypeError, match="a bug before it"):
-        run_command(_command("fsdp"), strategy="fsdp")
+        run_command(_command("fsdp"))
 
 
 def test_ctrl_c_before_training_is_not_a_traceback_either(monkeypatch, capsys):
@@ -128,11 +229,11 @@ def test_ctrl_c_before_training_is_not_a_traceback_either(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(main, "prepare", interrupt)
-    assert run_command(_command("fsdp"), strategy="fsdp") == 130
+    assert run_command(_command("fsdp")) == 130
     assert capsys.readouterr().err == "error: interrupted; nothing was written\n"
 
 
-@pytest.mark.parametrize("name", ["dp", "fsdp"])
+@pytest.mark.parametrize("name", ["dp", "fsdp", "hsdp", "zero"])
 def test_help_lists_flags_and_fields(name, capsys):
     experiment = importlib.import_module(f"experiments.{name}")
     parse = main.flags_parser(experiment.__doc__, experiment.DEFAULT_CONFIG)

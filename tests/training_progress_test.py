@@ -57,6 +57,22 @@ def test_metrics_without_a_format_come_last():
     assert describe({"z": 2.0, "accuracy": 0.5, "loss": 1.0}) == "loss 1.0000  accuracy 0.5000  z 2"
 
 
+@pytest.mark.parametrize("console", [True], indirect=True)
+def test_a_terminal_gets_norms_above_the_bar(console):
+    with TrainingProgress(console, num_steps=100) as progress:
+        progress.report(100, "train", METRICS | {"gradient_norm": 0.5, "update_norm": 0.25})
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue()).replace("\r", "\n")
+    assert "step 100/100  train  gradient norm 0.5  update norm 0.25\n" in shown
+    assert "accuracy 0.5000  1,234 examples/s" in shown
+
+
+def test_norms_are_named_in_words():
+    norms = {"gradient_norm": 0.51234, "update_norm": 1e-5, "parameter_norm": 1234.5}
+    assert describe(norms | {"loss": 1.0}) == (
+        "loss 1.0000  gradient norm 0.512  update norm 1e-05  parameter norm 1.23e+03"
+    )
+
+
 def test_a_line_is_neither_wrapped_nor_read_as_markup(console):
     path = "/a/long/path" * 30 + "/[bold]"
     print_line(console, f"results: {path}")

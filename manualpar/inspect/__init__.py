@@ -9,6 +9,7 @@ from manualpar.inspect.communication import (
     trace_collectives,
 )
 from manualpar.inspect.compiled import CompiledCollective, compiled_collectives
+from manualpar.inspect.formulas import of_parameters, step_bytes, total_step_bytes
 from manualpar.inspect.layout import layout_table, state_bytes
 
 __all__ = [
@@ -18,8 +19,11 @@ __all__ = [
     "compiled_collectives",
     "count_by_kind",
     "layout_table",
+    "of_parameters",
     "ring_bytes",
     "state_bytes",
+    "step_bytes",
     "total_bytes",
+    "total_step_bytes",
     "trace_collectives",
 ]

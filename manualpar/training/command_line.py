@@ -28,6 +28,7 @@ EXPECTED: Mapping[type, str] = {
     int: "an integer without point or exponent",
     float: "a number",
     bool: "true or false",
+    tuple: "a tuple of pairs such as (('embed', None), ('mlp', 'data'))",
     ml_collections.ConfigDict: "a dict such as {'data': -1}",
 }
 
@@ -175,9 +176,16 @@ def _check_overrides(config: ml_collections.ConfigDict, overrides: Sequence[str]
     for argument in overrides:
         field = argument.split("=")[0].split(".", 1)[1]
         if field not in groups | mesh_sizes:
+            near = nearest(field, values.keys() | mesh_sizes)
+            mend = ""
+            if field.startswith("parallel.mesh."):
+                mend = (
+                    ", and another mesh is set as a whole, as by "
+                    """--config.parallel.mesh="{'replica': 2, 'data': -1}\""""
+                )
             raise UsageError(
                 f"{argument}: the config has no field {field!r}; the nearest one is "
-                f"--config.{nearest(field, values.keys() | mesh_sizes)}."
+                f"--config.{near}{mend}."
             )
 
 

@@ -1,7 +1,8 @@
 """What a training config may hold, checked before anything else happens.
 
 A config is a locked `ml_collections.ConfigDict` of plain values, so that every field can be set by
-a flag and stored as JSON. `FIELDS` lists them all: a config has each of them and no other.
+a flag and stored as JSON, where tuples are lists. `FIELDS` lists them all: a config has each of
+them and no other. A field that means nothing for a strategy is there, checked and not used.
 """
 
 import dataclasses
@@ -12,11 +13,13 @@ from typing import Any
 
 import ml_collections
 
+from manualpar.strategy import MODES
 from manualpar.training.data import SOURCES
 
 DTYPES = ("bfloat16", "float16", "float32")
-STRATEGIES = ("dp", "fsdp")
-MODES = ("manual",)
+# "" leaves it as it is. In float16 gradients overflow: they are summed before they are divided.
+WIRE_DTYPES = ("", "bfloat16", "float32")
+STRATEGIES = ("dp", "zero1", "zero2", "fsdp", "hsdp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Field:
       minimum: The smallest number allowed.
       below: A number that it must be less than.
       choices: All values allowed.
+
+    A tuple holds pairs of a name and a mesh axis, a tuple of axes or `None`.
     """
 
     kind: type
@@ -41,6 +46,10 @@ class Field:
             return "one of " + ", ".join(map(repr, self.choices))
         if self.kind is dict:
             return "a dict of axis sizes such as {'data': -1}"
+        if self.kind is tuple:
+            return "a tuple of pairs such as (('embed', None), ('mlp', 'data'))"
+        if self.kind is bool:
+            return "True or False"
         noun = {int: "an integer", float: "a finite number", str: "a string"}[self.kind]
         limits = [] if self.minimum is None else [f"at least {self.minimum}"]
         limits += [] if self.below is None else [f"less than {self.below}"]
@@ -48,8 +57,10 @@ class Field:
 
     def allows(self, value: Any) -> bool:
         """Whether `value` is as expected."""
-        if self.kind in (dict, str):
+        if self.kind in (bool, dict, str):
             return isinstance(value, self.kind) and (not self.choices or value in self.choices)
+        if self.kind is tuple:
+            return isinstance(value, tuple) and all(map(_is_rule, value))
         numbers = (int, float) if self.kind is float else (int,)
         if not isinstance(value, numbers) or isinstance(value, bool):
             return False
@@ -78,10 +89,28 @@ FIELDS: Mapping[str, Field] = {
     "parallel.mode": Field(str, choices=MODES),
     "parallel.mesh": Field(dict),
     "parallel.min_weight_size": Field(int, 0),
+    "parallel.reshard_after_forward": Field(bool),
+    "parallel.communicate_every": Field(str, choices=("minibatch", "step")),
+    "parallel.pad": Field(bool),
+    "parallel.param_dtype": Field(str, choices=WIRE_DTYPES),
+    "parallel.gather_dtype": Field(str, choices=WIRE_DTYPES),
+    "parallel.reduce_dtype": Field(str, choices=WIRE_DTYPES),
+    "parallel.rules": Field(tuple),
     "training.num_steps": Field(int, 1),
     "training.eval_every_steps": Field(int, 0),
     "training.log_every_steps": Field(int, 1),
+    "training.norm_metrics": Field(bool),
+    "debug.check_replicas_every": Field(int, 0),
+    "debug.draw_sharding": Field(str),
 }
+
+
+def _is_rule(value: Any) -> bool:
+    """Whether a value is a pair of a name and a mesh axis, a tuple of axes or `None`."""
+    if not isinstance(value, tuple | list) or len(value) != 2 or not isinstance(value[0], str):
+        return False
+    axes = value[1] if isinstance(value[1], tuple | list) else (value[1] or "",)
+    return all(isinstance(axis, str) for axis in axes)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

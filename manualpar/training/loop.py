@@ -3,7 +3,7 @@
 Dispatching a step takes no time, waiting for its metrics does, and a device that nobody feeds
 meanwhile idles. So metrics stay on the device in a queue, and those of a step are fetched once
 `LAG` later steps have been dispatched. Evaluation goes through the same queue. Only the end of the
-training empties it.
+training empties it. A check of replicas waits for the device, and is asked for in the config.
 """
 
 import collections
@@ -15,7 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+import jax
+
 from manualpar.program import Program
+from manualpar.replicas import ReplicaError, ReplicaSentinel
 from manualpar.train_state import TrainState
 from manualpar.training.data import (
     Dataset,
@@ -38,7 +41,7 @@ class Recorder:
 
     A training report has the mean over the steps since the one before, the learning rate of the
     last of them and examples per second, which counts the time of training steps only, and neither
-    the first step, which compiles, nor evaluation.
+    the first step, which compiles, nor evaluation, nor what `leave_out` was told.
     """
 
     def __init__(
@@ -71,6 +74,11 @@ class Recorder:
         """Waits for everything that is queued."""
         while self._queue:
             self._fetch_oldest()
+
+    def leave_out(self, seconds: float) -> None:
+        """Says that the device had nothing to do for as long, since all queued steps were done."""
+        if self._fetched_at is not None:
+            self._fetched_at += seconds
 
     def latest(self, split: str) -> dict[str, float]:
         """The latest report of `split`."""
@@ -118,6 +126,7 @@ def train(
     num_steps: int,
     eval_every_steps: int,
     log_every_steps: int,
+    check_replicas_every: int = 0,
 ) -> TrainState:
     """Trains, evaluates on the way and tests at the end.
 
@@ -132,13 +141,27 @@ def train(
       num_steps: Updates to make.
       eval_every_steps: Updates between evaluations, the first before any update; 0 for none.
       log_every_steps: Updates between training reports.
+      check_replicas_every: Updates between checks that copies of the state are the same, bit for
+        bit, for which the loop waits; 0 for none.
 
     Returns:
       The trained state. The metrics are `recorder.latest("test")`.
 
     Raises:
       KeyboardInterrupt: Ctrl-C was pressed. The step under way was finished and reported first.
+      ReplicaError: A check failed. The step before it was reported first.
     """
+    sentinel = ReplicaSentinel(program.mesh, program.layout) if check_replicas_every else None
+
+    def check_replicas(sentinel: ReplicaSentinel, step: int) -> None:
+        jax.block_until_ready(state)
+        started = time.perf_counter()
+        try:
+            sentinel.check(state)
+        except ReplicaError as error:
+            recorder.drain()
+            raise ReplicaError(f"after step {step} {error}") from error
+        recorder.leave_out(time.perf_counter() - started)
 
     def evaluate(split: str, examples: Split, step: int) -> None:
         batches = prefetch_to_device(
@@ -163,6 +186,8 @@ def train(
             state, metrics = program.train_step(state, batch)
             report = step % log_every_steps == 0 or step == num_steps
             recorder.put("train", step, metrics, report=report)
+            if sentinel is not None and step % check_replicas_every == 0:
+                check_replicas(sentinel, step)
             if eval_every_steps and (step % eval_every_steps == 0 or step == num_steps):
                 evaluate("eval", dataset.eval, step)
             if interrupted.is_set():

@@ -1,7 +1,8 @@
 """The main of an experiment, for `absl.app.run`: what `experiments/` share.
 
-Exit codes: 0 for a finished run, 2 for a mistake of the user's, 130 for Ctrl-C. Other errors are
-ours and keep their traceback.
+Exit codes: 0 for a finished run, 2 for a mistake of the user's, 3 for devices that should hold the
+same and do not (`config.debug.check_replicas_every`), 130 for Ctrl-C. Other errors are ours and
+keep their traceback.
 """
 
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from absl import flags, logging
 
+from manualpar.replicas import ReplicaError
 from manualpar.training.command_line import (
     FLAGS_HELP,
     CommandLine,
@@ -25,6 +27,7 @@ from manualpar.training.progress import make_console, print_line
 from manualpar.training.writers import RunWriter, check_workdir, create_numbered_folder
 
 USAGE_EXIT_CODE = 2
+REPLICAS_EXIT_CODE = 3
 INTERRUPTED_EXIT_CODE = 130
 
 
@@ -53,12 +56,11 @@ def flags_parser(description: str, default_config: Path) -> Callable[[list[str]]
     return parse
 
 
-def run_command(command: CommandLine, *, strategy: str) -> int:
-    """Does what a command line asks for.
+def run_command(command: CommandLine) -> int:
+    """Does what a command line asks for, under the strategy that its config names.
 
     Args:
       command: The command line.
-      strategy: What its `config.parallel.strategy` must be.
 
     Returns:
       The exit code.
@@ -70,7 +72,7 @@ def run_command(command: CommandLine, *, strategy: str) -> int:
     remains = "nothing was written"
     try:
         try:
-            experiment = _prepare(command, strategy)
+            experiment = _prepare(command)
             writer = _open_writer(command, experiment)
         except (UsageError, ValueError) as error:
             print_error(error)
@@ -81,6 +83,9 @@ def run_command(command: CommandLine, *, strategy: str) -> int:
     except KeyboardInterrupt:
         print_error(f"interrupted; {remains}")
         return INTERRUPTED_EXIT_CODE
+    except ReplicaError as error:
+        print_error(f"stopped, {remains}; {error}")
+        return REPLICAS_EXIT_CODE
     print_line(console, f"test accuracy: {result['accuracy']:.4f}")
     print_line(console, f"time: {time.perf_counter() - started:.1f} s")
     print_line(console, f"results: {writer.workdir}")
@@ -92,15 +97,9 @@ def print_error(error: object) -> None:
     print(f"error: {error}", file=sys.stderr)
 
 
-def _prepare(command: CommandLine, strategy: str) -> Experiment:
+def _prepare(command: CommandLine) -> Experiment:
     """Checks everything that can be checked before something compiles."""
     check_config(command.config)
-    if command.config.parallel.strategy != strategy:
-        wanted = command.config.parallel.strategy
-        raise UsageError(
-            f"config.parallel.strategy is {wanted!r} in {command.config_path}, expected "
-            f"{strategy!r}; run python -m experiments.{wanted} for that one."
-        )
     if command.workdir:
         check_workdir(command.workdir)
     simulate_devices(command.devices)
@@ -124,5 +123,5 @@ def _help_text(description: str, default_config: Path) -> str:
     lines += [f"  --{name:8s}  {text}" for name, text in FLAGS_HELP.items()]
     lines += ["", f"Fields of {default_config.name}, each a flag --config.<field>=<value>:"]
     fields = flatten_config(load_config(default_config))
-    lines += [f"  {name:27s}  {value}" for name, value in fields.items()]
+    lines += [f"  {name:31s}  {value or repr(value)}" for name, value in fields.items()]
     return "\n".join(lines)

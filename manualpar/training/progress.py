@@ -14,8 +14,14 @@ FORMATS = {
     "loss": "loss {:.4f}",
     "accuracy": "accuracy {:.4f}",
     "learning_rate": "learning rate {:.2e}",
+    "gradient_norm": "gradient norm {:.3g}",
+    "update_norm": "update norm {:.3g}",
+    "parameter_norm": "parameter norm {:.3g}",
     "examples_per_second": "{:,.0f} examples/s",
 }
+
+# The bar has no room for them in a terminal of 80 columns.
+NORMS = frozenset({"gradient_norm", "update_norm", "parameter_norm"})
 
 
 def make_console() -> rich.console.Console:
@@ -41,8 +47,9 @@ def describe(metrics: Mapping[str, float]) -> str:
 class TrainingProgress:
     """Shows how far a training is. Use it as a context manager.
 
-    In a terminal a bar moves with every step and shows the latest training metrics, and evaluations
-    are printed above it. Anywhere else every report is a line, and steps in between are silent.
+    In a terminal a bar moves with every step and shows the latest training metrics; evaluations and
+    norms, where there are any, are printed above it. Anywhere else every report is a line, and
+    steps in between are silent.
     """
 
     def __init__(self, console: rich.console.Console, *, num_steps: int) -> None:
@@ -67,9 +74,12 @@ class TrainingProgress:
     def report(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of `split` after `step` updates."""
         if split == "train" and self._console.is_terminal:
-            shown = {name: value for name, value in metrics.items() if name != "learning_rate"}
+            left_out = NORMS | {"learning_rate"}
+            shown = {name: value for name, value in metrics.items() if name not in left_out}
             self._bar.update(self._task, metrics=describe(shown))
-            return
+            metrics = {name: value for name, value in metrics.items() if name in NORMS}
+            if not metrics:
+                return
         digits = len(str(self._num_steps))
         line = f"step {step:{digits}d}/{self._num_steps}  {split:5s}  {describe(metrics)}"
         print_line(self._console, line)

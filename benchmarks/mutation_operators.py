@@ -1,0 +1,200 @@
+"""The ways to get a collective wrong.
+
+A mutant is the source with the text of one call that communicates replaced, and all else byte for
+byte as it was. What it is replaced by keeps shapes and dtypes wherever it can, so that not the
+shapes are what is tested. With `x` what the call communicates:
+
+- `delete`: the same shape without communication. A reduction is `x`, a gather as many copies of `x`
+  as there are devices, a scatter the device's own part of its own `x`.
+- `duplicate`: communicate twice. A gather, a scatter or a mean of what is gathered, reduced or
+  averaged already has the right value, and only who counts what is sent can tell.
+- `times-2`, `over-size`: the result times 2, and divided by the number of devices.
+- `drop-last-axis`, `reverse-axes`: of a tuple of axes; one axis stays as it is.
+- `other-axes`: the axes of the mesh that were not meant, if it has others.
+- `next-dim`: gathered or scattered along the dim after the right one, the first after the last.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+
+from benchmarks.mutation_sites import Site
+
+KINDS = (
+    "delete",
+    "duplicate",
+    "times-2",
+    "over-size",
+    "drop-last-axis",
+    "reverse-axes",
+    "other-axes",
+    "next-dim",
+)
+
+# Sites without mutants, and why: `module:function:callee`; names may hold wildcards.
+LEFT_ALONE: Mapping[str, str] = {
+    "collectives:is_vma_checked:axis_index": "its type is read and its value is not",
+    "modes:GlobalParameter.unbox:gather_data_axes": "a constraint on global arrays; XLA gathers",
+    "probe:*": "traced for what the model does with its variables; it never runs",
+    "replicas:ReplicaSentinel.fingerprints:process_allgather": "runs with several processes only",
+}
+
+_SAME_SET = "a reduction over a set of axes; their order changes nothing but rounding"
+_OTHER_KEY = "another key, which differs between devices just as the first; none is promised"
+_NOTHING_LEFT = "the second call finds nothing left to do and sends nothing"
+
+# Mutants that are the same program, and why; names may hold wildcards.
+EQUIVALENT: Mapping[str, str] = {
+    "*:pmean:reverse-axes": _SAME_SET,
+    "*:psum:reverse-axes": _SAME_SET,
+    "*:sync_*:reverse-axes": _SAME_SET,
+    "rng:fold_rng_over_axis:axis_index:times-2": _OTHER_KEY,
+    "rng:fold_rng_over_axis:axis_index:reverse-axes": _OTHER_KEY,
+    "step:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
+    "step:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
+    "step:*:sync_collections:duplicate": _NOTHING_LEFT,
+    "step:*:gather_data_axes:duplicate": _NOTHING_LEFT,
+    "update:*:replicate_shards:duplicate": _NOTHING_LEFT,
+    "partitioning:*:gather_params:duplicate": _NOTHING_LEFT,
+    "partitioning:*:gather_params:drop-last-axis": "a dim is gathered over all axes of its tuple",
+    "partitioning:*:gather_params:reverse-axes": "a dim is gathered over its own tuple, in order",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A site with its call replaced."""
+
+    site: Site
+    kind: str
+    replacement: str
+
+    @property
+    def name(self) -> str:
+        """`module:function:callee:kind`."""
+        return f"{self.site.name}:{self.kind}"
+
+    @property
+    def equivalent(self) -> str:
+        """Why it is the same program as the original; `""` if it is not."""
+        return next((why for name, why in EQUIVALENT.items() if fnmatchcase(self.name, name)), "")
+
+    def apply(self, source: bytes) -> bytes:
+        """The file with this mutation."""
+        return source[: self.site.start] + self.replacement.encode() + source[self.site.end :]
+
+
+# What a kind makes of a site.
+
+
+def _own_part(x: str, axes: str, dim: str, size: str) -> str:
+    return (
+        f"jax.lax.dynamic_slice_in_dim({x}, jax.lax.axis_index({axes}) * ({size}), {size}, {dim})"
+    )
+
+
+def _varying(x: str, axes: str) -> str:
+    return f"jax.lax.pcast({x}, {axes}, to='varying')"
+
+
+def _delete_gather(site: Site) -> str:
+    return f"jnp.concatenate([{site.x}] * jax.lax.axis_size({site.axes}), {site.dim})"
+
+
+def _delete_scatter(site: Site) -> str:
+    size = f"({site.x}).shape[{site.dim}] // jax.lax.axis_size({site.axes})"
+    return _own_part(site.x, site.axes, site.dim, size)
+
+
+def _gather_again(site: Site) -> str:
+    size = f"({site.x}).shape[{site.dim}]"
+    return site.call(_own_part(site.call(), site.axes, site.dim, size))
+
+
+def _scatter_the_mean(site: Site) -> str:
+    return site.call(_varying(f"jax.lax.pmean({site.x}, {site.axes})", site.axes))
+
+
+def _times_2(site: Site) -> str:
+    if site.signature.is_tree:
+        return f"jax.tree.map(lambda leaf: leaf * 2, {site.call()})"
+    return f"{site.call()} * 2"
+
+
+def _over_size(site: Site) -> str:
+    size = f"jax.lax.axis_size({site.axes})"
+    if site.signature.is_tree:
+        return f"jax.tree.map(lambda leaf: (leaf / {size}).astype(leaf.dtype), {site.call()})"
+    return f"{site.call()} / {size}"
+
+
+def _next_dim(site: Site) -> str:
+    return site.call(dim=f"({site.dim} + 1) % ({site.x}).ndim")
+
+
+def _other_axes(site: Site) -> str:
+    manual = "jax.sharding.get_abstract_mesh().manual_axes"
+    others = f"tuple(axis for axis in {manual} if axis not in {site.axes})"
+    return site.call(axes=f"({others} or {site.axes})")
+
+
+Operator = Callable[[Site], str]
+_IDENTITY: dict[str, Operator] = {"delete": lambda site: site.x}
+_SCALE: dict[str, Operator] = {"times-2": _times_2, "over-size": _over_size}
+_AXES: dict[str, Operator] = {
+    "drop-last-axis": lambda site: site.call(axes=f"({site.axes}[:-1] or {site.axes})"),
+    "reverse-axes": lambda site: site.call(axes=f"{site.axes}[::-1]"),
+    "other-axes": _other_axes,
+}
+_TWICE: dict[str, Operator] = {"duplicate": lambda site: site.call(site.call())}
+
+FAMILIES: Mapping[str, Mapping[str, Operator]] = {
+    "reduction": {
+        **_IDENTITY,
+        "duplicate": lambda site: site.call(_varying(site.call(), site.axes)),
+        **_SCALE,
+        **_AXES,
+    },
+    "gather": {
+        "delete": _delete_gather,
+        "duplicate": _gather_again,
+        **_SCALE,
+        **_AXES,
+        "next-dim": _next_dim,
+    },
+    "scatter": {
+        "delete": _delete_scatter,
+        "duplicate": _scatter_the_mean,
+        **_SCALE,
+        **_AXES,
+        "next-dim": _next_dim,
+    },
+    # Our functions of trees.
+    "sync": {**_IDENTITY, **_TWICE, **_SCALE, **_AXES},
+    # What is scattered is no longer whole: it cannot be scattered again.
+    "whole": {**_IDENTITY, **_SCALE},
+    # The device's place: sends nothing, so there is nothing to do twice.
+    "place": {
+        "delete": lambda site: f"0 * {site.call()}",
+        "times-2": lambda site: f"2 * {site.call()}",
+        **_AXES,
+    },
+    "key": {**_IDENTITY, **_TWICE, **_AXES},
+    # Has no number to scale: a function, or the type of a value.
+    "passing": _IDENTITY,
+}
+_NEED_AXES = frozenset({"over-size", *_AXES})
+
+
+def left_alone(site: Site) -> str:
+    """Why a site has no mutants; `""` if it has."""
+    return next((why for name, why in LEFT_ALONE.items() if fnmatchcase(site.name, name)), "")
+
+
+def mutate(site: Site) -> tuple[Mutant, ...]:
+    """All mutants of a site, in the order of `KINDS`; none if it is left alone."""
+    if left_alone(site):
+        return ()
+    operators = FAMILIES[site.signature.family]
+    kinds = [k for k in KINDS if k in operators and (site.axes or k not in _NEED_AXES)]
+    return tuple(Mutant(site, kind, f"({operators[kind](site)})") for kind in kinds)

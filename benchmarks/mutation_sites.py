@@ -1,0 +1,230 @@
+"""Every collective of the package, found in its source.
+
+A site is a call that communicates: one of jax's collectives, a call of one of our functions around
+them, or one of two kinds of call that send nothing and yet decide who gets what: `axis_index`, and
+casts between the types of `check_vma`, whose transpose is an all-reduce.
+
+A new function that communicates, and is called from elsewhere in the package, is added to `OWN`.
+"""
+
+import ast
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """How a function that communicates is called.
+
+    Attributes:
+      family: What it does, a key of `mutation_operators.FAMILIES`.
+      parameters: Its parameters; the first is what is communicated.
+      axes: The parameter that names the axes; `""` if none does.
+      dim: The parameter that names the dim.
+      plan: The parameter that holds both, as the attributes `axes` and `dim`.
+      is_tree: Whether the result is a tree and not an array.
+      is_method: Whether what is communicated is the object whose method is called.
+    """
+
+    family: str
+    parameters: tuple[str, ...]
+    axes: str = ""
+    dim: str = ""
+    plan: str = ""
+    is_tree: bool = False
+    is_method: bool = False
+
+
+def _reduction(parameters: str = "x axis_name", axes: str = "axis_name") -> Signature:
+    return Signature("reduction", tuple(parameters.split()), axes)
+
+
+def _sync(first: str) -> Signature:
+    return Signature("sync", (first, "axis_names"), "axis_names", is_tree=True)
+
+
+_PLANNED = Signature("gather", ("x", "plan"), plan="plan")
+
+JAX: Mapping[str, Signature] = {
+    "psum": _reduction(),
+    "pmean": _reduction(),
+    "pmax": _reduction(),
+    "pmin": _reduction(),
+    "all_gather": Signature("gather", ("x", "axis_name"), "axis_name", "axis"),
+    "psum_scatter": Signature("scatter", ("x", "axis_name"), "axis_name", "scatter_dimension"),
+    "axis_index": Signature("place", ("axis_name",), "axis_name"),
+    "pcast": Signature("passing", ("x", "axes")),
+    "process_allgather": Signature("passing", ("x",)),
+}
+OWN: Mapping[str, Signature] = {
+    "gather_array_with_mean_grads": Signature(
+        "gather", ("x", "axis", "axis_name"), "axis_name", "axis"
+    ),
+    "gather_invariant": Signature("gather", ("x", "dim", "axes"), "axes", "dim"),
+    "_gather": _PLANNED,
+    "_gather_with_mean_grads": _PLANNED,
+    "scatter_mean": Signature("scatter", ("x", "dim", "axes"), "axes", "dim"),
+    "scatter_gradients": Signature("whole", ("grads", "shards"), is_tree=True),
+    "replicate_shards": Signature("sync", ("params",), is_tree=True),
+    "gather_params": Signature("sync", ("params", "axis_name"), "axis_name", is_tree=True),
+    "gather_data_axes": Signature("sync", (), is_tree=True, is_method=True),
+    "sync_gradients": _sync("grads"),
+    "sync_metrics": _sync("metrics"),
+    "sync_collections": _sync("collections"),
+    "_mean_count": Signature("sync", ("count",)),
+    "fold_rng_over_axis": Signature("key", ("rng", "axis_name"), "axis_name"),
+    "cast_to_varying": Signature("passing", ("tree", "axes")),
+    "regather_for_backward": Signature("passing", ("function", "sizes")),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A call that communicates.
+
+    Attributes:
+      path: The file, relative to the root of the repository.
+      module: Its module without `manualpar.`.
+      function: The qualified name of the function it is in.
+      callee: What is called.
+      number: How many calls of the same in the same function come before it.
+      line: The line it begins on.
+      start: Where its text begins in the file, in bytes.
+      end: Where it ends.
+      signature: How it is called.
+      callee_text: The source of what is called.
+      arguments: The source of each argument: by name, positional ones by that of their parameter.
+    """
+
+    path: str
+    module: str
+    function: str
+    callee: str
+    number: int
+    line: int
+    start: int
+    end: int
+    signature: Signature
+    callee_text: str
+    arguments: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        """`module:function:callee`, with `#2` for the second call of the same, and so on."""
+        number = f"#{self.number + 1}" if self.number else ""
+        return f"{self.module}:{self.function}:{self.callee}{number}"
+
+    @property
+    def x(self) -> str:
+        """What is communicated."""
+        if self.signature.is_method:
+            return self.callee_text.rpartition(".")[0]
+        return self.arguments[self.signature.parameters[0]]
+
+    @property
+    def axes(self) -> str:
+        """The axes, as a tuple; `""` if the call names none."""
+        if self.signature.plan:
+            return f"{self.arguments[self.signature.plan]}.axes"
+        axes = self.arguments.get(self.signature.axes, "")
+        return f"tuple(jax.tree.leaves({axes}))" if axes else ""
+
+    @property
+    def dim(self) -> str:
+        """The dim that is gathered or scattered; `""` if the call names none."""
+        if self.signature.plan:
+            return f"{self.arguments[self.signature.plan]}.dim"
+        return self.arguments.get(self.signature.dim, "")
+
+    def call(self, x: str | None = None, axes: str = "", dim: str = "") -> str:
+        """The call again, with some of it replaced."""
+        signature, arguments = self.signature, dict(self.arguments)
+        callee = self.callee_text
+        if signature.is_method:
+            callee = callee if x is None else f"({x}).{self.callee}"
+        elif x is not None:
+            arguments[signature.parameters[0]] = x
+        for field, value in (("axes", axes), ("dim", dim)):
+            if not value:
+                continue
+            if signature.plan:
+                plan = arguments[signature.plan]
+                arguments[signature.plan] = f"{plan}._replace({field}={value})"
+            else:
+                arguments[getattr(signature, field)] = value
+        texts = [f"{name}={text}" for name, text in arguments.items()]
+        positional = signature.parameters
+        for i, (name, text) in enumerate(arguments.items()):
+            if i < len(positional) and positional[i] == name:
+                texts[i] = text
+        return f"{callee}({', '.join(texts)})"
+
+
+def find_sites(root: Path) -> tuple[Site, ...]:
+    """All calls in the package that communicate, in the order of the source."""
+    paths = sorted((root / "manualpar").rglob("*.py"))
+    return tuple(
+        site for path in paths for site in _sites_of(path.relative_to(root), path.read_bytes())
+    )
+
+
+def _sites_of(path: Path, source: bytes) -> Iterator[Site]:
+    offsets = [0]
+    for line in source.splitlines(keepends=True):
+        offsets.append(offsets[-1] + len(line))
+
+    def span(node: ast.expr) -> tuple[int, int]:
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        start = offsets[node.lineno - 1] + node.col_offset
+        return start, offsets[node.end_lineno - 1] + node.end_col_offset
+
+    def text(node: ast.expr) -> str:
+        start, end = span(node)
+        return source[start:end].decode()
+
+    seen: Counter[tuple[str, str]] = Counter()
+    for function, node in _calls(ast.parse(source), ""):
+        callee, signature = callee_of(node.func)
+        if signature is None:
+            continue
+        assert len(node.args) <= len(signature.parameters)
+        positional = zip(signature.parameters, node.args, strict=False)
+        arguments = {name: text(value) for name, value in positional}
+        arguments |= {keyword.arg or "": text(keyword.value) for keyword in node.keywords}
+        number = seen[function, callee]
+        seen[function, callee] += 1
+        module = ".".join(path.with_suffix("").parts[1:])
+        start, end = span(node)
+        yield Site(
+            str(path), module, function, callee, number, node.lineno, start, end, signature,
+            text(node.func), arguments,
+        )  # fmt: skip
+
+
+def callee_of(function: ast.expr) -> tuple[str, Signature | None]:
+    """The name of what is called, and how it is called if it communicates."""
+    if isinstance(function, ast.Name):
+        return function.id, OWN.get(function.id)
+    if not isinstance(function, ast.Attribute):
+        return "", None
+    name = function.attr
+    if isinstance(function.value, ast.Attribute | ast.Name) and name in JAX:
+        owner = function.value.attr if isinstance(function.value, ast.Attribute) else ""
+        owner = owner or getattr(function.value, "id", "")
+        return name, JAX[name] if owner in ("lax", "multihost_utils") else None
+    signature = OWN.get(name)
+    return name, signature if signature and signature.is_method else None
+
+
+def _calls(node: ast.AST, function: str) -> Iterator[tuple[str, ast.Call]]:
+    """Yields calls with the qualified name of the function that they are in."""
+    for child in ast.iter_child_nodes(node):
+        inner = function
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inner = f"{function}.{child.name}" if function else child.name
+        if isinstance(child, ast.Call):
+            yield function, child
+        yield from _calls(child, inner)

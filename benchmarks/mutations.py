@@ -1,0 +1,237 @@
+"""Mutation test of our own collectives: each is got wrong in turn, and the tests must notice.
+
+python -m benchmarks.mutations [--jobs 1] [--only NAME] [--list] [--timeout S] [--output FILE.md]
+
+What is mutated is in `mutation_sites`, how in `mutation_operators`. Every mutant is made in a copy
+of the working tree as it was when the command began; there `TESTS` run in one process until the
+first fails. A mutant is killed if a test fails, which includes a program that jax refuses to trace,
+or if the tests take longer than the timeout. Mutants that are the same program as the original are
+not run; they stand in `EQUIVALENT` with the reason. Without a mutation all tests must pass: that is
+run first, and fills a cache of compiled programs for the others. (A program is looked up in it by
+all that the compiler sees, so a mutant finds there only what it has in common with the original.)
+"""
+
+import argparse
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import jax
+
+from benchmarks.mutation_operators import KINDS, Mutant, left_alone, mutate
+from benchmarks.mutation_sites import Site, find_sites
+
+ROOT = Path(__file__).parent.parent
+NOT_COPIED = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
+
+COUNTS = "tests/inspect_formulas_test.py::test_every_row_of_the_table"
+STEPS = "tests/strategies_test.py::test_ten_steps_equal_the_single_device"
+TUPLES = "tests/strategies_test.py::test_axes_may_be_tuples_and_the_mesh_larger"
+DROPOUT = "tests/program_test.py::test_dropout_masks_differ_on_every_example_minibatch_and_step"
+# In this order every mutant is tried on them.
+TESTS = (
+    "tests/collectives_test.py",
+    "tests/rng_test.py",
+    "tests/partitioning_test.py",
+    COUNTS,
+    "tests/gradients_test.py",
+    "tests/strategies_test.py::test_hsdp_on_every_factorisation",
+    TUPLES,
+    STEPS,
+    "tests/collections_test.py",
+    "tests/program_test.py::test_masks_that_differ_by_device_and_minibatch",
+    "tests/program_test.py::test_evaluation_is_without_dropout_and_counts_what_the_mask_says",
+    DROPOUT,
+)
+# What is likely to kill a mutant of such a name runs before them; the first name that fits counts.
+FIRST = {
+    "collectives:gather_invariant:*": (STEPS,),
+    "gradients:sync_collections*": ("tests/gradients_test.py", "tests/collections_test.py"),
+    "gradients:*": ("tests/gradients_test.py",),
+    "partitioning:*.unbox:gather_invariant:*": (
+        "tests/inspect_formulas_test.py::test_model_axes_are_gathered_too",
+        "tests/annotated_models_test.py::test_fsdp_with_a_model_axis_of_any_size",
+    ),
+    "partitioning:*:axis_index:*": ("tests/partitioning_test.py",),
+    "partitioning:*:gather_params:*": ("tests/partitioning_test.py",),
+    "partitioning:gather_params.*": ("tests/partitioning_test.py",),
+    "model:*": ("tests/unmodified_models_test.py",),
+    "replicas:*": ("tests/replicas_test.py",),
+    "step:*:regather_for_backward:*": (COUNTS,),
+    "step:*:sync_collections:*": ("tests/collections_test.py",),
+    "step:*:fold_rng_over_axis:delete": (DROPOUT,),
+    "*:duplicate": (COUNTS,),
+    "step:*-axes": (TUPLES,),
+    "step:*": (STEPS,),
+    "*:*-axis": (TUPLES,),
+    "partitioning:*": (STEPS,),
+    "update:*": (STEPS,),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What the tests said of a mutant, or of no mutant.
+
+    Attributes:
+      killed_by: The test that failed; `""` if all passed.
+      seconds: How long they took.
+      output: What they wrote.
+    """
+
+    killed_by: str
+    seconds: float
+    output: str
+
+
+def select_tests(mutant: Mutant | None) -> tuple[str, ...]:
+    """The tests for a mutant, in their order; for no mutant those for any."""
+    fitting = [t for name, t in FIRST.items() if not mutant or fnmatchcase(mutant.name, name)]
+    first = [test for tests in fitting[: 1 if mutant else None] for test in tests]
+    return tuple(dict.fromkeys([*first, *TESTS]))
+
+
+def run_tests(
+    snapshot: Path, mutant: Mutant | None, *, cache: Path, timeout: float | None
+) -> Outcome:
+    """Runs the tests in a copy of the snapshot with a mutation.
+
+    Raises:
+      RuntimeError: The tests could not be run, which says nothing about the mutant.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(snapshot, copy)
+        if mutant:
+            path = copy / mutant.site.path
+            path.write_bytes(mutant.apply(path.read_bytes()))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(copy),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=line"]
+        tests = select_tests(mutant)
+        begin = time.monotonic()
+        try:
+            process = subprocess.run(
+                [sys.executable, "-m", "pytest", *options, *tests],
+                cwd=copy,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Outcome("timeout", time.monotonic() - begin, "")
+    seconds = time.monotonic() - begin
+    if process.returncode == 0:
+        return Outcome("", seconds, process.stdout)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", process.stdout, re.MULTILINE)
+    if process.returncode not in (1, 2) or not failed:
+        raise RuntimeError(f"pytest ended with {process.returncode}:\n{process.stdout}")
+    return Outcome(failed[0], seconds, process.stdout)
+
+
+def report(sites: Sequence[Site], outcomes: dict[str, Outcome], total: int, command: str) -> str:
+    """The result in Markdown: a table with a row for each site and a column for each kind."""
+    survivors = [name for name, outcome in outcomes.items() if not outcome.killed_by]
+    killed = len(outcomes) - len(survivors)
+    kill_rate = f"{killed / max(len(outcomes), 1):.1%}"
+    lines = [
+        "## Mutation test of the collectives",
+        "",
+        f"`{command}`, {time.strftime('%Y-%m-%d')}, jax {jax.__version__}, eight CPU devices.",
+        "",
+        f"**Killed {killed} of {len(outcomes)} mutants: {kill_rate}.**"
+        + ("" if len(outcomes) == total else f" Not run: {total - len(outcomes)} more."),
+        "",
+        "K: killed; **S**: survived; =: the same program, for the reason below; ?: not run; empty: "
+        "the kind does not apply.",
+        "",
+        f"| call | {' | '.join(KINDS)} |",
+        f"| --- {'| --- ' * len(KINDS)}|",
+    ]
+    mutants = [mutant for site in sites for mutant in mutate(site)]
+    for site in sites:
+        if left_alone(site):
+            continue
+        cells = dict.fromkeys(KINDS, "")
+        for mutant in mutate(site):
+            outcome = outcomes.get(mutant.name)
+            verdict = ("K" if outcome.killed_by else "**S**") if outcome else "?"
+            cells[mutant.kind] = "=" if mutant.equivalent else verdict
+        lines.append(f"| `{site.name}` | {' | '.join(cells.values())} |")
+    lines += ["", "Survivors:", "", *(f"- `{name}`" for name in survivors or ["none"])]
+    lines += ["", "The same program as the original, and so not run:", ""]
+    lines += [f"- `{m.name}`: {m.equivalent}" for m in mutants if m.equivalent]
+    lines += ["", "Calls without mutants:", ""]
+    lines += [f"- `{site.name}`: {left_alone(site)}" for site in sites if left_alone(site)]
+    killers = Counter(o.killed_by.partition("::")[0] for o in outcomes.values() if o.killed_by)
+    lines += ["", "Killed by (the first test that failed):", ""]
+    lines += [f"- {test}: {number}" for test, number in killers.most_common()]
+    return "\n".join([*lines, ""])
+
+
+def choose(mutants: Iterable[Mutant], only: str) -> tuple[Mutant, ...]:
+    """The mutants to run: those with `only` in their name that are another program."""
+    return tuple(m for m in mutants if only in m.name and not m.equivalent)
+
+
+def main() -> None:
+    """Runs the mutants and prints a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    parser.add_argument("--only", default="", help="run mutants with this in their name")
+    parser.add_argument("--list", action="store_true", help="list the mutants and end")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for a mutant's tests")
+    parser.add_argument("--output", type=Path, help="a Markdown file for the report")
+    arguments = parser.parse_args()
+    command = " ".join(["python -m benchmarks.mutations", *sys.argv[1:]])
+    with tempfile.TemporaryDirectory() as folder:
+        snapshot, cache = Path(folder) / "snapshot", Path(folder) / "cache"
+        shutil.copytree(ROOT, snapshot, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        sites = find_sites(snapshot)
+        mutants = choose((m for site in sites for m in mutate(site)), arguments.only)
+        if arguments.list:
+            for mutant in mutants:
+                print(f"{mutant.site.path}:{mutant.site.line} {mutant.name} {mutant.replacement}")
+            return
+        control = run_tests(snapshot, None, cache=cache, timeout=None)
+        if control.killed_by:
+            sys.exit(f"{control.output}\nNot mutated, and yet {control.killed_by} fails.")
+        print(f"not mutated: all pass, {control.seconds:.0f} s", flush=True)
+        outcomes: dict[str, Outcome] = {}
+
+        def run(mutant: Mutant) -> tuple[Mutant, Outcome]:
+            return mutant, run_tests(snapshot, mutant, cache=cache, timeout=arguments.timeout)
+
+        with ThreadPoolExecutor(arguments.jobs) as executor:
+            for mutant, outcome in executor.map(run, mutants):
+                outcomes[mutant.name] = outcome
+                verdict = f"killed by {outcome.killed_by}" if outcome.killed_by else "SURVIVED"
+                where = f"{mutant.site.path}:{mutant.site.line}"
+                print(f"{where} {mutant.name} {verdict} {outcome.seconds:.1f} s", flush=True)
+                if arguments.output:  # After each: a run that is broken off leaves what it has.
+                    text = report(sites, outcomes, len(mutants), command)
+                    arguments.output.write_text(text, encoding="utf-8")
+        print(report(sites, outcomes, len(mutants), command))
+
+
+if __name__ == "__main__":
+    main()

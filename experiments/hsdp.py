@@ -1,0 +1,22 @@
+"""Trains a classifier with hybrid sharded data parallelism: sharded in a group, replicated across.
+
+python -m experiments.hsdp [--config=configs/hsdp.py] [--config.<field>=<value> ...]
+                         [--workdir=<new folder>] [--devices=<number>]
+"""
+
+from pathlib import Path
+
+from absl import app
+
+from manualpar.training.main import flags_parser, run_command
+
+DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "hsdp.py"
+
+
+def main() -> None:
+    """Runs the command line and exits."""
+    app.run(run_command, flags_parser=flags_parser(__doc__ or "", DEFAULT_CONFIG))
+
+
+if __name__ == "__main__":
+    main()

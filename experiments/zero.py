@@ -1,0 +1,22 @@
+"""Trains a classifier with a sharded optimizer (ZeRO stage 1, or 2): every device updates a shard.
+
+python -m experiments.zero [--config=configs/zero.py] [--config.<field>=<value> ...]
+                         [--workdir=<new folder>] [--devices=<number>]
+"""
+
+from pathlib import Path
+
+from absl import app
+
+from manualpar.training.main import flags_parser, run_command
+
+DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "zero.py"
+
+
+def main() -> None:
+    """Runs the command line and exits."""
+    app.run(run_command, flags_parser=flags_parser(__doc__ or "", DEFAULT_CONFIG))
+
+
+if __name__ == "__main__":
+    main()

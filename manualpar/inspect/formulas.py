@@ -1,0 +1,162 @@
+"""What a step sends for its parameters and gradients, in closed form: the table of the strategies.
+
+For a parameter of `P` elements (padding included) of `b` bytes on `N` devices, or in a group of `S`
+that it is sharded over, of `R` groups, with `m` minibatches, a device sends in a step
+
+    whole, state too (data parallel)    all-reduce                      2 b P (N - 1) / N
+    whole, state sharded (ZeRO-1, -2)   reduce-scatter, at stage 2 m    b P (S - 1) / S each
+                                        all-gather of the new one       b P (S - 1) / S
+    sharded (FSDP)                      m all-gathers, 2 m if dropped   b P (S - 1) / S each
+                                        after the forward pass
+                                        m reduce-scatters               b P (S - 1) / S each
+    sharded, communicated once a step   one of each                     b P (S - 1) / S each
+    with R groups (HSDP)                all-reduce of the shard         2 b (P / S) (R - 1) / R
+
+where `b` is that of what travels: `gather_dtype` for a gather, `reduce_dtype` (else `gather_dtype`)
+for a reduction, the parameter's own for ZeRO's new parameters.
+
+It takes each parameter as used once in a minibatch and needed in the backward pass. Of parameters
+that are dropped after the forward pass it is therefore the most that is sent: no bias is gathered
+again, nor the kernel of the first layer. One that is used several times is gathered for each use,
+and a replicated one costs the same however often it is used.
+
+Collectives of metrics, of the number of examples and of other collections are not counted, nor what
+the compiler inserts for an optimizer that is not elementwise.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from manualpar.inspect.communication import Collective, ring_bytes
+from manualpar.layout import ParameterInfo, Placement
+from manualpar.mesh import axes_size, axis_tuple
+from manualpar.partitioning import Names
+from manualpar.program import Program
+
+# The scopes of what a step sends besides parameters and gradients.
+OTHER_SCOPES = ("sync_metrics", "count_examples", "sync_collections")
+
+
+def step_bytes(program: Program) -> dict[tuple[str, ...], Fraction]:
+    """Predicts what a device sends in a step for parameters and gradients.
+
+    Args:
+      program: The program. In modes `auto` and `explicit` the prediction is what the compiler is
+        asked for, and not what it makes of it.
+
+    Returns:
+      The bytes over each axis, or tuple of axes, as `bytes_by_axes` gives them of the traced
+      program in mode `manual`; for parameters that are gathered again in the backward pass, the
+      most that it can be.
+
+    Raises:
+      ValueError: The mode is `auto-unconstrained`, in which the compiler may send activations
+        instead; or a parameter is sharded over data axes in two dimensions.
+    """
+    if program.mode == "auto-unconstrained":
+        raise ValueError(
+            "step_bytes: program has mode='auto-unconstrained', expected 'manual', 'auto' or "
+            "'explicit': the compiler is free to send what it likes. Read what it sends with "
+            "compiled_collectives."
+        )
+    totals: defaultdict[tuple[str, ...], Fraction] = defaultdict(Fraction)
+    for info, place in program.parameters:
+        for axes, sent in _of_parameter(program, info, place):
+            totals[axes] += sent
+    return dict(totals)
+
+
+def total_step_bytes(program: Program) -> Fraction:
+    """The sum of `step_bytes` over all axes."""
+    return sum(step_bytes(program).values(), Fraction(0))
+
+
+def of_parameters(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
+    """Those collectives of a traced step that `step_bytes` predicts: no metrics, no collections."""
+    return tuple(
+        collective
+        for collective in collectives
+        if not any(scope in collective.scope for scope in OTHER_SCOPES)
+    )
+
+
+class _Gather(NamedTuple):
+    """The gather of a dimension: over which axes, and how many elements a device puts in."""
+
+    axes: tuple[str, ...]
+    axis_size: int
+    elements: int
+    is_data: bool
+
+    def bytes_sent(self, itemsize: int) -> Fraction:
+        """The bytes that a device sends for it, or for the reduce-scatter that goes back."""
+        return ring_bytes("all_gather", self.elements * itemsize, self.axis_size)
+
+
+def _of_parameter(
+    program: Program, info: ParameterInfo, place: Placement
+) -> Iterator[tuple[tuple[str, ...], Fraction]]:
+    """What is sent for one parameter, as pairs of axes and bytes."""
+    strategy, wire, m = program.strategy, program.wire, program.num_minibatches
+    stored = info.dtype.itemsize
+    gathered = jnp.dtype(wire.gather_dtype or info.dtype).itemsize
+    reduced = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype).itemsize
+    once_a_step = strategy.gather_every == "step"
+    uses = 2 * m if strategy.reshard_after_forward else m
+
+    shard = _local_elements(program, info, place.names, place.parameter_padding)
+    itemsize = gathered if once_a_step else stored
+    for gather in _gathers(program, info, place.names, shard, data_first=once_a_step):
+        itemsize = gathered if gather.is_data else itemsize
+        times = 1 if gather.is_data and once_a_step else uses
+        yield gather.axes, times * gather.bytes_sent(itemsize)
+        if gather.is_data and not once_a_step:  # The gradient goes back the way it came.
+            yield gather.axes, m * gather.bytes_sent(reduced)
+
+    shard = _local_elements(program, info, place.sharded_names, place.padding)
+    if place.state_names is not None or once_a_step:  # The gradient of a whole parameter.
+        for gather in _gathers(program, info, place.sharded_names, shard, data_first=True):
+            if gather.is_data:
+                times = m if strategy.reduce_every == "minibatch" else 1
+                yield gather.axes, times * gather.bytes_sent(reduced)
+                if place.state_names is not None:  # The new parameter.
+                    yield gather.axes, gather.bytes_sent(stored)
+
+    sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
+    if others := tuple(axis for axis in program.data_axes if axis not in sharded):
+        size = axes_size(program.mesh, others)
+        yield others, ring_bytes("all_reduce", shard * reduced, size)
+
+
+def _gathers(
+    program: Program, info: ParameterInfo, names: Names, shard: int, *, data_first: bool
+) -> list[_Gather]:
+    """The gathers, in their order, that make a parameter whole of which a device has `shard`."""
+    dims = [axis_tuple(name) for name in names if axis_tuple(name)]
+    is_data = [bool(set(axes) & set(program.data_axes)) for axes in dims]
+    if sum(is_data) > 1:
+        raise ValueError(
+            f"step_bytes: parameter {info.path} is sharded as {names}, expected data axes in one "
+            "dimension at most. Read what is sent with trace_collectives."
+        )
+    gathers = []
+    in_order = sorted(zip(dims, is_data, strict=True), key=lambda dim: data_first and not dim[1])
+    for axes, data in in_order:
+        size = axes_size(program.mesh, axes)
+        gathers.append(_Gather(axes, size, shard, data))
+        shard *= size
+    return gathers
+
+
+def _local_elements(
+    program: Program, info: ParameterInfo, names: Names, padding: tuple[int, ...]
+) -> int:
+    """The elements of a parameter, padding included, that lie on a device."""
+    padding = padding or (0,) * len(info.shape)
+    whole = math.prod(n + width for n, width in zip(info.shape, padding, strict=True))
+    return whole // math.prod(axes_size(program.mesh, axis_tuple(name)) for name in names)

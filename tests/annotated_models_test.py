@@ -1,0 +1,112 @@
+"""Models that say how they are sharded keep what they say; a strategy adds its axis."""
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
+from tests.one_device import train_on_one_device, train_program
+
+RULES = (("embed", None), ("mlp", "model"), ("batch", "data"))
+
+
+class Annotated(nn.Module):
+    """A block whose kernels are annotated, by logical names or by mesh axes."""
+
+    logical: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        annotate = nn.with_logical_partitioning if self.logical else nn.with_partitioning
+        names = ("embed", "mlp") if self.logical else (None, "model")
+        up = nn.Dense(64, kernel_init=annotate(init, names), name="up")
+        down = nn.Dense(16, kernel_init=annotate(init, names[::-1]), name="down")
+        h = nn.silu(up(x))
+        if self.logical:
+            h = nn.with_logical_constraint(h, ("batch", "mlp"))
+        return nn.LayerNorm()(x + down(h))
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    out = apply_fn({"params": params}, batch.inputs)
+    loss = np.square(1) * ((out - batch.labels) ** 2).mean(-1)
+    return loss.mean(), {"loss": (loss.sum(), loss.size)}
+
+
+def make_batch():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(16, 16)).astype(np.float32)
+    return Batch(inputs=x, labels=np.roll(x, 1, axis=1))
+
+
+def make_tx():
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
+
+
+def build(builder, mesh, model=None, **kwargs):
+    options = {"mesh": mesh, "batch": make_batch(), "rules": RULES, **kwargs}
+    if builder is not data_parallel:
+        options.setdefault("min_weight_size", 1)
+    return builder(model or Annotated(), make_tx(), loss_fn, **options)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    class Plain(Annotated):
+        logical: bool = False
+
+        @nn.compact
+        def __call__(self, x):
+            h = nn.silu(nn.Dense(64, name="up")(x))
+            return nn.LayerNorm()(x + nn.Dense(16, name="down")(h))
+
+    return train_on_one_device(Plain(), make_tx(), [make_batch()] * 4, loss_fn)
+
+
+BUILDERS = [data_parallel, zero, fsdp, hsdp]
+
+
+@pytest.mark.parametrize("mode", ["manual", "auto", "explicit"])
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("logical", [True, False], ids=["logical", "axes"])
+def test_annotated_models_train_as_on_one_device(devices8, reference, builder, mode, logical):
+    mesh = make_mesh({"replica": 2, "data": 2, "model": 2}, devices8)
+    program = build(builder, mesh, Annotated(logical), mode=mode)
+    up = program.layout.params["up"]["kernel"]
+    assert up == (P(None, "model") if builder in (data_parallel, zero) else P("data", "model"))
+    moments = program.layout.opt_state[1][0].mu
+    assert moments["up"]["kernel"] == (
+        P(None, "model") if builder is data_parallel else P("data", "model")
+    )
+    state, losses = train_program(program, [make_batch()] * 4)
+    np.testing.assert_allclose(losses, reference.losses, rtol=1e-5)
+    kernel = jax.device_get(state.params["down"]["kernel"])
+    np.testing.assert_allclose(kernel, reference.params["down"]["kernel"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "shape", [{"data": 8, "model": 1}, {"data": 4, "model": 2}, {"data": 1, "model": 8}]
+)
+@pytest.mark.parametrize("communicate_every", ["minibatch", "step"])
+def test_fsdp_with_a_model_axis_of_any_size(devices8, reference, shape, communicate_every):
+    program = build(
+        fsdp,
+        make_mesh(shape, devices8),
+        communicate_every=communicate_every,
+        num_minibatches=2,
+        gather_dtype="float32",
+    )
+    _, losses = train_program(program, [make_batch()] * 4)
+    np.testing.assert_allclose(losses, reference.losses, rtol=1e-5)
+
+
+def test_unknown_names_and_axes_are_refused(devices8):
+    mesh = make_mesh({"data": 4, "model": 2}, devices8)
+    with pytest.raises(ValueError, match=r"parameter 'down/kernel'.*\['mlp'\] are not in rules"):
+        build(fsdp, mesh, rules=(("embed", None),))
+    with pytest.raises(ValueError, match=r"'modle'.*the nearest is 'model'"):
+        build(fsdp, mesh, rules=(("embed", None), ("mlp", "modle")))

@@ -1,0 +1,125 @@
+"""Drawings show who holds what, in a terminal or not, and say what cannot be drawn."""
+
+import io
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from manualpar import make_mesh
+from manualpar.inspect.drawing import draw_sharding
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+@pytest.fixture
+def mesh(devices8):
+    return make_mesh({"replica": 2, "data": 4}, devices8)
+
+
+def _abstract(shape, mesh, *spec):
+    sharding = NamedSharding(mesh, P(*spec))
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+
+def _drawn(capsys, x) -> list[str]:
+    draw_sharding({"layer": {"kernel": x}}, "layer/kernel")
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_matrix_is_drawn_as_it_lies(mesh, capsys):
+    lines = _drawn(capsys, _abstract((64, 64), mesh, "replica", "data"))
+    assert lines[0] == "layer/kernel [64, 64] P('replica', 'data')"
+    devices = [re.findall(r"CPU ([\d,]+)", line) for line in lines]
+    assert [found for found in devices if found] == [list("0123"), list("4567")]
+    assert max(map(len, lines)) <= 80
+
+
+def test_an_array_is_drawn_like_its_shape(mesh, capsys):
+    x = jax.device_put(jnp.ones((8, 3)), NamedSharding(mesh, P("data")))
+    lines = _drawn(capsys, x)
+    assert lines == _drawn(capsys, _abstract((8, 3), mesh, "data"))
+    assert re.findall(r"CPU ([\d,]+)", "".join(lines)) == ["0,4", "1,5", "2,6", "3,7"]
+
+
+def test_a_vector_is_one_row(mesh, capsys):
+    assert "│CPU 0,4│CPU 1,5│CPU 2,6│CPU 3,7│" in _drawn(capsys, _abstract((64,), mesh, "data"))
+
+
+@pytest.mark.parametrize("shape", [(4, 100_000), (100_000, 4), (1, 8)])
+def test_long_and_wide_ones_fit(shape, mesh, capsys):
+    lines = _drawn(capsys, _abstract(shape, mesh, *(("data", None) if shape[0] > 8 else (None,))))
+    assert max(map(len, lines)) <= 80
+    assert len(lines) < 20
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "dims"),
+    [
+        ((3, 64, 32), (None, None, "data"), (1, 2)),
+        ((8, 64, 32), ("data",), (0, 2)),
+        ((8, 3, 64, 32), ("data", None, "replica"), (0, 2)),
+        ((3, 3, 64, 32), (), (2, 3)),
+    ],
+)
+def test_of_more_dims_those_are_drawn_that_are_sharded(shape, spec, dims, mesh, capsys):
+    lines = _drawn(capsys, _abstract(shape, mesh, *spec))
+    assert lines[0].endswith(f", of which dims {dims[0]} and {dims[1]}")
+    padded = (*spec, *(None,) * (len(shape) - len(spec)))
+    flat = _abstract([shape[d] for d in dims], mesh, *(padded[d] for d in dims))
+    assert lines[1:] == _drawn(capsys, flat)[1:]
+
+
+def test_what_cannot_be_drawn_says_why(devices8, mesh, capsys):
+    cube = make_mesh({"a": 2, "b": 2, "c": 2}, devices8)
+    assert _drawn(capsys, _abstract((2, 2, 2), cube, "a", "b", "c"))[0] == (
+        "layer/kernel [2, 2, 2] P('a', 'b', 'c'): not drawn, more than two of its dims are sharded"
+    )
+    assert _drawn(capsys, _abstract((), mesh))[0] == (
+        "layer/kernel [] P(): not drawn, it has no dims; whole on 8 devices"
+    )
+    assert "[0, 3] P(): not drawn, it has no elements" in _drawn(capsys, _abstract((0, 3), mesh))[0]
+
+
+def test_an_array_on_one_device_is_drawn(devices8, capsys):
+    for shape in [(4,), (4, 4), (2, 4, 4)]:
+        assert "CPU 0" in "".join(_drawn(capsys, jnp.ones(shape)))
+
+
+def test_all_of_them_or_one_that_is_there(mesh, capsys):
+    params = {"a": _abstract((8,), mesh), "b": {"c": _abstract((8, 8), mesh, "data")}}
+    draw_sharding(params, "all")
+    shown = capsys.readouterr().out
+    assert "a [8] P()\n" in shown
+    assert "b/c [8, 8] P('data')\n" in shown
+    message = "path is 'b/d', expected that of a parameter or 'all'; the nearest one is 'b/c'."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        draw_sharding(params, "b/d")
+    with pytest.raises(ValueError, match="'x' has no sharding"):
+        draw_sharding({"x": jax.ShapeDtypeStruct((2,), jnp.float32)}, "x")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_any_output_will_do(encoding, mesh, monkeypatch):
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", file)
+    draw_sharding({"x": _abstract((8, 8), mesh, "data")}, "x")
+    file.flush()
+    text = file.buffer.getvalue().decode(encoding)
+    assert "CPU 3,7" in text
+    assert "\x1b" not in text
+
+
+def test_a_terminal_gets_colours(mesh, monkeypatch, capsys):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    pytest.importorskip("matplotlib", reason="jax takes its colours from there")
+    assert "\x1b[" in "".join(_drawn(capsys, _abstract((8, 8), mesh, "data")))

@@ -1,0 +1,159 @@
+"""What a config says reaches the builder of the strategy that it names, and nothing else does."""
+
+import io
+import re
+
+import pytest
+import rich.console
+
+from configs import dp, fsdp, hsdp, zero
+from manualpar.training import experiment
+from manualpar.training.data import load_dataset
+from manualpar.training.experiment import build_program, prepare, run
+from manualpar.training.writers import RunWriter
+
+ONE_AXIS, TWO_AXES = {"data": -1}, {"replica": 2, "data": -1}
+SHARED = {
+    "mode": "auto",
+    "rules": (("embed", None),),
+    "param_dtype": "float32",
+    "gather_dtype": "bfloat16",
+    "reduce_dtype": None,
+    "norm_metrics": True,
+    "num_minibatches": 2,
+}
+SHARDED = {"min_weight_size": 7, "pad": True}
+GATHERED = {"reshard_after_forward": False, "communicate_every": "step"}
+OVER_BOTH = {"axis_name": ("replica", "data")}
+
+
+def _small(config, **parallel):
+    with config.unlocked():
+        config.model.hidden_size = 16
+        config.parallel.update(parallel)
+    return config
+
+
+def _schedule(step):
+    return 0.1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "builder", "expected"),
+    [
+        ("dp", ONE_AXIS, "data_parallel", {}),
+        ("dp", TWO_AXES, "data_parallel", OVER_BOTH),
+        ("zero1", ONE_AXIS, "zero", {"stage": 1, **SHARDED}),
+        ("zero2", TWO_AXES, "zero", {"stage": 2, **SHARDED, **OVER_BOTH}),
+        ("fsdp", ONE_AXIS, "fsdp", {**SHARDED, **GATHERED}),
+        ("fsdp", TWO_AXES, "fsdp", {**SHARDED, **GATHERED, **OVER_BOTH}),
+        ("hsdp", TWO_AXES, "hsdp", {**SHARDED, **GATHERED}),
+    ],
+)
+def test_every_option_reaches_the_builder_that_has_it(
+    strategy, mesh, builder, expected, monkeypatch, devices8
+):
+    monkeypatch.setattr(experiment, builder, lambda *args, **options: options)
+    config = _small(
+        fsdp.get_config(),
+        strategy=strategy,
+        mode="auto",
+        min_weight_size=7,
+        pad=True,
+        reshard_after_forward=False,
+        communicate_every="step",
+        param_dtype="float32",
+        gather_dtype="bfloat16",
+        rules=(("embed", None),),
+    )
+    with config.unlocked():
+        config.parallel.mesh = mesh
+        config.optimizer.num_minibatches = 2
+        config.training.norm_metrics = True
+    options = build_program(config, load_dataset("synthetic", seed=0), _schedule)
+    assert options.pop("batch").inputs.shape == (128, 784)
+    # A config sorts its keys; a group of neighbours is what shares a replica all the same.
+    assert list(options.pop("mesh").shape.items()) == (
+        [("replica", 2), ("data", 4)] if "replica" in mesh else [("data", 8)]
+    )
+    assert options == SHARED | expected
+
+
+@pytest.mark.parametrize(
+    ("config", "name"), [(dp, "data_parallel"), (zero, "zero1"), (fsdp, "fsdp"), (hsdp, "hsdp")]
+)
+def test_a_config_builds_its_strategy(config, name, devices8):
+    program = prepare(_small(config.get_config())).program
+    assert program.strategy.name == name
+    assert program.data_axes == (("replica", "data") if name == "hsdp" else ("data",))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (
+            {"strategy": "hsdp"},
+            "config.parallel.strategy is 'hsdp' and config.parallel.mesh has the axes ['data'], "
+            "expected 'replica' too; set "
+            """--config.parallel.mesh="{'replica': 2, 'data': -1}".""",
+        ),
+        (
+            {"mode": "auto", "reduce_dtype": "float32"},
+            "config.parallel.reduce_dtype is 'float32' and config.parallel.mode is 'auto', "
+            "expected '', for XLA chooses where it sums, or mode 'manual'.",
+        ),
+        ({"rules": (("embed", "modle"),)}, "['modle'], but the mesh has the axes ['data']"),
+        (
+            {"mesh": {"data": 4, "replica": 2}, "strategy": "hsdp", "num_minibatches": 32},
+            "config.data.batch_size is 128, expected a multiple of 256, the 8 devices along "
+            "'replica' and 'data' times config.optimizer.num_minibatches=32.",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_named(parallel, message, devices8):
+    config = fsdp.get_config()
+    with config.unlocked():
+        config.optimizer.num_minibatches = parallel.pop("num_minibatches", 1)
+        if "mesh" in parallel:
+            config.parallel.mesh = parallel.pop("mesh")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare(_small(config, **parallel))
+
+
+@pytest.mark.parametrize(
+    ("devices", "every", "line"),
+    [
+        (8, 1, "replica check: every step, 7 of 16 arrays have copies to compare"),
+        (8, 9, "replica check: every 9 steps, 7 of 16 arrays have copies to compare"),
+        (1, 9, "replica check: nothing to compare, each part of the state is on one device only"),
+    ],
+)
+def test_it_is_said_what_a_check_of_replicas_compares(
+    devices, every, line, tmp_path, monkeypatch, devices8
+):
+    """Under FSDP one bias, its two moments, three counts and the key are on all devices."""
+    config = _small(fsdp.get_config())
+    with config.unlocked():
+        config.model.num_layers = 1
+        config.parallel.mesh.data = devices
+        config.debug.check_replicas_every = every
+    passed = {}
+    monkeypatch.setattr(experiment, "train", lambda *args, **options: passed.update(options))
+    monkeypatch.setattr(experiment.Recorder, "latest", lambda self, split: {})
+    console = rich.console.Console(file=io.StringIO(), width=120)
+    with RunWriter(tmp_path, config=config.to_dict()) as writer:
+        run(prepare(config), writer=writer, console=console)
+    assert console.file.getvalue().splitlines().count(line) == 1
+    assert passed["check_replicas_every"] == every
+
+
+def test_a_parameter_to_draw_must_be_there(devices8):
+    config = _small(fsdp.get_config())
+    with config.unlocked():
+        config.debug.draw_sharding = "input_dens/kernel"
+    message = (
+        "config.debug.draw_sharding is 'input_dens/kernel', expected the path of a parameter, "
+        "'all' or '' for none; the nearest one is 'input_dense/kernel'."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare(config)
