@@ -11,6 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from manualpar.collectives import cast_to_varying, varying_axes
 
@@ -152,7 +153,13 @@ def _vary_initial_carry(next_fun: Any, args: Any, kwargs: Any, context: Any) -> 
             jax.random.key(0) if key is None else key,
             inputs.shape[:time_dim] + inputs.shape[time_dim + 1 :],
         )
-        kwargs = {**kwargs, "initial_carry": cast_to_varying(carry, varying_axes(inputs))}
+        carry = cast_to_varying(carry, varying_axes(inputs))
+        names = list(jax.typeof(inputs).sharding.spec)
+        if any(names):  # Only where shardings are types.
+            batch = [name for dim, name in enumerate(names) if dim != time_dim]
+            batch = batch[: len(batch) - rnn.cell.num_feature_axes]
+            carry = jax.tree.map(lambda x: jax.sharding.reshard(x, PartitionSpec(*batch)), carry)
+        kwargs = {**kwargs, "initial_carry": carry}
     return next_fun(*args, **kwargs)
 
 

@@ -31,12 +31,12 @@ STRATEGIES = {
 }
 DEVICES = (1, 2, 4, 8)
 MASKS = ("random", "none", "fractional", "half of the devices", "some minibatches", "one", "empty")
-WIDTHS = (8, 3, 5, 16, 24)
+WIDTHS = (5, 8, 3, 16, 24)
 BATCH_SIZE, SEQUENCE, OUTPUTS = 32, 4, 3
 
-# Roundings, of the coarsest dtype that something is computed or sent in, by which a gradient may be
-# off, as parts of the largest entry of its leaf. Over 3000 examples FILLME were the most.
-ROUNDINGS = {"float32": 64, "bfloat16": 8}
+# By how many roundings, in the coarsest dtype that something is computed or sent in, a gradient may
+# be off, as parts of the largest entry of its leaf: in hundreds of examples 2.8 and 1.6 were most.
+ROUNDINGS = {"float32": 16, "bfloat16": 4}
 
 
 class Layer(NamedTuple):
@@ -267,12 +267,12 @@ def compile_fast():
 @st.composite
 def meshes(draw, strategy, devices):
     """A mesh and the options that say what its axes are for."""
-    first = draw(st.sampled_from([n for n in DEVICES if n <= devices]))
+    first = draw(st.sampled_from([n for n in (2, 4, 1, 8) if n <= devices]))
     sizes = (first, devices // first)
     if strategy == "hsdp":
         names = draw(st.sampled_from([("replica", "data"), ("data", "replica")]))
         return dict(zip(names, sizes, strict=True)), {}
-    axis_name = draw(st.sampled_from(["data", ("a", "b"), ("b", "a"), "a"]))
+    axis_name = draw(st.sampled_from([("a", "b"), ("b", "a"), "data", "a"]))
     if axis_name == "data":
         return {"data": devices}, {}
     # With "a" alone, devices along "b" do the same work.
@@ -307,7 +307,10 @@ def dtypes(draw, mode):
 
 @st.composite
 def examples(draw, strategy, mode, devices, *, depth):
-    """An example; the simplest, which hypothesis tries first, has a mask and two minibatches."""
+    """An example. The simplest, which hypothesis tries first, is where much can go wrong: it has a
+    mask, two minibatches, two axes, and parameters that divide, that are padded, and that are
+    replicated.
+    """
     mesh, options = draw(meshes(strategy, devices))
     fields, dtype_options = draw(dtypes(mode))
     options |= dtype_options
@@ -315,8 +318,8 @@ def examples(draw, strategy, mode, devices, *, depth):
     # Unrolled, four minibatches take long to compile: that is for the slow test.
     options["use_scan"] = draw(st.booleans()) or (depth == 1 and options["num_minibatches"] == 4)
     if strategy != "data_parallel":
-        options["min_weight_size"] = draw(st.sampled_from([0, 30]))
-        options["pad"] = draw(st.booleans())
+        options["min_weight_size"] = draw(st.sampled_from([4, 30, 0]))
+        options["pad"] = draw(st.sampled_from([True, False]))
     if strategy in ("fsdp", "hsdp"):
         options["reshard_after_forward"] = draw(st.sampled_from([True, False]))
         options["communicate_every"] = draw(st.sampled_from(["minibatch", "step"]))
@@ -326,7 +329,7 @@ def examples(draw, strategy, mode, devices, *, depth):
         mesh,
         options,
         layers=tuple(draw(st.lists(layers(), min_size=1, max_size=depth))),
-        features=draw(st.sampled_from(WIDTHS)),
+        features=draw(st.sampled_from(WIDTHS[::-1])),
         # Where shardings are types, jax wants to be told that of what nn.Embed looks up.
         vocabulary=0 if mode == "explicit" else draw(st.sampled_from([0, 0, 5, 16])),
         mask=draw(st.sampled_from(MASKS)),
@@ -334,17 +337,24 @@ def examples(draw, strategy, mode, devices, *, depth):
     )
 
 
-# Hypothesis alone would draw some strategies often and others never.
+# Hypothesis alone would draw some strategies often and others never, so they are dealt out.
 PAIRS = [(strategy, mode) for strategy in STRATEGIES for mode in MODES]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@hypothesis.settings(max_examples=4)
+@hypothesis.given(data=st.data())
+def test_gradients_are_those_of_one_device(devices8, strategy, data):
+    check(data.draw(examples(strategy, "manual", devices=8, depth=1)))
 
 
 @pytest.mark.parametrize(
     ("strategy", "mode", "devices"),
-    [(*pair, DEVICES[(i + i // 4) % 4]) for i, pair in enumerate(PAIRS)],
+    [(*pair, DEVICES[(i + i // 4) % 4]) for i, pair in enumerate(PAIRS) if pair[1] != "manual"],
 )
-@hypothesis.settings(max_examples=2)
+@hypothesis.settings(max_examples=1)
 @hypothesis.given(data=st.data())
-def test_gradients_are_those_of_one_device(devices8, strategy, mode, devices, data):
+def test_gradients_are_the_same_in_every_mode(devices8, strategy, mode, devices, data):
     check(data.draw(examples(strategy, mode, devices, depth=1)))
 
 
@@ -353,7 +363,5 @@ def test_gradients_are_those_of_one_device(devices8, strategy, mode, devices, da
 @pytest.mark.parametrize(("strategy", "mode"), PAIRS)
 @hypothesis.settings(max_examples=4)
 @hypothesis.given(data=st.data())
-def test_gradients_are_those_of_one_device_in_many_examples(
-    devices8, strategy, mode, devices, data
-):
+def test_gradients_in_many_examples(devices8, strategy, mode, devices, data):
     check(data.draw(examples(strategy, mode, devices, depth=3)))
