@@ -9,6 +9,7 @@ from manualpar.inspect.communication import (
     trace_collectives,
 )
 from manualpar.inspect.compiled import CompiledCollective, compiled_collectives
+from manualpar.inspect.drawing import draw_sharding
 from manualpar.inspect.formulas import of_parameters, step_bytes, total_step_bytes
 from manualpar.inspect.layout import layout_table, state_bytes
 
@@ -18,6 +19,7 @@ __all__ = [
     "bytes_by_axes",
     "compiled_collectives",
     "count_by_kind",
+    "draw_sharding",
     "layout_table",
     "of_parameters",
     "ring_bytes",
