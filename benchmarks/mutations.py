@@ -85,11 +85,14 @@ class Outcome:
 
     Attributes:
       killed_by: The test that failed; `""` if all passed.
+      error: The type of the exception in it: an `AssertionError` says that numbers, copies or
+        counts were wrong, another one that the program was refused.
       seconds: How long they took.
       output: What they wrote.
     """
 
     killed_by: str
+    error: str
     seconds: float
     output: str
 
@@ -138,14 +141,15 @@ def run_tests(
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return Outcome("timeout", time.monotonic() - begin, "")
+            return Outcome("timeout", "TimeoutExpired", time.monotonic() - begin, "")
     seconds = time.monotonic() - begin
     if process.returncode == 0:
-        return Outcome("", seconds, process.stdout)
+        return Outcome("", "", seconds, process.stdout)
     failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", process.stdout, re.MULTILINE)
     if process.returncode not in (1, 2) or not failed:
         raise RuntimeError(f"pytest ended with {process.returncode}:\n{process.stdout}")
-    return Outcome(failed[0], seconds, process.stdout)
+    raised = re.findall(r"^/?\S+:\d+: (?:[\w.]+\.)?(\w+)", process.stdout, re.MULTILINE)
+    return Outcome(failed[0], raised[0] if raised else "?", seconds, process.stdout)
 
 
 def report(sites: Sequence[Site], outcomes: dict[str, Outcome], total: int, command: str) -> str:
@@ -185,6 +189,9 @@ def report(sites: Sequence[Site], outcomes: dict[str, Outcome], total: int, comm
     killers = Counter(o.killed_by.partition("::")[0] for o in outcomes.values() if o.killed_by)
     lines += ["", "Killed by (the first test that failed):", ""]
     lines += [f"- {test}: {number}" for test, number in killers.most_common()]
+    errors = Counter(outcome.error for outcome in outcomes.values() if outcome.killed_by)
+    lines += ["", "Which raised:", ""]
+    lines += [f"- {error}: {number}" for error, number in errors.most_common()]
     return "\n".join([*lines, ""])
 
 
@@ -224,7 +231,9 @@ def main() -> None:
         with ThreadPoolExecutor(arguments.jobs) as executor:
             for mutant, outcome in executor.map(run, mutants):
                 outcomes[mutant.name] = outcome
-                verdict = f"killed by {outcome.killed_by}" if outcome.killed_by else "SURVIVED"
+                verdict = "SURVIVED"
+                if outcome.killed_by:
+                    verdict = f"killed by {outcome.killed_by} ({outcome.error})"
                 where = f"{mutant.site.path}:{mutant.site.line}"
                 print(f"{where} {mutant.name} {verdict} {outcome.seconds:.1f} s", flush=True)
                 if arguments.output:  # After each: a run that is broken off leaves what it has.

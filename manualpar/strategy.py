@@ -32,8 +32,8 @@ class ProgramOptions(TypedDict, total=False):
       use_scan: Whether the parts run in a `jax.lax.scan` (compiled once) and not unrolled.
       mode: Who writes the collectives: `"manual"` (the default), this package, inside `shard_map`;
         `"auto"`, XLA, from sharding constraints where a parameter is used; `"explicit"`, XLA, where
-        the types say; `"auto-unconstrained"`, XLA, from the layout of the state alone. What builders
-        say of communication holds for `"manual"`.
+        the types say; `"auto-unconstrained"`, XLA, from the layout of the state alone. What
+        builders say of communication holds for `"manual"`.
       rules: What logical names in `nn.with_logical_partitioning` mean: pairs of a name and a mesh
         axis, a tuple of axes, or `None`.
       param_dtype: What parameters are stored and updated in, a floating-point dtype's name; if not

@@ -1,6 +1,7 @@
 """The mutator finds every collective and makes of each another program that can be read."""
 
 import ast
+import builtins
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -71,6 +72,16 @@ def test_a_mutant_is_another_program(path):
     assert len(set(programs)) == len(programs)
 
 
+def test_mutants_name_nothing_that_their_module_does_not_know():
+    for mutant in MUTANTS:
+        known = SOURCES[mutant.site.path].decode()
+        names = {n.id for n in ast.walk(ast.parse(mutant.replacement)) if isinstance(n, ast.Name)}
+        local = {"axis", "leaf"}
+        assert all(name in local or name in dir(builtins) or name in known for name in names)
+        assert "jnp" not in names or "import jax.numpy as jnp" in known, mutant.name
+        assert "jax" not in names or "import jax\n" in known, mutant.name
+
+
 def test_only_the_call_is_replaced():
     for mutant in MUTANTS:
         source, site = SOURCES[mutant.site.path], mutant.site
@@ -120,11 +131,14 @@ def test_the_tests_exist():
 def test_the_report_counts():
     chosen = choose(MUTANTS, "psum_scatter")
     assert len(chosen) == 8
-    outcomes = {m.name: Outcome("tests/a_test.py::test_b", 1.0, "") for m in chosen[:3]}
-    outcomes[chosen[3].name] = Outcome("", 1.0, "")
+    outcomes = {
+        m.name: Outcome("tests/a_test.py::test_b", "ValueError", 1.0, "") for m in chosen[:3]
+    }
+    outcomes[chosen[3].name] = Outcome("", "", 1.0, "")
     text = report(SITES, outcomes, len(chosen), "the command")
     assert "**Killed 3 of 4 mutants: 75.0%.** Not run: 4 more." in text
     row = "| `collectives:scatter_mean:psum_scatter` | K | K | K | **S** | ? | ? | ? | ? |"
     assert row in text.splitlines()
     assert f"- `{chosen[3].name}`" in text.splitlines()
     assert "- tests/a_test.py: 3" in text.splitlines()
+    assert "- ValueError: 3" in text.splitlines()

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import rich.console
+from jax.sharding import PartitionSpec as P
 
 from configs import dp, fsdp, hsdp, zero
 from manualpar.training import experiment
@@ -157,3 +158,19 @@ def test_a_parameter_to_draw_must_be_there(devices8):
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         prepare(config)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_rules_shard_the_models_kernels(strategy, devices8):
+    rules = (("embed", None), ("mlp", "model"), ("batch", "data"))
+    mesh = {"data": 4, "model": 2}
+    config = _small(fsdp.get_config(), strategy=strategy, mesh=mesh, rules=rules)
+    program = build_program(config, load_dataset("digits", seed=0), _schedule)
+    specs = {info.path: placement.spec for info, placement in program.parameters}
+    data = "data" if strategy == "fsdp" else None
+    assert specs["input_dense/kernel"] == P(data, "model")
+    assert specs["hidden_dense_1/kernel"] == P(data, "model")
+    assert specs["output_dense/kernel"] == P("model", None)
+    config = _small(config, rules=rules[:1])
+    with pytest.raises(ValueError, match=r"\['mlp'\] are not in rules \['embed'\]"):
+        build_program(config, load_dataset("digits", seed=0), _schedule)

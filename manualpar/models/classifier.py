@@ -21,6 +21,8 @@ class Classifier(nn.Module):
       dropout_rate: Share of hidden activations dropped in training.
       num_layers: Hidden layers, `input_dense` counted; at least 1.
       dtype: What is computed in, a dtype or its name; parameters are float32.
+      annotate: Whether kernels say what their dimensions are, for logical axis rules: those of the
+        hidden layers `("embed", "mlp")`, the output's `("mlp", None)`.
     """
 
     hidden_size: int = 512
@@ -28,6 +30,7 @@ class Classifier(nn.Module):
     dropout_rate: float = 0.1
     num_layers: int = 1
     dtype: DTypeLike = "float32"
+    annotate: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
@@ -48,8 +51,17 @@ class Classifier(nn.Module):
                 f"Classifier: num_layers is {self.num_layers}, expected at least 1, the input's."
             )
         dtype = jnp.dtype(self.dtype)
+        kernel_init = nn.linear.default_kernel_init
+        hidden_init, output_init = (
+            nn.with_logical_partitioning(kernel_init, names) if self.annotate else kernel_init
+            for names in (("embed", "mlp"), ("mlp", None))
+        )
         for layer in range(self.num_layers):
             name = f"hidden_dense_{layer}" if layer else "input_dense"
-            x = nn.silu(nn.Dense(self.hidden_size, dtype=dtype, name=name)(x))
+            dense = nn.Dense(self.hidden_size, dtype=dtype, kernel_init=hidden_init, name=name)
+            x = nn.silu(dense(x))
             x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
-        return nn.Dense(self.num_classes, dtype=dtype, name="output_dense")(x).astype(jnp.float32)
+        logits = nn.Dense(
+            self.num_classes, dtype=dtype, kernel_init=output_init, name="output_dense"
+        )(x)
+        return logits.astype(jnp.float32)

@@ -116,7 +116,7 @@ def build_program(
             f"the {devices} devices along {along or repr('data')} times "
             f"config.optimizer.num_minibatches={optimizer.num_minibatches}."
         )
-    model = Classifier(**config.model.to_dict())
+    model = Classifier(**config.model.to_dict(), annotate=bool(config.parallel.rules))
     tx = adamw(schedule, weight_decay=optimizer.weight_decay, b1=optimizer.b1, b2=optimizer.b2)
     batch = abstract_batch(dataset.train, config.data.batch_size)
     shared: dict[str, Any] = {
