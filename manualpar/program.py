@@ -234,6 +234,7 @@ def _place_parameters(
 
     def place_all(params: Any, loop_dims: Mapping[str, frozenset[int]]) -> tuple[Any, Any]:
         infos = describe_parameters(params, loop_dims, mesh, step.rules)
+        jax.tree.map(lambda info: _check_unmixed(info, step.data_axes), infos)
         return infos, jax.tree.map(lambda info: strategy.place(info, shard_axes, axis_size), infos)
 
     # Whatever would be sharded if no loop ran over it is looked at, and what is annotated.
@@ -258,6 +259,18 @@ def _place_parameters(
         data_axes=step.data_axes,
     )
     return place_all(params, loop_dims)
+
+
+def _check_unmixed(info: ParameterInfo, data_axes: tuple[str, ...]) -> None:
+    """Refuses a dim over a data axis and another: one's gradients are reduced, the other's not."""
+    for dim, name in enumerate(info.names):
+        axes = set(axis_tuple(name))
+        if axes & set(data_axes) and axes - set(data_axes):
+            raise ValueError(
+                f"model: parameter {info.path!r} of shape {info.shape} is sharded along dim {dim} "
+                f"over {name!r}, of which only {sorted(axes & set(data_axes))} split the batch; "
+                "expected data axes or other axes. Annotate two dims, or one of the axes."
+            )
 
 
 def _check_dtypes(strategy: str, mode: str, options: ProgramOptions) -> tuple[str | None, Wire]:

@@ -295,7 +295,7 @@ def layers(draw):
 @st.composite
 def dtypes(draw, mode):
     """Fields of an example and options: in half of them bfloat16 somewhere."""
-    if draw(st.booleans()):
+    if not draw(st.booleans()):
         return {}, {}
     low, wide = "bfloat16", "float32"
     fields = [({"dtype": low}, {}), ({"param_dtype": low}, {}), ({}, {"param_dtype": low})]
