@@ -55,6 +55,8 @@ TESTS = (
 )
 # What is likely to kill a mutant of such a name runs before them; the first name that fits counts.
 FIRST = {
+    "*:duplicate": (COUNTS,),
+    "collectives:gather_invariant:*-ax?s": (TUPLES,),
     "collectives:gather_invariant:*": (STEPS,),
     "gradients:sync_collections*": ("tests/gradients_test.py", "tests/collections_test.py"),
     "gradients:*": ("tests/gradients_test.py",),
@@ -70,7 +72,6 @@ FIRST = {
     "step:*:regather_for_backward:*": (COUNTS,),
     "step:*:sync_collections:*": ("tests/collections_test.py",),
     "step:*:fold_rng_over_axis:delete": (DROPOUT,),
-    "*:duplicate": (COUNTS,),
     "step:*-axes": (TUPLES,),
     "step:*": (STEPS,),
     "*:*-axis": (TUPLES,),

@@ -115,7 +115,9 @@ def test_unknown_names_and_axes_are_refused(devices8):
 def test_a_dim_over_a_data_axis_and_another_is_refused(devices8):
     mesh = make_mesh({"data": 4, "model": 2}, devices8)
     rules = (("embed", None), ("mlp", ("data", "model")))
-    with pytest.raises(ValueError, match=r"dim [01] over \('data', 'model'\), of which only \['data'"):
+    with pytest.raises(
+        ValueError, match=r"dim [01] over \('data', 'model'\), of which only \['data'"
+    ):
         build(fsdp, mesh, rules=rules)
     program = build(fsdp, mesh, rules=rules, axis_name=("data", "model"))
     assert program.layout.params["up"]["kernel"] == P(None, ("data", "model"))
