@@ -48,6 +48,9 @@ EQUIVALENT: Mapping[str, str] = {
     "*:pmean:reverse-axes": _SAME_SET,
     "*:psum:reverse-axes": _SAME_SET,
     "*:sync_*:reverse-axes": _SAME_SET,
+    "collectives:gather_invariant:cast_to_varying:delete": (
+        "jax.lax.all_gather makes the same cast itself; the jaxpr is the same"
+    ),
     "rng:fold_rng_over_axis:axis_index:times-2": _OTHER_KEY,
     "rng:fold_rng_over_axis:axis_index:reverse-axes": _OTHER_KEY,
     "step:*:fold_rng_over_axis:duplicate": _OTHER_KEY,

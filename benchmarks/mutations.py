@@ -149,8 +149,9 @@ def run_tests(
     failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", process.stdout, re.MULTILINE)
     if process.returncode not in (1, 2) or not failed:
         raise RuntimeError(f"pytest ended with {process.returncode}:\n{process.stdout}")
-    raised = re.findall(r"^/?\S+:\d+: (?:[\w.]+\.)?(\w+)", process.stdout, re.MULTILINE)
-    return Outcome(failed[0], raised[0] if raised else "?", seconds, process.stdout)
+    raised = re.findall(r"^/?\S+:\d+: (?:[\w.]+\.)?(assert |\w+)", process.stdout, re.MULTILINE)
+    error = "?" if not raised else raised[0].replace("assert ", "AssertionError")
+    return Outcome(failed[0], error, seconds, process.stdout)
 
 
 def report(sites: Sequence[Site], outcomes: dict[str, Outcome], total: int, command: str) -> str:

@@ -224,9 +224,10 @@ def _drops(eqn: Any, sizes: frozenset[int]) -> bool:
 
 
 def _gathered_at_level(x: Any, sizes: frozenset[int]) -> Iterator[int]:
-    """The sizes of what is gathered in a jaxpr, outside of what is protected."""
+    """The sizes of what is gathered in a jaxpr, padded and not, outside of what is protected."""
     for eqn in x.eqns:
-        if eqn.primitive.name in GATHERS and _drops(eqn, sizes):
+        is_unpadding = eqn.primitive.name == "slice"
+        if (eqn.primitive.name in GATHERS or is_unpadding) and _drops(eqn, sizes):
             yield eqn.outvars[0].aval.size
         elif not _is_protected(eqn, sizes):
             for inner in _inner_jaxprs(eqn):

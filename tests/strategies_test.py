@@ -67,7 +67,7 @@ def fast_or_slow(name, mode):
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), itertools.starmap(fast_or_slow, itertools.product(STRATEGIES, MODES))
+    ("name", "mode"), [fast_or_slow(*pair) for pair in itertools.product(STRATEGIES, MODES)]
 )
 def test_ten_steps_equal_the_single_device(devices8, reference, name, mode):
     program = build(name, devices8, mode=mode, num_minibatches=2, use_scan=True)

@@ -73,14 +73,14 @@ def test_a_run_shows_what_it_writes_and_numbers_its_folders(capsys):
         "--config.training.eval_every_steps=5",
         "--config.training.log_every_steps=3",
         "--config.data.source=synthetic",
-        "--config.parallel.rules=(('embed', None),)",
+        "--config.parallel.rules=(('embed', None), ('mlp', None))",
     )
     command = _command("fsdp", *arguments)
     for number in (1, 2):
         assert run_command(command) == 0
         workdir = Path(f"runs/fsdp/{number:03d}")
         stored = json.loads((workdir / "config.json").read_text())
-        assert stored["parallel"].pop("rules") == [["embed", None]]
+        assert stored["parallel"].pop("rules") == [["embed", None], ["mlp", None]]
         config = command.config.to_dict()
         del config["parallel"]["rules"]
         assert stored == config

@@ -252,7 +252,7 @@ def test_the_model_trains_as_on_one_device(devices8, name, mode):
 def test_what_explicit_types_do_not_take_is_refused_by_jax(devices8, name):
     """When this fails, jax or flax has learnt it: take the model out of `NOT_EXPLICIT`."""
     mesh = make_mesh({"data": 8}, devices8)
-    with pytest.raises((ValueError, TypeError), match="shard"):
+    with pytest.raises(Exception, match=r"out_sharding=|cannot be sharded"):
         fsdp(
             MODELS[name],
             optax.sgd(0.1),
