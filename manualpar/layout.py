@@ -6,7 +6,6 @@ touches no device. A strategy is a `PlaceFn`: from what is known of a parameter 
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -112,21 +111,24 @@ def shard_largest_dim(
         return Placement(parameter.names)
     shape = parameter.shape
     padding: tuple[int, ...] = ()
-    choose = functools.partial(
-        choose_shard_dim,
-        names=parameter.names,
-        axis_size=axis_size,
+    dim, note = choose_shard_dim(
+        shape,
+        parameter.names,
+        axis_size,
         min_weight_size=min_weight_size,
         excluded_dims=parameter.loop_dims,
     )
-    dim, note = choose(shape)
     if dim is None and pad and math.prod(shape) >= max(min_weight_size, 1):
-        padded = tuple(size + -size % axis_size if size > 1 else size for size in shape)
-        dim, _ = choose(padded)
-        if dim is not None:
-            missing = padded[dim] - shape[dim]
+        free = [
+            i
+            for i, name in enumerate(parameter.names)
+            if name is None and i not in parameter.loop_dims and shape[i] > 1
+        ]
+        if free:
+            dim = max(free, key=lambda i: (shape[i], -i))
+            missing = -shape[dim] % axis_size
             padding = tuple(missing if i == dim else 0 for i in range(len(shape)))
-            note = f"padded from {shape[dim]} to {padded[dim]}"
+            note = f"padded from {shape[dim]} to {shape[dim] + missing}"
     if dim is None:
         return Placement(parameter.names, note)
     name = axes[0] if len(axes) == 1 else axes

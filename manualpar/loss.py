@@ -7,8 +7,9 @@ minibatch. `metrics` are pairs of scalars `(sum, count)` by name, with `metrics[
 whose count weighs the part in the mean over all devices and minibatches. `apply_fn` is called like
 `model.apply`, and `rng` is a key of the device's, minibatch's and step's own.
 
-- A part may have no valid example at all: a masked loss divides by `jnp.maximum(mask.sum(), 1)`,
-  for the gradient of 0 / 0 is NaN on that device and then everywhere.
+- A part may have no valid example at all, and the gradient of 0 / 0 is NaN on that device and then
+  everywhere: a masked loss divides by `jnp.where(count > 0, count, 1)`. (`jnp.maximum(count, 1)` is
+  another loss for a part whose weights add up to less than 1.)
 - `params` are boxed where they are sharded. `apply_fn` takes them so; a penalty on parameters reads
   `flax.linen.unbox(params)`, which gathers them.
 - Where parts of it run in a `lax.scan` or `lax.cond`, constants that meet data must vary over

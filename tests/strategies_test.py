@@ -26,6 +26,7 @@ STRATEGIES = {
     "fsdp, keep": (fsdp, {"reshard_after_forward": False, **SMALL}),
     "fsdp, step": (fsdp, {"communicate_every": "step", **SMALL}),
     "fsdp, pad": (fsdp, {"pad": True, "min_weight_size": 1}),
+    "fsdp, pad, step": (fsdp, {"pad": True, "min_weight_size": 1, "communicate_every": "step"}),
     "zero1, pad": (zero, {"pad": True, "min_weight_size": 1}),
     "hsdp": (hsdp, SMALL),
 }
@@ -62,7 +63,7 @@ def own_shapes(program, params):
 
 
 def fast_or_slow(name, mode):
-    is_fast = mode == "manual" or name in ("zero1", "fsdp", "hsdp")
+    is_fast = mode == "manual" or name in ("zero1", "fsdp", "hsdp") or "pad, step" in name
     return pytest.param(name, mode, marks=() if is_fast else pytest.mark.slow)
 
 
