@@ -121,3 +121,15 @@ def test_a_dim_over_a_data_axis_and_another_is_refused(devices8):
         build(fsdp, mesh, rules=rules)
     program = build(fsdp, mesh, rules=rules, axis_name=("data", "model"))
     assert program.layout.params["up"]["kernel"] == P(None, ("data", "model"))
+
+
+@pytest.mark.parametrize("axes", [("a", "b"), ("b", "a")], ids=str)
+@pytest.mark.parametrize("builder", [data_parallel, fsdp])
+def test_a_dim_over_two_model_axes(devices8, reference, builder, axes):
+    mesh = make_mesh({"a": 2, "data": 2, "b": 2}, devices8)
+    program = build(builder, mesh, rules=(("embed", None), ("mlp", axes)))
+    assert program.layout.params["down"]["kernel"][0] == axes
+    state, losses = train_program(program, [make_batch()] * 4)
+    np.testing.assert_allclose(losses, reference.losses, rtol=1e-5)
+    kernel = jax.device_get(state.params["down"]["kernel"])
+    np.testing.assert_allclose(kernel, reference.params["down"]["kernel"], rtol=1e-4, atol=1e-6)
