@@ -197,6 +197,16 @@ def report(sites: Sequence[Site], outcomes: dict[str, Outcome], total: int, comm
     return "\n".join([*lines, ""])
 
 
+def write_section(path: Path, section: str) -> None:
+    """Puts a section in a Markdown file in place of that with the same heading, else at its end."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    heading = section.splitlines()[0]
+    before, found, after = f"\n{text}".partition(f"\n{heading}\n")
+    _, next_heading, rest = after.partition("\n## ") if found else ("", "", "")
+    parts = [before.strip("\n"), section.strip("\n"), f"{next_heading}{rest}".strip("\n")]
+    path.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+
+
 def choose(mutants: Iterable[Mutant], only: str) -> tuple[Mutant, ...]:
     """The mutants to run: those with `only` in their name that are another program."""
     return tuple(m for m in mutants if only in m.name and not m.equivalent)
@@ -209,7 +219,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run mutants with this in their name")
     parser.add_argument("--list", action="store_true", help="list the mutants and end")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for a mutant's tests")
-    parser.add_argument("--output", type=Path, help="a Markdown file for the report")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="a Markdown file to write the report to, in a section of its own",
+    )
     arguments = parser.parse_args()
     command = " ".join(["python -m benchmarks.mutations", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as folder:
@@ -239,8 +253,7 @@ def main() -> None:
                 where = f"{mutant.site.path}:{mutant.site.line}"
                 print(f"{where} {mutant.name} {verdict} {outcome.seconds:.1f} s", flush=True)
                 if arguments.output:  # After each: a run that is broken off leaves what it has.
-                    text = report(sites, outcomes, len(mutants), command)
-                    arguments.output.write_text(text, encoding="utf-8")
+                    write_section(arguments.output, report(sites, outcomes, len(mutants), command))
         print(report(sites, outcomes, len(mutants), command))
 
 

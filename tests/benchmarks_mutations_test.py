@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.mutation_operators import EQUIVALENT, FAMILIES, KINDS, LEFT_ALONE, mutate
 from benchmarks.mutation_sites import JAX, OWN, find_sites
-from benchmarks.mutations import FIRST, TESTS, Outcome, choose, report, select_tests
+from benchmarks.mutations import FIRST, TESTS, Outcome, choose, report, select_tests, write_section
 from tests.source_rules import COLLECTIVES
 
 ROOT = Path(__file__).parent.parent
@@ -142,3 +142,15 @@ def test_the_report_counts():
     assert f"- `{chosen[3].name}`" in text.splitlines()
     assert "- tests/a_test.py: 3" in text.splitlines()
     assert "- ValueError: 3" in text.splitlines()
+
+
+def test_the_report_takes_the_place_of_the_last_one(tmp_path):
+    path = tmp_path / "README.md"
+    write_section(path, "## Ours\n\nold\n")
+    assert path.read_text() == "## Ours\n\nold\n"
+    path.write_text("# All\n\n## Ours\n\nold\n\n## Others\n\ntext\n")
+    write_section(path, "## Ours\n\nnew\n")
+    assert path.read_text() == "# All\n\n## Ours\n\nnew\n\n## Others\n\ntext\n"
+    path.write_text("# All\n")
+    write_section(path, "## Ours\n\nnew\n")
+    assert path.read_text() == "# All\n\n## Ours\n\nnew\n"

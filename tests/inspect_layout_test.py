@@ -8,7 +8,7 @@ import optax
 import pytest
 from rich.console import Console
 
-from manualpar import Batch, data_parallel, fsdp, make_mesh
+from manualpar import Batch, data_parallel, fsdp, make_mesh, zero
 from manualpar.inspect import layout_table, state_bytes
 
 
@@ -72,3 +72,9 @@ def test_bytes_of_half_precision(devices8):
     sharding = build(fsdp, devices8).batch_sharding
     x = jax.ShapeDtypeStruct((16, 3), jnp.bfloat16, sharding=sharding)
     assert state_bytes({"x": x}) == (12, 96)
+
+
+def test_the_table_says_where_the_state_is_if_elsewhere(devices8):
+    program = build(zero, devices8, min_weight_size=16)
+    cells = [str(cell) for column in layout_table(program).columns for cell in column.cells]
+    assert "P(), state P(None, 'data')" in cells

@@ -33,13 +33,15 @@ def layout_table(program: Program) -> Table:
       program: The program; it needs neither to have been compiled nor initialised.
 
     Returns:
-      A `rich.table.Table` with a row for each parameter: shape, dtype, partition spec (and, for one
-      that the strategy could not shard, why), bytes on a device. Below them the totals of
+      A `rich.table.Table` with a row for each parameter: shape, dtype, partition spec (and that of
+      its gradient and state if another; for one that the strategy could not shard, why), bytes on a
+      device. Below them the totals of
       parameters, optimizer state and other collections, and what they are of the bytes that one
       device alone would hold.
     """
     mesh = " x ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items())
-    title = f"{program.strategy.name} on {program.mesh.size} devices ({mesh})"
+    mode = "" if program.mode == "manual" else f", mode {program.mode},"
+    title = f"{program.strategy.name}{mode} on {program.mesh.size} devices ({mesh})"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for header in ("parameter", "shape", "dtype", "partition spec"):
         table.add_column(header, overflow="fold")
@@ -47,6 +49,8 @@ def layout_table(program: Program) -> Table:
     arrays = jax.tree.leaves(program.abstract_state.params)
     for (info, placement), x in zip(program.parameters, arrays, strict=True):
         spec = f"P({', '.join(map(repr, placement.spec))})"
+        if placement.state_names is not None:
+            spec = f"{spec}, state P({', '.join(map(repr, placement.state_spec))})"
         spec = f"{spec} {placement.note}" if placement.note else spec
         table.add_row(
             info.path,
