@@ -127,8 +127,9 @@ def test_a_dim_over_a_data_axis_and_another_is_refused(devices8):
 @pytest.mark.parametrize("builder", [data_parallel, fsdp])
 def test_a_dim_over_two_model_axes(devices8, reference, builder, axes):
     mesh = make_mesh({"a": 2, "data": 2, "b": 2}, devices8)
-    program = build(builder, mesh, rules=(("embed", None), ("mlp", axes)))
-    assert program.layout.params["down"]["kernel"][0] == axes
+    # The dim of the inputs, whose order matters: hidden features could be permuted unseen.
+    program = build(builder, mesh, rules=(("embed", axes), ("mlp", None)))
+    assert program.layout.params["up"]["kernel"][0] == axes
     state, losses = train_program(program, [make_batch()] * 4)
     np.testing.assert_allclose(losses, reference.losses, rtol=1e-5)
     kernel = jax.device_get(state.params["down"]["kernel"])

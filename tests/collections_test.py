@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
+from manualpar.inspect import trace_collectives
 from tests.one_device import train_on_one_device, train_program
 
 
@@ -160,3 +161,39 @@ def test_a_loss_that_the_model_sows_is_that_of_one_step(devices8, builder, into_
     state, losses = train_program(program, batches)
     assert state.collections == {}
     np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("axis_name", [("a", "data"), ("data", "a")], ids=str)
+def test_statistics_are_averaged_over_all_data_axes_in_one_reduction(devices8, axis_name):
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.BatchNorm(use_running_average=not train, momentum=0.0)(x)
+
+    def loss_fn(params, apply_fn, batch, rng):
+        out = apply_fn({"params": params}, batch.inputs, train=True).mean(-1)
+        count = batch.mask.sum()
+        return (out * batch.mask).sum() / count, {"loss": ((out * batch.mask).sum(), count)}
+
+    x = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
+    batch = Batch(inputs=x, labels=np.zeros(32), mask=np.arange(1, 33, dtype=np.float32))
+    mesh = make_mesh({"a": 2, "b": 2, "data": 2}, devices8)
+    program = data_parallel(
+        Normed(), optax.sgd(0.1), loss_fn, mesh=mesh, batch=batch, axis_name=axis_name
+    )
+    state, _ = program.train_step(program.init(jax.random.key(0)), batch)
+    stats = state.collections["batch_stats"]["BatchNorm_0"]
+    np.testing.assert_allclose(stats["mean"], x.mean(0), rtol=1e-4, atol=1e-6)
+    parts = x.reshape(4, 8, 4)
+    np.testing.assert_allclose(stats["var"], parts.var(1).mean(0), rtol=1e-4)
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    scopes = [c.scope.split("/")[0] for c in trace_collectives(traced)]
+    # Nothing is reduced twice, which would change no number.
+    assert sorted(scopes) == [
+        "count_examples",
+        "sync_collections",
+        "sync_collections",
+        "sync_gradients",
+        "sync_gradients",
+        "sync_metrics",
+    ]
