@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar import gather_array_with_mean_grads
+from manualpar import gather_array_with_mean_grads, make_mesh
 from manualpar.collectives import cast_to_varying, is_vma_checked, varying_axes
 from manualpar.mesh import axes_size, axis_tuple
 
@@ -118,3 +118,20 @@ def test_types_tell_what_varies(devices8):
         )
         jax.eval_shape(run, jnp.ones(8), jnp.ones(8))
     assert varying_axes(jnp.ones(8)) == set()
+
+
+def test_gradient_of_a_shard_that_some_of_the_axes_hold_in_common(devices8):
+    # By its type it varies over `data` alone: it is cast, and the cast sums its gradient back.
+    mesh = make_mesh({"data": 4, "model": 2}, devices8)
+    axes = ("data", "model")
+    weights = jax.random.normal(jax.random.key(0), (8, 16))
+
+    def on_device(shard, weight):
+        def loss(shard):
+            return jnp.sum(gather_array_with_mean_grads(shard, 0, axes) * weight[0])
+
+        return jax.grad(loss)(shard)
+
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=(P("data"), P(axes)), out_specs=P("data"))
+    expected = weights.mean(0).reshape(4, 2, 2).sum(1).ravel()
+    np.testing.assert_allclose(jax.jit(run)(jnp.arange(8.0), weights), expected, rtol=1e-5)

@@ -345,3 +345,50 @@ def test_collections_become_the_mean_of_what_differs(devices8):
     assert jax.jit(run)(jnp.arange(8.0)) == {"mean": 3.5, "steps": 3}
     with pytest.raises(ValueError, match=r"collections\['mean'\] has dtype int32 and differs"):
         jax.eval_shape(run, jnp.arange(8))
+
+
+def test_metrics_that_vary_over_some_of_the_axes_are_summed_over_all(devices8):
+    mesh = make_mesh({"data": 4, "model": 2}, devices8)
+
+    def on_device(x):
+        return sync_metrics({"loss": (x.sum(), jnp.int32(1))}, ("data", "model"))
+
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=P("data"), out_specs=P())
+    assert jax.jit(run)(jnp.arange(4.0))["loss"] == (12, 8)
+
+
+def test_counts_are_averaged_once_without_types_too(devices8):
+    mesh = make_mesh({"data": 8}, devices8)
+
+    def on_device(batch):
+        grads, _ = accumulate_gradients(
+            state_of(PARAMS), batch, jax.random.key(0), 2, loss_fn=masked_loss
+        )
+        return sync_gradients(grads, "data")
+
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+    text = jax.jit(run).lower(make_batch(64)).as_text()
+    assert text.count('"stablehlo.all_reduce"') == 3
+
+
+def test_a_collection_is_averaged_once(devices8):
+    mesh = make_mesh({"data": 8}, devices8)
+    run = jax.shard_map(
+        lambda x: sync_collections({"mean": x.sum(), "steps": jnp.int32(3)}, "data"),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    assert jax.jit(run).lower(jnp.arange(8.0)).as_text().count('"stablehlo.all_reduce"') == 1
+
+
+@pytest.mark.parametrize(("axes", "mean"), [("data", 7), (("data", "model"), 3.5)], ids=str)
+def test_collections_are_averaged_over_the_axes_of_a_larger_mesh(devices8, axes, mean):
+    mesh = make_mesh({"data": 4, "model": 2}, devices8)
+    run = jax.shard_map(
+        lambda x: sync_collections({"mean": x.sum()}, axes),
+        mesh=mesh,
+        in_specs=P(axes),
+        out_specs=P(),
+    )
+    assert jax.jit(run)(jnp.arange(8.0))["mean"] == mean

@@ -330,3 +330,39 @@ def test_a_wrapped_module_inside_scan(devices8):
 
     output = on_mesh(on_device, mesh, x, in_specs=P("data"), out_specs=P("data"))
     np.testing.assert_allclose(output, reference, atol=1e-6)
+
+
+def test_a_wrapped_module_gathers_once_however_often_it_uses_a_parameter(devices8):
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = nn.Dense(16)
+            return dense(dense(x))
+
+    mesh = make_mesh({"data": 8}, devices8)
+    wrapped = shard_module_params(Twice, "data", min_weight_size=64)()
+
+    def on_device(x):
+        return wrapped.apply(wrapped.init(jax.random.key(0), x), x)
+
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    text = jax.jit(run).lower(jnp.ones((8, 16))).as_text()
+    assert text.count('"stablehlo.all_gather"') == 1
+
+
+@pytest.mark.parametrize("when", ["asked for", "once a step", "shared storage"])
+@pytest.mark.parametrize("axes", [("data", "model"), ("model", "data")], ids=str)
+def test_a_box_is_gathered_over_a_tuple_of_axes_in_its_order(devices8, axes, when):
+    mesh = make_mesh({"data": 4, "model": 2}, devices8)
+    x = jnp.arange(32.0).reshape(16, 2)
+    field = "storage_axes" if when == "shared storage" else "gather_axes"
+
+    def on_device(x):
+        box = ShardedParameter(x, (axes, None), **{field: axes})
+        box = box.gather_data_axes() if when == "once a step" else box
+        return nn.unbox({"p": box})["p"][None]
+
+    run = jax.shard_map(
+        on_device, mesh=mesh, in_specs=P(axes), out_specs=P(mesh.axis_names), check_vma=True
+    )
+    np.testing.assert_array_equal(jax.jit(run)(x), np.broadcast_to(x, (8, 16, 2)))
