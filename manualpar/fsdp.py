@@ -84,6 +84,7 @@ def sharded_strategy(
 ) -> Strategy:
     """The strategy of `fsdp` and, with axes to replicate over, of `hsdp`."""
     check_min_weight_size(name, min_weight_size)
+    check_choice(name, "pad", pad, (True, False))
     check_choice(name, "reshard_after_forward", reshard_after_forward, (True, False))
     check_choice(name, "communicate_every", communicate_every, ("minibatch", "step"))
     return Strategy(

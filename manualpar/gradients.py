@@ -130,8 +130,8 @@ def accumulate(
     return jax.tree.map(lambda g: g / count, grads), metrics, collections
 
 
-def split_minibatches(batch: Any, num_minibatches: int) -> Any:
-    """Reshapes `[B, ...]` leaves to `[M, B/M, ...]` for `M` minibatches; repeats scalars."""
+def check_minibatches(batch: Any, num_minibatches: int, *, devices: int = 1) -> None:
+    """Refuses minibatches that do not divide what each of some devices has of a batch."""
     if (
         isinstance(num_minibatches, bool)
         or not isinstance(num_minibatches, int)
@@ -139,13 +139,19 @@ def split_minibatches(batch: Any, num_minibatches: int) -> Any:
     ):
         raise ValueError(f"num_minibatches={num_minibatches!r}, expected a positive integer.")
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
-        if jnp.ndim(x) and (x.shape[0] % num_minibatches or x.shape[0] < num_minibatches):
+        examples = x.shape[0] // devices if jnp.ndim(x) else num_minibatches
+        if examples % num_minibatches or examples < num_minibatches:
             raise ValueError(
-                f"num_minibatches={num_minibatches} does not divide the {x.shape[0]} examples of "
+                f"num_minibatches={num_minibatches} does not divide the {examples} examples of "
                 f"batch{jax.tree_util.keystr(path)} "
                 f"on each device (shape {x.shape}), and no example may be dropped. Choose a "
-                f"divisor of {x.shape[0]} or another batch size."
+                f"divisor of {examples} or another batch size."
             )
+
+
+def split_minibatches(batch: Any, num_minibatches: int) -> Any:
+    """Reshapes `[B, ...]` leaves to `[M, B/M, ...]` for `M` minibatches; repeats scalars."""
+    check_minibatches(batch, num_minibatches)
 
     def split(x: Any) -> jax.Array:
         if not jnp.ndim(x):

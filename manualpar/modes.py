@@ -60,12 +60,7 @@ class GlobalParameter(ShardedParameter):
             value = _make_whole(value, *(NamedSharding(self.mesh, spec) for spec in specs))
         else:
             value = constrain(self.mode, value, self.mesh, names_to_spec(names))
-        sizes = list(self.sizes)
-        for dim, size in enumerate(self.sizes):
-            if size is not None and names[dim] is None:
-                value = jax.lax.slice_in_dim(value, 0, size, axis=dim)
-                sizes[dim] = None
-        return self.replace(value=value, names=names, sizes=tuple(sizes))
+        return self.replace(value=self.unpad(value), names=names, sizes=())
 
 
 def _constrain_whole(x: jax.Array, whole: Any, sharded: Any) -> jax.Array:

@@ -60,7 +60,7 @@ class ShardedParameter(nn.Partitioned):
         only share the storage, and each keeps its part of the gradient. A dimension sharded over
         other axes than these two stays as it is.
       sizes: For each dimension that is padded the parameter's own size, `None` for the others; `()`
-        if none is.
+        if none is. Only dimensions sharded over `gather_axes` are padded.
       wire: The dtypes that are gathered, computed with, and reduced.
     """
 
@@ -91,10 +91,15 @@ class ShardedParameter(nn.Partitioned):
 
     def finish(self, value: jax.Array) -> jax.Array:
         """What a module gets of a gathered value: without padding, cast, and named `GATHERED`."""
+        value = self.unpad(value)
+        return checkpoint_name(cast_floating(value, self.wire.gather_dtype), GATHERED)
+
+    def unpad(self, value: jax.Array) -> jax.Array:
+        """A gathered value without its padding."""
         for dim, size in enumerate(self.sizes):
             if size is not None:
                 value = jax.lax.slice_in_dim(value, 0, size, axis=dim)
-        return checkpoint_name(cast_floating(value, self.wire.gather_dtype), GATHERED)
+        return value
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
         """Names a dim that `nn.scan` or `nn.vmap` adds: a mesh axis in its metadata, or `None`."""
@@ -134,16 +139,12 @@ class ShardedParameter(nn.Partitioned):
           One all-gather for each dimension sharded over `gather_axes`. It is meant to run once a
           step, outside of what is differentiated.
         """
-        value, names, sizes = self.value, list(self.names), list(self.sizes)
-        value = cast_floating(value, self.wire.gather_dtype)
+        value, names = cast_floating(self.value, self.wire.gather_dtype), list(self.names)
         for dim, name in enumerate(names):
             if set(axis_tuple(name)) & set(self.gather_axes):
                 value = gather_array_with_mean_grads(value, dim, axis_tuple(name))
                 names[dim] = None
-                if sizes and (size := sizes[dim]) is not None:
-                    value = jax.lax.slice_in_dim(value, 0, size, axis=dim)
-                    sizes[dim] = None
-        return self.replace(value=value, names=tuple(names), sizes=tuple(sizes))
+        return self.replace(value=self.unpad(value), names=tuple(names), sizes=())
 
 
 def cast_floating(x: jax.Array, dtype: str | None) -> jax.Array:
@@ -328,10 +329,7 @@ def replicate_shards(params: Any) -> Any:
         for dim, name in enumerate(x.names):
             if set(axis_tuple(name)) & set(x.gather_axes):
                 value = gather_invariant(value, dim, axis_tuple(name))
-        for dim, size in enumerate(x.sizes):
-            if size is not None:
-                value = jax.lax.slice_in_dim(value, 0, size, axis=dim)
-        return value
+        return x.unpad(value)
 
     return jax.tree.map(lambda x: gather(x) if is_box(x) else x, params, is_leaf=is_box)
 

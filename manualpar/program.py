@@ -37,7 +37,7 @@ from manualpar.model import init_variables
 from manualpar.partitioning import cast_floating, is_box
 from manualpar.probe import find_carried_collections, find_loop_dims
 from manualpar.step import Step, batch_specs, check_batch
-from manualpar.strategy import MODES, Mode, ProgramOptions, Strategy, check_choice
+from manualpar.strategy import Mode, ProgramOptions, Strategy, check_options
 from manualpar.train_state import TrainState
 from manualpar.update import Update
 
@@ -114,11 +114,11 @@ def build_program(
       ValueError: A field does not fit; nothing has been compiled.
       TypeError: A field is of the wrong kind.
     """
+    check_options(strategy.name, options)
     name, mesh, batch = strategy.name, options["mesh"], options["batch"]
     axes = (*strategy.replica_axes, *axis_tuple(options.get("axis_name", "data")))
     mode = options.get("mode", "manual")
     _check_arguments(name, model, tx, loss_fn, mesh, axes)
-    check_choice(name, "mode", mode, MODES)
     rules = check_rules(name, options.get("rules", ()), mesh)
     param_dtype, wire = _check_dtypes(name, mode, options)
     batch = jax.eval_shape(lambda batch: batch, batch)
@@ -278,7 +278,10 @@ def _check_dtypes(strategy: str, mode: str, options: ProgramOptions) -> tuple[st
     names: dict[str, str | None] = {}
     for field in ("param_dtype", "gather_dtype", "reduce_dtype"):
         value = cast("dict[str, Any]", options).get(field)
-        names[field] = None if value is None else str(jnp.dtype(value))
+        try:
+            names[field] = None if value is None else str(jnp.dtype(value))
+        except TypeError:
+            names[field] = repr(value)  # What jax does not know is not allowed either.
         if value is not None and names[field] not in WIRE_DTYPES:
             raise ValueError(
                 f"{strategy}: {field}={value!r}, expected one of {WIRE_DTYPES} or None. (float16 "

@@ -10,9 +10,10 @@ steps while their state is not (ZeRO-1 and -2) are sliced for the optimizer, whi
 and gathered after it.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -23,6 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 from manualpar.collectives import AS_STORED, Wire
 from manualpar.gradients import (
     accumulate,
+    check_minibatches,
     split_minibatches,
     sync_collections,
     sync_gradients,
@@ -94,7 +96,12 @@ class Step:
         objective = metrics.pop(OBJECTIVE)
         value_and_grad = functools.partial(self._value_and_grad, state.collections, step_rng, batch)
         params, opt_state, norms = self.update(
-            state.tx, state.params, grads, state.opt_state, mean(objective), value_and_grad
+            state.tx,
+            state.params,
+            grads,
+            opt_state=state.opt_state,
+            value=mean(objective),
+            value_and_grad=value_and_grad,
         )
         metrics |= {name: (norm, jnp.ones(())) for name, norm in norms.items()}
         state = state.replace(
@@ -141,6 +148,8 @@ class Step:
             rng = fold_rng_over_axis(rng, self.data_axes)
             minibatches = split_minibatches(batch, self.num_minibatches)
         else:
+            devices = axes_size(self.mesh, self.data_axes)
+            check_minibatches(batch, self.num_minibatches, devices=devices)
             minibatches = split_global_minibatches(
                 self.mode, batch, self.num_minibatches, self.mesh, self.data_axes
             )
@@ -200,12 +209,20 @@ class Step:
             self.mode, function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs
         )
 
-    def _model_context(self) -> Any:
+    @contextlib.contextmanager
+    def _model_context(self) -> Iterator[None]:
         """What a model needs around its application in this mode."""
-        if self.mode == "explicit":
-            return nn.intercept_methods(keep_dropout_sharded)
-        # On manual axes the model's own constraints on activations mean nothing.
-        return nn.logical_axis_rules(self.rules if self.mode == "auto" else ())
+        is_auto = self.mode == "auto"
+        with contextlib.ExitStack() as stack:
+            if self.mode == "explicit":
+                stack.enter_context(nn.intercept_methods(keep_dropout_sharded))
+            if is_auto:
+                # Without a mesh flax's constraints on activations do nothing.
+                mesh = self.mesh.abstract_mesh
+                stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+            # Elsewhere they must do nothing: axes are manual, or types say it, or nobody is to.
+            stack.enter_context(nn.logical_axis_rules(self.rules if is_auto else ()))
+            yield
 
     def _box(self, place: Placement, x: Any, *, state: bool) -> Any:
         """Boxes a parameter as it is stored, or as its gradient and its state are."""

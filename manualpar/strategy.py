@@ -5,6 +5,8 @@ no strategy has code of its own beside the function that builds it.
 """
 
 import dataclasses
+import difflib
+from collections.abc import Mapping
 from typing import Any, Literal, Required, TypedDict
 
 from jax.sharding import Mesh
@@ -16,6 +18,7 @@ from manualpar.mesh import AxisName
 Mode = Literal["manual", "auto", "explicit", "auto-unconstrained"]
 MODES: tuple[Mode, ...] = ("manual", "auto", "explicit", "auto-unconstrained")
 Every = Literal["minibatch", "step"]
+FLAGS = ("use_scan", "norm_metrics")  # The options that are true or false.
 
 
 class ProgramOptions(TypedDict, total=False):
@@ -81,6 +84,23 @@ class Strategy:
     gather_every: Every = "minibatch"
     reduce_every: Every = "step"
     reshard_after_forward: bool = False
+
+
+def check_options(builder: str, options: Mapping[str, Any]) -> None:
+    """Refuses options that there are not, that are missing, or that are no choice."""
+    for name in options:
+        if name not in ProgramOptions.__annotations__:
+            near = difflib.get_close_matches(name, ProgramOptions.__annotations__, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise TypeError(
+                f"{builder}: {name!r} is not an option, expected some of "
+                f"{', '.join(ProgramOptions.__annotations__)}, or the builder's own{hint}"
+            )
+    for name in sorted(ProgramOptions.__required_keys__ - options.keys()):
+        raise TypeError(f"{builder}: {name}= is missing, expected it as a keyword argument.")
+    for name, choices in (("mode", MODES), *((flag, (True, False)) for flag in FLAGS)):
+        if name in options:
+            check_choice(builder, name, options[name], choices)
 
 
 def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...]) -> None:

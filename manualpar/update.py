@@ -51,6 +51,7 @@ class Update:
         tx: optax.GradientTransformation,
         params: Any,
         grads: Any,
+        *,
         opt_state: Any,
         value: jax.Array,
         value_and_grad: Callable[[Any], tuple[jax.Array, Any]],

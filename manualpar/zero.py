@@ -56,6 +56,7 @@ def zero(
     """
     check_choice("zero", "stage", stage, (1, 2))
     check_min_weight_size("zero", min_weight_size)
+    check_choice("zero", "pad", pad, (True, False))
     strategy = Strategy(
         f"zero{stage}",
         functools.partial(shard_state_only, min_weight_size=min_weight_size, pad=pad),

@@ -134,3 +134,15 @@ def test_a_dim_over_two_model_axes(devices8, reference, builder, axes):
     np.testing.assert_allclose(losses, reference.losses, rtol=1e-5)
     kernel = jax.device_get(state.params["down"]["kernel"])
     np.testing.assert_allclose(kernel, reference.params["down"]["kernel"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "constraints"), [("manual", 0), ("auto", 1), ("auto-unconstrained", 0)]
+)
+def test_rules_hold_for_activations_in_auto_mode_alone(devices8, mode, constraints):
+    program = build(fsdp, make_mesh({"data": 4, "model": 2}, devices8), mode=mode)
+    lowered = program.eval_step.lower(program.abstract_state, program.abstract_batch).as_text()
+    hidden = [line for line in lowered.splitlines() if "16x64xf32" in line]
+    assert (
+        sum("sharding_constraint" in line and '"model"' in line for line in hidden) == constraints
+    )

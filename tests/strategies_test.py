@@ -231,9 +231,21 @@ def test_norms_are_the_global_ones(devices8):
             {"reduce_dtype": "bfloat16", "mode": "auto"},
             r"reduce_dtype='bfloat16' with mode='auto', expected None: XLA chooses",
         ),
+        ("fsdp", {"gather_dtype": "bf16"}, r"fsdp: gather_dtype='bf16', expected one of"),
+        ("zero2", {"pad": "yes"}, r"zero: pad='yes', expected one of True, False"),
+        ("dp", {"use_scan": 1}, r"data_parallel: use_scan=1, expected one of True, False"),
+        ("fsdp", {"num_minibatches": 3, "mode": "auto"}, r"=3 does not divide the 8 examples of"),
+        ("fsdp", {"num_minibatches": 0, "mode": "explicit"}, r"=0, expected a positive integer"),
         ("hsdp", {"replica_axis": "pod"}, r"hsdp: axis_name names \['pod'\], but the mesh has"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(devices8, name, options, message):
     with pytest.raises(ValueError, match=message):
         build(name, devices8, **options)
+
+
+def test_options_that_there_are_not_or_that_are_missing_are_refused(devices8):
+    with pytest.raises(TypeError, match=r"fsdp: 'minibatches' is not .* mean 'num_minibatches'"):
+        build("fsdp", devices8, minibatches=4)
+    with pytest.raises(TypeError, match=r"zero1: batch= is missing, expected it as a keyword"):
+        zero(Classifier(), make_tx(), loss_fn, mesh=make_mesh({"data": 8}, devices8))
