@@ -18,7 +18,8 @@ ORDER = """
     configs
     benchmarks experiments
     manualpar
-    training
+    training launch
+    checkpoints data cluster
     models
     layers
     inspect
