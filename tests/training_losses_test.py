@@ -1,4 +1,4 @@
-"""The classification loss: a mean over the examples that count."""
+"""The losses: means over the examples, or the tokens, that count."""
 
 import chex
 import jax
@@ -8,7 +8,7 @@ import pytest
 
 from manualpar.models import Classifier
 from manualpar.train_state import Batch
-from manualpar.training.losses import classification_loss
+from manualpar.training.losses import classification_loss, language_model_loss
 
 MODEL = Classifier(hidden_size=8, num_classes=5, dropout_rate=0.0)
 
@@ -74,3 +74,63 @@ def test_the_model_is_told_to_train_with_the_key():
         for seed in (1, 1, 2)
     ]
     assert losses[0] == losses[1] != losses[2]
+
+
+def _bigrams(variables, tokens, train, rngs):
+    """A language model whose logits are a row of a table, `[V, V]`."""
+    assert train and set(rngs) == {"dropout"}
+    return variables["params"][tokens]
+
+
+def _text(mask=None) -> Batch:
+    tokens = np.array([[1, 4, 2, 2], [0, 3, 1, 2], [4, 4, 0, 1]])
+    return Batch(jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:]), mask)
+
+
+TABLE = jax.random.normal(jax.random.key(3), (5, 5))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [None, [[1, 1, 0], [0, 0, 0], [1, 0, 1]], [[0.5, 0, 2], [0, 0, 0], [1, 0.25, 0]]],
+    ids=["none", "padding", "weights"],
+)
+def test_the_loss_of_a_language_model_is_the_mean_over_the_tokens_that_count(mask):
+    batch = _text(None if mask is None else jnp.array(mask, jnp.float32))
+    loss, metrics = language_model_loss(TABLE, _bigrams, batch, jax.random.key(0))
+    logits = np.asarray(TABLE, np.float64)[np.asarray(batch.inputs)]
+    chosen = np.take_along_axis(logits, np.asarray(batch.labels)[..., None], axis=-1)[..., 0]
+    losses = np.log(np.exp(logits).sum(axis=-1)) - chosen
+    weights = np.ones((3, 3)) if mask is None else np.array(mask)
+    assert loss == pytest.approx((losses * weights).sum() / weights.sum(), rel=1e-6)
+    assert metrics["loss"] == (pytest.approx((losses * weights).sum(), rel=1e-6), weights.sum())
+    correct = logits.argmax(axis=-1) == np.asarray(batch.labels)
+    assert metrics["accuracy"] == ((correct * weights).sum(), weights.sum())
+
+
+def test_text_that_is_nothing_but_padding_is_no_loss_and_no_gradient():
+    (loss, metrics), grads = jax.value_and_grad(language_model_loss, has_aux=True)(
+        TABLE, _bigrams, _text(jnp.zeros((3, 3))), jax.random.key(0)
+    )
+    assert loss == 0
+    assert metrics == {"loss": (0, 0), "accuracy": (0, 0)}
+    chex.assert_trees_all_equal(grads, jnp.zeros_like(TABLE))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        # Numpy would spread it over the tokens: there are as many as examples.
+        (
+            {"mask": jnp.ones(3)},
+            r"batch.mask has the shape \(3,\), expected \(3, 3\): one for each",
+        ),
+        (
+            {"labels": jnp.ones((3, 4), int)},
+            r"batch.labels has the shape \(3, 4\), expected \(3, 3\)",
+        ),
+    ],
+)
+def test_labels_and_weights_that_are_not_one_a_token_are_refused(fields, message):
+    with pytest.raises(ValueError, match=f"language_model_loss: {message}"):
+        language_model_loss(TABLE, _bigrams, _text().replace(**fields), jax.random.key(0))

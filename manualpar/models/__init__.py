@@ -1,5 +1,6 @@
 """Linen models written for one device: the strategies shard them from outside."""
 
 from manualpar.models.classifier import Classifier
+from manualpar.models.transformer import Transformer, flops_per_token
 
-__all__ = ["Classifier"]
+__all__ = ["Classifier", "Transformer", "flops_per_token"]

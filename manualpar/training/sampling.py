@@ -1,0 +1,140 @@
+"""Text from a language model: one token after the other, each drawn from the model's prediction.
+
+Nothing is cached between tokens. The model sees a window of fixed length, which holds the latest
+tokens and behind them zeros, of which a causal model knows nothing; when it is full it moves on by
+one. So everything is one loop in one program, compiled once, and works with any causal model.
+
+Symbols: `B` prompts, `P` tokens of a prompt, `S` positions of the window, `V` the vocabulary, `T`
+tokens drawn.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+
+
+def sample_tokens(
+    apply_fn: Callable[..., jax.Array],
+    params: Any,
+    prompt: ArrayLike,
+    *,
+    num_tokens: int,
+    sequence_length: int,
+    temperature: float,
+    rng: jax.Array,
+) -> jax.Array:
+    """Continues prompts.
+
+    Args:
+      apply_fn: The `apply` of a causal model, giving logits `[B, S, V]` of tokens `[B, S]`, such as
+        `state.apply_fn`.
+      params: Its parameters; global arrays may be sharded in any way, but not padded.
+      prompt: `int[P]`, or `int[B, P]` for several of one length, the same in every process. Of a
+        prompt that is longer than the window only the end is seen.
+      num_tokens: How many tokens to draw, `T`.
+      sequence_length: The positions of the window, `S`: those the model was trained with.
+      temperature: What the logits are divided by; 0 takes the likeliest token.
+      rng: A key; with the same one the same tokens are drawn.
+
+    Returns:
+      `int32[T]` or `int32[B, T]`, what comes after the prompt; whole on every device.
+
+    Raises:
+      TypeError: The prompt is not of integers.
+      ValueError: The prompt is empty or of another rank, a number is out of range.
+
+    Communication:
+      Whatever XLA derives from the parameters' shardings.
+    """
+    # On no device yet, so that it may go where the parameters are.
+    prompt = np.asarray(prompt)
+    _check(prompt, num_tokens, sequence_length, temperature)
+    prompt_BP = np.atleast_2d(prompt)[:, -sequence_length:].astype(np.int32)
+    window_BS = np.zeros((len(prompt_BP), sequence_length), np.int32)
+    window_BS[:, : prompt_BP.shape[1]] = prompt_BP
+    tokens_BT = _sample(
+        params,
+        window_BS,
+        np.int32(prompt_BP.shape[1]),
+        np.float32(temperature),
+        rng,
+        apply_fn=apply_fn,
+        num_tokens=num_tokens,
+        replicated=_replicated(params),
+    )
+    return tokens_BT if prompt.ndim == 2 else tokens_BT[0]
+
+
+@functools.partial(jax.jit, static_argnames=("apply_fn", "num_tokens", "replicated"))
+def _sample(
+    params: Any,
+    window_BS: jax.Array,
+    length: jax.Array,
+    temperature: jax.Array,
+    rng: jax.Array,
+    *,
+    apply_fn: Callable[..., jax.Array],
+    num_tokens: int,
+    replicated: NamedSharding | None,
+) -> jax.Array:
+    """Draws `[B, T]` tokens after the first `length` ones of the window."""
+    sequence_length = window_BS.shape[1]
+
+    def draw(carry: tuple[jax.Array, jax.Array], rng: jax.Array) -> Any:
+        window_BS, length = carry
+        logits_BSV = apply_fn({"params": params}, window_BS, train=False)
+        logits_BV = jax.lax.dynamic_index_in_dim(logits_BSV, length - 1, axis=1, keepdims=False)
+        # Not divided by 0 where the result is not used.
+        divisor = jnp.where(temperature > 0, temperature, 1)
+        drawn_B = jax.random.categorical(rng, logits_BV / divisor)
+        token_B = jnp.where(temperature > 0, drawn_B, logits_BV.argmax(axis=-1)).astype(jnp.int32)
+        is_full = length == sequence_length
+        window_BS = jnp.where(is_full, jnp.roll(window_BS, -1, axis=1), window_BS)
+        index = jnp.where(is_full, sequence_length - 1, length)
+        window_BS = jax.lax.dynamic_update_index_in_dim(window_BS, token_B, index, axis=1)
+        return (window_BS, index + 1), token_B
+
+    keys = jax.random.split(rng, num_tokens)
+    tokens_TB = jax.lax.scan(draw, (window_BS, length), keys)[1]
+    # Otherwise a process might not get to see what lies with another one.
+    return (
+        tokens_TB.T
+        if replicated is None
+        else jax.lax.with_sharding_constraint(tokens_TB.T, replicated)
+    )
+
+
+def _replicated(params: Any) -> NamedSharding | None:
+    """The sharding of what is whole on all devices that parameters are on; `None` for just one."""
+    for x in jax.tree.leaves(params):
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(sharding.mesh, PartitionSpec())
+    return None
+
+
+def _check(prompt: np.ndarray, num_tokens: int, sequence_length: int, temperature: float) -> None:
+    """Refuses what cannot be continued."""
+    if prompt.ndim not in (1, 2) or not prompt.size:
+        raise ValueError(
+            f"sample_tokens: prompt has the shape {prompt.shape}, expected [tokens] or [prompts, "
+            "tokens] with at least one token; begin with the one that documents begin with."
+        )
+    if not np.issubdtype(prompt.dtype, np.integer):
+        raise TypeError(
+            f"sample_tokens: prompt is of {prompt.dtype}, expected integers; encode the text."
+        )
+    for name, value in (("num_tokens", num_tokens), ("sequence_length", sequence_length)):
+        if value < 1:
+            raise ValueError(f"sample_tokens: {name} is {value}, expected at least 1.")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(
+            f"sample_tokens: temperature is {temperature}, expected a finite number from 0, the "
+            "likeliest token."
+        )

@@ -1,0 +1,447 @@
+"""The transformer: who sees whom, what its options change and what they leave as it is."""
+
+import functools
+import math
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar.models import Transformer, flops_per_token
+from manualpar.models.transformer import REMAT_POLICIES, rotary_angles, rotate
+from manualpar.training.losses import language_model_loss
+from tests.one_device import train_on_one_device, train_program
+
+BOS = 15
+SMALL = Transformer(
+    vocab_size=16, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, mlp_size=24
+)
+UNROLLED = SMALL.clone(scan_layers=False)
+# Two documents and the end of one before them.
+PACKED = jnp.array([[3, 1, BOS, 4, 1, 5, BOS, 9, 2]], jnp.int32)
+
+
+@functools.cache
+def _init(model):
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    variables = jax.jit(lambda key: model.init({"params": key}, tokens, train=False))
+    return nn.unbox(variables(jax.random.key(0))["params"])
+
+
+def _tokens(shape=(2, 8), seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, BOS, shape), jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(model, params, tokens):
+    return model.apply({"params": params}, tokens, train=False)
+
+
+def _loss(model, params, tokens):
+    batch = Batch(inputs=tokens, labels=jnp.roll(tokens, -1, axis=1))
+    return language_model_loss(params, model.apply, batch, jax.random.key(1))[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _grads(model, params, tokens):
+    return jax.grad(functools.partial(_loss, model))(params, tokens)
+
+
+def _stack(params):
+    """An unrolled model's parameters as a scanned one has them."""
+    names = [name for name in params if name.startswith("layer_")]
+    layers = [params[f"layer_{index}"] for index in range(len(names))]
+    others = {name: tree for name, tree in params.items() if name not in names}
+    return {**others, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}
+
+
+def _influences(model, tokens):
+    """`[S, S]`: the largest derivative of a logit (first) by what its layers begin with (last)."""
+    params = _init(model)
+
+    def logits(noise_SD):
+        def add_noise(next_fun, args, kwargs, context):
+            if context.module.name == "layer_0":
+                args = (args[0] + noise_SD[None], *args[1:])
+            return next_fun(*args, **kwargs)
+
+        with nn.intercept_methods(add_noise):
+            # Not what is compiled already, without the noise.
+            return model.apply({"params": params}, tokens)[0]
+
+    jacobian_SVSD = jax.jit(jax.jacobian(logits))(jnp.zeros((tokens.shape[1], model.hidden_size)))
+    return np.abs(jacobian_SVSD).max(axis=(1, 3))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_later_token_moves_no_earlier_logit_and_every_earlier_one_does(dtype):
+    influences = _influences(UNROLLED.clone(dtype=dtype, remat="dots"), PACKED)
+    causal = np.tril(np.ones_like(influences, dtype=bool))
+    np.testing.assert_array_equal(influences[~causal], 0)
+    assert (influences[causal] > 0).all()
+
+
+def test_a_token_moves_no_logit_of_another_document():
+    influences = _influences(UNROLLED.clone(bos_token=BOS), PACKED)
+    document = np.cumsum(np.asarray(PACKED[0]) == BOS)
+    visible = np.tril(document[:, None] == document[None, :])
+    assert visible.sum() == 3 + 10 + 6
+    np.testing.assert_array_equal(influences[~visible], 0)
+    assert (influences[visible] > 0).all()
+
+
+def test_a_document_is_the_same_wherever_it_lies():
+    model = SMALL.clone(bos_token=BOS)
+    params = _init(model)
+    packed = _logits(model, params, PACKED)
+    for begin, end in ((0, 2), (2, 6), (6, 9)):
+        alone = _logits(model, params, PACKED[:, begin:end])
+        chex.assert_trees_all_close(packed[:, begin:end], alone, rtol=1e-4, atol=1e-5)
+    without = _logits(model.clone(bos_token=-1), params, PACKED)
+    assert not np.allclose(packed[:, 2:], without[:, 2:], atol=1e-2)
+
+
+def test_attention_scores_depend_on_differences_of_positions_only():
+    query, key = jax.random.normal(jax.random.key(0), (2, 8))
+    angles = rotary_angles(6, 8, base=100.0)
+
+    def everywhere(x):
+        return rotate(jnp.broadcast_to(x, (1, 6, 1, 8)), angles)[0, :, 0]
+
+    scores = np.asarray(everywhere(query) @ everywhere(key).T)
+    assert scores[0, 0] == pytest.approx(float(query @ key), rel=1e-5)
+    for offset in range(-5, 6):
+        diagonal = np.diagonal(scores, offset)
+        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-5)
+    assert len(np.unique(scores[0].round(3))) == 6
+
+
+def test_rotations_are_those_of_the_paper_in_the_dtype_of_what_is_turned():
+    angles = rotary_angles(3, 4, base=100.0)
+    np.testing.assert_allclose(angles, [[0, 0], [1, 0.1], [2, 0.2]], rtol=1e-6)
+    x = jnp.array([1.0, 0.0, 0.0, 2.0]).reshape(1, 1, 1, 4)
+    turned = rotate(jnp.broadcast_to(x, (1, 3, 1, 4)), angles)[0, 2, 0]
+    # Feature 0 turns with 2 by the first angle, 1 with 3 by the second.
+    expected = [math.cos(2), -2 * math.sin(0.2), math.sin(2), 2 * math.cos(0.2)]
+    np.testing.assert_allclose(turned, expected, rtol=1e-5)
+    chex.assert_type(rotate(x.astype(jnp.bfloat16), angles[:1]), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "remat", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "dots"))]
+)
+def test_scanned_and_unrolled_are_the_same_model(remat):
+    unrolled, scanned = (
+        SMALL.clone(scan_layers=scan, remat=remat, num_layers=3, bos_token=BOS)
+        for scan in (False, True)
+    )
+    params = _init(unrolled)
+    chex.assert_trees_all_equal_shapes(_stack(params), _init(scanned))
+    chex.assert_trees_all_close(
+        _logits(unrolled, params, PACKED), _logits(scanned, _stack(params), PACKED), rtol=1e-5
+    )
+    grads = _grads(unrolled, params, PACKED)
+    scanned_grads = _grads(scanned, _stack(params), PACKED)
+    chex.assert_trees_all_close(_stack(grads), scanned_grads, rtol=1e-4, atol=1e-7)
+
+
+def test_layers_of_a_scanned_model_begin_differently():
+    kernel = _init(SMALL)["layers"]["mlp"]["up"]["kernel"]
+    assert not np.allclose(kernel[0], kernel[1], atol=0.1)
+
+
+def test_grouped_heads_are_heads_with_the_same_keys_and_values():
+    grouped, full = UNROLLED, UNROLLED.clone(num_kv_heads=4)
+    params = _init(grouped)
+    repeated = jax.tree_util.tree_map_with_path(
+        lambda path, x: (
+            jnp.repeat(x, 2, axis=1) if {"key", "value"} & {entry.key for entry in path} else x
+        ),
+        params,
+    )
+    for model in (full, full.clone(num_kv_heads=0)):
+        chex.assert_trees_all_equal_shapes(repeated, _init(model))
+        chex.assert_trees_all_close(
+            _logits(grouped, params, PACKED), _logits(model, repeated, PACKED), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_a_tied_head_is_the_embedding():
+    tied, untied = SMALL.clone(tied_head=True), SMALL
+    params = _init(tied)
+    assert "head" not in params
+    both = {**params, "head": params["embedding"].T}
+    chex.assert_trees_all_close(
+        _logits(tied, params, PACKED), _logits(untied, both, PACKED), rtol=1e-6
+    )
+    grads = _grads(tied, params, PACKED)
+    of_both = _grads(untied, both, PACKED)
+    expected = of_both["embedding"] + of_both["head"].T
+    chex.assert_trees_all_close(grads["embedding"], expected, rtol=1e-5, atol=1e-7)
+
+
+def _kept(model, params, tokens):
+    """The shapes of what the forward pass keeps for the backward one."""
+    vjp = jax.eval_shape(lambda p: jax.vjp(lambda p: _loss(model, p, tokens), p)[1], params)
+    return [x.shape for x in jax.tree.leaves(vjp)]
+
+
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_remat_changes_what_is_kept_and_no_value(scan_layers):
+    model = SMALL.clone(scan_layers=scan_layers)
+    params, tokens = _init(model), _tokens((2, 10))
+    kept, grads = {}, {}
+    for remat in REMAT_POLICIES:
+        clone = model.clone(remat=remat)
+        kept[remat] = _kept(clone, params, tokens)
+        grads[remat] = _grads(clone, params, tokens)
+    sizes = {remat: sum(map(math.prod, shapes)) for remat, shapes in kept.items()}
+    assert sizes["full"] < sizes["dots"] < sizes["none"]
+    # Attention's scores and probabilities, and the hidden features of the MLP.
+    scores = {name: any(s[-2:] == (10, 10) for s in shapes) for name, shapes in kept.items()}
+    assert scores == {"none": True, "dots": False, "full": False}
+    hidden = {name: any(s[-2:] == (10, 24) for s in shapes) for name, shapes in kept.items()}
+    assert hidden == {"none": True, "dots": True, "full": False}
+    chex.assert_trees_all_close(grads["none"], grads["dots"], rtol=1e-4, atol=1e-7)
+    chex.assert_trees_all_close(grads["none"], grads["full"], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", jnp.bfloat16])
+def test_computed_in_a_dtype_with_parameters_and_logits_in_float32(dtype):
+    model = SMALL.clone(dtype=dtype)
+    params, tokens = _init(model), _tokens()
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    seen = []
+
+    def watch(next_fun, args, kwargs, context):
+        out = next_fun(*args, **kwargs)
+        if isinstance(context.module, nn.RMSNorm | nn.DenseGeneral | nn.Dropout):
+            seen.append(out.dtype)
+        return out
+
+    with nn.intercept_methods(watch):
+        logits = jax.jit(model.apply)({"params": params}, tokens)
+    chex.assert_type(logits, jnp.float32)
+    assert set(seen) == {jnp.dtype(dtype)}
+    exact = _logits(SMALL, params, tokens)
+    np.testing.assert_allclose(logits, exact, atol=0.05)
+    if dtype != "float32":
+        assert (logits != logits.astype(dtype).astype(jnp.float32)).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_loss_is_a_float64_cross_entropy_of_the_logits_with_masks(dtype):
+    model = SMALL.clone(dtype=dtype, bos_token=BOS)
+    params, tokens = _init(model), _tokens((3, 8))
+    mask = np.random.default_rng(1).integers(0, 3, (3, 8)) / 2
+    batch = Batch(inputs=tokens, labels=jnp.roll(tokens, -1, axis=1), mask=jnp.asarray(mask))
+    loss_fn = jax.jit(language_model_loss, static_argnums=1)
+    loss, metrics = loss_fn(params, model.apply, batch, jax.random.key(0))
+    logits = np.asarray(_logits(model, params, tokens), np.float64)
+    chosen = np.take_along_axis(logits, np.asarray(batch.labels)[..., None], axis=-1)[..., 0]
+    losses = np.log(np.exp(logits).sum(-1)) - chosen
+    assert loss == pytest.approx((losses * mask).sum() / mask.sum(), rel=1e-6)
+    assert metrics["loss"] == (pytest.approx((losses * mask).sum(), rel=1e-6), mask.sum())
+
+
+@pytest.mark.parametrize(("name", "passed"), [("", None), ("xla", "xla"), ("cudnn", "cudnn")])
+def test_attention_is_asked_of_jax_with_fewer_key_heads(monkeypatch, name, passed):
+    original, calls = jax.nn.dot_product_attention, []
+
+    def record(query, key, value, **kwargs):
+        calls.append((query.shape, key.shape, value.shape, kwargs.pop("implementation")))
+        return original(query, key, value, **kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", record)
+    model = SMALL.clone(attention=name, head_size=6)
+    jax.eval_shape(model.init, jax.random.key(0), _tokens((2, 8)))
+    assert calls[0] == ((2, 8, 4, 6), (2, 8, 2, 6), (2, 8, 2, 6), passed)
+
+
+def test_weights_begin_as_documented():
+    model = Transformer(vocab_size=512, num_layers=8, hidden_size=256, num_heads=8, mlp_size=768)
+    params = _init(model)
+    layers = params["layers"]
+    deviations = {
+        "embedding": (params["embedding"], 1),
+        "head": (params["head"], 256**-0.5),
+        "query": (layers["attention"]["query"]["kernel"], 256**-0.5),
+        "value": (layers["attention"]["value"]["kernel"], 256**-0.5),
+        "out": (layers["attention"]["out"]["kernel"], (256 * 16) ** -0.5),
+        "gate": (layers["mlp"]["gate"]["kernel"], 256**-0.5),
+        "down": (layers["mlp"]["down"]["kernel"], (768 * 16) ** -0.5),
+    }
+    for name, (weights, expected) in deviations.items():
+        assert float(weights.std()) == pytest.approx(expected, rel=0.02), name
+    tied = _init(model.clone(tied_head=True))
+    assert float(tied["embedding"].std()) == pytest.approx(256**-0.5, rel=0.02)
+
+
+def _multiplied(jaxpr):
+    """The floating point operations of all products in an unrolled program."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            shape = eqn.invars[0].aval.shape
+            total += 2 * eqn.outvars[0].aval.size * math.prod(shape[dim] for dim in contracted)
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            total += _multiplied(inner) if hasattr(inner, "eqns") else 0
+    return total
+
+
+@pytest.mark.parametrize("fields", [{}, {"tied_head": True}, {"num_kv_heads": 0, "head_size": 6}])
+def test_operations_of_a_token_are_those_of_the_program_and_of_its_weights(fields):
+    model = UNROLLED.clone(**fields)
+    params, tokens = _init(model), _tokens((3, 8))
+    program = jax.make_jaxpr(jax.grad(lambda params: _loss(model, params, tokens)))(params)
+    assert flops_per_token(model, 8) == _multiplied(program.jaxpr) / tokens.size
+    weights = sum(
+        x.size
+        for path, x in jax.tree_util.tree_leaves_with_path(params)
+        if "scale" not in str(path) and ("embedding" not in str(path) or model.tied_head)
+    )
+    attention = 12 * model.num_layers * model.num_heads * (model.head_size or 4)
+    assert flops_per_token(model, 100) == 6 * weights + 100 * attention
+
+
+@pytest.mark.parametrize("token", [-1, 16])
+def test_a_token_out_of_the_vocabulary_is_not_taken_for_another(token):
+    tokens = jnp.concatenate([PACKED, PACKED.at[0, 3].set(token)])
+    logits = _logits(SMALL, _init(SMALL), tokens)
+    np.testing.assert_array_equal(np.isnan(logits).any(axis=(1, 2)), [False, True])
+
+
+def test_dropout_is_for_training_and_follows_its_key():
+    model = SMALL.clone(dropout_rate=0.5)
+    params = _init(model)
+
+    @jax.jit
+    def logits(seed):
+        rngs = {"dropout": jax.random.key(seed)}
+        return model.apply({"params": params}, PACKED, train=True, rngs=rngs)
+
+    chex.assert_trees_all_equal(logits(1), logits(1))
+    assert not np.allclose(logits(1), logits(2))
+    assert not np.allclose(logits(1), _logits(model, params, PACKED))
+    without = _logits(model.clone(dropout_rate=0.0), params, PACKED)
+    chex.assert_trees_all_equal(_logits(model, params, PACKED), without)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_layers": 0}, "num_layers is 0, expected at least 1"),
+        ({"num_heads": 0}, "num_heads is 0, expected at least 1"),
+        ({"hidden_size": 18}, "hidden_size is 18, expected a multiple of num_heads=4"),
+        ({"num_kv_heads": 3}, "num_kv_heads is 3, expected a divisor of num_heads=4"),
+        ({"num_kv_heads": -1}, "num_kv_heads is -1, expected a divisor"),
+        ({"head_size": 5}, "head_size is 5, expected an even number"),
+        ({"head_size": -2}, "head_size is -2, expected an even number"),
+        ({"hidden_size": 12}, r"head_size is 0, expected an even .*num_heads is 3\)"),
+        ({"rope_base": 1}, "rope_base is 1, expected more than 1"),
+        ({"dropout_rate": 1.0}, "dropout_rate is 1.0, expected from 0"),
+        ({"remat": "all"}, "remat is 'all', expected one of 'none', 'dots', 'full'"),
+        ({"attention": "flash"}, "attention is 'flash', expected one of '', 'xla', 'cudnn'"),
+        ({"bos_token": 16}, "bos_token is 16, expected less than vocab_size=16"),
+        ({"bos_token": -2}, "bos_token is -2, expected less than vocab_size=16, or -1"),
+        ({"dtype": "int32"}, "dtype is 'int32', expected a floating dtype"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(fields, message):
+    with pytest.raises(ValueError, match=f"Transformer: {message}"):
+        _init(SMALL.clone(**fields))
+    with pytest.raises(ValueError, match=message):
+        flops_per_token(SMALL.clone(**fields), 8)
+
+
+@pytest.mark.parametrize("tokens", [jnp.zeros((1, 4)), jnp.zeros(4, jnp.int32)])
+def test_what_is_no_batch_of_tokens_is_refused(tokens):
+    with pytest.raises(ValueError, match=r"tokens are \w+\[.*expected integers \[batch, sequence"):
+        SMALL.init(jax.random.key(0), tokens)
+
+
+BUILDERS = {"fsdp": fsdp, "zero": zero, "hsdp": hsdp, "data_parallel": data_parallel}
+
+
+def _every_strategy():
+    """What shards most in the two modes that differ most, and slowly the others."""
+    for name in BUILDERS:
+        for mode in ("manual", "auto", "explicit"):
+            for remat in ("none", "dots"):
+                fast = name == "fsdp" and mode != "auto" and remat == "dots"
+                marks = () if fast else pytest.mark.slow
+                yield pytest.param(name, mode, remat, marks=marks, id=f"{name}-{mode}-{remat}")
+
+
+def _packed_batches():
+    for seed in range(3):
+        tokens = np.array(_tokens((16, 9), seed))
+        tokens[:, [2, 6]] = BOS
+        mask = np.ones((16, 8), np.float32)
+        mask[:2], mask[5, 4:] = 0, 0.5  # The first device has nothing but padding.
+        yield Batch(inputs=tokens[:, :-1], labels=tokens[:, 1:], mask=mask)
+
+
+def _build(name, model, batch, mesh, **options):
+    if name != "data_parallel":
+        options["min_weight_size"] = 0
+    return BUILDERS[name](
+        model, optax.sgd(0.1), language_model_loss, mesh=mesh, batch=batch, **options
+    )
+
+
+def _train_and_compare(program, model, batches):
+    expected = train_on_one_device(model, optax.sgd(0.1), batches, language_model_loss, train=False)
+    state, losses = train_program(program, batches)
+    np.testing.assert_allclose(losses, expected.losses, rtol=2e-5)
+    params, expected_params = jax.device_get((state.params, nn.unbox(expected.params)))
+    chex.assert_trees_all_close(params, expected_params, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "mode", "remat"), list(_every_strategy()))
+def test_it_trains_under_every_strategy_as_on_one_device(devices8, name, mode, remat):
+    model = SMALL.clone(remat=remat, bos_token=BOS, tied_head=name == "zero")
+    batches = list(_packed_batches())
+    mesh = make_mesh({"replica": 2, "data": 4} if name == "hsdp" else {"data": 8}, devices8)
+    program = _build(name, model, batches[0], mesh, mode=mode)
+    if name in ("fsdp", "hsdp"):
+        assert all(len(placement.spec) for _, placement in program.parameters)
+        # Never along the layers that a loop runs over.
+        assert program.layout.params["layers"]["mlp"]["up"]["kernel"][0] is None
+    _train_and_compare(program, model, batches)
+
+
+@pytest.mark.parametrize("mode", ["manual", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_its_dimensions_have_names_for_rules(devices8, mode, scan_layers):
+    model = SMALL.clone(annotate=True, scan_layers=scan_layers)
+    batches = list(_packed_batches())
+    names = ("vocab", "heads", "kv_heads", "mlp")
+    program = _build(
+        "fsdp",
+        model,
+        batches[0],
+        make_mesh({"data": 4, "model": 2}, devices8),
+        rules=(("embed", "data"), *((name, "model") for name in names)),
+        mode=mode,
+    )
+    layout = program.layout.params
+    assert layout["embedding"] == P("model", "data")
+    assert layout["head"] == P("data", "model")
+    assert layout["final_norm"]["scale"] == P("data")
+    layer, loop = (layout["layers"], (None,)) if scan_layers else (layout["layer_0"], ())
+    assert layer["mlp_norm"]["scale"] == P(*loop, "data")
+    for name in ("query", "key", "value"):
+        assert layer["attention"][name]["kernel"] == P(*loop, "data", "model", None)
+    assert layer["attention"]["out"]["kernel"] == P(*loop, "model", None, "data")
+    assert layer["mlp"]["gate"]["kernel"] == P(*loop, "data", "model")
+    assert layer["mlp"]["down"]["kernel"] == P(*loop, "model", "data")
+    _train_and_compare(program, SMALL.clone(scan_layers=scan_layers), batches)
