@@ -1,0 +1,271 @@
+"""The source `text`: files, each a document. Of one or two files, pieces are the documents.
+
+Which split a file is in, and where, follows from a hash of its name alone: it is the same in every
+run, on every file system, in every locale, and stays when files are added or taken away. In the
+order of these hashes files are also well mixed, so the first sequences of a split are a fair sample
+of it.
+
+As bytes the files are read when a sequence is asked for, and only that part; loading looks at names
+and sizes. A tokenizer file has to see everything first: for more than some tens of megabytes make
+token files once (`manualpar.data.tokenize`) and use the source `tokens`.
+"""
+
+import bisect
+import dataclasses
+import glob
+import hashlib
+import os
+import pathlib
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from manualpar.data.dataset import LanguageDataset, make_fingerprint
+from manualpar.data.packing import ArrayStream, TokenSplit, TokenStream
+from manualpar.data.tokenizer import ByteTokenizer, Tokenizer
+
+SPLITS = ("train", "eval", "test")
+# The share of the files that is held out for each of eval and test.
+HELD_OUT = 0.02
+# Other people's code, under the standard library's directory.
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+# What one or two files are cut into, at the ends of lines, so that something can be held out.
+PIECES = 50
+# Documents that go to a tokenizer at once, so that it can use several cores.
+DOCUMENTS_AT_ONCE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFile:
+    """A file of the corpus, or a piece of one.
+
+    Attributes:
+      path: Where it is.
+      name: Its path from the corpus' directory, with slashes; the same wherever that lies.
+      file_size: In bytes.
+      start: Where in the file the document begins.
+      size: How many bytes it has, not 0.
+    """
+
+    path: pathlib.Path
+    name: str
+    file_size: int
+    start: int
+    size: int
+
+    @property
+    def place(self) -> float:
+        """A number from 0 to 1 that its name is hashed to."""
+        digest = hashlib.blake2b(os.fsencode(self.name), digest_size=8).digest()
+        return int.from_bytes(digest, "big") / 2**64
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes of the document, from `offset` on; the file has to be as long as it was."""
+        with open(self.path, "rb", buffering=0) as opened:
+            now = os.fstat(opened.fileno()).st_size
+            opened.seek(self.start + offset)
+            data = opened.read(size)
+        if now != self.file_size or len(data) != size:
+            raise ValueError(
+                f"config.data.path: {self.path} had {self.file_size} bytes when the run began and "
+                f"has {now} now; files of a corpus must stay as they are while it is in use."
+            )
+        return data
+
+
+def load_text(path: str, *, sequence_length: int, tokenizer: Tokenizer) -> LanguageDataset:
+    """Loads files as sequences of tokens.
+
+    Args:
+      path: See `find_files`.
+      sequence_length: Tokens in a sequence.
+      tokenizer: What makes the tokens.
+
+    Returns:
+      The dataset.
+
+    Raises:
+      ValueError: See `find_files` and `split_files`.
+    """
+    parts = split_files(find_files(path), path)
+    fingerprint = make_fingerprint(
+        "text",
+        sequence_length,
+        tokenizer.fingerprint,
+        {split: [(file.name, file.size) for file in files] for split, files in parts.items()},
+    )
+
+    def load(split: str) -> TokenSplit:
+        files = parts[split]
+        stream: TokenStream
+        if isinstance(tokenizer, ByteTokenizer):
+            stream = ByteStream(files)
+        else:
+            tokens = np.concatenate([*encode_files(files, tokenizer), [tokenizer.bos_token]])
+            stream = ArrayStream(tokens.astype(np.int32), split, tokenizer.vocab_size)
+        return TokenSplit(
+            stream,
+            sequence_length=sequence_length,
+            bos_token=tokenizer.bos_token,
+            num_bytes=sum(file.size for file in files),
+            num_documents=len(files),
+        )
+
+    return LanguageDataset(
+        train=load("train"),
+        eval=load("eval"),
+        test=load("test"),
+        tokenizer=tokenizer,
+        fingerprint=fingerprint,
+    )
+
+
+def find_files(path: str) -> list[TextFile]:
+    """Finds the files of a corpus, none of them empty, in the order that they are packed in.
+
+    Args:
+      path: A file; or a directory, for every file under it but the hidden ones, whose name or whose
+        directory's begins with a dot; or a glob with `**` for any directories, such as
+        `~/code/**/*.py`; or "" for the `.py` files of Python's own standard library. What is not
+        text is not told apart: a glob can.
+
+    Returns:
+      The files.
+
+    Raises:
+      ValueError: There are none, or one cannot be read.
+    """
+    if not path:
+        root = pathlib.Path(sysconfig.get_path("stdlib"))
+        paths = [file for file in _files_under(root, INSTALLED) if file.suffix == ".py"]
+        described = f"'' for Python's standard library in {root}"
+    else:
+        expanded = os.path.expanduser(path)
+        root = pathlib.Path(expanded)
+        if root.is_dir():
+            paths = list(_files_under(root, frozenset()))
+        else:
+            root = _fixed_part(root)
+            # A file's name may look like a glob.
+            found = [expanded] if os.path.isfile(expanded) else glob.iglob(expanded, recursive=True)
+            paths = [file for file in map(pathlib.Path, found) if file.is_file()]
+        described = repr(path)
+    files = [
+        TextFile(file, file.relative_to(root).as_posix(), size, 0, size)
+        for file in paths
+        if (size := file.stat().st_size)
+    ]
+    if not files:
+        raise ValueError(
+            f"config.data.path is {described}, which stands for no file with any text in it; "
+            "expected a file, a directory or a glob such as '~/books/**/*.txt'."
+        )
+    for file in files:
+        if not os.access(file.path, os.R_OK):
+            raise ValueError(
+                f"config.data.path is {described}, where {file.path} cannot be read; give "
+                "yourself the permission, or write a glob that leaves it out."
+            )
+    if len(files) < len(SPLITS):
+        files = [piece for file in files for piece in _cut(file)]
+    return sorted(files, key=lambda file: (file.place, file.name))
+
+
+def _files_under(root: pathlib.Path, left_out: frozenset[str]) -> Iterator[pathlib.Path]:
+    """Every file that is not hidden, below no directory of these names."""
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = {name for name in subdirectories if name[0] != "."} - left_out
+        paths = (pathlib.Path(directory, name) for name in names if name[0] != ".")
+        yield from (path for path in paths if path.is_file())
+
+
+def _fixed_part(pattern: pathlib.Path) -> pathlib.Path:
+    """The directory that everything lies under that a pattern, or a file's path, stands for."""
+    for parent in reversed(pattern.parents):
+        if glob.has_magic(parent.name):
+            return parent.parent
+    return pattern.parent
+
+
+def _cut(file: TextFile) -> Iterator[TextFile]:
+    """Pieces of a file, each of whole lines and about as long as the others."""
+    ends = {file.size}
+    with open(file.path, "rb") as opened:
+        for piece in range(1, PIECES):
+            opened.seek(file.size * piece // PIECES)
+            opened.readline()
+            ends.add(opened.tell())
+    start = 0
+    for end in sorted(ends):
+        name = f"{file.name}[{start}:{end}]"
+        yield dataclasses.replace(file, name=name, start=start, size=end - start)
+        start = end
+
+
+def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[TextFile]]:
+    """Divides files into train, eval and test.
+
+    A file is held out for its place alone, `HELD_OUT` of all places being eval's and as many the
+    test's. Where that leaves eval or test without any, it gets the one that comes next.
+
+    Args:
+      files: The corpus, in order; see `find_files`.
+      path: What was asked for, for messages.
+
+    Returns:
+      The files of each split, in order, none of them empty.
+
+    Raises:
+      ValueError: There are fewer than three.
+    """
+    if len(files) < len(SPLITS):
+        raise ValueError(
+            f"config.data.path is {path!r}, which has too few lines to hold some out for eval and "
+            "test; expected three files, or one with at least three lines."
+        )
+    num_eval = max(1, sum(file.place < HELD_OUT for file in files))
+    num_both = max(num_eval + 1, sum(file.place < 2 * HELD_OUT for file in files))
+    num_both = min(num_both, len(files) - 1)
+    num_eval = min(num_eval, num_both - 1)
+    return {
+        "train": list(files[num_both:]),
+        "eval": list(files[:num_eval]),
+        "test": list(files[num_eval:num_both]),
+    }
+
+
+def encode_files(files: Iterable[TextFile], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Each file as BOS and its tokens, `int32[N]`."""
+    files = list(files)
+    bos = np.array([tokenizer.bos_token], np.int32)
+    for start in range(0, len(files), DOCUMENTS_AT_ONCE):
+        part = files[start : start + DOCUMENTS_AT_ONCE]
+        for tokens in tokenizer.encode_documents([file.read(0, file.size) for file in part]):
+            yield np.concatenate([bos, tokens])
+
+
+class ByteStream:
+    """Files as bytes, end to end, read when they are asked for."""
+
+    def __init__(self, files: Sequence[TextFile]) -> None:
+        """Notes where in the stream each file will be."""
+        self._files = files
+        # Where the BOS of each stands, and after the last one's text the one that ends the stream.
+        self._starts = [0, *np.cumsum([1 + file.size for file in files]).tolist()]
+
+    def __len__(self) -> int:
+        return self._starts[-1] + 1
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop`."""
+        tokens = np.full(stop - start, ByteTokenizer.bos_token, np.int32)
+        index = bisect.bisect_right(self._starts, start) - 1
+        while index < len(self._files) and self._starts[index] < stop:
+            text = self._starts[index] + 1
+            first, last = max(start, text), min(stop, self._starts[index + 1])
+            if first < last:
+                data = self._files[index].read(first - text, last - first)
+                tokens[first - start : last - start] = np.frombuffer(data, np.uint8)
+            index += 1
+        return tokens

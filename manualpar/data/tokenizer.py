@@ -1,0 +1,144 @@
+"""Text as tokens: bytes, or what a Hugging Face tokenizer file says.
+
+Every tokenizer has a token BOS that no text contains; it begins each document.
+"""
+
+import hashlib
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# What tokenizers call the token that begins, or separates, documents; the first one that is there.
+BOS_NAMES = (
+    "<|begin_of_text|>",
+    "<|startoftext|>",
+    "<|bos|>",
+    "<bos>",
+    "<s>",
+    "[BOS]",
+    "<|endoftext|>",
+    "[CLS]",
+)
+
+
+class Tokenizer(Protocol):
+    """What turns text into tokens and back."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for tokenizers that make the same tokens of everything."""
+
+    @property
+    def vocab_size(self) -> int:
+        """What all tokens are less than."""
+
+    @property
+    def bos_token(self) -> int:
+        """The token that begins a document."""
+
+    def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """The tokens of each document, `int32[N]`, without BOS."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """The tokens of a text, `int32[N]`, without BOS."""
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, BOS left out; what is no text shows as U+FFFD."""
+
+
+class ByteTokenizer:
+    """Tokens are the bytes of UTF-8, and BOS is 256, so the vocabulary has 257."""
+
+    fingerprint = "bytes"
+    vocab_size = 257
+    bos_token = 256
+
+    def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """The bytes as they are, whether or not they are UTF-8."""
+        return [np.frombuffer(data, np.uint8).astype(np.int32) for data in documents]
+
+    def encode(self, text: str) -> np.ndarray:
+        """The bytes of a text; a command line's undecodable ones are taken as they were."""
+        return self.encode_documents([text.encode(errors="surrogateescape")])[0]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of bytes."""
+        return bytes(token for token in map(int, tokens) if token < 256).decode(errors="replace")
+
+
+class FileTokenizer:
+    """A Hugging Face `tokenizer.json`.
+
+    Text goes through it as text: special tokens that are spelled out in a document are not taken
+    for special, nothing is added in front or behind, nothing truncated. What of a document is not
+    UTF-8 reaches it as U+FFFD.
+    """
+
+    def __init__(
+        self, tokenizer: "tokenizers.Tokenizer", *, bos_token: int, fingerprint: str
+    ) -> None:
+        """Takes a tokenizer whose vocabulary has `bos_token`, and changes its settings."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+        # Numbers may be missing in between, so this can be more than the count.
+        self.vocab_size = 1 + max(tokenizer.get_vocab().values())
+        self.bos_token = bos_token
+        self.fingerprint = fingerprint
+
+    def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """The tokens of each document; several are encoded at once where there are cores."""
+        texts = [data.decode(errors="replace") for data in documents]
+        encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encoded]
+
+    def encode(self, text: str) -> np.ndarray:
+        """The tokens of a text."""
+        return self.encode_documents([text.encode(errors="surrogateescape")])[0]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, without special ones."""
+        return str(self._tokenizer.decode(list(map(int, tokens)), skip_special_tokens=True))
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """Loads a tokenizer.
+
+    Args:
+      path: A `tokenizer.json`, or "" for bytes.
+
+    Returns:
+      The tokenizer.
+
+    Raises:
+      ValueError: The file is missing, is no tokenizer, or has no token for BOS.
+    """
+    if not path:
+        return ByteTokenizer()
+    expected = "expected the tokenizer.json of a Hugging Face tokenizer, or '' for bytes"
+    file = pathlib.Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"config.data.tokenizer is {path!r}, which is no file; {expected}.")
+    import tokenizers
+
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # The library raises nothing more special.
+        raise ValueError(
+            f"config.data.tokenizer is {path!r}, which cannot be read ({error}); {expected}."
+        ) from error
+    bos_tokens = [tokenizer.token_to_id(name) for name in BOS_NAMES]
+    bos_token = next((token for token in bos_tokens if token is not None), None)
+    if bos_token is None:
+        raise ValueError(
+            f"config.data.tokenizer is {path!r}, which has no token to begin documents with; "
+            f"expected one of {', '.join(BOS_NAMES)} among its added tokens."
+        )
+    fingerprint = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+    return FileTokenizer(tokenizer, bos_token=bos_token, fingerprint=fingerprint)
