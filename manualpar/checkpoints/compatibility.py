@@ -1,0 +1,63 @@
+"""Whether a run may go on with another config than it began with.
+
+What says which function is trained, and in which order it sees which examples, must stay: the rest
+of the run would belong to another experiment. How the work is split, how long it lasts and what is
+reported may change.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+# A prefix ends in a dot. What is in FREE may change though a prefix is in FIXED.
+FIXED = ("model.", "data.", "seed", "parallel.param_dtype")
+FREE = ("data.batch_size", "data.prefetch")
+ABSENT = "(absent)"
+
+
+def check_resumable(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Compares the config of a checkpoint with the one that is to go on from it.
+
+    Args:
+      saved: The config that it was saved with: plain values by dotted name, `model.hidden_size`.
+      current: The config that is asked for.
+
+    Returns:
+      A line for each difference that is allowed, `training.num_steps: 100 -> 200`.
+
+    Raises:
+      ValueError: A field differs that has to stay.
+    """
+    names = sorted({*saved, *current})
+    differences = {
+        name: f"{name}: {_show(saved, name)} -> {_show(current, name)}"
+        for name in names
+        if _comparable(saved.get(name, ABSENT)) != _comparable(current.get(name, ABSENT))
+    }
+    refused = [line for name, line in differences.items() if _is_fixed(name)]
+    if refused:
+        raise ValueError(
+            "config: it changes the model or the data of the run in the workdir; expected the "
+            "values that it was saved with. Take them back, or choose another workdir (saved -> "
+            "asked for):\n" + "\n".join(f"  {line}" for line in refused)
+        )
+    return list(differences.values())
+
+
+def _is_fixed(name: str) -> bool:
+    """Whether a field may not change."""
+    fixed = any(name.startswith(f) if f.endswith(".") else name == f for f in FIXED)
+    return fixed and name not in FREE
+
+
+def _comparable(value: Any) -> Any:
+    """A value as JSON holds it: tuples are lists there, and the kinds of numbers stay apart."""
+    if isinstance(value, list | tuple):
+        return [_comparable(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _comparable(item) for key, item in value.items()}
+    return (isinstance(value, bool), value)
+
+
+def _show(config: Mapping[str, Any], name: str) -> str:
+    """A value as people write it."""
+    return repr(config[name]) if name in config else ABSENT

@@ -1,0 +1,139 @@
+"""A training state in a folder that Orbax writes and reads.
+
+`state` in the folder holds the arrays, `extra` what the caller adds, `keys` the names of the keys'
+implementations; see `plain_arrays`. Orbax alone, without this package, reads all three.
+"""
+
+import contextlib
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from manualpar.checkpoints.agreement import JSON
+from manualpar.checkpoints.orbax_log import mute
+from manualpar.checkpoints.plain_arrays import (
+    find_differences,
+    from_plain,
+    nest,
+    state_leaves,
+    to_plain,
+)
+from manualpar.program import Program
+from manualpar.train_state import TrainState
+
+# An array is stored in pieces of at most this, the least that is read of it: small enough that a
+# device of another mesh reads little besides its own part, large enough to be read in one go.
+CHUNK_BYTES = 1 << 20
+
+
+class OtherModelError(Exception):
+    """A checkpoint holds other arrays than the program; the message lists them."""
+
+
+class OrbaxFiles:
+    """Writes in the background and reads; raises whatever Orbax and tensorstore do."""
+
+    def __init__(self) -> None:
+        self._made: Any = None
+        self._muted = contextlib.ExitStack()
+
+    def save(
+        self, path: Path, program: Program, state: TrainState, *, extra: Mapping[str, JSON]
+    ) -> None:
+        """Starts to write a folder; returns once the arrays are copied.
+
+        Args:
+          path: The folder; it must not exist.
+          program: The program that the state is of.
+          state: The state.
+          extra: What else to write.
+
+        Raises:
+          Exception: Whatever it is.
+        """
+        import orbax.checkpoint as ocp
+
+        leaves = state_leaves(program)
+        arrays, keys = to_plain(leaves, state)
+        pieces = nest(leaves, lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
+        content = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(arrays, save_args=pieces),
+            extra=ocp.args.JsonSave(extra),
+            keys=ocp.args.JsonSave(keys),
+        )
+        self._checkpointer().save(path, args=content)
+
+    def wait(self) -> None:
+        """Waits until every process has written its part.
+
+        Raises:
+          Exception: What went wrong with this process's.
+        """
+        self._checkpointer().wait_until_finished()
+
+    def read(self, path: Path, program: Program) -> tuple[TrainState, dict[str, JSON]]:
+        """Reads a folder; each device its own part of the arrays.
+
+        Args:
+          path: The folder.
+          program: The program that the state is for.
+
+        Returns:
+          The state and what else was written.
+
+        Raises:
+          OtherModelError: The arrays are not those of the program; none has been read.
+          Exception: Whatever else it is.
+        """
+        import orbax.checkpoint as ocp
+
+        leaves = state_leaves(program)
+        reader = self._checkpointer()
+        both = ocp.args.Composite(extra=ocp.args.JsonRestore(), keys=ocp.args.JsonRestore())
+        texts = reader.restore(path, args=both)
+        stored = reader.metadata(path).item_metadata["state"].tree
+        if differences := find_differences(leaves, stored, texts["keys"]):
+            raise OtherModelError("; ".join(differences))
+        targets = nest(
+            leaves,
+            lambda leaf: ocp.ArrayRestoreArgs(
+                restore_type=jax.Array,
+                sharding=leaf.abstract.sharding,
+                global_shape=leaf.held_shape,
+                # Otherwise Orbax appends zeros, which is what padding is.
+                strict=not any(leaf.padding),
+            ),
+        )
+        wanted = ocp.args.PyTreeRestore(item=nest(leaves, lambda _: 0), restore_args=targets)
+        arrays = reader.restore(path, args=ocp.args.Composite(state=wanted))["state"]
+        return from_plain(program, leaves, arrays, texts["keys"]), texts["extra"]
+
+    def close(self) -> None:
+        """Waits, and ends Orbax's threads."""
+        if self._made is not None:
+            try:
+                self._made.close()
+            finally:
+                self._made = None
+                gc.collect()  # What failed writes have left speaks up when it is collected.
+                self._muted.close()
+
+    def _checkpointer(self) -> Any:
+        """Orbax's, made when first needed: importing it takes half a second."""
+        if self._made is None:
+            import orbax.checkpoint as ocp
+
+            self._muted.enter_context(mute())
+            self._made = ocp.AsyncCheckpointer(
+                ocp.CompositeCheckpointHandler(
+                    state=ocp.PyTreeCheckpointHandler(),
+                    extra=ocp.JsonCheckpointHandler(),
+                    keys=ocp.JsonCheckpointHandler(),
+                ),
+                # A folder that can't be made is an error here and now, not after a time-out.
+                async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+            )
+        return self._made

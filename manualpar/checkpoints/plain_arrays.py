@@ -1,0 +1,208 @@
+"""A training state as plain arrays under readable names, and back.
+
+A checkpoint has to outlive the program that wrote it. So what is stored is a nested dict of strings
+with an array at each leaf, `params/layers/attention/query/kernel`, `opt_state/0/mu/...`, `step`,
+`rng`: no optax class, no padding, no typed key. Every array has the shape that it would have on one
+device, and a key is stored as its data, with the name of its implementation beside it. Any strategy
+on any mesh, and any other program, can read that.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from manualpar.layout import path_name, unpad_leaf
+from manualpar.program import Program
+from manualpar.train_state import TrainState
+
+SHOWN = 5  # How many differences an error lists.
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An array of the state, as the program holds it and as it is stored.
+
+    Attributes:
+      name: Its name, `params/dense/kernel`.
+      keys: The keys that lead to it in the stored dict.
+      abstract: What the program holds: with padding, perhaps a typed key.
+      shape: The shape that is stored.
+      held_shape: The shape that the program holds; of a key, that of its data.
+      dtype: The dtype that is stored.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    abstract: jax.ShapeDtypeStruct
+    shape: tuple[int, ...]
+    held_shape: tuple[int, ...]
+    dtype: jnp.dtype
+
+    @property
+    def is_key(self) -> bool:
+        """Whether it is a typed key."""
+        return jnp.issubdtype(self.abstract.dtype, jax.dtypes.prng_key)
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """The zeros that the program holds at the end of each dimension."""
+        return tuple(
+            held - stored for held, stored in zip(self.held_shape, self.shape, strict=True)
+        )
+
+
+def state_leaves(program: Program) -> list[Leaf]:
+    """What a program's state consists of, in the order of the tree."""
+    held = jax.tree_util.tree_leaves_with_path(program.abstract_state)
+    leaves = []
+    for (path, abstract), whole in zip(held, jax.tree.leaves(program.whole_state), strict=True):
+        data, shape = abstract, whole.shape
+        if jnp.issubdtype(abstract.dtype, jax.dtypes.prng_key):
+            data = jax.eval_shape(jax.random.key_data, abstract)
+            shape = data.shape
+        keys = tuple(path_name((entry,)) for entry in path)
+        leaves.append(Leaf(path_name(path), keys, abstract, shape, data.shape, data.dtype))
+    return leaves
+
+
+def to_plain(leaves: list[Leaf], state: TrainState) -> tuple[dict[str, Any], dict[str, str]]:
+    """The arrays to store.
+
+    Args:
+      leaves: What the state consists of.
+      state: The state.
+
+    Returns:
+      The nested dict of arrays, and the name of the implementation of each key by the key's name.
+
+    Communication:
+      One all-gather for each leaf that is padded, one leaf at a time: an array whose shape does not
+      divide can't be sharded, so process 0 writes it from its own memory. Devices hold one such
+      leaf whole for a moment, as they do in every training step.
+    """
+    plain: dict[str, Any] = {}
+    implementations = {}
+    for leaf, x in zip(leaves, jax.tree.leaves(state), strict=True):
+        if leaf.is_key:
+            implementations[leaf.name] = str(jax.random.key_impl(x))
+            x = jax.random.key_data(x)
+        elif any(leaf.padding):
+            x = _take_off_padding(leaf, x)
+        _put(plain, leaf.keys, x)
+    return plain, implementations
+
+
+def from_plain(
+    program: Program, leaves: list[Leaf], plain: Mapping[str, Any], keys: Mapping[str, str]
+) -> TrainState:
+    """The state, from arrays as the program holds them.
+
+    Args:
+      program: The program it is for.
+      leaves: What its state consists of.
+      plain: The nested dict of arrays, padded and sharded.
+      keys: The name of the implementation of each key, by the key's name.
+    """
+    arrays = dict(_flatten(plain))
+    values = [
+        jax.random.wrap_key_data(arrays[leaf.keys], impl=keys[leaf.name])
+        if leaf.is_key
+        else arrays[leaf.keys]
+        for leaf in leaves
+    ]
+    return jax.tree.unflatten(jax.tree.structure(program.abstract_state), values)
+
+
+def find_differences(
+    leaves: list[Leaf], stored: Mapping[str, Any], keys: Mapping[str, str]
+) -> list[str]:
+    """Compares what is stored with what a program needs, before anything large is read.
+
+    Args:
+      leaves: What the program's state consists of.
+      stored: The nested dict with something that has a shape and a dtype at each leaf.
+      keys: The name of the implementation of each key that is stored.
+
+    Returns:
+      A line for each array that is missing, not expected, or of another shape or dtype.
+    """
+    found = dict(_flatten(stored))
+    lines = []
+    for leaf in leaves:
+        expected = _show(leaf.dtype, leaf.shape)
+        if leaf.keys not in found:
+            lines.append(f"{leaf.name} is missing, expected {expected}")
+            continue
+        array = found.pop(leaf.keys)
+        got = _show(array.dtype, array.shape)
+        if got != expected:
+            lines.append(f"{leaf.name} is {got}, expected {expected}")
+        elif leaf.is_key != (leaf.name in keys) or (
+            leaf.is_key and _key_dtype(leaf, keys[leaf.name]) != leaf.abstract.dtype
+        ):
+            implementation = keys.get(leaf.name, "no typed key")
+            lines.append(f"{leaf.name} is {implementation}, expected {leaf.abstract.dtype}")
+    lines += [
+        f"{'/'.join(path)} is {_show(array.dtype, array.shape)}, expected no such array"
+        for path, array in found.items()
+    ]
+    if len(lines) > SHOWN:
+        lines = [*lines[:SHOWN], f"and {len(lines) - SHOWN} more"]
+    return lines
+
+
+def nest(leaves: list[Leaf], function: Callable[[Leaf], Any]) -> dict[str, Any]:
+    """The nested dict with a function of each leaf."""
+    nested: dict[str, Any] = {}
+    for leaf in leaves:
+        _put(nested, leaf.keys, function(leaf))
+    return nested
+
+
+def _take_off_padding(leaf: Leaf, x: jax.Array) -> np.ndarray:
+    """A padded array whole and without its padding, in the memory of process 0."""
+    mesh = leaf.abstract.sharding.mesh
+    replicated = NamedSharding(mesh, PartitionSpec())
+    take = jax.jit(unpad_leaf, static_argnums=1, out_shardings=replicated)
+    whole = take(x, leaf.padding)
+    if jax.process_index() == 0:
+        return np.array(whole.addressable_data(0))
+    # The others write nothing of it; this has the shape and takes no memory.
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+
+
+def _put(nested: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
+    """Puts a value into a nested dict."""
+    for key in keys[:-1]:
+        nested = nested.setdefault(key, {})
+    nested[keys[-1]] = value
+
+
+def _flatten(nested: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The leaves of a nested dict, with the keys that lead to them."""
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            yield from (((key, *rest), leaf) for rest, leaf in _flatten(value))
+        else:
+            yield (key,), value
+
+
+def _key_dtype(leaf: Leaf, implementation: str) -> Any:
+    """The dtype of the key that stored data would become; None for an unknown implementation."""
+    data = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    try:
+        return jax.eval_shape(
+            lambda data: jax.random.wrap_key_data(data, impl=implementation), data
+        ).dtype
+    except (TypeError, ValueError):  # The stored data or its implementation is no key's.
+        return None
+
+
+def _show(dtype: Any, shape: Any) -> str:
+    """An array as people write it: `float32[8,4]`."""
+    return f"{jnp.dtype(dtype).name}[{','.join(map(str, shape))}]"

@@ -1,0 +1,353 @@
+"""A folder of checkpoints: saving in the background, restoring on any mesh, noticing damage.
+
+Orbax copies the arrays off the devices and writes them while training goes on, every process its
+own shards. It writes to `12.unfinished`. When all processes have finished, process 0 hashes every
+file, forces it to the disk, adds the manifest and renames the folder to `12`: so a folder with a
+number for a name is a complete checkpoint, whenever a process was killed. Only then do older ones
+go. See `plain_arrays` for what is stored and `manifest` for what is checked.
+
+Several processes share one folder. Every method is collective: all of them call it. Whatever waits
+for another process, apart from Orbax's own barriers, does so in the calling thread; the exception
+is leaving the context by an error, which waits for this process's writes alone.
+"""
+
+import concurrent.futures
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import jax
+
+from manualpar.checkpoints.agreement import JSON, first_failure, from_first
+from manualpar.checkpoints.failures import CheckpointError, cannot_list, cannot_write, explain
+from manualpar.checkpoints.manifest import (
+    MANIFEST,
+    DamagedError,
+    read_manifest,
+    verify_files,
+    write_manifest,
+)
+from manualpar.checkpoints.orbax_files import OrbaxFiles, OtherModelError
+from manualpar.checkpoints.retention import (
+    UNFINISHED,
+    Retention,
+    delete_leftovers,
+    delete_steps,
+    list_steps,
+    put_in_place,
+    read_metrics,
+)
+from manualpar.program import Program
+from manualpar.train_state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What a checkpoint held.
+
+    Attributes:
+      step: The step that it was saved at.
+      state: The state, on the program's devices.
+      extra: What the caller had added.
+    """
+
+    step: int
+    state: TrainState
+    extra: Mapping[str, JSON]
+
+
+class Checkpoints:
+    """The checkpoints in one folder; a context manager.
+
+    Leaving the context waits until everything is on the disk; a process that ends without, or
+    without `close`, leaves behind half of what it was saving, which is not a checkpoint.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 3,
+        keep_every_steps: int = 0,
+        best_metric: str = "",
+        best_mode: Literal["min", "max"] = "min",
+        asynchronous: bool = True,
+    ) -> None:
+        """Describes the folder; nothing is read or written yet.
+
+        Args:
+          folder: Where the checkpoints are, on a file system that all processes share. It is
+            created by the first save.
+          keep: How many of the last to keep.
+          keep_every_steps: Those of a step that is a multiple of this are kept for good; 0 for
+            none.
+          best_metric: The metric by which the best one is kept besides; '' for none.
+          best_mode: Whether small or large values are the better ones.
+          asynchronous: Whether `save` returns before everything is on the disk.
+
+        Raises:
+          ValueError: A number is too small, or best_mode unknown.
+        """
+        self._retention = Retention(keep, keep_every_steps, best_metric, best_mode)
+        self._folder = Path(folder).absolute()
+        self._asynchronous = asynchronous
+        self._orbax = OrbaxFiles()
+        self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self._pending: tuple[int, concurrent.futures.Future[str] | None] | None = None
+        self._current: int | None = None  # The step that was saved or restored last.
+
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, ascending; process 0's view in all processes.
+
+        Raises:
+          CheckpointError: The folder can't be listed.
+        """
+        steps, failure = [], ""
+        if jax.process_index() == 0:
+            try:
+                steps = list_steps(self._folder)
+            except OSError as error:
+                failure = str(cannot_list(self._folder, error))
+        steps, failure = from_first([steps, failure])
+        if failure:
+            raise CheckpointError(failure)
+        return steps
+
+    def latest_step(self) -> int | None:
+        """The newest of `steps`, or None."""
+        return max(self.steps(), default=None)
+
+    def save(
+        self,
+        program: Program,
+        state: TrainState,
+        *,
+        step: int,
+        extra: Mapping[str, JSON],
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Saves a state; returns once it has been copied off the devices.
+
+        First waits for the save before. A step that this object has just saved, or restored, is
+        there already and not written again; one that another course of training has left is
+        replaced (see `restore`).
+
+        Args:
+          program: The program it is of.
+          state: The state. It may be donated to the next step as soon as this returns.
+          step: The number of updates it has seen.
+          extra: What else to keep, such as the data's position and the config.
+          metrics: Measured on this state, for `best_metric`.
+
+        Raises:
+          CheckpointError: This save, or the one before, could not be written.
+          TypeError: `extra` is not JSON.
+          ValueError: `step` is negative.
+        """
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"step={step!r}, expected an integer, at least 0.")
+        try:
+            extra = json.loads(json.dumps(extra))  # The caller's may change while this is written.
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"extra={extra!r}, expected what JSON can hold: {error}.") from None
+        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        self.wait()
+        if step == self._current:
+            return
+        path = self._folder / str(step)
+        failure = ""
+        if jax.process_index() == 0:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                delete_leftovers(self._folder)
+            except OSError as error:
+                failure = str(cannot_write(path, error))
+        if failure := first_failure(failure):
+            raise CheckpointError(failure)
+
+        try:
+            self._orbax.save(self._folder / f"{step}{UNFINISHED}", program, state, extra=extra)
+        except Exception as error:  # Orbax and tensorstore raise any.
+            raise cannot_write(path, error) from error.with_traceback(None)
+        future = None
+        if jax.process_index() == 0:
+            future = self._background.submit(self._finish, step, numbers)
+        self._pending = (step, future)
+        if not self._asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until what was saved is complete on the disk.
+
+        Raises:
+          CheckpointError: It could not be written.
+        """
+        if self._pending is None:
+            return
+        step, failure = self._join()
+        # Where arrays could not be written, the error was raised at once: the other processes are
+        # held up in Orbax's barrier and would not answer. Here all have written theirs.
+        if failure := first_failure(failure):
+            raise CheckpointError(failure)
+        self._current = step
+
+    def restore(
+        self,
+        program: Program,
+        *,
+        step: int | None = None,
+        on_corruption: Literal["stop", "previous"] = "stop",
+        report: Callable[[str], None],
+    ) -> Restored:
+        """Restores a state as a program on any mesh, under any strategy, holds it.
+
+        Every file is checked first, by one process each. Then a device reads its own part of every
+        array. Where later checkpoints than the one restored are left, the next save renames them
+        to `<step>.superseded-1`: what is saved last has to be the newest.
+
+        Args:
+          program: The program; its shapes and dtypes are those of the checkpoint.
+          step: Which checkpoint; None for the newest.
+          on_corruption: What to do about a damaged one: raise, or take the one before.
+          report: Is told in a sentence what happens that was not asked for.
+
+        Returns:
+          The state and what was saved with it.
+
+        Raises:
+          CheckpointError: There is none, it is damaged, or it is of another model.
+          ValueError: on_corruption is unknown.
+        """
+        if on_corruption not in ("stop", "previous"):
+            raise ValueError(f"on_corruption={on_corruption!r}, expected 'stop' or 'previous'.")
+        self.wait()
+        steps = self.steps()
+        if step is not None and step not in steps:
+            raise CheckpointError(
+                f"{self._folder} holds no checkpoint of step {step}; there are {steps}."
+            )
+        candidates = [s for s in reversed(steps) if step is None or s <= step]
+        for candidate in candidates:
+            damage = self._find_damage(candidate)
+            if not damage:
+                restored = self._read(program, candidate)
+                self._current = candidate
+                if later := [s for s in steps if s > candidate]:
+                    report(
+                        f"Going on from step {candidate}; the next save sets the later checkpoints "
+                        f"{later} aside."
+                    )
+                return restored
+            if on_corruption == "stop":
+                raise CheckpointError(
+                    f"{damage}. To go on from the checkpoint before it, set "
+                    "config.checkpoint.on_corruption='previous', or delete the folder."
+                )
+            report(f"{damage}. Trying the checkpoint before it.")
+        raise CheckpointError(
+            f"{self._folder} holds no checkpoint that can be used"
+            + (f": {sorted(candidates)} are all damaged." if candidates else ".")
+        )
+
+    def close(self) -> None:
+        """Waits as `wait` does and ends the background threads.
+
+        Raises:
+          CheckpointError: What was saved last could not be written.
+        """
+        try:
+            self.wait()
+        finally:
+            self._end_threads()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # The first error is the one to see. Other processes know nothing of it and are not asked.
+        try:
+            if self._pending is not None and (failure := self._join()[1]):
+                error.add_note(failure)
+        except CheckpointError as second:
+            error.add_note(str(second))
+        finally:
+            self._end_threads()
+
+    def _join(self) -> tuple[int, str]:
+        """Waits for this process's part; returns the step, and why process 0 could not finish."""
+        assert self._pending is not None
+        (step, future), self._pending = self._pending, None
+        if future is not None:
+            return step, future.result()
+        try:
+            self._orbax.wait()
+        except Exception as error:  # As above.
+            raise cannot_write(self._folder / str(step), error) from error.with_traceback(None)
+        return step, ""
+
+    def _end_threads(self) -> None:
+        """Waits until no thread is at work and lets go of them."""
+        self._background.shutdown()
+        self._orbax.close()
+
+    def _finish(self, step: int, metrics: Mapping[str, float]) -> str:
+        """What process 0 does in the background; returns why it could not."""
+        path = self._folder / str(step)
+        unfinished = self._folder / f"{step}{UNFINISHED}"
+        try:
+            self._orbax.wait()
+        except Exception as error:  # As above.
+            raise cannot_write(path, error) from error.with_traceback(None)
+        try:
+            write_manifest(unfinished, step=step, metrics=metrics)
+            put_in_place(self._folder, step)
+        except OSError as error:
+            return str(cannot_write(path, error))
+        try:
+            known = read_metrics(self._folder, list_steps(self._folder))
+            delete_steps(self._folder, sorted(set(known) - self._retention.choose(known)))
+        except OSError as error:
+            return f"checkpoint {path} was saved, but no older one deleted: {explain(error)}."
+        return ""
+
+    def _find_damage(self, step: int) -> str:
+        """What is wrong with a checkpoint, found out by all processes together; '' if nothing."""
+        path, failure = self._folder / str(step), ""
+        try:
+            manifest = read_manifest(path)
+            if manifest.step != step:
+                raise DamagedError(f"{MANIFEST} is of step {manifest.step}")
+            verify_files(path, manifest, part=jax.process_index(), parts=jax.process_count())
+        except DamagedError as error:
+            failure = f"checkpoint {path} is damaged: {error}"
+        except OSError as error:
+            failure = f"checkpoint {path} can't be read: {explain(error)}"
+        return first_failure(failure)
+
+    def _read(self, program: Program, step: int) -> Restored:
+        """Reads a checkpoint whose files have been checked."""
+        path = self._folder / str(step)
+        try:
+            state, extra = self._orbax.read(path, program)
+        except OtherModelError as error:
+            raise CheckpointError(
+                f"checkpoint {path} is of another model: {error}. Choose another workdir, or the "
+                "config that it was saved with."
+            ) from None
+        except Exception as error:  # As above.
+            raise CheckpointError(
+                f"checkpoint {path} can't be read, though its files are as they were written: "
+                f"{explain(error)}."
+            ) from error
+        return Restored(step, state, extra)

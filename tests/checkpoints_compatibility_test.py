@@ -1,0 +1,73 @@
+"""Which changes of the config a run may go on with."""
+
+import json
+
+import pytest
+
+from manualpar.checkpoints import check_resumable
+
+SAVED = {
+    "seed": 0,
+    "data.source": "text",
+    "data.batch_size": 32,
+    "data.prefetch": 2,
+    "model.hidden_size": 128,
+    "model.dropout_rate": 0.0,
+    "parallel.mesh": {"data": 8},
+    "parallel.param_dtype": "",
+    "parallel.rules": (("embed", None), ("mlp", ("data", "model"))),
+    "parallel.strategy": "fsdp",
+    "training.num_steps": 100,
+}
+
+
+def test_the_same_config_as_json_gives_it_back():
+    assert check_resumable(SAVED, SAVED) == []
+    assert check_resumable(json.loads(json.dumps(SAVED)), SAVED) == []
+
+
+def test_what_may_change_is_listed():
+    changes = {
+        "data.batch_size": 64,
+        "data.prefetch": 4,
+        "parallel.mesh": {"data": 2},
+        "parallel.strategy": "dp",
+        "training.num_steps": 200,
+    }
+    assert check_resumable(SAVED, SAVED | changes | {"debug.new": True}) == [
+        "data.batch_size: 32 -> 64",
+        "data.prefetch: 2 -> 4",
+        "debug.new: (absent) -> True",
+        "parallel.mesh: {'data': 8} -> {'data': 2}",
+        "parallel.strategy: 'fsdp' -> 'dp'",
+        "training.num_steps: 100 -> 200",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("seed", 1, "seed: 0 -> 1"),
+        ("data.source", "tokens", "data.source: 'text' -> 'tokens'"),
+        ("data.path", "x", "data.path: (absent) -> 'x'"),
+        ("model.hidden_size", 256, "model.hidden_size: 128 -> 256"),
+        ("model.dropout_rate", False, "model.dropout_rate: 0.0 -> False"),
+        ("parallel.param_dtype", "bfloat16", "parallel.param_dtype: '' -> 'bfloat16'"),
+    ],
+)
+def test_what_may_not_is_refused(name, value, line):
+    with pytest.raises(ValueError, match="changes the model or the data of the run") as caught:
+        check_resumable(SAVED, SAVED | {name: value, "training.num_steps": 1})
+    assert str(caught.value).splitlines()[1:] == [f"  {line}"]
+
+
+def test_every_difference_is_shown():
+    current = SAVED | {"seed": 1, "model.hidden_size": 1}
+    del current["data.source"]
+    with pytest.raises(ValueError, match="config: ") as caught:
+        check_resumable(SAVED, current)
+    assert str(caught.value).splitlines()[1:] == [
+        "  data.source: 'text' -> (absent)",
+        "  model.hidden_size: 128 -> 1",
+        "  seed: 0 -> 1",
+    ]

@@ -1,0 +1,87 @@
+"""Only Orbax is kept off the screen."""
+
+import logging
+import sys
+import types
+
+import pytest
+from absl import logging as absl_logging
+
+from manualpar.checkpoints.orbax_log import mute
+
+
+def record(name, path, message):
+    return logging.LogRecord(name, logging.ERROR, path, 1, message, None, None)
+
+
+RECORDS = {
+    "orbax": record("absl", "/x/site-packages/orbax/checkpoint/_src/a.py", "Failed"),
+    "pending": record("asyncio", "/x/asyncio/base_events.py", "never retrieved: 3.orbax-tmp"),
+    "absl": record("absl", "/x/site-packages/grain/a.py", "Failed"),
+    "other": record("asyncio", "/x/asyncio/base_events.py", "never retrieved: mine"),
+}
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What gets through the loggers, and through the hook for what can't be raised."""
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(unraisable.exc_value))
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            seen.append(record)
+
+    handler = Handler()
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addHandler(handler)
+
+    def show():
+        seen.clear()
+        for item in RECORDS.values():
+            logging.getLogger(item.name).handle(item)
+        for error in (RuntimeError("Event loop is closed"), RuntimeError("mine")):
+            sys.unraisablehook(types.SimpleNamespace(exc_value=error))
+        return [
+            str(x)
+            if isinstance(x, RuntimeError)
+            else list(RECORDS)[list(RECORDS.values()).index(x)]
+            for x in seen
+        ]
+
+    yield show
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).removeHandler(handler)
+
+
+EVERYTHING = [*RECORDS, "Event loop is closed", "mine"]
+
+
+def test_only_orbax_is_muted_and_only_meanwhile(shown):
+    assert shown() == EVERYTHING
+    with mute():
+        assert shown() == ["absl", "other", "mine"]
+        with mute():
+            assert shown() == ["absl", "other", "mine"]
+        assert shown() == ["absl", "other", "mine"]
+    assert shown() == EVERYTHING
+
+
+def test_contexts_may_end_in_any_order(shown):
+    first, second = mute(), mute()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert shown() == ["absl", "other", "mine"]
+    second.__exit__(None, None, None)
+    assert shown()[:4] == list(RECORDS)
+
+
+def test_whoever_asks_sees_it(shown):
+    before = absl_logging.get_verbosity()
+    absl_logging.set_verbosity(absl_logging.DEBUG)
+    try:
+        with mute():
+            assert shown() == EVERYTHING
+    finally:
+        absl_logging.set_verbosity(before)
