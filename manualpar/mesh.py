@@ -2,12 +2,20 @@
 
 An axis name is a string; wherever one is taken, a tuple of names is taken too and means their
 product, the first name being the major one, as in a `PartitionSpec`.
+
+With several processes the major axes go across *hosts* and the others stay within, where the sizes
+allow it. A host is what a slow network connects to others: what JAX calls a slice where there are
+several, else a process. One slice of TPUs is one host, for its own network joins its machines.
 """
 
+import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 AxisName = str | tuple[str, ...]
@@ -71,6 +79,9 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
     make_mesh({"replica": 2, "data": -1})  # two groups of half the devices each
     ```
 
+    In two processes the second mesh has one replica on each; `describe_hosts` says what became of
+    the axes.
+
     Args:
       axes: The size of each axis, the major one first. One size may be -1: the rest of the devices.
       devices: The devices to use, by default all of `jax.devices()`. With no -1, the sizes may ask
@@ -78,13 +89,15 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
 
     Returns:
       A `jax.sharding.Mesh` whose axes are all of `AxisType.Auto`, laid out by `jax.make_mesh` for
-      the devices' interconnect.
+      the devices' interconnect, on several hosts by `mesh_utils.create_hybrid_device_mesh`. Where
+      the sizes do not fit the hosts the devices stand in their order, host by host.
 
     Raises:
       ValueError: A size is neither positive nor -1, more than one is -1, or the sizes do not fit
-        the devices.
+        the devices; or, without `devices`, leave a process without any.
       TypeError: A name is not a string or a size is not an integer.
     """
+    is_everyones = devices is None
     devices = list(jax.devices() if devices is None else devices)
     names, sizes = tuple(axes), list(axes.values())
     if not names:
@@ -121,5 +134,94 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
             "rest of the devices, or simulate devices with "
             "jax.config.update('jax_num_cpu_devices', N)."
         )
-    size = math.prod(sizes)
-    return jax.make_mesh(sizes, names, (AxisType.Auto,) * len(names), devices=devices[:size])
+    used = devices[: math.prod(sizes)]
+    idle = {d.process_index for d in devices} - {d.process_index for d in used}
+    if is_everyones and idle:
+        raise ValueError(
+            f"make_mesh: axes={dict(axes)} uses {len(used)} of {len(devices)} devices, none "
+            f"of them in process {min(idle)}; expected devices of every process. Use -1 for the rest of "
+            "the devices, or start fewer processes."
+        )
+    axis_types = (AxisType.Auto,) * len(names)
+    if len(set(_hosts(used))) == 1:
+        return jax.make_mesh(sizes, names, axis_types, devices=used)
+    return Mesh(arrange_devices(sizes, used), names, axis_types=axis_types)
+
+
+def arrange_devices(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """Lays devices of several hosts out so that the major axes go across hosts.
+
+    Args:
+      sizes: The sizes of the axes, the major one first.
+      devices: As many devices.
+
+    Returns:
+      The devices in an array of these sizes.
+    """
+    hosts = _hosts(devices)
+    by_host = collections.Counter(hosts)
+    across = _sizes_across(sizes, len(by_host))
+    if across is None or len(set(by_host.values())) > 1:
+        ordered = sorted(range(len(devices)), key=lambda i: hosts[i])
+        array = np.empty(len(devices), object)
+        array[:] = [devices[i] for i in ordered]
+        return array.reshape(tuple(sizes))
+    return mesh_utils.create_hybrid_device_mesh(
+        [size // outer for size, outer in zip(sizes, across, strict=True)],
+        across,
+        devices,
+        process_is_granule=not _has_slices(devices),
+        allow_split_physical_axes=True,
+    )
+
+
+def _sizes_across(sizes: Sequence[int], num_hosts: int) -> list[int] | None:
+    """What of each size goes across hosts; `None` if the major axes do not fill the hosts."""
+    across = []
+    for size in sizes:
+        outer = math.gcd(size, num_hosts)
+        if outer not in (size, num_hosts):
+            return None
+        across.append(outer)
+        num_hosts //= outer
+    return across if num_hosts == 1 else None
+
+
+def axes_across_hosts(mesh: Mesh) -> tuple[str, ...]:
+    """The axes along which a collective leaves a host, for any of its groups."""
+    hosts = np.array(_hosts(mesh.devices.flat)).reshape(mesh.devices.shape)
+    return tuple(
+        axis
+        for dim, axis in enumerate(mesh.axis_names)
+        if (hosts != np.take(hosts, [0], axis=dim)).any()
+    )
+
+
+def describe_hosts(mesh: Mesh) -> str:
+    """Says in a line which axes go across hosts; empty where there is one host.
+
+    Returns:
+      A line such as `2 hosts: replica across, data within`.
+    """
+    num_hosts = len(set(_hosts(mesh.devices.flat)))
+    if num_hosts == 1:
+        return ""
+    across = axes_across_hosts(mesh)
+    within = [axis for axis in mesh.axis_names if axis not in across and mesh.shape[axis] > 1]
+    parts = [f"{', '.join(across)} across"]
+    if within:
+        parts.append(f"{', '.join(within)} within")
+    return f"{num_hosts} hosts: {', '.join(parts)}"
+
+
+def _has_slices(devices: Sequence[Any]) -> bool:
+    """Whether the devices know of more than one slice."""
+    return len({getattr(device, "slice_index", 0) for device in devices}) > 1
+
+
+def _hosts(devices: Iterable[Any]) -> list[int]:
+    """The host of each device, by number."""
+    devices = list(devices)
+    if _has_slices(devices):
+        return [int(device.slice_index) for device in devices]
+    return [0 if device.platform == "tpu" else int(device.process_index) for device in devices]

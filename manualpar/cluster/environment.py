@@ -1,0 +1,159 @@
+"""Which processes train together: from flags, from our own variables, or from a cluster's.
+
+A cluster's environment is only looked at for whether there are several processes; who they are JAX
+finds out (`jax.distributed.initialize`). It knows Slurm, Open MPI 4, Kubernetes jobs and TPU pods.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+COORDINATOR_VARIABLE = "MANUALPAR_COORDINATOR_ADDRESS"
+COUNT_VARIABLE = "MANUALPAR_NUM_PROCESSES"
+ID_VARIABLE = "MANUALPAR_PROCESS_ID"
+# Instead of an address: have JAX find the cluster, whatever the environment looks like.
+AUTO = "auto"
+
+MEND = (
+    "Give --coordinator_address=<host of process 0>:<free port>, --num_processes and --process_id, "
+    f"or {COORDINATOR_VARIABLE}, {COUNT_VARIABLE} and {ID_VARIABLE}"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A process's place among others.
+
+    Attributes:
+      coordinator_address: `host:port` of JAX's coordination service; `None` where JAX finds it.
+      num_processes: How many processes there are; `None` where JAX finds it.
+      process_id: Which of them this is; `None` where JAX finds it.
+      sees_all_devices: Whether this process is to see all devices of its host. Otherwise JAX
+        chooses: in Slurm and Open MPI one device a process.
+    """
+
+    coordinator_address: str | None
+    num_processes: int | None
+    process_id: int | None
+    sees_all_devices: bool
+
+
+def find_place(
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    environment: Mapping[str, str],
+) -> Place | None:
+    """Finds out which processes there are.
+
+    Args:
+      coordinator_address: `host:port` of process 0, or `"auto"`.
+      num_processes: How many processes there are. `1` alone says that there is only this one.
+      process_id: Which of them this is.
+      environment: The environment's variables.
+
+    Returns:
+      The place; `None` if this process is the only one.
+
+    Raises:
+      ValueError: Only some of what is needed is given, or it does not fit together.
+    """
+    sees_all = "JAX_LOCAL_DEVICE_IDS" not in environment
+    if coordinator_address == AUTO:
+        if num_processes is not None or process_id is not None:
+            raise ValueError(
+                "initialize: coordinator_address='auto' comes with num_processes="
+                f"{num_processes} and process_id={process_id}, expected neither: JAX finds all "
+                "three. Leave them out, or give an address."
+            )
+        return Place(None, None, None, sees_all and _is_alone_on_host(environment))
+    given = {
+        "coordinator_address": coordinator_address,
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
+    if num_processes == 1 and coordinator_address is None and process_id in (None, 0):
+        return None
+    if any(value is not None for value in given.values()):
+        return _explicit_place(given, sees_all)
+    given = {name: environment.get(name) for name in (COUNT_VARIABLE, ID_VARIABLE)}
+    if any(given.values()) or COORDINATOR_VARIABLE in environment:
+        address = environment.get(COORDINATOR_VARIABLE) or environment.get(
+            "JAX_COORDINATOR_ADDRESS"
+        )
+        if given == {COUNT_VARIABLE: "1", ID_VARIABLE: None} and not address:
+            return None
+        return _explicit_place({COORDINATOR_VARIABLE: address, **given}, sees_all)
+    if _is_known_cluster(environment):
+        return Place(None, None, None, sees_all and _is_alone_on_host(environment))
+    if environment.get("JAX_COORDINATOR_ADDRESS"):
+        raise ValueError(
+            "initialize: JAX_COORDINATOR_ADDRESS is set, but nothing says how many processes there "
+            f"are and which one this is. Set {COUNT_VARIABLE} and {ID_VARIABLE} too, or unset it."
+        )
+    if _number(environment, "OMPI_COMM_WORLD_SIZE") > 1:
+        raise ValueError(
+            f"initialize: OMPI_COMM_WORLD_SIZE={environment['OMPI_COMM_WORLD_SIZE']} says that "
+            "Open MPI started several processes, but not where the first one is, as Open MPI 5 "
+            f"does not. {MEND}; --num_processes=1 makes each a run of its own."
+        )
+    return None
+
+
+def _explicit_place(given: Mapping[str, str | int | None], sees_all: bool) -> Place:
+    """The place that is given under these names; address, count and id in this order."""
+    missing = [name for name, value in given.items() if value in (None, "")]
+    present = [name for name in given if name not in missing]
+    if missing:
+        raise ValueError(
+            f"initialize: {' and '.join(present)} given without {' and '.join(missing)}, expected "
+            f"all three or none. {MEND}."
+        )
+    (address_name, address), (count_name, count_text), (id_name, id_text) = given.items()
+    host, colon, port = str(address).rpartition(":")
+    if not (host and colon and port.isdigit() and 0 < int(port) < 2**16):
+        raise ValueError(
+            f"initialize: {address_name}={address!r}, expected <host>:<port> such as "
+            "'10.0.0.1:1234'."
+        )
+    try:
+        count, process = int(str(count_text)), int(str(id_text))
+    except ValueError as error:
+        raise ValueError(
+            f"initialize: {count_name}={count_text!r} and {id_name}={id_text!r}, expected integers."
+        ) from error
+    if not 0 <= process < count:
+        raise ValueError(
+            f"initialize: {id_name}={process} with {count_name}={count}, expected one of 0 to "
+            f"{count_name} - 1, each in one process."
+        )
+    return Place(str(address), count, process, sees_all)
+
+
+def _is_known_cluster(environment: Mapping[str, str]) -> bool:
+    """Whether the environment is that of several processes which JAX can find."""
+    slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
+    in_slurm = all(name in environment for name in slurm)
+    in_open_mpi = "OMPI_MCA_orte_hnp_uri" in environment
+    # An indexed job; one of a single pod says so with --num_processes=1.
+    in_kubernetes = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys()
+    tpu_hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
+    return (
+        (in_slurm and _number(environment, "SLURM_NTASKS") > 1)
+        or (in_open_mpi and _number(environment, "OMPI_COMM_WORLD_SIZE") > 1)
+        or in_kubernetes
+        or "," in (tpu_hosts or "")
+        or _number(environment, "MEGASCALE_NUM_SLICES") > 1
+    )
+
+
+def _is_alone_on_host(environment: Mapping[str, str]) -> bool:
+    """Whether Slurm or Open MPI started one process a host, which is to have all its devices."""
+    tasks = _number(environment, "SLURM_NTASKS")
+    nodes = _number(environment, "SLURM_STEP_NUM_NODES")
+    return (tasks == nodes > 0) or _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") == 1
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    """A variable's number, 0 where it has none."""
+    value = environment.get(name, "")
+    return int(value) if value.isdigit() else 0
