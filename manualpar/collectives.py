@@ -5,6 +5,7 @@ Under `jax.shard_map(check_vma=True)` the type of every value names the mesh axe
 that set is in this file.
 """
 
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +13,50 @@ import jax.numpy as jnp
 
 from manualpar.mesh import AxisName, axis_tuple, check_axes_bound
 
-# The named scopes under which parameters are gathered and their gradients scattered.
+# The named scopes of what this package sends, for what purpose: they stand in the jaxpr, in the
+# metadata of the compiled program, and in profiles. Before them stands the path of the module or of
+# the parameter, where it is known. Inside of `OPTIMIZER_SCOPE` XLA sends, what the optimizer needs
+# to know of more than its part.
 GATHER_SCOPE = "gather_params"
 SCATTER_SCOPE = "scatter_gradients"
+REDUCE_SCOPE = "sync_gradients"
+CAST_SCOPE = "sum_gradients"
+NEW_PARAMS_SCOPE = "gather_new_params"
+METRICS_SCOPE = "sync_metrics"
+COUNT_SCOPE = "count_examples"
+COLLECTIONS_SCOPE = "sync_collections"
+NONFINITE_SCOPE = "find_nonfinite"
+OPTIMIZER_SCOPE = "optimizer"
+SCOPES = (
+    GATHER_SCOPE,
+    SCATTER_SCOPE,
+    REDUCE_SCOPE,
+    CAST_SCOPE,
+    NEW_PARAMS_SCOPE,
+    METRICS_SCOPE,
+    COUNT_SCOPE,
+    COLLECTIONS_SCOPE,
+    NONFINITE_SCOPE,
+    OPTIMIZER_SCOPE,
+)
+REGATHER = "regather_params"  # A purpose without a scope of its own, see `purpose_of`.
+_RECOMPUTED = "rematted_computation"  # JAX's name for what a `jax.checkpoint` computes again.
+
+
+def purpose_of(scope: str) -> str | None:
+    """For what purpose something is sent, by the named scopes around it.
+
+    Args:
+      scope: Scopes and transformations, outermost first, separated by slashes: the `scope` of a
+        `Collective`, or the `op_name` of an operation in a compiled program.
+
+    Returns:
+      The innermost of `SCOPES`; `REGATHER` in place of `GATHER_SCOPE` for what is gathered again in
+      the backward pass; `None` if none is there, so that it was not this package that sent.
+    """
+    parts = [part for part in re.split(r"[/()]", scope) if part]
+    ours = next((part for part in reversed(parts) if part in SCOPES), None)
+    return REGATHER if ours == GATHER_SCOPE and _RECOMPUTED in parts else ours
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -40,7 +82,8 @@ def cast_to_varying(tree: Any, axes: tuple[str, ...] | frozenset[str]) -> Any:
         missing = tuple(sorted(set(axes) - varying_axes(x)))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(cast, tree)
+    with jax.named_scope(CAST_SCOPE):  # Of the transpose: the cast itself sends nothing.
+        return jax.tree.map(cast, tree)
 
 
 class Wire(NamedTuple):
@@ -152,13 +195,16 @@ def scatter_mean(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
         return total / jax.lax.axis_size(axes)
 
 
-def gather_invariant(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+def gather_invariant(
+    x: jax.Array, dim: int, axes: tuple[str, ...], *, scope: str = GATHER_SCOPE
+) -> jax.Array:
     """Gathers shards into an array that is typed as the same on all devices along `axes`.
 
     Args:
       x: The local shard, `[..., D/axes, ...]`.
       dim: The dimension along which it is sharded.
       axes: The mesh axes over which it is sharded.
+      scope: The named scope that says for what purpose.
 
     Returns:
       The whole array, `[..., D, ...]`, not varying over `axes`.
@@ -170,7 +216,7 @@ def gather_invariant(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array
       The shard of the gradient, nothing is sent: who uses the array differently on the devices
       along `axes` has it summed by the cast that makes it varying.
     """
-    with jax.named_scope(GATHER_SCOPE):
+    with jax.named_scope(scope):
         return jax.lax.all_gather(
             cast_to_varying(x, axes), axes, axis=dim, tiled=True, to="invarying"
         )

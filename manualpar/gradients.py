@@ -19,7 +19,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from manualpar.collectives import cast_to_varying, is_vma_checked, varying_axes
+from manualpar.collectives import (
+    COLLECTIONS_SCOPE,
+    COUNT_SCOPE,
+    METRICS_SCOPE,
+    NONFINITE_SCOPE,
+    REDUCE_SCOPE,
+    cast_to_varying,
+    is_vma_checked,
+    varying_axes,
+)
 from manualpar.loss import LossFn, Metrics, call_loss
 from manualpar.mesh import AxisName, axis_tuple, check_axes_bound
 from manualpar.partitioning import boxed_axes, is_box, wire_dtype
@@ -203,8 +212,30 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
         value = jax.lax.pmean(value.astype(wire_dtype(g)), reduce_axes)
         return g.replace(value=value) if is_box(g) else value
 
-    with jax.named_scope("sync_gradients"):
+    with jax.named_scope(REDUCE_SCOPE):
         return jax.tree_util.tree_map_with_path(sync, grads, is_leaf=is_box)
+
+
+def find_nonfinite(grads: Any, axis_names: AxisName) -> jax.Array:
+    """Looks for gradients that are not finite, element by element: a norm could overflow.
+
+    Args:
+      grads: A tree of gradients, in no boxes; integers are finite, and so is what is empty.
+      axis_names: The mesh axes that split the batch.
+
+    Returns:
+      `float32[]`, 1 if there is one and else 0. On global arrays the same everywhere; inside
+      `shard_map` each device along `axis_names` speaks of its own part, of which `sync_metrics` can
+      take the sum.
+
+    Communication:
+      One all-reduce of 4 bytes over those other axes over which gradients vary, if there are any.
+    """
+    with jax.named_scope(NONFINITE_SCOPE):
+        found = [~jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]
+        flag = jnp.stack([jnp.zeros((), bool), *found]).any().astype(jnp.float32)
+        others = tuple(sorted(varying_axes(flag) - set(axis_tuple(axis_names))))
+        return jnp.minimum(jax.lax.psum(flag, others), 1) if others else flag
 
 
 def sync_metrics(metrics: Metrics, axis_names: AxisName) -> Metrics:
@@ -224,7 +255,7 @@ def sync_metrics(metrics: Metrics, axis_names: AxisName) -> Metrics:
     check_axes_bound("sync_metrics", axes)
     leaves, structure = jax.tree.flatten(metrics)
     leaves = [jnp.asarray(x) for x in leaves]
-    with jax.named_scope("sync_metrics"):
+    with jax.named_scope(METRICS_SCOPE):
         for dtype in dict.fromkeys(x.dtype for x in leaves):
             same = [i for i, x in enumerate(leaves) if x.dtype == dtype]
             total = jax.lax.psum(cast_to_varying(jnp.stack([leaves[i] for i in same]), axes), axes)
@@ -263,7 +294,7 @@ def sync_collections(collections: Any, axis_names: AxisName) -> Any:
             )
         return jax.lax.pmean(x, differing)
 
-    with jax.named_scope("sync_collections"):
+    with jax.named_scope(COLLECTIONS_SCOPE):
         return jax.tree_util.tree_map_with_path(sync, collections)
 
 
@@ -316,7 +347,7 @@ def _mean_count(count: jax.Array) -> jax.Array:
     manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if manual_axes and not is_vma_checked(manual_axes[0]):
         axes = manual_axes  # Where counts are equal, the mean changes nothing.
-    with jax.named_scope("count_examples"):
+    with jax.named_scope(COUNT_SCOPE):
         count = jax.lax.pmean(_at_least_float32(count), axes) if axes else _at_least_float32(count)
     return jnp.where(count == 0, jnp.ones_like(count), count)
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from manualpar.collectives import AS_STORED, Wire
+from manualpar.collectives import AS_STORED, GATHER_SCOPE, SCATTER_SCOPE, Wire
 from manualpar.layout import Placement, names_to_spec
 from manualpar.mesh import axes_size, axis_tuple
 from manualpar.partitioning import ShardedParameter, cast_floating
@@ -55,11 +55,12 @@ class GlobalParameter(ShardedParameter):
         gathered = {*self.gather_axes, *(self.storage_axes if self.mode == "explicit" else ())}
         names = tuple(None if set(axis_tuple(n)) & gathered else n for n in self.names)
         value = cast_floating(self.value, self.wire.gather_dtype)
-        if self.mode == "auto":
-            specs = (names_to_spec(names), names_to_spec(self.names))
-            value = _make_whole(value, *(NamedSharding(self.mesh, spec) for spec in specs))
-        else:
-            value = constrain(self.mode, value, self.mesh, names_to_spec(names))
+        with jax.named_scope(GATHER_SCOPE):
+            if self.mode == "auto":
+                specs = (names_to_spec(names), names_to_spec(self.names))
+                value = _make_whole(value, *(NamedSharding(self.mesh, spec) for spec in specs))
+            else:
+                value = constrain(self.mode, value, self.mesh, names_to_spec(names))
         return self.replace(value=self.unpad(value), names=names, sizes=())
 
 
@@ -68,11 +69,16 @@ def _constrain_whole(x: jax.Array, whole: Any, sharded: Any) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, whole)
 
 
+def _constrain_sharded(g: jax.Array, sharded: Any) -> jax.Array:
+    with jax.named_scope(SCATTER_SCOPE):
+        return jax.lax.with_sharding_constraint(g, sharded)
+
+
 # By itself a constraint holds for the gradient too, which would be summed whole on every device.
 _make_whole = jax.custom_vjp(_constrain_whole, nondiff_argnums=(1, 2))
 _make_whole.defvjp(
     lambda x, whole, sharded: (_constrain_whole(x, whole, sharded), None),
-    lambda whole, sharded, _, g: (jax.lax.with_sharding_constraint(g, sharded),),
+    lambda whole, sharded, _, g: (_constrain_sharded(g, sharded),),
 )
 
 

@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from manualpar.collectives import (
     AS_STORED,
+    NEW_PARAMS_SCOPE,
     Wire,
     gather_array_with_mean_grads,
     gather_invariant,
@@ -328,7 +329,7 @@ def replicate_shards(params: Any) -> Any:
         value = x.value
         for dim, name in enumerate(x.names):
             if set(axis_tuple(name)) & set(x.gather_axes):
-                value = gather_invariant(value, dim, axis_tuple(name))
+                value = gather_invariant(value, dim, axis_tuple(name), scope=NEW_PARAMS_SCOPE)
         return x.unpad(value)
 
     return jax.tree.map(lambda x: gather(x) if is_box(x) else x, params, is_leaf=is_box)

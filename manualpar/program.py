@@ -60,6 +60,7 @@ class Program:
       parameters: A `(ParameterInfo, Placement)` for each parameter, in the order of the tree; a
         placement's note says why a parameter stays whole.
       abstract_state: A `TrainState` of `jax.ShapeDtypeStruct`s with shardings.
+      whole_state: The same as one device would hold it: no padding, no shardings.
       abstract_batch: The batch that the program was built for, as `jax.ShapeDtypeStruct`s with
         shardings.
       batch_sharding: How a batch's leaves lie on the mesh: the leading dimension split over the
@@ -70,7 +71,8 @@ class Program:
         every mesh. Each device only ever holds its own shard.
       train_step: `train_step(state, batch) -> (state, metrics)`, jitted; the state is donated: use
         the one returned. Metrics are `(sum, count)` pairs over the global batch, the same on all
-        devices.
+        devices. With the option `nonfinite="skip"` a step may leave the state as it is but for
+        its step and key, see `ProgramOptions`.
       eval_step: `eval_step(state, batch) -> metrics`, jitted; the same loss function with training
         turned off.
     """
@@ -84,6 +86,7 @@ class Program:
     layout: TrainState
     parameters: tuple[tuple[ParameterInfo, Placement], ...]
     abstract_state: TrainState
+    whole_state: TrainState
     abstract_batch: Any
     batch_sharding: NamedSharding
     init: Callable[[jax.Array], TrainState]
@@ -146,6 +149,7 @@ def build_program(
         mode=mode,
         rules=rules,
         wire=wire,
+        nonfinite=options.get("nonfinite", "ignore"),
     )
     infos, placements = _place_parameters(step, variables["params"], collections, batch)
 
@@ -210,6 +214,7 @@ def build_program(
         layout=layout,
         parameters=tuple(zip(jax.tree.leaves(infos), jax.tree.leaves(placements), strict=True)),
         abstract_state=_with_shardings(abstract, shardings),
+        whole_state=whole,
         abstract_batch=_with_shardings(
             batch, jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs(batch, axes))
         ),

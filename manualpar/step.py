@@ -25,6 +25,7 @@ from manualpar.collectives import AS_STORED, Wire
 from manualpar.gradients import (
     accumulate,
     check_minibatches,
+    find_nonfinite,
     split_minibatches,
     sync_collections,
     sync_gradients,
@@ -44,11 +45,13 @@ from manualpar.modes import (
 from manualpar.partitioning import boxed_axes, is_box, scatter_gradients, wire_dtype
 from manualpar.remat import regather_for_backward
 from manualpar.rng import fold_rng_over_axis
-from manualpar.strategy import Mode, Strategy
+from manualpar.strategy import Mode, Nonfinite, Strategy
 from manualpar.train_state import TrainState
-from manualpar.update import Update
+from manualpar.update import Update, map_in_scopes
 
-OBJECTIVE = "objective of the optimizer"  # A metric that no loss function can return by accident.
+# Metrics that no loss function can return by accident.
+OBJECTIVE = "objective of the optimizer"
+NONFINITE_GRADIENTS = "devices with a gradient that is not finite"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Step:
       mode: Who writes the collectives.
       rules: What logical names mean.
       wire: The dtypes that travel.
+      nonfinite: What is done about a loss or a gradient that is not finite.
       update: What the optimizer does with the gradients.
       placements: The tree of parameters with a `Placement` at each leaf.
       gathered_sizes: The numbers of elements of what is gathered.
@@ -81,6 +85,7 @@ class Step:
     mode: Mode = "manual"
     rules: Any = ()
     wire: Wire = AS_STORED
+    nonfinite: Nonfinite = "ignore"
     placements: Any = None
     gathered_sizes: frozenset[int] = frozenset()
     update: Update | None = None
@@ -94,6 +99,14 @@ class Step:
         )
         assert self.update is not None
         objective = metrics.pop(OBJECTIVE)
+        is_applied = None
+        if self.nonfinite != "ignore":
+            is_finite = self._is_finite(objective, metrics)
+            metrics["nonfinite"] = (1 - is_finite.astype(jnp.float32), jnp.ones(()))
+            if self.nonfinite == "skip":
+                is_applied = is_finite
+                select = functools.partial(jax.lax.select, is_applied)
+                collections = jax.tree.map(select, collections, state.collections)
         value_and_grad = functools.partial(self._value_and_grad, state.collections, step_rng, batch)
         params, opt_state, norms = self.update(
             state.tx,
@@ -102,6 +115,7 @@ class Step:
             opt_state=state.opt_state,
             value=mean(objective),
             value_and_grad=value_and_grad,
+            is_applied=is_applied,
         )
         metrics |= {name: (norm, jnp.ones(())) for name, norm in norms.items()}
         state = state.replace(
@@ -139,9 +153,7 @@ class Step:
         boxes = self._map(functools.partial(self._box, state=False), params)
         shards = self._map(functools.partial(self._box, state=True), params)
         if self.strategy.gather_every == "step":
-            boxes = jax.tree.map(
-                lambda x: x.gather_data_axes() if is_box(x) else x, boxes, is_leaf=is_box
-            )
+            boxes = self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
         scatter = functools.partial(self._map, self._scatter, shards)
         every_minibatch = self.strategy.reduce_every == "minibatch"
         if is_manual:
@@ -169,10 +181,27 @@ class Step:
         if is_manual:
             grads = jax.tree.map(self._to_wire, shards, grads, is_leaf=is_box)
             grads = sync_gradients(grads, self.data_axes)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), strip_boxes(grads), params)
+        if self.nonfinite != "ignore":
+            # Of what was summed and cast, either of which may overflow.
+            found = find_nonfinite(grads, self.data_axes)
+            metrics = {**metrics, NONFINITE_GRADIENTS: (found, jnp.ones(()))}
+        if is_manual:
             metrics = sync_metrics(metrics, self.data_axes)
             collections = sync_collections(collections, self.data_axes)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), strip_boxes(grads), params)
         return grads, metrics, collections
+
+    def _is_finite(self, objective: tuple[jax.Array, jax.Array], metrics: Metrics) -> jax.Array:
+        """Whether the loss and all gradients are finite, `bool[]`; takes the latter's count out."""
+        if "nonfinite" in metrics:
+            raise ValueError(
+                f"{self.strategy.name}: nonfinite={self.nonfinite!r} reports a metric "
+                "'nonfinite', and loss_fn returns one of that name too; expected another. Rename "
+                "it."
+            )
+        devices, _ = metrics.pop(NONFINITE_GRADIENTS)
+        losses = jnp.stack([jnp.isfinite(x) for x in (mean(objective), mean(metrics["loss"]))])
+        return (devices == 0) & losses.all()
 
     def _metrics_part(self, params: Any, collections: Any, rng: jax.Array, batch: Any) -> Metrics:
         """An evaluation step."""
@@ -260,7 +289,7 @@ class Step:
 
     def _map(self, function: Callable[..., Any], *trees: Any) -> Any:
         """Maps a function of a placement and leaves over trees like the parameters'."""
-        return jax.tree.map(function, self.placements, *trees)
+        return map_in_scopes(function, self.placements, *trees)
 
 
 def mean(metric: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -18,6 +18,8 @@ from manualpar.mesh import AxisName
 Mode = Literal["manual", "auto", "explicit", "auto-unconstrained"]
 MODES: tuple[Mode, ...] = ("manual", "auto", "explicit", "auto-unconstrained")
 Every = Literal["minibatch", "step"]
+Nonfinite = Literal["ignore", "report", "skip"]
+NONFINITE: tuple[Nonfinite, ...] = ("ignore", "report", "skip")
 FLAGS = ("use_scan", "norm_metrics")  # The options that are true or false.
 
 
@@ -47,6 +49,22 @@ class ProgramOptions(TypedDict, total=False):
         what parameters are stored in.
       norm_metrics: Whether training reports `gradient_norm`, `update_norm` and `parameter_norm`:
         the global norms of the gradient, of the optimizer's update and of the new parameters.
+      nonfinite: What a training step does about a loss or a gradient that is not finite (an element
+        of it is infinite or not a number, on any device and in any minibatch). `"ignore"` (the
+        default): nothing, and nothing is computed for it. `"report"`: the metrics say so in
+        `nonfinite`, a pair (1 in such a step and else 0, 1), which has the global batch in it. If
+        it is 0, `metrics["loss"]` is finite. `"skip"`: the same, and such a step leaves the
+        parameters, all of the optimizer's state (its counters and schedules too) and the model's
+        other collections as they were, bit for bit; `state.step` and `state.rng` move on, for they
+        count steps and not updates. The device decides, the host waits for nothing. What an
+        optimizer makes of finite gradients is not looked at. Norms in a step that is skipped are
+        those of the gradient and of the update that was asked for, and of the parameters that were
+        kept. In mode `"manual"` this adds no collective, but 8 bytes to the all-reduce of the
+        metrics, which then waits for the gradients (and is not merged into theirs), and one
+        all-reduce of 4 bytes where parameters are sharded over other axes than the batch; in the
+        others XLA combines what it finds about each gradient. `"skip"` needs every gradient before
+        the first parameter changes, and where XLA does not fuse an optimizer into one loop, as on
+        the CPU, up to two shards of the parameters more.
     """
 
     mesh: Required[Mesh]
@@ -60,6 +78,7 @@ class ProgramOptions(TypedDict, total=False):
     gather_dtype: str | None
     reduce_dtype: str | None
     norm_metrics: bool
+    nonfinite: Nonfinite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +117,8 @@ def check_options(builder: str, options: Mapping[str, Any]) -> None:
             )
     for name in sorted(ProgramOptions.__required_keys__ - options.keys()):
         raise TypeError(f"{builder}: {name}= is missing, expected it as a keyword argument.")
-    for name, choices in (("mode", MODES), *((flag, (True, False)) for flag in FLAGS)):
+    choices_of = {"mode": MODES, "nonfinite": NONFINITE} | dict.fromkeys(FLAGS, (True, False))
+    for name, choices in choices_of.items():
         if name in options:
             check_choice(builder, name, options[name], choices)
 

@@ -11,6 +11,7 @@ and put back after.
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from manualpar.collectives import NEW_PARAMS_SCOPE, OPTIMIZER_SCOPE
 from manualpar.layout import Placement, pad_leaf, param_specs, state_specs, unpad_leaf
 from manualpar.modes import box_parameter, run_on_mesh
 from manualpar.partitioning import replicate_shards
@@ -55,6 +57,7 @@ class Update:
         opt_state: Any,
         value: jax.Array,
         value_and_grad: Callable[[Any], tuple[jax.Array, Any]],
+        is_applied: jax.Array | None = None,
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
         """Updates the parameters.
 
@@ -67,6 +70,8 @@ class Update:
           opt_state: The optimizer's state as it is stored.
           value: The global loss, `[]`.
           value_and_grad: The loss and the gradients, as above, at other stored parameters.
+          is_applied: `bool[]`, the same on all devices: where it is false, parameters and state
+            stay as they are, bit for bit. If not given, they are always updated.
 
         Returns:
           The parameters and the state as they are stored, and the norms by name.
@@ -75,7 +80,7 @@ class Update:
           Of ours, one all-gather for each parameter that is whole while its state is sharded; of
           the compiler's, what the optimizer needs to know of more than an element.
         """
-        with jax.named_scope("optimizer"):
+        with jax.named_scope(OPTIMIZER_SCOPE):
             params = self._map(self._shard, params)
             grads = self._map(lambda place, g: unpad_leaf(g, place.padding), grads)
             before = opt_state = self._map_state(unpad_leaf, opt_state)
@@ -88,13 +93,18 @@ class Update:
             offered = {"value": value, "grad": grads, "value_fn": value_fn}
             updates, opt_state = tx.update(grads, opt_state, params, **_taken(tx, offered))
             _check_state(before, opt_state)
-            params = optax.apply_updates(params, updates)
+            new_params = optax.apply_updates(params, updates)
+            if is_applied is not None:
+                # On what an optimizer sees, so that of whole parameters only a shard is selected.
+                select = functools.partial(jax.lax.select, is_applied)
+                new_params = jax.tree.map(select, new_params, params)
+                opt_state = jax.tree.map(select, opt_state, before)
             norms = {}
             if self.norm_metrics:
                 norms["gradient_norm"] = global_norm(grads)
                 norms["update_norm"] = global_norm(updates)
-                norms["parameter_norm"] = global_norm(params)
-            return self._store(params), self._map_state(pad_leaf, opt_state), norms
+                norms["parameter_norm"] = global_norm(new_params)
+            return self._store(new_params), self._map_state(pad_leaf, opt_state), norms
 
     def pad_state(self, opt_state: Any) -> Any:
         """The optimizer's state as it is stored, from that of the parameters' own shapes."""
@@ -137,19 +147,30 @@ class Update:
         """Has the compiler gather an updated parameter if it is kept whole."""
         if place.state_names is None:
             return x
-        return unpad_leaf(self._constrain(x, place.spec), place.padding)
+        with jax.named_scope(NEW_PARAMS_SCOPE):
+            return unpad_leaf(self._constrain(x, place.spec), place.padding)
 
     def _constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def _map(self, function: Callable[..., Any], *trees: Any) -> Any:
         """Maps a function of a placement and leaves over trees like the parameters'."""
-        return jax.tree.map(function, self.placements, *trees)
+        return map_in_scopes(function, self.placements, *trees)
 
     def _map_state(self, function: Callable[..., Any], opt_state: Any) -> Any:
         """Pads or unpads the leaves of the optimizer's state."""
         leaves, structure = jax.tree.flatten(opt_state)
         return jax.tree.unflatten(structure, map(function, leaves, self.opt_padding))
+
+
+def map_in_scopes(function: Callable[..., Any], placements: Any, *trees: Any) -> Any:
+    """Maps a function of leaves over trees like the parameters', in the scope of each path."""
+
+    def call(path: Any, *leaves: Any) -> Any:
+        with jax.named_scope(jax.tree_util.keystr(path, simple=True, separator="/")):
+            return function(*leaves)
+
+    return jax.tree_util.tree_map_with_path(call, placements, *trees)
 
 
 def global_norm(tree: Any) -> jax.Array:
