@@ -44,6 +44,7 @@ def get_config() -> ConfigDict:
     config.data.batch_size = 128  # examples a step, on all devices together
 
     config.model = ConfigDict()
+    config.model.name = "classifier"
     config.model.hidden_size = 256
     config.model.num_layers = 3  # hidden ones
     config.model.num_classes = 10
@@ -56,6 +57,7 @@ def get_config() -> ConfigDict:
     config.optimizer.weight_decay = 0.1
     config.optimizer.b1 = 0.9
     config.optimizer.b2 = 0.999
+    config.optimizer.clip_norm = 0.0  # of the gradient, the largest allowed; 0: any
     config.optimizer.num_minibatches = 2
 
     config.parallel = ConfigDict()

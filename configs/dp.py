@@ -13,12 +13,15 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     config = ConfigDict()
     config.seed = 42
+    config.profile = ""  # steps to profile, such as "10:13"
 
     config.data = ConfigDict()
     config.data.source = "digits"  # or "synthetic", the shapes of MNIST
     config.data.batch_size = 128  # examples a step, on all devices together
+    config.data.prefetch = 2  # batches read ahead
 
     config.model = ConfigDict()
+    config.model.name = "classifier"
     config.model.hidden_size = 256
     config.model.num_layers = 2  # hidden ones
     config.model.num_classes = 10
@@ -31,6 +34,7 @@ def get_config() -> ConfigDict:
     config.optimizer.weight_decay = 0.1
     config.optimizer.b1 = 0.9
     config.optimizer.b2 = 0.999
+    config.optimizer.clip_norm = 0.0  # of the gradient, the largest allowed; 0: any
     config.optimizer.num_minibatches = 4
 
     config.parallel = ConfigDict()
@@ -49,8 +53,21 @@ def get_config() -> ConfigDict:
     config.training = ConfigDict()
     config.training.num_steps = 1000
     config.training.eval_every_steps = 200
+    config.training.eval_batches = 0  # of an evaluation; 0: all there are
     config.training.log_every_steps = 50
     config.training.norm_metrics = False  # of gradients, updates and parameters
+    config.training.on_nonfinite = "stop"  # or "skip" the update, "rollback", "ignore"
+
+    config.checkpoint = ConfigDict()
+    config.checkpoint.every_steps = 500  # 0: never
+    config.checkpoint.keep = 2  # the latest ones
+    config.checkpoint.keep_every_steps = 0  # and those of every so many steps; 0: none
+    config.checkpoint.best_metric = ""  # and the best by a metric of eval, such as "accuracy"
+    config.checkpoint.on_corruption = "stop"  # or "previous": go on from the one before
+
+    config.watch = ConfigDict()
+    config.watch.lost_seconds = 10.0  # of silence, and a process counts as lost
+    config.watch.stall_seconds = 300.0  # without a step, and every stack is printed; 0: never
 
     config.debug = ConfigDict()
     config.debug.check_replicas_every = 0  # steps; 0: never. A check waits for the device

@@ -158,7 +158,7 @@ SOUND = [
     ("manualpar", "from manualpar.fsdp import fsdp\nfrom manualpar.rng import fold_rng_over_axis"),
     (
         "manualpar.training.loop",
-        "from manualpar.training.data import batches\nimport manualpar.mesh",
+        "from manualpar.training.metrics import Metrics\nimport manualpar.mesh",
     ),
     ("manualpar.program", "from manualpar import gradients\nimport jax.numpy as jnp"),
     ("experiments.fsdp", "import manualpar\nfrom manualpar import Batch\nfrom absl import flags"),

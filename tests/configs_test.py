@@ -35,7 +35,8 @@ def test_a_config_is_locked_checked_and_json(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_docstring_tells_the_command_the_devices_and_what_was_measured(name):
     text = importlib.import_module(f"configs.{name}").__doc__
-    assert f"python -m experiments.{name} --config=configs/{name}.py" in text
+    experiment = name.removesuffix("_lm")
+    assert f"python -m experiments.{experiment} --config=configs/{name}.py" in text
     assert "devices" in text
     assert "measured" in text.lower()
 

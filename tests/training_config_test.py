@@ -5,8 +5,8 @@ import re
 import ml_collections
 import pytest
 
-from configs import fsdp
-from manualpar.training.config import FIELDS, check_config, flatten_config, nearest
+from configs import fsdp, fsdp_lm
+from manualpar.training.config import FIELDS, MODEL_FIELDS, check_config, fields_of, flatten_config, nearest
 
 
 def _set(config: ml_collections.ConfigDict, name: str, value):
@@ -26,6 +26,11 @@ def _set(config: ml_collections.ConfigDict, name: str, value):
             "config.seed is -1, expected an integer, at least 0 and less than 4294967296.",
         ),
         ("seed", 2**32, "config.seed is 4294967296, expected an integer"),
+        ("model.name", "transformr", "the nearest one is 'transformer'"),
+        ("model.num_heads", 3, "num_heads is not a known field of a config with model.name='class"),
+        ("training.on_nonfinite", "ignroe", "the nearest one is 'ignore'"),
+        ("checkpoint.every_steps", -1, "config.checkpoint.every_steps is -1, expected an integer"),
+        ("watch.lost_seconds", 0, "config.watch.lost_seconds is 0.0, expected a finite number"),
         ("seed", True, "config.seed is True, expected an integer"),
         ("seed", 1.0, "config.seed is 1.0, expected an integer"),
         ("data.batch_size", 0, "config.data.batch_size is 0, expected an integer, at least 1."),
@@ -96,7 +101,7 @@ def _set(config: ml_collections.ConfigDict, name: str, value):
         (
             "training.num_step",
             1,
-            "num_step is not a known field; the nearest one is config.training.num_steps.",
+            "num_step is not a known field of a config with model.name='classifier'; the nearest one is config.training.num_steps.",
         ),
     ],
 )
@@ -107,9 +112,13 @@ def test_what_does_not_fit_is_named(name, value, message):
         check_config(config)
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_every_field_must_be_there(name):
-    config = fsdp.get_config().unlock()
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(fsdp, name) for name in {**FIELDS, **MODEL_FIELDS["classifier"]}]
+    + [(fsdp_lm, name) for name in MODEL_FIELDS["transformer"]],
+)
+def test_every_field_must_be_there(module, name):
+    config = module.get_config().unlock()
     *groups, last = name.split(".")
     group = config[groups[0]] if groups else config
     del group[last]
@@ -139,7 +148,7 @@ def test_what_is_no_config_is_refused():
 
 def test_flattening_stops_at_fields():
     flat = flatten_config(fsdp.get_config())
-    assert flat.keys() == FIELDS.keys()
+    assert flat.keys() == fields_of(fsdp.get_config()).keys()
     assert flat["parallel.mesh"].to_dict() == {"data": -1}
 
 

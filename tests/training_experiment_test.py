@@ -1,17 +1,14 @@
 """What a config says reaches the builder of the strategy that it names, and nothing else does."""
 
-import io
 import re
 
 import pytest
-import rich.console
 from jax.sharding import PartitionSpec as P
 
 from configs import dp, fsdp, hsdp, zero
 from manualpar.training import experiment
-from manualpar.training.data import load_dataset
-from manualpar.training.experiment import build_program, prepare, run
-from manualpar.training.writers import RunWriter
+from manualpar.training.experiment import build_program, prepare
+from manualpar.training.task import make_task
 
 ONE_AXIS, TWO_AXES = {"data": -1}, {"replica": 2, "data": -1}
 SHARED = {
@@ -21,6 +18,7 @@ SHARED = {
     "gather_dtype": "bfloat16",
     "reduce_dtype": None,
     "norm_metrics": True,
+    "nonfinite": "skip",
     "num_minibatches": 2,
 }
 SHARDED = {"min_weight_size": 7, "pad": True}
@@ -71,8 +69,9 @@ def test_every_option_reaches_the_builder_that_has_it(
         config.parallel.mesh = mesh
         config.optimizer.num_minibatches = 2
         config.training.norm_metrics = True
-    options = build_program(config, load_dataset("synthetic", seed=0), _schedule)
-    assert options.pop("batch").inputs.shape == (128, 784)
+        config.training.on_nonfinite = "skip"
+    options = build_program(config, make_task(config), _schedule)
+    assert options.pop("batch").inputs.shape == (128, 64)
     # A config sorts its keys; a group of neighbours is what shares a replica all the same.
     assert list(options.pop("mesh").shape.items()) == (
         [("replica", 2), ("data", 4)] if "replica" in mesh else [("data", 8)]
@@ -121,33 +120,6 @@ def test_options_that_do_not_go_together_are_named(parallel, message, devices8):
         prepare(_small(config, **parallel))
 
 
-@pytest.mark.parametrize(
-    ("devices", "every", "line"),
-    [
-        (8, 1, "replica check: every step, 7 of 16 arrays have copies to compare"),
-        (8, 9, "replica check: every 9 steps, 7 of 16 arrays have copies to compare"),
-        (1, 9, "replica check: nothing to compare, each part of the state is on one device only"),
-    ],
-)
-def test_it_is_said_what_a_check_of_replicas_compares(
-    devices, every, line, tmp_path, monkeypatch, devices8
-):
-    """Under FSDP one bias, its two moments, three counts and the key are on all devices."""
-    config = _small(fsdp.get_config())
-    with config.unlocked():
-        config.model.num_layers = 1
-        config.parallel.mesh.data = devices
-        config.debug.check_replicas_every = every
-    passed = {}
-    monkeypatch.setattr(experiment, "train", lambda *args, **options: passed.update(options))
-    monkeypatch.setattr(experiment.Recorder, "latest", lambda self, split: {})
-    console = rich.console.Console(file=io.StringIO(), width=120)
-    with RunWriter(tmp_path, config=config.to_dict()) as writer:
-        run(prepare(config), writer=writer, console=console)
-    assert console.file.getvalue().splitlines().count(line) == 1
-    assert passed["check_replicas_every"] == every
-
-
 def test_a_parameter_to_draw_must_be_there(devices8):
     config = _small(fsdp.get_config())
     with config.unlocked():
@@ -165,7 +137,7 @@ def test_rules_shard_the_models_kernels(strategy, devices8):
     rules = (("embed", None), ("mlp", "model"), ("batch", "data"))
     mesh = {"data": 4, "model": 2}
     config = _small(fsdp.get_config(), strategy=strategy, mesh=mesh, rules=rules)
-    program = build_program(config, load_dataset("digits", seed=0), _schedule)
+    program = build_program(config, make_task(config), _schedule)
     specs = {info.path: placement.spec for info, placement in program.parameters}
     data = "data" if strategy == "fsdp" else None
     assert specs["input_dense/kernel"] == P(data, "model")
@@ -173,4 +145,4 @@ def test_rules_shard_the_models_kernels(strategy, devices8):
     assert specs["output_dense/kernel"] == P("model", None)
     config = _small(config, rules=rules[:1])
     with pytest.raises(ValueError, match=r"\['mlp'\] are not in rules \['embed'\]"):
-        build_program(config, load_dataset("digits", seed=0), _schedule)
+        build_program(config, make_task(config), _schedule)

@@ -1,4 +1,4 @@
-"""The loop keeps the device fed, reports exact means, and stops cleanly."""
+"""The loop keeps the device fed, saves what can be gone on from, and stops cleanly."""
 
 import itertools
 import signal
@@ -6,11 +6,14 @@ import signal
 import jax
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
+from manualpar.cluster import Cluster
+from manualpar.data import ArraySplit, Dataset, train_batch
 from manualpar.replicas import ReplicaError
 from manualpar.training import loop
-from manualpar.training.data import Dataset, Split, train_batch
-from manualpar.training.loop import LAG, Recorder, postponed_interrupt, train
+from manualpar.training.loop import MAX_ROLLBACKS, Loop, Place, StoppedError, postponed_interrupt
+from manualpar.training.recorder import LAG, NonFiniteError, Recorder
 
 BATCH_SIZE = 4
 
@@ -28,28 +31,34 @@ class FakeMetric:
 
 
 class FakeProgram:
-    """Counts examples and adds up labels; `log` tells in which order things happened."""
+    """Counts steps and adds up labels; `log` tells in which order things happened.
 
-    def __init__(self, *, interrupt_at: int | None = None) -> None:
+    Its state is the number of updates. The batches that hold a poisonous label make their step not
+    finite, and `at` calls functions in a step.
+    """
+
+    def __init__(self, *, at=None, poison=()) -> None:
         self.log: list[tuple] = []
-        self.labels: list[np.ndarray] = []
-        self.batch_sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        self._interrupt_at = interrupt_at
+        self.labels: list[list[int]] = []
+        self.batch_sharding = SingleDeviceSharding(jax.devices()[0])
         self.mesh, self.layout = None, self.log
+        self._at = at or {}
+        self._poison = set(poison)
 
-    def _metrics(self, name, batch):
+    def _metrics(self, name, batch, nonfinite=None):
         count = float(batch.mask.sum())
         total = float((batch.labels * batch.mask).sum())
         fetched = lambda: self.log.append(("fetch", *name))  # noqa: E731
-        return {"loss": (FakeMetric(total, waited_for=fetched), count)}
+        more = {} if nonfinite is None else {"nonfinite": (float(nonfinite), 1.0)}
+        return {"loss": (FakeMetric(total, waited_for=fetched), count), **more}
 
     def train_step(self, state, batch):
         state += 1
         self.log.append(("train", state))
-        self.labels.append(np.asarray(batch.labels))
-        if state == self._interrupt_at:
-            signal.raise_signal(signal.SIGINT)
-        return state, self._metrics(("train", state), batch)
+        self.labels.append(np.asarray(batch.labels).tolist())
+        self._at.pop(state, lambda: None)()
+        nonfinite = bool(self._poison & set(self.labels[-1]))
+        return state, self._metrics(("train", state), batch, nonfinite)
 
     def eval_step(self, state, batch):
         self.log.append(("eval", state))
@@ -57,72 +66,112 @@ class FakeProgram:
 
 
 class Reports:
-    """A writer and a progress report that remember."""
+    """A writer and a screen that remember."""
 
     def __init__(self) -> None:
         self.written: list[tuple] = []
-        self.shown: list[tuple] = []
         self.steps: list[int] = []
 
-    def write(self, step, split, metrics):
-        assert self.shown == self.written, "shown before it was written"
+    def write(self, step, split, metrics, *, throughput):
         self.written.append((step, split, metrics["loss"]))
-        self.metrics = metrics
 
     def report(self, step, split, metrics):
-        self.shown.append((step, split, metrics["loss"]))
+        pass
 
     def advance(self, step):
         self.steps.append(step)
 
 
-def _split(num_examples: int, first_label: int) -> Split:
+class FakeSaver:
+    """Keeps states in memory, with how much had been reported."""
+
+    def __init__(self, program, reports, *, every) -> None:
+        self.saved: list[tuple[int, Place]] = []
+        self.reported: list[int] = []
+        self.recorder: Recorder | None = None
+        self._states: list[dict] = []
+        self._program, self._reports, self._every = program, reports, every
+
+    def is_due(self, step):
+        return step % self._every == 0
+
+    def save(self, state, place):
+        self._program.log.append(("save", state))
+        self._states.append(self.recorder.state())
+        self.saved.append((state, place))
+        self.reported.append(len(self._reports.written))
+
+    def go_back(self):
+        if not self.saved:
+            return None
+        self.recorder.resume(self._states[-1])
+        del self._reports.written[self.reported[-1] :]
+        return self.saved[-1]
+
+
+def _split(num_examples: int, first_label: int) -> ArraySplit:
     labels = np.arange(first_label, first_label + num_examples, dtype=np.int32)
-    return Split(labels[:, None].astype(np.float32), labels)
+    return ArraySplit(labels[:, None].astype(np.float32), labels)
 
 
-DATASET = Dataset(_split(10, 0), _split(6, 100), _split(7, 200), num_classes=300)
+DATASET = Dataset(train=_split(10, 0), eval=_split(6, 100), test=_split(7, 200), fingerprint="")
 
 
-def _train(
-    program: FakeProgram,
-    *,
-    num_steps=7,
-    eval_every_steps=3,
-    log_every_steps=2,
-    check_replicas_every=0,
-):
-    reports = Reports()
-    recorder = Recorder(reports, reports, batch_size=BATCH_SIZE, learning_rate=lambda s: s / 10)
-    try:
-        train(
-            program,
-            0,
-            DATASET,
+class Run:
+    """A loop over a fake program, and all that came of it."""
+
+    def __init__(self, program=None, *, save_every=0, place=Place(), **options) -> None:
+        self.program = program or FakeProgram()
+        self.reports, self.cluster, self.lines = Reports(), Cluster(), []
+        recorder = Recorder(
+            self.reports,
+            self.reports,
+            learning_rate=lambda step: step / 10,
+            rates=lambda steps, seconds: {},
+        )
+        self.saver = None
+        if save_every:
+            self.saver = FakeSaver(self.program, self.reports, every=save_every)
+            self.saver.recorder = recorder
+        defaults = {"num_steps": 7, "eval_every_steps": 3, "log_every_steps": 2}
+        self.loop = Loop(
+            program=self.program,
+            dataset=DATASET,
             recorder=recorder,
+            cluster=self.cluster,
             seed=5,
             batch_size=BATCH_SIZE,
-            num_steps=num_steps,
-            eval_every_steps=eval_every_steps,
-            log_every_steps=log_every_steps,
-            check_replicas_every=check_replicas_every,
+            saver=self.saver,
+            report=self.lines.append,
+            **(defaults | options),
         )
-    except (KeyboardInterrupt, ReplicaError) as error:
-        return reports, recorder, error
-    return reports, recorder, None
+        self.error: BaseException | None = None
+        self._place = place
+
+    def __call__(self) -> "Run":
+        try:
+            self.state = self.loop.run(self._place.step, self._place)
+        except (KeyboardInterrupt, ReplicaError, StoppedError, NonFiniteError) as error:
+            self.error = error
+        return self
+
+
+def _batch_labels(position: int) -> list[int]:
+    batch = train_batch(DATASET.train, position, batch_size=BATCH_SIZE, seed=5)
+    return batch.labels.tolist()
 
 
 def test_reports_are_means_over_their_interval_and_evaluation_counts_each_example_once():
-    program = FakeProgram()
-    reports, recorder, _ = _train(program)
-    expected = [train_batch(DATASET.train, s, batch_size=4, seed=5).labels for s in range(7)]
-    np.testing.assert_array_equal(program.labels, expected)
+    run = Run()()
+    expected = [_batch_labels(4 * s) for s in range(7)]
+    assert run.program.labels == expected
+    assert run.state == 7
 
     def mean(first: int, last: int) -> float:
         return pytest.approx(np.mean(expected[first - 1 : last]))
 
     evaluated = np.mean(DATASET.eval.labels)
-    assert reports.written == [
+    assert run.reports.written == [
         (0, "eval", evaluated),
         (2, "train", mean(1, 2)),
         (3, "eval", evaluated),
@@ -133,56 +182,133 @@ def test_reports_are_means_over_their_interval_and_evaluation_counts_each_exampl
         (7, "eval", evaluated),
         (7, "test", np.mean(DATASET.test.labels)),
     ]
-    assert reports.steps == [1, 2, 3, 4, 5, 6, 7]
-    assert recorder.latest("test") == {"loss": np.mean(DATASET.test.labels)}
+    assert run.reports.steps == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_metrics_are_fetched_behind_the_device_in_the_order_of_dispatch():
-    program = FakeProgram()
-    _train(program, num_steps=6, eval_every_steps=0, log_every_steps=1)
+    run = Run(num_steps=6, eval_every_steps=0, log_every_steps=1)()
     in_flight, most = 0, 0
-    for event in program.log:
+    for event in run.program.log:
         in_flight += -1 if event[0] == "fetch" else 1
         most = max(most, in_flight)
         if event[:2] == ("fetch", "train") and event[2] < 5:
             assert in_flight >= LAG, f"{event} left the device with nothing to do"
     assert most == LAG + 1
-    fetched = [event[1:] for event in program.log if event[0] == "fetch"]
-    assert fetched == [event for event in program.log if event[0] != "fetch"]
+    fetched = [event[1:] for event in run.program.log if event[0] == "fetch"]
+    assert fetched == [event for event in run.program.log if event[0] != "fetch"]
 
 
 def test_without_periodic_evaluation_there_is_only_the_test():
-    reports, _, _ = _train(FakeProgram(), eval_every_steps=0)
-    assert [split for _, split, _ in reports.written] == ["train"] * 4 + ["test"]
+    run = Run(eval_every_steps=0)()
+    assert [split for _, split, _ in run.reports.written] == ["train"] * 4 + ["test"]
 
 
-def test_examples_per_second_leave_out_compilation_and_evaluation(monkeypatch):
-    clock = itertools.count()
-    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
-    reports = Reports()
-    recorder = Recorder(reports, reports, batch_size=32, learning_rate=lambda step: step / 10)
-
-    def put(split: str, step: int, *, report: bool = False) -> dict:
-        recorder.put(split, step, {"loss": (1.0, 1.0)}, report=report)
-        recorder.drain()  # takes one second
-        return reports.metrics if report else {}
-
-    assert put("train", 1, report=True) == {"loss": 1, "learning_rate": 0}
-    put("train", 2)
-    for _ in range(5):
-        put("eval", 2)
-    assert put("train", 3, report=True)["examples_per_second"] == 32
-    assert reports.metrics["learning_rate"] == 0.2
+def test_an_evaluation_may_be_cut_short_and_the_test_is_not():
+    run = Run(eval_batches=1)()
+    assert run.reports.written[0] == (0, "eval", np.mean(DATASET.eval.labels[:4]))
+    assert run.reports.written[-1] == (7, "test", np.mean(DATASET.test.labels))
 
 
-def test_ctrl_c_ends_after_the_step_with_everything_reported():
-    program = FakeProgram(interrupt_at=4)
+@pytest.mark.parametrize("step", range(1, 7))
+def test_a_run_that_goes_on_sees_the_batches_that_are_left(step):
+    whole = Run()()
+    run = Run(place=Place(step, 4 * step))()
+    assert run.program.labels == whole.program.labels[step:]
+    assert (0, "eval") not in [entry[:2] for entry in run.reports.written]
+
+
+def test_a_run_that_was_at_its_end_is_tested_again():
+    run = Run(place=Place(7, 28))()
+    assert run.program.labels == []
+    assert [entry[:2] for entry in run.reports.written] == [(7, "test")]
+
+
+def test_a_checkpoint_comes_after_all_that_is_reported_of_its_step():
+    run = Run(save_every=3)()
+    assert run.saver.saved == [(3, Place(3, 12)), (6, Place(6, 24)), (7, Place(7, 28))]
+    last = [run.reports.written[number - 1][:2] for number in run.saver.reported]
+    assert last == [(3, "eval"), (6, "eval"), (7, "eval")]
+
+
+@pytest.mark.parametrize("save_every", [0, 5])
+def test_a_request_to_stop_is_followed_after_the_step_and_saved(save_every):
+    run = Run(save_every=save_every)
+    run.program._at = {4: run.cluster.request_stop}
+    run()
+    assert isinstance(run.error, StoppedError)
+    assert (run.error.step, run.error.is_saved) == (4, bool(save_every))
+    assert str(run.error) == "stopped after step 4"
+    assert run.reports.written[-1][:2] == (4, "train")
+    assert ("train", 5) not in run.program.log
+    if save_every:
+        assert run.saver.saved == [(4, Place(4, 16))]
+
+
+@pytest.mark.parametrize("save_every", [0, 5])
+def test_ctrl_c_ends_after_the_step_with_everything_reported_and_saved(save_every):
+    program = FakeProgram(at={4: lambda: signal.raise_signal(signal.SIGINT)})
     before = signal.getsignal(signal.SIGINT)
-    reports, _, interrupted = _train(program)
-    assert isinstance(interrupted, KeyboardInterrupt)
+    run = Run(program, save_every=save_every)()
+    assert isinstance(run.error, KeyboardInterrupt)
     assert signal.getsignal(signal.SIGINT) is before
-    assert program.log[-1] == ("fetch", "train", 4)
-    assert reports.written[-1][:2] == (4, "train")
+    assert run.reports.written[-1][:2] == (4, "train")
+    assert ("train", 5) not in program.log
+    if save_every:
+        assert run.saver.saved == [(4, Place(4, 16))]
+
+
+def test_a_step_that_is_not_finite_ends_a_run_before_it_is_saved():
+    poison = _batch_labels(4 * 3)[0]  # Step 4 has it first, step 3 ends at a checkpoint.
+    first = next(s for s in range(7) if poison in _batch_labels(4 * s)) + 1
+    run = Run(FakeProgram(poison=[poison]), save_every=1)()
+    assert isinstance(run.error, NonFiniteError)
+    assert run.error.step == first
+    assert [place.step for _, place in run.saver.saved] == list(range(1, first))
+
+
+def _poisoned_run(*, steps, **options) -> Run:
+    """A run in which the batches of some steps, counted from 1 along the data, are not finite."""
+    run = Run(**options)
+    train_step = run.program.train_step
+    poisoned = [_batch_labels(4 * (step - 1)) for step in steps]
+
+    def step(state, batch):
+        run.program._poison = set()
+        if np.asarray(batch.labels).tolist() in poisoned:
+            run.program._poison = set(np.asarray(batch.labels).tolist())
+        return train_step(state, batch)
+
+    run.program.train_step = step
+    return run
+
+
+@pytest.mark.parametrize("bad_step", range(3, 8))
+def test_a_rollback_goes_to_the_checkpoint_and_past_the_bad_batch(bad_step):
+    run = _poisoned_run(steps=[bad_step], save_every=2, rolls_back=True, num_steps=8)()
+    assert run.error is None
+    back = (bad_step - 1) // 2 * 2
+    # What led to the final state, by position in the data.
+    trained = [_batch_labels(4 * s) for s in (*range(back), *range(bad_step, 8 + bad_step - back))]
+    kept = run.program.labels[:back] + run.program.labels[-(8 - back) :]
+    assert kept == trained
+    assert run.lines == [
+        f"the loss or a gradient of step {bad_step} is not finite: back to the checkpoint of step "
+        f"{back}, past the {bad_step - back} batches since then"
+    ]
+    steps = [step for step, split, _ in run.reports.written if split == "train"]
+    assert steps == [2, 4, 6, 8]
+
+
+def test_a_rollback_without_a_checkpoint_is_not_possible():
+    run = _poisoned_run(steps=[1], save_every=2, rolls_back=True)()
+    assert isinstance(run.error, NonFiniteError)
+    assert run.lines == []
+
+
+def test_a_run_that_does_not_get_better_is_not_rolled_back_for_ever():
+    run = _poisoned_run(steps=range(3, 100), save_every=2, rolls_back=True)()
+    assert isinstance(run.error, NonFiniteError)
+    assert len(run.lines) == MAX_ROLLBACKS
 
 
 @pytest.fixture
@@ -204,45 +330,28 @@ def fail_at(monkeypatch) -> dict[str, int | None]:
 
 
 def test_replicas_are_checked_after_every_so_many_steps(fail_at):
-    program = FakeProgram()
-    reports, _, error = _train(program, check_replicas_every=3)
-    assert error is None
-    before = [event for event, after in itertools.pairwise(program.log) if after[0] == "check"]
-    checks = [event for event in program.log if event[0] == "check"]
-    assert checks == [("check", 3), ("check", 6)]
+    run = Run(check_replicas_every=3)()
+    assert run.error is None
+    log = run.program.log
+    before = [event for event, after in itertools.pairwise(log) if after[0] == "check"]
+    assert [event for event in log if event[0] == "check"] == [("check", 3), ("check", 6)]
     assert all(event[0] in ("train", "fetch") for event in before)
-    assert reports.written == _train(FakeProgram())[0].written
-    assert not any(event[0] == "check" for event in FakeProgram().log)
+    assert run.reports.written == Run()().reports.written
+    assert not any(event[0] == "check" for event in Run()().program.log)
 
 
 def test_replicas_that_differ_end_a_training_with_everything_reported(fail_at):
     fail_at["step"] = 4
-    program = FakeProgram()
-    reports, _, error = _train(program, check_replicas_every=2)
-    assert isinstance(error, ReplicaError)
-    assert str(error) == "after step 4 'params/x' is not the same, ..."
-    assert program.log[-1] == ("fetch", "train", 4)
-    assert reports.written[-1][:2] == (4, "train")
-    assert ("train", 5) not in program.log
-
-
-def test_examples_per_second_leave_out_checks(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    reports = Reports()
-    recorder = Recorder(reports, reports, batch_size=32, learning_rate=lambda step: step / 10)
-    recorder.leave_out(7.0)  # Nothing to leave it out of.
-    for step in range(1, 4):
-        recorder.put("train", step, {"loss": (1.0, 1.0)}, report=step == 3)
-        now[0] += 1.0
-        recorder.drain()
-        now[0] += 100.0
-        recorder.leave_out(100.0)
-    assert reports.metrics["examples_per_second"] == 32
+    run = Run(check_replicas_every=2)()
+    assert isinstance(run.error, ReplicaError)
+    assert str(run.error) == "after step 4 'params/x' is not the same, ..."
+    assert run.program.log[-1] == ("fetch", "train", 4)
+    assert run.reports.written[-1][:2] == (4, "train")
+    assert ("train", 5) not in run.program.log
 
 
 def test_a_second_ctrl_c_does_not_wait():
-    with postponed_interrupt() as interrupted:
+    with postponed_interrupt(Cluster()) as interrupted:
         signal.raise_signal(signal.SIGINT)
         assert interrupted.is_set()
         with pytest.raises(KeyboardInterrupt):
@@ -252,7 +361,7 @@ def test_a_second_ctrl_c_does_not_wait():
 def test_a_process_told_to_ignore_ctrl_c_keeps_ignoring_it():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with postponed_interrupt() as interrupted:
+        with postponed_interrupt(Cluster()) as interrupted:
             signal.raise_signal(signal.SIGINT)
             assert not interrupted.is_set()
     finally:

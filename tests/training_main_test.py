@@ -96,10 +96,13 @@ def test_a_run_shows_what_it_writes_and_numbers_its_folders(capsys):
             (7, "test"),
         ]
         for record in records:
-            extra = (
-                {"learning_rate", "examples_per_second"} if record["split"] == "train" else set()
-            )
+            extra = {"learning_rate"} if record["split"] == "train" else set()
             assert record.keys() == {"step", "split", "loss", "accuracy"} | extra
+        rates = read_metrics(workdir, "throughput.jsonl")
+        assert [(record["step"], record["split"]) for record in rates] == [
+            (step, split) for step, split in at if split == "train"
+        ]
+        assert all(record["examples_per_second"] > 0 for record in rates)
         scalars = [(step, tag) for step, tag, _ in read_events(workdir)]
         assert (7, "test/accuracy") in scalars
         assert (3, "train/learning_rate") in scalars
@@ -122,8 +125,11 @@ def test_a_run_shows_what_it_writes_and_numbers_its_folders(capsys):
         (["--config.parallel.rules=(('a', 'b'),)"], "names ['b'], but the mesh has the axes ['da"),
         (["--config.debug.draw_sharding=kernel"], "expected the path of a parameter, 'all' or ''"),
         (["--config.model.num_classes=9"], "expected at least the 10 classes"),
-        (["--workdir=run"], "--workdir=run holds an earlier run (metrics.jsonl)"),
-        (["--workdir=run/metrics.jsonl/new"], "the results cannot be written: "),
+        (
+            ["--workdir=run", "--config.checkpoint.every_steps=0"],
+            "--workdir=run holds an earlier run (metrics.jsonl)",
+        ),
+        (["--workdir=run/metrics.jsonl/new"], "run/metrics.jsonl is a file, not a folder; name"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_run_ends_in_one_sentence(arguments, message, capsys):

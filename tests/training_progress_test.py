@@ -10,6 +10,8 @@ from manualpar.training.progress import (
     LOG_WIDTH,
     TrainingProgress,
     describe,
+    describe_bytes,
+    describe_within,
     make_console,
     print_line,
 )
@@ -81,3 +83,117 @@ def test_a_line_is_neither_wrapped_nor_read_as_markup(console):
 
 def test_a_log_file_has_room_for_tables(capsys):
     assert make_console().width == LOG_WIDTH
+
+
+LANGUAGE_MODEL = {"loss": 1.23456, "bits_per_byte": 1.78109, "learning_rate": 1e-3}
+RATES = {
+    "tokens_per_second": 12345.6,
+    "examples_per_second": 48.2,
+    "mfu": 0.4123,
+    "memory_bytes": 3 * 2**30,
+    "model_flops_per_second": 1e12,
+}
+
+
+def _screen(text: str) -> list[str]:
+    """The lines of what a terminal was sent, without what moves its cursor or colours."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\r", "\n").splitlines()
+
+
+def _last_bar(width: int, *, num_steps: int = 1000, state_bytes: int | None = 2**20) -> str:
+    console = rich.console.Console(
+        file=io.StringIO(), force_terminal=True, width=width, legacy_windows=False
+    )
+    with TrainingProgress(console, num_steps=num_steps, state_bytes=state_bytes) as progress:
+        progress.report(num_steps, "train", LANGUAGE_MODEL, throughput=RATES)
+        progress.advance(num_steps)
+    steps = f"{num_steps}/{num_steps}"
+    return [line for line in _screen(console.file.getvalue()) if steps in line][-1]
+
+
+@pytest.mark.parametrize("num_steps", [10, 1000, 1_000_000])
+@pytest.mark.parametrize("width", [60, 79, 80, 100, 120, 200])
+def test_the_bar_fits_the_terminal_and_shows_whole_numbers(width, num_steps):
+    bar = _last_bar(width, num_steps=num_steps)
+    assert len(bar) <= width
+    assert "…" not in bar
+    assert "━━━━" in bar
+    assert bar.rstrip().endswith("0:00:00")
+    assert len(bar.rstrip()) <= width - 2, "no room for a time of more than nine hours"
+    assert "loss 1.2346" in bar
+
+
+def test_80_columns_have_what_is_most_important():
+    bar = _last_bar(80)
+    assert "step 1000/1000 loss 1.2346  bits/byte 1.7811  12,346 tokens/s" in bar
+    assert "MFU" not in bar
+
+
+def test_a_wide_terminal_has_it_all():
+    bar = _last_bar(200)
+    assert bar.startswith("training " + "━" * 40 + " step 1000/1000 loss 1.2346  bits/byte 1.7811")
+    assert "12,346 tokens/s  MFU 41.2%  3 GiB in use  state 1 MiB/device 0:00:00" in bar
+    assert "learning rate" not in bar
+    assert "examples/s" not in bar, "tokens are enough"
+
+
+def test_what_has_no_room_leaves_it_to_what_is_shorter():
+    metrics = {"loss": 1.0, "accuracy": 0.5, "z": 2.0}
+    assert describe_within(metrics, 11) == "loss 1.0000"
+    assert describe_within(metrics, 16) == "loss 1.0000  z 2"
+    assert describe_within(metrics, 10) == "z 2"
+    assert describe_within(metrics, 1, also="also") == ""
+    assert describe_within({}, 10, also="also") == "also"
+
+
+def test_the_screen_shows_metrics_and_rates_together(console):
+    with TrainingProgress(console, num_steps=100) as progress:
+        progress.report(100, "train", LANGUAGE_MODEL, throughput=RATES)
+    assert console.file.getvalue() == (
+        "step 100/100  train  loss 1.2346  bits/byte 1.7811  learning rate 1.00e-03  48 examples/s"
+        "  12,346 tokens/s  1e+12 FLOP/s  MFU 41.2%  3 GiB in use\n"
+    )
+
+
+@pytest.mark.parametrize("first_step", [0, 900])
+@pytest.mark.parametrize("seconds", [0.01, 2.0, 60.0])
+def test_the_time_that_remains_counts_the_steps_of_this_run_alone(first_step, seconds):
+    now = [0.0]
+    console = rich.console.Console(file=io.StringIO(), force_terminal=True, width=120)
+    with TrainingProgress(
+        console, num_steps=1000, first_step=first_step, get_time=lambda: now[0]
+    ) as progress:
+        assert progress._bar.tasks[0].completed == first_step
+        now[0] += 100.0  # compiles
+        for step in range(first_step + 1, first_step + 41):
+            progress.advance(step)
+            now[0] += seconds
+        remaining = progress._bar.tasks[0].time_remaining
+    assert remaining == pytest.approx(seconds * (960 - first_step), abs=1)
+
+
+def test_only_process_0_shows_something(capsys):
+    for process in (0, 1):
+        console = make_console(process=process)
+        print_line(console, f"process {process}")
+        with TrainingProgress(console, num_steps=2) as progress:
+            progress.advance(1)
+            progress.report(1, "eval", {"loss": 1.0})
+    shown = capsys.readouterr().out
+    assert "process 0" in shown
+    assert "process 1" not in shown
+    assert shown.count("loss 1.0000") == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1023, "0.999 KiB"),
+        (2**20, "1 MiB"),
+        (1.5 * 2**50, "1.54e+03 TiB"),
+    ],
+)
+def test_bytes_have_three_digits(size, text):
+    assert describe_bytes(size) == text

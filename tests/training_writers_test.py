@@ -2,34 +2,52 @@
 
 import json
 import math
+import os
+import signal
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tensorboardX.proto import event_pb2
 
-from manualpar.training.writers import RunWriter, check_workdir, create_numbered_folder
+from manualpar.training.durable_files import WriteError
+from manualpar.training.writers import (
+    RunWriter,
+    SilentWriter,
+    check_workdir,
+    create_numbered_folder,
+)
+
+
+def _event_records(path: Path) -> list[event_pb2.Event]:
+    """The events of a file: records of length, checksum, data, checksum."""
+    data, events = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        events.append(event_pb2.Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    return events
 
 
 def read_events(workdir: Path) -> list[tuple[int, str, float]]:
-    """The scalars in a folder's event file: records of length, checksum, data, checksum."""
+    """The scalars in a folder's event file."""
     (path,) = workdir.glob("events.out.tfevents.*")
-    data, scalars = path.read_bytes(), []
-    while data:
-        (length,) = struct.unpack("<Q", data[:8])
-        event = event_pb2.Event.FromString(data[12 : 12 + length])
-        scalars += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-        data = data[16 + length :]
-    return scalars
+    return [
+        (event.step, value.tag, value.simple_value)
+        for event in _event_records(path)
+        for value in event.summary.value
+    ]
 
 
-def read_metrics(workdir: Path) -> list[dict]:
+def read_metrics(workdir: Path, name: str = "metrics.jsonl") -> list[dict]:
     """The records of a folder, by a reader that takes no JSON but JSON."""
 
     def refuse(constant: str):
         raise ValueError(f"{constant} is not JSON")
 
-    lines = (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (workdir / name).read_text(encoding="utf-8").splitlines()
     return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
@@ -81,3 +99,202 @@ def test_numbered_folders_are_new_and_in_order(tmp_path):
     folder = create_numbered_folder(parent)
     assert folder == parent / "003"
     assert folder.is_dir()
+
+
+def test_what_depends_on_the_clock_has_a_file_of_its_own(tmp_path):
+    with RunWriter(tmp_path, config={}) as writer:
+        writer.write(1, "train", {"loss": 0.5})
+        writer.write(2, "train", {"loss": 0.25}, throughput={"seconds": 2.0, "mfu": math.nan})
+    assert read_metrics(tmp_path)[1:] == [{"step": 2, "split": "train", "loss": 0.25}]
+    assert read_metrics(tmp_path, "throughput.jsonl") == [
+        {"step": 2, "split": "train", "seconds": 2.0, "mfu": None}
+    ]
+    assert [tag for _, tag, _ in read_events(tmp_path)][1:] == [
+        "train/loss",
+        "train/seconds",
+        "train/mfu",
+    ]
+
+
+def _write_steps(writer: RunWriter, steps: range) -> None:
+    for step in steps:
+        writer.write(step, "train", {"loss": 1 / step}, throughput={"seconds": os.getpid()})
+
+
+def test_a_run_that_is_killed_and_resumed_leaves_the_lines_of_one_that_was_not(tmp_path):
+    with RunWriter(tmp_path / "whole", config={}) as writer:
+        _write_steps(writer, range(1, 9))
+    interrupted = tmp_path / "interrupted"
+    program = f"""
+import json, os, signal, sys
+from pathlib import Path
+from manualpar.training.writers import RunWriter
+from tests.training_writers_test import _write_steps
+writer = RunWriter(Path({str(interrupted)!r}), config={{}})
+_write_steps(writer, range(1, 5))
+print(json.dumps(writer.place()), flush=True)
+_write_steps(writer, range(5, 7))
+with open({str(interrupted / "metrics.jsonl")!r}, "ab", buffering=0) as file:
+    file.write(b'{{"step": 7, "spl')
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    place = json.loads(killed.stdout)
+    with RunWriter.resume(interrupted, config={}, place=place, step=4) as writer:
+        _write_steps(writer, range(5, 9))
+    whole = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    assert (interrupted / "metrics.jsonl").read_bytes() == whole
+    steps = [record["step"] for record in read_metrics(interrupted, "throughput.jsonl")]
+    assert steps == list(range(1, 9))
+    (discarded,) = read_metrics(interrupted, "discarded.jsonl")
+    assert discarded["resumed_after_step"] == 4
+    assert discarded["metrics.jsonl"][-1] == '{"step": 7, "spl'
+    assert [json.loads(line)["step"] for line in discarded["metrics.jsonl"][:-1]] == [5, 6]
+    assert [json.loads(line)["step"] for line in discarded["throughput.jsonl"]] == [5, 6]
+
+
+def test_tensorboard_is_told_to_drop_what_a_resumed_run_computes_again(tmp_path):
+    with RunWriter(tmp_path, config={}) as writer:
+        _write_steps(writer, range(1, 4))
+        place = writer.place()
+    with RunWriter.resume(tmp_path, config={}, place=place, step=3) as writer:
+        _write_steps(writer, range(4, 5))
+    first, second = sorted(tmp_path.glob("events.out.tfevents.*"))
+    assert len(_event_records(first)) == 1 + 3 * 2
+    version, start, *others = _event_records(second)
+    assert version.file_version == "brain.Event:2"
+    assert start.session_log.status == event_pb2.SessionLog.START
+    assert start.step == 4, "TensorBoard drops this step and those after it"
+    assert [event.step for event in others] == [4, 4]
+
+
+def test_every_resume_is_noted_also_where_nothing_was_lost(tmp_path):
+    with RunWriter(tmp_path, config={}) as writer:
+        place = writer.place()
+    assert place == {"metrics.jsonl": 0, "throughput.jsonl": 0}
+    for step in (0, 7):
+        with RunWriter.resume(tmp_path, config={}, place=place, step=step) as writer:
+            pass
+    notes = read_metrics(tmp_path, "discarded.jsonl")
+    assert [note["resumed_after_step"] for note in notes] == [0, 7]
+    assert all(note["metrics.jsonl"] == note["throughput.jsonl"] == [] for note in notes)
+
+
+def test_the_configs_before_are_kept(tmp_path):
+    with RunWriter(tmp_path, config={"a": (1, 2), "b": 0}) as writer:
+        place = writer.place()
+
+    def resume(config: dict) -> dict[str, dict]:
+        with RunWriter.resume(tmp_path, config=config, place=place, step=0):
+            pass
+        paths = sorted(tmp_path.glob("config*.json"))
+        return {path.name: json.loads(path.read_text()) for path in paths}
+
+    first, second = {"a": [1, 2], "b": 0}, {"a": [1, 2], "b": 1}
+    assert resume({"b": 0, "a": (1, 2)}) == {"config.json": first}
+    assert resume(second) == {"config.json": second, "config.1.json": first}
+    assert resume(first) == {
+        "config.json": first,
+        "config.1.json": first,
+        "config.2.json": second,
+    }
+    # As after a kill between the copy and the new config.
+    (tmp_path / "config.3.json").write_text((tmp_path / "config.json").read_text())
+    assert sorted(resume(second)) == [
+        "config.1.json",
+        "config.2.json",
+        "config.3.json",
+        "config.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("edit", "found"),
+    [
+        (lambda path: path.write_text("{}\n"), r"metrics.jsonl .* it has 3 bytes; put the file ba"),
+        (lambda path: path.unlink(), r"metrics.jsonl .* there is none; put the file back"),
+        (
+            lambda path: path.write_text("x" * 1000),
+            r"the end of a line after 54 bytes, and that is inside of a line",
+        ),
+    ],
+)
+def test_files_that_somebody_edited_are_refused_and_left_alone(tmp_path, edit, found):
+    with RunWriter(tmp_path, config={}) as writer:
+        writer.write(1, "train", {"loss": 0.0123456789})
+        writer.write(2, "train", {})
+        place = {**writer.place(), "metrics.jsonl": 54}
+    edit(tmp_path / "metrics.jsonl")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=found):
+        RunWriter.resume(tmp_path, config={"new": 1}, place=place, step=1)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_what_is_not_a_place_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"place is \{\}, expected the size in bytes of each of"):
+        RunWriter.resume(tmp_path, config={}, place=SilentWriter(tmp_path).place(), step=1)
+
+
+def test_another_process_leaves_nothing(tmp_path):
+    with SilentWriter(tmp_path / "run") as writer:
+        writer.write(1, "train", {"loss": 1.0}, throughput={"seconds": 1.0})
+        assert writer.place() == {}
+        assert writer.workdir == tmp_path / "run"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_sentence_that_names_the_file(tmp_path):
+    (tmp_path / "throughput.jsonl").symlink_to("/dev/full")
+    sentence = (
+        r"^the results cannot be written: .*/throughput.jsonl: No space left on device; make room "
+        r"there, or name another folder with --workdir\.$"
+    )
+    with RunWriter(tmp_path, config={}) as writer:
+        with pytest.raises(WriteError, match=sentence):
+            writer.write(1, "train", {"loss": 1.0}, throughput={"seconds": 1.0})
+        writer.write(2, "train", {"loss": 1.0})
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_a_folder_that_takes_nothing_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WriteError, match=r"written: .*/file/run: Not a directory; name another"):
+        RunWriter(tmp_path / "file" / "run", config={})
+
+
+def test_a_run_that_goes_back_leaves_the_lines_of_one_that_did_not(tmp_path):
+    with RunWriter(tmp_path / "straight", config={}) as writer:
+        _write_steps(writer, range(1, 6))
+    with RunWriter(tmp_path / "back", config={}) as writer:
+        _write_steps(writer, range(1, 3))
+        place = writer.place()
+        _write_steps(writer, range(3, 5))
+        writer.go_back(place, step=2)
+        _write_steps(writer, range(3, 6))
+        assert writer.place().keys() == place.keys()
+    straight = (tmp_path / "straight" / "metrics.jsonl").read_bytes()
+    assert (tmp_path / "back" / "metrics.jsonl").read_bytes() == straight
+    (discarded,) = read_metrics(tmp_path / "back", "discarded.jsonl")
+    assert discarded["reason"] == "rolled back"
+    assert [json.loads(line)["step"] for line in discarded["metrics.jsonl"]] == [3, 4]
+    (path,) = (tmp_path / "back").glob("events.out.tfevents.*")
+    starts = [event.step for event in _event_records(path) if event.HasField("session_log")]
+    assert starts == [3]
+    SilentWriter(tmp_path / "none").go_back({}, step=2)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_run_that_was_killed_while_it_began_begins_again(tmp_path):
+    with RunWriter(tmp_path, config={}) as writer:
+        writer.write(0, "eval", {"loss": 1.0})
+    (tmp_path / "throughput.jsonl").unlink()
+    nothing = {"metrics.jsonl": 0, "throughput.jsonl": 0}
+    with RunWriter.resume(tmp_path, config={}, place=nothing, step=0) as writer:
+        writer.write(0, "eval", {"loss": 2.0})
+    assert read_metrics(tmp_path) == [{"step": 0, "split": "eval", "loss": 2.0}]
+    _, path = sorted(tmp_path.glob("events.out.tfevents.*"))
+    assert _event_records(path)[1].step == 0, "TensorBoard keeps the old evaluation"

@@ -21,9 +21,15 @@ from manualpar.training.config import flatten_config, nearest
 
 FLAGS_HELP = {
     "config": "The file to take the config from, a Python file with get_config().",
-    "workdir": "A new folder for the results, by default runs/<name of the config>/<next number>.",
+    "workdir": "Folder of the run, by default a new runs/<name of the config>/<next number>; one "
+    "that holds a checkpoint goes on from it.",
     "devices": "How many CPU devices to simulate, by default 8 where the CPU is all there is.",
+    "coordinator_address": "Host:port of process 0, where several processes train together and "
+    "nothing in the environment says so; auto has jax find all three.",
+    "num_processes": "How many processes train together, with --coordinator_address.",
+    "process_id": "Which of them this is, from 0, with --coordinator_address.",
 }
+INTEGERS = ("devices", "num_processes", "process_id")
 EXPECTED: Mapping[type, str] = {
     int: "an integer without point or exponent",
     float: "a number",
@@ -46,12 +52,18 @@ class CommandLine:
       config_path: The file it comes from.
       workdir: Where results go; `None` leaves it to the experiment.
       devices: How many CPU devices to simulate; `None` leaves it to the machine.
+      coordinator_address: Where process 0 listens; `None` leaves it to the environment.
+      num_processes: How many processes there are, likewise.
+      process_id: Which of them this is, likewise.
     """
 
     config: Any
     config_path: Path
     workdir: Path | None
     devices: int | None
+    coordinator_address: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
 
 
 def load_config(path: Path) -> ml_collections.ConfigDict:
@@ -123,8 +135,10 @@ def parse_command_line(
         "config", None, FLAGS_HELP["config"], flag_values=flag_values, sys_argv=arguments
     )
     flag_values["config"].parser = _LoadedConfig(config)
-    flags.DEFINE_string("workdir", None, FLAGS_HELP["workdir"], flag_values=flag_values)
-    flags.DEFINE_integer("devices", None, FLAGS_HELP["devices"], flag_values=flag_values)
+    for name in ("workdir", "coordinator_address"):
+        flags.DEFINE_string(name, None, FLAGS_HELP[name], flag_values=flag_values)
+    for name in INTEGERS:
+        flags.DEFINE_integer(name, None, FLAGS_HELP[name], flag_values=flag_values)
     try:
         _, *rest = flag_values(arguments)
     except flags.UnrecognizedFlagError as error:
@@ -146,6 +160,9 @@ def parse_command_line(
         config_path=config_path,
         workdir=Path(flag_values.workdir) if flag_values.workdir else None,
         devices=devices,
+        coordinator_address=flag_values.coordinator_address,
+        num_processes=flag_values.num_processes,
+        process_id=flag_values.process_id,
     )
 
 
@@ -196,7 +213,7 @@ def _explain_value(error: flags.IllegalFlagValueError, config: ml_collections.Co
     if not found:
         return f"{message}."
     argument, name = found.groups()
-    if name == "devices":
+    if name in INTEGERS:
         return f"{argument}: expected {EXPECTED[int]}."
     default = functools.reduce(lambda group, key: group[key], name.split(".")[1:], config)
     if type(default) not in EXPECTED:

@@ -15,6 +15,7 @@ import ml_collections
 import rich.console
 from absl import logging
 
+from manualpar.data import train_batch
 from manualpar.strategy import MODES
 from manualpar.training.command_line import CommandLine, UsageError
 from manualpar.training.comparison import Row, Trial, run_trials
@@ -25,7 +26,6 @@ from manualpar.training.comparison_report import (
     print_comparison,
 )
 from manualpar.training.config import STRATEGIES, Field, nearest
-from manualpar.training.data import train_batch
 from manualpar.training.devices import describe_mesh, simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.main import INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE, print_error
@@ -36,8 +36,19 @@ ONE_DEVICE = "one device"
 REPETITIONS = Field(int, 1)
 # What the training loop reads and this does not.
 UNUSED: Mapping[str, Any] = {
+    "profile": "",
+    "data.prefetch": 1,
     "training.eval_every_steps": 0,
+    "training.eval_batches": 0,
     "training.log_every_steps": 1,
+    "training.on_nonfinite": "ignore",
+    "checkpoint.every_steps": 0,
+    "checkpoint.keep": 1,
+    "checkpoint.keep_every_steps": 0,
+    "checkpoint.best_metric": "",
+    "checkpoint.on_corruption": "stop",
+    "watch.lost_seconds": 10.0,
+    "watch.stall_seconds": 0.0,
     "debug.check_replicas_every": 0,
     "debug.draw_sharding": "",
 }
@@ -121,12 +132,10 @@ def compare(
         seconds = trials[-1].compile_seconds
         name = f"{strategy} {experiment.program.mode}"
         print_line(console, f"{name:24s} compiled in {seconds:.1f} s")
+    size = config.data.batch_size
     batches = [
         train_batch(
-            experiments[0][1].dataset.train,
-            step,
-            batch_size=config.data.batch_size,
-            seed=config.seed,
+            experiments[0][1].task.dataset.train, step * size, batch_size=size, seed=config.seed
         )
         for step in range(config.training.num_steps)
     ]
@@ -188,8 +197,9 @@ def _check(
         if name not in rest:
             raise ValueError(f"config.{name} is missing, expected it as in configs/compare.py.")
     for name, value in UNUSED.items():
-        group, field = name.split(".")
-        rest.setdefault(group, {}).setdefault(field, value)
+        *groups, field = name.split(".")
+        group = rest.setdefault(groups[0], {}) if groups else rest
+        group.setdefault(field, value)
     pairs, compare = rest.pop("pairs"), rest.pop("compare")
     for field in compare:
         if field != "repetitions":

@@ -1,8 +1,9 @@
 """What a training config may hold, checked before anything else happens.
 
 A config is a locked `ml_collections.ConfigDict` of plain values, so that every field can be set by
-a flag and stored as JSON, where tuples are lists. `FIELDS` lists them all: a config has each of
-them and no other. A field that means nothing for a strategy is there, checked and not used.
+a flag and stored as JSON, where tuples are lists. `FIELDS` lists those of every config and
+`MODEL_FIELDS` those that a model adds: a config has each of them and no other. A field that means
+nothing for a strategy is there, checked and not used.
 """
 
 import dataclasses
@@ -14,12 +15,12 @@ from typing import Any
 import ml_collections
 
 from manualpar.strategy import MODES
-from manualpar.training.data import SOURCES
 
 DTYPES = ("bfloat16", "float16", "float32")
 # "" leaves it as it is. In float16 gradients overflow: they are summed before they are divided.
 WIRE_DTYPES = ("", "bfloat16", "float32")
 STRATEGIES = ("dp", "zero1", "zero2", "fsdp", "hsdp")
+ON_NONFINITE = ("ignore", "stop", "skip", "rollback")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +73,17 @@ class Field:
 
 FIELDS: Mapping[str, Field] = {
     "seed": Field(int, 0, below=2**32),
-    "data.source": Field(str, choices=SOURCES),
+    "profile": Field(str),
+    "data.source": Field(str),
     "data.batch_size": Field(int, 1),
-    "model.hidden_size": Field(int, 1),
-    "model.num_classes": Field(int, 1),
-    "model.dropout_rate": Field(float, 0, below=1),
-    "model.num_layers": Field(int, 1),
-    "model.dtype": Field(str, choices=DTYPES),
+    "data.prefetch": Field(int, 1),
+    "model.name": Field(str, choices=("classifier", "transformer")),
     "optimizer.learning_rate": Field(float, 0),
     "optimizer.warmup_steps": Field(int, 0),
     "optimizer.weight_decay": Field(float, 0),
     "optimizer.b1": Field(float, 0, below=1),
     "optimizer.b2": Field(float, 0, below=1),
+    "optimizer.clip_norm": Field(float, 0),
     "optimizer.num_minibatches": Field(int, 1),
     "parallel.strategy": Field(str, choices=STRATEGIES),
     "parallel.mode": Field(str, choices=MODES),
@@ -98,11 +98,60 @@ FIELDS: Mapping[str, Field] = {
     "parallel.rules": Field(tuple),
     "training.num_steps": Field(int, 1),
     "training.eval_every_steps": Field(int, 0),
+    "training.eval_batches": Field(int, 0),
     "training.log_every_steps": Field(int, 1),
     "training.norm_metrics": Field(bool),
+    "training.on_nonfinite": Field(str, choices=ON_NONFINITE),
+    "checkpoint.every_steps": Field(int, 0),
+    "checkpoint.keep": Field(int, 1),
+    "checkpoint.keep_every_steps": Field(int, 0),
+    "checkpoint.best_metric": Field(str),
+    "checkpoint.on_corruption": Field(str, choices=("stop", "previous")),
+    "watch.lost_seconds": Field(float, 1),
+    "watch.stall_seconds": Field(float, 0),
     "debug.check_replicas_every": Field(int, 0),
     "debug.draw_sharding": Field(str),
 }
+MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
+    "classifier": {
+        "data.source": Field(str, choices=("digits", "synthetic")),
+        "model.hidden_size": Field(int, 1),
+        "model.num_classes": Field(int, 1),
+        "model.dropout_rate": Field(float, 0, below=1),
+        "model.num_layers": Field(int, 1),
+        "model.dtype": Field(str, choices=DTYPES),
+    },
+    "transformer": {
+        "data.source": Field(str, choices=("text", "tokens")),
+        "data.path": Field(str),
+        "data.sequence_length": Field(int, 1),
+        "data.tokenizer": Field(str),
+        "model.hidden_size": Field(int, 1),
+        "model.mlp_size": Field(int, 1),
+        "model.num_layers": Field(int, 1),
+        "model.num_heads": Field(int, 1),
+        "model.num_kv_heads": Field(int, 1),
+        "model.rope_base": Field(float, 1),
+        "model.tied_head": Field(bool),
+        "model.dropout_rate": Field(float, 0, below=1),
+        "model.dtype": Field(str, choices=DTYPES),
+        "model.remat": Field(str, choices=("none", "dots", "full")),
+        "model.scan_layers": Field(bool),
+        "model.attention": Field(str, choices=("", "xla", "cudnn")),
+        "sample.num_tokens": Field(int, 0),
+        "sample.prompt": Field(str),
+        "sample.temperature": Field(float, 0),
+    },
+}
+# A dict that is itself a value, not a group of fields.
+DICT_FIELDS = frozenset({"parallel.mesh"})
+
+
+def fields_of(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Field]:
+    """The fields of a config with this `model.name`; those of every config if it is no model's."""
+    model = config.get("model")
+    name = model.get("name") if isinstance(model, Mapping | ml_collections.ConfigDict) else None
+    return {**FIELDS, **MODEL_FIELDS.get(name, {})} if isinstance(name, str) else dict(FIELDS)
 
 
 def _is_rule(value: Any) -> bool:
@@ -128,13 +177,13 @@ def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any
     flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
-        inner = isinstance(value, Mapping | ml_collections.ConfigDict) and name not in FIELDS
+        inner = isinstance(value, Mapping | ml_collections.ConfigDict) and name not in DICT_FIELDS
         flat |= flatten_config(value, f"{name}.") if inner else {name: value}
     return flat
 
 
 def check_config(config: Any) -> None:
-    """Checks a config against `FIELDS`.
+    """Checks a config against `fields_of(config)`.
 
     Args:
       config: The `ConfigDict`.
@@ -147,21 +196,22 @@ def check_config(config: Any) -> None:
         raise ValueError(
             f"config is a {type(config).__name__}, expected an ml_collections.ConfigDict."
         )
-    values = flatten_config(config)
-    for name in FIELDS:
+    values, fields = flatten_config(config), fields_of(config)
+    for name in fields:
         if name not in values:
-            raise ValueError(f"config.{name} is missing, expected {FIELDS[name].expectation()}.")
-    for name, value in values.items():
-        if name not in FIELDS:
+            raise ValueError(f"config.{name} is missing, expected {fields[name].expectation()}.")
+    # The model's name first: which other fields there are depends on it.
+    for name, value in sorted(values.items(), key=lambda item: item[0] != "model.name"):
+        if name not in fields:
             raise ValueError(
-                f"config.{name} is not a known field; the nearest one is "
-                f"config.{nearest(name, FIELDS)}."
+                f"config.{name} is not a known field{_of_model(config)}; the nearest one is "
+                f"config.{nearest(name, fields)}."
             )
         value = value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
-        if not FIELDS[name].allows(value):
-            message = f"config.{name} is {value!r}, expected {FIELDS[name].expectation()}"
-            if FIELDS[name].choices and isinstance(value, str):
-                message += f"; the nearest one is {nearest(value, FIELDS[name].choices)!r}"
+        if not fields[name].allows(value):
+            message = f"config.{name} is {value!r}, expected {fields[name].expectation()}"
+            if fields[name].choices and isinstance(value, str):
+                message += f"; the nearest one is {nearest(value, fields[name].choices)!r}"
             raise ValueError(f"{message}.")
     for axis, size in config.parallel.mesh.items():
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
@@ -169,3 +219,9 @@ def check_config(config: Any) -> None:
                 f"config.parallel.mesh.{axis} is {size!r}, expected a number of devices, "
                 "or -1 for the rest."
             )
+
+
+def _of_model(config: ml_collections.ConfigDict) -> str:
+    """Whose fields are known, where a model adds some."""
+    name = config.model.name if "model" in config else None
+    return f" of a config with model.name={name!r}" if name in MODEL_FIELDS else ""

@@ -1,206 +1,263 @@
-"""The training loop: steps go to the device ahead of the metrics that come back.
+"""The training loop: what happens in which order, and what ends it.
 
-Dispatching a step takes no time, waiting for its metrics does, and a device that nobody feeds
-meanwhile idles. So metrics stay on the device in a queue, and those of a step are fetched once
-`LAG` later steps have been dispatched. Evaluation goes through the same queue. Only the end of the
-training empties it. A check of replicas waits for the device, and is asked for in the config.
+After a step come, in this order: the check of replicas, evaluation, the question whether to stop,
+and a checkpoint. So a checkpoint of step s lies after everything that is reported of step s, and a
+run that goes on from it reports nothing twice and leaves nothing out.
 """
 
-import collections
 import contextlib
-import itertools
+import dataclasses
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from manualpar.cluster import Cluster
+from manualpar.data import Dataset, evaluation_batches, train_batches
 from manualpar.program import Program
 from manualpar.replicas import ReplicaError, ReplicaSentinel
 from manualpar.train_state import TrainState
-from manualpar.training.data import (
-    Dataset,
-    Split,
-    evaluation_batches,
-    prefetch_to_device,
-    train_batch,
-)
-from manualpar.training.metrics import Metrics, add_metrics, fetch_metrics, mean_metrics
-from manualpar.training.progress import TrainingProgress
-from manualpar.training.writers import RunWriter
+from manualpar.training.profiling import StepProfiler
+from manualpar.training.recorder import NonFiniteError, Recorder
+from manualpar.training.stalls import StallDetector
 
-# Small also because of simulated devices: XLA:CPU takes no more than 32 computations in flight, and
-# collectives of a loop that runs further ahead wait for each other until it aborts the process.
-LAG = 2
+# Rollbacks without a new checkpoint between them: then it is not the data.
+MAX_ROLLBACKS = 3
 
 
-class Recorder:
-    """Takes in the metrics of steps in the order of dispatch and reports their means when there.
+class Place(NamedTuple):
+    """How far a run is.
 
-    A training report has the mean over the steps since the one before, the learning rate of the
-    last of them and examples per second, which counts the time of training steps only, and neither
-    the first step, which compiles, nor evaluation, nor what `leave_out` was told.
+    Attributes:
+      step: Updates made.
+      position: Examples taken from the endless stream of training examples.
     """
 
-    def __init__(
-        self,
-        writer: RunWriter,
-        progress: TrainingProgress,
-        *,
-        batch_size: int,
-        learning_rate: Callable[[int], float],
-    ) -> None:
-        """Reports to `writer`, then `progress`; `learning_rate` takes the updates made before."""
-        self._writer = writer
-        self._progress = progress
-        self._batch_size = batch_size
-        self._learning_rate = learning_rate
-        self._queue: collections.deque[tuple[str, int, Metrics, bool]] = collections.deque()
-        self._totals: dict[str, Metrics] = {}
-        self._latest: dict[str, dict[str, float]] = {}
-        self._fetched_at: float | None = None
-        self._timed_steps = 0
-        self._timed_seconds = 0.0
-
-    def put(self, split: str, step: int, metrics: Metrics, *, report: bool) -> None:
-        """Queues metrics of `split` after `step` updates; with `report` they complete a report."""
-        self._queue.append((split, step, metrics, report))
-        if len(self._queue) > LAG:
-            self._fetch_oldest()
-
-    def drain(self) -> None:
-        """Waits for everything that is queued."""
-        while self._queue:
-            self._fetch_oldest()
-
-    def leave_out(self, seconds: float) -> None:
-        """Says that the device had nothing to do for as long, since all queued steps were done."""
-        if self._fetched_at is not None:
-            self._fetched_at += seconds
-
-    def latest(self, split: str) -> dict[str, float]:
-        """The latest report of `split`."""
-        return self._latest[split]
-
-    def _fetch_oldest(self) -> None:
-        """Waits for the oldest entry of the queue and adds it up; reports if it is to be."""
-        split, step, metrics, report = self._queue.popleft()
-        self._totals[split] = add_metrics(self._totals.get(split), fetch_metrics(metrics))
-        # The device works through the queue in order: what passed since the last fetch went into
-        # this entry.
-        now, before = time.perf_counter(), self._fetched_at
-        self._fetched_at = now
-        if split == "train":
-            if before is not None and step > 1:
-                self._timed_steps += 1
-                self._timed_seconds += now - before
-            self._progress.advance(step)
-        if report:
-            means = mean_metrics(self._totals.pop(split))
-            if split == "train":
-                means |= self._training_rates(step)
-            self._latest[split] = means
-            self._writer.write(step, split, means)
-            self._progress.report(step, split, means)
-
-    def _training_rates(self, step: int) -> dict[str, float]:
-        """The learning rate, and examples per second unless only the first step was timed."""
-        rates = {"learning_rate": float(self._learning_rate(step - 1))}
-        if self._timed_seconds:
-            examples = self._timed_steps * self._batch_size
-            rates["examples_per_second"] = examples / self._timed_seconds
-        self._timed_steps, self._timed_seconds = 0, 0.0
-        return rates
+    step: int = 0
+    position: int = 0
 
 
-def train(
-    program: Program,
-    state: TrainState,
-    dataset: Dataset,
-    *,
-    recorder: Recorder,
-    seed: int,
-    batch_size: int,
-    num_steps: int,
-    eval_every_steps: int,
-    log_every_steps: int,
-    check_replicas_every: int = 0,
-) -> TrainState:
-    """Trains, evaluates on the way and tests at the end.
+START = Place()
 
-    Args:
+
+class Saver(Protocol):
+    """Keeps checkpoints of a run."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether the config asks for a checkpoint after `step` updates."""
+
+    def save(self, state: TrainState, place: Place) -> None:
+        """Keeps a state, and where its run is; may return before it is on disk."""
+
+    def go_back(self) -> tuple[TrainState, Place] | None:
+        """Takes the run back to the latest checkpoint; `None` if there is none."""
+
+
+class StoppedError(Exception):
+    """The run was asked to stop, did so between two steps, and can go on from there.
+
+    Attributes:
+      step: The last step.
+      is_saved: Whether there is a checkpoint of it.
+    """
+
+    def __init__(self, step: int, *, is_saved: bool) -> None:
+        super().__init__(f"stopped after step {step}")
+        self.step = step
+        self.is_saved = is_saved
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A training of one program.
+
+    Attributes:
       program: What to run.
-      state: Where to start; donated.
       dataset: What to train on.
       recorder: Who is told the metrics.
-      seed: What the order of the examples is drawn from; step `s` takes the same batch in every run
-        with it.
+      seed: What the order of the examples is drawn from.
       batch_size: Examples a step.
       num_steps: Updates to make.
       eval_every_steps: Updates between evaluations, the first before any update; 0 for none.
+      eval_batches: Batches of an evaluation, 0 for all that there are; the test takes all.
       log_every_steps: Updates between training reports.
       check_replicas_every: Updates between checks that copies of the state are the same, bit for
         bit, for which the loop waits; 0 for none.
-
-    Returns:
-      The trained state. The metrics are `recorder.latest("test")`.
-
-    Raises:
-      KeyboardInterrupt: Ctrl-C was pressed. The step under way was finished and reported first.
-      ReplicaError: A check failed. The step before it was reported first.
+      prefetch: Batches that are read ahead.
+      saver: Who keeps checkpoints, if anybody.
+      cluster: The processes that train together.
+      detector: Who is told that the loop moves, if anybody.
+      profiler: Who records some of the steps, if anybody.
+      rolls_back: Whether a step that is not finite takes the run back to the latest checkpoint,
+        and past the batch of that step.
     """
-    sentinel = ReplicaSentinel(program.mesh, program.layout) if check_replicas_every else None
 
-    def check_replicas(sentinel: ReplicaSentinel, step: int) -> None:
-        jax.block_until_ready(state)
-        started = time.perf_counter()
-        try:
-            sentinel.check(state)
-        except ReplicaError as error:
-            recorder.drain()
-            raise ReplicaError(f"after step {step} {error}") from error
-        recorder.leave_out(time.perf_counter() - started)
+    program: Program
+    dataset: Dataset
+    recorder: Recorder
+    cluster: Cluster
+    seed: int
+    batch_size: int
+    num_steps: int
+    eval_every_steps: int
+    log_every_steps: int
+    eval_batches: int = 0
+    check_replicas_every: int = 0
+    prefetch: int = 2
+    saver: Saver | None = None
+    detector: StallDetector | None = None
+    profiler: StepProfiler | None = None
+    rolls_back: bool = False
+    report: Callable[[str], None] = lambda line: None
 
-    def evaluate(split: str, examples: Split, step: int) -> None:
-        batches = prefetch_to_device(
-            evaluation_batches(examples, batch_size), program.batch_sharding
+    def run(self, state: TrainState, place: Place = START) -> TrainState:
+        """Trains, evaluates on the way and tests at the end.
+
+        Args:
+          state: Where to start; donated.
+          place: How far the run was when that was its state.
+
+        Returns:
+          The trained state. The metrics are `recorder.latest("test")`.
+
+        Raises:
+          StoppedError: The run was asked to stop, by SIGTERM to any of its processes.
+          KeyboardInterrupt: Ctrl-C was pressed. The step under way was finished, reported and
+            saved first.
+          NonFiniteError: The loss or a gradient is not finite. There is no checkpoint of such a
+            step or a later one.
+          ReplicaError: A check failed. The step before it was reported first.
+        """
+        rollbacks = 0
+        with contextlib.ExitStack() as stack:
+            interrupted = stack.enter_context(postponed_interrupt(self.cluster))
+            for context in (self.detector, self.profiler):
+                if context is not None:
+                    stack.enter_context(context)
+            while True:
+                try:
+                    return self._run_from(state, place, interrupted)
+                except NonFiniteError as error:
+                    rollbacks += 1
+                    saved = None
+                    if self.rolls_back and self.saver and rollbacks <= MAX_ROLLBACKS:
+                        with self._idle():
+                            saved = self.saver.go_back()
+                    if saved is None:
+                        raise
+                    state, (step, position) = saved
+                    # Past the batch of the step that failed, wherever it was taken from.
+                    skipped = (error.step - step) * self.batch_size
+                    place = Place(step, position + skipped)
+                    self.report(
+                        f"{error}: back to the checkpoint of step {step}, past the "
+                        f"{error.step - step} batches since then"
+                    )
+
+    def _run_from(
+        self, state: TrainState, place: Place, interrupted: threading.Event
+    ) -> TrainState:
+        """Trains from a place to the end."""
+        step, position = place
+        if self.eval_every_steps and not step:
+            self._evaluate("eval", state, step)
+        batches = train_batches(
+            self.dataset.train,
+            seed=self.seed,
+            batch_size=self.batch_size,
+            sharding=self.program.batch_sharding,
+            start_position=position,
+            prefetch=self.prefetch,
         )
-        last = (len(examples.labels) - 1) // batch_size
-        for index, batch in enumerate(batches):
-            metrics = program.eval_step(state, batch)
-            recorder.put(split, step, metrics, report=index == last)
+        sentinel = (
+            ReplicaSentinel(self.program.mesh, self.program.layout)
+            if self.check_replicas_every
+            else None
+        )
+        with contextlib.closing(batches):
+            while step < self.num_steps:
+                batch = next(batches)
+                step, position = step + 1, position + self.batch_size
+                if self.profiler is not None:
+                    self.profiler.before(step, state)
+                state, metrics = self.program.train_step(state, batch)
+                if self.profiler is not None:
+                    self.profiler.after(step, state)
+                is_last = step == self.num_steps
+                report = is_last or step % self.log_every_steps == 0
+                self.recorder.put("train", step, metrics, report=report)
+                self._beat(step)
+                if sentinel is not None and step % self.check_replicas_every == 0:
+                    self._check_replicas(sentinel, state, step)
+                if self.eval_every_steps and (is_last or step % self.eval_every_steps == 0):
+                    self._evaluate("eval", state, step)
+                stops = self.cluster.should_stop(step)
+                is_saved = self._save(state, Place(step, position), at_once=stops or is_last)
+                if stops:
+                    self.recorder.drain()
+                    if interrupted.is_set():
+                        raise KeyboardInterrupt
+                    raise StoppedError(step, is_saved=is_saved)
+        self._evaluate("test", state, step)
+        self.recorder.drain()
+        return state
 
-    batches = prefetch_to_device(
-        (
-            train_batch(dataset.train, step, batch_size=batch_size, seed=seed)
-            for step in range(num_steps)
-        ),
-        program.batch_sharding,
-    )
-    with postponed_interrupt() as interrupted:
-        if eval_every_steps:
-            evaluate("eval", dataset.eval, 0)
-        for step, batch in zip(itertools.count(1), batches, strict=False):
-            state, metrics = program.train_step(state, batch)
-            report = step % log_every_steps == 0 or step == num_steps
-            recorder.put("train", step, metrics, report=report)
-            if sentinel is not None and step % check_replicas_every == 0:
-                check_replicas(sentinel, step)
-            if eval_every_steps and (step % eval_every_steps == 0 or step == num_steps):
-                evaluate("eval", dataset.eval, step)
-            if interrupted.is_set():
-                recorder.drain()
-                raise KeyboardInterrupt
-        evaluate("test", dataset.test, num_steps)
-        recorder.drain()
-    return state
+    def _evaluate(self, split: str, state: TrainState, step: int) -> None:
+        """Queues the metrics of a split."""
+        examples = getattr(self.dataset, split)
+        limit = self.eval_batches if split == "eval" else 0
+        batches = evaluation_batches(
+            examples, self.batch_size, self.program.batch_sharding, max_batches=limit
+        )
+        waiting: Any = None
+        for batch in batches:
+            if waiting is not None:
+                self.recorder.put(split, step, waiting, report=False)
+            waiting = self.program.eval_step(state, batch)
+            self._beat(step)
+        self.recorder.put(split, step, waiting, report=True)
+
+    def _beat(self, step: int) -> None:
+        """Says that the loop moves."""
+        if self.detector is not None:
+            self.detector.beat(step)
+
+    def _save(self, state: TrainState, place: Place, *, at_once: bool) -> bool:
+        """Saves if it is time to; says whether."""
+        if self.saver is None or not (at_once or self.saver.is_due(place.step)):
+            return False
+        # Nothing that is not finite gets into a checkpoint, and all that was reported is on disk.
+        self.recorder.drain()
+        with self._idle():
+            self.saver.save(state, place)
+        return True
+
+    @contextlib.contextmanager
+    def _idle(self) -> Iterator[None]:
+        """Around what takes its time while the device has nothing to do."""
+        started = time.perf_counter()
+        with self.detector.pause() if self.detector else contextlib.nullcontext():
+            yield
+        self.recorder.leave_out(time.perf_counter() - started)
+
+    def _check_replicas(self, sentinel: ReplicaSentinel, state: TrainState, step: int) -> None:
+        """Compares copies of the state."""
+        jax.block_until_ready(state)
+        try:
+            with self._idle():
+                sentinel.check(state)
+        except ReplicaError as error:
+            self.recorder.drain()
+            raise ReplicaError(f"after step {step} {error}") from error
 
 
 @contextlib.contextmanager
-def postponed_interrupt() -> Iterator[threading.Event]:
-    """Turns the first Ctrl-C into an event to ask for between steps; the second is an exception.
+def postponed_interrupt(cluster: Cluster) -> Iterator[threading.Event]:
+    """Turns the first Ctrl-C into a request to stop between steps; the second is an exception.
 
     An exception out of a signal handler can come up anywhere, also where Python throws it away,
     such as in a callback of the garbage collector.
@@ -216,6 +273,7 @@ def postponed_interrupt() -> Iterator[threading.Event]:
     def handle(signum: int, frame: FrameType | None) -> None:
         del signum, frame
         interrupted.set()
+        cluster.request_stop()
         signal.signal(signal.SIGINT, previous)
 
     signal.signal(signal.SIGINT, handle)

@@ -1,17 +1,30 @@
 """The main of an experiment, for `absl.app.run`: what `experiments/` share.
 
-Exit codes: 0 for a finished run, 2 for a mistake of the user's, 3 for devices that should hold the
-same and do not (`config.debug.check_replicas_every`), 130 for Ctrl-C. Other errors are ours and
-keep their traceback.
+Exit codes, for people and schedulers:
+
+     0  finished
+     1  an error of ours, with a traceback
+     2  a mistake of the user's, in one sentence
+     3  devices that should hold the same do not (`config.debug.check_replicas_every`)
+     4  another process was lost, or failed
+     5  the loss or a gradient is not finite (`config.training.on_nonfinite`)
+     6  a checkpoint or a file of the run cannot be read or written
+    75  asked to stop by SIGTERM, stopped and saved: start the same command again to go on
+   130  Ctrl-C
+   143  SIGTERM a second time: ended at once, nothing saved since the last checkpoint
 """
 
+import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from absl import flags, logging
 
+from manualpar.checkpoints import CheckpointError
+from manualpar.cluster import FAILED_EXIT_CODE, TERMINATED_EXIT_CODE, Cluster, initialize
 from manualpar.replicas import ReplicaError
 from manualpar.training.command_line import (
     FLAGS_HELP,
@@ -22,12 +35,19 @@ from manualpar.training.command_line import (
 )
 from manualpar.training.config import check_config, flatten_config
 from manualpar.training.devices import simulate_devices
-from manualpar.training.experiment import Experiment, prepare, run
+from manualpar.training.durable_files import WriteError
+from manualpar.training.experiment import prepare
+from manualpar.training.loop import StoppedError
 from manualpar.training.progress import make_console, print_line
-from manualpar.training.writers import RunWriter, check_workdir, create_numbered_folder
+from manualpar.training.recorder import NonFiniteError
+from manualpar.training.run import run
+from manualpar.training.workdir import check_folder, choose_workdir
 
 USAGE_EXIT_CODE = 2
 REPLICAS_EXIT_CODE = 3
+NONFINITE_EXIT_CODE = 5
+FILES_EXIT_CODE = 6
+STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again.
 INTERRUPTED_EXIT_CODE = 130
 
 
@@ -68,28 +88,90 @@ def run_command(command: CommandLine) -> int:
     started = time.perf_counter()
     # At its default absl shows jax's notes on the backends it does not find.
     logging.set_verbosity(logging.WARNING)
-    console = make_console()
+    try:
+        changes = _check(command)
+        cluster = _join(command)
+    except (UsageError, ValueError, ConnectionError) as error:
+        print_error(error)
+        return USAGE_EXIT_CODE
+    except OSError as error:
+        print_error(f"--workdir={command.workdir} cannot be read: {error}")
+        return FILES_EXIT_CODE
+    with cluster, cluster.stop_on_sigterm():
+        try:
+            return _run(command, cluster, changes=changes, started=started)
+        except Exception as error:
+            # In the midst of another process's end this one ends with a sentence about that.
+            if cluster.explain_failure(error) is None and cluster.num_processes == 1:
+                raise
+            traceback.print_exc()
+            return _fail(cluster, error, FAILED_EXIT_CODE)
+
+
+def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started: float) -> int:
+    """Prepares and runs what a command line asks for, in all processes."""
+    console = make_console(process=cluster.process_id)
     remains = "nothing was written"
     try:
         try:
-            experiment = _prepare(command)
-            writer = _open_writer(command, experiment)
+            experiment = prepare(command.config)
+            workdir = choose_workdir(command)
         except (UsageError, ValueError) as error:
             print_error(error)
-            return USAGE_EXIT_CODE
-        remains = f"the results so far are in {writer.workdir}"
-        with writer:
-            result = run(experiment, writer=writer, console=console)
+            return _fail(cluster, error, USAGE_EXIT_CODE)
+        remains = f"the results so far are in {workdir}"
+        for change in changes:
+            print_line(console, f"changed since the run began: {change}")
+        result = run(experiment, workdir, cluster=cluster, console=console)
     except KeyboardInterrupt:
         print_error(f"interrupted; {remains}")
         return INTERRUPTED_EXIT_CODE
+    except StoppedError as error:
+        return _explain_stop(error, workdir)
+    except NonFiniteError as error:
+        print_error(
+            f"stopped, {remains}; {error}. config.training.on_nonfinite='skip' leaves such an "
+            "update out, 'rollback' goes back to the latest checkpoint and past the batch."
+        )
+        return NONFINITE_EXIT_CODE
     except ReplicaError as error:
         print_error(f"stopped, {remains}; {error}")
         return REPLICAS_EXIT_CODE
-    print_line(console, f"test accuracy: {result['accuracy']:.4f}")
+    except (CheckpointError, WriteError) as error:
+        print_error(f"stopped, {remains}; {error}")
+        return _fail(cluster, error, FILES_EXIT_CODE)
+    if result.sample:
+        print_line(console, "sample:")
+        for line in result.sample.splitlines():
+            print_line(console, f"  {line}")
+    headline = experiment.task.headline
+    print_line(console, f"test {headline.replace('_', ' ')}: {result.metrics[headline]:.4f}")
     print_line(console, f"time: {time.perf_counter() - started:.1f} s")
-    print_line(console, f"results: {writer.workdir}")
+    print_line(console, f"results: {workdir}")
     return 0
+
+
+def _fail(cluster: Cluster, error: Exception, code: int) -> int:
+    """The exit code of an error that the other processes, if there are any, may not have."""
+    if cluster.num_processes > 1:
+        # They wait for this one in a collective, and an ordinary end would wait for them.
+        cluster.failed(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _explain_stop(error: StoppedError, workdir: Path) -> int:
+    """Says how a run that was asked to stop goes on."""
+    if not error.is_saved:
+        print_error(
+            f"{error}, which is not saved, since config.checkpoint.every_steps is 0; the results "
+            f"so far are in {workdir}"
+        )
+        return TERMINATED_EXIT_CODE
+    print_error(f"{error}, which is saved; the same command with --workdir={workdir} goes on")
+    return STOPPED_EXIT_CODE
 
 
 def print_error(error: object) -> None:
@@ -97,24 +179,21 @@ def print_error(error: object) -> None:
     print(f"error: {error}", file=sys.stderr)
 
 
-def _prepare(command: CommandLine) -> Experiment:
-    """Checks everything that can be checked before something compiles."""
+def _check(command: CommandLine) -> list[str]:
+    """Checks everything that can be checked before there are devices."""
     check_config(command.config)
-    if command.workdir:
-        check_workdir(command.workdir)
+    return check_folder(command.config, command.workdir)
+
+
+def _join(command: CommandLine) -> Cluster:
+    """Makes this process one of those that train together, if there are others."""
     simulate_devices(command.devices)
-    return prepare(command.config)
-
-
-def _open_writer(command: CommandLine, experiment: Experiment) -> RunWriter:
-    """Opens the files of the run, in a new folder unless the command line names one."""
-    try:
-        workdir = command.workdir or create_numbered_folder(Path("runs") / command.config_path.stem)
-        return RunWriter(workdir, config=experiment.config.to_dict())
-    except OSError as error:
-        raise UsageError(
-            f"the results cannot be written: {error}; name another folder with --workdir."
-        ) from error
+    return initialize(
+        coordinator_address=command.coordinator_address,
+        num_processes=command.num_processes,
+        process_id=command.process_id,
+        timeout_seconds=command.config.watch.lost_seconds,
+    )
 
 
 def _help_text(description: str, default_config: Path) -> str:

@@ -50,7 +50,25 @@ def weight_decay_mask(params: Any) -> Any:
 
 
 def adamw(
-    schedule: optax.Schedule, *, weight_decay: float, b1: float = 0.9, b2: float = 0.999
+    schedule: optax.Schedule,
+    *,
+    weight_decay: float,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    clip_norm: float = 0.0,
 ) -> optax.GradientTransformation:
-    """AdamW that spares what `weight_decay_mask` spares."""
-    return optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=weight_decay_mask)
+    """AdamW that spares what `weight_decay_mask` spares.
+
+    Args:
+      schedule: The learning rate of each update.
+      weight_decay: The share of a weight that goes in an update, in parts of the learning rate.
+      b1: How much of the mean of gradients stays in an update.
+      b2: How much of the mean of their squares does.
+      clip_norm: The largest global norm of a gradient, which a larger one is scaled down to; 0 for
+        any.
+
+    Returns:
+      The optimizer.
+    """
+    update = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=weight_decay_mask)
+    return optax.chain(optax.clip_by_global_norm(clip_norm), update) if clip_norm else update

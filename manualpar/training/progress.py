@@ -1,8 +1,13 @@
-"""What a run shows while it trains: a bar in a terminal, plain lines anywhere else."""
+"""What a run shows while it trains: a bar in a terminal, plain lines anywhere else.
 
-from collections.abc import Mapping
+The bar has one line. What is worth most comes first, the bar itself gives way before a number does,
+and a number that finds no room is left out whole; the files have it all the same.
+"""
+
+import time
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -10,23 +15,60 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 # Tables in a log file get room; a terminal has the width it has.
 LOG_WIDTH = 120
 
-FORMATS = {
-    "loss": "loss {:.4f}",
-    "accuracy": "accuracy {:.4f}",
-    "learning_rate": "learning rate {:.2e}",
-    "gradient_norm": "gradient norm {:.3g}",
-    "update_norm": "update norm {:.3g}",
-    "parameter_norm": "parameter norm {:.3g}",
-    "examples_per_second": "{:,.0f} examples/s",
+Text = Callable[[float], str]
+
+
+def describe_bytes(size: float) -> str:
+    """A number of bytes in three digits, such as `1.95 MiB`."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    index = 0
+    while size >= 999.5 and index < len(units) - 1:
+        size, index = size / 1024, index + 1
+    return f"{size:.3g} {units[index]}"
+
+
+FORMATS: Mapping[str, Text] = {
+    "loss": "loss {:.4f}".format,
+    "bits_per_byte": "bits/byte {:.4f}".format,
+    "accuracy": "accuracy {:.4f}".format,
+    "learning_rate": "learning rate {:.2e}".format,
+    "gradient_norm": "gradient norm {:.3g}".format,
+    "update_norm": "update norm {:.3g}".format,
+    "parameter_norm": "parameter norm {:.3g}".format,
+    "examples_per_second": "{:,.0f} examples/s".format,
+    "tokens_per_second": "{:,.0f} tokens/s".format,
+    "model_flops_per_second": "{:.3g} FLOP/s".format,
+    "mfu": "MFU {:.1%}".format,
+    "memory_bytes": lambda size: f"{describe_bytes(size)} in use",
 }
 
 # The bar has no room for them in a terminal of 80 columns.
 NORMS = frozenset({"gradient_norm", "update_norm", "parameter_norm"})
+LEFT_OUT = NORMS | {"learning_rate", "model_flops_per_second"}
+# What the bar shows first, as far as it has room; what is not named here comes last.
+IMPORTANCE = (
+    "loss",
+    "bits_per_byte",
+    "accuracy",
+    "tokens_per_second",
+    "examples_per_second",
+    "mfu",
+    "memory_bytes",
+)
+BAR_WIDTH, SMALLEST_BAR = 40, 4
+LONGEST_TIME = len("100:00:00")
+LABEL = "training"
+# As long as the slowest of steps takes; rich's own 30 s leave those without an estimate.
+ETA_SECONDS = 600.0
 
 
-def make_console() -> rich.console.Console:
-    """The console that a run writes to, on standard output."""
-    console = rich.console.Console(highlight=False)
+def make_console(*, process: int = 0) -> rich.console.Console:
+    """The console that a run writes to, on standard output.
+
+    Args:
+      process: The number of this process; those other than 0 get a console that shows nothing.
+    """
+    console = rich.console.Console(highlight=False, quiet=process != 0)
     if not console.is_terminal:
         console.width = LOG_WIDTH
     return console
@@ -39,9 +81,38 @@ def print_line(console: rich.console.Console, text: str) -> None:
 
 def describe(metrics: Mapping[str, float]) -> str:
     """Metrics in a line, such as `loss 0.0312  accuracy 0.9903`; those with a format come first."""
-    formats = {name: text for name, text in FORMATS.items() if name in metrics}
-    formats |= {name: f"{name} {{:.4g}}" for name in metrics if name not in FORMATS}
-    return "  ".join(text.format(metrics[name]) for name, text in formats.items())
+    return "  ".join(_texts(metrics).values())
+
+
+def describe_within(metrics: Mapping[str, float], width: int, *, also: str = "") -> str:
+    """The most important of metrics in a line.
+
+    Args:
+      metrics: Metrics by name.
+      width: How many characters there is room for.
+      also: What to add if there is room after all of them.
+
+    Returns:
+      The line, of those that fit; empty if none does.
+    """
+    texts = _texts(metrics)
+    order = [name for name in IMPORTANCE if name in texts]
+    if "tokens_per_second" in texts and "examples_per_second" in texts:
+        order.remove("examples_per_second")  # They say the same.
+    order += [name for name in texts if name not in IMPORTANCE and name not in LEFT_OUT]
+    line = ""
+    for text in [*(texts[name] for name in order), also]:
+        longer = f"{line}  {text}" if line else text
+        if text and len(longer) <= width:
+            line = longer
+    return line
+
+
+def _texts(metrics: Mapping[str, float]) -> dict[str, str]:
+    """What to show of each metric, in the order of `FORMATS`."""
+    texts = {name: text(metrics[name]) for name, text in FORMATS.items() if name in metrics}
+    others = {name: f"{name} {metrics[name]:.4g}" for name in metrics if name not in FORMATS}
+    return texts | others
 
 
 class TrainingProgress:
@@ -52,37 +123,90 @@ class TrainingProgress:
     steps in between are silent.
     """
 
-    def __init__(self, console: rich.console.Console, *, num_steps: int) -> None:
+    def __init__(
+        self,
+        console: rich.console.Console,
+        *,
+        num_steps: int,
+        first_step: int = 0,
+        state_bytes: int | None = None,
+        get_time: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Makes the bar, which appears when the context is entered.
+
+        Args:
+          console: Where to show it.
+          num_steps: Updates that the training ends after.
+          first_step: Updates made before it begins, by a run that this one resumes.
+          state_bytes: What the fullest device holds of the state, see `manualpar.inspect`.
+          get_time: A clock in seconds, which the time that remains is estimated with.
+        """
         self._console = console
         self._num_steps = num_steps
+        self._metrics: dict[str, float] = {}
+        self._also = "" if state_bytes is None else f"state {describe_bytes(state_bytes)}/device"
+        self._bar_column = BarColumn(BAR_WIDTH)
         self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(),
+            TextColumn("{task.fields[label]}"),
+            self._bar_column,
             TextColumn("step"),
             MofNCompleteColumn(),
             TextColumn("{task.fields[metrics]}", markup=False),
             TimeRemainingColumn(),
             console=console,
-            disable=not console.is_terminal,
+            get_time=get_time,
+            speed_estimate_period=ETA_SECONDS,
+            disable=not console.is_terminal or console.quiet,
         )
-        self._task = self._bar.add_task("training", total=num_steps, metrics="")
+        self._task = self._bar.add_task(
+            LABEL, total=num_steps, completed=first_step, **self._fields()
+        )
 
     def advance(self, step: int) -> None:
         """Says that `step` updates are done."""
-        self._bar.update(self._task, completed=step)
+        self._bar.update(self._task, completed=step, **self._fields())
 
-    def report(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
-        """Shows the metrics of `split` after `step` updates."""
+    def report(
+        self,
+        step: int,
+        split: str,
+        metrics: Mapping[str, float],
+        *,
+        throughput: Mapping[str, float] | None = None,
+    ) -> None:
+        """Shows the numbers of `split` after `step` updates.
+
+        Args:
+          step: The updates made.
+          split: What they are of.
+          metrics: What the training computes.
+          throughput: What depends on the clock and the machine.
+        """
+        shown = {**metrics, **(throughput or {})}
         if split == "train" and self._console.is_terminal:
-            left_out = NORMS | {"learning_rate"}
-            shown = {name: value for name, value in metrics.items() if name not in left_out}
-            self._bar.update(self._task, metrics=describe(shown))
-            metrics = {name: value for name, value in metrics.items() if name in NORMS}
-            if not metrics:
+            self._metrics = shown
+            self._bar.update(self._task, **self._fields())
+            shown = {name: value for name, value in shown.items() if name in NORMS}
+            if not shown:
                 return
         digits = len(str(self._num_steps))
-        line = f"step {step:{digits}d}/{self._num_steps}  {split:5s}  {describe(metrics)}"
+        line = f"step {step:{digits}d}/{self._num_steps}  {split:5s}  {describe(shown)}"
         print_line(self._console, line)
+
+    def _fields(self) -> dict[str, Any]:
+        """What the bar says now; makes the bar as wide as the rest of the line lets it be."""
+        # Columns: label, bar, "step", 12/34, metrics, time, and a space between any two.
+        steps = 2 * len(str(self._num_steps)) + 1
+        room = self._console.width - len("step") - steps - LONGEST_TIME - 5 - SMALLEST_BAR
+        metrics = describe_within(self._metrics, room - len(LABEL), also=self._also)
+        label = LABEL
+        without_label = describe_within(self._metrics, room, also=self._also)
+        if len(without_label) > len(metrics):
+            label, metrics = "", without_label
+        self._bar_column.bar_width = min(
+            BAR_WIDTH, max(room - len(label) - len(metrics), 0) + SMALLEST_BAR
+        )
+        return {"label": label, "metrics": metrics}
 
     def __enter__(self) -> Self:
         self._bar.start()

@@ -1,0 +1,89 @@
+"""A language model of Python's standard library, byte by byte, with fully sharded data parallelism.
+
+    python -m experiments.fsdp --config=configs/fsdp_lm.py
+
+NOT MEASURED YET
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+    config.seed = 42
+    config.profile = ""  # steps to profile, such as "10:13"
+
+    config.data = ConfigDict()
+    config.data.source = "text"  # or "tokens", files made by python -m manualpar.data.tokenize
+    config.data.path = ""  # a file, a folder or a glob; "": Python's standard library
+    config.data.tokenizer = ""  # a tokenizer.json; "": bytes
+    config.data.sequence_length = 128
+    config.data.batch_size = 32  # sequences a step, on all devices together
+    config.data.prefetch = 2  # batches read ahead
+
+    config.model = ConfigDict()
+    config.model.name = "transformer"
+    config.model.num_layers = 4
+    config.model.hidden_size = 192
+    config.model.mlp_size = 512
+    config.model.num_heads = 6
+    config.model.num_kv_heads = 2
+    config.model.rope_base = 10_000.0
+    config.model.tied_head = False
+    config.model.dropout_rate = 0.0
+    config.model.dtype = "bfloat16"  # what is computed in; parameters are float32
+    config.model.remat = "none"  # or "dots", "full": what is computed again for the backward pass
+    config.model.scan_layers = True
+    config.model.attention = ""  # "xla", "cudnn"; "": what jax chooses
+
+    config.optimizer = ConfigDict()
+    config.optimizer.learning_rate = 2e-3  # the peak
+    config.optimizer.warmup_steps = 50
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.b1 = 0.9
+    config.optimizer.b2 = 0.95
+    config.optimizer.clip_norm = 1.0  # of the gradient, the largest allowed; 0: any
+    config.optimizer.num_minibatches = 1
+
+    config.parallel = ConfigDict()
+    config.parallel.strategy = "fsdp"  # "dp", "zero1", "zero2", "fsdp" or "hsdp"
+    config.parallel.mode = "manual"  # or "auto", "explicit", "auto-unconstrained"
+    config.parallel.mesh = ConfigDict({"data": -1})  # -1: all devices
+    config.parallel.min_weight_size = 2**10  # elements; smaller parameters are not sharded
+    config.parallel.reshard_after_forward = True  # fsdp, hsdp: gathered again for the backward pass
+    config.parallel.communicate_every = "minibatch"  # fsdp, hsdp: or "step"
+    config.parallel.pad = False  # whether to shard, padded, what does not divide
+    config.parallel.param_dtype = ""  # "bfloat16", "float32"; "": what the model makes
+    config.parallel.gather_dtype = ""  # likewise; "": param_dtype
+    config.parallel.reduce_dtype = ""  # likewise, in mode manual alone; "": gather_dtype
+    config.parallel.rules = ()  # what logical names mean, such as (("embed", None),)
+
+    config.training = ConfigDict()
+    config.training.num_steps = 1000
+    config.training.eval_every_steps = 250
+    config.training.eval_batches = 8  # of an evaluation; 0: all there are
+    config.training.log_every_steps = 25
+    config.training.norm_metrics = False  # of gradients, updates and parameters
+    config.training.on_nonfinite = "stop"  # or "skip" the update, "rollback", "ignore"
+
+    config.sample = ConfigDict()
+    config.sample.num_tokens = 400  # of the text generated at the end; 0: none
+    config.sample.prompt = "def "
+    config.sample.temperature = 0.8
+
+    config.checkpoint = ConfigDict()
+    config.checkpoint.every_steps = 250  # 0: never
+    config.checkpoint.keep = 2  # the latest ones
+    config.checkpoint.keep_every_steps = 0  # and those of every so many steps; 0: none
+    config.checkpoint.best_metric = ""  # and the best by a metric of eval, such as "loss"
+    config.checkpoint.on_corruption = "stop"  # or "previous": go on from the one before
+
+    config.watch = ConfigDict()
+    config.watch.lost_seconds = 10.0  # of silence, and a process counts as lost
+    config.watch.stall_seconds = 300.0  # without a step, and every stack is printed; 0: never
+
+    config.debug = ConfigDict()
+    config.debug.check_replicas_every = 0  # steps; 0: never. A check waits for the device
+    config.debug.draw_sharding = ""  # of "head", of "all" parameters, or of none
+
+    return config.lock()

@@ -1,0 +1,149 @@
+"""A profile of a few steps, asked for with `--config.profile=10:13`.
+
+`a:b` means the steps `a` to `b`, both included; the first step of a training is 1. The trace begins
+when the device has finished what came before and ends when it has finished step `b`, so it holds
+whole steps; in between nothing waits, so they overlap as they do without a profile. The first step
+compiles: ask for later ones.
+
+A profile is a folder that XProf and TensorBoard open, and in it `perfetto_trace.json.gz`, which
+https://ui.perfetto.dev opens. The names given with `jax.named_scope` are in what XProf reads
+(`*.xplane.pb`, with the program); the timeline itself shows them on GPUs and TPUs, while that of
+the CPU names XLA's operations only.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+STEP_NAME = "train"  # XProf finds steps by it and their number.
+TRACE_FILE = "perfetto_trace.json.gz"
+# Our time is in the annotations of steps; every call of a Python function is of no use beside it.
+PYTHON_TRACER_LEVEL = 0
+
+
+def parse_profile(text: str) -> range | None:
+    """Reads the config field `profile`.
+
+    Args:
+      text: Such as `10:13`, or empty.
+
+    Returns:
+      The steps, here 10, 11, 12 and 13, or `None` for none.
+
+    Raises:
+      ValueError: It is neither.
+    """
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(
+            f"config.profile is {text!r}, expected '' or the first and the last step to profile, "
+            "such as '10:13'; the first step of a training is 1."
+        )
+    return range(first, last + 1)
+
+
+class StepProfiler:
+    """Profiles some steps of a loop. Use it as a context manager, so that no trace is left open.
+
+    In the loop: `before(step, state)`, the step, `after(step, state)`. It costs nothing in steps
+    that are not asked for. Processes on one host would write to the same file: one of them profiles
+    and the others are given no steps.
+    """
+
+    def __init__(
+        self, steps: range | None, folder: Path, *, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Prepares a profile.
+
+        Args:
+          steps: See `parse_profile`.
+          folder: Where to write it; created when the first of the steps comes.
+          say: Is told in a sentence where the profile is, or why there is none.
+        """
+        self._steps = range(0) if steps is None else steps
+        self._folder = folder
+        self._say = say
+        self._traced: list[int] = []
+        self._annotation: jax.profiler.StepTraceAnnotation | None = None
+        self._is_tracing = False
+        self._is_done = not self._steps
+
+    def before(self, step: int, state: Any) -> None:
+        """Begins a step.
+
+        Args:
+          step: Its number, the first is 1.
+          state: What it is given; waited for before the first of the steps.
+        """
+        if self._is_done or step not in self._steps:
+            return
+        if not self._is_tracing:
+            jax.block_until_ready(state)
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = PYTHON_TRACER_LEVEL
+            jax.profiler.start_trace(
+                self._folder, create_perfetto_trace=True, profiler_options=options
+            )
+            self._is_tracing = True
+        self._annotation = jax.profiler.StepTraceAnnotation(STEP_NAME, step_num=step)
+        self._annotation.__enter__()
+
+    def after(self, step: int, state: Any) -> None:
+        """Ends a step.
+
+        Args:
+          step: Its number.
+          state: What it returns; waited for after the last of the steps.
+        """
+        if self._annotation is None:
+            return
+        if step == self._steps[-1]:
+            # Inside of the annotation, so that the step is as long as the device takes.
+            jax.block_until_ready(state)
+        self._end_annotation()
+        self._traced.append(step)
+        if step == self._steps[-1]:
+            self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end_annotation()
+        if self._is_tracing:
+            self._stop()
+        elif not self._is_done:
+            first, last = self._steps[0], self._steps[-1]
+            self._say(f"profile: none of the steps {first} to {last} was made, so there is none")
+
+    def _end_annotation(self) -> None:
+        """Ends the annotation of a step, if one is open."""
+        if self._annotation is not None:
+            self._annotation.__exit__(None, None, None)
+            self._annotation = None
+
+    def _stop(self) -> None:
+        """Writes the profile and says where it is."""
+        self._is_tracing, self._is_done = False, True
+        jax.profiler.stop_trace()
+        steps = (
+            f"steps {self._traced[0]} to {self._traced[-1]}" if self._traced else "no whole step"
+        )
+        # The folders are named for the time, and there may be earlier profiles.
+        trace = max(self._folder.glob(f"plugins/profile/*/{TRACE_FILE}"), default=self._folder)
+        self._say(
+            f"profile: {steps} in {trace} for https://ui.perfetto.dev, or for XProf: "
+            f"xprof --logdir {self._folder}"
+        )

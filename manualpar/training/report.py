@@ -1,0 +1,38 @@
+"""The report at the end of a run, finished or not: `report.html` and `report.png` in its folder.
+
+It is made of the files that the run has written, so it can be made again, of any run.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from manualpar.training.durable_files import replace_file
+from manualpar.training.report_page import page_html
+from manualpar.training.report_picture import draw_run
+from manualpar.training.run_record import make_charts, read_run
+
+PAGE_FILE = "report.html"
+PICTURE_FILE = "report.png"
+
+
+def write_report(workdir: Path, *, title: str, facts: Mapping[str, object]) -> Path:
+    """Writes the report of a run.
+
+    Args:
+      workdir: The folder of the run.
+      title: Its heading.
+      facts: What else to say, in a table of names and values, such as the mesh, the bytes on a
+        device or how the run ended; one of several lines keeps them.
+
+    Returns:
+      The page, which needs no other file. The picture lies beside it.
+
+    Raises:
+      ValueError: The files of the run are not what a run writes.
+      WriteError: The report cannot be written.
+    """
+    run = read_run(workdir)
+    charts = make_charts(run)
+    replace_file(workdir / PAGE_FILE, page_html(run, charts, title=title, facts=facts))
+    draw_run(charts, workdir / PICTURE_FILE, title=title)
+    return workdir / PAGE_FILE

@@ -1,0 +1,241 @@
+"""A run: an experiment in a folder, from the beginning or from its latest checkpoint."""
+
+import contextlib
+import importlib.metadata
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import rich.console
+from jax.sharding import NamedSharding, PartitionSpec
+
+from manualpar.checkpoints import Restored
+from manualpar.cluster import Cluster
+from manualpar.inspect import layout_table, state_bytes
+from manualpar.inspect.drawing import draw_sharding
+from manualpar.layout import unpad_leaf
+from manualpar.mesh import axes_size, axis_tuple
+from manualpar.program import Program
+from manualpar.train_state import TrainState
+from manualpar.training.devices import describe_mesh
+from manualpar.training.durable_files import WriteError
+from manualpar.training.experiment import Experiment
+from manualpar.training.loop import Loop, Place
+from manualpar.training.profiling import StepProfiler, parse_profile
+from manualpar.training.progress import TrainingProgress, describe_bytes, print_line
+from manualpar.training.recorder import Recorder
+from manualpar.training.report import write_report
+from manualpar.training.saving import RunSaver, open_checkpoints, place_of, restore
+from manualpar.training.stalls import StallDetector
+from manualpar.training.throughput import Throughput, lowest_peak, memory_in_use
+from manualpar.training.writers import METRICS_FILE, PLACED_FILES, RunWriter, SilentWriter, Writer
+
+
+class Result(NamedTuple):
+    """What a run comes to.
+
+    Attributes:
+      metrics: The metrics on the test examples.
+      sample: What the trained model makes, if it makes anything.
+    """
+
+    metrics: dict[str, float]
+    sample: str = ""
+
+
+def run(
+    experiment: Experiment, workdir: Path, *, cluster: Cluster, console: rich.console.Console
+) -> Result:
+    """Trains and tests, showing the mesh, the layout and how far it is.
+
+    Args:
+      experiment: What to run.
+      workdir: The folder of the run. If it holds a checkpoint, the run goes on from there.
+      cluster: The processes that run it together.
+      console: Where to show it.
+
+    Returns:
+      The result.
+
+    Raises:
+      CheckpointError: A checkpoint cannot be read, or not be written.
+      WriteError: The folder cannot be written to.
+      StoppedError, KeyboardInterrupt, NonFiniteError, ReplicaError: See `Loop.run`.
+    """
+    config, program, task = experiment.config, experiment.program, experiment.task
+
+    def say(line: str) -> None:
+        print_line(console, line)
+
+    say(f"mesh: {describe_mesh(program.mesh)}")
+    console.print(layout_table(program))
+    if config.debug.draw_sharding and cluster.is_main:
+        draw_sharding(program.abstract_state.params, config.debug.draw_sharding)
+    if config.debug.check_replicas_every:
+        say(_describe_check(program, config.debug.check_replicas_every))
+    with contextlib.ExitStack() as stack:
+        # Closed last: leaving it waits for what is being saved.
+        checkpoints = stack.enter_context(open_checkpoints(config, workdir))
+        restored: Restored | None = None
+        if checkpoints.latest_step() is not None:
+            restored = restore(checkpoints, experiment, report=say)
+            say(f"going on from the checkpoint of step {restored.step} in {workdir}")
+        place = place_of(restored) if restored else Place()
+        writer = _open_writer(experiment, workdir, restored, is_main=cluster.is_main)
+        stack.enter_context(writer)
+        if cluster.is_main:
+            stack.push(_report_at_end(experiment, workdir))
+        progress = stack.enter_context(
+            TrainingProgress(
+                console,
+                num_steps=config.training.num_steps,
+                first_step=place.step,
+                state_bytes=state_bytes(program.abstract_state)[0],
+            )
+        )
+        recorder = _make_recorder(experiment, writer, progress)
+        if restored:
+            recorder.resume(restored.extra["recorder"])
+        saver = RunSaver(checkpoints, experiment, recorder=recorder, writer=writer, report=say)
+        loop = _make_loop(experiment, recorder, saver, cluster=cluster, workdir=workdir, say=say)
+        state = restored.state if restored else program.init(jax.random.key(config.seed))
+        restored = None  # Its state is donated to the first step.
+        state = loop.run(state, place)
+        sample = ""
+        if task.sample:
+            sample = task.sample(_without_padding(program, state), jax.random.key(config.seed))
+    return Result(recorder.latest("test"), sample)
+
+
+def _open_writer(
+    experiment: Experiment, workdir: Path, restored: Restored | None, *, is_main: bool
+) -> RunWriter | SilentWriter:
+    """Opens the files of a run where its checkpoint found them, or where a run begins."""
+    config = experiment.config.to_dict()
+    if not is_main:
+        return SilentWriter(workdir)
+    if restored is not None:
+        place = restored.extra["files"]
+        return RunWriter.resume(workdir, config=config, place=place, step=restored.step)
+    if (workdir / METRICS_FILE).exists():
+        # A run that ended before its first checkpoint begins again.
+        nothing = dict.fromkeys(PLACED_FILES, 0)
+        return RunWriter.resume(workdir, config=config, place=nothing, step=0)
+    return RunWriter(workdir, config=config)
+
+
+def _without_padding(program: Program, state: TrainState) -> TrainState:
+    """A state whose parameters have the shapes that the model gives them."""
+
+    def take_off(x: jax.Array, whole: jax.ShapeDtypeStruct) -> jax.Array:
+        if x.shape == whole.shape:
+            return x
+        replicated = NamedSharding(program.mesh, PartitionSpec())
+        padding = tuple(a - b for a, b in zip(x.shape, whole.shape, strict=True))
+        unpad = jax.jit(unpad_leaf, static_argnums=1, out_shardings=replicated)
+        return unpad(x, padding)
+
+    return state.replace(params=jax.tree.map(take_off, state.params, program.whole_state.params))
+
+
+def _report_at_end(experiment: Experiment, workdir: Path) -> Callable[..., None]:
+    """What draws and tabulates, when a run has ended in whichever way, what it has written."""
+    program = experiment.program
+
+    def write(
+        kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> None:
+        facts = {
+            "ended": "finished" if error is None else f"{type(error).__name__}: {error}",
+            "strategy": f"{program.strategy.name}, mode {program.mode}",
+            "mesh": describe_mesh(program.mesh),
+            "parameters": f"{sum(math.prod(info.shape) for info, _ in program.parameters):,}",
+            "state on the fullest device": describe_bytes(state_bytes(program.abstract_state)[0]),
+            "manualpar": importlib.metadata.version("manualpar"),
+            "jax": jax.__version__,
+        }
+        try:
+            write_report(workdir, title=str(workdir), facts=facts)
+        except WriteError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))  # The first error is the one to see.
+
+    return write
+
+
+def _make_loop(
+    experiment: Experiment,
+    recorder: Recorder,
+    saver: RunSaver,
+    *,
+    cluster: Cluster,
+    workdir: Path,
+    say: Callable[[str], None],
+) -> Loop:
+    """The loop that a config asks for."""
+    config = experiment.config
+    training, stall_seconds = config.training, config.watch.stall_seconds
+    # Processes of one host would write to the same file.
+    profiled = parse_profile(config.profile) if cluster.is_main else None
+    return Loop(
+        program=experiment.program,
+        dataset=experiment.task.dataset,
+        recorder=recorder,
+        cluster=cluster,
+        seed=config.seed,
+        batch_size=config.data.batch_size,
+        num_steps=training.num_steps,
+        eval_every_steps=training.eval_every_steps,
+        eval_batches=training.eval_batches,
+        log_every_steps=training.log_every_steps,
+        check_replicas_every=config.debug.check_replicas_every,
+        prefetch=config.data.prefetch,
+        saver=saver if config.checkpoint.every_steps else None,
+        detector=StallDetector(
+            stall_seconds, others=cluster.steps, num_processes=cluster.num_processes
+        ),
+        profiler=StepProfiler(profiled, workdir / "profile", say=say) if profiled else None,
+        rolls_back=training.on_nonfinite == "rollback",
+        report=say,
+    )
+
+
+def _make_recorder(experiment: Experiment, writer: Writer, progress: TrainingProgress) -> Recorder:
+    """What takes the metrics in."""
+    config, task = experiment.config, experiment.task
+    mesh = experiment.program.mesh
+    throughput = Throughput(
+        examples_per_step=config.data.batch_size,
+        tokens_per_example=task.tokens_per_example or None,
+        flops_per_example=task.flops_per_example,
+        num_devices=mesh.size,
+        peak=lowest_peak(mesh.devices.flat, config.model.dtype),
+    )
+
+    def rates(steps: int, seconds: float) -> dict[str, float]:
+        memory = memory_in_use(mesh.devices.flat)
+        used = {} if memory is None else {"memory_bytes": float(memory)}
+        return throughput.rates(steps, seconds) | used
+
+    return Recorder(
+        writer,
+        progress,
+        learning_rate=experiment.schedule,
+        rates=rates,
+        derive=task.derive,
+        skips_nonfinite=config.training.on_nonfinite == "skip",
+    )
+
+
+def _describe_check(program: Program, every: int) -> str:
+    """A line that says how much of the state the replica sentinel can compare."""
+    mesh, specs = program.mesh, jax.tree.leaves(program.layout)
+    parts = [math.prod(axes_size(mesh, axis_tuple(entry)) for entry in spec) for spec in specs]
+    copied = sum(number < mesh.size for number in parts)
+    if not copied:
+        return "replica check: nothing to compare, each part of the state is on one device only"
+    steps = "every step" if every == 1 else f"every {every} steps"
+    return f"replica check: {steps}, {copied} of {len(specs)} arrays have copies to compare"

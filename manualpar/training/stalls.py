@@ -1,0 +1,219 @@
+"""Says what a run that stands still waits for: every thread's stack, and which process is late.
+
+A training that hangs looks like one that is slow. The loop says that it is alive with every step
+(`beat`), and a thread that hears nothing for a configured time says so: once, and again whenever
+the silence has doubled. It ends nothing.
+
+The first step compiles, so until the first beat the time allowed is `FIRST_STEP` times as long.
+What is known to take long, such as restoring a checkpoint, happens within `pause`.
+
+The stacks are read in Python: a thread that hangs in C code and keeps Python's lock to itself stops
+the detector too. From outside `py-spy dump` sees those.
+"""
+
+import contextlib
+import math
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Self, TextIO
+
+FIRST_STEP = 10
+
+# The last step of each process, this one included, and how many seconds ago it was.
+Others = Callable[[], Mapping[int, tuple[int, float]]]
+
+
+class StallDetector:
+    """Watches a loop from a thread of its own. Use it as a context manager.
+
+    `beat`, `pause` and `check` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        *,
+        stream: TextIO | None = None,
+        others: Others | None = None,
+        num_processes: int | None = None,
+        describe: Callable[[], str] | None = None,
+        get_time: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepares a detector.
+
+        Args:
+          seconds: How long a step may take; 0 for no detector.
+          stream: Where to write, by default standard error.
+          others: Asks for the last step of every process and the seconds since; called from the
+            detector's thread, and only in a stall. Those that have made no step may be missing.
+          num_processes: How many there are, to name those that are missing.
+          describe: Says in a sentence what else is worth knowing in a stall.
+          get_time: A clock in seconds.
+
+        Raises:
+          ValueError: `seconds` is negative.
+        """
+        if seconds < 0:
+            raise ValueError(
+                f"seconds is {seconds}, expected how long a step may take, or 0 for no detector."
+            )
+        self._seconds = seconds
+        self._stream = stream
+        self._others = others
+        self._num_processes = num_processes
+        self._describe = describe
+        self._get_time = get_time
+        self._lock = threading.Lock()
+        self._step: int | None = None
+        self._heard_at = get_time()
+        self._pauses = 0
+        self._reports = 0
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def beat(self, step: int) -> None:
+        """Says that `step` steps are done, or that the work after them goes on."""
+        with self._lock:
+            now = self._get_time()
+            silence, reports = now - self._heard_at, self._reports
+            self._step, self._heard_at, self._reports = step, now, 0
+        if reports:
+            self._write(f"stall: over after {silence:.0f} s, at step {step}.\n")
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Does not count the time within; afterwards it counts anew."""
+        with self._lock:
+            self._pauses += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pauses -= 1
+                self._heard_at, self._reports = self._get_time(), 0
+
+    def check(self) -> float:
+        """Reports a stall if there is one to report.
+
+        Returns:
+          Seconds until the next report, should nothing be heard until then.
+        """
+        if not self._seconds:
+            return math.inf
+        with self._lock:
+            step, allowed = self._step, self._seconds
+            if step is None:
+                allowed *= FIRST_STEP
+            if self._pauses:
+                return allowed
+            silence = self._get_time() - self._heard_at
+            due = allowed * 2**self._reports
+            if silence < due:
+                return due - silence
+            while allowed * 2**self._reports <= silence:
+                self._reports += 1
+            wait = allowed * 2**self._reports - silence
+        self._write(self._report(step, silence))
+        if self._others is not None:
+            # Last, for what hangs the run may hang this question too.
+            self._write(self._late_processes() + "\n")
+        return wait
+
+    def __enter__(self) -> Self:
+        if self._seconds:
+            with self._lock:
+                self._heard_at = self._get_time()
+            self._stopped.clear()
+            self._thread = threading.Thread(target=self._watch, name="stall detector", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        """Checks whenever a report may be due."""
+        while not self._stopped.wait(self.check()):
+            pass
+
+    def _write(self, text: str) -> None:
+        """Writes at once, so that the lines of several threads stay apart."""
+        stream = sys.stderr if self._stream is None else self._stream
+        stream.write(text)
+        stream.flush()
+
+    def _report(self, step: int | None, silence: float) -> str:
+        """What to say about a stall."""
+        since = "since the start, the first step included" if step is None else f"after step {step}"
+        lines = [f"stall: no step for {silence:.0f} s, {since}."]
+        if self._describe is not None:
+            lines.append(self._describe())
+        return "\n".join(["", *lines, *thread_stacks(), ""])
+
+    def _late_processes(self) -> str:
+        """A sentence about who is behind."""
+        assert self._others is not None
+        try:
+            steps = dict(self._others())
+        # Whatever hangs the run may also keep them from answering; the stacks are still to be seen.
+        except Exception as error:
+            return f"Which process is late is not known: {type(error).__name__}: {error}"
+        return describe_late(steps, num_processes=self._num_processes)
+
+
+def describe_late(
+    steps: Mapping[int, tuple[int, float]], *, num_processes: int | None = None
+) -> str:
+    """Says which of the processes are behind the others.
+
+    Args:
+      steps: The last step of each process, and how many seconds ago it was.
+      num_processes: How many there are; of those missing in `steps` no step is known.
+
+    Returns:
+      A sentence.
+    """
+    if not steps:
+        return "Which process is late is not known: none has said how far it is."
+    lowest = min(step for step, _ in steps.values())
+    if missing := sorted(set(range(num_processes or 0)) - steps.keys()):
+        names = ", ".join(f"process {process}" for process in missing)
+        return f"Late: {names}, with no step yet; the others are at step {lowest} or later."
+    if len(steps) == 1:
+        ((process, (step, seconds)),) = steps.items()
+        return f"Process {process} alone has said how far it is: step {step}, {seconds:.0f} s ago."
+    late = sorted(process for process, (step, _) in steps.items() if step == lowest)
+    if len(late) == len(steps):
+        longest = max(steps, key=lambda process: steps[process][1])
+        return (
+            f"All {len(steps)} processes are at step {lowest}; the longest silent is process "
+            f"{longest}, for {steps[longest][1]:.0f} s."
+        )
+    ahead = min(step for step, _ in steps.values() if step != lowest)
+    names = ", ".join(f"process {process} ({steps[process][1]:.0f} s ago)" for process in late)
+    return f"Late: {names}, at step {lowest}; the others are at step {ahead} or later."
+
+
+def thread_stacks() -> list[str]:
+    """The stack of every Python thread but the one that asks, the innermost call last.
+
+    `faulthandler` would need a stream with a file descriptor, and shows neither names nor lines.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    texts = []
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            stack = "".join(traceback.format_stack(frame)).rstrip()
+            texts.append(f"Thread {names.get(ident, ident)!r}:\n{stack}")
+    return texts

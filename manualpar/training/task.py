@@ -1,0 +1,145 @@
+"""What is learned: a model, its loss and its data, and how its progress is told.
+
+A config names the model, and everything else about a run is the same for all of them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import ml_collections
+import numpy as np
+
+from manualpar.data import ClassificationDataset, Dataset, LanguageDataset, load_dataset
+from manualpar.loss import LossFn
+from manualpar.models import Classifier, Transformer
+from manualpar.models.transformer import flops_per_token
+from manualpar.train_state import TrainState
+from manualpar.training.losses import classification_loss, language_model_loss
+from manualpar.training.sampling import sample_tokens
+
+# A multiplication and an addition for each weight forward, and twice that backward.
+FLOPS_PER_WEIGHT = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a config trains.
+
+    Attributes:
+      dataset: What it is trained on.
+      model: The model.
+      loss_fn: The loss.
+      headline: The metric that a run is summed up by.
+      flops_per_example: What a training step computes for an example, forward and backward, with
+        nothing recomputed.
+      tokens_per_example: Tokens in an example, 0 if it has none.
+      derive: Turns the means of a split's metrics into what is reported of it.
+      sample: Makes something with a trained model, given parameters of the model's own shapes and a
+        key, and tells it in a text; `None` if there is nothing to make.
+    """
+
+    dataset: Dataset
+    model: nn.Module
+    loss_fn: LossFn
+    headline: str
+    flops_per_example: float
+    tokens_per_example: int = 0
+    derive: Callable[[str, dict[str, float]], dict[str, float]] = lambda split, means: means
+    sample: Callable[[TrainState, jax.Array], str] | None = None
+
+
+def make_task(config: ml_collections.ConfigDict) -> Task:
+    """Loads the data that a config names and makes the model for it.
+
+    Args:
+      config: A config that `check_config` passes.
+
+    Returns:
+      The task.
+
+    Raises:
+      ValueError: The data is not there, or the model does not fit it; the message names the field.
+    """
+    if config.model.name == "transformer":
+        return _language_modelling(config)
+    return _classification(config)
+
+
+def _classification(config: ml_collections.ConfigDict) -> Task:
+    """Vectors and the class of each."""
+    dataset = load_dataset(source=config.data.source, seed=config.seed)
+    assert isinstance(dataset, ClassificationDataset)
+    if config.model.num_classes < dataset.num_classes:
+        raise ValueError(
+            f"config.model.num_classes is {config.model.num_classes}, expected at least the "
+            f"{dataset.num_classes} classes of config.data.source={config.data.source}."
+        )
+    model = Classifier(**_fields(config.model), annotate=bool(config.parallel.rules))
+    sizes = [dataset.train[0].inputs.size, *[model.hidden_size] * model.num_layers]
+    weights = sum(a * b for a, b in zip(sizes, [*sizes[1:], model.num_classes], strict=True))
+    return Task(
+        dataset=dataset,
+        model=model,
+        loss_fn=classification_loss,
+        headline="accuracy",
+        flops_per_example=FLOPS_PER_WEIGHT * weights,
+    )
+
+
+def _language_modelling(config: ml_collections.ConfigDict) -> Task:
+    """Text, and the token that comes next."""
+    data, length = config.data, config.data.sequence_length
+    dataset = load_dataset(
+        source=data.source,
+        seed=config.seed,
+        path=data.path,
+        tokenizer=data.tokenizer,
+        sequence_length=length,
+    )
+    assert isinstance(dataset, LanguageDataset)
+    tokenizer = dataset.tokenizer
+    model = Transformer(
+        **_fields(config.model),
+        vocab_size=tokenizer.vocab_size,
+        bos_token=tokenizer.bos_token,
+        annotate=bool(config.parallel.rules),
+    )
+
+    def derive(split: str, means: dict[str, float]) -> dict[str, float]:
+        """Adds the bits per byte, by which models with other tokens can be compared."""
+        tokens_per_byte = getattr(dataset, split).tokens_per_byte
+        return means | {"bits_per_byte": means["loss"] / math.log(2) * tokens_per_byte}
+
+    def sample(state: TrainState, rng: jax.Array) -> str:
+        """Text that begins with the prompt."""
+        prompt = np.concatenate([[tokenizer.bos_token], tokenizer.encode(config.sample.prompt)])
+        tokens = sample_tokens(
+            state.apply_fn,
+            state.params,
+            prompt,
+            num_tokens=config.sample.num_tokens,
+            sequence_length=length,
+            temperature=config.sample.temperature,
+            rng=rng,
+        )
+        return config.sample.prompt + tokenizer.decode(np.asarray(tokens))
+
+    return Task(
+        dataset=dataset,
+        model=model,
+        loss_fn=language_model_loss,
+        headline="bits_per_byte",
+        flops_per_example=flops_per_token(model, length) * length,
+        tokens_per_example=length,
+        derive=derive,
+        sample=sample if config.sample.num_tokens else None,
+    )
+
+
+def _fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """The fields of a model, but for its name."""
+    return {name: value for name, value in config.to_dict().items() if name != "name"}

@@ -1,0 +1,156 @@
+"""How fast a run is: examples, tokens and model FLOPs a second, and what of the peak that is.
+
+Model FLOPs utilization (MFU) is the FLOPs that the model asks for, divided by what the devices
+could do in the time: what is computed again for the backward pass does not count (PaLM, appendix B,
+https://arxiv.org/abs/2204.02311).
+
+A peak is that of dense matrix products, without structured sparsity, of one `jax.Device`, with
+operands of a dtype at JAX's default precision: for float32 that is TF32 on NVIDIA GPUs that have it
+and one pass in bfloat16 on TPUs. CPUs have none, and neither has what is not in the table: no
+number is better than a wrong one.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+
+import jax
+
+TERA = 1e12
+TPU_DOCS = "https://cloud.google.com/tpu/docs/"
+NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The peak of a kind of device.
+
+    Attributes:
+      kind: A regular expression for all of `jax.Device.device_kind`.
+      teraflops: TFLOP/s of a device by dtype.
+      source: Where the vendor says so, and what was made of it.
+    """
+
+    kind: str
+    teraflops: Mapping[str, float]
+    source: str
+
+
+def _tpu(teraflops: float) -> dict[str, float]:
+    """The peaks of a TPU, which multiplies float32 in bfloat16 by default."""
+    return {"bfloat16": teraflops, "float32": teraflops}
+
+
+def _gpu(half: float, single: float) -> dict[str, float]:
+    """The peaks of a GPU, in both formats of 16 bits and in float32."""
+    return {"bfloat16": half, "float16": half, "float32": single}
+
+
+# The kinds of TPUs are named as jax names them. Up to v3 and from 7 on a chip is two devices. Where
+# a datasheet has numbers with sparsity alone, theirs are halved.
+PEAKS = (
+    Peak(r"TPU v3", _tpu(123 / 2), TPU_DOCS + "v3: 123 a chip"),
+    Peak(r"TPU v4", _tpu(275), TPU_DOCS + "v4"),
+    Peak(r"TPU v5 lite|TPU v5e", _tpu(197), TPU_DOCS + "v5e"),
+    Peak(r"TPU v5|TPU v5p", _tpu(459), TPU_DOCS + "v5p"),
+    Peak(r"TPU v6 lite|TPU v6e", _tpu(918), TPU_DOCS + "v6e"),
+    Peak(r"TPU ?(v7|7)x?", _tpu(2307 / 2), TPU_DOCS + "tpu7x: 2307 a chip"),
+    Peak(
+        r"Tesla V100-SXM\d.*", {"float16": 125, "float32": 15.7}, NVIDIA + "v100: no bfloat16, TF32"
+    ),
+    Peak(r"Tesla V100-PCIE.*", {"float16": 112, "float32": 14}, NVIDIA + "v100"),
+    Peak(r"Tesla T4", {"float16": 65, "float32": 8.1}, NVIDIA + "tesla-t4: no bfloat16, TF32"),
+    Peak(r"NVIDIA A10", _gpu(125, 62.5), NVIDIA + "products/a10-gpu"),
+    Peak(r"NVIDIA A30", _gpu(165, 82), NVIDIA + "products/a30-gpu"),
+    Peak(r"NVIDIA A40", _gpu(149.7, 74.8), NVIDIA + "a40"),
+    Peak(r"NVIDIA A100[- ](SXM4|PCIE|PG509|80GB PCIe)((?!MIG).)*", _gpu(312, 156), NVIDIA + "a100"),
+    Peak(r"NVIDIA L4", _gpu(242 / 2, 120 / 2), NVIDIA + "l4"),
+    Peak(r"NVIDIA L40S", _gpu(362.05, 183), NVIDIA + "l40s"),
+    Peak(r"NVIDIA H100 PCIe", _gpu(1513 / 2, 756 / 2), NVIDIA + "h100"),
+    Peak(r"NVIDIA H100 NVL", _gpu(1671 / 2, 835 / 2), NVIDIA + "h100"),
+    Peak(r"NVIDIA H100 \d+GB HBM\w+", _gpu(1979 / 2, 989 / 2), NVIDIA + "h100: SXM"),
+    Peak(r"NVIDIA GH200 \d+GB", _gpu(1979 / 2, 989 / 2), NVIDIA + "grace-hopper-superchip"),
+    Peak(r"NVIDIA H200 NVL", _gpu(1671 / 2, 835 / 2), NVIDIA + "h200"),
+    Peak(r"NVIDIA H200", _gpu(1979 / 2, 989 / 2), NVIDIA + "h200: SXM"),
+    Peak(r"NVIDIA B200", _gpu(4500 / 2, 2250 / 2), NVIDIA + "hgx: an eighth of HGX B200"),
+    Peak(r"NVIDIA GB200", _gpu(5000 / 2, 2500 / 2), NVIDIA + "gb200-nvl72: a 72nd"),
+)
+
+
+def peak_flops(device_kind: str, dtype: str) -> float | None:
+    """Looks up the peak of a device.
+
+    Args:
+      device_kind: `jax.Device.device_kind`, such as `NVIDIA H200`.
+      dtype: What matrix products take, such as `bfloat16`.
+
+    Returns:
+      FLOP/s, or `None` for a device or a dtype that is not in `PEAKS`, such as any CPU. A part of a
+      GPU (MIG) is not in it.
+    """
+    for peak in PEAKS:
+        if re.fullmatch(peak.kind, device_kind):
+            return peak.teraflops[dtype] * TERA if dtype in peak.teraflops else None
+    return None
+
+
+def lowest_peak(devices: Iterable[jax.Device], dtype: str) -> float | None:
+    """The peak of the slowest of devices, which the others wait for; `None` if one has none."""
+    peaks = [peak_flops(kind, dtype) for kind in {device.device_kind for device in devices}]
+    known = [peak for peak in peaks if peak is not None]
+    return min(known) if known and len(known) == len(peaks) else None
+
+
+def memory_in_use(devices: Iterable[jax.Device]) -> int | None:
+    """Bytes in use on the fullest of this process's devices; `None` where the backend cannot say.
+
+    Args:
+      devices: Devices; those of other processes are passed over.
+    """
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    stats = [device.memory_stats() for device in own]
+    used = [entry["bytes_in_use"] for entry in stats if entry and "bytes_in_use" in entry]
+    return max(used, default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Throughput:
+    """Turns steps and seconds into rates.
+
+    Attributes:
+      examples_per_step: Examples of a step, on all devices together.
+      tokens_per_example: Tokens that an example trains on; `None` for what has no tokens.
+      flops_per_example: FLOPs that the model asks for, forward and backward; `None` if not known.
+      num_devices: Devices that share the work.
+      peak: FLOP/s of one of them, see `peak_flops`; `None` if not known.
+    """
+
+    examples_per_step: int
+    tokens_per_example: int | None = None
+    flops_per_example: float | None = None
+    num_devices: int = 1
+    peak: float | None = None
+
+    def rates(self, steps: int, seconds: float) -> dict[str, float]:
+        """The rates of some steps.
+
+        Args:
+          steps: How many there were.
+          seconds: How long they took, together.
+
+        Returns:
+          `examples_per_second`; `tokens_per_second`, `model_flops_per_second` (of all devices) and
+          `mfu` (of 1) as far as what they need is known; nothing if no step was timed.
+        """
+        if not steps or seconds <= 0:
+            return {}
+        examples = steps * self.examples_per_step / seconds
+        rates = {"examples_per_second": examples}
+        if self.tokens_per_example is not None:
+            rates["tokens_per_second"] = examples * self.tokens_per_example
+        if self.flops_per_example is not None:
+            flops = examples * self.flops_per_example
+            rates["model_flops_per_second"] = flops
+            if self.peak is not None:
+                rates["mfu"] = flops / (self.num_devices * self.peak)
+        return rates

@@ -1,0 +1,55 @@
+"""Lines are whole, files are whole, and errors are a sentence."""
+
+import json
+import resource
+
+import pytest
+
+from manualpar.training.durable_files import LineFile, WriteError, replace_file
+
+
+@pytest.fixture
+def limit_files():
+    """A function that has every file of this process take no more than so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_line_that_the_disk_takes_half_of_is_taken_back(tmp_path, limit_files):
+    lines = LineFile(tmp_path / "lines")
+    lines.append({"a": 1})
+    size = lines.sync()
+    limit_files(size + 4)
+    with pytest.raises(WriteError, match=r"written: .*/lines: File too large; name another folder"):
+        lines.append({"a": 2})
+    limit_files(100)
+    lines.append({"a": 3})
+    lines.close()
+    written = (tmp_path / "lines").read_text().splitlines()
+    assert [json.loads(line) for line in written] == [{"a": 1}, {"a": 3}]
+
+
+def test_a_file_that_cannot_be_replaced_is_as_it_was(tmp_path, limit_files):
+    replace_file(tmp_path / "file", "before")
+    limit_files(3)
+    with pytest.raises(WriteError, match="/file: File too large"):
+        replace_file(tmp_path / "file", "afterwards")
+    assert (tmp_path / "file").read_text() == "before"
+
+
+def test_a_file_is_replaced_and_not_written_over(tmp_path):
+    replace_file(tmp_path / "file", "before")
+    (tmp_path / "link").hardlink_to(tmp_path / "file")
+    replace_file(tmp_path / "file", "afterwards")
+    assert (tmp_path / "file").read_text() == "afterwards"
+    assert (tmp_path / "link").read_text() == "before", "half of the new content could be seen"
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "link"}
+
+
+def test_a_line_is_in_the_file_before_append_returns(tmp_path):
+    lines = LineFile(tmp_path / "lines")
+    lines.append({"text": "ü"})
+    assert json.loads((tmp_path / "lines").read_text()) == {"text": "ü"}
+    assert lines.sync() == len((tmp_path / "lines").read_bytes())
+    lines.close()
