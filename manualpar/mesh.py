@@ -139,8 +139,8 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
     if is_everyones and idle:
         raise ValueError(
             f"make_mesh: axes={dict(axes)} uses {len(used)} of {len(devices)} devices, none "
-            f"of them in process {min(idle)}; expected devices of every process. Use -1 for the rest of "
-            "the devices, or start fewer processes."
+            f"of them in process {min(idle)}; expected devices of every process. Use -1 "
+            "for the rest of the devices, or start fewer processes."
         )
     axis_types = (AxisType.Auto,) * len(names)
     if len(set(_hosts(used))) == 1:

@@ -18,7 +18,8 @@ class TrainState(train_state.TrainState):
     """Flax's train state with the training loop's key and the model's other collections.
 
     Attributes:
-      step: `int32[]`, the number of updates applied.
+      step: `int32[]`, the number of steps taken, those included whose update was left out because
+        something was not finite.
       params: The tree of parameters.
       opt_state: The state of `tx`.
       rng: A key; every step splits it.

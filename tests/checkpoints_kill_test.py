@@ -127,7 +127,7 @@ def test_killed_at_every_step_of_putting_it_in_place(tmp_path, monkeypatch):
         # Whatever has the name of a checkpoint is one, and there is always one.
         with Checkpoints(folder, keep=1) as checkpoints:
             assert checkpoints.steps() == expected
-            for step in reversed(expected):
+            for step in expected:  # The newest last: it goes on there.
                 restored = checkpoints.restore(program, step=step, report=lambda line: None)
                 assert restored.extra == {"position": step}
             checkpoints.save(program, state, step=3, extra={})

@@ -49,17 +49,23 @@ def test_only_numbers_are_checkpoints(tmp_path):
     assert not (tmp_path / "3.unfinished").exists()
 
 
+def put(folder, step, after, content=""):
+    (folder / f"{step}.unfinished").mkdir()
+    (folder / f"{step}.unfinished" / content).mkdir(exist_ok=True)
+    put_in_place(folder, step, after=after)
+
+
 def test_checkpoints_of_another_course_are_set_aside_not_deleted(tmp_path):
-    for attempt in ("first", "second"):
-        for step in (2, 3):
-            (tmp_path / f"{step}.unfinished").mkdir()
-            (tmp_path / f"{step}.unfinished" / attempt).touch()
-            put_in_place(tmp_path, step)
-    assert list_steps(tmp_path) == [2, 3]
+    for after, step in enumerate((1, 2, 3, 4)):
+        put(tmp_path, step, after, "first")
+    assert list_steps(tmp_path) == [1, 2, 3, 4]
+    put(tmp_path, 3, 1, "second")
+    assert list_steps(tmp_path) == [1, 3]
     assert (tmp_path / "3" / "second").exists()
-    assert (tmp_path / "3.superseded-1" / "first").exists()
-    assert (tmp_path / "2.superseded-1" / "first").exists()
-    (tmp_path / "1.unfinished").mkdir()
-    put_in_place(tmp_path, 1)
-    assert list_steps(tmp_path) == [1]
+    for step in (2, 3, 4):
+        assert (tmp_path / f"{step}.superseded-1" / "first").exists()
+    put(tmp_path, 2, 1)
+    assert list_steps(tmp_path) == [1, 2]
     assert (tmp_path / "3.superseded-2" / "second").exists()
+    put(tmp_path, 0, -1)
+    assert list_steps(tmp_path) == [0]

@@ -199,6 +199,25 @@ def test_a_step_is_written_once_and_never_silently_left_out(program, state, tmp_
         assert checkpoints.restore(program, report=no_report).extra == {"which": 2}
 
 
+def test_going_on_from_an_earlier_one_sets_the_later_aside(program, state, tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 3, 5):
+            checkpoints.save(program, state, step=step, extra={"course": 1})
+    with Checkpoints(tmp_path) as checkpoints:
+        reports = []
+        checkpoints.restore(program, step=1, report=reports.append)
+        assert reports == [
+            "Going on from step 1; the next save sets the later checkpoints [3, 5] aside."
+        ]
+        checkpoints.save(program, state, step=4, extra={"course": 2})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 4]
+        checkpoints.save(program, state, step=5, extra={"course": 2})
+        assert checkpoints.restore(program, report=no_report).extra == {"course": 2}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"1", "4", "5", "3.superseded-1", "5.superseded-1"}
+
+
 def test_wrong_arguments(tmp_path, program):
     for name, value in (("keep", 0), ("keep", True), ("keep_every_steps", -1)):
         with pytest.raises(ValueError, match=f"{name}={value}, expected an integer, at least"):

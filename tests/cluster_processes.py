@@ -72,7 +72,6 @@ class Processes:
         self.all = []
 
     def start(self, command, **environment):
-        # No simulated devices, no compiler options of the test process's own.
         folder = self._folder / f"process{len(self.all)}"
         self.all.append(Process(command, folder, environment))
         return self.all[-1]

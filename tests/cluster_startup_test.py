@@ -1,15 +1,16 @@
 import contextlib
 
+import jax
 import numpy as np
 import pytest
 
+from manualpar.cluster import initialize
 from tests.cluster_processes import Processes
 
 
 @pytest.fixture
 def processes(tmp_path):
-    with contextlib.closing(Processes(tmp_path / "processes")) as processes:
-        (tmp_path / "processes").mkdir()
+    with contextlib.closing(Processes(tmp_path)) as processes:
         yield processes
 
 
@@ -22,12 +23,66 @@ def result_of(processes, count, path, **options):
         return dict(result), started
 
 
+def assert_equal_results(result, expected):
+    assert result.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(result[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
 def test_two_processes_train_as_one_does(processes, tmp_path):
     options = {"strategy": "hsdp", "mesh": {"replica": 2, "data": -1}, "steps": 4}
     one, _ = result_of(processes, 1, tmp_path / "one.npz", devices=4, **options)
     two, started = result_of(processes, 2, tmp_path / "two.npz", devices=2, **options)
-    assert "hosts 2 hosts: replica across, data within" in started[1].out
-    assert one.keys() == two.keys()
     assert len(one["losses"]) == 4
-    for name, expected in one.items():
-        np.testing.assert_allclose(two[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert_equal_results(two, one)
+    assert "hosts 2 hosts: replica across, data within\n" in started[1].out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "hosts"),
+    [
+        ("dp", {"data": -1}, "data across"),
+        ("fsdp", {"data": -1}, "data across"),
+        ("hsdp", {"replica": 2, "data": -1}, "replica, data across"),
+        ("hsdp", {"replica": -1, "data": 2}, "replica across, data within"),
+    ],
+)
+def test_four_processes_train_as_one_does(processes, tmp_path, strategy, mesh, hosts):
+    options = {"strategy": strategy, "mesh": mesh, "steps": 4}
+    one, _ = result_of(processes, 1, tmp_path / "one.npz", devices=8, **options)
+    four, started = result_of(processes, 4, tmp_path / "four.npz", devices=2, **options)
+    assert_equal_results(four, one)
+    assert f"hosts 4 hosts: {hosts}\n" in started[3].out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_two_processes_train_as_one_does_without_replicas(processes, tmp_path, strategy):
+    options = {"strategy": strategy, "mesh": {"data": -1}, "steps": 4}
+    one, _ = result_of(processes, 1, tmp_path / "one.npz", devices=4, **options)
+    two, _ = result_of(processes, 2, tmp_path / "two.npz", devices=2, **options)
+    assert_equal_results(two, one)
+
+
+@pytest.mark.slow
+def test_a_mesh_that_leaves_a_process_out_is_refused(processes):
+    started = processes.start_workers(2, strategy="dp", mesh={"data": 2}, steps=1)
+    assert {process.wait() for process in started} == {1, 4} or all(
+        process.popen.returncode == 1 for process in started
+    )
+    assert "none of them in process 1; expected devices of every process" in started[1].err
+
+
+def test_without_a_cluster_a_process_is_alone():
+    cluster = initialize(environment={})
+    assert (cluster.process_id, cluster.num_processes, cluster.is_main) == (0, 1, True)
+    assert not jax.distributed.is_initialized()
+    assert not initialize(num_processes=1, environment={}).should_stop(1)
+
+
+@pytest.mark.parametrize("field", ["timeout_seconds", "start_timeout_seconds"])
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf")])
+def test_times_that_are_none_are_refused(field, seconds):
+    with pytest.raises(ValueError, match=f"{field}=.*, expected a positive number of seconds"):
+        initialize(environment={}, **{field: seconds})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training_writers_test import read_events, read_metrics
+from tests.watching_writers_test import read_events, read_metrics
 
 ROOT = Path(__file__).parent.parent
 SMALL = ("--config.model.hidden_size=16", "--config.model.num_layers=1")

@@ -19,7 +19,7 @@ ORDER = """
     benchmarks experiments
     manualpar
     training launch
-    checkpoints data cluster
+    checkpoints data cluster watching
     models
     layers
     inspect

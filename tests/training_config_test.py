@@ -6,7 +6,14 @@ import ml_collections
 import pytest
 
 from configs import fsdp, fsdp_lm
-from manualpar.training.config import FIELDS, MODEL_FIELDS, check_config, fields_of, flatten_config, nearest
+from manualpar.training.config import (
+    FIELDS,
+    MODEL_FIELDS,
+    check_config,
+    fields_of,
+    flatten_config,
+    nearest,
+)
 
 
 def _set(config: ml_collections.ConfigDict, name: str, value):
@@ -101,7 +108,8 @@ def _set(config: ml_collections.ConfigDict, name: str, value):
         (
             "training.num_step",
             1,
-            "num_step is not a known field of a config with model.name='classifier'; the nearest one is config.training.num_steps.",
+            "num_step is not a known field of a config with model.name='classifier'; the nearest "
+            "one is config.training.num_steps.",
         ),
     ],
 )

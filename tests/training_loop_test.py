@@ -12,7 +12,14 @@ from manualpar.cluster import Cluster
 from manualpar.data import ArraySplit, Dataset, train_batch
 from manualpar.replicas import ReplicaError
 from manualpar.training import loop
-from manualpar.training.loop import MAX_ROLLBACKS, Loop, Place, StoppedError, postponed_interrupt
+from manualpar.training.loop import (
+    MAX_ROLLBACKS,
+    START,
+    Loop,
+    Place,
+    StoppedError,
+    postponed_interrupt,
+)
 from manualpar.training.recorder import LAG, NonFiniteError, Recorder
 
 BATCH_SIZE = 4
@@ -120,7 +127,7 @@ DATASET = Dataset(train=_split(10, 0), eval=_split(6, 100), test=_split(7, 200),
 class Run:
     """A loop over a fake program, and all that came of it."""
 
-    def __init__(self, program=None, *, save_every=0, place=Place(), **options) -> None:
+    def __init__(self, program=None, *, save_every=0, place=START, **options) -> None:
         self.program = program or FakeProgram()
         self.reports, self.cluster, self.lines = Reports(), Cluster(), []
         recorder = Recorder(

@@ -15,7 +15,7 @@ from manualpar.training.config import STRATEGIES
 from manualpar.training.experiment import prepare
 from manualpar.training.main import run_command
 from tests.replicas_test import break_leaf
-from tests.training_writers_test import read_events, read_metrics
+from tests.watching_writers_test import read_events, read_metrics
 
 ROOT = Path(__file__).parent.parent
 SMALL = ("--config.model.hidden_size=16", "--config.model.num_layers=1")

@@ -89,18 +89,23 @@ def read_metrics(folder: Path, steps: list[int]) -> dict[int, Mapping[str, float
     return metrics
 
 
-def put_in_place(folder: Path, step: int) -> None:
+def put_in_place(folder: Path, step: int, *, after: int) -> None:
     """Gives a checkpoint that is complete its name.
 
-    Those of this step and of later ones that are there already belong to a course of training that
-    was given up, by going on from an earlier checkpoint. They are renamed, not deleted, since that
-    may have been for a try; the new one must be the newest, or the next start would go on there.
+    Those of steps after the one that it goes on from belong to a course of training that was given
+    up, by going on from an earlier checkpoint. They are renamed, not deleted, since that may have
+    been for a try; the new one must be the newest, or the next start would go on there.
+
+    Args:
+      folder: The folder.
+      step: The step of the checkpoint.
+      after: The step that it goes on from.
 
     Raises:
       OSError: Something can't be renamed.
     """
     for other in list_steps(folder):
-        if other >= step:
+        if other > after:
             _rename_to_free_name(folder, other)
     os.rename(folder / f"{step}{UNFINISHED}", folder / str(step))
     sync_folder(folder)

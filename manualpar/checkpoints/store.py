@@ -132,8 +132,8 @@ class Checkpoints:
         """Saves a state; returns once it has been copied off the devices.
 
         First waits for the save before. A step that this object has just saved, or restored, is
-        there already and not written again; one that another course of training has left is
-        replaced (see `restore`).
+        there already and not written again. Later ones than that, which another course of training
+        has left, are renamed to `<step>.superseded-1`: what is saved last has to be the newest.
 
         Args:
           program: The program it is of.
@@ -174,7 +174,8 @@ class Checkpoints:
             raise cannot_write(path, error) from error.with_traceback(None)
         future = None
         if jax.process_index() == 0:
-            future = self._background.submit(self._finish, step, numbers)
+            after = step - 1 if self._current is None else min(step - 1, self._current)
+            future = self._background.submit(self._finish, step, after, numbers)
         self._pending = (step, future)
         if not self._asynchronous:
             self.wait()
@@ -205,8 +206,7 @@ class Checkpoints:
         """Restores a state as a program on any mesh, under any strategy, holds it.
 
         Every file is checked first, by one process each. Then a device reads its own part of every
-        array. Where later checkpoints than the one restored are left, the next save renames them
-        to `<step>.superseded-1`: what is saved last has to be the newest.
+        array. Later checkpoints than the one restored are set aside by the next save.
 
         Args:
           program: The program; its shapes and dtypes are those of the checkpoint.
@@ -301,7 +301,7 @@ class Checkpoints:
         self._background.shutdown()
         self._orbax.close()
 
-    def _finish(self, step: int, metrics: Mapping[str, float]) -> str:
+    def _finish(self, step: int, after: int, metrics: Mapping[str, float]) -> str:
         """What process 0 does in the background; returns why it could not."""
         path = self._folder / str(step)
         unfinished = self._folder / f"{step}{UNFINISHED}"
@@ -311,7 +311,7 @@ class Checkpoints:
             raise cannot_write(path, error) from error.with_traceback(None)
         try:
             write_manifest(unfinished, step=step, metrics=metrics)
-            put_in_place(self._folder, step)
+            put_in_place(self._folder, step, after=after)
         except OSError as error:
             return str(cannot_write(path, error))
         try:

@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from manualpar.collectives import COLLECTIONS_SCOPE, COUNT_SCOPE, METRICS_SCOPE, NONFINITE_SCOPE
 from manualpar.inspect.communication import Collective, ring_bytes
 from manualpar.layout import ParameterInfo, Placement
 from manualpar.mesh import axes_size, axis_tuple
@@ -39,7 +40,7 @@ from manualpar.partitioning import Names
 from manualpar.program import Program
 
 # The scopes of what a step sends besides parameters and gradients.
-OTHER_SCOPES = ("sync_metrics", "count_examples", "sync_collections")
+OTHER_SCOPES = (METRICS_SCOPE, COUNT_SCOPE, COLLECTIONS_SCOPE, NONFINITE_SCOPE)
 
 
 def step_bytes(program: Program) -> dict[tuple[str, ...], Fraction]:

@@ -14,8 +14,8 @@ from manualpar.mesh import axes_size, make_mesh
 from manualpar.program import Program
 from manualpar.training.config import check_config, nearest
 from manualpar.training.optimizer import adamw, warmup_cosine_schedule
-from manualpar.training.profiling import parse_profile
 from manualpar.training.task import Task, make_task
+from manualpar.watching.profiling import parse_profile
 from manualpar.zero import zero
 
 # What a program does about a step that is not finite, where the loop does what a config says.

@@ -21,9 +21,9 @@ from manualpar.data import Dataset, evaluation_batches, train_batches
 from manualpar.program import Program
 from manualpar.replicas import ReplicaError, ReplicaSentinel
 from manualpar.train_state import TrainState
-from manualpar.training.profiling import StepProfiler
 from manualpar.training.recorder import NonFiniteError, Recorder
-from manualpar.training.stalls import StallDetector
+from manualpar.watching.profiling import StepProfiler
+from manualpar.watching.stalls import StallDetector
 
 # Rollbacks without a new checkpoint between them: then it is not the data.
 MAX_ROLLBACKS = 3

@@ -35,13 +35,13 @@ from manualpar.training.command_line import (
 )
 from manualpar.training.config import check_config, flatten_config
 from manualpar.training.devices import simulate_devices
-from manualpar.training.durable_files import WriteError
 from manualpar.training.experiment import prepare
 from manualpar.training.loop import StoppedError
-from manualpar.training.progress import make_console, print_line
 from manualpar.training.recorder import NonFiniteError
 from manualpar.training.run import run
 from manualpar.training.workdir import check_folder, choose_workdir
+from manualpar.watching.durable_files import WriteError
+from manualpar.watching.progress import make_console, print_line
 
 USAGE_EXIT_CODE = 2
 REPLICAS_EXIT_CODE = 3

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from manualpar.training.metrics import Metrics, add_metrics, fetch_metrics, mean_metrics
-from manualpar.training.writers import Writer
+from manualpar.watching.writers import Writer
 
 # Small also because of simulated devices: XLA:CPU takes no more than 32 computations in flight, and
 # collectives of a loop that runs further ahead wait for each other until it aborts the process.

@@ -20,17 +20,17 @@ from manualpar.mesh import axes_size, axis_tuple
 from manualpar.program import Program
 from manualpar.train_state import TrainState
 from manualpar.training.devices import describe_mesh
-from manualpar.training.durable_files import WriteError
 from manualpar.training.experiment import Experiment
 from manualpar.training.loop import Loop, Place
-from manualpar.training.profiling import StepProfiler, parse_profile
-from manualpar.training.progress import TrainingProgress, describe_bytes, print_line
 from manualpar.training.recorder import Recorder
-from manualpar.training.report import write_report
 from manualpar.training.saving import RunSaver, open_checkpoints, place_of, restore
-from manualpar.training.stalls import StallDetector
-from manualpar.training.throughput import Throughput, lowest_peak, memory_in_use
-from manualpar.training.writers import METRICS_FILE, PLACED_FILES, RunWriter, SilentWriter, Writer
+from manualpar.watching.durable_files import WriteError
+from manualpar.watching.profiling import StepProfiler, parse_profile
+from manualpar.watching.progress import TrainingProgress, describe_bytes, print_line
+from manualpar.watching.report import write_report
+from manualpar.watching.stalls import StallDetector
+from manualpar.watching.throughput import Throughput, lowest_peak, memory_in_use
+from manualpar.watching.writers import METRICS_FILE, PLACED_FILES, RunWriter, SilentWriter, Writer
 
 
 class Result(NamedTuple):

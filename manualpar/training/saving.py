@@ -18,7 +18,7 @@ from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 from manualpar.training.loop import Place
 from manualpar.training.recorder import Recorder
-from manualpar.training.writers import CONFIG_FILE, Writer
+from manualpar.watching.writers import CONFIG_FILE, Writer
 
 FOLDER = "checkpoints"
 # Metrics of which the best is the largest.

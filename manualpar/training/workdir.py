@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from manualpar.checkpoints.retention import list_steps
 from manualpar.training.command_line import CommandLine, UsageError
 from manualpar.training.saving import FOLDER, check_continues
-from manualpar.training.writers import check_workdir, create_numbered_folder
+from manualpar.watching.writers import check_workdir, create_numbered_folder
 
 RUNS = Path("runs")
 LONGEST_PATH = 4096
@@ -28,8 +28,8 @@ def check_folder(config: ml_collections.ConfigDict, workdir: Path | None) -> lis
       The differences between the config and that of the run, a line each.
 
     Raises:
-      ValueError: It is not a folder, cannot be written to, or holds a run of another model or data, or one that has no
-        checkpoint while the config asks for none.
+      ValueError: It is not a folder, cannot be written to, or holds a run of another model or data,
+        or one that has no checkpoint while the config asks for none.
       OSError: Its checkpoints cannot be listed.
     """
     _check_writable(RUNS if workdir is None else workdir)

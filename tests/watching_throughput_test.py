@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from manualpar.training.throughput import (
+from manualpar.watching.throughput import (
     PEAKS,
     Throughput,
     lowest_peak,

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from manualpar.training.durable_files import explained, replace_file
+from manualpar.watching.durable_files import explained, replace_file
 
 METRICS_FILE = "metrics.jsonl"
 THROUGHPUT_FILE = "throughput.jsonl"

@@ -6,10 +6,10 @@ It is made of the files that the run has written, so it can be made again, of an
 from collections.abc import Mapping
 from pathlib import Path
 
-from manualpar.training.durable_files import replace_file
-from manualpar.training.report_page import page_html
-from manualpar.training.report_picture import draw_run
-from manualpar.training.run_record import make_charts, read_run
+from manualpar.watching.durable_files import replace_file
+from manualpar.watching.report_page import page_html
+from manualpar.watching.report_picture import draw_run
+from manualpar.watching.run_record import make_charts, read_run
 
 PAGE_FILE = "report.html"
 PICTURE_FILE = "report.png"

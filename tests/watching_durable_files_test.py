@@ -5,7 +5,7 @@ import resource
 
 import pytest
 
-from manualpar.training.durable_files import LineFile, WriteError, replace_file
+from manualpar.watching.durable_files import LineFile, WriteError, replace_file
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from manualpar.training.run_record import decimate, final_numbers, make_charts, read_run
-from manualpar.training.writers import RunWriter
+from manualpar.watching.run_record import decimate, final_numbers, make_charts, read_run
+from manualpar.watching.writers import RunWriter
 
 
 def test_a_run_is_read_as_it_was_written(tmp_path):

@@ -6,8 +6,8 @@ import pytest
 from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import RecordWriter
 
-from manualpar.training.durable_files import WriteError
-from manualpar.training.event_file import EventFile
+from manualpar.watching.durable_files import WriteError
+from manualpar.watching.event_file import EventFile
 
 
 def test_files_of_one_second_are_read_in_the_order_in_which_they_were_made(tmp_path):

@@ -11,11 +11,11 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from manualpar.training.durable_files import WriteError
-from manualpar.training.report import write_report
-from manualpar.training.report_chart import chart_svg, format_tick, ticks
-from manualpar.training.run_record import Chart
-from manualpar.training.writers import RunWriter
+from manualpar.watching.durable_files import WriteError
+from manualpar.watching.report import write_report
+from manualpar.watching.report_chart import chart_svg, format_tick, ticks
+from manualpar.watching.run_record import Chart
+from manualpar.watching.writers import RunWriter
 
 BROWSERS = (
     "chromium",

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manualpar.training.rewinding import DISCARDED_FILE, METRICS_FILE, THROUGHPUT_FILE
-from manualpar.training.writers import CONFIG_FILE
+from manualpar.watching.rewinding import DISCARDED_FILE, METRICS_FILE, THROUGHPUT_FILE
+from manualpar.watching.writers import CONFIG_FILE
 
 Point = tuple[int, float | None]
 Record = Mapping[str, Any]

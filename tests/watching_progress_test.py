@@ -6,7 +6,7 @@ import re
 import pytest
 import rich.console
 
-from manualpar.training.progress import (
+from manualpar.watching.progress import (
     LOG_WIDTH,
     TrainingProgress,
     describe,

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manualpar.training.config import flatten_config
-from manualpar.training.report_chart import chart_svg
-from manualpar.training.run_record import SPLITS, Chart, RunRecord, final_numbers, sort_splits
+from manualpar.watching.report_chart import chart_svg
+from manualpar.watching.run_record import SPLITS, Chart, RunRecord, final_numbers, sort_splits
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 # Okabe and Ito's colours, brighter at night.

@@ -4,7 +4,7 @@ import html
 import math
 from collections.abc import Sequence
 
-from manualpar.training.run_record import Chart, Point, decimate
+from manualpar.watching.run_record import Chart, Point, decimate
 
 WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 76, 26, 12, 44  # What is left free around the lines.

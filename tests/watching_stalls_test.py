@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from manualpar.training.stalls import FIRST_STEP, StallDetector, describe_late
+from manualpar.watching.stalls import FIRST_STEP, StallDetector, describe_late
 
 
 class Watched:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tensorboardX.crc32c import crc32c
 from tensorboardX.proto import event_pb2, summary_pb2
 
-from manualpar.training.durable_files import explained
+from manualpar.watching.durable_files import explained
 
 NAME = "events.out.tfevents"  # TensorBoard looks for it.
 FORMAT = "brain.Event:2"

@@ -24,9 +24,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from manualpar.training.durable_files import LineFile, explained, replace_file
-from manualpar.training.event_file import EventFile
-from manualpar.training.rewinding import (
+from manualpar.watching.durable_files import LineFile, explained, replace_file
+from manualpar.watching.event_file import EventFile
+from manualpar.watching.rewinding import (
     METRICS_FILE,
     PLACED_FILES,
     THROUGHPUT_FILE,

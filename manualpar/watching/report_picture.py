@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from manualpar.training.durable_files import explained
-from manualpar.training.run_record import Chart, decimate
+from manualpar.watching.durable_files import explained
+from manualpar.watching.run_record import Chart, decimate
 
 # Okabe and Ito's colours, which those who see fewer of them tell apart.
 COLORS = {"train": "#0072B2", "eval": "#D55E00", "test": "#009E73"}

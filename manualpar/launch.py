@@ -1,0 +1,252 @@
+"""Starts several processes of a command on this machine, for development.
+
+python -m manualpar.launch --processes=2 [--devices-per-process=4] [--grace=15] -- <command ...>
+
+Each process finds out from its environment which one it is (`manualpar.cluster.initialize`). Their
+output comes out line by line behind `[0] `, `[1] ` and so on. SIGINT and SIGTERM go to all of them,
+and a second one kills them. When one ends with an error the others have `--grace` seconds to end by
+themselves, which they do with a sentence that names it; then they get SIGTERM, and two seconds
+later SIGKILL.
+
+The exit code is that of the first process that failed, 128 more than the signal if a signal ended
+it; else 0. A mistake on the command line ends with 2, a command that cannot be started with 127.
+"""
+
+import argparse
+import dataclasses
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import IO, NoReturn
+
+USAGE_EXIT_CODE = 2
+NOT_STARTED_EXIT_CODE = 127
+TERMINATE_SECONDS = 2.0
+POLL_SECONDS = 0.05
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the launcher."""
+        self.exit(USAGE_EXIT_CODE, f"error: {message}\n")
+
+
+@dataclasses.dataclass
+class _Process:
+    """A process, and the threads that read what it prints."""
+
+    popen: subprocess.Popen[bytes]
+    readers: list[threading.Thread]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line.
+
+    Args:
+      argv: The arguments, by default those of this process.
+
+    Returns:
+      The exit code.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    own, separator, command = _split(arguments)
+    parser = _Parser(
+        prog="python -m manualpar.launch",
+        usage="%(prog)s --processes=N [--devices-per-process=N] [--grace=SECONDS] -- command ...",
+        description="Starts several processes of a command on this machine.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--processes", required=True, help="how many")
+    parser.add_argument("--devices-per-process", help="simulate so many CPU devices in each")
+    parser.add_argument(
+        "--grace", default="15", help="seconds to end in when one has failed (default: 15)"
+    )
+    options = parser.parse_args(own)
+    processes = _parse_count(parser, "--processes", options.processes)
+    devices = options.devices_per_process
+    if devices is not None:
+        devices = _parse_count(parser, "--devices-per-process", devices)
+    try:
+        grace = float(options.grace)
+    except ValueError:
+        grace = -1.0
+    if not 0 <= grace < float("inf"):
+        parser.error(f"--grace={options.grace}: expected a number of seconds.")
+    if not separator or not command:
+        parser.error("no command, expected one after --, such as -- python -m experiments.fsdp.")
+    return launch(command, processes=processes, devices_per_process=devices, grace_seconds=grace)
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    processes: int,
+    devices_per_process: int | None = None,
+    grace_seconds: float = 15.0,
+) -> int:
+    """Starts processes and waits for their end; call it in the main thread.
+
+    Args:
+      command: What each runs.
+      processes: How many.
+      devices_per_process: How many CPU devices each simulates; `None` leaves the devices alone.
+      grace_seconds: How long the others may take when one has failed.
+
+    Returns:
+      The exit code.
+    """
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signals.put(number)
+
+    handled = (signal.SIGINT, signal.SIGTERM)
+    earlier = {number: signal.signal(number, handle) for number in handled}
+    started: list[_Process] = []
+    try:
+        address = f"127.0.0.1:{_free_port()}"
+        lock = threading.Lock()
+        for process in range(processes):
+            variables = _variables(address, processes, process, devices_per_process)
+            try:
+                started.append(_start(command, variables, f"[{process}] ".encode(), lock))
+            except OSError as error:
+                print(f"error: {command[0]!r} cannot be started: {error}", file=sys.stderr)
+                return NOT_STARTED_EXIT_CODE
+        return _watch(started, signals, grace_seconds)
+    finally:
+        for one in started:
+            _send(one, signal.SIGKILL)
+            one.popen.wait()
+            for reader in one.readers:
+                # What it started itself may hold its output open.
+                reader.join(TERMINATE_SECONDS)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def _watch(started: Sequence[_Process], signals: queue.SimpleQueue[int], grace: float) -> int:
+    """Waits until all have ended, passing signals on; returns the exit code."""
+    code: int | None = None
+    num_signals = 0
+    terminate_at = kill_at = float("inf")
+    while running := [one for one in started if one.popen.poll() is None]:
+        if code is None and (code := _first_failure(started)) is not None:
+            terminate_at = time.monotonic() + grace
+        while not signals.empty():
+            number, num_signals = signals.get(), num_signals + 1
+            for one in running:
+                _send(one, number if num_signals == 1 else signal.SIGKILL)
+        if time.monotonic() >= terminate_at:
+            for one in running:
+                _send(one, signal.SIGTERM)
+            terminate_at, kill_at = float("inf"), time.monotonic() + TERMINATE_SECONDS
+        if time.monotonic() >= kill_at:
+            for one in running:
+                _send(one, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+    return (code if code is not None else _first_failure(started)) or 0
+
+
+def _first_failure(started: Sequence[_Process]) -> int | None:
+    """The exit code of a process that has failed, one that a signal ended if there is one."""
+    codes = [one.popen.returncode for one in started if one.popen.returncode]
+    # The others' codes only say that they noticed.
+    signalled = [128 - code for code in codes if code < 0]
+    return (signalled or codes or [None])[0]
+
+
+def _start(
+    command: Sequence[str], variables: dict[str, str], prefix: bytes, lock: threading.Lock
+) -> _Process:
+    """Starts a process and the threads that pass its output on."""
+    popen = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **variables},
+        # Ctrl-C in a terminal goes to a whole group; so it comes through here alone.
+        start_new_session=True,
+    )
+    assert popen.stdout is not None
+    assert popen.stderr is not None
+    readers = [
+        threading.Thread(target=_pass_on, args=(source, target, prefix, lock), daemon=True)
+        for source, target in (
+            (popen.stdout, sys.stdout.buffer),
+            (popen.stderr, sys.stderr.buffer),
+        )
+    ]
+    for reader in readers:
+        reader.start()
+    return _Process(popen, readers)
+
+
+def _pass_on(source: IO[bytes], target: IO[bytes], prefix: bytes, lock: threading.Lock) -> None:
+    """Copies lines, each behind the prefix and none inside another."""
+    with source:
+        for line in source:
+            with lock:
+                target.write(prefix + line.rstrip(b"\r\n") + b"\n")
+                target.flush()
+
+
+def _send(one: _Process, number: int) -> None:
+    """Sends a signal to a process, SIGKILL to what it has started too."""
+    if number == signal.SIGKILL:
+        try:
+            os.killpg(one.popen.pid, number)
+        except ProcessLookupError:
+            return  # All of them have ended.
+    elif one.popen.poll() is None:
+        one.popen.send_signal(number)
+
+
+def _variables(address: str, processes: int, process: int, devices: int | None) -> dict[str, str]:
+    """What a process is told in its environment, besides all that is in ours."""
+    variables = {
+        "MANUALPAR_COORDINATOR_ADDRESS": address,
+        "MANUALPAR_NUM_PROCESSES": str(processes),
+        "MANUALPAR_PROCESS_ID": str(process),
+        # What Python holds back would come out late, or never where it is killed.
+        "PYTHONUNBUFFERED": "1",
+    }
+    if devices is not None:
+        variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    return variables
+
+
+def _free_port() -> int:
+    """A port that nobody uses now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def _split(arguments: list[str]) -> tuple[list[str], bool, list[str]]:
+    """The launcher's own arguments, whether there is a `--`, and the command behind it."""
+    if "--" not in arguments:
+        return arguments, False, []
+    at = arguments.index("--")
+    return arguments[:at], True, arguments[at + 1 :]
+
+
+def _parse_count(parser: _Parser, name: str, text: str) -> int:
+    """A positive integer."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        parser.error(f"{name}={text}: expected a positive integer such as 2.")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
