@@ -108,6 +108,9 @@ class FakeSaver:
         self.saved.append((state, place))
         self.reported.append(len(self._reports.written))
 
+    def wait(self):
+        self._program.log.append(("saved", self.saved[-1][0]))
+
     def go_back(self):
         if not self.saved:
             return None
@@ -243,6 +246,7 @@ def test_a_request_to_stop_is_followed_after_the_step_and_saved(save_every):
     run.program._at = {4: run.cluster.request_stop}
     run()
     assert isinstance(run.error, StoppedError)
+    assert (("saved", 4) in run.program.log) == bool(save_every)
     assert (run.error.step, run.error.is_saved) == (4, bool(save_every))
     assert str(run.error) == "stopped after step 4"
     assert run.reports.written[-1][:2] == (4, "train")

@@ -53,6 +53,9 @@ class Saver(Protocol):
     def save(self, state: TrainState, place: Place) -> None:
         """Keeps a state, and where its run is; may return before it is on disk."""
 
+    def wait(self) -> None:
+        """Waits until the latest save is on disk."""
+
     def go_back(self) -> tuple[TrainState, Place] | None:
         """Takes the run back to the latest checkpoint; `None` if there is none."""
 
@@ -199,6 +202,8 @@ class Loop:
                 is_saved = self._save(state, Place(step, position), at_once=stops or is_last)
                 if stops:
                     self.recorder.drain()
+                    if self.saver is not None:
+                        self.saver.wait()
                     if interrupted.is_set():
                         raise KeyboardInterrupt
                     raise StoppedError(step, is_saved=is_saved)

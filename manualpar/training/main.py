@@ -49,6 +49,8 @@ NONFINITE_EXIT_CODE = 5
 FILES_EXIT_CODE = 6
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again.
 INTERRUPTED_EXIT_CODE = 130
+# Every process has these after the same step.
+AGREED_ERRORS = (StoppedError, NonFiniteError, ReplicaError)
 
 
 def flags_parser(description: str, default_config: Path) -> Callable[[list[str]], CommandLine]:
@@ -101,11 +103,8 @@ def run_command(command: CommandLine) -> int:
         try:
             return _run(command, cluster, changes=changes, started=started)
         except Exception as error:
-            # In the midst of another process's end this one ends with a sentence about that.
-            if cluster.explain_failure(error) is None and cluster.num_processes == 1:
-                raise
-            traceback.print_exc()
-            return _fail(cluster, error, FAILED_EXIT_CODE)
+            _end_all(cluster, error)
+            raise
 
 
 def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started: float) -> int:
@@ -117,12 +116,19 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
             experiment = prepare(command.config)
             workdir = choose_workdir(command)
         except (UsageError, ValueError) as error:
+            _end_all(cluster, UsageError(str(error)))
             print_error(error)
-            return _fail(cluster, error, USAGE_EXIT_CODE)
+            return USAGE_EXIT_CODE
         remains = f"the results so far are in {workdir}"
         for change in changes:
             print_line(console, f"changed since the run began: {change}")
-        result = run(experiment, workdir, cluster=cluster, console=console)
+        result = run(
+            experiment,
+            workdir,
+            cluster=cluster,
+            console=console,
+            on_error=lambda error: _end_all(cluster, error),
+        )
     except KeyboardInterrupt:
         print_error(f"interrupted; {remains}")
         return INTERRUPTED_EXIT_CODE
@@ -139,7 +145,7 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
         return REPLICAS_EXIT_CODE
     except (CheckpointError, WriteError) as error:
         print_error(f"stopped, {remains}; {error}")
-        return _fail(cluster, error, FILES_EXIT_CODE)
+        return FILES_EXIT_CODE
     if result.sample:
         print_line(console, "sample:")
         for line in result.sample.splitlines():
@@ -151,15 +157,27 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
     return 0
 
 
-def _fail(cluster: Cluster, error: Exception, code: int) -> int:
-    """The exit code of an error that the other processes, if there are any, may not have."""
-    if cluster.num_processes > 1:
-        # They wait for this one in a collective, and an ordinary end would wait for them.
-        cluster.failed(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+def _end_all(cluster: Cluster, error: Exception) -> None:
+    """Ends this process and the others, if there are others and they may not have the error too.
+
+    They wait for this process in a collective, and an ordinary end would wait for them.
+    """
+    if cluster.num_processes == 1 or isinstance(error, AGREED_ERRORS):
+        return
+    cluster.explain_failure(error)  # Does not return if it is another process's fault.
+    code = FAILED_EXIT_CODE
+    if isinstance(error, CheckpointError | WriteError):
+        code = FILES_EXIT_CODE
+    elif isinstance(error, UsageError):
+        code = USAGE_EXIT_CODE
+    if code == FAILED_EXIT_CODE:
+        traceback.print_exception(error)
+    else:
+        print_error(error)
+    cluster.failed(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _explain_stop(error: StoppedError, workdir: Path) -> int:

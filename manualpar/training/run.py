@@ -1,6 +1,7 @@
 """A run: an experiment in a folder, from the beginning or from its latest checkpoint."""
 
 import contextlib
+import functools
 import importlib.metadata
 import math
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import jax
 import rich.console
 from jax.sharding import NamedSharding, PartitionSpec
 
-from manualpar.checkpoints import Restored
+from manualpar.checkpoints import Checkpoints, Restored
 from manualpar.cluster import Cluster
 from manualpar.inspect import layout_table, state_bytes
 from manualpar.inspect.drawing import draw_sharding
@@ -21,7 +22,7 @@ from manualpar.program import Program
 from manualpar.train_state import TrainState
 from manualpar.training.devices import describe_mesh
 from manualpar.training.experiment import Experiment
-from manualpar.training.loop import Loop, Place
+from manualpar.training.loop import START, Loop
 from manualpar.training.recorder import Recorder
 from manualpar.training.saving import RunSaver, open_checkpoints, place_of, restore
 from manualpar.watching.durable_files import WriteError
@@ -46,7 +47,12 @@ class Result(NamedTuple):
 
 
 def run(
-    experiment: Experiment, workdir: Path, *, cluster: Cluster, console: rich.console.Console
+    experiment: Experiment,
+    workdir: Path,
+    *,
+    cluster: Cluster,
+    console: rich.console.Console,
+    on_error: Callable[[Exception], None] = lambda error: None,
 ) -> Result:
     """Trains and tests, showing the mesh, the layout and how far it is.
 
@@ -55,6 +61,8 @@ def run(
       workdir: The folder of the run. If it holds a checkpoint, the run goes on from there.
       cluster: The processes that run it together.
       console: Where to show it.
+      on_error: Told of an error before anything is closed: with several processes closing waits
+        for the others, which may wait for this one.
 
     Returns:
       The result.
@@ -64,25 +72,39 @@ def run(
       WriteError: The folder cannot be written to.
       StoppedError, KeyboardInterrupt, NonFiniteError, ReplicaError: See `Loop.run`.
     """
-    config, program, task = experiment.config, experiment.program, experiment.task
-
-    def say(line: str) -> None:
-        print_line(console, line)
-
+    config, program = experiment.config, experiment.program
+    say = functools.partial(print_line, console)
     say(f"mesh: {describe_mesh(program.mesh)}")
     console.print(layout_table(program))
     if config.debug.draw_sharding and cluster.is_main:
         draw_sharding(program.abstract_state.params, config.debug.draw_sharding)
     if config.debug.check_replicas_every:
         say(_describe_check(program, config.debug.check_replicas_every))
+    with open_checkpoints(config, workdir) as checkpoints:
+        try:
+            return _run(experiment, workdir, checkpoints, cluster=cluster, console=console)
+        except Exception as error:
+            on_error(error)
+            raise
+
+
+def _run(
+    experiment: Experiment,
+    workdir: Path,
+    checkpoints: Checkpoints,
+    *,
+    cluster: Cluster,
+    console: rich.console.Console,
+) -> Result:
+    """Restores what there is, and runs."""
+    config, program, task = experiment.config, experiment.program, experiment.task
+    say = functools.partial(print_line, console)
+    restored: Restored | None = None
+    if checkpoints.latest_step() is not None:
+        restored = restore(checkpoints, experiment, report=say)
+        say(f"going on from the checkpoint of step {restored.step} in {workdir}")
+    place = place_of(restored) if restored else START
     with contextlib.ExitStack() as stack:
-        # Closed last: leaving it waits for what is being saved.
-        checkpoints = stack.enter_context(open_checkpoints(config, workdir))
-        restored: Restored | None = None
-        if checkpoints.latest_step() is not None:
-            restored = restore(checkpoints, experiment, report=say)
-            say(f"going on from the checkpoint of step {restored.step} in {workdir}")
-        place = place_of(restored) if restored else Place()
         writer = _open_writer(experiment, workdir, restored, is_main=cluster.is_main)
         stack.enter_context(writer)
         if cluster.is_main:

@@ -7,7 +7,6 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manualpar.training.config import flatten_config
 from manualpar.watching.report_chart import chart_svg
 from manualpar.watching.run_record import SPLITS, Chart, RunRecord, final_numbers, sort_splits
 
@@ -61,7 +60,7 @@ def page_html(
     body.append(_section("Last numbers", _final_table(run)))
     body.append(_section("Facts", _table(facts)))
     body.append(_section("Resumes and rollbacks", _resumes_table(run)))
-    body.append(_section("Config", _table(flatten_config(run.config))))
+    body.append(_section("Config", _table(_by_dotted_name(run.config))))
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -172,3 +171,14 @@ def _rows(headers: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: boo
             cells += f"<td{kind}>{escaped}</td>"
         lines.append(f"<tr>{cells}</tr>")
     return "\n".join([*lines, "</tbody>", "</table></div>"])
+
+
+def _by_dotted_name(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of nested dicts, `model.dtype`, `parallel.mesh.data`."""
+    values: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            values |= {f"{name}.{key}": inner for key, inner in _by_dotted_name(value).items()}
+        else:
+            values[name] = value
+    return values
