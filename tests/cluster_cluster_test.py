@@ -44,7 +44,9 @@ def assert_lost(process, lost, reason):
     said = [line for line in process.err.splitlines() if not line.startswith("[Gloo]")]
     pid = re.search(r"^pid (\d+)$", lost.out, re.MULTILINE)[1]
     number = lost.out_path.parent.name.removeprefix("process")
-    assert re.match(rf"process {number} on \S+ \(pid {pid}\) {reason}; process \d ends too", said[0])
+    assert re.match(
+        rf"process {number} on \S+ \(pid {pid}\) {reason}; process \d ends too", said[0]
+    )
 
 
 @pytest.mark.parametrize("victim", [1])
@@ -111,7 +113,7 @@ def test_an_exception_in_a_process_ends_the_others(processes, failing):
 
 @pytest.mark.slow
 def test_processes_that_fail_alike_each_show_their_own_error(processes):
-    started = processes.start_workers(2, strategy="fsdp", mesh={"data": 3}, steps=1)
+    started = processes.start_workers(2, strategy="fsdp", mesh={"data": 5}, steps=1)
     for process in started:
         assert process.wait() == FAILED_EXIT_CODE
         assert "ValueError" in process.err.splitlines()[-1]
@@ -124,7 +126,6 @@ def test_sigterm_to_one_stops_all_after_the_same_step(processes, asked):
     started[asked].send(signal.SIGTERM)
     for process in started:
         assert process.wait() == 0, process.err
-        assert process.out.splitlines()[-2].endswith("of [0, 1, 2, 3]")
     assert len({steps_of(process)[-1] for process in started}) == 1
     assert ["SIGTERM" in process.err for process in started] == [i == asked for i in range(4)]
 
@@ -141,8 +142,11 @@ def test_processes_that_are_ahead_stop_after_the_same_step(processes):
 
 @pytest.mark.slow
 def test_a_second_sigterm_ends_a_process_at_once(processes):
-    started = start_training(processes, 2, seconds=20.0, ahead=6)
+    started = processes.start_workers(2, **{**LONG, "seconds": 300.0})
+    for process in started:
+        process.wait_for("training")
     started[1].send(signal.SIGTERM)
+    started[1].wait_for("SIGTERM", in_errors=True)
     started[1].send(signal.SIGTERM)
     assert started[1].wait() == TERMINATED_EXIT_CODE
 

@@ -49,10 +49,11 @@ class Process:
     def err(self):
         return self.err_path.read_text()
 
-    def wait_for(self, text):
-        """Waits until a line of the output begins with `text`."""
+    def wait_for(self, text, *, in_errors=False):
+        """Waits until a line of the output, or of standard error, begins with `text`."""
         deadline = time.monotonic() + HANG_SECONDS
-        while not any(line.startswith(text) for line in self.out.splitlines()):
+        path = self.err_path if in_errors else self.out_path
+        while not any(line.startswith(text) for line in path.read_text().splitlines()):
             assert self.popen.poll() is None, f"ended before {text!r}:\n{self.err}"
             assert time.monotonic() < deadline, f"no {text!r} in:\n{self.out}\n{self.err}"
             time.sleep(0.02)

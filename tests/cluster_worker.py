@@ -47,7 +47,7 @@ def make_program(options):
     mesh = make_mesh(options["mesh"])
     print("hosts", describe_hosts(mesh), flush=True)
     batch = Batch(
-        jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((16,), jnp.int32)
+        jax.ShapeDtypeStruct((48, 8), jnp.float32), jax.ShapeDtypeStruct((48,), jnp.int32)
     )
     strategy = options["strategy"]
     more = {} if strategy == "dp" else {"min_weight_size": 0}
@@ -57,7 +57,7 @@ def make_program(options):
 
 def global_batch(program, step):
     rng = np.random.default_rng(step)
-    whole = Batch(rng.normal(size=(16, 8)).astype(np.float32), np.arange(16, dtype=np.int32) % 8)
+    whole = Batch(rng.normal(size=(48, 8)).astype(np.float32), np.arange(48, dtype=np.int32) % 8)
 
     def place(x):
         sharding = program.batch_sharding
@@ -82,6 +82,8 @@ def train(cluster, options):
         state, metrics = program.train_step(state, global_batch(program, step))
         if "ahead" not in options:
             losses.append(mean_metrics(metrics)["loss"])
+        if step == 1:
+            print("training", flush=True)
         time.sleep(options.get("seconds", 0.0))
         stops = cluster.should_stop(step)
         print("step", step, flush=True)

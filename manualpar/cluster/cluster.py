@@ -147,11 +147,10 @@ class Cluster:
         Returns:
           A sentence that names the lost process; `None` if the error is this process's own.
         """
-        if self._channel is None:
+        if self._channel is None or not _may_come_from_others(error):
             return None
-        if _may_come_from_others(error):
-            # The channel's thread, not this one, ends the process.
-            self._channel.is_over.wait(wait_seconds)
+        # The channel's thread, not this one, ends the process.
+        self._channel.is_over.wait(wait_seconds)
         loss = self._channel.loss
         return None if loss is None or loss.process == self.process_id else str(loss)
 

@@ -133,7 +133,7 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
         print_error(f"interrupted; {remains}")
         return INTERRUPTED_EXIT_CODE
     except StoppedError as error:
-        return _explain_stop(error, workdir)
+        return _explain_stop(error, workdir, is_main=cluster.is_main)
     except NonFiniteError as error:
         print_error(
             f"stopped, {remains}; {error}. config.training.on_nonfinite='skip' leaves such an "
@@ -180,16 +180,17 @@ def _end_all(cluster: Cluster, error: Exception) -> None:
     os._exit(code)
 
 
-def _explain_stop(error: StoppedError, workdir: Path) -> int:
-    """Says how a run that was asked to stop goes on."""
+def _explain_stop(error: StoppedError, workdir: Path, *, is_main: bool) -> int:
+    """Says, in one of the processes, how a run that was asked to stop goes on."""
+    how = f"which is saved; the same command with --workdir={workdir} goes on"
     if not error.is_saved:
-        print_error(
-            f"{error}, which is not saved, since config.checkpoint.every_steps is 0; the results "
-            f"so far are in {workdir}"
+        how = (
+            "which is not saved, since config.checkpoint.every_steps is 0; the results so far are "
+            f"in {workdir}"
         )
-        return TERMINATED_EXIT_CODE
-    print_error(f"{error}, which is saved; the same command with --workdir={workdir} goes on")
-    return STOPPED_EXIT_CODE
+    if is_main:
+        print(f"{error}, {how}", file=sys.stderr)
+    return STOPPED_EXIT_CODE if error.is_saved else TERMINATED_EXIT_CODE
 
 
 def print_error(error: object) -> None:
