@@ -23,22 +23,22 @@ def get_config() -> ConfigDict:
 
     config.model = ConfigDict()
     config.model.name = "transformer"
-    config.model.num_layers = 4
-    config.model.hidden_size = 192
+    config.model.num_layers = 3
+    config.model.hidden_size = 160
     config.model.mlp_size = 512
-    config.model.num_heads = 6
-    config.model.num_kv_heads = 2
+    config.model.num_heads = 5
+    config.model.num_kv_heads = 1
     config.model.rope_base = 10_000.0
     config.model.tied_head = False
     config.model.dropout_rate = 0.0
     config.model.dtype = "bfloat16"  # what is computed in; parameters are float32
     config.model.remat = "none"  # or "dots", "full": what is computed again for the backward pass
-    config.model.scan_layers = True
+    config.model.scan_layers = False  # True: one layer is compiled, and run in a loop
     config.model.attention = ""  # "xla", "cudnn"; "": what jax chooses
 
     config.optimizer = ConfigDict()
-    config.optimizer.learning_rate = 2e-3  # the peak
-    config.optimizer.warmup_steps = 50
+    config.optimizer.learning_rate = 4e-3  # the peak
+    config.optimizer.warmup_steps = 40
     config.optimizer.weight_decay = 0.1
     config.optimizer.b1 = 0.9
     config.optimizer.b2 = 0.95
@@ -59,7 +59,7 @@ def get_config() -> ConfigDict:
     config.parallel.rules = ()  # what logical names mean, such as (("embed", None),)
 
     config.training = ConfigDict()
-    config.training.num_steps = 1000
+    config.training.num_steps = 500
     config.training.eval_every_steps = 250
     config.training.eval_batches = 8  # of an evaluation; 0: all there are
     config.training.log_every_steps = 25

@@ -31,14 +31,18 @@ def limit_steps_ahead(step: jax.stages.Wrapped, mesh: Mesh) -> jax.stages.Wrappe
 
 
 class _Limited:
-    """A jitted step with the metrics of those in flight; everything else is the jitted step's."""
+    """A jitted step with the metrics of those in flight; everything else is the jitted step's.
+
+    Attributes:
+      jitted: The step itself, which waits for nothing.
+    """
 
     def __init__(self, step: Any) -> None:
-        self._step = step
+        self.jitted = step
         self._in_flight: collections.deque[jax.Array] = collections.deque()
 
     def __call__(self, *args: Any) -> Any:
-        out = self._step(*args)
+        out = self.jitted(*args)
         metrics = out[-1] if isinstance(out, tuple) else out
         self._in_flight.append(jax.tree.leaves(metrics)[0])
         if len(self._in_flight) > MAX_STEPS_AHEAD:
@@ -48,4 +52,4 @@ class _Limited:
         return out
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._step, name)
+        return getattr(self.jitted, name)

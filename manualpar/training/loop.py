@@ -145,6 +145,9 @@ class Loop:
                 try:
                     return self._run_from(state, place, interrupted)
                 except NonFiniteError as error:
+                    since = range(place.step + 1, error.step)
+                    if self.saver and any(map(self.saver.is_due, since)):
+                        rollbacks = 0
                     rollbacks += 1
                     saved = None
                     if self.rolls_back and self.saver and rollbacks <= MAX_ROLLBACKS:

@@ -24,7 +24,13 @@ from pathlib import Path
 from absl import flags, logging
 
 from manualpar.checkpoints import CheckpointError
-from manualpar.cluster import FAILED_EXIT_CODE, TERMINATED_EXIT_CODE, Cluster, initialize
+from manualpar.cluster import (
+    FAILED_EXIT_CODE,
+    LOST_PROCESS_EXIT_CODE,
+    TERMINATED_EXIT_CODE,
+    Cluster,
+    initialize,
+)
 from manualpar.replicas import ReplicaError
 from manualpar.training.command_line import (
     FLAGS_HELP,
@@ -164,7 +170,9 @@ def _end_all(cluster: Cluster, error: Exception) -> None:
     """
     if cluster.num_processes == 1 or isinstance(error, AGREED_ERRORS):
         return
-    cluster.explain_failure(error)  # Does not return if it is another process's fault.
+    if sentence := cluster.explain_failure(error):  # Mostly it does not even return then.
+        print_error(sentence)
+        os._exit(LOST_PROCESS_EXIT_CODE)
     code = FAILED_EXIT_CODE
     if isinstance(error, CheckpointError | WriteError):
         code = FILES_EXIT_CODE

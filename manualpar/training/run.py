@@ -17,7 +17,7 @@ from manualpar.cluster import Cluster
 from manualpar.inspect import layout_table, state_bytes
 from manualpar.inspect.drawing import draw_sharding
 from manualpar.layout import unpad_leaf
-from manualpar.mesh import axes_size, axis_tuple
+from manualpar.mesh import axes_size, axis_tuple, describe_hosts
 from manualpar.program import Program
 from manualpar.train_state import TrainState
 from manualpar.training.devices import describe_mesh
@@ -74,7 +74,8 @@ def run(
     """
     config, program = experiment.config, experiment.program
     say = functools.partial(print_line, console)
-    say(f"mesh: {describe_mesh(program.mesh)}")
+    hosts = describe_hosts(program.mesh)
+    say(f"mesh: {describe_mesh(program.mesh)}{hosts and f' ({hosts})'}")
     console.print(layout_table(program))
     if config.debug.draw_sharding and cluster.is_main:
         draw_sharding(program.abstract_state.params, config.debug.draw_sharding)

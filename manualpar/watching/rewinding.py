@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from manualpar.watching.durable_files import explained, replace_file
+from manualpar.watching.durable_files import WriteError, explained, replace_file
 
 METRICS_FILE = "metrics.jsonl"
 THROUGHPUT_FILE = "throughput.jsonl"
@@ -31,9 +31,9 @@ def cut_back(workdir: Path, place: Mapping[str, int], *, step: int, reason: str)
       reason: What to call it in `discarded.jsonl`.
 
     Raises:
-      ValueError: A file is shorter than the place or has no end of a line there; no file has been
-        changed.
-      WriteError: The folder cannot be written to.
+      ValueError: It is not a place.
+      WriteError: A file is shorter than the place or has no end of a line there, and no file has
+        been changed; or the folder cannot be written to.
     """
     if set(place) != set(PLACED_FILES) or any(size < 0 for size in place.values()):
         raise ValueError(
@@ -71,7 +71,7 @@ def _beyond(path: Path, size: int) -> str:
         found = "that is inside of a line" if last else f"it has {path.stat().st_size} bytes"
     elif size == 0:
         return ""  # The run was killed before it had opened all of its files.
-    raise ValueError(
+    raise WriteError(
         f"{path} cannot be gone on with: the checkpoint found the end of a line after {size} "
         f"bytes, and {found}; put the file back as the run left it, or start a new run in "
         "another folder."

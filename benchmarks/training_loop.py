@@ -1,0 +1,271 @@
+"""What training takes besides the steps themselves: Python, checkpoints, going on again.
+
+python -m benchmarks.training_loop [--config configs/fsdp.py configs/fsdp_lm.py] [--steps N]
+    [--seconds 1] [--rounds 9] [--processes 3] [--devices N] [--output FILE.md]
+
+What is compared runs in turn, in short blocks, and what is given is the median of the ratios within
+a round, with an interval that holds it in at least 95 of 100 cases (see `turns`). Programs, data,
+checkpoints and files are those of a run of the config. The default takes five minutes on two cores;
+the figures mean most on a machine that does nothing else.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import jax
+
+from benchmarks.checkpoint_costs import (
+    measure_processes,
+    measure_restoring,
+    measure_saving,
+)
+from benchmarks.loop_blocks import Bench
+from benchmarks.mutations import write_section
+from benchmarks.turns import Block, Estimate, estimate, ratios, table, take_turns
+from manualpar.training.command_line import UsageError
+from manualpar.training.devices import describe_mesh, simulate_devices
+from manualpar.watching.progress import describe_bytes
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = [ROOT / "configs" / "fsdp.py", ROOT / "configs" / "fsdp_lm.py"]
+PACKAGES = ("jax", "flax", "orbax-checkpoint", "grain")
+
+BARE = "bare: the step compiled ahead of time"
+BARE_JIT = "bare: the jitted step"
+BARE_PROGRAM = "bare: `program.train_step`"
+LOOP = "loop, one batch"
+LOOP_BAR = "loop, one batch, a bar in a terminal"
+BARE_PIPELINE = "bare, the data pipeline"
+LOOP_PIPELINE = "loop, the data pipeline"
+
+# As many calls at least are needed to know how long one takes.
+FEWEST_CALLS, MOST_CALLS = 12, 200
+# Steps are timed so often to know how many of them make a block.
+TRIAL = 4
+
+
+def measure_loops(bench: Bench, *, steps: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of blocks of so many steps, by what took them."""
+    program = bench.program
+    blocks: Mapping[str, Block] = {
+        BARE: functools.partial(bench.bare, bench.compiled),
+        BARE_JIT: functools.partial(bench.bare, bench.jitted),
+        BARE_PROGRAM: functools.partial(bench.bare, program.train_step),
+        LOOP: lambda n: bench.loop(n).seconds,
+        LOOP_BAR: lambda n: bench.loop(n, show="bar").seconds,
+        BARE_PIPELINE: functools.partial(bench.bare, bench.compiled, source="pipeline"),
+        LOOP_PIPELINE: lambda n: bench.loop(n, source="pipeline").seconds,
+    }
+    return take_turns(blocks, steps=steps, rounds=rounds)
+
+
+def measure_calls(bench: Bench, *, calls: int) -> dict[str, list[float]]:
+    """Seconds until a call of the step returns, on devices that have nothing to do."""
+    functions = {
+        BARE: bench.compiled,
+        BARE_JIT: bench.jitted,
+        BARE_PROGRAM: bench.program.train_step,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for number in range(calls):
+        for name in list(functions) if number % 2 == 0 else reversed(list(functions)):
+            state = jax.block_until_ready(bench.state)
+            started = time.perf_counter()
+            bench.state, _ = functions[name](state, bench.batch)
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def steps_for(bench: Bench, seconds: float) -> int:
+    """How many steps take so long."""
+    bench.bare(bench.compiled, TRIAL)
+    return max(TRIAL, round(seconds * TRIAL / bench.bare(bench.compiled, TRIAL)))
+
+
+def report_loops(seconds: Mapping[str, Sequence[float]], *, steps: int) -> list[str]:
+    """The table of what a step takes."""
+    pairs = {LOOP_PIPELINE: BARE_PIPELINE}
+    rows = []
+    for name, values in seconds.items():
+        to_bare = estimate(ratios(values, seconds[BARE]))
+        same = pairs.get(name)
+        rows.append(
+            [
+                name,
+                f"{1e3 * statistics.median(values) / steps:.3f}",
+                to_bare.show("{:.3f}".format) if name != BARE else "1",
+                estimate(ratios(values, seconds[same])).show("{:.3f}".format) if same else "",
+            ]
+        )
+    header = ["", "ms a step", "in parts of the first", "in parts of bare with the pipeline"]
+    return table(header, rows)
+
+
+def report_calls(seconds: Mapping[str, Sequence[float]], *, step_seconds: float) -> list[str]:
+    """The table of what a call takes until it returns."""
+    rows = []
+    for name, values in seconds.items():
+        difference = estimate(x - y for x, y in zip(values, seconds[BARE_JIT], strict=True))
+        rows.append(
+            [
+                name,
+                _show(estimate(values), 1e6, ",.0f"),
+                _show(difference, 1e6, "+,.0f") if name != BARE_JIT else "",
+                f"{statistics.median(values) / step_seconds:.1%}",
+            ]
+        )
+    header = ["a call returns after", "µs", "more than the jitted step, µs", "of a step's time"]
+    return table(header, rows)
+
+
+def report_saving(bench: Bench, *, steps: int, rounds: int) -> list[str]:
+    """Measures saving; the table."""
+    costs = measure_saving(bench, steps=steps, rounds=rounds)
+    every = bench.config.checkpoint.every_steps
+    kinds = {
+        "asynchronous": (costs.asynchronous, costs.blocked, costs.background),
+        "synchronous": (costs.synchronous, costs.blocked_synchronous, None),
+    }
+    rows = [
+        [
+            name,
+            _show(blocked, 1e3, ".0f"),
+            _show(background, 1e3, ".0f") if background else "",
+            _show(lost, 1, ".1f"),
+            # Of a run's time, not of its steps' alone.
+            f"{lost.median / (every + lost.median):.2%}" if every else "never saved",
+        ]
+        for name, (lost, blocked, background) in kinds.items()
+    ]
+    header = [
+        "a save",
+        "the loop waits, ms",
+        "then in the background, ms",
+        "costs, in steps",
+        f"of a run that saves every {every} steps",
+    ]
+    return [
+        f"Saving {describe_bytes(bench.state_bytes)} in blocks of {costs.steps} steps, of "
+        f"{1e3 * costs.step_seconds:.3f} ms without:",
+        "",
+        *table(header, rows),
+    ]
+
+
+def report_resuming(
+    bench: Bench, config: Path, *, rounds: int, processes: int, devices: int | None
+) -> list[str]:
+    """Measures going on; the table."""
+    times = measure_restoring(bench, rounds=rounds)
+    rows = [
+        ["restoring: hashing and comparing every file", times.verification.show("{:.3f}".format)],
+        ["restoring: the rest, to a state on the devices", times.reading.show("{:.3f}".format)],
+    ]
+    if processes:
+        seconds = measure_processes(
+            config, bench.folder / "processes", rounds=processes, devices=devices
+        )
+        more = estimate(x - y for x, y in zip(seconds["resumed"], seconds["fresh"], strict=True))
+        rows += [
+            [f"a process to its first step, {name}", estimate(values).show("{:.2f}".format)]
+            for name, values in seconds.items()
+        ]
+        rows += [["the resumed one longer by", more.show("{:+.2f}".format)]]
+    return table(["", "seconds"], rows)
+
+
+def measure_config(config: Path, arguments: argparse.Namespace) -> Iterator[list[str]]:
+    """Measures everything about a config; its part of the report, a table at a time."""
+    rounds, devices = arguments.rounds, arguments.devices
+    with tempfile.TemporaryDirectory() as folder, Bench(config, Path(folder)) as bench:
+        steps = arguments.steps or steps_for(bench, arguments.seconds)
+        loops = measure_loops(bench, steps=steps, rounds=rounds)
+        yield [
+            f"### {config.name}",
+            "",
+            f"{describe_mesh(bench.program.mesh)}; {rounds} rounds of blocks of {steps} steps.",
+            "",
+            *report_loops(loops, steps=steps),
+            "",
+        ]
+        calls = measure_calls(bench, calls=min(max(4 * steps, FEWEST_CALLS), MOST_CALLS))
+        step_seconds = statistics.median(loops[BARE]) / steps
+        yield [*report_calls(calls, step_seconds=step_seconds), ""]
+        yield [*report_saving(bench, steps=arguments.steps, rounds=rounds), ""]
+        processes = arguments.processes
+        yield [
+            *report_resuming(bench, config, rounds=rounds, processes=processes, devices=devices),
+            "",
+        ]
+
+
+def introduction(command: str) -> list[str]:
+    """What was run on what, and how to read it."""
+    versions = (f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    load = os.getloadavg()[0]
+    return [
+        "## What training takes besides its steps",
+        "",
+        f"`{command}`, {time.strftime('%Y-%m-%d')}, {', '.join(versions)}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} cores with a load of {load:.1f} when it "
+        "began.",
+        "",
+        "Medians, in brackets an interval for each. Ratios and differences are taken within a "
+        "round. The loop records, writes, shows and watches as in a run, with nothing evaluated or "
+        "saved; bare, the step is called and nothing else. A save costs the time by which a block "
+        "that saves once is longer, in steps; the block ends when the checkpoint is complete. "
+        "Restoring reads files that the machine still has in memory.",
+        "",
+    ]
+
+
+def _show(value: Estimate, factor: float, form: str) -> str:
+    """An estimate in another unit."""
+    return value.show(lambda x: format(factor * x, form))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures, prints the report and writes it where it is wanted."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, nargs="+", default=CONFIGS)
+    parser.add_argument(
+        "--steps", type=int, default=0, help="of a block; 0: as many as fill it, or outlast a save"
+    )
+    parser.add_argument("--seconds", type=float, default=1.0, help="that the steps of a block fill")
+    parser.add_argument("--rounds", type=int, default=9, help="of blocks")
+    parser.add_argument("--processes", type=int, default=3, help="to start of each kind; 0: none")
+    parser.add_argument("--devices", type=int, help="CPU devices to simulate")
+    parser.add_argument(
+        "--output", type=Path, help="a Markdown file to write to, in a section of its own"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.steps < 0 or arguments.steps == 1:
+        parser.error(f"--steps is {arguments.steps}, expected at least 2, or 0.")
+    if arguments.rounds < 1:
+        parser.error(f"--rounds is {arguments.rounds}, expected at least 1.")
+    simulate_devices(arguments.devices)
+    command = " ".join(["python -m benchmarks.training_loop", *(argv or sys.argv[1:])])
+    lines = introduction(command)
+    print("\n".join(lines), flush=True)
+    for config in arguments.config:
+        try:
+            for part in measure_config(config, arguments):
+                print("\n".join(part), flush=True)
+                lines += part
+                if arguments.output:  # After each: a run that is broken off leaves what it has.
+                    write_section(arguments.output, "\n".join(lines))
+        except UsageError as error:
+            parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+import pytest
+
+from manualpar.cluster.environment import Place, find_place
+
+OURS = {
+    "MANUALPAR_COORDINATOR_ADDRESS": "a:1",
+    "MANUALPAR_NUM_PROCESSES": "2",
+    "MANUALPAR_PROCESS_ID": "1",
+}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+}
+OPEN_MPI = {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://h:2", "OMPI_COMM_WORLD_SIZE": "4"}
+ALL_DEVICES = Place(None, None, None, sees_all_devices=True)
+JAX_CHOOSES = Place(None, None, None, sees_all_devices=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "place"),
+    [
+        ((None, None, None), {}, None),
+        ((None, 1, None), OURS, None),
+        ((None, 1, None), SLURM, None),
+        (("h:5", 3, 2), OURS, Place("h:5", 3, 2, True)),
+        (("[::1]:5", 1, 0), {}, Place("[::1]:5", 1, 0, True)),
+        ((None, None, None), OURS, Place("a:1", 2, 1, True)),
+        ((None, None, None), OURS | {"JAX_LOCAL_DEVICE_IDS": "1"}, Place("a:1", 2, 1, False)),
+        ((None, None, None), SLURM, ALL_DEVICES),
+        ((None, None, None), SLURM | {"SLURM_STEP_NUM_NODES": "1"}, JAX_CHOOSES),
+        ((None, None, None), SLURM | {"SLURM_NTASKS": "1"}, None),
+        ((None, None, None), OPEN_MPI, JAX_CHOOSES),
+        ((None, None, None), OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, ALL_DEVICES),
+        ((None, None, None), {"TPU_WORKER_HOSTNAMES": "a,b"}, JAX_CHOOSES),
+        ((None, None, None), {"TPU_WORKER_HOSTNAMES": "a"}, None),
+        (("auto", None, None), {}, JAX_CHOOSES),
+    ],
+)
+def test_who_the_processes_are(given, environment, place):
+    assert find_place(*given, environment) == place
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "message"),
+    [
+        (("h:5", None, None), {}, "coordinator_address given without num_processes and process_id"),
+        (("h:5", 2, None), {}, "given without process_id, expected all three or none"),
+        ((None, 2, 0), {}, "given without coordinator_address"),
+        (("h", 2, 0), {}, "coordinator_address='h', expected <host>:<port>"),
+        (("h:5", 2, 2), {}, "process_id=2 with num_processes=2, expected one of 0"),
+        (("auto", 2, None), {}, "coordinator_address='auto' comes with num_processes=2"),
+        (
+            (None, None, None),
+            {"MANUALPAR_NUM_PROCESSES": "2", "MANUALPAR_PROCESS_ID": "0"},
+            "given without MANUALPAR_COORDINATOR_ADDRESS",
+        ),
+        ((None, None, None), OURS | {"MANUALPAR_PROCESS_ID": "x"}, "='x', expected integers"),
+        ((None, None, None), {"JAX_COORDINATOR_ADDRESS": "h:5"}, "Set MANUALPAR_NUM_PROCESSES"),
+        ((None, None, None), {"OMPI_COMM_WORLD_SIZE": "2"}, "as Open MPI 5 does not"),
+    ],
+)
+def test_what_does_not_fit_is_refused(given, environment, message):
+    with pytest.raises(ValueError, match=message):
+        find_place(*given, environment)
