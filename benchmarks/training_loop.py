@@ -1,7 +1,7 @@
 """What training takes besides the steps themselves: Python, checkpoints, going on again.
 
 python -m benchmarks.training_loop [--config configs/fsdp.py configs/fsdp_lm.py] [--steps N]
-    [--seconds 1] [--rounds 9] [--processes 3] [--devices N] [--output FILE.md]
+    [--seconds 0.7] [--rounds 7] [--processes 3] [--devices N] [--output FILE.md]
 
 What is compared runs in turn, in short blocks, and what is given is the median of the ratios within
 a round, with an interval that holds it in at least 95 of 100 cases (see `turns`). Programs, data,
@@ -240,8 +240,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--steps", type=int, default=0, help="of a block; 0: as many as fill it, or outlast a save"
     )
-    parser.add_argument("--seconds", type=float, default=1.0, help="that the steps of a block fill")
-    parser.add_argument("--rounds", type=int, default=9, help="of blocks")
+    parser.add_argument("--seconds", type=float, default=0.7, help="that the steps of a block fill")
+    parser.add_argument("--rounds", type=int, default=7, help="of blocks")
     parser.add_argument("--processes", type=int, default=3, help="to start of each kind; 0: none")
     parser.add_argument("--devices", type=int, help="CPU devices to simulate")
     parser.add_argument(

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -304,9 +305,22 @@ def test_a_rollback_goes_past_the_batch(
     assert_same_run(interrupted, workdir)
 
 
-def test_rollbacks_far_apart_do_not_add_up(tmp_path, poison, undisturbed, capsys):
-    poison(6, 12, 18, 24, 30)
+def test_a_rollback_after_another_goes_past_both_batches(tmp_path, poison, undisturbed, capsys):
+    poison(9, 10, 11)
     workdir = tmp_path / "run"
-    assert run_here(workdir, "--config.training.on_nonfinite=rollback") == 0, capsys.readouterr()
-    assert capsys.readouterr().out.count("back to the checkpoint of step ") == 5
+    assert run_here(workdir, "--config.training.on_nonfinite=rollback") == 0
+    said = re.findall(r"step 9 .* step 8, past the (\d) batches", capsys.readouterr().out)
+    assert said == ["1", "2", "3"]
     assert places(workdir) == places(undisturbed)
+
+
+def test_rollbacks_far_apart_do_not_add_up(tmp_path, poison, undisturbed, capsys):
+    # Each meets the step after a checkpoint, one batch having been left out for each before.
+    poison(5, 10, 15, 20)
+    workdir = tmp_path / "run"
+    more = ("--config.training.on_nonfinite=rollback", "--config.training.num_steps=35")
+    assert run_here(workdir, *more) == 0
+    said = re.findall(r"back to the checkpoint of step (\d+)", capsys.readouterr().out)
+    assert said == ["4", "8", "12", "16"]
+    until = [place for place in places(undisturbed) if place[0] < 35]
+    assert places(workdir)[: len(until)] == until

@@ -20,7 +20,7 @@ from manualpar.checkpoints.retention import list_steps
 from manualpar.cluster import Cluster
 from manualpar.training.command_line import parse_command_line
 from manualpar.training.main import run_command
-from tests.cluster_processes import HANG_SECONDS
+from tests.cluster_processes import HANG_SECONDS, free_port
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "tests" / "runs_config.py"
@@ -60,12 +60,25 @@ def start(processes, workdir, *more, devices=8, **faults):
     return processes.start(command, **environment_of(**faults))
 
 
-def start_launcher(processes, workdir, *more, count=2, devices=4, launch=(), **faults):
-    """Starts several processes of a run, and the process that starts them."""
-    own = [f"--processes={count}", f"--devices-per-process={devices}", *launch, "--"]
+def start_launcher(processes, workdir, *more, count=2, devices=4, **faults):
+    """Starts several processes of a run through the launcher; returns the launcher."""
+    own = [f"--processes={count}", f"--devices-per-process={devices}", "--"]
     run = [sys.executable, "-m", "experiments.fsdp", *arguments(workdir, *more)]
     command = [sys.executable, "-m", "manualpar.launch", *own, *run]
     return processes.start(command, **environment_of(**faults))
+
+
+def start_cluster(processes, workdir, *more, count=2, devices=4, **faults):
+    """Starts several processes of a run, as a scheduler would."""
+    port = free_port()
+    who = [
+        f"--coordinator_address=127.0.0.1:{port}",
+        f"--num_processes={count}",
+    ]
+    return [
+        start(processes, workdir, *more, *who, f"--process_id={number}", devices=devices, **faults)
+        for number in range(count)
+    ]
 
 
 def run_here(workdir, *more, config="fsdp.py"):

@@ -78,7 +78,8 @@ def test_the_model_is_told_to_train_with_the_key():
 
 def _bigrams(variables, tokens, train, rngs):
     """A language model whose logits are a row of a table, `[V, V]`."""
-    assert train and set(rngs) == {"dropout"}
+    assert train
+    assert set(rngs) == {"dropout"}
     return variables["params"][tokens]
 
 

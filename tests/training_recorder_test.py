@@ -66,6 +66,21 @@ def test_metrics_wait_until_some_later_steps_have_been_put():
         assert reports.steps == list(range(1, step - LAG + 1))
 
 
+def test_the_learning_rate_is_asked_for_before_more_steps_are_queued():
+    # A schedule's result is a device's: it is there when the step is, unless it is queued later.
+    asked, reports = [], Reports()
+    schedule = lambda step: asked.append(step) or step / 10  # noqa: E731
+    recorder = Recorder(reports, reports, learning_rate=schedule, rates=lambda *_: {})
+    for step in range(1, 5):
+        recorder.put("train", step, _loss(1), report=step % 2 == 0)
+        recorder.put("eval", step, _loss(1), report=True)
+        assert asked == [1, 3][: step // 2]
+    recorder.drain()
+    assert asked == [1, 3]
+    rates = [m["learning_rate"] for _, split, m, _ in reports.written if split == "train"]
+    assert rates == [0.1, 0.3]
+
+
 def test_what_a_task_derives_is_reported_too():
     reports = Reports()
     recorder = _recorder(reports, derive=lambda split, means: {**means, split: means["loss"] * 2})

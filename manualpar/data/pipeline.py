@@ -156,7 +156,7 @@ def abstract_batch(split: Split, batch_size: int) -> Batch:
 
 def _endless(split: Split, seed: int) -> Any:
     """The stream by position, a `grain.MapDataset`."""
-    import grain  # type: ignore[import-untyped]
+    import grain
 
     # Grain gives epoch `e` the seed `s + e`: neighbouring seeds would share all epochs but one.
     (spread,) = np.random.SeedSequence(seed).generate_state(1)

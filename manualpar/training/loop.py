@@ -155,13 +155,14 @@ class Loop:
                             saved = self.saver.go_back()
                     if saved is None:
                         raise
-                    state, (step, position) = saved
-                    # Past the batch of the step that failed, wherever it was taken from.
-                    skipped = (error.step - step) * self.batch_size
-                    place = Place(step, position + skipped)
+                    state, (step, earlier) = saved
+                    # Past the batch of the step that failed. An earlier rollback may have begun
+                    # this stretch further on than where the checkpoint was.
+                    position = place.position + (error.step - place.step) * self.batch_size
+                    place = Place(step, position)
                     self.report(
                         f"{error}: back to the checkpoint of step {step}, past the "
-                        f"{error.step - step} batches since then"
+                        f"{(position - earlier) // self.batch_size} batches since then"
                     )
 
     def _run_from(

@@ -62,7 +62,7 @@ class Recorder:
         writer: Writer,
         screen: Screen,
         *,
-        learning_rate: Callable[[int], float],
+        learning_rate: Callable[[int], Any],
         rates: Rates,
         derive: Callable[[str, dict[str, float]], dict[str, float]] = lambda split, means: means,
         skips_nonfinite: bool = False,
@@ -72,7 +72,7 @@ class Recorder:
         Args:
           writer: Who is told first.
           screen: Who is told then, and of every training step that is done.
-          learning_rate: A function of the updates made before.
+          learning_rate: A function of the updates made before; a number, on a device or not.
           rates: What to report about so many steps that took so many seconds.
           derive: Turns the means of a split into what is reported of it.
           skips_nonfinite: Whether the program skips the update of a step that is not finite; such
@@ -84,7 +84,7 @@ class Recorder:
         self._rates = rates
         self._derive = derive
         self._skips_nonfinite = skips_nonfinite
-        self._queue: collections.deque[tuple[str, int, Metrics, bool]] = collections.deque()
+        self._queue: collections.deque[tuple[str, int, Metrics, bool, Any]] = collections.deque()
         self._totals: dict[str, Metrics] = {}
         self._latest: dict[str, dict[str, float]] = {}
         self._skipped = 0
@@ -99,7 +99,10 @@ class Recorder:
         Raises:
           NonFiniteError: An earlier step, now fetched, was not finite.
         """
-        self._queue.append((split, step, metrics, report))
+        # A schedule computes on the device as well, after all that is queued there: asked for when
+        # it is reported, it would wait until the device has nothing left to do.
+        rate = self._learning_rate(step - 1) if report and split == "train" else None
+        self._queue.append((split, step, metrics, report, rate))
         if len(self._queue) > LAG:
             self._fetch_oldest()
 
@@ -141,7 +144,7 @@ class Recorder:
 
     def _fetch_oldest(self) -> None:
         """Waits for the oldest entry of the queue and adds it up; reports if it is to be."""
-        split, step, device_metrics, report = self._queue.popleft()
+        split, step, device_metrics, report, rate = self._queue.popleft()
         metrics: dict[str, Any] = fetch_metrics(device_metrics)
         is_nonfinite = bool(metrics.pop(NONFINITE, (0.0, 1.0))[0])
         if is_nonfinite and self._skips_nonfinite:
@@ -160,16 +163,17 @@ class Recorder:
             self._screen.advance(step)
         is_fatal = is_nonfinite and not self._skips_nonfinite
         if report or is_fatal:
-            self._report(split, step)
+            self._report(split, step, rate)
         if is_fatal:
             raise NonFiniteError(step)
 
-    def _report(self, split: str, step: int) -> None:
-        """Reports what has been added up for a split."""
+    def _report(self, split: str, step: int, rate: Any) -> None:
+        """Reports what has been added up for a split; `rate` is the learning rate, if known."""
         means = self._derive(split, mean_metrics(self._totals.pop(split)))
         rates: Mapping[str, float] = {}
         if split == "train":
-            means["learning_rate"] = float(self._learning_rate(step - 1))
+            rate = self._learning_rate(step - 1) if rate is None else rate
+            means["learning_rate"] = float(rate)
             if self._skips_nonfinite:
                 means[SKIPPED] = float(self._skipped)
             if self._timed_seconds:

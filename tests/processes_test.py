@@ -1,0 +1,158 @@
+"""Several processes train as one would, save as one, stop together, and go on in another number."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cluster_processes import Processes
+from tests.runs import (
+    assert_close_metrics,
+    complete_steps,
+    resumed_from,
+    run_here,
+    start_cluster,
+    start_launcher,
+    wait_for_step,
+)
+
+# Sums are in another order across processes, which bfloat16 would show. Dropout is on.
+EXACT = ("--config.model.dtype=float32", "--config.watch.lost_seconds=5")
+LOST = 4
+
+
+@pytest.fixture
+def processes(tmp_path):
+    with contextlib.closing(Processes(tmp_path)) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, devices8):
+    """A run in one process."""
+    workdir = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert run_here(workdir, *EXACT) == 0
+    return workdir
+
+
+def children_of(process):
+    """The processes that a launcher has started, in order."""
+    pid = process.popen.pid
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_sigterm_to_one_stops_all_and_one_process_goes_on(
+    processes, tmp_path, undisturbed, capsys
+):
+    workdir = tmp_path / "run"
+    launcher = start_launcher(processes, workdir, *EXACT, slow=20)
+    wait_for_step(launcher, 18)
+    os.kill(children_of(launcher)[1], signal.SIGTERM)
+    assert launcher.wait() == 75, launcher.err
+    saved = complete_steps(workdir)[-1]
+    assert 18 <= saved < 40
+    said = [line for line in launcher.err.splitlines() if "[Gloo]" not in line]
+    assert said == [
+        "[1] SIGTERM: stopping after this step; a second SIGTERM ends this process",
+        f"[0] stopped after step {saved}, which is saved; the same command with "
+        f"--workdir={workdir} goes on",
+    ]
+    # Process 0 alone shows and writes.
+    assert not [line for line in launcher.out.splitlines() if not line.startswith("[0]")]
+    assert "[0] mesh: data=8 on 8 simulated cpu devices" in launcher.out
+    assert len(list(workdir.glob("events.out.*"))) == 1
+    assert_close_metrics(workdir, undisturbed, until=saved)
+
+    capsys.readouterr()
+    assert run_here(workdir, *EXACT) == 0
+    assert resumed_from(capsys.readouterr().out) == saved
+    assert_close_metrics(workdir, undisturbed)
+
+
+STRATEGIES = {
+    "dp": ["--config.parallel.strategy=dp"],
+    "fsdp": [],
+    "hsdp": ["--config.parallel.strategy=hsdp", "--config.parallel.mesh={'replica': 2, 'data': 4}"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_several_processes_are_as_one(strategy, processes, tmp_path):
+    more = [*EXACT, *STRATEGIES[strategy]]
+    assert run_here(tmp_path / "one", *more) == 0
+    launcher = start_launcher(processes, tmp_path / "two", *more)
+    assert launcher.wait() == 0, launcher.err
+    assert_close_metrics(tmp_path / "two", tmp_path / "one")
+    names = [
+        {path.name.split(".tfevents")[0] for path in (tmp_path / run).iterdir()}
+        for run in ("one", "two")
+    ]
+    assert names[0] == names[1]
+    assert complete_steps(tmp_path / "two") == [36, 40]
+
+
+def finish(processes, workdir, count):
+    """Goes on with several processes to the end; returns the step it went on from."""
+    launcher = start_launcher(processes, workdir, *EXACT, count=count, devices=8 // count)
+    assert launcher.wait() == 0, launcher.err
+    return resumed_from(launcher.out)
+
+
+@pytest.mark.slow
+def test_two_go_on_from_four_and_four_from_two(processes, tmp_path, undisturbed):
+    workdir = tmp_path / "run"
+    for count, devices, slow in ((2, 4, 10), (4, 2, 20), (2, 4, 30)):
+        launcher = start_launcher(
+            processes, workdir, *EXACT, count=count, devices=devices, slow=slow
+        )
+        wait_for_step(launcher, slow - 2)
+        launcher.send(signal.SIGTERM)
+        assert launcher.wait() == 75, launcher.err
+        assert slow == 10 or resumed_from(launcher.out) == saved
+        saved = complete_steps(workdir)[-1]
+    assert finish(processes, workdir, 4) == saved
+    assert_close_metrics(workdir, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "victim", "then"),
+    [(signal.SIGKILL, 1, 1), (signal.SIGKILL, 0, 4), (signal.SIGSTOP, 1, 2), (None, 1, 4)],
+    ids=["killed", "0 is killed", "stopped", "an exception"],
+)
+def test_a_process_that_is_lost_ends_the_others_and_a_restart_goes_on(
+    number, victim, then, processes, tmp_path, undisturbed, capsys
+):
+    workdir = tmp_path / "run"
+    faults = {"slow": 18} if number else {"fail": [victim, 20]}
+    started = start_cluster(processes, workdir, *EXACT, **faults)
+    lost, other = started[victim], started[1 - victim]
+    reason = "was lost: "
+    if number:
+        wait_for_step(started[0], 15)
+        lost.send(number)
+    else:
+        assert lost.wait() == 1
+        assert "ValueError: a mistake of this process\n" in lost.err
+        reason = "failed: ValueError: a mistake of this process; "
+    codes = (LOST, -signal.SIGABRT) if victim == 0 else (LOST,)
+    assert other.wait() in codes, other.err
+    said = [line for line in other.err.splitlines() if "[Gloo]" not in line]
+    assert said[0].startswith(f"process {victim} on ")
+    assert f"(pid {lost.popen.pid}) {reason}" in said[0]
+    assert "Traceback" not in other.err
+    if number == signal.SIGSTOP:
+        lost.send(signal.SIGKILL)
+        lost.wait()
+    newest = complete_steps(workdir)[-1]
+    assert newest >= 12
+    if then == 1:
+        capsys.readouterr()
+        assert run_here(workdir, *EXACT) == 0
+        assert resumed_from(capsys.readouterr().out) == newest
+    else:
+        assert finish(processes, workdir, then) == newest
+    assert_close_metrics(workdir, undisturbed)
