@@ -37,14 +37,15 @@ FORMATS: Mapping[str, Text] = {
     "parameter_norm": "parameter norm {:.3g}".format,
     "examples_per_second": "{:,.0f} examples/s".format,
     "tokens_per_second": "{:,.0f} tokens/s".format,
-    "model_flops_per_second": "{:.3g} FLOP/s".format,
     "mfu": "MFU {:.1%}".format,
     "memory_bytes": lambda size: f"{describe_bytes(size)} in use",
 }
 
 # The bar has no room for them in a terminal of 80 columns.
 NORMS = frozenset({"gradient_norm", "update_norm", "parameter_norm"})
-LEFT_OUT = NORMS | {"learning_rate", "model_flops_per_second"}
+LEFT_OUT = NORMS | {"learning_rate"}
+# Of use for a calculation, which the files are for.
+NOT_SHOWN = "model_flops_per_second"
 # What the bar shows first, as far as it has room; what is not named here comes last.
 IMPORTANCE = (
     "loss",
@@ -97,8 +98,6 @@ def describe_within(metrics: Mapping[str, float], width: int, *, also: str = "")
     """
     texts = _texts(metrics)
     order = [name for name in IMPORTANCE if name in texts]
-    if "tokens_per_second" in texts and "examples_per_second" in texts:
-        order.remove("examples_per_second")  # They say the same.
     order += [name for name in texts if name not in IMPORTANCE and name not in LEFT_OUT]
     line = ""
     for text in [*(texts[name] for name in order), also]:
@@ -110,6 +109,9 @@ def describe_within(metrics: Mapping[str, float], width: int, *, also: str = "")
 
 def _texts(metrics: Mapping[str, float]) -> dict[str, str]:
     """What to show of each metric, in the order of `FORMATS`."""
+    metrics = {name: value for name, value in metrics.items() if name != NOT_SHOWN}
+    if "tokens_per_second" in metrics:
+        metrics.pop("examples_per_second", None)  # They say the same.
     texts = {name: text(metrics[name]) for name, text in FORMATS.items() if name in metrics}
     others = {name: f"{name} {metrics[name]:.4g}" for name in metrics if name not in FORMATS}
     return texts | others
