@@ -278,13 +278,15 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, poison, undi
     workdir = tmp_path / "run"
     assert run_here(workdir, "--config.training.on_nonfinite=skip") == 0
     assert places(workdir) == places(undisturbed)
-    counted = [(line["step"], line["skipped_steps"]) for line in read_metrics(workdir) if line["split"] == "train"]
+    counted = [
+        (line["step"], line["skipped_steps"])
+        for line in read_metrics(workdir)
+        if line["split"] == "train"
+    ]
     assert counted == [(step, 0 if step < 10 else 2) for step, _ in counted]
 
 
-def test_a_rollback_goes_past_the_batch(
-    tmp_path, poison, undisturbed, monkeypatch, capsys
-):
+def test_a_rollback_goes_past_the_batch(tmp_path, poison, undisturbed, monkeypatch, capsys):
     """The steps after it are those of a run that never saw the batches in between."""
     poison(10)
     rollback = "--config.training.on_nonfinite=rollback"

@@ -195,6 +195,8 @@ def test_a_language_model_that_is_killed(processes, tmp_path, devices8):
     straight = start(processes, tmp_path / "straight", *tiny, config="fsdp_lm.py")
     assert straight.wait() == 0
     assert_same_run(tmp_path / "run", tmp_path / "straight")
-    samples = [process.out.split("sample:\n")[1].split("time:")[0] for process in (resumed, straight)]
+    samples = [
+        process.out.split("sample:\n")[1].split("time:")[0] for process in (resumed, straight)
+    ]
     assert samples[0] == samples[1]
     assert samples[0].startswith("  def ")

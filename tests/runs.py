@@ -162,7 +162,9 @@ def assert_close_metrics(workdir, undisturbed, *, until=None, rtol=1e-5):
             [line for line in found if line["step"] <= until and line["split"] != "test"]
             for found in (lines, expected)
         )
-    places = [[(line["step"], line["split"], *line) for line in found] for found in (lines, expected)]
+    places = [
+        [(line["step"], line["split"], *line) for line in found] for found in (lines, expected)
+    ]
     assert places[0] == places[1]
     for line, other in zip(lines, expected, strict=True):
         assert line == {name: _close(value, rtol) for name, value in other.items()}

@@ -124,7 +124,7 @@ def _split(num_examples: int, first_label: int) -> ArraySplit:
     return ArraySplit(labels[:, None].astype(np.float32), labels)
 
 
-DATASET = Dataset(train=_split(10, 0), eval=_split(6, 100), test=_split(7, 200), fingerprint="")
+DATASET = Dataset(train=_split(30, 0), eval=_split(6, 100), test=_split(7, 200), fingerprint="")
 
 
 class Run:

@@ -13,10 +13,11 @@ B is the number of examples in a batch. Threads do all the reading ahead; Grain'
 want parsed flags and seconds to start, which only heavy decoding is worth.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import jax
 import numpy as np
@@ -87,9 +88,9 @@ def train_batches(
       The batches, of global arrays.
     """
     rows = rows_of_this_process(sharding, batch_size)
-    stream = _endless(split, seed)
+    order = _EndlessOrder(len(split), seed)
     batches = _read_ahead(
-        lambda start: _stack([stream[int(start + row)] for row in rows]),
+        lambda start: _stack([split[index] for index in order.at(start + rows)]),
         range(start_position, sys.maxsize - batch_size, batch_size),
         lambda batch: place(batch, sharding, batch_size),
         prefetch=prefetch,
@@ -99,8 +100,8 @@ def train_batches(
 
 def train_batch(split: Split, position: int, *, batch_size: int, seed: int) -> Batch:
     """The batch at a position of the stream of `train_batches`, all of it, as numpy arrays."""
-    stream = _endless(split, seed)
-    return _stack([stream[position + row] for row in range(batch_size)])
+    indices = _EndlessOrder(len(split), seed).at(position + np.arange(batch_size))
+    return _stack([split[index] for index in indices])
 
 
 def evaluation_batches(
@@ -154,13 +155,25 @@ def abstract_batch(split: Split, batch_size: int) -> Batch:
     return jax.tree.map(leaf, split[0])
 
 
-def _endless(split: Split, seed: int) -> Any:
-    """The stream by position, a `grain.MapDataset`."""
-    import grain
+class _EndlessOrder:
+    """Which example stands where in the stream.
 
-    # Grain gives epoch `e` the seed `s + e`: neighbouring seeds would share all epochs but one.
-    (spread,) = np.random.SeedSequence(seed).generate_state(1)
-    return grain.MapDataset.source(split).shuffle(seed=int(spread)).repeat()
+    Grain's own shuffle looks up one position at a time, which for small examples takes longer than
+    reading them. An epoch's order takes 8 bytes an example; the latest two are kept, for a batch
+    may be in both.
+    """
+
+    def __init__(self, num_examples: int, seed: int) -> None:
+        self._num_examples = num_examples
+        self._order = functools.lru_cache(maxsize=2)(
+            lambda epoch: np.random.default_rng((seed, epoch)).permutation(num_examples)
+        )
+
+    def at(self, positions: np.ndarray) -> list[int]:
+        """The numbers of the examples at some positions, which ascend."""
+        epochs, places = np.divmod(positions, self._num_examples)
+        parts = [self._order(epoch)[places[epochs == epoch]] for epoch in np.unique(epochs)]
+        return [int(index) for index in np.concatenate(parts)]
 
 
 def _stack(examples: list[Batch]) -> Batch:
