@@ -2,7 +2,7 @@
 
 python -m experiments.compare [--config=configs/compare.py] [--config.<field>=<value> ...]
                               [--config.pairs="(('fsdp', 'manual'), ('fsdp', 'auto'))"]
-                              [--workdir=<new folder>] [--devices=<number>]
+                              [--workdir=<folder>] [--devices=<number>]
 """
 
 from pathlib import Path

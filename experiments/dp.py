@@ -1,7 +1,7 @@
 """Trains a classifier with data parallelism: every device holds the whole model.
 
 python -m experiments.dp [--config=configs/dp.py] [--config.<field>=<value> ...]
-                         [--workdir=<new folder>] [--devices=<number>]
+                         [--workdir=<folder>] [--devices=<number>]
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Trains a classifier with fully sharded data parallelism: every device holds a shard.
 
 python -m experiments.fsdp [--config=configs/fsdp.py] [--config.<field>=<value> ...]
-                         [--workdir=<new folder>] [--devices=<number>]
+                         [--workdir=<folder>] [--devices=<number>]
 """
 
 from pathlib import Path

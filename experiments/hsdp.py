@@ -1,7 +1,7 @@
 """Trains a classifier with hybrid sharded data parallelism: sharded in a group, replicated across.
 
 python -m experiments.hsdp [--config=configs/hsdp.py] [--config.<field>=<value> ...]
-                         [--workdir=<new folder>] [--devices=<number>]
+                         [--workdir=<folder>] [--devices=<number>]
 """
 
 from pathlib import Path

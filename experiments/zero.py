@@ -1,7 +1,7 @@
 """Trains a classifier with a sharded optimizer (ZeRO stage 1, or 2): every device updates a shard.
 
 python -m experiments.zero [--config=configs/zero.py] [--config.<field>=<value> ...]
-                         [--workdir=<new folder>] [--devices=<number>]
+                         [--workdir=<folder>] [--devices=<number>]
 """
 
 from pathlib import Path

@@ -71,7 +71,7 @@ ELSEWHERE = {
     "zero2": (["--config.parallel.strategy=zero2"], "zero2 on 8 devices"),
     "hsdp": (
         ["--config.parallel.strategy=hsdp", mesh(replica=2, data=-1)],
-        "hsdp on 8 devices (replica=2, data=4)",
+        "mesh: replica=2, data=4 on 8 ",
     ),
     "auto": (["--config.parallel.mode=auto"], "fsdp, mode auto on 8 devices"),
 }

@@ -1,4 +1,4 @@
-"""What a run does about damage: other models and data, damaged files, full disks, steps not finite."""
+"""What a run does about other models and data, damaged files, full disks, steps not finite."""
 
 import contextlib
 import dataclasses
@@ -176,6 +176,7 @@ def small_disk(tmp_path):
 WIDE = "--config.model.hidden_size=1024"  # Whose checkpoints have about a megabyte.
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_run_with_a_sentence(small_disk, capsys):
     workdir = small_disk / "run"
     assert run_here(workdir, WIDE) == 6
@@ -316,6 +317,7 @@ def test_a_rollback_after_another_goes_past_both_batches(tmp_path, poison, undis
     assert places(workdir) == places(undisturbed)
 
 
+@pytest.mark.slow
 def test_rollbacks_far_apart_do_not_add_up(tmp_path, poison, undisturbed, capsys):
     # Each meets the step after a checkpoint, one batch having been left out for each before.
     poison(5, 10, 15, 20)

@@ -1,4 +1,4 @@
-"""A run that is killed at random moments, again and again, and started each time by the same command."""
+"""A run that is killed at random moments, and started again each time by the same command."""
 
 import contextlib
 import random
@@ -15,10 +15,10 @@ KILLS = 30
 SAVING = (
     "--config.model.hidden_size=512",
     "--config.model.num_layers=2",
-    "--config.training.num_steps=150",
+    "--config.training.num_steps=80",
     "--config.training.log_every_steps=2",
     "--config.checkpoint.every_steps=1",
-    "--config.checkpoint.keep_every_steps=25",
+    "--config.checkpoint.keep_every_steps=10",
 )
 
 
@@ -46,7 +46,7 @@ def test_killed_at_random_moments(processes, tmp_path, devices8):
     for kill in range(KILLS):
         began = time.monotonic()
         process = start(processes, workdir, *SAVING, devices=2, slow=1, seconds=0.05)
-        if kill and moments.random() < 0.3:
+        if kill % 3 == 2:
             time.sleep(moments.uniform(0, startup))  # Imports, compiling, restoring.
         else:
             process.wait_for("step ")
@@ -61,15 +61,15 @@ def test_killed_at_random_moments(processes, tmp_path, devices8):
         before, steps = newest, complete_steps(workdir)
         newest = max(steps, default=0)
         assert newest >= before
-        assert set(range(25, newest, 25)) <= set(steps)
+        assert set(range(10, newest, 10)) <= set(steps)
         lines = lines_of(workdir)
         assert lines == expected[: len(lines)]
     print(f"{starting} kills before a first report, {saving} in a save, up to step {newest}")
-    assert newest < 150, "the kills were to be over before the run is"
+    assert newest < 80, "the kills were to be over before the run is"
     assert starting > 2
     assert saving > 5
     last = start(processes, workdir, *SAVING, devices=2)
     assert last.wait() == 0, last.err
     assert resumed_from(last.out) == newest
     assert_same_metrics(workdir, undisturbed)
-    assert complete_steps(workdir)[-1] == 150
+    assert complete_steps(workdir)[-1] == 80

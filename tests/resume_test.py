@@ -9,8 +9,8 @@ import pytest
 from manualpar.cluster import Cluster
 from tests.cluster_processes import Processes
 from tests.runs import (
-    at_step,
     assert_same_run,
+    at_step,
     complete_steps,
     resumed_from,
     run_here,
@@ -141,6 +141,7 @@ def test_a_finished_run_given_again_only_repeats_its_test(tmp_path, capsys, undi
     assert content(workdir / "checkpoints") == before
 
 
+@pytest.mark.slow
 def test_a_run_that_was_to_end_later_goes_on_past_its_end(tmp_path, capsys, undisturbed):
     """While the learning rate still warms up, it does not depend on where the training ends."""
     workdir = tmp_path / "run"

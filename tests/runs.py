@@ -176,7 +176,7 @@ def _close(value, rtol):
 
 
 def at_step(monkeypatch, step, act):
-    """Has a run in this process do something after a step, told its `Cluster`, before it is saved."""
+    """Has a run in here call `act(cluster)` after a step, before the step is saved."""
     should_stop = Cluster.should_stop
 
     def disturbed(self, now):
