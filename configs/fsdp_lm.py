@@ -59,7 +59,7 @@ def get_config() -> ConfigDict:
     config.parallel.rules = ()  # what logical names mean, such as (("embed", None),)
 
     config.training = ConfigDict()
-    config.training.num_steps = 500
+    config.training.num_steps = 700
     config.training.eval_every_steps = 250
     config.training.eval_batches = 8  # of an evaluation; 0: all there are
     config.training.log_every_steps = 25

@@ -73,7 +73,7 @@ ELSEWHERE = {
         ["--config.parallel.strategy=hsdp", mesh(replica=2, data=-1)],
         "mesh: replica=2, data=4 on 8 ",
     ),
-    "auto": (["--config.parallel.mode=auto"], "fsdp, mode auto on 8 devices"),
+    "auto": (["--config.parallel.mode=auto"], "fsdp, mode auto"),
 }
 QUICK = ("four devices, minibatches", "hsdp")
 
@@ -93,7 +93,7 @@ def test_it_goes_on_padded(devices, padded, tmp_path, capsys):
     changes = ["--config.parallel.pad=true"] + ([mesh(data=devices)] if devices < 8 else [])
     output = goes_on(padded, tmp_path / "run", changes, capsys, also=(WIDE,))
     assert f"fsdp on {devices} device" in output
-    assert ("padded" in output) == (devices > 1)
+    assert ("padded" in output.replace(str(tmp_path), "")) == (devices > 1)
 
 
 def goes_on(runs, workdir, changes, capsys, *, also=()):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.models import Transformer, flops_per_token
-from manualpar.models.transformer import REMAT_POLICIES, rotary_angles, rotate
+from manualpar.models.transformer import REMAT_POLICIES, Product, rotary_angles, rotate
 from manualpar.training.losses import language_model_loss
 from tests.one_device import train_on_one_device, train_program
 
@@ -221,7 +221,7 @@ def test_computed_in_a_dtype_with_parameters_and_logits_in_float32(dtype):
 
     def watch(next_fun, args, kwargs, context):
         out = next_fun(*args, **kwargs)
-        if isinstance(context.module, nn.RMSNorm | nn.DenseGeneral | nn.Dropout):
+        if isinstance(context.module, nn.RMSNorm | Product | nn.Dropout):
             seen.append(out.dtype)
         return out
 

@@ -224,11 +224,12 @@ class Attention(nn.Module):
     def __call__(self, x_BSD: jax.Array, angles_SH: jax.Array, mask: jax.Array | None) -> jax.Array:
         """Mixes positions; the arguments are those of `Layer`."""
         config, hidden_size = self.config, x_BSD.shape[-1]
-        heads = (config.num_heads, config.head_size), ("embed", "heads", None)
-        kv_heads = (config.num_kv_heads, config.head_size), ("embed", "kv_heads", None)
-        query_BSNH = rotate(_dense("query", config, *heads)(x_BSD), angles_SH)
-        key_BSKH = rotate(_dense("key", config, *kv_heads)(x_BSD), angles_SH)
-        value_BSKH = _dense("value", config, *kv_heads)(x_BSD)
+        query = (hidden_size, config.num_heads, config.head_size), ("embed", "heads", None)
+        key = (hidden_size, config.num_kv_heads, config.head_size), ("embed", "kv_heads", None)
+        out = query[0][1:] + query[0][:1], ("heads", None, "embed")
+        query_BSNH = rotate(Product(config, *query, name="query")(x_BSD), angles_SH)
+        key_BSKH = rotate(Product(config, *key, name="key")(x_BSD), angles_SH)
+        value_BSKH = Product(config, *key, name="value")(x_BSD)
         mixed_BSNH = jax.nn.dot_product_attention(
             query_BSNH,
             key_BSKH,
@@ -237,9 +238,7 @@ class Attention(nn.Module):
             is_causal=True,
             implementation=ATTENTIONS[config.attention],
         )
-        names = ("heads", None, "embed")
-        out = _dense("out", config, hidden_size, names, axis=(-2, -1), scale=config.added_scale)
-        return out(mixed_BSNH)
+        return Product(config, *out, contracted=2, scale=config.added_scale, name="out")(mixed_BSNH)
 
 
 class SwiGLU(nn.Module):
@@ -250,11 +249,38 @@ class SwiGLU(nn.Module):
     @nn.compact
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Maps `[B, S, D]` to `[B, S, D]`."""
-        config, names = self.config, ("embed", "mlp")
-        gate_BSF = _dense("gate", config, config.mlp_size, names)(x_BSD)
-        up_BSF = _dense("up", config, config.mlp_size, names)(x_BSD)
-        down = _dense("down", config, x_BSD.shape[-1], names[::-1], scale=config.added_scale)
+        config = self.config
+        into = (x_BSD.shape[-1], config.mlp_size), ("embed", "mlp")
+        out = into[0][::-1], into[1][::-1]
+        gate_BSF = Product(config, *into, name="gate")(x_BSD)
+        up_BSF = Product(config, *into, name="up")(x_BSD)
+        down = Product(config, *out, scale=config.added_scale, name="down")
         return down(nn.silu(gate_BSF) * up_BSF)
+
+
+class Product(nn.Module):
+    """A product with weights; `nn.DenseGeneral`, but that takes no names for more than two dims.
+
+    (It constrains the weights by their names when they have two dims yet: flax 0.12.8.)
+    """
+
+    config: LayerConfig
+    shape: tuple[int, ...]
+    dim_names: tuple[str | None, ...]
+    contracted: int = 1
+    scale: float = 1.0
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Sums over the last dims of `x` and the first of the weights, `contracted` of them."""
+        dims = range(len(self.shape))
+        init = nn.initializers.variance_scaling(
+            self.scale**2, "fan_in", "normal", dims[: self.contracted], dims[self.contracted :]
+        )
+        kernel = self.param(
+            "kernel", _annotate(init, self.dim_names, self.config.annotate), self.shape
+        )
+        return jnp.tensordot(x, kernel.astype(self.config.dtype), axes=self.contracted)
 
 
 def rotary_angles(length: int, head_size: int, *, base: float) -> jax.Array:
@@ -375,23 +401,6 @@ def _norm(name: str, dtype: jnp.dtype, annotate: bool) -> nn.RMSNorm:
     """A norm over hidden features."""
     init = _annotate(nn.initializers.ones, ("embed",), annotate)
     return nn.RMSNorm(dtype=dtype, scale_init=init, name=name)
-
-
-def _dense(
-    name: str,
-    config: LayerConfig,
-    features: int | tuple[int, int],
-    dim_names: tuple[str | None, ...],
-    *,
-    axis: int | tuple[int, int] = -1,
-    scale: float = 1.0,
-) -> nn.DenseGeneral:
-    """A product with weights of deviation `scale / sqrt(inputs)`."""
-    init = nn.initializers.variance_scaling(scale**2, "fan_in", "normal")
-    init = _annotate(init, dim_names, config.annotate)
-    return nn.DenseGeneral(
-        features, axis=axis, use_bias=False, dtype=config.dtype, kernel_init=init, name=name
-    )
 
 
 def _annotate(init: Any, dim_names: tuple[str | None, ...], annotate: bool) -> Any:
