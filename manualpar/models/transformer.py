@@ -119,19 +119,17 @@ class Transformer(nn.Module):
         x_BSD = _look_up(embedding_VD, tokens).astype(dtype)
         angles_SH = rotary_angles(tokens.shape[1], size_of_head(self), base=self.rope_base)
         mask = _same_document(tokens == self.bos_token) if self.bos_token >= 0 else None
-        x_BSD = self._run_layers(x_BSD, angles_SH, mask, deterministic=not train)
+        x_BSD = self._run_layers(x_BSD, angles_SH, mask, train=train)
         x_BSD = _norm("final_norm", dtype, self.annotate)(x_BSD)
         head_DV = embedding_VD.T
         if not self.tied_head:
             init = _annotate(normal(std), ("embed", "vocab"), self.annotate)
             head_DV = self.param("head", init, head_DV.shape)
         # Logits are not rounded to the dtype on their way to float32.
-        return jnp.einsum(
-            "BSD,DV->BSV", x_BSD, head_DV.astype(dtype), preferred_element_type=jnp.float32
-        )
+        return jnp.matmul(x_BSD, head_DV.astype(dtype), preferred_element_type=jnp.float32)
 
     def _run_layers(
-        self, x_BSD: jax.Array, angles_SH: jax.Array, mask: jax.Array | None, *, deterministic: bool
+        self, x_BSD: jax.Array, angles_SH: jax.Array, mask: jax.Array | None, *, train: bool
     ) -> jax.Array:
         """Runs the layers, in a loop or one after the other."""
         config = LayerConfig(
@@ -139,7 +137,7 @@ class Transformer(nn.Module):
             num_kv_heads=self.num_kv_heads or self.num_heads,
             head_size=size_of_head(self),
             mlp_size=self.mlp_size,
-            dropout_rate=0.0 if deterministic else self.dropout_rate,
+            dropout_rate=self.dropout_rate if train else 0.0,
             added_scale=(2 * self.num_layers) ** -0.5,
             dtype=jnp.dtype(self.dtype),
             attention=self.attention,
@@ -148,8 +146,8 @@ class Transformer(nn.Module):
         layer: Any = Layer
         if self.remat != "none":
             # Inside of a loop nothing can be merged across iterations.
-            policy, prevent_cse = REMAT_POLICIES[self.remat], not self.scan_layers
-            layer = nn.remat(Layer, policy=policy, prevent_cse=prevent_cse)
+            policy = REMAT_POLICIES[self.remat]
+            layer = nn.remat(Layer, policy=policy, prevent_cse=not self.scan_layers)
         if self.scan_layers:
             layers = nn.scan(
                 layer,
@@ -208,11 +206,9 @@ class Layer(nn.Module):
         config = self.config
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
         y_BSD = _norm("attention_norm", config.dtype, config.annotate)(x_BSD)
-        y_BSD = Attention(config, name="attention")(y_BSD, angles_SH, mask)
-        x_BSD = x_BSD + drop(y_BSD)
+        x_BSD = x_BSD + drop(Attention(config, name="attention")(y_BSD, angles_SH, mask))
         y_BSD = _norm("mlp_norm", config.dtype, config.annotate)(x_BSD)
-        y_BSD = SwiGLU(config, name="mlp")(y_BSD)
-        return x_BSD + drop(y_BSD), None
+        return x_BSD + drop(SwiGLU(config, name="mlp")(y_BSD)), None
 
 
 class Attention(nn.Module):
@@ -226,17 +222,13 @@ class Attention(nn.Module):
         config, hidden_size = self.config, x_BSD.shape[-1]
         query = (hidden_size, config.num_heads, config.head_size), ("embed", "heads", None)
         key = (hidden_size, config.num_kv_heads, config.head_size), ("embed", "kv_heads", None)
-        out = query[0][1:] + query[0][:1], ("heads", None, "embed")
+        out = (config.num_heads, config.head_size, hidden_size), ("heads", None, "embed")
         query_BSNH = rotate(Product(config, *query, name="query")(x_BSD), angles_SH)
         key_BSKH = rotate(Product(config, *key, name="key")(x_BSD), angles_SH)
         value_BSKH = Product(config, *key, name="value")(x_BSD)
+        how = ATTENTIONS[config.attention]
         mixed_BSNH = jax.nn.dot_product_attention(
-            query_BSNH,
-            key_BSKH,
-            value_BSKH,
-            mask=mask,
-            is_causal=True,
-            implementation=ATTENTIONS[config.attention],
+            query_BSNH, key_BSKH, value_BSKH, mask=mask, is_causal=True, implementation=how
         )
         return Product(config, *out, contracted=2, scale=config.added_scale, name="out")(mixed_BSNH)
 
@@ -249,9 +241,9 @@ class SwiGLU(nn.Module):
     @nn.compact
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Maps `[B, S, D]` to `[B, S, D]`."""
-        config = self.config
-        into = (x_BSD.shape[-1], config.mlp_size), ("embed", "mlp")
-        out = into[0][::-1], into[1][::-1]
+        config, hidden_size = self.config, x_BSD.shape[-1]
+        into = (hidden_size, config.mlp_size), ("embed", "mlp")
+        out = (config.mlp_size, hidden_size), ("mlp", "embed")
         gate_BSF = Product(config, *into, name="gate")(x_BSD)
         up_BSF = Product(config, *into, name="up")(x_BSD)
         down = Product(config, *out, scale=config.added_scale, name="down")
@@ -259,9 +251,9 @@ class SwiGLU(nn.Module):
 
 
 class Product(nn.Module):
-    """A product with weights; `nn.DenseGeneral`, but that takes no names for more than two dims.
+    """A product with weights, any of whose dims may have names.
 
-    (It constrains the weights by their names when they have two dims yet: flax 0.12.8.)
+    (`nn.DenseGeneral` constrains weights while they are two-dimensional still, in flax 0.12.8.)
     """
 
     config: LayerConfig
@@ -277,9 +269,8 @@ class Product(nn.Module):
         init = nn.initializers.variance_scaling(
             self.scale**2, "fan_in", "normal", dims[: self.contracted], dims[self.contracted :]
         )
-        kernel = self.param(
-            "kernel", _annotate(init, self.dim_names, self.config.annotate), self.shape
-        )
+        init = _annotate(init, self.dim_names, self.config.annotate)
+        kernel = self.param("kernel", init, self.shape)
         return jnp.tensordot(x, kernel.astype(self.config.dtype), axes=self.contracted)
 
 
