@@ -96,5 +96,8 @@ def test_ctrl_c_ends_a_run_with_a_message(tmp_path):
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert error == "error: interrupted; the results so far are in stopped\n"
+    assert error == (
+        "error: interrupted; the results so far are in stopped, and the same command with "
+        "--workdir=stopped goes on\n"
+    )
     assert len(read_metrics(tmp_path / "stopped")) >= 3

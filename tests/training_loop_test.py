@@ -310,6 +310,20 @@ def test_a_rollback_goes_to_the_checkpoint_and_past_the_bad_batch(bad_step):
     assert steps == [2, 4, 6, 8]
 
 
+def test_bad_batches_one_after_the_other_are_all_passed():
+    run = _poisoned_run(steps=[3, 4], save_every=2, rolls_back=True)()
+    assert run.error is None
+    kept = run.program.labels[:2] + run.program.labels[-5:]
+    assert kept == [_batch_labels(4 * (step - 1)) for step in (1, 2, 5, 6, 7, 8, 9)]
+
+
+def test_rollbacks_with_checkpoints_between_them_are_not_counted_together():
+    bad = range(3, 3 + 3 * (MAX_ROLLBACKS + 2), 3)
+    run = _poisoned_run(steps=bad, save_every=1, rolls_back=True, num_steps=12)()
+    assert run.error is None
+    assert len(run.lines) == MAX_ROLLBACKS + 2
+
+
 def test_a_rollback_without_a_checkpoint_is_not_possible():
     run = _poisoned_run(steps=[1], save_every=2, rolls_back=True)()
     assert isinstance(run.error, NonFiniteError)

@@ -116,7 +116,7 @@ def run_command(command: CommandLine) -> int:
 def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started: float) -> int:
     """Prepares and runs what a command line asks for, in all processes."""
     console = make_console(process=cluster.process_id)
-    remains = "nothing was written"
+    remains, goes_on = "nothing was written", ""
     try:
         try:
             experiment = prepare(command.config)
@@ -126,6 +126,8 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
             print_error(error)
             return USAGE_EXIT_CODE
         remains = f"the results so far are in {workdir}"
+        if command.config.checkpoint.every_steps:
+            goes_on = f", and the same command with --workdir={workdir} goes on"
         for change in changes:
             print_line(console, f"changed since the run began: {change}")
         result = run(
@@ -136,7 +138,7 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
             on_error=lambda error: _end_all(cluster, error),
         )
     except KeyboardInterrupt:
-        print_error(f"interrupted; {remains}")
+        print_error(f"interrupted; {remains}{goes_on}")
         return INTERRUPTED_EXIT_CODE
     except StoppedError as error:
         return _explain_stop(error, workdir, is_main=cluster.is_main)
