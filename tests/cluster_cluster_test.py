@@ -1,6 +1,5 @@
 """What becomes of the processes of a cluster when one of them is lost, fails or is to stop."""
 
-import contextlib
 import os
 import re
 import signal
@@ -14,15 +13,8 @@ from manualpar.cluster import (
     TERMINATED_EXIT_CODE,
     Cluster,
 )
-from tests.cluster_processes import Processes
 
 LONG = {"strategy": "fsdp", "mesh": {"data": -1}, "steps": 100_000, "devices": 1}
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with contextlib.closing(Processes(tmp_path)) as processes:
-        yield processes
 
 
 def start_training(processes, count, **options):

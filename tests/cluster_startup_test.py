@@ -1,17 +1,9 @@
-import contextlib
 
 import jax
 import numpy as np
 import pytest
 
 from manualpar.cluster import initialize
-from tests.cluster_processes import Processes
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with contextlib.closing(Processes(tmp_path)) as processes:
-        yield processes
 
 
 def result_of(processes, count, path, **options):

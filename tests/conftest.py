@@ -4,13 +4,17 @@
 named axes. A test that needs only some of them, or other names, builds its own mesh.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import hypothesis
 import jax
 import pytest
+
+from tests.cluster_processes import Processes
 
 NUM_DEVICES = 8
 
@@ -55,6 +59,13 @@ def _optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
         jax.config.update("jax_disable_most_optimizations", before)
     else:
         yield
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    """Starts processes, and ends those that are left when the test has ended."""
+    with contextlib.closing(Processes(tmp_path)) as processes:
+        yield processes
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ import pytest
 
 from manualpar.data import load_dataset, train_batch
 from manualpar.training import task
-from tests.cluster_processes import Processes
 from tests.runs import (
     arguments,
     assert_same_metrics,
@@ -149,12 +148,6 @@ def test_text_that_has_changed_is_refused(tmp_path, capsys, devices8):
     error = error_of(capsys)
     assert "the checkpoint of step 1 was saved with other data (fingerprint " in error
     assert "the files of config.data have changed since" in error
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with contextlib.closing(Processes(tmp_path)) as processes:
-        yield processes
 
 
 @pytest.fixture

@@ -1,13 +1,11 @@
 """A run that is killed at random moments, and started again each time by the same command."""
 
-import contextlib
 import random
 import signal
 import time
 
 import pytest
 
-from tests.cluster_processes import Processes
 from tests.runs import assert_same_metrics, complete_steps, resumed_from, run_here, start
 
 KILLS = 30
@@ -20,12 +18,6 @@ SAVING = (
     "--config.checkpoint.every_steps=1",
     "--config.checkpoint.keep_every_steps=10",
 )
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with contextlib.closing(Processes(tmp_path)) as processes:
-        yield processes
 
 
 def lines_of(workdir):

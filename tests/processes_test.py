@@ -1,13 +1,11 @@
 """Several processes train as one would, save as one, stop together, and go on in another number."""
 
-import contextlib
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.cluster_processes import Processes
 from tests.runs import (
     assert_close_metrics,
     complete_steps,
@@ -21,12 +19,6 @@ from tests.runs import (
 # Sums are in another order across processes, which bfloat16 would show. Dropout is on.
 EXACT = ("--config.model.dtype=float32", "--config.watch.lost_seconds=5")
 LOST = 4
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with contextlib.closing(Processes(tmp_path)) as processes:
-        yield processes
 
 
 @pytest.fixture(scope="module")

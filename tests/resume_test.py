@@ -1,13 +1,11 @@
 """A run that is killed, or told to stop, and started again is the run that nobody disturbed."""
 
-import contextlib
 import shutil
 import signal
 
 import pytest
 
 from manualpar.cluster import Cluster
-from tests.cluster_processes import Processes
 from tests.runs import (
     assert_same_run,
     at_step,
@@ -15,15 +13,10 @@ from tests.runs import (
     resumed_from,
     run_here,
     start,
+    wait_for_checkpoint,
     wait_for_step,
 )
 from tests.watching_writers_test import read_metrics
-
-
-@pytest.fixture
-def processes(tmp_path):
-    with contextlib.closing(Processes(tmp_path)) as processes:
-        yield processes
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +60,7 @@ def test_killed_then_told_to_stop_then_finished(processes, tmp_path, undisturbed
 
 def test_a_second_sigterm_ends_at_once(processes, tmp_path):
     process = start(processes, tmp_path / "run", slow=10, seconds=3600)
-    wait_for_step(process, 7)
+    wait_for_checkpoint(tmp_path / "run")
     process.send(signal.SIGTERM)
     process.wait_for("SIGTERM: stopping", in_errors=True)
     process.send(signal.SIGTERM)

@@ -96,6 +96,14 @@ def wait_for_step(process, step):
         time.sleep(0.02)
 
 
+def wait_for_checkpoint(workdir):
+    """Waits until a run has a checkpoint that is complete."""
+    until = time.monotonic() + HANG_SECONDS
+    while not complete_steps(workdir):
+        assert time.monotonic() < until, f"no checkpoint in {workdir}"
+        time.sleep(0.05)
+
+
 def steps_shown(output):
     """The steps that are reported in an output, in order."""
     return [int(step) for step in re.findall(r"^(?:\[0\] )?step +(\d+)/", output, re.MULTILINE)]
