@@ -2,7 +2,15 @@
 
     python -m experiments.fsdp --config=configs/fsdp_lm.py
 
-NOT MEASURED YET
+On any number of devices that divides 32; by default eight simulated ones where the CPU is all there
+is. 1.03 million parameters see 2 million bytes, a fifteenth of the corpus, and then write a text.
+
+Measured on 2026-11-21 with jax 0.10.2 and CPython 3.11.7, eight devices simulated on two cores that
+other programs used as well: 2.008 bits a byte on the test files, 1.67 on the first 32 KB of the
+evaluation files; the command took 355 seconds, at 15,000 tokens a second once the machine was
+quiet. Without any model those test files take 4.55 bits a byte by the frequencies of single bytes
+and 2.00 by zlib, the evaluation files 4.81 and 1.57 (`python -m benchmarks.input_pipeline` says so
+of other corpora; the standard library differs from one Python to the next).
 """
 
 from ml_collections import ConfigDict
@@ -59,7 +67,7 @@ def get_config() -> ConfigDict:
     config.parallel.rules = ()  # what logical names mean, such as (("embed", None),)
 
     config.training = ConfigDict()
-    config.training.num_steps = 700
+    config.training.num_steps = 500
     config.training.eval_every_steps = 250
     config.training.eval_batches = 8  # of an evaluation; 0: all there are
     config.training.log_every_steps = 25

@@ -253,14 +253,6 @@ def check(example):
     jax.tree_util.tree_map_with_path(compare, state.opt_state, expected, params, state.params)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_fast():
-    """Leaves out the optimizations that make code fast: compiling is all that takes long here."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 # What is drawn.
 
 

@@ -263,14 +263,6 @@ def build(mesh, tx, *, builder=fsdp, **kwargs):
     return builder(Regressor(), tx, loss_fn, mesh=mesh, batch=BATCHES[0], **kwargs)
 
 
-@pytest.fixture(autouse=True)
-def compile_fast():
-    """Leaves out the optimizations that make code fast: a third of the time these tests take."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.mark.parametrize("name", FAST + [pytest.param(x, marks=pytest.mark.slow) for x in SLOW])
 def test_three_steps_equal_the_single_device(devices8, name):
     with jax.numpy_rank_promotion("allow"):  # scale_by_distance_over_gradients does.
