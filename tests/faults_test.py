@@ -125,6 +125,7 @@ def test_metrics_that_are_damaged_are_not_gone_on_with(damage, workdir, capsys):
     assert {path: before[path] for path in content(workdir) if path in before} == before
 
 
+@pytest.mark.slow
 def test_text_that_has_changed_is_refused(tmp_path, capsys, devices8):
     text = tmp_path / "text"
     text.mkdir()
@@ -247,6 +248,7 @@ def places(workdir):
     return [(record["step"], record["split"]) for record in read_metrics(workdir)]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_stops_a_run(tmp_path, poison, undisturbed, capsys):
     poison(10)
     workdir = tmp_path / "run"

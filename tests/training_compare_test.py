@@ -126,6 +126,7 @@ def check_png(data):
     assert chunks[-1][0] == b"IEND"
 
 
+@pytest.mark.slow
 def test_a_mode_without_a_formula_and_an_unsharded_strategy(capsys):
     pairs = "--config.pairs=(('dp', 'manual'), ('fsdp', 'auto-unconstrained'))"
     assert compare_command(_command(*SMALL, pairs, "--workdir=run")) == 0
