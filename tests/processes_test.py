@@ -131,9 +131,13 @@ def test_a_process_that_is_lost_ends_the_others_and_a_restart_goes_on(
         reason = "failed: ValueError: a mistake of this process; "
     codes = (LOST, -signal.SIGABRT) if victim == 0 else (LOST,)
     assert other.wait() in codes, other.err
-    said = [line for line in other.err.splitlines() if "[Gloo]" not in line]
-    assert said[0].startswith(f"process {victim} on ")
-    assert f"(pid {lost.popen.pid}) {reason}" in said[0]
+    lines = [line for line in other.err.splitlines() if "[Gloo]" not in line]
+    named = [line for line in lines if line.startswith(f"process {victim} on ")]
+    if other.wait() == LOST:
+        assert f"(pid {lost.popen.pid}) {reason}" in named[0]
+    # JAX's coordination service is in process 0: with it gone, XLA has something to say as well.
+    if victim:
+        assert lines[0] == named[0]
     assert "Traceback" not in other.err
     if number == signal.SIGSTOP:
         lost.send(signal.SIGKILL)
