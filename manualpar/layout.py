@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from manualpar.annotations import Rules, mesh_names
 from manualpar.mesh import axes_size, axis_tuple
@@ -238,6 +238,18 @@ def unpad_leaf(x: jax.Array, padding: tuple[int, ...]) -> jax.Array:
         return x
     ends = [size - width for size, width in zip(x.shape, padding, strict=True)]
     return jax.lax.slice(x, [0] * x.ndim, ends)
+
+
+def unpad_whole(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array:
+    """A global array without its padding, whole on every device of a mesh.
+
+    What is left cannot stay sharded: its shape does not divide, which is why it was padded.
+
+    Communication:
+      One all-gather of the array.
+    """
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(unpad_leaf, static_argnums=1, out_shardings=replicated)(x, padding)
 
 
 def strip_boxes(tree: Any) -> Any:

@@ -96,11 +96,11 @@ def wait_for_step(process, step):
         time.sleep(0.02)
 
 
-def wait_for_checkpoint(workdir):
-    """Waits until a run has a checkpoint that is complete."""
+def wait_for_checkpoint(workdir, step=1):
+    """Waits until a run has a checkpoint of a step, or of a later one, that is complete."""
     until = time.monotonic() + HANG_SECONDS
-    while not complete_steps(workdir):
-        assert time.monotonic() < until, f"no checkpoint in {workdir}"
+    while max([0, *list_steps(workdir / "checkpoints")]) < step:  # Its name says it is complete.
+        assert time.monotonic() < until, f"no checkpoint of step {step} in {workdir}"
         time.sleep(0.05)
 
 

@@ -132,6 +132,25 @@ def test_a_parameter_to_draw_must_be_there(devices8):
         prepare(config)
 
 
+@pytest.mark.parametrize(
+    ("best_metric", "eval_every_steps", "message"),
+    [
+        ("acuracy", 5, "expected one of 'accuracy', 'loss' or '' for none; the nearest one is 'ac"),
+        ("loss", 0, "config.training.eval_every_steps is 0, expected evaluations to find the best"),
+    ],
+)
+def test_a_best_metric_must_be_reported(best_metric, eval_every_steps, message, devices8):
+    config = _small(fsdp.get_config())
+    with config.unlocked():
+        config.checkpoint.best_metric = best_metric
+        config.training.eval_every_steps = eval_every_steps
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare(config)
+    with config.unlocked():
+        config.checkpoint.best_metric, config.training.eval_every_steps = "accuracy", 5
+    prepare(config)
+
+
 @pytest.mark.parametrize("strategy", ["dp", "fsdp"])
 def test_rules_shard_the_models_kernels(strategy, devices8):
     rules = (("embed", None), ("mlp", "model"), ("batch", "data"))

@@ -14,9 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from manualpar.layout import path_name, unpad_leaf
+from manualpar.layout import path_name, unpad_whole
 from manualpar.program import Program
 from manualpar.train_state import TrainState
 
@@ -166,10 +165,7 @@ def nest(leaves: list[Leaf], function: Callable[[Leaf], Any]) -> dict[str, Any]:
 
 def _take_off_padding(leaf: Leaf, x: jax.Array) -> np.ndarray:
     """A padded array whole and without its padding, in the memory of process 0."""
-    mesh = leaf.abstract.sharding.mesh
-    replicated = NamedSharding(mesh, PartitionSpec())
-    take = jax.jit(unpad_leaf, static_argnums=1, out_shardings=replicated)
-    whole = take(x, leaf.padding)
+    whole = unpad_whole(x, leaf.padding, leaf.abstract.sharding.mesh)
     if jax.process_index() == 0:
         return np.array(whole.addressable_data(0))
     # The others write nothing of it; this has the shape and takes no memory.

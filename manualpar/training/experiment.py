@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import ml_collections
 import optax
 
@@ -61,7 +62,28 @@ def prepare(config: ml_collections.ConfigDict) -> Experiment:
             f"config.debug.draw_sharding is {wanted!r}, expected the path of a parameter, {ALL!r} "
             f"or '' for none; the nearest one is {nearest(wanted, paths)!r}."
         )
+    _check_best_metric(config, task, program)
     return Experiment(config, task, schedule, program)
+
+
+def _check_best_metric(config: ml_collections.ConfigDict, task: Task, program: Program) -> None:
+    """Refuses to keep the best checkpoint by what is never reported."""
+    wanted = config.checkpoint.best_metric
+    if not wanted:
+        return
+    if not config.training.eval_every_steps:
+        raise ValueError(
+            f"config.checkpoint.best_metric is {wanted!r} and config.training.eval_every_steps is "
+            "0, expected evaluations to find the best by, or '' for none."
+        )
+    metrics = jax.eval_shape(program.eval_step, program.abstract_state, program.abstract_batch)
+    known = task.derive("eval", dict.fromkeys(metrics, 0.0))
+    if wanted not in known:
+        raise ValueError(
+            f"config.checkpoint.best_metric is {wanted!r}, expected one of "
+            f"{', '.join(map(repr, known))} or '' for none; the nearest one is "
+            f"{nearest(wanted, known)!r}."
+        )
 
 
 def build_program(

@@ -228,7 +228,7 @@ def _join(command: CommandLine) -> Cluster:
 def _help_text(description: str, default_config: Path) -> str:
     """What `--help` prints: the flags, and the fields of the default config."""
     lines = [description.strip(), "", "Flags:"]
-    lines += [f"  --{name:8s}  {text}" for name, text in FLAGS_HELP.items()]
+    lines += [f"  --{name:20s}  {text}" for name, text in FLAGS_HELP.items()]
     lines += ["", f"Fields of {default_config.name}, each a flag --config.<field>=<value>:"]
     fields = flatten_config(load_config(default_config))
     lines += [f"  {name:31s}  {value or repr(value)}" for name, value in fields.items()]

@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 import jax
 import rich.console
-from jax.sharding import NamedSharding, PartitionSpec
 
 from manualpar.checkpoints import Checkpoints, Restored
 from manualpar.cluster import Cluster
 from manualpar.inspect import layout_table, state_bytes
 from manualpar.inspect.drawing import draw_sharding
-from manualpar.layout import unpad_leaf
+from manualpar.layout import unpad_whole
 from manualpar.mesh import axes_size, axis_tuple, describe_hosts
 from manualpar.program import Program
 from manualpar.train_state import TrainState
@@ -155,10 +154,8 @@ def _without_padding(program: Program, state: TrainState) -> TrainState:
     def take_off(x: jax.Array, whole: jax.ShapeDtypeStruct) -> jax.Array:
         if x.shape == whole.shape:
             return x
-        replicated = NamedSharding(program.mesh, PartitionSpec())
         padding = tuple(a - b for a, b in zip(x.shape, whole.shape, strict=True))
-        unpad = jax.jit(unpad_leaf, static_argnums=1, out_shardings=replicated)
-        return unpad(x, padding)
+        return unpad_whole(x, padding, program.mesh)
 
     return state.replace(params=jax.tree.map(take_off, state.params, program.whole_state.params))
 
