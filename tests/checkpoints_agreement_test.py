@@ -14,6 +14,7 @@ import pytest
 from manualpar.checkpoints import Checkpoints
 from manualpar.checkpoints.agreement import first_failure, from_first, gather
 from tests.checkpoints_worker import make_program, train
+from tests.cluster_processes import lines_of_ours
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,9 +50,7 @@ def run_processes(folder, action, count):
             process.kill()
     for process, (_, err) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, err
-    return [
-        [line for line in out.splitlines() if not line.startswith("[Gloo]")] for out, _ in outputs
-    ]
+    return [lines_of_ours(out) for out, _ in outputs]
 
 
 def losses_of(line, steps):

@@ -13,6 +13,7 @@ from manualpar.cluster import (
     TERMINATED_EXIT_CODE,
     Cluster,
 )
+from tests.cluster_processes import lines_of_ours
 
 LONG = {"strategy": "fsdp", "mesh": {"data": -1}, "steps": 100_000, "devices": 1}
 
@@ -32,8 +33,7 @@ def steps_of(process):
 def assert_lost(process, lost, reason):
     """Ended for the sake of another process, and the first thing it said is which."""
     assert process.wait() == LOST_PROCESS_EXIT_CODE, process.err
-    # jax and gloo have their notes from the start; none of them is about the end.
-    said = [line for line in process.err.splitlines() if not line.startswith("[Gloo]")]
+    said = lines_of_ours(process.err)
     pid = re.search(r"^pid (\d+)$", lost.out, re.MULTILINE)[1]
     number = lost.out_path.parent.name.removeprefix("process")
     assert re.match(

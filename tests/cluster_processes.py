@@ -7,6 +7,7 @@ leaves running is killed; what the processes printed is shown where the test fai
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,19 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # A guard against hanging, no measurement: on a quiet machine nothing takes a tenth of it.
 HANG_SECONDS = 120
+# What Gloo's threads say of their connections, piece by piece: each piece is a write of its own, so
+# that two threads' lines may come as one, or one in the midst of another.
+_GLOO = re.compile(
+    r"\[Gloo\] Rank |\[Rank |\d+\]?| is connected to | peer ranks\. ?"
+    r"|Expected number of connected peer ranks is : "
+)
+
+
+def lines_of_ours(text):
+    """The lines of a process, or of a launcher, without what is Gloo's alone."""
+    said = (re.sub(r"^\[\d+\] ", "", line) for line in text.splitlines())
+    ours = (bool(_GLOO.sub("", line).strip()) for line in said)
+    return [line for line, kept in zip(text.splitlines(), ours, strict=True) if kept]
 
 
 def free_port():

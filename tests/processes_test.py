@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster_processes import lines_of_ours
 from tests.runs import (
     assert_close_metrics,
     complete_steps,
@@ -44,15 +45,14 @@ def test_sigterm_to_one_stops_all_and_one_goes_on(processes, tmp_path, undisturb
     assert launcher.wait() == 75, launcher.err
     saved = complete_steps(workdir)[-1]
     assert 18 <= saved < 40
-    said = [line for line in launcher.err.splitlines() if "[Gloo]" not in line]
+    said = lines_of_ours(launcher.err)
     assert said == [
         "[1] SIGTERM: stopping after this step; a second SIGTERM ends this process",
         f"[0] stopped after step {saved}, which is saved; the same command with "
         f"--workdir={workdir} goes on",
     ]
     # Process 0 alone shows and writes.
-    shown = [line for line in launcher.out.splitlines() if "[Gloo]" not in line]
-    assert all(line.startswith("[0] ") for line in shown)
+    assert all(line.startswith("[0] ") for line in lines_of_ours(launcher.out))
     assert "[0] mesh: data=8 on 8 simulated cpu devices" in launcher.out
     assert len(list(workdir.glob("events.out.*"))) == 1
     assert_close_metrics(workdir, undisturbed, until=saved)
@@ -133,7 +133,7 @@ def test_a_process_that_is_lost_ends_the_others_and_a_restart_goes_on(
         reason = "failed: ValueError: a mistake of this process; "
     codes = (LOST, -signal.SIGABRT) if victim == 0 else (LOST,)
     assert other.wait() in codes, other.err
-    lines = [line for line in other.err.splitlines() if "[Gloo]" not in line]
+    lines = lines_of_ours(other.err)
     named = [line for line in lines if line.startswith(f"process {victim} on ")]
     if other.wait() == LOST:
         assert f"(pid {lost.popen.pid}) {reason}" in named[0]
