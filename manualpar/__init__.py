@@ -5,7 +5,7 @@ from manualpar.data_parallel import data_parallel
 from manualpar.fsdp import fsdp
 from manualpar.gradients import accumulate_gradients, sync_gradients, sync_metrics
 from manualpar.hsdp import hsdp
-from manualpar.mesh import make_mesh
+from manualpar.mesh import abstract_mesh, make_mesh
 from manualpar.partitioning import (
     ShardedParameter,
     gather_params,
@@ -23,6 +23,7 @@ __all__ = [
     "Program",
     "ShardedParameter",
     "TrainState",
+    "abstract_mesh",
     "accumulate_gradients",
     "data_parallel",
     "fold_rng_over_axis",

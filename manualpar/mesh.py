@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 AxisName = str | tuple[str, ...]
 
@@ -53,7 +53,7 @@ def check_axes_bound(function: str, axes: tuple[str, ...]) -> None:
         )
 
 
-def check_mesh_has(function: str, mesh: Mesh, axes: tuple[str, ...]) -> None:
+def check_mesh_has(function: str, mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> None:
     """Raises a `ValueError` in the name of `function` unless the mesh has each axis."""
     missing = [axis for axis in axes if axis not in mesh.shape]
     if missing or not axes:
@@ -66,7 +66,7 @@ def check_mesh_has(function: str, mesh: Mesh, axes: tuple[str, ...]) -> None:
         raise ValueError(f"{function}: axis_name={axes} names an axis twice; name each once.")
 
 
-def axes_size(mesh: Mesh, axes: tuple[str, ...]) -> int:
+def axes_size(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
     """How many devices `axes` span together."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
@@ -99,41 +99,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
     """
     is_everyones = devices is None
     devices = list(jax.devices() if devices is None else devices)
-    names, sizes = tuple(axes), list(axes.values())
-    if not names:
-        raise ValueError(
-            "make_mesh: axes is empty, expected at least one axis such as {'data': -1}."
-        )
-    for name, size in axes.items():
-        if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(
-                f"make_mesh: axes has {name!r}: {size!r}, expected a name with an integer size."
-            )
-        if size < 1 and size != -1:
-            raise ValueError(
-                f"make_mesh: axis {name!r} has size {size}, expected a positive size or -1 for the "
-                "rest of the devices."
-            )
-    if sizes.count(-1) > 1:
-        raise ValueError(
-            f"make_mesh: axes={dict(axes)} has more than one -1; fix all sizes but one."
-        )
-    fixed = math.prod(size for size in sizes if size != -1)
-    if -1 in sizes:
-        if len(devices) % fixed:
-            raise ValueError(
-                f"make_mesh: axes={dict(axes)} fixes {fixed} devices a group, which does not "
-                f"divide the {len(devices)} "
-                f"devices there are. Choose sizes whose product divides {len(devices)}."
-            )
-        sizes[sizes.index(-1)] = len(devices) // fixed
-    elif fixed > len(devices):
-        raise ValueError(
-            f"make_mesh: axes={dict(axes)} needs {fixed} devices, got {len(devices)}. Use smaller "
-            "sizes, -1 for the "
-            "rest of the devices, or simulate devices with "
-            "jax.config.update('jax_num_cpu_devices', N)."
-        )
+    sizes = _fill_sizes("make_mesh", axes, len(devices))
     used = devices[: math.prod(sizes)]
     idle = {d.process_index for d in devices} - {d.process_index for d in used}
     if is_everyones and idle:
@@ -142,10 +108,69 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
             f"of them in process {min(idle)}; expected devices of every process. Use -1 "
             "for the rest of the devices, or start fewer processes."
         )
-    axis_types = (AxisType.Auto,) * len(names)
+    axis_types = (AxisType.Auto,) * len(sizes)
     if len(set(_hosts(used))) == 1:
-        return jax.make_mesh(sizes, names, axis_types, devices=used)
-    return Mesh(arrange_devices(sizes, used), names, axis_types=axis_types)
+        return jax.make_mesh(sizes, tuple(axes), axis_types, devices=used)
+    return Mesh(arrange_devices(sizes, used), tuple(axes), axis_types=axis_types)
+
+
+def abstract_mesh(axes: Mapping[str, int], num_devices: int) -> AbstractMesh:
+    """Builds a mesh of devices that nobody has: a program on it can be traced and not run.
+
+    Args:
+      axes: As for `make_mesh`.
+      num_devices: How many devices there would be.
+
+    Returns:
+      A `jax.sharding.AbstractMesh` whose axes are all of `AxisType.Auto`.
+
+    Raises:
+      ValueError: A size is neither positive nor -1, more than one is -1, or the sizes do not fit
+        the devices.
+      TypeError: A name is not a string or a size is not an integer.
+    """
+    sizes = _fill_sizes("abstract_mesh", axes, num_devices)
+    return AbstractMesh(tuple(sizes), tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _fill_sizes(function: str, axes: Mapping[str, int], num_devices: int) -> list[int]:
+    """The sizes of the axes, with the rest of the devices for a -1."""
+    sizes = list(axes.values())
+    if not axes:
+        raise ValueError(
+            f"{function}: axes is empty, expected at least one axis such as {{'data': -1}}."
+        )
+    for name, size in axes.items():
+        if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(
+                f"{function}: axes has {name!r}: {size!r}, expected a name with an integer size."
+            )
+        if size < 1 and size != -1:
+            raise ValueError(
+                f"{function}: axis {name!r} has size {size}, expected a positive size or -1 for "
+                "the rest of the devices."
+            )
+    if sizes.count(-1) > 1:
+        raise ValueError(
+            f"{function}: axes={dict(axes)} has more than one -1; fix all sizes but one."
+        )
+    fixed = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes:
+        if num_devices % fixed:
+            raise ValueError(
+                f"{function}: axes={dict(axes)} fixes {fixed} devices a group, which does not "
+                f"divide the {num_devices} "
+                f"devices there are. Choose sizes whose product divides {num_devices}."
+            )
+        sizes[sizes.index(-1)] = num_devices // fixed
+    elif fixed > num_devices:
+        raise ValueError(
+            f"{function}: axes={dict(axes)} needs {fixed} devices, got {num_devices}. Use smaller "
+            "sizes, -1 for the "
+            "rest of the devices, or simulate devices with "
+            "jax.config.update('jax_num_cpu_devices', N)."
+        )
+    return sizes
 
 
 def arrange_devices(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:

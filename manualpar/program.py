@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from manualpar.annotations import check_rules
 from manualpar.collectives import AS_STORED, Wire
@@ -52,7 +52,7 @@ class Program:
     Attributes:
       strategy: The strategy.
       mode: Who writes the collectives.
-      mesh: The mesh it runs on.
+      mesh: The mesh it runs on; on an abstract one it can be traced and not run.
       data_axes: The mesh axes that examples are split over.
       num_minibatches: How many parts a device takes its share of a batch in.
       wire: The dtypes that travel.
@@ -118,7 +118,9 @@ def build_program(
       TypeError: A field is of the wrong kind.
     """
     check_options(strategy.name, options)
-    name, mesh, batch = strategy.name, options["mesh"], options["batch"]
+    name, batch = strategy.name, options["batch"]
+    mesh = cast("Mesh", options["mesh"])  # Building asks for nothing that an abstract one lacks.
+    has_devices = not isinstance(options["mesh"], AbstractMesh)
     axes = (*strategy.replica_axes, *axis_tuple(options.get("axis_name", "data")))
     mode = options.get("mode", "manual")
     _check_arguments(name, model, tx, loss_fn, mesh, axes)
@@ -219,9 +221,9 @@ def build_program(
             batch, jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs(batch, axes))
         ),
         batch_sharding=NamedSharding(mesh, PartitionSpec(axes)),
-        init=lambda rng: create_sharded(_typed_key(rng)),
-        train_step=limit_steps_ahead(train_step, mesh),
-        eval_step=limit_steps_ahead(eval_step, mesh),
+        init=functools.partial(_init, create_sharded if has_devices else None),
+        train_step=limit_steps_ahead(train_step, mesh) if has_devices else train_step,
+        eval_step=limit_steps_ahead(eval_step, mesh) if has_devices else eval_step,
     )
     for function in (program.train_step, program.eval_step):
         traced = function.trace(program.abstract_state, program.abstract_batch)
@@ -310,7 +312,7 @@ def _check_arguments(
         ("model", model, "an instance of a flax.linen.Module", isinstance(model, nn.Module)),
         ("tx", tx, "an optax.GradientTransformation", is_optimizer),
         ("loss_fn", loss_fn, loss_form, callable(loss_fn)),
-        ("mesh", mesh, "a jax.sharding.Mesh, see make_mesh", isinstance(mesh, Mesh)),
+        ("mesh", mesh, "a jax.sharding.Mesh, see make_mesh", isinstance(mesh, Mesh | AbstractMesh)),
     ):
         if not fits:
             raise TypeError(f"{strategy}: {name} is {value!r}, expected {expected}.")
@@ -330,6 +332,16 @@ def _with_shardings(tree: Any, shardings: Any) -> Any:
         tree,
         shardings,
     )
+
+
+def _init(create_state: Callable[[jax.Array], TrainState] | None, rng: Any) -> TrainState:
+    """Makes the state, where there are devices to hold it."""
+    if create_state is None:
+        raise ValueError(
+            "init: the program is on an abstract mesh, of devices that nobody has; expected one of "
+            "devices. Build the program on a mesh of make_mesh; this one can be traced."
+        )
+    return create_state(_typed_key(rng))
 
 
 def _typed_key(rng: Any) -> jax.Array:

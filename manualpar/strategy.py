@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal, Required, TypedDict
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.annotations import Rules
 from manualpar.layout import PlaceFn
@@ -27,7 +27,8 @@ class ProgramOptions(TypedDict, total=False):
     """The keyword arguments that all strategies' builders take.
 
     Attributes:
-      mesh: The devices, see `make_mesh`. Required.
+      mesh: The devices, see `make_mesh`; an abstract mesh for a program to look at and not to run,
+        see `abstract_mesh`. Required.
       batch: An example batch, or a tree of `jax.ShapeDtypeStruct`, with `.inputs` and global shapes
         `[B, ...]`; only shapes and dtypes are read. Required.
       axis_name: The mesh axis, or tuple of axes, that the batch is split over, and over which a
@@ -67,7 +68,7 @@ class ProgramOptions(TypedDict, total=False):
         the CPU, up to two shards of the parameters more.
     """
 
-    mesh: Required[Mesh]
+    mesh: Required[Mesh | AbstractMesh]
     batch: Required[Any]
     axis_name: AxisName
     num_minibatches: int

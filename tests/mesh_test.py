@@ -4,6 +4,7 @@ import pytest
 from jax.sharding import AxisType
 
 from manualpar.mesh import (
+    abstract_mesh,
     arrange_devices,
     axes_across_hosts,
     axis_tuple,
@@ -50,6 +51,14 @@ def test_given_devices_are_used_in_order(devices8):
 def test_bad_axes_are_refused(devices8, axes, error, message):
     with pytest.raises(error, match=message):
         make_mesh(axes, devices8)
+    with pytest.raises(error, match=message):
+        abstract_mesh(axes, 8)
+
+
+def test_a_mesh_of_devices_that_nobody_has(devices8):
+    mesh = abstract_mesh({"replica": 2, "data": -1}, 4096)
+    assert dict(mesh.shape) == {"replica": 2, "data": 2048}
+    assert mesh.axis_types == make_mesh({"a": 2, "b": -1}, devices8).axis_types
 
 
 def test_axis_tuple():

@@ -10,8 +10,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar import data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.inspect import state_bytes
+from manualpar import abstract_mesh, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar.inspect import state_bytes, trace_collectives
 from manualpar.replicas import ReplicaSentinel
 from manualpar.strategy import MODES
 from tests.one_device import train_on_one_device, train_program
@@ -249,3 +249,18 @@ def test_options_that_there_are_not_or_that_are_missing_are_refused(devices8):
         build("fsdp", devices8, minibatches=4)
     with pytest.raises(TypeError, match=r"zero1: batch= is missing, expected it as a keyword"):
         zero(Classifier(), make_tx(), loss_fn, mesh=make_mesh({"data": 8}, devices8))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["dp", "zero2", "fsdp, step", "hsdp"])
+def test_on_devices_that_nobody_has_a_program_reads_the_same(devices8, name, mode):
+    real = build(name, devices8, mode=mode)
+    unreal = build(name, devices8, mode=mode, mesh=abstract_mesh(real.mesh.shape, 8))
+
+    def read(program):
+        traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+        return trace_collectives(traced), program.parameters, jax.tree.leaves(program.layout)
+
+    assert read(unreal) == read(real)
+    with pytest.raises(ValueError, match=r"init: the program is on an abstract mesh"):
+        unreal.init(jax.random.key(0))

@@ -1,5 +1,6 @@
 """From a config to a program."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from manualpar.data_parallel import data_parallel
 from manualpar.fsdp import fsdp
 from manualpar.hsdp import hsdp
 from manualpar.inspect.drawing import ALL
-from manualpar.mesh import axes_size, make_mesh
+from manualpar.mesh import abstract_mesh, axes_size, make_mesh
 from manualpar.program import Program
 from manualpar.training.config import check_config, nearest
 from manualpar.training.optimizer import adamw, warmup_cosine_schedule
@@ -34,11 +35,15 @@ class Experiment(NamedTuple):
     program: Program
 
 
-def prepare(config: ml_collections.ConfigDict) -> Experiment:
+def prepare(
+    config: ml_collections.ConfigDict, *, devices: Sequence[jax.Device] | int | None = None
+) -> Experiment:
     """Checks a config and builds what it describes.
 
     Args:
       config: See `manualpar.training.config` for its fields, and `configs/` for examples.
+      devices: What to train on, by default all of `jax.devices()`; a number of devices that nobody
+        has to trace, and not run, what would run on them.
 
     Returns:
       The experiment.
@@ -54,7 +59,7 @@ def prepare(config: ml_collections.ConfigDict) -> Experiment:
         warmup_steps=config.optimizer.warmup_steps,
         num_steps=config.training.num_steps,
     )
-    program = build_program(config, task, schedule)
+    program = build_program(config, task, schedule, devices=devices)
     paths = [info.path for info, _ in program.parameters]
     wanted = config.debug.draw_sharding
     if wanted not in ("", ALL, *paths):
@@ -87,7 +92,11 @@ def _check_best_metric(config: ml_collections.ConfigDict, task: Task, program: P
 
 
 def build_program(
-    config: ml_collections.ConfigDict, task: Task, schedule: optax.Schedule
+    config: ml_collections.ConfigDict,
+    task: Task,
+    schedule: optax.Schedule,
+    *,
+    devices: Sequence[jax.Device] | int | None = None,
 ) -> Program:
     """Builds the program that `config` describes, for batches of the task's data.
 
@@ -98,6 +107,7 @@ def build_program(
       config: A config that `check_config` passes.
       task: What it is to learn; of the data only shapes and dtypes are read.
       schedule: The learning rate of each update.
+      devices: As for `prepare`.
 
     Returns:
       The program, traced but not compiled.
@@ -107,7 +117,8 @@ def build_program(
         options; the message names them.
     """
     optimizer, parallel = config.optimizer, config.parallel
-    mesh = make_mesh(_mesh_axes(parallel))
+    axes = _mesh_axes(parallel)
+    mesh = abstract_mesh(axes, devices) if isinstance(devices, int) else make_mesh(axes, devices)
     if parallel.strategy == "hsdp" and "replica" not in mesh.shape:
         raise ValueError(
             f"config.parallel.strategy is 'hsdp' and config.parallel.mesh has the axes "
