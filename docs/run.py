@@ -1,0 +1,182 @@
+"""Runs the code of a page, block by block, and holds what it prints against what the page shows.
+
+    python -m docs.run docs/three_modes.md            # shows each block and what it prints
+    python -m docs.run docs/three_modes.md --check    # fails where the page shows something else
+    python -m docs.run docs/three_modes.md --write    # puts into the page what was printed
+
+A page is Markdown. Its blocks of `python` run one after the other in one program, its blocks of
+`bash` in the repository's folder. Both find an empty folder in the environment variable `WORK`. A
+block of `text` that follows one shows what it prints; `...` there stands for anything, and keeps
+standing when the page is written again if the rest still fits. A picture of the page is one that
+its code has drawn into `$WORK` under the same name.
+"""
+
+import argparse
+import contextlib
+import difflib
+import io
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+# A block that runs and, with nothing but white space between, the one that shows its output.
+_BLOCK = re.compile(
+    r"^```(?P<language>python|bash)\n(?P<code>.*?)^```$(?:\s*^```text\n(?P<shown>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+_DECIMAL = r"\d+\.\d+(?:e[+-]\d+)?"
+_PICTURE = re.compile(r"!\[[^\]]*\]\((pictures/[^)]+)\)")
+
+
+class Block(NamedTuple):
+    """A block that runs.
+
+    Attributes:
+      language: `python` or `bash`.
+      code: What runs.
+      line: The line of the page on which the code begins.
+      shown: What the page says it prints; `None` if it says nothing.
+      span: Where `shown` is in the text of the page.
+    """
+
+    language: str
+    code: str
+    line: int
+    shown: str | None
+    span: tuple[int, int]
+
+
+def read_blocks(text: str) -> list[Block]:
+    """The blocks of a page that run, in order."""
+    return [
+        Block(
+            found["language"],
+            found["code"],
+            text[: found.start("code")].count("\n") + 1,
+            found["shown"],
+            found.span("shown"),
+        )
+        for found in _BLOCK.finditer(text)
+    ]
+
+
+def matches(shown: str, printed: str) -> bool:
+    """Whether what was printed is what is shown.
+
+    Args:
+      shown: The text of a page: `...` stands for anything, and a decimal fraction for one that is
+        within 5% or 0.001 of it, for another machine rounds in another order.
+      printed: What was printed.
+    """
+    parts = re.split(rf"({_DECIMAL}|\.\.\.)", _tidy(shown))
+    patterns = {part: ".*?" if part == "..." else f"({_DECIMAL})" for part in parts[1::2]}
+    pattern = "".join(patterns.get(part, re.escape(part)) for part in parts)
+    found = re.fullmatch(pattern, _tidy(printed), re.DOTALL)
+    expected = [float(part) for part in parts[1::2] if part != "..."]
+    return found is not None and all(
+        math.isclose(float(got), value, rel_tol=0.05, abs_tol=1e-3)
+        for got, value in zip(found.groups(), expected, strict=True)
+    )
+
+
+def run_blocks(page: Path, work: Path) -> Iterator[tuple[Block, str]]:
+    """Runs a page.
+
+    Args:
+      page: The Markdown file.
+      work: An empty folder for what its code writes.
+
+    Yields:
+      Each block and what it printed.
+
+    Raises:
+      subprocess.CalledProcessError: A block of `bash` failed.
+      Exception: What a block of `python` raised.
+    """
+    environment = {**os.environ, "WORK": str(work), "PATH": _path_of_this_python()}
+    os.environ["WORK"] = str(work)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in read_blocks(page.read_text()):
+        if block.language == "bash":
+            command = ["bash", "-euo", "pipefail", "-c", block.code]
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
+            )
+            yield block, done.stdout
+            continue
+        out = io.StringIO()
+        padded = "\n" * (block.line - 1) + block.code  # A traceback names the page's own lines.
+        with contextlib.redirect_stdout(out):
+            exec(compile(padded, str(page), "exec"), namespace)
+        yield block, out.getvalue()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a page; returns the exit code: 1 where the page shows something else."""
+    parser = argparse.ArgumentParser(prog="python -m docs.run", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("page", type=Path, help="a Markdown file")
+    parser.add_argument("--check", action="store_true", help="fail if the page shows other output")
+    parser.add_argument("--write", action="store_true", help="put the output into the page")
+    flags = parser.parse_args(argv)
+    text, failures = flags.page.read_text(), 0
+    with tempfile.TemporaryDirectory() as work:
+        written = []
+        for block, printed in run_blocks(flags.page, Path(work)):
+            printed = printed.replace(work, "$WORK")
+            if not flags.check:
+                print("\n".join(f"> {line}" for line in block.code.splitlines()))
+                print(printed, end="", flush=True)
+            if block.shown is None or matches(block.shown, printed):
+                continue
+            written.append((block.span, _tidy(printed)))
+            failures += 1
+            if flags.check:
+                _print_difference(f"{flags.page}:{block.line}", block.shown, printed)
+        drawn = [Path(work) / Path(name).name for name in _PICTURE.findall(text)]
+        for picture in (picture for picture in drawn if not picture.exists()):
+            print(f"{flags.page}: nothing has drawn $WORK/{picture.name}", file=sys.stderr)
+            failures += 1
+        if flags.write:
+            for (start, end), printed in reversed(written):
+                text = text[:start] + printed + text[end:]
+            flags.page.write_text(text)
+            pictures = flags.page.parent / "pictures"
+            pictures.mkdir(exist_ok=True)
+            for picture in filter(Path.exists, drawn):
+                shutil.copy(picture, pictures)
+    return 1 if flags.check and failures else 0
+
+
+def _tidy(text: str) -> str:
+    """Text whose lines end where their words end."""
+    return "".join(f"{line.rstrip()}\n" for line in text.rstrip().splitlines())
+
+
+def _path_of_this_python() -> str:
+    """The PATH on which `python` is the one that runs this."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def _print_difference(where: str, shown: str, printed: str) -> None:
+    """Says what a page shows and what was printed instead."""
+    lines = difflib.unified_diff(
+        _tidy(shown).splitlines(),
+        _tidy(printed).splitlines(),
+        f"{where} shows",
+        f"{where} prints",
+        lineterm="",
+    )
+    print("\n".join(lines), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
