@@ -15,6 +15,7 @@ from manualpar.collectives import cast_to_varying
 from manualpar.inspect import (
     compiled_collectives,
     count_by_kind,
+    read_compiled,
     total_bytes,
     trace_collectives,
 )
@@ -343,6 +344,110 @@ def test_wrapped_starts_and_updates(sugar):
         ).replace(", to_apply=%add", "")
     )
     assert [(c.kind, c.group_size, c.bytes_sent) for c in found] == [("reduce_scatter", 6, 80)]
+
+
+# How XLA:TPU writes a collective that runs while others compute: a start, products that carry it
+# on, and a done, each with the instruction in it.
+FUSED = """
+%start (p: f32[6,4]) -> (f32[6,4], f32[48,4]) {
+  %p = f32[6,4]{1,0} parameter(0)
+  %ag.1 = f32[48,4]{1,0} all-gather(%p), channel_id=3, GATHER
+  ROOT %c.1 = (f32[6,4]{1,0}, f32[48,4]{1,0}) custom-call(%ag.1), \
+custom_call_target="AsyncCollectiveStart"
+}
+
+%carry (p: f32[6,4]) -> f32[6,4] {
+  %p.2 = f32[6,4]{1,0} parameter(0)
+  %ag.2 = f32[48,4]{1,0} all-gather(%p.2), channel_id=3, GATHER
+  ROOT %product = f32[6,4]{1,0} convolution(%p.2, %p.2)
+}
+
+%done (p: f32[6,4]) -> f32[48,4] {
+  %p.3 = f32[6,4]{1,0} parameter(0)
+  %ag.3 = f32[48,4]{1,0} all-gather(%p.3), channel_id=3, GATHER
+  ROOT %c.3 = f32[48,4]{1,0} custom-call(%ag.3), custom_call_target="AsyncCollectiveDone"
+}
+""".replace("GATHER", 'replica_groups={{0,1,2,3,4,5,6,7}}, frontend_attributes={chain_id="1"}')
+
+
+def test_a_collective_that_is_fused_with_others_is_one():
+    lines = """
+    %s = (f32[6,4]{1,0}, f32[48,4]{1,0}) fusion(%x), kind=kCustom, calls=%start
+    %y = f32[6,4]{1,0} fusion(%x), kind=kOutput, calls=%carry
+    %z = f32[6,4]{1,0} fusion(%y), kind=kOutput, calls=%carry
+    ROOT %d = f32[48,4]{1,0} fusion(%z), kind=kCustom, calls=%done
+    """
+    [found] = compiled_collectives(module(lines, FUSED))
+    assert (found.kind, found.times, found.bytes_sent) == ("all_gather", 1, 7 * 96)
+    # One that is in no chain is one wherever it stands.
+    found = compiled_collectives(module(lines, FUSED.replace("chain_id", "async_name")))
+    assert count_by_kind(found) == {"all_gather": 4}
+
+
+@pytest.mark.parametrize("name", ["all-reduce-scatter", "all-reduce-scatter.3.clone"])
+def test_a_sum_of_which_a_part_is_kept_is_a_scatter(name):
+    computations = f"""
+%{name} (p: f32[48,4]) -> f32[6,4] {{
+  %p = f32[48,4]{{1,0}} parameter(0)
+  %all-reduce.1 = f32[48,4]{{1,0}} all-reduce(%p), replica_groups={{{{0,1,2,3,4,5,6,7}}}}
+  ROOT %part = f32[6,4]{{1,0}} dynamic-slice(%all-reduce.1, %p), dynamic_slice_sizes={{6,4}}
+}}
+"""
+    line = f"ROOT %y = f32[6,4] fusion(%x), kind=kCustom, calls=%{name}"
+    [found] = compiled_collectives(module(line, computations))
+    assert (found.kind, found.shapes, found.bytes_sent) == ("reduce_scatter", ((48, 4),), 7 * 96)
+    other = computations.replace(f"%{name}", "%fused")
+    [found] = compiled_collectives(module(line.replace(f"%{name}", "%fused"), other))
+    assert (found.kind, found.bytes_sent) == ("all_reduce", 2 * 7 * 96)
+
+
+def test_a_loop_that_counts_needs_no_trip_count():
+    computations = """
+%condition (p: (s32[], f32[6,4])) -> pred[] {
+  %end = s32[] constant(9)
+  %p = (s32[], f32[6,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  ROOT %lt = pred[] compare(%i, %end), direction=LT
+}
+
+%body (q: (s32[], f32[6,4])) -> (s32[], f32[6,4]) {
+  %q = (s32[], f32[6,4]{1,0}) parameter(0)
+  %step = s32[] constant(1)
+  %j = s32[] get-tuple-element(%q), index=0
+  %v = f32[6,4]{1,0} get-tuple-element(%q), index=1
+  %sum = f32[6,4]{1,0} all-reduce(%v), replica_groups=[4,2]<=[8]
+  %next = s32[] add(%j, %step)
+  ROOT %t = (s32[], f32[6,4]{1,0}) tuple(%next, %sum)
+}
+"""
+    lines = """
+    %begin = s32[] constant(2)
+    %given = (s32[], f32[6,4]{1,0}) tuple(%begin, %x)
+    ROOT %w = (s32[], f32[6,4]{1,0}) while(%given), condition=%condition, body=%body
+    """
+    [found] = compiled_collectives(module(lines, computations))
+    assert (found.kind, found.times) == ("all_reduce", 7)
+
+
+def test_what_a_program_holds(mesh42):
+    step = on_devices(lambda x: jax.lax.all_gather(x, "data", tiled=True) @ x.T, mesh42)
+    compiled = read_compiled(step.lower().compile())
+    assert compiled.collectives == compiled_collectives(step.lower().compile())
+    assert compiled.arguments == 8 * 16 * 4
+    assert compiled.outputs == 32 * 8 * 4
+    assert compiled.aliased == 0
+    assert compiled.temporaries >= 32 * 16 * 4  # What is gathered.
+    assert compiled.peak == compiled.arguments + compiled.outputs + compiled.temporaries
+    assert compiled.flops >= 2 * 32 * 16 * 8
+    donated = jax.jit(jnp.sin, donate_argnums=0).lower(jax.ShapeDtypeStruct((8, 4), jnp.float32))
+    compiled = read_compiled(donated.compile())
+    assert compiled.aliased == compiled.arguments == compiled.outputs == 128
+    assert compiled.peak == 128 + compiled.temporaries
+    nothing = types.SimpleNamespace(memory_analysis=lambda: None)
+    with pytest.raises(
+        ValueError, match=r"read_compiled: the backend's memory_analysis\(\) is None"
+    ):
+        read_compiled(nothing)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Whatever a step sends says for what: in its jaxpr, and in what is compiled and profiled."""
 
-import re
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,7 +8,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar import Batch, make_mesh
+from manualpar import Batch, fsdp, make_mesh
 from manualpar.collectives import (
     CAST_SCOPE,
     COLLECTIONS_SCOPE,
@@ -27,7 +25,11 @@ from manualpar.collectives import (
     cast_to_varying,
     purpose_of,
 )
+from manualpar.inspect import ledger
 from manualpar.inspect.communication import trace_collectives
+from manualpar.inspect.compiled import compiled_collectives
+from manualpar.inspect.scopes import compiled_scopes, module_of
+from manualpar.models.transformer import Transformer
 from manualpar.strategy import MODES
 from tests.strategies_test import STRATEGIES, build
 
@@ -89,15 +91,11 @@ def trace(program):
     return program.train_step.trace(program.abstract_state, program.abstract_batch)
 
 
-def compiled_scopes(program):
+def scopes_of_compiled(program):
     """The scopes of each collective in a compiled step, of those that XLA has merged too."""
-    kinds = r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\("
-    lines = trace(program).lower().compile().as_text().splitlines()
-    names = [re.findall(r'op_name="([^"]*)"', line) for line in lines if re.search(kinds, line)]
-    assert all(len(name) == 1 for name in names)
-    for (name,) in names:
-        shared, _, merged = name.partition("/(")  # prefix/(one:another)
-        yield from (f"{shared}/{part}" for part in merged.removesuffix(")").split(":"))
+    collectives = compiled_collectives(trace(program).lower().compile())
+    assert all(c.scope for c in collectives)
+    return [scope for c in collectives for scope in compiled_scopes(c.scope)]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -119,10 +117,77 @@ def test_every_collective_says_what_it_is_for(devices8, name):
 def test_the_compiled_program_says_it_too(devices8, name):
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
     program = make(name, devices8, tx=tx, nonfinite="skip")
-    found = {purpose_of(scope) for scope in compiled_scopes(program)}
+    found = {purpose_of(scope) for scope in scopes_of_compiled(program)}
     expected = ALWAYS | PURPOSES[name]
     # A norm of what is sharded is more than a part of it: there the compiler sends.
     assert found == (expected if name == "dp" else expected | {OPTIMIZER_SCOPE})
+
+
+# Modules, or parameters where those are sent outside of the model.
+MODULES = {"first", "BatchNorm_0", "layers/Dense_0", "last"}
+
+
+def modules_of(found, purpose):
+    return {module_of(c.scope, "Model") for c in found if purpose_of(c.scope) == purpose}
+
+
+def fast_or_slow(name, use_scan):
+    is_fast = (name, use_scan) in [("fsdp", False), ("fsdp", True), ("zero2", False)]
+    return pytest.param(name, use_scan, marks=() if is_fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "use_scan"),
+    [fast_or_slow(name, use_scan) for name in STRATEGIES for use_scan in (False, True)],
+)
+def test_what_belongs_together_has_the_same_module(devices8, name, use_scan):
+    program = make(name, devices8, num_minibatches=2, use_scan=use_scan)
+    found = trace_collectives(trace(program))
+    gathered = modules_of(found, GATHER_SCOPE) or modules_of(found, NEW_PARAMS_SCOPE)
+    assert modules_of(found, SCATTER_SCOPE) == gathered
+    assert modules_of(found, REGATHER) <= gathered
+    if {GATHER_SCOPE, NEW_PARAMS_SCOPE} & PURPOSES[name]:
+        paths = {info.path for info, place in program.parameters if any(place.sharded_names)}
+        is_outside = "step" in name or "zero" in name
+        assert gathered == (paths if is_outside else MODULES)
+        assert {path.rpartition("/")[0] for path in paths} == MODULES
+
+
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scan"])
+@pytest.mark.parametrize(
+    "remat", [pytest.param("none", marks=pytest.mark.slow), "full"], ids=["keep", "remat"]
+)
+def test_a_transformer_has_the_same_modules_there_and_back(devices8, scan_layers, remat):
+    sizes = {"vocab_size": 16, "num_layers": 2, "hidden_size": 16, "mlp_size": 16, "num_heads": 2}
+    model = Transformer(**sizes, scan_layers=scan_layers, remat=remat)
+    tokens = np.zeros((16, 8), np.int32)
+
+    def loss_fn(params, apply_fn, batch, rng):
+        logits = apply_fn({"params": params}, batch.inputs, train=True)
+        loss = jnp.square(logits).mean((1, 2))
+        return loss.mean(), {"loss": (loss.sum(), loss.size)}
+
+    program = fsdp(
+        model,
+        optax.sgd(0.1),
+        loss_fn,
+        mesh=make_mesh({"data": 8}, devices8),
+        batch=Batch(inputs=tokens, labels=tokens),
+        min_weight_size=0,
+    )
+    found = ledger(program).collectives
+    modules = {purpose: {c.module for c in found if c.purpose == purpose} for purpose in SCOPES}
+    paths = {info.path.rpartition("/")[0] or "Transformer" for info, _ in program.parameters}
+    assert modules[GATHER_SCOPE] == modules[SCATTER_SCOPE] == paths
+    layers = {module for module in paths if module.startswith("layer")}
+    assert layers <= {c.module for c in found if c.purpose == REGATHER} <= paths
+
+
+def test_the_compiled_program_says_the_same_modules(devices8):
+    program = make("fsdp", devices8, num_minibatches=2, use_scan=True)
+    written = {module_of(c.scope, "Model") for c in trace_collectives(trace(program))}
+    assert {module_of(scope, "Model") for scope in scopes_of_compiled(program)} == written
+    assert written == MODULES | {""}
 
 
 def test_a_gather_says_of_which_parameter_or_module(devices8):

@@ -1,5 +1,6 @@
-"""Reads programs: what they hold and where, and what they send."""
+"""Reads programs: what they hold and where, what they send and what they compute."""
 
+from manualpar.inspect.changes import Change, find_changes
 from manualpar.inspect.communication import (
     Collective,
     bytes_by_axes,
@@ -8,23 +9,40 @@ from manualpar.inspect.communication import (
     total_bytes,
     trace_collectives,
 )
-from manualpar.inspect.compiled import CompiledCollective, compiled_collectives
+from manualpar.inspect.compiled import (
+    Compiled,
+    CompiledCollective,
+    compiled_collectives,
+    read_compiled,
+)
 from manualpar.inspect.drawing import draw_sharding
+from manualpar.inspect.flops import Computation
 from manualpar.inspect.formulas import of_parameters, step_bytes, total_step_bytes
 from manualpar.inspect.layout import layout_table, state_bytes
+from manualpar.inspect.ledger import Ledger, ledger
+from manualpar.inspect.memory import Memory, step_memory
 
 __all__ = [
+    "Change",
     "Collective",
+    "Compiled",
     "CompiledCollective",
+    "Computation",
+    "Ledger",
+    "Memory",
     "bytes_by_axes",
     "compiled_collectives",
     "count_by_kind",
     "draw_sharding",
+    "find_changes",
     "layout_table",
+    "ledger",
     "of_parameters",
+    "read_compiled",
     "ring_bytes",
     "state_bytes",
     "step_bytes",
+    "step_memory",
     "total_bytes",
     "total_step_bytes",
     "trace_collectives",

@@ -15,14 +15,18 @@ inside a Pallas kernel, and what a callback does on the host.
 """
 
 import dataclasses
+import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
+
+from manualpar.inspect.scopes import Phase, module_of, phase_of, purpose_in
+from manualpar.inspect.walk import Around, Reader, Walk
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 
@@ -72,6 +76,8 @@ class Collective:
       dtype: The operand's dtype.
       times: How often a step runs it.
       scope: The `jax.named_scope`s and transformations around it, outermost first.
+      root: The name of the whole model, as far as it is known.
+      data_axes: The mesh axes that split the batch, as far as they are known.
     """
 
     kind: Kind
@@ -81,12 +87,29 @@ class Collective:
     dtype: Any
     times: int
     scope: str
+    root: str = dataclasses.field(default="", repr=False)
+    data_axes: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def bytes_sent(self) -> Fraction:
         """The bytes that a device sends for it in a step, see `ring_bytes`."""
         size = math.prod(self.shape) * self.dtype.itemsize
         return self.times * ring_bytes(self.kind, size, self.axis_size)
+
+    @functools.cached_property
+    def purpose(self) -> str:
+        """What it is for, see `manualpar.inspect.scopes.purpose_in`."""
+        return purpose_in(self.scope, self.axes, self.data_axes)
+
+    @functools.cached_property
+    def module(self) -> str:
+        """The path of its module or parameter, see `manualpar.inspect.scopes.module_of`."""
+        return module_of(self.scope, self.root)
+
+    @property
+    def phase(self) -> Phase:
+        """The part of a step that it runs in, see `manualpar.inspect.scopes.phase_of`."""
+        return phase_of(self.scope)
 
 
 def ring_bytes(kind: Kind, operand_bytes: int, group_size: int) -> Fraction:
@@ -113,13 +136,16 @@ def ring_bytes(kind: Kind, operand_bytes: int, group_size: int) -> Fraction:
     return operands[kind] * operand_bytes
 
 
-def trace_collectives(program: jax.stages.Traced | ClosedJaxpr) -> tuple[Collective, ...]:
+def trace_collectives(
+    program: jax.stages.Traced | ClosedJaxpr, *, while_trips: int | None = None
+) -> tuple[Collective, ...]:
     """Lists what a traced program sends.
 
     Args:
       program: What `jax.jit(f).trace(*args)` or `jax.make_jaxpr(f)(*args)` returns; the arguments
         may be `jax.ShapeDtypeStruct`s. A `Program`'s is
         `program.train_step.trace(program.abstract_state, program.abstract_batch)`.
+      while_trips: How many rounds to count of a `while` whose number is not known.
 
     Returns:
       A `Collective` for each one written and each operand, in the order of the program. One in a
@@ -128,8 +154,9 @@ def trace_collectives(program: jax.stages.Traced | ClosedJaxpr) -> tuple[Collect
 
     Raises:
       TypeError: `program` is neither.
-      ValueError: A `while` contains a collective, so nobody knows how often it runs; or there is
-        one whose bytes are not known here; or one over an axis that no `shard_map` binds.
+      ValueError: A `while` contains a collective, so nobody knows how often it runs, and no
+        `while_trips` says how many rounds to count; or there is a collective whose bytes are not
+        known here; or one over an axis that no `shard_map` binds.
     """
     jaxpr = program.jaxpr if isinstance(program, jax.stages.Traced) else program
     if not isinstance(jaxpr, ClosedJaxpr):
@@ -137,7 +164,9 @@ def trace_collectives(program: jax.stages.Traced | ClosedJaxpr) -> tuple[Collect
             f"trace_collectives: program is a {type(program).__name__}, expected what "
             "jax.jit(f).trace(*args) or jax.make_jaxpr(f)(*args) returns."
         )
-    return _of_jaxpr(jaxpr.jaxpr, _Around(sizes={}, times=1, scope=""))
+    walk = Walk("trace_collectives", (collective_reader(),), while_trips=while_trips)
+    [found] = walk.of_jaxpr(jaxpr.jaxpr, Around(sizes={}, times=1, scope="", spread=1))
+    return found
 
 
 def count_by_kind(collectives: Iterable[_Sent]) -> dict[str, int]:
@@ -159,52 +188,37 @@ def total_bytes(collectives: Iterable[_Sent]) -> Fraction:
     return sum((collective.bytes_sent for collective in collectives), Fraction(0))
 
 
-class _Around(NamedTuple):
-    """What surrounds an equation: the sizes of bound axes, how often it runs, its scope."""
-
-    sizes: Mapping[str, int]
-    times: int
-    scope: str
+def as_number(value: Fraction) -> int | float:
+    """A number of bytes as JSON has it: an integer if it is whole."""
+    return value.numerator if value.denominator == 1 else float(value)
 
 
-def _of_jaxpr(jaxpr: Jaxpr, around: _Around) -> tuple[Collective, ...]:
-    """The collectives of a jaxpr, those inside its equations too."""
-    return tuple(found for eqn in jaxpr.eqns for found in _of_equation(eqn, around))
+def collective_reader(root: str = "", data_axes: tuple[str, ...] = ()) -> Reader:
+    """What the walk looks for to list collectives.
+
+    Args:
+      root: The name of the whole model, for `Collective.module`.
+      data_axes: The mesh axes that split the batch, for `Collective.purpose`.
+
+    Returns:
+      A reader whose findings are `Collective`s.
+    """
+
+    def read(eqn: Any, around: Around) -> tuple[Collective, ...] | None:
+        name = eqn.primitive.name
+        if name in KIND_OF_PRIMITIVE:
+            return _read(eqn, around, root, data_axes)
+        if name != "shard_map" and name not in SILENT_PRIMITIVES:
+            _refuse_unknown(eqn, around)
+        return None
+
+    def noun(found: tuple[Collective, ...]) -> str:
+        return f"contains {found[0].kind} over {found[0].axes}"
+
+    return Reader(read, cost=total_bytes, noun=noun, verb="sends", wants_one=True)
 
 
-def _of_equation(eqn: Any, around: _Around) -> tuple[Collective, ...]:
-    """The collectives of an equation and of the jaxprs inside it."""
-    name = eqn.primitive.name
-    scope = f"{around.scope}/{eqn.source_info.name_stack}".strip("/")
-    around = around._replace(scope=scope)
-    if name in KIND_OF_PRIMITIVE:
-        return _read(eqn, around)
-    if name == "shard_map":
-        around = around._replace(sizes={**around.sizes, **eqn.params["mesh"].shape})
-    elif name == "scan":
-        around = around._replace(times=around.times * eqn.params["length"])
-    elif name not in SILENT_PRIMITIVES:
-        _refuse_unknown(eqn, around)
-    parts = [part for inner in _inner_jaxprs(eqn) if (part := _of_jaxpr(inner, around))]
-    if name == "while" and parts:
-        raise ValueError(
-            f"trace_collectives: a while (scope: {scope or 'none'}) contains {parts[0][0].kind} "
-            f"over {parts[0][0].axes}, and its number of rounds is not known before it runs. Write "
-            "the loop as a jax.lax.scan, or a fori_loop whose bounds are Python integers, or take "
-            "the collective out of it."
-        )
-    if name == "cond" and parts:
-        return max(parts, key=total_bytes)
-    if len(parts) > 1:
-        raise ValueError(
-            f"trace_collectives: {name} (scope: {scope or 'none'}) contains {len(parts)} functions "
-            "with collectives, expected one: how often it runs which is not known here. Take the "
-            "collectives out of it."
-        )
-    return parts[0] if parts else ()
-
-
-def _refuse_unknown(eqn: Any, around: _Around) -> None:
+def _refuse_unknown(eqn: Any, around: Around) -> None:
     """Refuses an equation that names axes, of which nobody has said whether it sends."""
     axes = [axis for axis in _named_axes(eqn) if axis in around.sizes]
     if axes:
@@ -216,7 +230,9 @@ def _refuse_unknown(eqn: Any, around: _Around) -> None:
         )
 
 
-def _read(eqn: Any, around: _Around) -> tuple[Collective, ...]:
+def _read(
+    eqn: Any, around: Around, root: str, data_axes: tuple[str, ...]
+) -> tuple[Collective, ...]:
     """An equation that is a collective: one for each operand."""
     axes = tuple(_named_axes(eqn))
     unbound = [axis for axis in axes if axis not in around.sizes]
@@ -228,9 +244,18 @@ def _read(eqn: Any, around: _Around) -> tuple[Collective, ...]:
         )
     groups = eqn.params.get("axis_index_groups")
     size = max(map(len, groups)) if groups else math.prod(around.sizes[axis] for axis in axes)
-    kind = KIND_OF_PRIMITIVE[eqn.primitive.name]
     return tuple(
-        Collective(kind, axes, size, x.aval.shape, x.aval.dtype, around.times, around.scope)
+        Collective(
+            kind=KIND_OF_PRIMITIVE[eqn.primitive.name],
+            axes=axes,
+            axis_size=size,
+            shape=x.aval.shape,
+            dtype=x.aval.dtype,
+            times=around.times,
+            scope=around.scope,
+            root=root,
+            data_axes=data_axes,
+        )
         for x in eqn.invars
     )
 
@@ -240,11 +265,3 @@ def _named_axes(eqn: Any) -> list[str]:
     values = [value for name, value in eqn.params.items() if "axis" in name or "axes" in name]
     values = [sorted(value) if isinstance(value, frozenset) else value for value in values]
     return [axis for axis in jax.tree.leaves(values) if isinstance(axis, str)]
-
-
-def _inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
-    """The jaxprs inside an equation, not those inside of them."""
-    for value in eqn.params.values():
-        for inner in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(inner, ClosedJaxpr | Jaxpr):
-                yield inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner

@@ -17,11 +17,26 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any
 
 import jax
 
-from manualpar.inspect.communication import Kind, ring_bytes, total_bytes
+from manualpar.inspect.communication import (
+    Kind,
+    as_number,
+    count_by_kind,
+    ring_bytes,
+    total_bytes,
+)
+from manualpar.inspect.hlo import (
+    Computation,
+    Instruction,
+    Module,
+    array_bytes,
+    arrays,
+    parse_module,
+    trip_count,
+)
 
 KIND_OF_OPCODE: Mapping[str, Kind] = {
     "all-gather": "all_gather",
@@ -33,6 +48,10 @@ KIND_OF_OPCODE: Mapping[str, Kind] = {
 
 # They send what cannot be told from the text, or by no formula known here.
 UNKNOWN_OPCODES = frozenset({"collective-broadcast", "ragged-all-to-all", "send"})
+
+# How XLA:TPU writes a reduce-scatter, and the start of a collective that is fused with compute.
+SCATTER_FUSION = "all-reduce-scatter"
+ASYNC_START = 'custom_call_target="AsyncCollectiveStart"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +78,89 @@ class CompiledCollective:
     @property
     def bytes_sent(self) -> Fraction:
         """The bytes that a device sends for it in a step, all operands together."""
-        operand_bytes = sum(map(_array_bytes, self.dtypes, self.shapes))
+        operand_bytes = sum(map(array_bytes, self.dtypes, self.shapes))
         return self.times * ring_bytes(self.kind, operand_bytes, self.group_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What XLA has made of a program, all figures a device's.
+
+    Attributes:
+      collectives: What it sends.
+      arguments: The bytes of its arguments.
+      outputs: The bytes of its results.
+      aliased: Those of the results that lie where arguments were, for the arguments are donated.
+      temporaries: The bytes of all else that it holds at once.
+      peak: Arguments, results that are not aliased, and temporaries together.
+      flops: The floating point operations by XLA's own count, elementwise ones too, in which the
+        body of a loop counts once; `None` where the backend does not count.
+    """
+
+    collectives: tuple[CompiledCollective, ...]
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    peak: int
+    flops: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers and names."""
+        return {
+            "bytes": as_number(total_bytes(self.collectives)),
+            "counts": count_by_kind(self.collectives),
+            "collectives": [
+                {
+                    "kind": one.kind,
+                    "group_size": one.group_size,
+                    "shapes": [list(shape) for shape in one.shapes],
+                    "dtypes": list(one.dtypes),
+                    "times": one.times,
+                    "bytes": as_number(one.bytes_sent),
+                    "scope": one.scope,
+                }
+                for one in self.collectives
+            ],
+            "arguments": self.arguments,
+            "outputs": self.outputs,
+            "aliased": self.aliased,
+            "temporaries": self.temporaries,
+            "peak": self.peak,
+            "flops": self.flops,
+        }
+
+
+def read_compiled(compiled: jax.stages.Compiled) -> Compiled:
+    """Reads what XLA has made of a program: what it sends, and what it holds.
+
+    Args:
+      compiled: What `jax.jit(f).lower(*args).compile()` returns.
+
+    Returns:
+      The figures of one device.
+
+    Raises:
+      ValueError: See `compiled_collectives`; or the backend does not say what a program holds.
+    """
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise ValueError(
+            "read_compiled: the backend's memory_analysis() is None, expected the bytes that the "
+            "program holds. Compile for another backend, such as the CPU."
+        )
+    arguments, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes
+    aliased, temporaries = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+    costs = compiled.cost_analysis() or {}
+    return Compiled(
+        collectives=compiled_collectives(compiled),
+        arguments=arguments,
+        outputs=outputs,
+        aliased=aliased,
+        temporaries=temporaries,
+        peak=arguments + outputs - aliased + temporaries,
+        flops=int(costs["flops"]) if "flops" in costs else None,
+    )
 
 
 def compiled_collectives(compiled: jax.stages.Compiled | str) -> tuple[CompiledCollective, ...]:
@@ -79,69 +179,65 @@ def compiled_collectives(compiled: jax.stages.Compiled | str) -> tuple[CompiledC
         are not known here; or the text is not optimised HLO.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
-    module = _parse(text or "")
+    module = parse_module(text or "")
     return tuple(_of_computation(module, module.entry, 1))
 
 
-# name = shape opcode(operands), attributes. A tuple's shape has spaces, none of them before a word
-# and a parenthesis.
-_INSTRUCTION = r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\(([^)]*)\)(.*)"
-
-
-class _Instruction(NamedTuple):
-    """What a line of HLO says, but for its name."""
-
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: str
-
-
-class _Module(NamedTuple):
-    """Instructions by their name, by the name of their computation."""
-
-    computations: Mapping[str, Mapping[str, _Instruction]]
-    entry: str
-    num_devices: int
-
-
-def _of_computation(module: _Module, name: str, times: int) -> Iterator[CompiledCollective]:
+def _of_computation(module: Module, name: str, times: int) -> Iterator[CompiledCollective]:
     """The collectives of a computation that runs so many times, with those it calls."""
     computation = module.computations[name]
     for instruction in computation.values():
         opcode = instruction.opcode.removesuffix("-start")
-        called = _called(instruction)
+        called = instruction.called
         if opcode in KIND_OF_OPCODE:
-            operands = [computation[operand].shape for operand in instruction.operands]
-            yield _read(module, instruction, operands, times)
+            if not _is_part(computation, instruction):
+                operands = [computation[operand].shape for operand in instruction.operands]
+                yield _read(module, instruction, operands, times)
         elif opcode in UNKNOWN_OPCODES and "is_host_transfer=true" not in instruction.attributes:
             raise ValueError(
                 f"compiled_collectives: the program contains {opcode} (scope: "
-                f"{_scope(instruction) or 'none'}), expected one of {', '.join(KIND_OF_OPCODE)}: "
+                f"{instruction.op_name or 'none'}), expected one of {', '.join(KIND_OF_OPCODE)}: "
                 "what others send is not known here. Write the program with those."
             )
         elif opcode == "while":
-            yield from _of_loop(module, instruction, times)
+            yield from _of_loop(module, computation, instruction, times)
         elif opcode == "conditional":
             branches = [tuple(_of_computation(module, branch, times)) for branch in called]
             yield from max(branches, key=total_bytes)
+        elif opcode == "fusion" and called[0].startswith(SCATTER_FUSION):
+            for found in _of_computation(module, called[0], times):
+                is_sum = found.kind == "all_reduce"
+                yield dataclasses.replace(found, kind="reduce_scatter") if is_sum else found
         elif not opcode.endswith(("-update", "-done")):  # The start has called it already.
             for other in called:
                 yield from _of_computation(module, other, times)
 
 
-def _of_loop(module: _Module, loop: _Instruction, times: int) -> Iterator[CompiledCollective]:
+def _is_part(computation: Computation, instruction: Instruction) -> bool:
+    """Whether an instruction stands for a collective that runs while others compute, again.
+
+    XLA:TPU starts such a collective in one fusion, carries it on in others and ends it in a last
+    one, each of which has a copy of the instruction with the number of the same chain.
+    """
+    return "chain_id=" in instruction.attributes and not any(
+        ASYNC_START in other.attributes for other in computation.values()
+    )
+
+
+def _of_loop(
+    module: Module, computation: Computation, loop: Instruction, times: int
+) -> Iterator[CompiledCollective]:
     """The collectives of a `while`, whose condition runs once more than its body."""
-    run = dict(re.findall(r"\b(body|condition)=%?([\w.\-]+)", loop.attributes))
-    trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
-    if trips:
-        yield from _of_computation(module, run["body"], times * int(trips[1]))
-        yield from _of_computation(module, run["condition"], times * (int(trips[1]) + 1))
+    condition, body = loop.loop
+    trips = trip_count(module, computation, loop)
+    if trips is not None:
+        yield from _of_computation(module, body, times * trips)
+        yield from _of_computation(module, condition, times * (trips + 1))
         return
-    inside = [found for name in run.values() for found in _of_computation(module, name, times)]
+    inside = [found for name in loop.loop for found in _of_computation(module, name, times)]
     if inside:
         raise ValueError(
-            f"compiled_collectives: a while (scope: {_scope(loop) or 'none'}) contains "
+            f"compiled_collectives: a while (scope: {loop.op_name or 'none'}) contains "
             f"{inside[0].kind}, and XLA has written no trip count to it. Write the loop as a "
             "jax.lax.scan, or a fori_loop whose bounds are Python integers, or take the collective "
             "out of it."
@@ -149,17 +245,17 @@ def _of_loop(module: _Module, loop: _Instruction, times: int) -> Iterator[Compil
 
 
 def _read(
-    module: _Module, instruction: _Instruction, operands: list[str], times: int
+    module: Module, instruction: Instruction, operands: list[str], times: int
 ) -> CompiledCollective:
     """An instruction that is a collective of operands of these shapes."""
     kind = KIND_OF_OPCODE[instruction.opcode.removesuffix("-start")]
     size = _num_passing(instruction) if kind == "permute" else _group_size(module, instruction)
-    arrays = [array for operand in operands for array in _arrays(operand)]
-    dtypes, shapes = zip(*arrays, strict=True)
-    return CompiledCollective(kind, size, shapes, dtypes, times, _scope(instruction))
+    found = [array for operand in operands for array in arrays(operand)]
+    dtypes, shapes = zip(*found, strict=True)
+    return CompiledCollective(kind, size, shapes, dtypes, times, instruction.op_name)
 
 
-def _group_size(module: _Module, instruction: _Instruction) -> int:
+def _group_size(module: Module, instruction: Instruction) -> int:
     """How many devices a collective's largest group has, in each form that XLA writes groups in."""
     groups = _attribute(instruction, "replica_groups")
     if groups.startswith("{}"):
@@ -180,7 +276,7 @@ def _group_size(module: _Module, instruction: _Instruction) -> int:
     )
 
 
-def _num_passing(permute: _Instruction) -> int:
+def _num_passing(permute: Instruction) -> int:
     """How many devices the longest chain or ring of a permutation has."""
     pairs = _attribute(permute, "source_target_pairs").partition(", ")[0]
     connected: dict[str, frozenset[str]] = {}
@@ -190,50 +286,7 @@ def _num_passing(permute: _Instruction) -> int:
     return max(map(len, connected.values()), default=1)
 
 
-def _parse(text: str) -> _Module:
-    """Reads a module: computations begin in the first column and instructions further in."""
-    computations: dict[str, dict[str, _Instruction]] = {}
-    entries, current = [], ""
-    for line in text.splitlines():
-        if header := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
-            current = header[2]
-            computations[current] = {}
-            entries += [current] if header[1] else []
-        elif current and (parts := re.match(_INSTRUCTION, line)):
-            name, shape, opcode, operands, attributes = parts.groups()
-            names = re.findall(r"[\w.\-]+", re.sub(r"/\*.*?\*/", "", operands))
-            computations[current][name] = _Instruction(shape, opcode, tuple(names), attributes)
-    if len(entries) != 1:
-        raise ValueError(
-            f"compiled_collectives: the text has {len(entries)} ENTRY computations, expected the "
-            "one of optimised HLO. Pass jax.jit(f).lower(*args).compile(), which a Lowered is not "
-            "yet."
-        )
-    counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.splitlines()[0])
-    return _Module(computations, entries[0], math.prod(map(int, counts)))
-
-
-def _called(instruction: _Instruction) -> list[str]:
-    """The computations that an instruction runs, but for a loop's."""
-    one = r"\b(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)"
-    several = r"\b(?:branch_computations|called_computations)=\{([^}]*)\}"
-    listed = ",".join(re.findall(several, instruction.attributes))
-    return re.findall(one, instruction.attributes) + re.findall(r"[\w.\-]+", listed)
-
-
-def _arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
-    """The dtypes and shapes of the arrays in a shape, `f32[8,16]{1,0}` or a tuple of such."""
-    found = re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", shape)
-    return [(dtype, tuple(map(int, re.findall(r"\d+", dims)))) for dtype, dims in found]
-
-
-def _array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """The bytes of an array: HLO's dtypes carry their bits in their names, but for `pred`."""
-    bits = re.match(r"[a-z]+(\d+)", dtype.replace("pred", "pred8"))
-    return -(-math.prod(shape) * int(bits[1]) // 8) if bits else 0
-
-
-def _attribute(instruction: _Instruction, name: str) -> str:
+def _attribute(instruction: Instruction, name: str) -> str:
     """The attributes of an instruction from the value of one that it must have."""
     found = re.search(rf"\b{name}=(.*)", instruction.attributes)
     if not found:
@@ -242,9 +295,3 @@ def _attribute(instruction: _Instruction, name: str) -> str:
             f"{instruction.attributes!r}. Teach manualpar/inspect/compiled.py the form."
         )
     return found[1]
-
-
-def _scope(instruction: _Instruction) -> str:
-    """The name stack that an instruction comes from, as far as XLA knows it."""
-    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
-    return found[1] if found else ""

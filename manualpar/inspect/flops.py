@@ -1,0 +1,150 @@
+"""What a traced program computes: the floating point operations of its products.
+
+A multiplication and an addition count as two operations, those with what is known to be zero
+(a convolution's padding, the holes of a dilation) as none. Counted are `dot_general`,
+`conv_general_dilated` and `ragged_dot_general`, exactly; a kernel by the estimate it was given.
+Left out is everything elementwise, every reduction, and linear algebra such as `cholesky`: a
+program that spends its time there is not described by these figures, and a note names what of it
+has been met whose operations cannot be read off.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from manualpar.inspect.scopes import PHASES, Phase, module_of, phase_of
+from manualpar.inspect.walk import Around, Reader
+
+# They multiply matrices, and nobody knows here how often.
+UNCOUNTED_PRIMITIVES = frozenset(
+    {
+        "cholesky",
+        "custom_linear_solve",
+        "dot_product_attention_bwd_wrapper",
+        "dot_product_attention_fwd_wrapper",
+        "eig",
+        "eigh",
+        "fft",
+        "ffi_call",
+        "geqrf",
+        "householder_product",
+        "lu",
+        "pallas_call",
+        "qr",
+        "svd",
+        "triangular_solve",
+        "tridiagonal_solve",
+    }
+)
+
+
+class Product(NamedTuple):
+    """An equation that multiplies.
+
+    Attributes:
+      scope: Where it stands.
+      flops: The operations of a device in a step.
+      spread: Over how many devices they are taken to be spread evenly.
+    """
+
+    scope: str
+    flops: Fraction
+    spread: int
+
+
+class Computation(NamedTuple):
+    """What a module computes in one phase of a step.
+
+    Attributes:
+      phase: `"forward"`, `"backward"`, `"recomputed"` or `"update"`.
+      module: The module's path.
+      flops: The operations of a device, rounded up where devices share them unevenly.
+    """
+
+    phase: Phase
+    module: str
+    flops: int
+
+
+def flops_of(eqn: Any) -> int | None:
+    """The operations of running an equation once on its operands; `None` if it is no product."""
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (_, rhs_contracted), (_, rhs_batch) = eqn.params["dimension_numbers"]
+        return _dot(eqn, {*rhs_contracted, *rhs_batch})
+    if name == "ragged_dot_general":
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (_, rhs_contracted), (_, rhs_batch) = numbers.dot_dimension_numbers
+        return _dot(eqn, {*rhs_contracted, *rhs_batch, *numbers.rhs_group_dimensions})
+    if name == "conv_general_dilated":
+        return _convolution(eqn)
+    estimate = eqn.params.get("cost_estimate") if name == "pallas_call" else None
+    return None if estimate is None else int(estimate.flops)
+
+
+def product_reader() -> Reader:
+    """What the walk looks for to count operations; its findings are `Product`s."""
+    return Reader(
+        _read,
+        cost=lambda products: sum((product.flops for product in products), Fraction(0)),
+        noun=lambda products: f"contains products (first in scope {products[0].scope or 'none'})",
+        verb="computes",
+        wants_one=False,
+    )
+
+
+def uncounted(eqns: Iterable[Any]) -> Iterator[str]:
+    """The names of those equations that multiply, and nobody knows here how often."""
+    for eqn in eqns:
+        if eqn.primitive.name in UNCOUNTED_PRIMITIVES and flops_of(eqn) is None:
+            yield eqn.primitive.name
+
+
+def _read(eqn: Any, around: Around) -> tuple[Product, ...] | None:
+    flops = flops_of(eqn)
+    if flops is not None:
+        share = Fraction(around.times * flops, around.spread)
+        return (Product(around.scope, share, around.spread),)
+    # A kernel's body runs who knows how often.
+    return () if eqn.primitive.name == "pallas_call" else None
+
+
+def by_phase_and_module(products: Iterable[Product], root: str = "") -> tuple[Computation, ...]:
+    """Adds products up by phase, in the order of `PHASES`, and module, in that of the program."""
+    totals: defaultdict[tuple[Phase, str], Fraction] = defaultdict(Fraction)
+    for product in products:
+        totals[phase_of(product.scope), module_of(product.scope, root)] += product.flops
+    return tuple(
+        Computation(phase, module, math.ceil(flops))
+        for wanted in PHASES
+        for (phase, module), flops in totals.items()
+        if phase == wanted and flops
+    )
+
+
+def _dot(eqn: Any, not_free: set[int]) -> int:
+    """Every element of the left operand meets each free element of the right one."""
+    left, right = (variable.aval.shape for variable in eqn.invars[:2])
+    free = math.prod(size for dim, size in enumerate(right) if dim not in not_free)
+    return 2 * math.prod(left) * free
+
+
+def _convolution(eqn: Any) -> int:
+    """For every output and input feature the pairs of positions that meet, dim by dim."""
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    left, right = (variable.aval.shape for variable in eqn.invars)
+    out = eqn.outvars[0].aval.shape
+    pairs = 1
+    for index, (low, _) in enumerate(params["padding"]):
+        positions = np.arange(out[numbers.out_spec[2 + index]]) * params["window_strides"][index]
+        offsets = np.arange(right[numbers.rhs_spec[2 + index]]) * params["rhs_dilation"][index]
+        met = positions[:, None] + offsets[None, :] - low
+        hole = params["lhs_dilation"][index]
+        last = (left[numbers.lhs_spec[2 + index]] - 1) * hole
+        pairs *= int(((met >= 0) & (met <= last) & (met % hole == 0)).sum())
+    batch, features = (out[dim] for dim in numbers.out_spec[:2])
+    return 2 * batch * features * right[numbers.rhs_spec[1]] * pairs

@@ -1,0 +1,217 @@
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from manualpar import Batch, data_parallel, fsdp, make_mesh
+from manualpar.inspect import ledger
+from manualpar.inspect.flops import flops_of
+from manualpar.inspect.walk import equations
+from manualpar.models.transformer import Transformer, flops_per_token
+
+# What an equation computes is found out by running it on ones: the sum of its result is the number
+# of its multiplications of ones with ones.
+
+
+def multiplications(eqn, group_sizes=None):
+    arguments = [jnp.ones(x.aval.shape, jnp.float32) for x in eqn.invars]
+    if group_sizes is not None:
+        arguments[2] = jnp.asarray(group_sizes)
+    params = {**eqn.params, "preferred_element_type": jnp.dtype("float32")}
+    out = eqn.primitive.bind(*arguments, **params)
+    return int((out[0] if isinstance(out, list) else out).sum())
+
+
+def products(function, *shapes):
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    eqns = list(equations(jax.make_jaxpr(function)(*arguments).jaxpr))
+    return [eqn for eqn in eqns if flops_of(eqn) is not None]
+
+
+@pytest.mark.parametrize(
+    ("einsum", "left", "right"),
+    [
+        ("ij,jk->ik", (3, 5), (5, 7)),
+        ("bij,bkj->bik", (2, 3, 5), (2, 7, 5)),
+        ("bsnh,btnh->bnst", (2, 4, 3, 5), (2, 6, 3, 5)),
+        ("i,i->", (5,), (5,)),
+        ("i,j->ij", (5,), (3,)),
+        ("abc,bcd->ad", (2, 3, 4), (3, 4, 5)),
+    ],
+)
+def test_products(einsum, left, right):
+    def loss(x, y):
+        return jnp.einsum(einsum, x, y, precision="highest").sum()
+
+    found = products(jax.grad(loss, argnums=(0, 1)), left, right)
+    assert len(found) in (0, 3)  # An outer product may be written elementwise.
+    for eqn in found:
+        assert flops_of(eqn) == 2 * multiplications(eqn)
+    sizes = dict(zip((einsum.split("->")[0].replace(",", "")), (*left, *right), strict=True))
+    forward = products(loss, left, right)
+    assert sum(map(flops_of, forward)) == 2 * math.prod(sizes.values()) * len(forward)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_strides": (1, 1), "padding": "VALID"},
+        {"window_strides": (1, 1), "padding": "SAME"},
+        {"window_strides": (2, 3), "padding": "SAME"},
+        {"window_strides": (2, 1), "padding": ((0, 3), (2, 1))},
+        {"window_strides": (1, 2), "padding": "SAME", "rhs_dilation": (2, 1)},
+        {"window_strides": (1, 1), "padding": ((2, 2), (1, 3)), "lhs_dilation": (2, 3)},
+        {"window_strides": (2, 2), "padding": "SAME", "feature_group_count": 2},
+        {"window_strides": (1, 1), "padding": ((-1, 0), (0, -2))},
+    ],
+    ids=str,
+)
+def test_convolutions_without_their_padding_and_holes(options):
+    def loss(x, kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, kernel, dimension_numbers=numbers, **options).sum()
+
+    kernel = (3, 2, 4 // options.get("feature_group_count", 1), 6)
+    gradient = jax.grad(lambda x, kernel: loss(x, kernel) ** 2, argnums=(0, 1))
+    found = products(gradient, (2, 7, 8, 4), kernel)
+    assert len(found) == 3
+    assert [flops_of(eqn) for eqn in found] == [2 * multiplications(eqn) for eqn in found]
+    assert len({flops_of(eqn) for eqn in found}) == 1  # Each pair of numbers meets in all three.
+
+
+def test_products_of_groups():
+    def loss(x, kernels):
+        sizes = jnp.array([2, 0, 6])
+        return (jax.lax.ragged_dot(x, kernels, sizes) ** 2).sum()
+
+    found = products(jax.grad(loss, argnums=(0, 1)), (8, 4), (3, 4, 5))
+    assert [flops_of(eqn) for eqn in found] == [2 * 8 * 4 * 5] * 3
+    assert [multiplications(eqn, [2, 0, 6]) for eqn in found] == [8 * 4 * 5] * 3
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((2,), (2,)), ((0,), (0,))),
+        lhs_ragged_dimensions=[1],
+        rhs_group_dimensions=[1],
+    )
+
+    def batches(x, kernels):
+        return jax.lax.ragged_dot_general(x, kernels, jnp.array([[2, 6]] * 3), numbers)
+
+    [eqn] = products(batches, (3, 8, 4), (3, 2, 4, 5))
+    assert flops_of(eqn) == 2 * 3 * 8 * 4 * 5
+
+
+# Models.
+
+SIZES = {"vocab_size": 50, "num_layers": 3, "hidden_size": 24, "mlp_size": 40, "head_size": 6}
+EXAMPLES, LENGTH = 8, 10
+TOKENS = EXAMPLES * LENGTH
+ATTENTION = 2 * 2 * 4 * 6 * LENGTH  # Scores and their products with values: four heads of six.
+DOWN = 2 * 40 * 24
+LAYER = 2 * (2 * 4 * 6 * 24 + 2 * 2 * 6 * 24 + 3 * 24 * 40) + ATTENTION
+# By hand: a layer's last product is needed by nobody in its backward pass.
+RECOMPUTED = {"none": 0, "dots": 3 * ATTENTION, "full": 3 * (LAYER - DOWN)}
+
+
+def make_model(**kwargs):
+    return Transformer(**SIZES, num_heads=4, num_kv_heads=2, **kwargs)
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    del rng
+    logits = apply_fn({"params": params}, batch.inputs, train=True)
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean(-1)
+    return loss.mean(), {"loss": (loss.sum(), loss.size)}
+
+
+def read_gradient(model):
+    tokens = jax.ShapeDtypeStruct((EXAMPLES, LENGTH), jnp.int32)
+    batch = Batch(inputs=tokens, labels=tokens)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+
+    def gradient(params, batch):
+        return jax.grad(lambda p: loss_fn(p, model.apply, batch, None)[0])(params)
+
+    return ledger(gradient, params, batch)
+
+
+@pytest.mark.parametrize("remat", RECOMPUTED)
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scan"])
+def test_a_transformer(remat, scan_layers):
+    model = make_model(remat=remat, scan_layers=scan_layers)
+    phases = read_gradient(model).flops_by_phase()
+    assert phases["forward"] + phases["backward"] == TOKENS * flops_per_token(model, LENGTH)
+    assert phases["forward"] * 2 == phases["backward"]
+    assert phases["forward"] == TOKENS * (3 * LAYER + 2 * 24 * 50)
+    assert phases["recomputed"] == TOKENS * RECOMPUTED[remat]
+    assert phases["update"] == 0
+
+
+def test_the_modules_of_a_transformer():
+    found = read_gradient(make_model(scan_layers=True, remat="full"))
+    modules = found.flops_by_module()
+    # What is recomputed is a fourth pass, for all but the last product of a layer.
+    weights = {"query": 24 * 24, "key": 24 * 12, "value": 24 * 12, "out": 24 * 24}
+    for name, size in weights.items():
+        assert modules[f"Transformer/layers/attention/{name}"] == 3 * TOKENS * 4 * 2 * size
+    assert modules["Transformer/layers/attention"] == 3 * TOKENS * 4 * ATTENTION
+    assert modules["Transformer/layers/mlp/down"] == 3 * TOKENS * 3 * DOWN
+    assert modules["Transformer"] == TOKENS * 3 * 2 * 24 * 50
+    assert sum(modules.values()) == found.total_flops
+    unrolled = read_gradient(make_model(scan_layers=False, remat="full")).flops_by_module()
+    assert (
+        sum(n for module, n in unrolled.items() if module.endswith("/query"))
+        == (modules["Transformer/layers/attention/query"])
+    )
+
+
+BATCH = Batch(
+    inputs=jax.ShapeDtypeStruct((32, LENGTH), jnp.int32),
+    labels=jax.ShapeDtypeStruct((32, LENGTH), jnp.int32),
+)
+
+
+@pytest.mark.parametrize(
+    ("builder", "options"),
+    [
+        (data_parallel, {"num_minibatches": 2}),
+        (fsdp, {"num_minibatches": 4, "use_scan": True, "min_weight_size": 0}),
+        (fsdp, {"mode": "auto", "min_weight_size": 0}),
+    ],
+    ids=["dp", "fsdp", "auto"],
+)
+def test_a_device_computes_its_share(devices8, builder, options):
+    mesh = make_mesh({"data": 8}, devices8)
+    model = make_model(remat="dots")
+    program = builder(model, optax.adamw(1e-3), loss_fn, mesh=mesh, batch=BATCH, **options)
+    found = ledger(program)
+    share = 32 * LENGTH // 8
+    phases = found.flops_by_phase()
+    assert phases["forward"] + phases["backward"] == share * flops_per_token(model, LENGTH)
+    assert phases["recomputed"] == share * RECOMPUTED["dots"]
+    assert any("global arrays" in note for note in found.notes) == ("mode" in options)
+
+
+class Wide(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dense(64, use_bias=False)(x)
+
+
+def test_an_optimizer_that_multiplies(devices8):
+    batch = Batch(jnp.ones((16, 24)), jnp.ones(16))
+    tx = optax.contrib.muon(0.1, ns_steps=5)
+
+    def loss_fn(params, apply_fn, batch, rng):
+        loss = apply_fn({"params": params}, batch.inputs, train=True).sum(-1)
+        return loss.mean(), {"loss": (loss.sum(), loss.size)}
+
+    program = data_parallel(Wide(), tx, loss_fn, mesh=make_mesh({"data": 8}, devices8), batch=batch)
+    phases = ledger(program).flops_by_phase()
+    # A round of Newton-Schulz on [24, 64]: X X', a product of two [24, 24], and one with X.
+    rounds = 5 * (2 * 2 * 24 * 24 * 64 + 2 * 24**3)
+    assert phases["update"] == rounds // 8
+    # No gradient of the inputs is asked for.
+    assert phases["forward"] == phases["backward"] == 2 * 2 * 24 * 64

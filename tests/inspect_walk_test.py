@@ -1,0 +1,180 @@
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas
+from jax.sharding import PartitionSpec as P
+
+from manualpar import make_mesh
+from manualpar.inspect import count_by_kind, ledger, total_bytes, trace_collectives
+
+
+@pytest.fixture
+def mesh42(devices8):
+    return make_mesh({"data": 4, "model": 2}, devices8)
+
+
+def on_devices(function, mesh, **kwargs):
+    spec = P(tuple(mesh.axis_names))
+    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, **kwargs)
+
+
+X = jax.ShapeDtypeStruct((64, 8), jnp.float32)  # A device of eight has [8, 8], 256 bytes.
+PRODUCT = 2 * 8**3
+
+
+def search(x):
+    """A loop of unknown length with a product and a sum inside, and a sum in its condition."""
+
+    def go_on(x):
+        return jax.lax.pmax(x.sum(), ("data", "model")) < 9
+
+    def body(x):
+        return jax.lax.pmean(x @ x, ("data", "model"))
+
+    with jax.named_scope("search"):
+        return jax.lax.while_loop(go_on, body, x)
+
+
+def test_a_loop_of_unknown_length_is_bounded(mesh42):
+    function = on_devices(search, mesh42, check_vma=False)
+    with pytest.raises(ValueError, match=r"ledger: a while \(scope: search\) contains all_reduce"):
+        ledger(function, X)
+    found = ledger(function, X, while_trips=5)
+    assert found.counts() == {"all_reduce": 5 + 6}
+    once = Fraction(2 * 7, 8)
+    assert found.total_bytes == once * (5 * 256 + 6 * 4)
+    assert found.total_flops == 5 * PRODUCT
+    assert found.notes == ("while (scope: search): 5 rounds are counted, as while_trips says",)
+    never = ledger(function, X, while_trips=0)
+    assert (never.counts(), never.total_flops) == ({"all_reduce": 1}, 0)
+    traced = jax.jit(function).trace(X)
+    assert total_bytes(trace_collectives(traced, while_trips=5)) == found.total_bytes
+
+
+def test_a_loop_that_only_computes_is_refused_too(mesh42):
+    def compute(x):
+        return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ x, x)
+
+    function = on_devices(compute, mesh42)
+    with pytest.raises(ValueError, match=r"while \(scope: none\) contains products .*while_trips="):
+        ledger(function, X)
+    assert ledger(function, X, while_trips=3).total_flops == 3 * PRODUCT
+    assert trace_collectives(jax.jit(function).trace(X)) == ()
+    # One that does neither has nothing to be counted.
+    silent = on_devices(lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, jnp.exp, x), mesh42)
+    assert ledger(silent, X).notes == ()
+
+
+@pytest.mark.parametrize("trips", [-1, 2.5, True, "3"])
+def test_a_bound_is_a_number(mesh42, trips):
+    message = "ledger: while_trips is .*, expected the most rounds that a while runs, an integer"
+    with pytest.raises(ValueError, match=message):
+        ledger(on_devices(search, mesh42, check_vma=False), X, while_trips=trips)
+
+
+def test_each_reading_has_its_own_dearest_branch(mesh42):
+    def sends(x):
+        return jax.lax.pmean(x, "data")
+
+    def computes(x):
+        return x @ x @ x
+
+    def step(x):
+        with jax.named_scope("choice"):
+            return jax.lax.cond(x[0, 0] > 0, sends, computes, x)
+
+    found = ledger(on_devices(step, mesh42, check_vma=False), X)
+    assert (found.counts(), found.total_flops) == ({"all_reduce": 1}, 2 * PRODUCT)
+    assert found.notes == (
+        "cond (scope: choice): of 2 branches the one that sends most is counted",
+        "cond (scope: choice): of 2 branches the one that computes most is counted",
+    )
+    three = [lambda x: x @ x, lambda x: x @ x @ x @ x, lambda x: x @ x @ x]
+    dearest = on_devices(lambda x: jax.lax.switch(jnp.int32(x[0, 0]), three, x), mesh42)
+    assert ledger(dearest, X).total_flops == 3 * PRODUCT
+    alike = on_devices(lambda x: jax.lax.cond(x[0, 0] > 0, computes, computes, x), mesh42)
+    assert ledger(alike, X).notes == ()
+
+
+def test_loops_multiply_what_is_inside(mesh42):
+    def inner(x, _):
+        return jax.lax.pmean(x @ x, "data"), None
+
+    def outer(x, _):
+        return jax.lax.scan(inner, x, None, length=5)[0] @ x, None
+
+    function = on_devices(
+        lambda x: jax.lax.scan(outer, x, None, length=3)[0], mesh42, check_vma=False
+    )
+    found = ledger(function, X)
+    assert found.counts() == {"all_reduce": 15}
+    assert found.total_flops == (15 + 3) * PRODUCT
+
+
+def test_calls_of_all_kinds_are_looked_into(mesh42):
+    @jax.custom_vjp
+    def by_hand(x):
+        return jax.lax.pmean(x @ x, "data")
+
+    by_hand.defvjp(lambda x: (by_hand(x), x), lambda x, g: (g @ x @ x @ x,))
+
+    @jax.custom_jvp
+    def forward_mode(x):
+        return x @ x
+
+    forward_mode.defjvp(lambda x, t: (forward_mode(*x), 2 * t[0] @ x[0]))
+    for call in (jax.jit, jax.checkpoint, lambda f: f, jax.remat):
+        mapped = on_devices(call(lambda x: forward_mode(by_hand(x))), mesh42, check_vma=False)
+        found = ledger(mapped, X)
+        assert (found.counts(), found.total_flops) == ({"all_reduce": 1}, 2 * PRODUCT)
+    mapped = on_devices(jax.grad(lambda x: by_hand(x).sum()), mesh42, check_vma=False)
+    phases = ledger(mapped, X).flops_by_phase()
+    assert (phases["forward"], phases["backward"]) == (PRODUCT, 3 * PRODUCT)
+
+
+def test_a_kernel_is_what_it_says_of_itself(mesh42):
+    def kernel(x_ref, out_ref):
+        def body(x):
+            return x @ x
+
+        out_ref[...] = jax.lax.while_loop(lambda x: x.sum() < 9, body, x_ref[...])
+
+    def call(x, estimate=None):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pallas.pallas_call(kernel, out_shape=shape, cost_estimate=estimate)(x)
+
+    silent = ledger(on_devices(call, mesh42, check_vma=False), X)
+    assert silent.total_flops == 0
+    assert silent.notes == ("FLOPs of pallas_call are not known here and left out",)
+    estimate = pallas.CostEstimate(flops=123, bytes_accessed=0, transcendentals=0)
+    known = ledger(on_devices(lambda x: call(x, estimate), mesh42, check_vma=False), X)
+    assert (known.total_flops, known.notes) == (123, ())
+
+
+def test_global_arrays_are_shared_by_all_devices(mesh42):
+    def inside(x):
+        return x @ x.T
+
+    def step(x):
+        local = on_devices(inside, mesh42)(x)
+        return local @ local.T
+
+    found = ledger(jax.jit(step), jax.ShapeDtypeStruct((64, 8), jnp.float32))
+    assert found.total_flops == 2 * 8**3 + 2 * 64 * 64 * 8 // 8
+    [note] = found.notes
+    assert note.startswith("FLOPs on global arrays are taken as spread evenly over 8 devices")
+
+
+def test_axes_that_are_left_to_xla_share_too(mesh42):
+    def inside(x):  # [16, 8], of which a device has half along some dim.
+        return jax.lax.pmean(x.T @ x, "data")
+
+    mapped = jax.shard_map(
+        inside, mesh=mesh42, in_specs=P("data"), out_specs=P(), axis_names={"data"}
+    )
+    found = ledger(jax.jit(mapped), X)
+    assert found.total_flops == 2 * 8 * 8 * 16 // 2
+    assert "along axes left to XLA" in found.notes[0]
+    assert count_by_kind(found.collectives) == {"all_reduce": 1}
