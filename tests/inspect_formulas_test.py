@@ -59,9 +59,11 @@ BUILDERS: dict[str, Builder] = {
     "fsdp-keep": functools.partial(fsdp, reshard_after_forward=False, min_weight_size=0),
     "fsdp-reshard": functools.partial(fsdp, min_weight_size=0),
     "fsdp-step": functools.partial(fsdp, communicate_every="step", min_weight_size=0),
+    "fsdp-gather-step": functools.partial(fsdp, communicate_every="gather-step", min_weight_size=0),
     "hsdp-keep": functools.partial(hsdp, reshard_after_forward=False, min_weight_size=0),
     "hsdp-reshard": functools.partial(hsdp, min_weight_size=0),
     "hsdp-step": functools.partial(hsdp, communicate_every="step", min_weight_size=0),
+    "hsdp-gather-step": functools.partial(hsdp, communicate_every="gather-step", min_weight_size=0),
 }
 KEEPING = [name for name in BUILDERS if not name.endswith("reshard")]
 
@@ -100,6 +102,10 @@ def rows(name: str, m: int) -> list[tuple[str, int, Fraction, int, str]]:
             ("reduce_scatter", m, m_times, 8, "reduce"),
         ],
         "fsdp-step": [("all_gather", 1, one, 8, "gather"), ("reduce_scatter", 1, one, 8, "reduce")],
+        "fsdp-gather-step": [
+            ("all_gather", 1, one, 8, "gather"),
+            ("reduce_scatter", m, m_times, 8, "reduce"),
+        ],
     }
     if not name.startswith("hsdp"):
         return table[name]
@@ -265,6 +271,109 @@ def test_model_axes_are_gathered_again(devices8):
     }
     sent = bytes_by_axes(read(program))
     assert {axes: x + spared[axes] for axes, x in sent.items()} == step_bytes(program)
+
+
+@pytest.mark.parametrize(("major", "minor"), [(4, 2), (2, 4), (8, 1), (1, 8)])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_axis_by_axis_as_much_is_sent_and_most_of_it_over_the_major_axis(
+    devices8, name, major, minor
+):
+    replica = {}
+    if name.startswith("hsdp"):
+        if major * minor > 8 // 2 and 1 not in (major, minor):
+            major, minor = 2, 2
+        else:
+            major, minor = max(major // 2, 1), max(minor // 2, 1)
+        replica = {"replica": 2}
+    mesh = make_mesh({**replica, "major": major, "minor": minor})
+    options = {"mesh": mesh, "axis_name": ("major", "minor"), "num_minibatches": 2}
+    at_once = build(name, **options)
+    by_axis = build(name, axis_by_axis=True, **options)
+    assert total_step_bytes(by_axis) == total_step_bytes(at_once)
+    # All but a part of each step is over ("major", "minor") as one ring of N: k P (N - 1) / N.
+    expected = step_bytes(at_once)
+    if name != "dp":
+        whole = expected.pop(("major", "minor")) * Fraction(major * minor, major * minor - 1)
+        for axis, sent in {
+            "major": whole * Fraction(major - 1, major),
+            "minor": whole * Fraction(minor - 1, major * minor),
+        }.items():
+            expected |= {(axis,): sent}
+    assert _without_zeros(step_bytes(by_axis)) == _without_zeros(expected)
+    found = read(by_axis)
+    if not name.endswith("reshard"):
+        assert bytes_by_axes(found) == step_bytes(by_axis)
+    assert total_bytes(found) == total_bytes(read(at_once))
+    rounds = Fraction((major > 1) + (minor > 1))
+    counts, single = count_by_kind(found), count_by_kind(read(at_once))
+    assert counts.get("reduce_scatter", 0) == rounds * single.get("reduce_scatter", 0)
+    assert counts.get("all_reduce", 0) == single.get("all_reduce", 0)
+
+
+def _without_zeros(sent: dict[tuple[str, ...], Fraction]) -> dict[tuple[str, ...], Fraction]:
+    return {axes: x for axes, x in sent.items() if x}
+
+
+# The kernels have 2048, 8192 and 2048 bytes, or half of that: how many collectives a limit of so
+# many bytes makes of them.
+FLOAT32 = {1: 3, 4096: 3, 10240: 2, 12288: 1}
+BFLOAT16 = {1: 3, 4096: 3, 10240: 1, 12288: 1}
+
+
+@pytest.mark.parametrize("limit", FLOAT32)
+@pytest.mark.parametrize("wire", ["float32", "gather-bfloat16"])
+@pytest.mark.parametrize("name", [n for n in BUILDERS if n.startswith("zero") or "step" in n])
+def test_fewer_collectives_send_as_much(devices8, name, wire, limit):
+    options = {"num_minibatches": 2, **WIRES[wire][0]}
+    single = build(name, **options)
+    program = build(name, combine_bytes=limit, **options)
+    assert step_bytes(program) == step_bytes(single)
+    assert bytes_by_axes(read(program)) == step_bytes(program)
+    counts = count_by_kind(read(single))
+    number = FLOAT32[limit] if wire == "float32" else BFLOAT16[limit]
+    counts["reduce_scatter"] = counts["reduce_scatter"] // LAYERS * number
+    # New parameters travel as they are stored.
+    number = FLOAT32[limit] if name.startswith("zero") else number
+    counts["all_gather"] = counts["all_gather"] // LAYERS * number
+    assert count_by_kind(read(program)) == counts
+
+
+@pytest.mark.parametrize("name", ["zero1", "fsdp-step"])
+def test_what_varies_over_other_axes_travels_apart(devices8, name):
+    mesh = make_mesh({"data": 2, "model": 2})
+    program = build(name, Annotated(), mesh=mesh, combine_bytes=2**20)
+    assert bytes_by_axes(read(program)) == step_bytes(program)
+    # Of two kernels a device has half, of the third all: two rows of both, and one by itself.
+    shapes = [collective.shape for collective in read(program) if collective.kind != "all_gather"]
+    assert shapes == [(2, (KERNELS[0] + KERNELS[1]) // 2 // 2), SIZES[2:]]
+
+
+@pytest.mark.parametrize("keep", [("Dense_1",), ("Dense_1/kernel",), ("Dense_1", "Dense_2")])
+@pytest.mark.parametrize("name", ["fsdp-reshard", "hsdp-reshard"])
+def test_what_is_kept_is_not_gathered_again(devices8, name, keep):
+    program = build(name, keep_gathered=keep, num_minibatches=2)
+    n = program.mesh.shape["data"]
+    again = 2 * 4 * Fraction(n - 1, n)  # Minibatches, bytes.
+    spared = sum(KERNELS[1 : 1 + len(keep)]) * again
+    assert total_step_bytes(build(name, num_minibatches=2)) - total_step_bytes(program) == spared
+    # The first kernel is not needed for any gradient.
+    assert total_bytes(read(program)) == total_step_bytes(program) - FIRST * again
+    assert count_by_kind(read(program))["reduce_scatter"] == 2 * LAYERS
+
+
+class Repeated(nn.Module):
+    """One kernel, used three times."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        layer = nn.Dense(SIZES[0], use_bias=False)
+        return jnp.tanh(layer(jnp.tanh(layer(jnp.tanh(layer(x))))))
+
+
+def test_what_is_kept_is_gathered_once_however_often_it_is_used(devices8):
+    program = build("fsdp-reshard", Repeated(), keep_gathered=("Dense_0",), num_minibatches=2)
+    assert bytes_by_axes(read(program)) == step_bytes(program)
+    assert count_by_kind(read(program)) == {"all_gather": 2, "reduce_scatter": 2}
 
 
 def test_data_axes_in_two_dimensions_are_refused(devices8):

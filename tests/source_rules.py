@@ -18,6 +18,7 @@ ORDER = """
     configs
     benchmarks experiments
     manualpar
+    planner
     training launch
     checkpoints data cluster watching
     models

@@ -8,17 +8,24 @@ that it is sharded over, of `R` groups, with `m` minibatches, a device sends in 
                                         all-gather of the new one       b P (S - 1) / S
     sharded (FSDP)                      m all-gathers, 2 m if dropped   b P (S - 1) / S each
                                         after the forward pass
+                                        but for those that are kept
                                         m reduce-scatters               b P (S - 1) / S each
     sharded, communicated once a step   one of each                     b P (S - 1) / S each
+    sharded, gathered once a step       one all-gather                  b P (S - 1) / S
+                                        m reduce-scatters               b P (S - 1) / S each
     with R groups (HSDP)                all-reduce of the shard         2 b (P / S) (R - 1) / R
+
+Over a tuple of axes `axis_by_axis`, of sizes `A, B`, a gather or a scatter is one over `B` of
+`P / A` elements and one over `A` of all of them, `b P (1 / A) (B - 1) / B + b P (A - 1) / A`: as
+much in all, and more of it over the major axis.
 
 where `b` is that of what travels: `gather_dtype` for a gather, `reduce_dtype` (else `gather_dtype`)
 for a reduction, the parameter's own for ZeRO's new parameters.
 
 It takes each parameter as used once in a minibatch and needed in the backward pass. Of parameters
 that are dropped after the forward pass it is therefore the most that is sent: no bias is gathered
-again, nor the kernel of the first layer. One that is used several times is gathered for each use,
-and a replicated one costs the same however often it is used.
+again, nor the kernel of the first layer. One that is used several times is gathered for each use
+(if it is kept, once), and a replicated one costs the same however often it is used.
 
 Collectives of metrics, of the number of examples and of other collections are not counted, nor what
 the compiler inserts for an optimizer that is not elementwise.
@@ -108,12 +115,14 @@ def _of_parameter(
     gathered = jnp.dtype(wire.gather_dtype or info.dtype).itemsize
     reduced = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype).itemsize
     once_a_step = strategy.gather_every == "step"
-    uses = 2 * m if strategy.reshard_after_forward else m
+    uses = 2 * m if strategy.reshard_after_forward and not place.keep else m
 
     shard = _local_elements(program, info, place.names, place.parameter_padding)
     itemsize = gathered if once_a_step else stored
     for gather in _gathers(program, info, place.names, shard, data_first=once_a_step):
         itemsize = gathered if gather.is_data else itemsize
+        if gather.is_data and gather.axis_size == 1:  # Nothing is gathered over one device.
+            continue
         times = 1 if gather.is_data and once_a_step else uses
         yield gather.axes, times * gather.bytes_sent(itemsize)
         if gather.is_data and not once_a_step:  # The gradient goes back the way it came.
@@ -124,7 +133,8 @@ def _of_parameter(
         for gather in _gathers(program, info, place.sharded_names, shard, data_first=True):
             if gather.is_data:
                 times = m if strategy.reduce_every == "minibatch" else 1
-                yield gather.axes, times * gather.bytes_sent(reduced)
+                if gather.axis_size > 1:
+                    yield gather.axes, times * gather.bytes_sent(reduced)
                 if place.state_names is not None:  # The new parameter.
                     yield gather.axes, gather.bytes_sent(stored)
 
@@ -148,9 +158,10 @@ def _gathers(
     gathers = []
     in_order = sorted(zip(dims, is_data, strict=True), key=lambda dim: data_first and not dim[1])
     for axes, data in in_order:
-        size = axes_size(program.mesh, axes)
-        gathers.append(_Gather(axes, size, shard, data))
-        shard *= size
+        for some in reversed(program.wire.rounds(axes)):
+            size = axes_size(program.mesh, some)
+            gathers.append(_Gather(some, size, shard, data))
+            shard *= size
     return gathers
 
 

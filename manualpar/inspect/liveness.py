@@ -1,8 +1,8 @@
 """What a program holds at its fullest moment, from when each array is made and last read.
 
-Operations run in the order in which they are written, and an array is held from the operation that
-makes it to the last one that reads it. Not everything that is written is an array in memory, for
-XLA *fuses*. The model of that is XLA's own rule for instruction fusion:
+Operations run in the order in which they are written, but gathers where they are first read. An
+array is held from the operation that makes it to the last one that reads it. Not everything that is
+written is an array in memory, for XLA *fuses*. The model of that is its rule for fusion:
 
 - an elementwise operation, a broadcast, a cast, a slice, a lookup is computed where it is read, if
   everything that reads it ends up in one fusion; its operands are then held until that is computed;
@@ -30,6 +30,7 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from manualpar.inspect.communication import KIND_OF_PRIMITIVE
 from manualpar.inspect.operations import Body, Operation, Value
 
 # Fused, and cheap enough to be computed several times.
@@ -137,7 +138,7 @@ class _Walk:
         self.fusion = fusion
         self.elsewhere = elsewhere
         self.kept = set(kept)
-        self.operations = _needed(operations, self.kept)
+        self.operations = _delayed(_needed(operations, self.kept))
         self.replaced = replaced
         self.made_at = {v: i for i, op in enumerate(self.operations) for v in op.outputs}
         self.fused = self._find_fused()
@@ -157,7 +158,7 @@ class _Walk:
                 continue
             makes = self.operations[made_at[new]]
             if end < made_at[new] or (end == made_at[new] and self._is_in_place(makes)):
-                pass
+                in_place.add(new)
             else:
                 dying[end].append(new)
         for value, index in self.last_read.items():
@@ -249,7 +250,7 @@ class _Walk:
         arrays = self._arrays(op)
         if len(arrays) != 1 or not (op.name in CHEAP or self.fusion.repeats_dear):
             return not arrays
-        if self.values[arrays[0]].size <= 1e9 + sum(self.values[v].size for v in op.outputs):
+        if self.values[arrays[0]].size <= sum(self.values[v].size for v in op.outputs):
             return True
         # What is smaller than what it is made of is kept, unless that is read by others anyway.
         value = arrays[0]
@@ -286,10 +287,35 @@ def _needed(operations: Sequence[Operation], kept: Collection[int]) -> list[Oper
     """The operations that lead to what is kept."""
     needed, found = set(kept), []
     for op in reversed(operations):
-        if True:
+        if needed & set(op.outputs):
             needed.update(op.inputs)
             found.append(op)
     return found[::-1]
+
+
+def _delayed(operations: Sequence[Operation]) -> list[Operation]:
+    """The operations with each gather, and each cast of what was gathered, where it is first read.
+
+    What is recomputed begins with all gathers at once, which no compiler runs so early.
+    """
+    gathered: set[int] = set()
+    moved = []
+    for op in operations:
+        is_cast = _is_fusible(op) and len(op.inputs) == 1 and op.inputs[0] in gathered
+        moved.append(KIND_OF_PRIMITIVE.get(op.name) == "all_gather" or is_cast)
+        if moved[-1]:
+            gathered.update(op.outputs)
+    first: dict[int, tuple[int, int]] = {}
+    places: list[tuple[int, int]] = [(index, 0) for index in range(len(operations))]
+    for index in reversed(range(len(operations))):
+        op = operations[index]
+        if moved[index]:
+            readers = [first[value] for value in op.outputs if value in first]
+            place, before = min(readers, default=places[index])
+            places[index] = (place, before - 1) if readers else places[index]
+        for value in op.inputs:
+            first[value] = min(first.get(value, places[index]), places[index])
+    return [operations[i] for i in sorted(range(len(operations)), key=places.__getitem__)]
 
 
 def _take_off(moment: Counter[str], size: int, labels: Iterable[str]) -> None:

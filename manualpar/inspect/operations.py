@@ -189,7 +189,7 @@ class Operations:
             consts = [self.value(v.aval) for v in jaxpr.constvars]
             if name != "shard_map":
                 return self._inline(jaxpr, [*consts, *values], operations, scope=scope)
-            outside, self._is_local = self._is_local, False
+            outside, self._is_local = self._is_local, True
             outputs = self._inline(jaxpr, [*consts, *values], operations, scope=scope)
             self._is_local = outside
             self._count_parts(outputs, eqn.outvars)
@@ -305,6 +305,8 @@ def _with_stores(
         store(value)
     for operation in body:
         stored.append(operation)
+        for value in operation.outputs:
+            store(value)
     return stored
 
 

@@ -192,7 +192,10 @@ def manual_axes(shard_map: Any) -> frozenset[str]:
     mesh = shard_map.params["mesh"]
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     already = {axis for axis, kind in kinds if kind == AxisType.Manual}
-    return frozenset(already | shard_map.params["newly_manual_axes"])
+    params = shard_map.params
+    # The older of the supported versions of jax say it with another word.
+    newly = params.get("newly_manual_axes", params.get("manual_axes", frozenset()))
+    return frozenset(already | newly)
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[Any]:

@@ -1,0 +1,146 @@
+"""What a step is planned to hold against what XLA allocates for it, counted and not timed.
+
+python -m benchmarks.planned_memory [--only fsdp_lm] [--output planned_memory.json]
+
+Planned is `manualpar.inspect.step_memory` with `platform="cpu"`, compiled is `memory_analysis` of
+the same step on eight simulated CPU devices; both are the bytes of one device. What lies there
+between steps must agree to the byte, up to what is never read. Temporaries are planned from a model
+of fusion, so their ratio is the error. Three things are known to be off, and are XLA:CPU's own: it
+computes bfloat16 products in float32 and holds them so; it merges what is gathered again, for the
+backward pass or another minibatch, with what was gathered before unless a loop is between; and it
+reduces all gradients at once and not in place, so that with data parallelism it holds them twice.
+"""
+
+import argparse
+import importlib
+import json
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from manualpar.inspect.memory import step_memory
+from manualpar.training.experiment import prepare
+
+SCANNED = {"model.scan_layers": True}
+FULL = {**SCANNED, "model.remat": "full"}
+F32 = {"model.dtype": "float32"}
+# A config and what is changed in it.
+CASES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("dp", {}),
+    ("dp", {**F32, "optimizer.num_minibatches": 1}),
+    ("zero", {}),
+    ("zero", {**F32, "optimizer.num_minibatches": 1}),
+    ("zero", {**F32, "parallel.strategy": "zero2"}),
+    ("fsdp", {}),
+    ("fsdp", {**F32, "optimizer.num_minibatches": 1}),
+    ("fsdp", {**F32, "parallel.communicate_every": "step"}),
+    ("hsdp", {}),
+    ("fsdp_lm", {}),
+    ("fsdp_lm", SCANNED),
+    ("fsdp_lm", FULL),
+    ("fsdp_lm", {**SCANNED, "model.remat": "dots"}),
+    ("fsdp_lm", {**FULL, "optimizer.num_minibatches": 4}),
+    ("fsdp_lm", F32),
+    ("fsdp_lm", {**F32, **SCANNED}),
+    ("fsdp_lm", {**F32, **FULL}),
+    ("fsdp_lm", {**F32, **SCANNED, "model.remat": "dots"}),
+    ("fsdp_lm", {**F32, **FULL, "optimizer.num_minibatches": 4}),
+    ("fsdp_lm", {**F32, **FULL, "parallel.strategy": "dp"}),
+    ("fsdp_lm", {**F32, **FULL, "parallel.strategy": "zero1"}),
+    ("fsdp_lm", {**F32, **FULL, "parallel.strategy": "zero2"}),
+    ("fsdp_lm", {**F32, **FULL, "parallel.communicate_every": "step"}),
+    ("fsdp_lm", {**F32, **FULL, "parallel.reshard_after_forward": False}),
+)
+
+
+class Row(NamedTuple):
+    """A step's bytes on a device.
+
+    Attributes:
+      case: The config and what was changed in it.
+      dtype: What is computed in.
+      state: Planned bytes of what lies there between steps, and of the batch.
+      arguments: What XLA takes as arguments.
+      planned: Planned bytes of temporaries.
+      compiled: What XLA allocates for temporaries.
+    """
+
+    case: str
+    dtype: str
+    state: int
+    arguments: int
+    planned: int
+    compiled: int
+
+    @property
+    def ratio(self) -> float:
+        """Planned temporaries in parts of compiled ones."""
+        return self.planned / self.compiled
+
+
+def measure(name: str, changes: dict[str, Any]) -> Row:
+    """Plans and compiles the step of a config."""
+    config = importlib.import_module(f"configs.{name}").get_config()
+    for path, value in changes.items():
+        section, field = path.split(".")
+        config[section][field] = value
+    program = prepare(config, devices=jax.devices()).program
+    planned = step_memory(program, platform="cpu")
+    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    compiled = lowered.compile().memory_analysis()
+    assert compiled is not None  # The CPU's compiler always gives one.
+    settings = (f"{path.split('.')[1]}={value}" for path, value in changes.items())
+    return Row(
+        case=" ".join((name, *settings)),
+        dtype=config.model.dtype,
+        state=planned.peak - planned.temporaries,
+        arguments=compiled.argument_size_in_bytes,
+        planned=planned.temporaries,
+        compiled=compiled.temp_size_in_bytes,
+    )
+
+
+def summarize(rows: list[Row]) -> str:
+    """The median and the worst ratio, of all and of those computed in float32."""
+    lines = []
+    for title, chosen in (
+        ("all", rows),
+        ("float32", [row for row in rows if row.dtype == "float32"]),
+    ):
+        if chosen:
+            ratios = [row.ratio for row in chosen]
+            worst = max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
+            median = statistics.median(ratios)
+            lines.append(f"{title} ({len(ratios)}): median {median:.2f}, worst {worst:.2f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Prints the table and writes it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=sorted({name for name, _ in CASES}))
+    parser.add_argument("--output", type=Path, help="a JSON file to write")
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    print(f"jax {jax.__version__}; MiB on a device\n")
+    header = ["step", "state", "arguments", "planned", "compiled", "ratio"]
+    for cells in (header, ["---"] * len(header)):
+        print(f"| {' | '.join(cells)} |")
+    rows = []
+    for name, changes in CASES:
+        if args.only in (None, name):
+            rows.append(row := measure(name, changes))
+            sizes = (row.state, row.arguments, row.planned, row.compiled)
+            cells = [row.case, *(f"{size / 2**20:.2f}" for size in sizes), f"{row.ratio:.2f}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
+    print(f"\nplanned / compiled temporaries\n{summarize(rows)}")
+    if args.output:
+        found = [{**row._asdict(), "ratio": row.ratio} for row in rows]
+        args.output.write_text(json.dumps({"jax": jax.__version__, "rows": found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Says what a step of each config sends, holds and computes on a device, before one runs.
+
+python -m experiments.inspect [--config=configs/fsdp.py] [--config=configs/dp.py ...]
+                              [--config.<field>=<value> ...]
+                              [--devices=<number>] [--compile | --nocompile]
+                              [--output=<folder>] [--against=<ledger.json or folder>]
+                              [--budget=configs/budgets.toml [--write_budget]]
+                              [--memory=<16GiB or v5p>]
+
+Nothing is trained, and with --nocompile nothing compiled: --devices=4096 needs no devices then.
+Exit codes: 0, 1 if a budget is broken, 2 for a mistake on the command line, in a config or in a
+budget.
+"""
+
+from pathlib import Path
+
+from absl import app
+
+from manualpar.planner.hardware import chip_named
+from manualpar.training.inspection import inspect_command
+from manualpar.training.inspection_flags import inspect_flags_parser
+
+DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
+
+
+def chip_memory(name: str) -> int:
+    """The bytes that a program can have on a chip of a name such as `v5p`."""
+    return chip_named(name).hbm_bytes
+
+
+def main() -> None:
+    """Runs the command line and exits."""
+    parser = inspect_flags_parser(__doc__ or "", DEFAULT_CONFIG, chip_memory=chip_memory)
+    app.run(inspect_command, flags_parser=parser)
+
+
+if __name__ == "__main__":
+    main()

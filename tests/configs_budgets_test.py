@@ -1,0 +1,57 @@
+"""The configs that come with the project send, hold and compute no more than configs/budgets.toml.
+
+After a change that is meant, the file is written anew with
+
+    python -m experiments.inspect --devices=8 --budget=configs/budgets.toml --write_budget \\
+        --config=configs/dp.py --config=configs/fsdp.py ...
+"""
+
+from pathlib import Path
+
+import pytest
+
+from manualpar.inspect.budget import Verdict, check_budget
+from manualpar.inspect.budget_file import read_budgets
+from manualpar.training.command_line import load_config
+from manualpar.training.inspection import read_ledger
+from manualpar.training.inspection_flags import Named
+
+FOLDER = Path(__file__).parent.parent / "configs"
+BUDGETS = FOLDER / "budgets.toml"
+# What compares strategies is no program of its own.
+NAMES = sorted({path.stem for path in FOLDER.glob("[a-z]*.py")} - {"compare"})
+
+
+def _check(name: str, *, compile: bool) -> Verdict:
+    path = FOLDER / f"{name}.py"
+    named = Named(name, path, load_config(path))
+    ledger = read_ledger(named, devices=8, compile=compile)
+    return check_budget(read_budgets(BUDGETS)[name], ledger, BUDGETS)
+
+
+def test_every_config_has_a_budget_and_every_budget_a_config():
+    budgets = read_budgets(BUDGETS)
+    assert sorted(budgets) == NAMES
+    for budget in budgets.values():
+        assert budget.devices == 8
+        limited = {limit.quantity for limit in budget.limits if not limit.group}
+        assert limited >= {"bytes", "collectives", "flops", "peak_memory", "temporaries"}
+        assert {limit.group for limit in budget.limits} == {"", "purposes", "axes", "modules"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_keeps_its_budget(name):
+    verdict = _check(name, compile=False)
+    assert [finding.sentence() for finding in verdict.broken] == []
+    # What a tracer reads is exact, so that more room than is used would only hide something.
+    assert [finding.sentence() for finding in verdict.slack] == []
+    assert verdict.unchecked == ("temporaries",)
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("name", NAMES)
+def test_a_compiled_config_keeps_its_budget(name, devices8):
+    verdict = _check(name, compile=True)
+    assert [finding.sentence() for finding in verdict.broken] == []
+    assert verdict.unchecked == ()

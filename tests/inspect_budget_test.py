@@ -1,0 +1,330 @@
+"""A budget is kept by what it was written from; one byte more breaks it and names the module."""
+
+import copy
+import math
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from manualpar.inspect.budget import check_budget, matches
+from manualpar.inspect.budget_file import (
+    Budget,
+    BudgetError,
+    budget_for,
+    parse_budgets,
+    parse_size,
+    read_budgets,
+)
+from manualpar.inspect.budget_writing import budget_text, replace_budget
+
+UP, DOWN, HEAD = "layers_0/mlp/up", "layers_1/mlp/up", "head"
+
+
+def _collective(module: str, sent: float, **fields) -> dict:
+    return {
+        "kind": "all_gather",
+        "axes": "data",
+        "purpose": "gather_params",
+        "module": module,
+        "times": 1,
+        "bytes": sent,
+        "shape": [4],
+        "dtype": "float32",
+        **fields,
+    }
+
+
+def _ledger(*collectives: dict, **fields) -> dict:
+    """What `Ledger.to_json` returns, of these collectives."""
+    counts = {}
+    for found in collectives:
+        counts[found["kind"]] = counts.get(found["kind"], 0) + found["times"]
+    return {
+        "mesh": {"data": 8},
+        "bytes": {"total": sum(found["bytes"] for found in collectives)},
+        "counts": counts,
+        "collectives": list(collectives),
+        "flops": {"total": 600, "by_phase": {}, "by_module": {UP: 200, DOWN: 200, HEAD: 200}},
+        "memory": {"parameters": 700, "gathered": 300, "peak": 1000},
+        "compiled": None,
+        "changes": [],
+        "notes": [],
+        **fields,
+    }
+
+
+STEP = _ledger(
+    _collective(UP, 100, times=2),
+    _collective(DOWN, 100, times=2),
+    _collective(HEAD, 50.5),
+    _collective(UP, 40, purpose="scatter_gradients", kind="reduce_scatter"),
+    _collective(DOWN, 40, purpose="scatter_gradients", kind="reduce_scatter"),
+    _collective("", 7, purpose="sync_metrics", kind="all_reduce", axes="replica,data"),
+)
+
+
+def _budget(text: str) -> Budget:
+    return parse_budgets(f"[lm]\n{text}", "budgets.toml")["lm"]
+
+
+def _check(text: str, ledger: dict = STEP):
+    return check_budget(_budget(text), ledger, "budgets.toml")
+
+
+@pytest.mark.parametrize(
+    ("key", "measured"),
+    [
+        ("bytes", 338),  # 337.5: a part of a byte counts as one.
+        ("collectives", 8),
+        ("flops", 600),
+        ("peak_memory", 1000),
+        ("purposes.gather_params.bytes", 251),
+        ("purposes.gather_params.collectives", 5),
+        ("purposes.regather_params.bytes", 0),
+        ("axes.data.bytes", 331),
+        ('axes."replica,data".bytes', 7),
+        ("axes.data.collectives", 7),
+        ('modules."layers_0/mlp/up".bytes', 140),
+        ('modules."layers_1/mlp/up".collectives', 3),
+        ("modules.head.flops", 200),
+        ('modules."".bytes', 7),
+    ],
+)
+def test_a_limit_holds_up_to_what_is_measured(key, measured):
+    verdict = _check(f"{key} = {measured}")
+    assert verdict == type(verdict)((), (), ())
+    if measured:
+        [finding] = _check(f"{key} = {measured - 1}").broken
+        assert (finding.measured, finding.limit.most) == (measured, measured - 1)
+        assert finding.limit.key == key
+        assert f"expected at most {measured - 1:,}: 1 too many" in finding.sentence()
+
+
+def test_a_glob_limits_each_module_and_not_their_sum():
+    assert not _check('modules."layers_*/mlp/up".bytes = 140').broken
+    worse = _ledger(*STEP["collectives"], _collective(DOWN, 60))
+    [finding] = _check('modules."layers_*/mlp/up".bytes = 140', worse).broken
+    assert finding.sentence() == (
+        'lm: modules."layers_*/mlp/up".bytes: layers_1/mlp/up has 200, expected at most 140: 60 '
+        "too many (+42.9%)."
+    )
+
+
+def test_stars_stop_at_slashes():
+    assert matches("layers_*", "layers_12")
+    assert not matches("layers_*", "layers_12/mlp")
+    assert matches("layers_**", "layers_12/mlp")
+    assert matches("**/up", "layers_0/mlp/up")
+    assert matches("h?ad", "head")
+    assert not matches("he.d", "head")
+    assert not matches("head", "header")
+
+
+def test_a_broken_total_names_the_modules_beyond_limits_of_their_own():
+    text = f'bytes = 338\nmodules."layers_*/mlp/up".bytes = 140\nmodules.{HEAD}.bytes = 51'
+    worse = _ledger(*STEP["collectives"], _collective(DOWN, 60), _collective("new", 30))
+    total, module = _check(text, worse).broken
+    assert total.sentence() == (
+        "lm: bytes is 428, expected at most 338: 90 too many (+26.6%); look at layers_1/mlp/up 200 "
+        "(over its own limit), new 30 (without a limit of its own), (no module) 7 (without a limit "
+        "of its own)."
+    )
+    assert module.module == DOWN
+
+
+def test_without_limits_of_modules_the_largest_are_named():
+    [finding] = _check("purposes.scatter_gradients.bytes = 70").broken
+    assert finding.sentence().endswith("; most of it: layers_0/mlp/up 40, layers_1/mlp/up 40.")
+    [finding] = _check("peak_memory = 900").broken
+    assert finding.sentence().endswith("; most of it: parameters 700, gathered 300.")
+
+
+def test_a_purpose_names_only_what_is_sent_for_it():
+    text = f'purposes.scatter_gradients.bytes = 79\nmodules."{UP}".bytes = 100'
+    sentence = _check(text).broken[0].sentence()
+    assert "layers_0/mlp/up 40 (over its own limit)" in sentence
+    assert "head" not in sentence
+
+
+COMPILED = {
+    "bytes": 900,
+    "counts": {"all_gather": 4},
+    "temporaries": 5000,
+    "collectives": [{"times": 4, "bytes": 900, "module": HEAD, "purpose": "gather_params"}],
+}
+
+
+def test_what_is_compiled_is_checked_where_there_is_a_compiled_step():
+    text = "temporaries = 4_999\ncompiled_bytes = 899\ncompiled_collectives = 3"
+    verdict = _check(text)
+    assert verdict.unchecked == ("temporaries", "compiled_bytes", "compiled_collectives")
+    assert not verdict.broken
+    verdict = _check(text, _ledger(compiled=COMPILED))
+    assert [finding.limit.key for finding in verdict.broken] == list(_check(text).unchecked)
+    assert verdict.broken[1].sentence().endswith("; most of it: head 900.")
+    assert not verdict.unchecked
+
+
+def test_memory_that_is_not_known_is_not_checked():
+    assert _check("peak_memory = 0", _ledger(memory=None)).unchecked == ("peak_memory",)
+
+
+def test_slack_is_pointed_out_beyond_a_quarter():
+    assert not _check("flops = 750").slack
+    [finding] = _check("flops = 751").slack
+    assert finding.sentence() == "lm: flops allows 751, 600 would do"
+    [finding] = _check('modules."layers_*/mlp/up".bytes = 200').slack
+    assert "140 of layers_0/mlp/up would do" in finding.sentence()
+    assert _check("purposes.regather_params.bytes = 1").slack
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1.5 MiB", 3 * 2**19), ("16GiB", 2**34), ("7 B", 7), ("1_000 KiB", 1_024_000), ("0 B", 0)],
+)
+def test_sizes_have_units(text, size):
+    assert parse_size(text) == size
+    assert _budget(f'bytes = "{text}"').most("bytes") == size
+
+
+@pytest.mark.parametrize("text", ["1.5", "MiB", "1 MB", "-1 B", "1 mib", "", "1 MiB more"])
+def test_what_is_no_size_is_none(text):
+    assert parse_size(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("byts = 1", "[lm] byts is not a known key, expected one of devices, bytes, collectives, "),
+        ("byts = 1", "; the nearest one is bytes."),
+        (
+            "purposes.gather_params.flops = 1",
+            "[lm] purposes.gather_params flops is not a known key",
+        ),
+        ("bytes = -1", "[lm] bytes is -1, expected an integer, at least 0, or a size such as '1.5"),
+        ("bytes = 1.5", "[lm] bytes is 1.5, expected an integer"),
+        ("bytes = true", "[lm] bytes is True, expected an integer"),
+        ('bytes = "1 MB"', "[lm] bytes is '1 MB', expected an integer"),
+        ('flops = "1 MiB"', "[lm] flops is '1 MiB', expected an integer, at least 0."),
+        ("devices = 0", "[lm] devices is 0, expected a number of devices."),
+        ("modules = 3", "[lm] modules is 3, expected a table such as {bytes = 1_000}."),
+        ('modules."a/b" = 3', '[lm] modules."a/b" is 3, expected a table such as {bytes = 1_000}.'),
+        ("purposes.gather_parms.bytes = 1", "has no purpose gather_parms; the nearest one is gath"),
+        ("axes.dta.bytes = 1", "the step has no axis dta; the nearest one is data."),
+        ("modules.heed.bytes = 1", "the step has no module heed; the nearest one is head."),
+        ('modules."layer_*/mlp/up".bytes = 1', 'has no module "layer_*/mlp/up"; the nearest one i'),
+        ("devices = 4", "budgets.toml: [lm] is for devices=4, and the step is one for 8; inspect "),
+        ("bytes = ", "budgets.toml: Invalid value"),
+    ],
+)
+def test_a_budget_that_cannot_be_followed_is_refused(text, message):
+    with pytest.raises(BudgetError) as raised:
+        _check(text)
+    assert message in str(raised.value)
+
+
+def test_a_limit_outside_of_a_table_is_refused():
+    with pytest.raises(BudgetError, match=r"bytes = 3 stands outside of a table"):
+        parse_budgets("bytes = 3", "budgets.toml")
+
+
+def test_a_config_without_a_budget_is_refused_with_the_nearest_name(tmp_path):
+    budgets = parse_budgets("[fsdp]\n[hsdp]\n[zero]\n", "b.toml")
+    with pytest.raises(
+        BudgetError, match=r"b.toml has no budget \[fsdp_lm\]; the nearest one is \[fsdp"
+    ):
+        budget_for(budgets, "fsdp_lm", "b.toml")
+    with pytest.raises(BudgetError, match=r"none.toml: No such file"):
+        read_budgets(tmp_path / "none.toml")
+
+
+names = st.sampled_from([UP, DOWN, HEAD, "", "layers_0", "layers_1", "embed"])
+collectives = st.builds(
+    _collective,
+    module=names,
+    sent=st.integers(0, 8000).map(lambda eighths: eighths / 8),
+    times=st.integers(1, 9),
+    purpose=st.sampled_from(["gather_params", "scatter_gradients", "other"]),
+    axes=st.sampled_from(["data", "replica", "replica,data"]),
+)
+
+
+@hypothesis.given(st.lists(collectives, max_size=8), st.data())
+def test_a_written_budget_is_kept_and_one_byte_more_breaks_it(found, data):
+    step = _ledger(*found, mesh={"replica": 2, "data": 4})
+    budget = parse_budgets(budget_text("lm", step), "written")["lm"]
+    assert budget.devices == 8
+    verdict = check_budget(budget, step, "written")
+    assert not verdict.broken
+    assert not [finding for finding in verdict.slack if finding.measured > 4]
+    if found:
+        more = copy.deepcopy(found)
+        worse = data.draw(st.sampled_from(more))
+        worse["bytes"] = math.floor(worse["bytes"]) + 2
+        broken = check_budget(budget, _ledger(*more, mesh=step["mesh"]), "written").broken
+        keys = [finding.limit.key for finding in broken]
+        assert keys[0] == "bytes"
+        assert any(key.startswith(f"purposes.{worse['purpose']}") for key in keys)
+        named = " ".join(finding.sentence() for finding in broken)
+        assert (worse["module"] or "(no module)") in named
+
+
+def test_layers_that_are_alike_share_a_line():
+    text = budget_text("lm", STEP)
+    assert '"layers_*/mlp/up" = {bytes = 140}' in text
+    assert UP not in text
+    other = budget_text("lm", _ledger(*STEP["collectives"], _collective(DOWN, 1)))
+    assert f'"{UP}" = {{bytes = 140}}' in other
+    assert f'"{DOWN}" = {{bytes = 141}}' in other
+
+
+def test_a_line_for_layers_does_not_reach_others():
+    step = _ledger(_collective("dense_0", 9), _collective("dense_1", 9), _collective("dense_b", 10))
+    text = budget_text("lm", step)
+    assert "dense_*" not in text
+    assert not check_budget(parse_budgets(text, "written")["lm"], step, "written").broken
+
+
+def test_what_varies_with_versions_is_given_room():
+    text = budget_text("lm", _ledger(compiled=COMPILED))
+    assert "temporaries = 6_144  # as compiled, and 20%" in text  # 6,000 in whole KiB.
+    assert "peak_memory = 1_000\n" in text
+
+
+def test_limits_on_what_is_compiled_outlive_a_step_that_is_not():
+    earlier = _budget('temporaries = 77\ncompiled_bytes = "1 KiB"')
+    text = budget_text("lm", STEP, earlier)
+    assert "temporaries = 77  # as before" in text
+    assert "compiled_bytes = 1_024  # as before" in text
+    assert "compiled_collectives" not in text
+    text = budget_text("lm", _ledger(*STEP["collectives"], compiled=COMPILED), earlier)
+    assert "compiled_bytes = 2_048  # as compiled, and 20%" in text  # 1,080 in whole KiB.
+    assert "compiled_collectives" not in text
+
+
+def test_where_the_compiler_writes_the_collectives_they_are_limited_as_compiled():
+    text = budget_text("lm", _ledger(compiled=COMPILED))
+    assert "compiled_collectives = 5  # as compiled, and 20%" in text
+    assert "compiled_bytes" not in budget_text("lm", _ledger(STEP["collectives"][0]))
+
+
+def test_a_budget_takes_the_place_of_the_one_there_was():
+    file = (
+        "# Ours.\n\n# The small one.\n[fsdp]\nbytes = 1  # measured\n\n[fsdp.purposes]\n"
+        "gather_params = {bytes = 1}\n\n# Of all by hand.\n[fsdp_lm]\nbytes = 2\n"
+    )
+    new = budget_text("fsdp", STEP)
+    changed = replace_budget(file, "fsdp", new)
+    assert changed == (
+        f"# Ours.\n\n# The small one.\n{new}\n# Of all by hand.\n[fsdp_lm]\nbytes = 2\n"
+    )
+    assert replace_budget(changed, "fsdp", new) == changed
+    added = replace_budget(file, "zero", budget_text("zero", STEP))
+    assert added == f"{file}\n{budget_text('zero', STEP)}"
+    assert replace_budget("", "zero", budget_text("zero", STEP)) == budget_text("zero", STEP)
+
+
+def test_a_file_in_which_it_would_stand_twice_is_left_alone():
+    with pytest.raises(BudgetError, match="cannot be replaced"):
+        replace_budget("fsdp = {bytes = 1}\n", "fsdp", budget_text("fsdp", STEP))

@@ -1,0 +1,122 @@
+"""What differs between two ledgers is found, and what does not differ is not."""
+
+import copy
+import json
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from manualpar.inspect.difference import difference
+
+
+def _collective(purpose: str, module: str, **fields) -> dict:
+    return {
+        "kind": "all_gather",
+        "axes": "data",
+        "purpose": purpose,
+        "module": module,
+        "times": 2,
+        "bytes": 64,
+        "shape": [4, 2],
+        "dtype": "float32",
+        **fields,
+    }
+
+
+def _ledger(*collectives: dict, **fields) -> dict:
+    return {
+        "bytes": {"total": sum(found["bytes"] for found in collectives)},
+        "counts": {"all_gather": sum(found["times"] for found in collectives)},
+        "collectives": list(collectives),
+        "flops": {"total": 30, "by_phase": {"forward": 10, "backward": 20}},
+        "memory": {"parameters": 100, "peak": 100},
+        "compiled": None,
+        **fields,
+    }
+
+
+BEFORE = _ledger(
+    _collective("gather_params", "up"),
+    _collective("gather_params", "up", shape=[2]),
+    _collective("gather_params", "down"),
+    _collective("scatter_gradients", "up", kind="reduce_scatter"),
+    _collective("sync_metrics", "", kind="all_reduce", bytes=3.5),
+)
+
+
+def test_nothing_differs_from_itself_in_whatever_order():
+    other = json.loads(json.dumps(BEFORE))
+    other["collectives"].reverse()
+    assert difference(BEFORE, other).is_empty
+
+
+def test_added_removed_and_changed_are_told_apart_the_largest_first():
+    after = _ledger(
+        _collective("gather_params", "up", dtype="bfloat16", bytes=32),
+        _collective("gather_params", "up", shape=[2]),
+        _collective("gather_params", "down"),
+        _collective("regather_params", "up", bytes=500),
+        _collective("sync_metrics", "", kind="all_reduce", bytes=3.5),
+    )
+    added, removed, changed = difference(BEFORE, after).collectives
+    assert (added.what, added.purpose, added.module) == ("added", "regather_params", "up")
+    assert (added.before, added.bytes_more) == (None, 500)
+    assert (removed.what, removed.kind, removed.after) == ("removed", "reduce_scatter", None)
+    assert removed.bytes_more == -64
+    assert (changed.what, changed.purpose, changed.module) == ("changed", "gather_params", "up")
+    assert changed.bytes_more == -32
+    assert changed.before.dtypes == ("float32",)
+    assert changed.after.dtypes == ("bfloat16", "float32")
+    assert changed.after.times == 4
+
+
+@pytest.mark.parametrize(
+    "fields", [{"times": 3}, {"dtype": "float16"}, {"shape": [8]}, {"bytes": 65}]
+)
+def test_whatever_differs_is_a_change(fields):
+    after = copy.deepcopy(BEFORE)
+    after["collectives"][2] |= fields
+    [changed] = difference(BEFORE, after).collectives
+    assert (changed.what, changed.module) == ("changed", "down")
+
+
+@pytest.mark.parametrize("fields", [{"axes": "replica"}, {"module": "gate"}, {"purpose": "other"}])
+def test_what_is_called_something_else_is_another(fields):
+    after = copy.deepcopy(BEFORE)
+    after["collectives"][2] |= fields
+    found = difference(BEFORE, after).collectives
+    assert sorted(change.what for change in found) == ["added", "removed"]
+
+
+def test_numbers_stand_side_by_side_and_unknown_ones_are_none():
+    compiled = {"bytes": 7, "counts": {"all_gather": 1}, "temporaries": 40, "peak": 140}
+    after = BEFORE | {"memory": None, "compiled": compiled}
+    deltas = {delta.name: delta for delta in difference(BEFORE, after).deltas}
+    assert (deltas["bytes sent"].before, deltas["bytes sent"].after) == (259.5, 259.5)
+    assert (deltas["FLOPs backward"].before, deltas["FLOPs backward"].is_bytes) == (20, False)
+    assert (deltas["memory: peak"].before, deltas["memory: peak"].after) == (100, None)
+    assert (deltas["compiled: temporaries"].before, deltas["compiled: temporaries"].after) == (
+        None,
+        40,
+    )
+    assert not deltas["compiled: collectives"].is_bytes
+    assert not difference(BEFORE, after).is_empty
+
+
+collectives = st.builds(
+    _collective,
+    purpose=st.sampled_from(["gather_params", "other"]),
+    module=st.sampled_from(["up", "down"]),
+    bytes=st.integers(0, 9999).map(lambda eighths: eighths / 8),
+)
+
+
+@hypothesis.given(st.lists(collectives), st.lists(collectives))
+def test_the_changes_add_up_to_the_difference_of_the_totals(first, second):
+    before, after = _ledger(*first), _ledger(*second)
+    found = difference(before, after)
+    back = difference(after, before)
+    more = sum(change.bytes_more for change in found.collectives)
+    assert more == after["bytes"]["total"] - before["bytes"]["total"]
+    assert more == -sum(change.bytes_more for change in back.collectives)

@@ -1,0 +1,183 @@
+"""What small programs hold at their fullest moment, against what was computed by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from manualpar import abstract_mesh
+from manualpar.inspect.memory import peak_memory
+
+F4 = 4  # Bytes of a float32.
+
+
+def held(function, *shapes, platform="cpu", **jit_options):
+    """The bytes by label; arguments are float32 of these shapes."""
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    traced = jax.jit(function, **jit_options).trace(*args)
+    return peak_memory(traced, platform=platform).by_label
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_two_products_with_an_activation_between(platform):
+    def function(x, w, v):
+        return (jnp.tanh(x @ w) @ v).sum()
+
+    found = held(function, (4, 8), (8, 16), (16, 2), platform=platform)
+    # The hidden activations, which tanh is written over, and the product of them.
+    assert found == {
+        "arguments": F4 * (4 * 8 + 8 * 16 + 16 * 2),
+        "temporaries": F4 * (4 * 16 + 4 * 2),
+    }
+
+
+def test_a_gradient_of_two_dense_layers():
+    def loss(weights, x):
+        w, v = weights
+        return ((x @ w) @ v).sum()
+
+    args = ((8, 16), (16, 2)), (4, 8)
+    weights, x = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        args,
+        is_leaf=lambda x: isinstance(x[0], int),
+    )
+    traced = jax.jit(jax.grad(loss)).trace(weights, x)
+    found = peak_memory(traced, platform="cpu").by_label
+    # At the last product: the ones that v is multiplied with are gone, both gradients are there,
+    # and what flows back into the first layer.
+    assert found["results"] == F4 * (8 * 16 + 16 * 2)
+    assert found["temporaries"] == F4 * 4 * 16
+
+
+def test_an_elementwise_chain_is_no_array():
+    assert held(lambda x: (jnp.sin(x) * 2 + 1).sum(), (64,)) == {"arguments": 256, "results": 4}
+
+
+def test_what_two_fusions_read_is_kept_if_it_is_dear():
+    def function(x, w):
+        y = jnp.exp(x)
+        return y.sum(), (y @ w)
+
+    kept = {
+        p: held(function, (8, 8), (8, 1), platform=p).get("temporaries", 0) for p in ("cpu", "tpu")
+    }
+    assert kept == {"cpu": F4 * 64, "tpu": 0}
+
+
+def test_a_narrow_copy_is_kept_and_not_what_it_was_made_of():
+    def function(x, w):
+        y = (x @ w).astype(jnp.bfloat16)
+        z = jnp.cumsum(x, axis=0)  # Runs while y is waiting.
+        return z.sum() + y.sum(), y.max()
+
+    found = held(function, (64, 64), (64, 64))
+    assert found["temporaries"] == 64 * 64 * (2 + 4) + 4  # And the sum of one.
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_scan_holds_stacked_results_and_one_iteration(length):
+    def function(c, w):
+        return jax.lax.scan(lambda c, _: (c @ w, c), c, length=length)
+
+    found = held(function, (4, 4), (4, 4))
+    assert found["results"] == F4 * 16 * (length + 1)
+    assert found["temporaries"] == F4 * 16  # A new carry, before the old one may be written over.
+
+
+def test_an_elementwise_scan_writes_over_its_carry():
+    def function(c):
+        return jax.lax.scan(lambda c, _: (jnp.sin(c), None), c, length=7)[0]
+
+    assert held(function, (4, 4)) == {"arguments": 64, "results": 64}
+
+
+def test_a_while_is_one_iteration():
+    def function(c, w):
+        return jax.lax.while_loop(lambda c: c.sum() < 3, lambda c: c @ w, c)
+
+    assert held(function, (4, 4), (4, 4)) == {"arguments": 128, "results": 64, "temporaries": 64}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_branches_the_fullest_counts(order):
+    branches = (lambda x, w: (x @ w) @ w.T, lambda x, w: x + 1)
+
+    def function(x, w):
+        return jax.lax.cond(x.sum() > 0, *(branches[i] for i in order), x, w)
+
+    found = held(function, (4, 4), (4, 32))
+    assert found["temporaries"] == pytest.approx(F4 * 4 * 32, abs=8)  # And the predicate.
+    assert found["results"] == F4 * 16
+
+
+def test_a_donated_argument_is_written_over():
+    assert held(lambda x: x + 1, (16,)) == {"arguments": 64, "results": 64}
+    assert held(lambda x: x + 1, (16,), donate_argnums=0) == {"arguments": 64}
+    # A product cannot: it reads all of what it would write over.
+    found = held(lambda x, w: x @ w, (4, 4), (4, 4), donate_argnums=0)
+    assert found == {"arguments": 128, "results": 64}
+
+
+def with_a_gradient_of_its_own(function):
+    """A function with a rule that is never used here."""
+    wrapped = jax.custom_vjp(function)
+    wrapped.defvjp(lambda *args: (function(*args), None), lambda _, g: (g, g))
+    return wrapped
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, with_a_gradient_of_its_own])
+def test_functions_inside_are_run_in_line(wrap):
+    def inner(x, w):
+        return jnp.tanh(x @ w) @ w
+
+    def function(inner):
+        return lambda x, w: inner(x, w) @ w
+
+    shapes = (16, 8), (8, 8)
+    assert held(function(wrap(inner)), *shapes) == held(function(inner), *shapes)
+
+
+def test_what_nobody_reads_is_not_held():
+    def function(x, w):
+        (x @ w @ w).sum()
+        return x.sum()
+
+    assert held(function, (8, 8), (8, 8)) == {"arguments": 512, "results": 4}
+
+
+def test_shapes_in_shard_map_are_a_devices():
+    mesh = abstract_mesh({"data": 8}, 8)
+
+    def function(x, w):
+        return jax.lax.psum((x @ w).sum(0), "data")
+
+    run = jax.shard_map(function, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
+    shardings = [NamedSharding(mesh, P("data")), None]
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 8), (8, 16))]
+    found = peak_memory(jax.make_jaxpr(run)(*args), shardings=shardings, platform="cpu").by_label
+    assert found["arguments"] == F4 * (32 * 8 + 8 * 16)
+    assert found["temporaries"] == F4 * (32 * 16 + 16)  # The product and its sum.
+
+
+def test_global_arrays_are_in_as_many_parts_as_their_largest_operand():
+    mesh = abstract_mesh({"data": 8}, 8)
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+    closed = jax.make_jaxpr(lambda x: (jnp.cumsum(x, axis=1) * 2).sum(0))(x)
+    found = peak_memory(closed, shardings=[NamedSharding(mesh, P("data"))], platform="cpu").by_label
+    assert found == {"arguments": F4 * 128, "temporaries": F4 * 128, "results": F4 * 16}
+
+
+def test_refusals():
+    x = jax.ShapeDtypeStruct((4,), jnp.float32)
+    closed = jax.make_jaxpr(jnp.sin)(x)
+    with pytest.raises(TypeError, match="program is a function, expected what"):
+        peak_memory(jnp.sum)
+    with pytest.raises(
+        ValueError, match="shardings has 2 elements, expected one for each of the 1"
+    ):
+        peak_memory(closed, shardings=[None, None])
+    with pytest.raises(ValueError, match="platform='gpu', expected one of 'cpu', 'tpu'"):
+        peak_memory(closed, platform="gpu")

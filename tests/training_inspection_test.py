@@ -1,0 +1,359 @@
+"""The inspection of configs from its command line to what it leaves behind."""
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import inspect as experiment
+from manualpar.inspect.budget_file import read_budgets
+from manualpar.training import inspection
+from manualpar.training.command_line import UsageError
+from manualpar.training.inspection import inspect_command
+from manualpar.training.inspection_flags import inspect_flags_parser, parse_inspect_command
+from manualpar.training.inspection_report import describe_fit
+
+CONFIGS = experiment.DEFAULT_CONFIG.parent
+FSDP, DP, HSDP, LM = (f"--config={CONFIGS / name}.py" for name in ("fsdp", "dp", "hsdp", "fsdp_lm"))
+SMALL = ("--config.model.hidden_size=16", "--config.model.num_layers=1")
+ABSTRACT = ("--nocompile", "--devices=8")
+
+
+def _parse(*arguments: str):
+    return parse_inspect_command(
+        ["program", *arguments],
+        default_config=experiment.DEFAULT_CONFIG,
+        chip_memory=experiment.chip_memory,
+    )
+
+
+def _run(*arguments: str) -> int:
+    return inspect_command(_parse(*arguments))
+
+
+def _rows(output: str) -> list[list[str]]:
+    """The lines of tables as cells."""
+    return [re.split(r"\s{2,}", line.strip()) for line in output.splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def _inside(tmp_path, monkeypatch, devices8):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_two_configs_side_by_side(capsys):
+    assert _run(FSDP, HSDP, *SMALL, *ABSTRACT, "--config.optimizer.num_minibatches=2") == 0
+    folder = Path("runs/inspect/001")
+    assert {path.name for path in folder.iterdir()} == {"fsdp.json", "hsdp.json", "inspect.png"}
+    output, error = capsys.readouterr()
+    assert error == ""
+    assert "fsdp: fsdp manual on data=8; of a device in a step" in output
+    assert "hsdp: hsdp manual on replica=2, data=4; of a device in a step" in output
+    assert output.endswith("results: runs/inspect/001\n")
+    assert "\x1b" not in output  # Plain lines where there is no terminal.
+
+    # Parameters: 64 x 16 and 16 and 16 x 10 sharded over 8, 10 whole, of 4 bytes; 2 minibatches.
+    # Each is gathered twice, and once more for backward only the kernel behind the first layer.
+    sharded, last, whole = 64 * 16 + 16 + 16 * 10, 16 * 10, 10
+    gathered = 2 * 4 * sharded * 7 // 8
+    found = json.loads((folder / "fsdp.json").read_text())
+    by_purpose = found["bytes"]["by_purpose"]
+    assert by_purpose["gather_params"] == gathered
+    assert by_purpose["scatter_gradients"] == gathered
+    assert by_purpose["regather_params"] == 2 * 4 * last * 7 // 8
+    assert by_purpose["sync_gradients"] == 2 * 4 * whole * 7 / 8
+    rows = _rows(output)
+    total = 2 * gathered + 2 * 4 * last * 7 // 8 + 2 * 4 * whole * 7 / 8 + 7 + 7 * 8
+    assert found["bytes"]["total"] == total
+    assert ["gather_params", "data", "6", "8.2 KiB", f"{gathered / total:.1%}"] in rows
+    forward = 2 * 16 * (64 * 16 + 16 * 10)  # 16 examples a device.
+    assert found["flops"]["by_phase"]["forward"] == forward
+
+    # What the closed form says of it, and why it is not what is sent.
+    formula = 3 * gathered + 2 * 4 * whole * 7 / 8
+    assert found["predicted_bytes"] == {"total": formula, "by_axes": {"data": formula}}
+    assert found["predicted_is_bound"]
+    less = gathered - 2 * 4 * last * 7 // 8
+    assert f"({less:,} less, for what backward does not need is not gathered again)" in output
+    assert [row[0] for row in rows if row[0] in ("closed form", "jaxpr", "compiled")] == [
+        "closed form",
+        "jaxpr",
+    ] * 2
+    assert found["devices"] == 8
+    assert found["config"]["model"]["hidden_size"] == 16
+    assert found["compiled"] is None
+
+    # The table of both.
+    table = rows[rows.index(["side by side"]) :]
+    assert [row[:2] for row in table if row[0] in ("fsdp", "hsdp")] == [
+        ["fsdp", str(sum(found["counts"].values()))],
+        ["hsdp", str(sum(json.loads((folder / "hsdp.json").read_text())["counts"].values()))],
+    ]
+    check_png((folder / "inspect.png").read_bytes())
+
+
+def check_png(content: bytes):
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", content[16:24])
+    assert (width, height) > (1000, 300)
+
+
+def test_all_three_readings_and_what_the_compiler_did(capsys):
+    assert _run(FSDP, *SMALL, "--output=out") == 0
+    output = capsys.readouterr().out
+    found = json.loads(Path("out/fsdp.json").read_text())
+    rows = _rows(output)
+    [compiled] = [row for row in rows if row[0] == "compiled"]
+    assert compiled[-1].endswith("temporaries")
+    assert found["compiled"]["temporaries"] > 0
+    assert {one["purpose"] for one in found["compiled"]["collectives"]} >= {"gather_params"}
+    assert {one["module"] for one in found["compiled"]["collectives"]} >= {"output_dense"}
+    for change in found["changes"]:
+        assert f"  {change['kind']}: {change['words']}" in output
+    assert "FLOPs compiled: XLA's count" in output
+
+
+@pytest.mark.slow
+def test_where_the_compiler_writes_the_collectives_its_own_are_shown(capsys):
+    assert _run(FSDP, *SMALL, "--config.parallel.mode=auto", "--output=out") == 0
+    found = json.loads(Path("out/fsdp.json").read_text())
+    output = capsys.readouterr().out
+    assert found["collectives"] == []
+    assert any(row[:2] == ["gather_params", "8 devices"] for row in _rows(output))
+    assert "the compiler writes the collectives" in output
+
+
+def test_modules_that_are_alike_share_a_line(capsys):
+    assert _run(FSDP, *SMALL, *ABSTRACT, "--config.model.num_layers=4") == 0
+    rows = _rows(capsys.readouterr().out)
+    found = json.loads(Path("runs/inspect/001/fsdp.json").read_text())
+    each = [x for x in found["collectives"] if x["module"].startswith("hidden_dense_")]
+    [row] = [row for row in rows if row[0] == "hidden_dense_* (3)"]
+    assert row[1] == str(sum(x["times"] for x in each))
+    assert row[4] == "73.7 kFLOP"  # 3 phases of 3 layers on 16 examples: 9 x 2 x 16 x 16 x 16.
+    assert not [row for row in rows if row[0] == "hidden_dense_1"]
+
+
+def test_devices_that_nobody_has(capsys):
+    many = ("--devices=4096", "--config.data.batch_size=16384", "--memory=1 KiB")
+    assert _run(FSDP, *SMALL, *many) == 0
+    found = json.loads(Path("runs/inspect/001/fsdp.json").read_text())
+    assert (found["devices"], found["mesh"]) == (4096, {"data": 4096})
+    assert found["compiled"] is None  # So many are not simulated unless somebody asks for it.
+    output = capsys.readouterr().out
+    assert "on data=4096" in output
+    assert re.search(r"\nfsdp: memory: does not fit the device's 1 KiB, by [\d.]+ KiB\n", output)
+
+
+def test_the_difference_to_what_was_found_before(capsys):
+    assert _run(FSDP, *SMALL, *ABSTRACT, "--output=old") == 0
+    assert _run(FSDP, *SMALL, *ABSTRACT, "--output=new", "--against=old") == 0
+    assert "fsdp: no difference to old/fsdp.json" in capsys.readouterr().out
+    changes = ("--config.model.num_layers=2", "--config.parallel.gather_dtype=bfloat16")
+    arguments = (FSDP, *SMALL, *ABSTRACT, *changes, "--output=new", "--against=old/fsdp.json")
+    assert _run(*arguments) == 0
+    rows = _rows(capsys.readouterr().out)
+    assert ["added", "gather_params", "hidden_dense_1", "all_gather", "data", "-"] in [
+        row[:6] for row in rows
+    ]
+    [changed] = [row for row in rows if row[:3] == ["changed", "gather_params", "output_dense"]]
+    assert changed[5:] == [
+        "4 x float32",
+        "4 x bfloat16",
+        "-1.09 KiB",
+    ]  # Half of 4 x 7 x 20 x 4 bytes.
+    old, new = (json.loads(Path(f"{name}/fsdp.json").read_text()) for name in ("old", "new"))
+    more = new["counts"]["all_gather"] - old["counts"]["all_gather"]
+    assert more > 0
+    assert [row for row in rows if row[0] == "collectives" and len(row) == 4]
+
+
+def test_a_budget_is_written_kept_and_broken(capsys):
+    budget = "--budget=budgets.toml"
+    assert _run(FSDP, DP, *SMALL, *ABSTRACT, budget, "--write_budget") == 0
+    assert "budgets: budgets.toml\n" in capsys.readouterr().out
+    budgets = read_budgets(Path("budgets.toml"))
+    assert set(budgets) == {"fsdp", "dp"}
+    assert _run(FSDP, *SMALL, *ABSTRACT, budget) == 0
+    output, error = capsys.readouterr()
+    assert error == ""
+    assert "fsdp: the budget is kept" in output
+    assert "slack" not in output
+
+    # A limit that half of the bytes keep is pointed out, no more.
+    assert _run(FSDP, *SMALL, *ABSTRACT, budget, "--config.parallel.gather_dtype=bfloat16") == 0
+    assert "  slack: fsdp: bytes allows " in capsys.readouterr().out
+    # One layer more: it is named, and whoever did not change is not.
+    broken = (FSDP, *SMALL, *ABSTRACT, budget, "--config.model.num_layers=2", "--output=out")
+    assert _run(*broken) == 1
+    output, error = capsys.readouterr()
+    assert "the budget is kept" not in output
+    lines = error.splitlines()
+    assert all(line.startswith("error: over budget: ") for line in lines)
+    [total] = [line for line in lines if line.startswith("error: over budget: fsdp: bytes is ")]
+    assert "look at hidden_dense_1" in total
+    assert "(without a limit of its own)" in total
+    assert "input_dense" not in total
+    assert Path("out/inspect.png").exists()  # What it looks like is wanted then above all.
+
+
+def test_what_is_compiled_is_not_checked_where_nothing_is(capsys):
+    Path("b.toml").write_text("[fsdp]\ntemporaries = 1\n")
+    assert _run(FSDP, *SMALL, *ABSTRACT, "--budget=b.toml") == 0
+    assert "not checked, for nothing was compiled or it is not known: temporaries" in (
+        capsys.readouterr().out
+    )
+
+
+def test_values_are_set_in_every_config_wherever_they_stand():
+    before = _parse("--config.seed=7", FSDP, "--config", str(CONFIGS / "dp.py"), "--devices=4")
+    assert [named.name for named in before.configs] == ["fsdp", "dp"]
+    assert [named.config.seed for named in before.configs] == [7, 7]
+    after = _parse(FSDP, "--config.training.num_steps", "9", "--devices=4")
+    assert after.configs[0].config.training.num_steps == 9
+    assert (before.devices, after.devices) == (4, 4)
+    assert _parse().configs[0].path == experiment.DEFAULT_CONFIG
+
+
+def test_what_is_compiled_depends_on_the_number_of_devices():
+    assert _parse().compile
+    assert _parse("--devices=64").compile
+    assert not _parse("--devices=65").compile
+    assert _parse("--devices=65", "--compile").compile
+    assert not _parse("--nocompile").compile
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders():
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+        Path(f"{folder}/lm.py").write_text(Path(CONFIGS / "fsdp.py").read_text())
+    names = [named.name for named in _parse("--config=a/lm.py", "--config=b/lm.py", DP).configs]
+    assert names == ["a-lm", "b-lm", "dp"]
+
+
+def test_memory_is_a_size_or_a_chip():
+    assert (_parse("--memory=16GiB").memory, _parse().memory) == (2**34, None)
+    chip = _parse("--memory=v5p")
+    assert (chip.memory, chip.memory_name) == (experiment.chip_memory("v5p"), "v5p")
+    assert describe_fit(2**20, "v5p", 2**22) == "memory: 25.0% of the v5p's 4 MiB"
+    assert describe_fit(2**20, "v5p", 2**34) == "memory: less than 0.1% of the v5p's 16 GiB"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config=none.py"], "--config=none.py: there is no such file"),
+        ([DP, "--config=none.py"], "--config=none.py: there is no such file"),
+        ([DP, DP], "is given twice, expected each file once."),
+        (
+            [DP, LM, "--config.model.mlp_size=8"],
+            "configs/dp.py: --config.model.mlp_size=8: the conf",
+        ),
+        (["--config.nonsense=1"], "the config has no field 'nonsense'"),
+        (["--devises=8"], "--devises is not a known flag; the nearest one is --devices."),
+        (["--devices=0"], "--devices=0: expected at least 1 device."),
+        (["--devices=many"], "--devices=many: expected an integer."),
+        (["configs/fsdp.py"], "'configs/fsdp.py' is not understood, expected flags such as --dev"),
+        (["--write_budget"], "--write_budget needs the name of the file, as in --budget="),
+        (["--memory=v99"], "--memory=v99: expected a size such as 16GiB, or a chip: chip 'v99' is"),
+    ],
+)
+def test_a_command_line_that_cannot_be_followed_is_one_sentence(arguments, message):
+    with pytest.raises(UsageError) as raised:
+        _parse(*arguments)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config.data.batch_size=100"], "fsdp.py: config.data.batch_size is 100, expected a m"),
+        (["--against=none.json"], "--against=none.json: none.json cannot be read (No such file"),
+        (["--against=old"], "--against=old: old/fsdp.json cannot be read (No such file"),
+        (["--against=text.json"], "--against=text.json: text.json is not JSON: "),
+        (["--against=other.json"], "other.json lacks mesh, bytes, counts, collectives, flops, mem"),
+        (["--budget=none.toml"], "none.toml: No such file or directory."),
+        (["--budget=b.toml"], "b.toml has no budget [fsdp]; the nearest one is [fsdp_lm]. Write "),
+        (["--budget=c.toml"], "c.toml: [fsdp] is for devices=4, and the step is one for 8; i"),
+        (["--output=old"], "--output=old holds an earlier run (config.json), which is not overwri"),
+        (["--output=text.json/new"], "the results cannot be written: "),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_ends_in_one_sentence(arguments, message, capsys):
+    Path("old").mkdir()
+    Path("old/config.json").write_text("{}\n")
+    Path("text.json").write_text("text\n")
+    Path("other.json").write_text("[]\n")
+    Path("b.toml").write_text("[fsdp_lm]\nbytes = 1\n")
+    Path("c.toml").write_text("[fsdp]\ndevices = 4\n")
+    assert _run(*SMALL, *ABSTRACT, *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_ctrl_c_is_not_a_traceback(monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inspection, "prepare", interrupt)
+    assert _run(*SMALL, *ABSTRACT) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("most", "code", "message"),
+    [
+        (10**9, 0, ""),
+        (1, 1, "error: over budget: fsdp: bytes is "),
+        (-1, 2, "error: b.toml: [fsdp]"),
+    ],
+)
+def test_the_process_ends_with_the_exit_code(most, code, message):
+    Path("b.toml").write_text(f"[fsdp]\nbytes = {most}\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "experiments.inspect", FSDP, *SMALL, *ABSTRACT, "--budget=b.toml"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(CONFIGS.parent)},
+        check=False,
+    )
+    assert ended.returncode == code
+    assert ended.stderr.startswith(message)
+    assert ended.stderr.count("\n") == bool(message)
+
+
+@pytest.mark.slow
+def test_the_devices_there_are_are_eight_simulated_ones_where_there_is_a_cpu():
+    ours = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    subprocess.run(
+        [sys.executable, "-m", "experiments.inspect", FSDP, *SMALL, "--nocompile", "--output=out"],
+        env=environment | {"PYTHONPATH": str(CONFIGS.parent), "JAX_PLATFORMS": "cpu"},
+        check=True,
+    )
+    assert json.loads(Path("out/fsdp.json").read_text())["devices"] == 8
+
+
+def test_help_and_mistakes_end_the_process(capsys):
+    parse = inspect_flags_parser(
+        experiment.__doc__ or "", experiment.DEFAULT_CONFIG, chip_memory=experiment.chip_memory
+    )
+    with pytest.raises(SystemExit) as ended:
+        parse(["program", "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for text in ("python -m experiments.inspect", "--against", "--write_budget", "Exit codes"):
+        assert text in shown
+    with pytest.raises(SystemExit) as ended:
+        parse(["program", "--devises=8"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: --devises is not a known flag")
