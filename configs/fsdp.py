@@ -43,7 +43,10 @@ def get_config() -> ConfigDict:
     config.parallel.mesh = ConfigDict({"data": -1})  # -1: all devices
     config.parallel.min_weight_size = 2**4  # elements; smaller parameters are not sharded
     config.parallel.reshard_after_forward = True  # fsdp, hsdp: gathered again for the backward pass
-    config.parallel.communicate_every = "minibatch"  # fsdp, hsdp: or "step"
+    config.parallel.communicate_every = "minibatch"  # fsdp, hsdp: or "step", "gather-step"
+    config.parallel.keep_gathered = ()  # fsdp, hsdp: what is kept all the same, such as ("head",)
+    config.parallel.axis_by_axis = False  # over a mesh of data and data_minor: as a torus wants it
+    config.parallel.combine_bytes = 0  # of parameters in a collective, where done at one time
     config.parallel.pad = False  # whether to shard, padded, what does not divide
     config.parallel.param_dtype = ""  # "bfloat16", "float32"; "": what the model makes
     config.parallel.gather_dtype = ""  # likewise; "": param_dtype

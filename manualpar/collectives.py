@@ -87,16 +87,40 @@ def cast_to_varying(tree: Any, axes: tuple[str, ...] | frozenset[str]) -> Any:
 
 
 class Wire(NamedTuple):
-    """What travels, where it is not the parameter's own dtype.
+    """What travels, where it is not the parameter's own dtype, and which way.
 
     Attributes:
       gather_dtype: What a shard is cast to before it is gathered, and computed with; `None`: as it
         is.
       reduce_dtype: What gradients are summed in; `None`: the dtype in which they arrive.
+      axis_by_axis: Whether what is sharded over a tuple of axes is gathered, and its gradient
+        scattered, over one of them after the other, and not over their product at once.
+      combine_bytes: How many bytes of parameters share a collective where several are gathered or
+        scattered at one time; 0: each has its own.
     """
 
     gather_dtype: str | None = None
     reduce_dtype: str | None = None
+    axis_by_axis: bool = False
+    combine_bytes: int = 0
+
+    @property
+    def casts(self) -> bool:
+        """Whether anything travels in another dtype than its own."""
+        return self.gather_dtype is not None or self.reduce_dtype is not None
+
+    @property
+    def uncast(self) -> "Wire":
+        """The same way, for what travels as it is."""
+        return self._replace(gather_dtype=None, reduce_dtype=None)
+
+    def rounds(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+        """The axes of each collective that scatters over `axes`, in order; gathers go backwards.
+
+        The major axis is scattered over first, so that shards lie as a `PartitionSpec` says. Either
+        way a device sends as many bytes: what one round leaves is all that the next one sends.
+        """
+        return tuple((axis,) for axis in axes) if self.axis_by_axis else (axes,)
 
 
 AS_STORED = Wire()
@@ -111,7 +135,7 @@ def gather_array_with_mean_grads(
       x: The local shard, `[..., D/axis_name, ...]`.
       axis: The dimension along which `x` is sharded.
       axis_name: The mesh axis, or tuple of axes, over which it is sharded.
-      wire: The dtypes that travel.
+      wire: The dtypes that travel, and which way.
 
     Returns:
       The whole array, `[..., D, ...]`, on every device, of dtype `wire.gather_dtype`.
@@ -121,7 +145,8 @@ def gather_array_with_mean_grads(
 
     Communication:
       Forward an all-gather over `axis_name`: a device sends `(N - 1) / N` of the gathered bytes on
-      a ring of `N`. Backward a reduce-scatter of the same size.
+      a ring of `N`. Backward a reduce-scatter of the same size. With `wire.axis_by_axis` one of
+      each for each axis, and as many bytes in all.
 
     Gradient:
       Written by hand: `psum_scatter(g) / N`, where the transpose of an all-gather would be
@@ -157,7 +182,10 @@ class _Gather(NamedTuple):
 def _gather(x: jax.Array, plan: _Gather) -> jax.Array:
     with jax.named_scope(GATHER_SCOPE):
         x = x.astype(plan.wire.gather_dtype or x.dtype)
-        return jax.lax.all_gather(x, plan.axes, axis=plan.dim, tiled=True)
+        for axes in reversed(plan.wire.rounds(plan.axes)):
+            if jax.lax.axis_size(axes) > 1:  # XLA may keep what sends nothing, and copy for it.
+                x = jax.lax.all_gather(x, axes, axis=plan.dim, tiled=True)
+        return x
 
 
 _gather_with_mean_grads = jax.custom_vjp(_gather, nondiff_argnums=(1,))
@@ -170,33 +198,45 @@ def _gather_forward(x: jax.Array, plan: _Gather) -> tuple[jax.Array, None]:
 
 def _gather_backward(plan: _Gather, _: None, g: jax.Array) -> tuple[jax.Array]:
     reduce_dtype = plan.wire.reduce_dtype or g.dtype
-    return (scatter_mean(g.astype(reduce_dtype), plan.dim, plan.axes).astype(plan.dtype),)
+    g = scatter_mean(g.astype(reduce_dtype), plan.dim, plan.axes, wire=plan.wire)
+    return (g.astype(plan.dtype),)
 
 
 _gather_with_mean_grads.defvjp(_gather_forward, _gather_backward)
 
 
-def scatter_mean(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+def scatter_mean(
+    x: jax.Array, dim: int, axes: tuple[str, ...], *, wire: Wire = AS_STORED
+) -> jax.Array:
     """Leaves each device its shard of the mean of what the devices hold.
 
     Args:
       x: Each device's own `[..., D, ...]`.
       dim: The dimension to scatter along; the size of `axes` divides it.
       axes: The mesh axes.
+      wire: Which way it travels; `x` has been cast to the dtype that does.
 
     Returns:
       `[..., D/axes, ...]`, the shard of the mean.
 
     Communication:
-      One reduce-scatter in the dtype of `x`: a device sends `(N - 1) / N` of the bytes of `x`.
+      One reduce-scatter in the dtype of `x`, or one for each axis: a device sends `(N - 1) / N` of
+      the bytes of `x`.
     """
     with jax.named_scope(SCATTER_SCOPE):
-        total = jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
-        return total / jax.lax.axis_size(axes)
+        for some in wire.rounds(axes):
+            if jax.lax.axis_size(some) > 1:
+                x = jax.lax.psum_scatter(x, some, scatter_dimension=dim, tiled=True)
+        return x / jax.lax.axis_size(axes)
 
 
 def gather_invariant(
-    x: jax.Array, dim: int, axes: tuple[str, ...], *, scope: str = GATHER_SCOPE
+    x: jax.Array,
+    dim: int,
+    axes: tuple[str, ...],
+    *,
+    scope: str = GATHER_SCOPE,
+    wire: Wire = AS_STORED,
 ) -> jax.Array:
     """Gathers shards into an array that is typed as the same on all devices along `axes`.
 
@@ -205,18 +245,20 @@ def gather_invariant(
       dim: The dimension along which it is sharded.
       axes: The mesh axes over which it is sharded.
       scope: The named scope that says for what purpose.
+      wire: Which way it travels; the dtype stays.
 
     Returns:
       The whole array, `[..., D, ...]`, not varying over `axes`.
 
     Communication:
-      One all-gather: a device sends `(N - 1) / N` of the gathered bytes.
+      One all-gather, or one for each axis: a device sends `(N - 1) / N` of the gathered bytes.
 
     Gradient:
       The shard of the gradient, nothing is sent: who uses the array differently on the devices
       along `axes` has it summed by the cast that makes it varying.
     """
     with jax.named_scope(scope):
-        return jax.lax.all_gather(
-            cast_to_varying(x, axes), axes, axis=dim, tiled=True, to="invarying"
-        )
+        x = cast_to_varying(x, axes)
+        for some in reversed(wire.rounds(axes)):
+            x = jax.lax.all_gather(x, some, axis=dim, tiled=True, to="invarying")
+        return x

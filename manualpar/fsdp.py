@@ -4,16 +4,24 @@ ZeRO stage 3 (Rajbhandari et al., https://arxiv.org/abs/1910.02054; Zhao et al.,
 https://arxiv.org/abs/2304.11277).
 """
 
+import difflib
 import functools
 from typing import Unpack
 
 import flax.linen as nn
 import optax
 
-from manualpar.layout import shard_largest_dim
+from manualpar.layout import is_inside, shard_largest_dim
 from manualpar.loss import LossFn
 from manualpar.program import Program, build_program
-from manualpar.strategy import Every, ProgramOptions, Strategy, check_choice, check_min_weight_size
+from manualpar.strategy import (
+    COMMUNICATE_EVERY,
+    CommunicateEvery,
+    ProgramOptions,
+    Strategy,
+    check_choice,
+    check_min_weight_size,
+)
 
 
 def fsdp(
@@ -23,7 +31,8 @@ def fsdp(
     *,
     min_weight_size: int = 2**18,
     reshard_after_forward: bool = True,
-    communicate_every: Every = "minibatch",
+    communicate_every: CommunicateEvery = "minibatch",
+    keep_gathered: tuple[str, ...] = (),
     pad: bool = False,
     **options: Unpack[ProgramOptions],
 ) -> Program:
@@ -42,7 +51,13 @@ def fsdp(
         gathered again for the backward one, or kept until then.
       communicate_every: `"minibatch"` gathers and scatters in each minibatch, and a device never
         holds more than the layers at work; `"step"` gathers once and scatters once, and it holds
-        all parameters and gradients meanwhile. It keeps, whatever `reshard_after_forward`.
+        all parameters and gradients meanwhile; `"gather-step"` gathers once and scatters in each
+        minibatch, and it holds all parameters and of the gradients that are added up its shard. The
+        last two keep, whatever `reshard_after_forward`.
+      keep_gathered: Names of parameters, or of modules that they are in (`("head",)` for
+        `head/kernel`), that are gathered once in each minibatch and kept until the backward pass,
+        whatever `reshard_after_forward`. It is for the last layer, which the backward pass begins
+        with, and for what is used several times.
       pad: Whether a parameter no dimension of which divides is padded with zeros and sharded. The
         state then holds it padded; numbers are the same, also for the optimizer.
       **options: `mesh`, `batch` and others, see `ProgramOptions`.
@@ -61,16 +76,20 @@ def fsdp(
       pass unless it is kept, and one reduce-scatter of its gradient: a device sends
       `3 m b P (N - 1) / N` bytes a step for `P` parameters of `b` bytes, each used once, on `N`
       devices, in `m` minibatches; `2 m b P (N - 1) / N` if kept, `2 b P (N - 1) / N` with
-      `communicate_every="step"`. Replicated parameters cost one all-reduce.
+      `communicate_every="step"`, `(m + 1) b P (N - 1) / N` with `"gather-step"`. Replicated
+      parameters cost one all-reduce.
     """
     strategy = sharded_strategy(
         "fsdp",
         min_weight_size=min_weight_size,
         reshard_after_forward=reshard_after_forward,
         communicate_every=communicate_every,
+        keep_gathered=keep_gathered,
         pad=pad,
     )
-    return build_program(strategy, model, tx, loss_fn, **options)
+    program = build_program(strategy, model, tx, loss_fn, **options)
+    check_kept("fsdp", keep_gathered, program)
+    return program
 
 
 def sharded_strategy(
@@ -78,7 +97,8 @@ def sharded_strategy(
     *,
     min_weight_size: int,
     reshard_after_forward: bool,
-    communicate_every: Every,
+    communicate_every: CommunicateEvery,
+    keep_gathered: tuple[str, ...],
     pad: bool,
     replica_axes: tuple[str, ...] = (),
 ) -> Strategy:
@@ -86,12 +106,35 @@ def sharded_strategy(
     check_min_weight_size(name, min_weight_size)
     check_choice(name, "pad", pad, (True, False))
     check_choice(name, "reshard_after_forward", reshard_after_forward, (True, False))
-    check_choice(name, "communicate_every", communicate_every, ("minibatch", "step"))
+    check_choice(name, "communicate_every", communicate_every, COMMUNICATE_EVERY)
+    if not isinstance(keep_gathered, tuple) or not all(isinstance(x, str) for x in keep_gathered):
+        raise TypeError(
+            f"{name}: keep_gathered={keep_gathered!r}, expected a tuple of names of parameters or "
+            "modules, such as ('head',)."
+        )
     return Strategy(
         name,
-        functools.partial(shard_largest_dim, min_weight_size=min_weight_size, pad=pad),
+        functools.partial(
+            shard_largest_dim,
+            min_weight_size=min_weight_size,
+            pad=pad,
+            keep_gathered=keep_gathered,
+        ),
         replica_axes=replica_axes,
-        gather_every=communicate_every,
-        reduce_every=communicate_every,
+        gather_every="minibatch" if communicate_every == "minibatch" else "step",
+        reduce_every="step" if communicate_every == "step" else "minibatch",
         reshard_after_forward=reshard_after_forward and communicate_every == "minibatch",
     )
+
+
+def check_kept(builder: str, keep_gathered: tuple[str, ...], program: Program) -> None:
+    """Refuses names of which the model has no parameter."""
+    paths = [info.path for info, _ in program.parameters]
+    for name in keep_gathered:
+        if not any(is_inside(path, name) for path in paths):
+            known = [*paths, *{path.split("/")[0] for path in paths}]
+            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0)
+            raise ValueError(
+                f"{builder}: keep_gathered names {name!r}, expected a parameter or a module with "
+                f"some, such as {near[0]!r}; inspect.layout_table shows all."
+            )

@@ -209,11 +209,12 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
                     f"jax.lax.pcast(params, {tuple(summed)}, to='varying') before jax.grad, or use "
                     "accumulate_gradients."
                 )
-        value = jax.lax.pmean(value.astype(wire_dtype(g)), reduce_axes)
+        scope = f"{jax.tree_util.keystr(path, simple=True, separator='/')}/{REDUCE_SCOPE}"
+        with jax.named_scope(scope.lstrip("/")):
+            value = jax.lax.pmean(value.astype(wire_dtype(g)), reduce_axes)
         return g.replace(value=value) if is_box(g) else value
 
-    with jax.named_scope(REDUCE_SCOPE):
-        return jax.tree_util.tree_map_with_path(sync, grads, is_leaf=is_box)
+    return jax.tree_util.tree_map_with_path(sync, grads, is_leaf=is_box)
 
 
 def find_nonfinite(grads: Any, axis_names: AxisName) -> jax.Array:

@@ -10,11 +10,11 @@ from typing import Unpack
 import flax.linen as nn
 import optax
 
-from manualpar.fsdp import sharded_strategy
+from manualpar.fsdp import check_kept, sharded_strategy
 from manualpar.loss import LossFn
 from manualpar.mesh import AxisName, axis_tuple
 from manualpar.program import Program, build_program
-from manualpar.strategy import Every, ProgramOptions
+from manualpar.strategy import CommunicateEvery, ProgramOptions
 
 
 def hsdp(
@@ -25,7 +25,8 @@ def hsdp(
     replica_axis: AxisName = "replica",
     min_weight_size: int = 2**18,
     reshard_after_forward: bool = True,
-    communicate_every: Every = "minibatch",
+    communicate_every: CommunicateEvery = "minibatch",
+    keep_gathered: tuple[str, ...] = (),
     pad: bool = False,
     **options: Unpack[ProgramOptions],
 ) -> Program:
@@ -46,7 +47,13 @@ def hsdp(
         gathered again for the backward one, or kept until then.
       communicate_every: `"minibatch"` gathers and scatters in each minibatch, and a device never
         holds more than the layers at work; `"step"` gathers once and scatters once, and it holds
-        all parameters and gradients meanwhile. It keeps, whatever `reshard_after_forward`.
+        all parameters and gradients meanwhile; `"gather-step"` gathers once and scatters in each
+        minibatch, and it holds all parameters and of the gradients that are added up its shard. The
+        last two keep, whatever `reshard_after_forward`.
+      keep_gathered: Names of parameters, or of modules that they are in (`("head",)` for
+        `head/kernel`), that are gathered once in each minibatch and kept until the backward pass,
+        whatever `reshard_after_forward`. It is for the last layer, which the backward pass begins
+        with, and for what is used several times.
       pad: Whether a parameter no dimension of which divides is padded with zeros and sharded. The
         state then holds it padded; numbers are the same, also for the optimizer.
       **options: `mesh`, `batch` and others, see `ProgramOptions`.
@@ -68,7 +75,10 @@ def hsdp(
         min_weight_size=min_weight_size,
         reshard_after_forward=reshard_after_forward,
         communicate_every=communicate_every,
+        keep_gathered=keep_gathered,
         pad=pad,
         replica_axes=axis_tuple(replica_axis),
     )
-    return build_program(strategy, model, tx, loss_fn, **options)
+    program = build_program(strategy, model, tx, loss_fn, **options)
+    check_kept("hsdp", keep_gathered, program)
+    return program

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from manualpar.annotations import Rules, mesh_names
+from manualpar.collectives import AS_STORED, Wire
 from manualpar.mesh import axes_size, axis_tuple
 from manualpar.partitioning import Names, choose_shard_dim, is_box
 
@@ -51,12 +52,15 @@ class Placement:
       state_names: The same for its gradient and the optimizer's state; `None` if as `names`.
       padding: The zeros at the end of each dimension of whatever is sharded along it, so that it
         divides; `()` if there are none.
+      keep: Whether it is gathered once a minibatch, before the forward pass, and kept until the
+        backward one, however often it is used and whatever is done with others.
     """
 
     names: Names
     note: str = ""
     state_names: Names | None = None
     padding: tuple[int, ...] = ()
+    keep: bool = False
 
     @property
     def sharded_names(self) -> Names:
@@ -102,13 +106,16 @@ def shard_largest_dim(
     *,
     min_weight_size: int,
     pad: bool = False,
+    keep_gathered: tuple[str, ...] = (),
 ) -> Placement:
     """Shards a parameter along its largest free dimension, as `shard_params` does.
 
-    With `pad`, one no dimension of which divides is padded along its largest free dimension.
+    With `pad`, one no dimension of which divides is padded along its largest free dimension. What
+    `keep_gathered` names is kept.
     """
+    keep = any(is_inside(parameter.path, name) for name in keep_gathered)
     if set(axes) & {axis for name in parameter.names for axis in axis_tuple(name)}:
-        return Placement(parameter.names)
+        return Placement(parameter.names, keep=keep)
     shape = parameter.shape
     padding: tuple[int, ...] = ()
     dim, note = choose_shard_dim(
@@ -130,10 +137,15 @@ def shard_largest_dim(
             padding = tuple(missing if i == dim else 0 for i in range(len(shape)))
             note = f"padded from {shape[dim]} to {shape[dim] + missing}"
     if dim is None:
-        return Placement(parameter.names, note)
+        return Placement(parameter.names, note, keep=keep)
     name = axes[0] if len(axes) == 1 else axes
     names = (*parameter.names[:dim], name, *parameter.names[dim + 1 :])
-    return Placement(names, note, padding=padding)
+    return Placement(names, note, padding=padding, keep=keep)
+
+
+def is_inside(path: str, name: str) -> bool:
+    """Whether a parameter's path is `name`, or in what has that name: `head/kernel` in `head`."""
+    return f"{path}/".startswith(f"{name}/")
 
 
 def shard_state_only(
@@ -257,7 +269,9 @@ def strip_boxes(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.value if is_box(x) else x, tree, is_leaf=is_box)
 
 
-def gathered_sizes(info: ParameterInfo, placement: Placement, mesh: Mesh) -> set[int]:
+def gathered_sizes(
+    info: ParameterInfo, placement: Placement, mesh: Mesh, wire: Wire = AS_STORED
+) -> set[int]:
     """The numbers of elements that a parameter has while and after it is gathered.
 
     In a loop a slice of it is gathered, and under `jax.vmap` all slices at once.
@@ -266,14 +280,20 @@ def gathered_sizes(info: ParameterInfo, placement: Placement, mesh: Mesh) -> set
         return set()
     padding = placement.parameter_padding or (0,) * len(info.shape)
     shape = [size + width for size, width in zip(info.shape, padding, strict=True)]
-    shards = [axes_size(mesh, axis_tuple(name)) for name in placement.names]
+    # For each dim in how many shards it may lie: all first, and fewer after each round.
+    lefts: list[list[int]] = []
+    for name in placement.names:
+        rounds = wire.rounds(axis_tuple(name)) if name else ()
+        left = [axes_size(mesh, sum(rounds[:i], ())) for i in range(len(rounds), -1, -1)]
+        lefts.append(list(dict.fromkeys(left)))
+    shards = tuple(left[0] for left in lefts)
+    if math.prod(shards) == 1:  # It is whole already.
+        return set()
     loops = math.prod(shape[dim] for dim in info.loop_dims)
     sizes = {math.prod(info.shape)}
-    for dims in itertools.product((False, True), repeat=sum(n > 1 for n in shards)):
-        still = iter(dims)
-        left = [n if n > 1 and next(still) else 1 for n in shards]
-        if left != shards or not any(dims):
-            sizes.add(math.prod(shape) // math.prod(left))
+    for some in itertools.product(*lefts):
+        if some != shards:
+            sizes.add(math.prod(shape) // math.prod(some))
     return sizes | {size // loops for size in sizes}
 
 

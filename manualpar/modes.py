@@ -101,7 +101,7 @@ def box_parameter(
       as_state: Whether it lies as gradients and the optimizer's state do, or as the parameter.
       mesh: The mesh.
       data_axes: The mesh axes that examples are split over.
-      wire: The dtypes that travel.
+      wire: The dtypes that travel, and which way.
 
     Returns:
       The box; `x` itself if there is nothing to do for one.
@@ -109,7 +109,7 @@ def box_parameter(
     names = place.sharded_names if as_state else place.names
     padding = place.padding if as_state else place.parameter_padding
     axes = tuple(axis for name in names for axis in axis_tuple(name))
-    is_cast = wire != AS_STORED and jnp.issubdtype(x.dtype, jnp.floating)
+    is_cast = wire.casts and jnp.issubdtype(x.dtype, jnp.floating)
     if not axes and not is_cast:
         return x
     sizes: tuple[int | None, ...] = ()

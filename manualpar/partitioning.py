@@ -62,7 +62,7 @@ class ShardedParameter(nn.Partitioned):
         other axes than these two stays as it is.
       sizes: For each dimension that is padded the parameter's own size, `None` for the others; `()`
         if none is. Only dimensions sharded over `gather_axes` are padded.
-      wire: The dtypes that are gathered, computed with, and reduced.
+      wire: The dtypes that are gathered, computed with, and reduced, and which way they travel.
     """
 
     names: Names = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
@@ -87,7 +87,7 @@ class ShardedParameter(nn.Partitioned):
             if set(axes) & set(self.gather_axes):
                 value = gather_array_with_mean_grads(value, dim, axes, wire=self.wire)
             elif set(axes) & set(self.storage_axes):
-                value = gather_invariant(value, dim, axes)
+                value = gather_invariant(value, dim, axes, wire=self.wire)
         return self.finish(value)
 
     def finish(self, value: jax.Array) -> jax.Array:
@@ -143,7 +143,9 @@ class ShardedParameter(nn.Partitioned):
         value, names = cast_floating(self.value, self.wire.gather_dtype), list(self.names)
         for dim, name in enumerate(names):
             if set(axis_tuple(name)) & set(self.gather_axes):
-                value = gather_array_with_mean_grads(value, dim, axis_tuple(name))
+                value = gather_array_with_mean_grads(
+                    value, dim, axis_tuple(name), wire=self.wire.uncast
+                )
                 names[dim] = None
         return self.replace(value=self.unpad(value), names=tuple(names), sizes=())
 
@@ -304,7 +306,7 @@ def scatter_gradients(grads: Any, shards: Any) -> Any:
                 missing = -value.shape[dim] % jax.lax.axis_size(axes)
                 widths = [(0, missing if i == dim else 0) for i in range(value.ndim)]
                 value = jnp.pad(value, widths) if missing else value
-                value = scatter_mean(value, dim, axes)
+                value = scatter_mean(value, dim, axes, wire=shard.wire)
         return shard.replace(value=value)
 
     return jax.tree.map(scatter, shards, grads, is_leaf=is_box)
@@ -329,7 +331,9 @@ def replicate_shards(params: Any) -> Any:
         value = x.value
         for dim, name in enumerate(x.names):
             if set(axis_tuple(name)) & set(x.gather_axes):
-                value = gather_invariant(value, dim, axis_tuple(name), scope=NEW_PARAMS_SCOPE)
+                value = gather_invariant(
+                    value, dim, axis_tuple(name), scope=NEW_PARAMS_SCOPE, wire=x.wire
+                )
         return x.unpad(value)
 
     return jax.tree.map(lambda x: gather(x) if is_box(x) else x, params, is_leaf=is_box)

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from manualpar.annotations import check_rules
-from manualpar.collectives import AS_STORED, Wire
+from manualpar.collectives import Wire
 from manualpar.dispatch import limit_steps_ahead
 from manualpar.divergence import check_conditions
 from manualpar.layout import (
@@ -55,7 +55,7 @@ class Program:
       mesh: The mesh it runs on; on an abstract one it can be traced and not run.
       data_axes: The mesh axes that examples are split over.
       num_minibatches: How many parts a device takes its share of a batch in.
-      wire: The dtypes that travel.
+      wire: The dtypes that travel, and which way.
       layout: A `TrainState` with a `PartitionSpec` at each leaf.
       parameters: A `(ParameterInfo, Placement)` for each parameter, in the order of the tree; a
         placement's note says why a parameter stays whole.
@@ -125,7 +125,7 @@ def build_program(
     mode = options.get("mode", "manual")
     _check_arguments(name, model, tx, loss_fn, mesh, axes)
     rules = check_rules(name, options.get("rules", ()), mesh)
-    param_dtype, wire = _check_dtypes(name, mode, options)
+    param_dtype, wire = _check_wire(name, mode, options)
     batch = jax.eval_shape(lambda batch: batch, batch)
     check_batch(f"{name}: batch", batch, mesh, axes)
 
@@ -176,8 +176,9 @@ def build_program(
         placements=placements,
         opt_padding=opt_padding,
         norm_metrics=options.get("norm_metrics", False),
+        wire=wire,
     )
-    sizes = jax.tree.map(lambda i, p: gathered_sizes(i, p, mesh), infos, placements)
+    sizes = jax.tree.map(lambda i, p: gathered_sizes(i, p, mesh, wire), infos, placements)
     step = dataclasses.replace(
         step,
         placements=placements,
@@ -247,7 +248,7 @@ def _place_parameters(
     # Whatever would be sharded if no loop ran over it is looked at, and what is annotated.
     whole = strip_boxes(params)
     boxed = jax.tree.map(
-        lambda x, placement: is_box(x) or len(placement.spec) > 0 or step.wire != AS_STORED,
+        lambda x, placement: is_box(x) or len(placement.spec) > 0 or step.wire.casts,
         params,
         place_all(whole, {})[1],
         is_leaf=is_box,
@@ -280,8 +281,8 @@ def _check_unmixed(info: ParameterInfo, data_axes: tuple[str, ...]) -> None:
             )
 
 
-def _check_dtypes(strategy: str, mode: str, options: ProgramOptions) -> tuple[str | None, Wire]:
-    """The dtypes that are asked for."""
+def _check_wire(strategy: str, mode: str, options: ProgramOptions) -> tuple[str | None, Wire]:
+    """What parameters are stored in, and what travels and which way, as it is asked for."""
     names: dict[str, str | None] = {}
     for field in ("param_dtype", "gather_dtype", "reduce_dtype"):
         value = cast("dict[str, Any]", options).get(field)
@@ -299,7 +300,19 @@ def _check_dtypes(strategy: str, mode: str, options: ProgramOptions) -> tuple[st
             f"{strategy}: reduce_dtype={names['reduce_dtype']!r} with mode={mode!r}, expected "
             "None: XLA chooses where it sums. Use mode='manual'."
         )
-    return names["param_dtype"], Wire(names["gather_dtype"], names["reduce_dtype"])
+    wire = Wire(
+        names["gather_dtype"],
+        names["reduce_dtype"],
+        axis_by_axis=options.get("axis_by_axis", False),
+        combine_bytes=options.get("combine_bytes", 0),
+    )
+    for field in ("axis_by_axis", "combine_bytes"):
+        if getattr(wire, field) and mode != "manual":
+            raise ValueError(
+                f"{strategy}: {field}={getattr(wire, field)!r} with mode={mode!r}, expected "
+                f"{Wire()._asdict()[field]!r}: XLA chooses how it sends. Use mode='manual'."
+            )
+    return names["param_dtype"], wire
 
 
 def _check_arguments(

@@ -18,13 +18,22 @@ what it must not govern is put into a function with a rule for its own gradient,
 would keep by itself.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
+from manualpar.collectives import cast_to_varying
+
+# The name, as in `jax.ad_checkpoint.checkpoint_name`, of what the policy must leave alone.
+OWN_RESIDUAL = "own_residual"
 REMAT_PRIMITIVES = frozenset({"checkpoint", "remat", "remat2"})
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "sharding_constraint", "reshard"})
 # What leaves a weight a weight: free or next to it, so that repeating them costs nothing.
@@ -57,7 +66,7 @@ class DropGathered:
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> bool:
         """Whether the result of an operation may be kept for the backward pass."""
         name = primitive.name
-        if name not in GATHERS and name not in CASTS:
+        if (name not in GATHERS and name not in CASTS) or params.get("name") == OWN_RESIDUAL:
             return True
         size = avals[0].size * params.get("axis_size", 1)
         return size not in self.sizes
@@ -201,8 +210,59 @@ def _scan(params: dict[str, Any], sizes: frozenset[int], args: list[Any]) -> Any
 def _with_own_residuals(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a function keep for its backward pass what it keeps when differentiated by itself."""
     run = jax.custom_vjp(lambda *args: function(*args))
-    run.defvjp(lambda *args: jax.vjp(function, *args), lambda vjp, cotangents: vjp(cotangents))
+
+    def forward(*args: Any) -> tuple[Any, Any]:
+        values = [arg.value for arg in args]
+        # As autodiff would: a constant's gradient could even cost a collective.
+        wanted = _Wanted(tuple(arg.perturbed for arg in args))
+        out, vjp = jax.vjp(
+            lambda *some: function(*wanted.merge(some, values)), *wanted.select(values)
+        )
+        # The name gives what is kept an equation of its own. That of a scan, it would be copied by
+        # a second one, for an equation is either run once or in both passes.
+        return jax.tree.map(lambda x: checkpoint_name(x, OWN_RESIDUAL), (out, (vjp, wanted)))
+
+    def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
+        vjp, wanted = kept
+        is_zero = lambda x: isinstance(x, SymbolicZero)  # noqa: E731
+        return wanted.spread(vjp(jax.tree.map(_instantiate, cotangents, is_leaf=is_zero)))
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
     return run
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Of which arguments the gradients are wanted."""
+
+    flags: tuple[bool, ...]
+
+    def select(self, args: Iterable[Any]) -> list[Any]:
+        """Those of some arguments."""
+        return [arg for arg, flag in zip(args, self.flags, strict=True) if flag]
+
+    def merge(self, some: Iterable[Any], args: Iterable[Any]) -> list[Any]:
+        """Arguments with others in their places."""
+        others = iter(some)
+        return [next(others) if flag else a for a, flag in zip(args, self.flags, strict=True)]
+
+    def spread(self, gradients: Iterable[Any]) -> tuple[Any, ...]:
+        """The gradients of all arguments, `None` for those that nobody wants."""
+        return tuple(self.merge(gradients, (None,) * len(self.flags)))
+
+
+def _instantiate(cotangent: Any) -> Any:
+    """A cotangent as an array of its type, where it is zero too."""
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    if cotangent.dtype == jax.dtypes.float0:
+        return np.zeros(cotangent.shape, cotangent.dtype)
+    aval: Any = cotangent.aval
+    zero = cast_to_varying(jnp.zeros(aval.shape, aval.dtype), aval.mat.varying)
+    # Where shardings are types, they are a part of it.
+    is_typed = bool(jax.sharding.get_abstract_mesh().explicit_axes)
+    return jax.sharding.reshard(zero, aval.sharding.spec) if is_typed else zero
 
 
 def _is_protected(eqn: Any, sizes: frozenset[int]) -> bool:

@@ -22,7 +22,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from manualpar.collectives import AS_STORED, Wire
+from manualpar.combined import gather_boxes, scatter_boxes
 from manualpar.gradients import (
+    CarryingLossFn,
     accumulate,
     check_minibatches,
     find_nonfinite,
@@ -42,7 +44,7 @@ from manualpar.modes import (
     run_on_mesh,
     split_global_minibatches,
 )
-from manualpar.partitioning import boxed_axes, is_box, scatter_gradients, wire_dtype
+from manualpar.partitioning import boxed_axes, is_box, wire_dtype
 from manualpar.remat import regather_for_backward
 from manualpar.rng import fold_rng_over_axis
 from manualpar.strategy import Mode, Nonfinite, Strategy
@@ -68,7 +70,7 @@ class Step:
       use_scan: Whether they run in a scan.
       mode: Who writes the collectives.
       rules: What logical names mean.
-      wire: The dtypes that travel.
+      wire: The dtypes that travel, and which way.
       nonfinite: What is done about a loss or a gradient that is not finite.
       update: What the optimizer does with the gradients.
       placements: The tree of parameters with a `Placement` at each leaf.
@@ -153,8 +155,8 @@ class Step:
         boxes = self._map(functools.partial(self._box, state=False), params)
         shards = self._map(functools.partial(self._box, state=True), params)
         if self.strategy.gather_every == "step":
-            boxes = self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
-        scatter = functools.partial(self._map, self._scatter, shards)
+            boxes = gather_boxes(boxes)
+        scatter = functools.partial(self._scatter, shards)
         every_minibatch = self.strategy.reduce_every == "minibatch"
         if is_manual:
             rng = fold_rng_over_axis(rng, self.data_axes)
@@ -165,9 +167,11 @@ class Step:
             minibatches = split_global_minibatches(
                 self.mode, batch, self.num_minibatches, self.mesh, self.data_axes
             )
-        loss = self._carrying_loss
+        loss: CarryingLossFn = self._carrying_loss
         if self.strategy.reshard_after_forward and self.gathered_sizes:
             loss = regather_for_backward(loss, self.gathered_sizes)
+        if self.strategy.gather_every == "minibatch":
+            loss = self._keeping(loss)
         grads, metrics, collections = accumulate(
             loss,
             boxes,
@@ -224,6 +228,16 @@ class Step:
         objective = jax.lax.stop_gradient(loss).astype(jnp.float32) * count
         return loss, {**metrics, OBJECTIVE: (objective, count)}, apply_fn.collections
 
+    def _keeping(self, loss: CarryingLossFn) -> CarryingLossFn:
+        """The loss with what is kept gathered before it, and so outside of what drops."""
+        if not any(place.keep for place in jax.tree.leaves(self.placements)):
+            return loss
+
+        def gather(place: Placement, x: Any) -> Any:
+            return x.unbox() if place.keep and boxed_axes(x) else x
+
+        return lambda params, *args: loss(self._map(gather, params), *args)
+
     def _on_mesh(
         self, function: Callable[..., Any], batch: Any, out_specs: Any
     ) -> Callable[..., Any]:
@@ -265,12 +279,16 @@ class Step:
             wire=self.wire,
         )
 
-    def _scatter(self, place: Placement, shard: Any, g: Any) -> Any:
-        """Leaves each device its shard of a gradient that is whole; others have been scattered."""
+    def _scatter(self, shards: Any, grads: Any) -> Any:
+        """Leaves each device its shard of gradients that are whole; others have been scattered."""
+        if self.mode == "manual":
+            return scatter_boxes(grads, shards)
+        return self._map(self._constrain_scattered, shards, grads)
+
+    def _constrain_scattered(self, place: Placement, shard: Any, g: Any) -> Any:
+        """Has the compiler leave each device its shard of a gradient."""
         if boxed_axes(g) == boxed_axes(shard):
             return g
-        if self.mode == "manual":
-            return scatter_gradients(g, shard)
         g = pad_leaf(g.value if is_box(g) else g, place.padding)
         return shard.replace(value=constrain(self.mode, g, self.mesh, place.state_spec))
 

@@ -18,9 +18,11 @@ from manualpar.mesh import AxisName
 Mode = Literal["manual", "auto", "explicit", "auto-unconstrained"]
 MODES: tuple[Mode, ...] = ("manual", "auto", "explicit", "auto-unconstrained")
 Every = Literal["minibatch", "step"]
+CommunicateEvery = Literal["minibatch", "step", "gather-step"]
+COMMUNICATE_EVERY: tuple[CommunicateEvery, ...] = ("minibatch", "step", "gather-step")
 Nonfinite = Literal["ignore", "report", "skip"]
 NONFINITE: tuple[Nonfinite, ...] = ("ignore", "report", "skip")
-FLAGS = ("use_scan", "norm_metrics")  # The options that are true or false.
+FLAGS = ("use_scan", "norm_metrics", "axis_by_axis")  # The options that are true or false.
 
 
 class ProgramOptions(TypedDict, total=False):
@@ -48,6 +50,17 @@ class ProgramOptions(TypedDict, total=False):
         stored in.
       reduce_dtype: What gradients are summed over devices in; if not given, `gather_dtype`, else
         what parameters are stored in.
+      axis_by_axis: Whether what is sharded over a tuple of axes is gathered and scattered over one
+        of them after the other, the last one first in a gather, and not over their product at once.
+        The bytes are as many and the collectives more. On a TPU, XLA makes all-reduces of
+        reduce-scatters, and in larger ones of all-gathers too, over a single axis, or a product,
+        that fills a square torus, which is twice the bytes; over one side of the torus after the
+        other it does not (`axis_name=("x", "y")` on a mesh of (16, 16)). Where some links are slow,
+        name their axis last. All-reduces are over all axes at once either way. For mode `"manual"`.
+      combine_bytes: How many bytes of parameters share a collective where several are gathered or
+        scattered at one time: with `communicate_every="step"` or `"gather-step"`, by `zero`; each
+        that is larger has its own, and with 0 (the default) all have. The bytes are as many. All
+        are copied once more, before and after. For mode `"manual"`.
       norm_metrics: Whether training reports `gradient_norm`, `update_norm` and `parameter_norm`:
         the global norms of the gradient, of the optimizer's update and of the new parameters.
       nonfinite: What a training step does about a loss or a gradient that is not finite (an element
@@ -78,6 +91,8 @@ class ProgramOptions(TypedDict, total=False):
     param_dtype: str | None
     gather_dtype: str | None
     reduce_dtype: str | None
+    axis_by_axis: bool
+    combine_bytes: int
     norm_metrics: bool
     nonfinite: Nonfinite
 
@@ -122,6 +137,7 @@ def check_options(builder: str, options: Mapping[str, Any]) -> None:
     for name, choices in choices_of.items():
         if name in options:
             check_choice(builder, name, options[name], choices)
+    check_number(builder, "combine_bytes", options.get("combine_bytes", 0), "bytes")
 
 
 def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -134,7 +150,10 @@ def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...])
 
 def check_min_weight_size(builder: str, value: Any) -> None:
     """Refuses a number of elements that is none."""
+    check_number(builder, "min_weight_size", value, "elements")
+
+
+def check_number(builder: str, field: str, value: Any, unit: str) -> None:
+    """Refuses a number of some unit that is none, in the name of a builder's field."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(
-            f"{builder}: min_weight_size={value!r}, expected a number of elements, 0 or more."
-        )
+        raise ValueError(f"{builder}: {field}={value!r}, expected a number of {unit}, 0 or more.")

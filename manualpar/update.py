@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from manualpar.collectives import NEW_PARAMS_SCOPE, OPTIMIZER_SCOPE
+from manualpar.collectives import AS_STORED, NEW_PARAMS_SCOPE, OPTIMIZER_SCOPE, Wire
+from manualpar.combined import replicate_boxes
 from manualpar.layout import Placement, pad_leaf, param_specs, state_specs, unpad_leaf
 from manualpar.modes import box_parameter, run_on_mesh
-from manualpar.partitioning import replicate_shards
 from manualpar.strategy import Mode
 
 
@@ -39,6 +39,7 @@ class Update:
       placements: The tree of parameters with a `Placement` at each leaf.
       opt_padding: The padding of each leaf of the optimizer's state.
       norm_metrics: Whether to compute norms.
+      wire: Which way new parameters travel: in their own dtype.
     """
 
     mesh: Mesh
@@ -47,6 +48,7 @@ class Update:
     placements: Any
     opt_padding: tuple[tuple[int, ...], ...]
     norm_metrics: bool
+    wire: Wire = AS_STORED
 
     def __call__(
         self,
@@ -77,8 +79,9 @@ class Update:
           The parameters and the state as they are stored, and the norms by name.
 
         Communication:
-          Of ours, one all-gather for each parameter that is whole while its state is sharded; of
-          the compiler's, what the optimizer needs to know of more than an element.
+          Of ours, one all-gather for each parameter that is whole while its state is sharded, or
+          for several together, see `manualpar.combined`; of the compiler's, what the optimizer
+          needs to know of more than an element.
         """
         with jax.named_scope(OPTIMIZER_SCOPE):
             params = self._map(self._shard, params)
@@ -127,21 +130,26 @@ class Update:
             return self._map(self._replicate, params)
         gather = run_on_mesh(
             "manual",
-            lambda params: self._map(self._gather, params),
+            lambda params: replicate_boxes(self._map(self._box, params)),
             mesh=self.mesh,
             in_specs=(specs,),
             out_specs=param_specs(self.placements),
         )
         return gather(params)
 
-    def _gather(self, place: Placement, x: jax.Array) -> jax.Array:
-        """Gathers an updated parameter if it is kept whole, inside `shard_map`."""
+    def _box(self, place: Placement, x: jax.Array) -> Any:
+        """Boxes an updated parameter if it is kept whole, inside `shard_map`."""
         if place.state_names is None:
             return x
-        box = box_parameter(
-            self.mode, x, place, as_state=True, mesh=self.mesh, data_axes=self.data_axes
+        return box_parameter(
+            self.mode,
+            x,
+            place,
+            as_state=True,
+            mesh=self.mesh,
+            data_axes=self.data_axes,
+            wire=self.wire.uncast,
         )
-        return replicate_shards(box)
 
     def _replicate(self, place: Placement, x: jax.Array) -> jax.Array:
         """Has the compiler gather an updated parameter if it is kept whole."""

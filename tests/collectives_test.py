@@ -5,10 +5,19 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import gather_array_with_mean_grads, make_mesh
-from manualpar.collectives import cast_to_varying, is_vma_checked, varying_axes
+from manualpar.collectives import (
+    AS_STORED,
+    Wire,
+    cast_to_varying,
+    gather_invariant,
+    is_vma_checked,
+    scatter_mean,
+    varying_axes,
+)
 from manualpar.mesh import axes_size, axis_tuple
 
 AXIS_NAMES = ("data", ("data", "model"), ("model", "data"))
+AXIS_BY_AXIS = Wire(axis_by_axis=True)
 
 
 def skip_unless_mesh_has(mesh, axis_name):
@@ -65,6 +74,43 @@ def test_gradient_is_the_mean_over_the_gathered_axes(mesh8, axis_name, dim, chec
         check_vma=check_vma,
     )
     np.testing.assert_allclose(jax.jit(run)(x, weights), weights.mean(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("wire", [AS_STORED, AXIS_BY_AXIS], ids=["at once", "axis by axis"])
+@pytest.mark.parametrize("axis_name", [("data", "model"), ("model", "data")], ids=str)
+def test_either_way_every_element_lands_where_a_spec_says(mesh8, axis_name, wire):
+    skip_unless_mesh_has(mesh8, axis_name)
+    n = axes_size(mesh8, axis_name)
+    x = index_coded((3, 16))
+    weights = index_coded((n, 3, 16)) ** 2  # Each device's own linear loss.
+
+    def on_device(shard, weight):
+        def loss(shard):
+            whole = gather_array_with_mean_grads(shard, 1, axis_name, wire=wire)
+            return jnp.sum(whole * weight[0]), whole
+
+        grad, whole = jax.grad(loss, has_aux=True)(shard)
+        scattered = scatter_mean(weight[0], 1, axis_name, wire=wire)
+        return whole[None], gather_invariant(shard, 1, axis_name, wire=wire), grad, scattered
+
+    sharded = P(None, axis_name)
+    run = jax.shard_map(
+        on_device,
+        mesh=mesh8,
+        in_specs=(sharded, P(axis_name)),
+        out_specs=(P(axis_name), P(), sharded, sharded),
+        check_vma=True,
+    )
+    copies, whole, grad, scattered = jax.jit(run)(x, weights)
+    np.testing.assert_array_equal(copies, np.broadcast_to(x, (n, 3, 16)))
+    np.testing.assert_array_equal(whole, x)
+    np.testing.assert_allclose(grad, weights.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(scattered, weights.mean(0), rtol=1e-6)
+    text = jax.jit(run).lower(x, weights).as_text()
+    sizes = [mesh8.shape[axis] for axis in axis_name] if wire.axis_by_axis else [n]
+    sending = sum(size > 1 for size in sizes)  # Types alone are told that one device is invariant.
+    assert text.count('"stablehlo.all_gather"') == sending + len(sizes)
+    assert text.count('"stablehlo.reduce_scatter"') == 2 * sending
 
 
 def test_one_gather_forward_and_one_scatter_backward(devices8):

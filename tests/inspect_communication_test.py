@@ -442,7 +442,10 @@ def test_a_data_parallel_step(devices8):
     found = read_program(data_parallel, make_mesh({"data": 8}, devices8))
     assert count_by_kind(found) == {"all_reduce": 4 + 2}
     assert total_bytes(found) == Fraction(2 * 7, 8) * (4 * sum(SIZES) + METRICS)
-    assert Counter(c.scope for c in found) == {"sync_gradients": 4, "sync_metrics": 2}
+    assert Counter(c.purpose for c in found) == {"sync_gradients": 4, "sync_metrics": 2}
+    reduced = {c.scope for c in found if c.purpose == "sync_gradients"}
+    assert {scope.count("/") for scope in reduced} == {2}
+    assert any(scope.endswith("/kernel/sync_gradients") for scope in reduced)
 
 
 @pytest.mark.parametrize("use_scan", [False, True], ids=["loop", "scan"])

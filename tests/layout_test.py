@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
+from manualpar.collectives import Wire
 from manualpar.layout import (
     ParameterInfo,
     Placement,
@@ -122,6 +123,12 @@ def test_the_sizes_that_a_parameter_has_when_gathered():
     assert both == {n // d for n in (whole, whole // 3) for d in (1, 2, 4)}
     padded = Placement((None, ("data", "model"), None), padding=(0, 6, 0))
     assert gathered_sizes(info, padded, mesh) == {640 * 3, 640, 64 * 16 * 3, 64 * 16}
+    # Axis by axis the minor one is gathered first: half of it, before it is whole.
+    wire = Wire(axis_by_axis=True)
+    halves = {64 * 8 * 3, 64 * 8}
+    assert gathered_sizes(info, padded, mesh, wire) == (gathered_sizes(info, padded, mesh) | halves)
+    alone = jax.sharding.AbstractMesh((1, 4), ("data", "model"))
+    assert gathered_sizes(info, Placement((None, "data", None)), alone) == set()
 
 
 PARAMS = {

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, ShardedParameter, fsdp, make_mesh
+from manualpar.inspect import count_by_kind, trace_collectives
 from manualpar.remat import drop_gathered, regather_for_backward
 from tests.one_device import train_on_one_device, train_program
 
@@ -93,20 +94,24 @@ def build(model, devices, *, batch=None, **kwargs):
     return fsdp(model, optax.sgd(0.1), loss_fn, mesh=mesh, batch=batch, min_weight_size=1, **kwargs)
 
 
-def count_primitives(program):
-    """How often each primitive is written in the step; once for all iterations of a loop."""
-    counts = collections.Counter()
+def equations(program):
+    """Every equation of the step; once for all iterations of a loop."""
 
     def walk(jaxpr):
         for eqn in jaxpr.eqns:
-            counts[eqn.primitive.name] += 1
+            yield eqn
             for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
                 inner = getattr(value, "jaxpr", value)
                 if hasattr(inner, "eqns"):
-                    walk(inner)
+                    yield from walk(inner)
 
-    walk(program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr.jaxpr)
-    return counts
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    yield from walk(traced.jaxpr.jaxpr)
+
+
+def count_primitives(program):
+    """How often each primitive is written in the step; once for all iterations of a loop."""
+    return collections.Counter(eqn.primitive.name for eqn in equations(program))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -261,3 +266,56 @@ def test_a_loop_inside_of_a_branch_is_protected_too(devices8):
     # Of the two branches' gathers the loop's is written once more; the checkpoint's was already.
     assert counts["again"][0] == counts["plain"][0] + 1
     assert counts["again"][1] == counts["plain"][1]
+
+
+class Turned(nn.Module):
+    """Layers in a loop that all use the same constants, and one by one."""
+
+    scan: bool
+
+    @nn.compact
+    def __call__(self, x):
+        def layer(module, x, angles):
+            return Block(parent=module)(x * jnp.cos(angles)), None
+
+        angles = jnp.linspace(0, 1, WIDTH)[None]
+        if not self.scan:
+            for index in range(3):
+                x = Block(name=f"layer_{index}")(x * jnp.cos(angles))
+            return x
+        options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
+        return nn.scan(layer, in_axes=nn.broadcast, **options)(self, x, angles)[0]
+
+
+class WithHead(nn.Module):
+    """Those layers, and a weight that is gathered outside of the loop."""
+
+    scan: bool
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH, use_bias=False)(Turned(self.scan)(x))
+
+
+@pytest.mark.parametrize("mode", ["manual", "auto", "explicit"])
+def test_a_loop_keeps_what_it_needs_and_copies_nothing(devices8, mode):
+    batch = make_batch()
+    program = build(WithHead(scan=True), devices8, batch=batch, mode=mode)
+    loops = [eqn for eqn in equations(program) if eqn.primitive.name == "scan"]
+    assert len(loops) == 2  # Forward and backward.
+    assert all(eqn.params["jaxpr"].jaxpr.eqns for eqn in loops)
+    expected = train_on_one_device(WithHead(scan=True), optax.sgd(0.1), [batch] * 3, loss_fn)
+    _, losses = train_program(program, [batch] * 3)
+    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+
+
+def test_nobody_is_sent_the_gradient_of_a_constant(devices8):
+    def sent(scan):
+        program = build(WithHead(scan=scan), devices8)
+        traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+        return count_by_kind(trace_collectives(traced))
+
+    in_a_loop, one_by_one = sent(True), sent(False)
+    # Of the very first kernel the value is needed for no gradient; in a loop none is the first.
+    one_by_one["all_gather"] += 1
+    assert in_a_loop == one_by_one

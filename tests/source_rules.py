@@ -32,7 +32,7 @@ ORDER = """
     update
     modes remat
     strategy
-    gradients layout
+    gradients layout combined
     annotations
     partitioning model
     collectives

@@ -126,6 +126,59 @@ def test_axes_may_be_tuples_and_the_mesh_larger(devices8, reference, name, axis_
     np.testing.assert_allclose(losses, expected.losses, **TOLERANCE)
 
 
+AXES, BUCKETS = {"axis_by_axis": True}, {"combine_bytes": 2**20}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "options"),
+    [
+        ("dp", (4, 2), AXES | BUCKETS),
+        ("zero1", (2, 4), AXES),
+        ("zero1, pad", (8, 1), BUCKETS),
+        ("zero2", (4, 2), AXES | {"combine_bytes": 1024}),
+        ("fsdp", (4, 2), AXES),
+        ("fsdp", (2, 4), AXES | {"keep_gathered": ("output_dense", "input_dense/kernel")}),
+        ("fsdp", (1, 8), AXES),
+        ("fsdp, keep", (8, 1), AXES),
+        ("fsdp, pad", (2, 4), AXES | {"communicate_every": "gather-step"}),
+        ("fsdp, pad, step", (4, 2), AXES | BUCKETS),
+        ("hsdp", (2, 2), AXES | {"keep_gathered": ("output_dense",)}),
+        ("hsdp", (2, 2), AXES | BUCKETS | {"communicate_every": "gather-step"}),
+    ],
+)
+def test_however_it_is_sent_it_is_the_same_training(devices8, reference, name, shape, options):
+    program = build_over_two_axes(name, devices8, shape, **options, num_minibatches=2)
+    state, losses = train_program(program, BATCHES[:3])
+    np.testing.assert_allclose(losses, reference.losses[:3], **TOLERANCE)
+    ReplicaSentinel(program.mesh, program.layout).check(state)
+
+
+@pytest.mark.parametrize("name", ["zero1", "fsdp", "fsdp, step"])
+def test_axis_by_axis_shards_keep_their_order(devices8, name):
+    # In another one hidden features would be permuted, which changes nothing; not so classes.
+    model = Linear(16)
+    program = build_over_two_axes(name, devices8, (2, 4), model=model, axis_by_axis=True)
+    expected = train_on_one_device(model, make_tx(), BATCHES[:2], loss_fn, train=False)
+    _, losses = train_program(program, BATCHES[:2])
+    np.testing.assert_allclose(losses, expected.losses, **TOLERANCE)
+
+
+def build_over_two_axes(name, devices, shape, **options):
+    axes = dict(zip(("major", "minor"), shape, strict=True))
+    mesh = make_mesh({"replica": 2, **axes} if name == "hsdp" else axes, devices)
+    return build(name, devices, mesh=mesh, axis_name=tuple(axes), **options)
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+@pytest.mark.parametrize(
+    "options", [{"keep_gathered": ("output_dense",)}, {"communicate_every": "gather-step"}], ids=str
+)
+def test_what_is_kept_is_kept_in_other_modes(devices8, reference, options, mode):
+    program = build("fsdp", devices8, mode=mode, num_minibatches=2, use_scan=True, **options)
+    _, losses = train_program(program, BATCHES[:3])
+    np.testing.assert_allclose(losses, reference.losses[:3], **TOLERANCE)
+
+
 # What is stored.
 
 
@@ -222,6 +275,15 @@ def test_norms_are_the_global_ones(devices8):
         ("zero1", {"stage": True}, r"zero: stage=True, expected one of 1, 2"),
         ("fsdp", {"mode": "gspmd"}, r"fsdp: mode='gspmd', expected one of 'manual', 'auto', "),
         ("fsdp", {"communicate_every": "layer"}, r"'layer', expected one of 'minibatch', 'step'"),
+        (
+            "fsdp",
+            {"keep_gathered": ("outptu",)},
+            r"keep_gathered names 'outptu', .* 'output_dense'",
+        ),
+        ("fsdp", {"axis_by_axis": 1}, r"fsdp: axis_by_axis=1, expected one of True, False"),
+        ("dp", {"axis_by_axis": True, "mode": "auto"}, r"=True with mode='auto', expected False"),
+        ("zero1", {"combine_bytes": -1}, r"zero1: combine_bytes=-1, expected a number of bytes"),
+        ("zero2", {"combine_bytes": 8, "mode": "explicit"}, r"=8 with mode='explicit', expected 0"),
         ("fsdp", {"reshard_after_forward": 1}, r"reshard_after_forward=1, expected one of True"),
         ("hsdp", {"min_weight_size": -1}, r"hsdp: min_weight_size=-1, expected a number of"),
         ("fsdp", {"gather_dtype": "float16"}, r"fsdp: gather_dtype='float16', expected one of"),
@@ -247,6 +309,10 @@ def test_options_that_do_not_fit_are_refused(devices8, name, options, message):
 def test_options_that_there_are_not_or_that_are_missing_are_refused(devices8):
     with pytest.raises(TypeError, match=r"fsdp: 'minibatches' is not .* mean 'num_minibatches'"):
         build("fsdp", devices8, minibatches=4)
+    with pytest.raises(
+        TypeError, match=r"fsdp: keep_gathered='output_dense', expected a tuple of name"
+    ):
+        build("fsdp", devices8, keep_gathered="output_dense")
     with pytest.raises(TypeError, match=r"zero1: batch= is missing, expected it as a keyword"):
         zero(Classifier(), make_tx(), loss_fn, mesh=make_mesh({"data": 8}, devices8))
 

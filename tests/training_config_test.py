@@ -77,8 +77,21 @@ def _set(config: ml_collections.ConfigDict, name: str, value):
         (
             "parallel.communicate_every",
             "epoch",
-            "config.parallel.communicate_every is 'epoch', expected one of 'minibatch', 'step'",
+            "is 'epoch', expected one of 'minibatch', 'step', 'gather-step'",
         ),
+        (
+            "parallel.keep_gathered",
+            "head",
+            "config.parallel.keep_gathered is 'head', expected a tuple of names such as ('head',).",
+        ),
+        (
+            "parallel.keep_gathered",
+            (("head", None),),
+            "is (('head', None),), expected a tuple of n",
+        ),
+        ("parallel.keep_gathered", ("",), "config.parallel.keep_gathered is ('',), expected a"),
+        ("parallel.axis_by_axis", 1, "config.parallel.axis_by_axis is 1, expected True or False."),
+        ("parallel.combine_bytes", -1, "is -1, expected an integer, at least 0."),
         (
             "parallel.gather_dtype",
             "float16",
@@ -146,6 +159,13 @@ def test_an_integer_passes_for_a_number():
 def test_rules_are_pairs_of_a_name_and_axes(rules):
     config = fsdp.get_config()
     _set(config, "parallel.rules", rules)
+    check_config(config)
+
+
+@pytest.mark.parametrize("names", [(), ("head",), ("head", "layer_0/mlp/up/kernel")])
+def test_what_is_kept_is_named(names):
+    config = fsdp.get_config()
+    _set(config, "parallel.keep_gathered", names)
     check_config(config)
 
 

@@ -17,12 +17,18 @@ SHARED = {
     "param_dtype": "float32",
     "gather_dtype": "bfloat16",
     "reduce_dtype": None,
+    "axis_by_axis": False,
+    "combine_bytes": 0,
     "norm_metrics": True,
     "nonfinite": "skip",
     "num_minibatches": 2,
 }
 SHARDED = {"min_weight_size": 7, "pad": True}
-GATHERED = {"reshard_after_forward": False, "communicate_every": "step"}
+GATHERED = {
+    "reshard_after_forward": False,
+    "communicate_every": "step",
+    "keep_gathered": ("output_dense",),
+}
 OVER_BOTH = {"axis_name": ("replica", "data")}
 
 
@@ -61,6 +67,7 @@ def test_every_option_reaches_the_builder_that_has_it(
         pad=True,
         reshard_after_forward=False,
         communicate_every="step",
+        keep_gathered=("output_dense",),
         param_dtype="float32",
         gather_dtype="bfloat16",
         rules=(("embed", None),),
@@ -77,6 +84,29 @@ def test_every_option_reaches_the_builder_that_has_it(
         [("replica", 2), ("data", 4)] if "replica" in mesh else [("data", 8)]
     )
     assert options == SHARED | expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "replica", "expected"),
+    [
+        ("dp", 1, ("data", "data_minor")),
+        ("fsdp", 2, ("replica", "data", "data_minor")),
+        ("hsdp", 2, ("data", "data_minor")),
+    ],
+)
+def test_how_it_is_sent_reaches_the_builder(strategy, replica, expected, monkeypatch, devices8):
+    builder = "data_parallel" if strategy == "dp" else strategy
+    monkeypatch.setattr(experiment, builder, lambda *args, **options: options)
+    parallel = {"strategy": strategy, "axis_by_axis": True, "combine_bytes": 2**20}
+    config = _small(fsdp.get_config(), **parallel)
+    with config.unlocked():
+        config.parallel.mesh = {"data_minor": 2, "data": -1}
+        if replica > 1:
+            config.parallel.mesh.replica = replica
+    options = build_program(config, make_task(config), _schedule)
+    assert options["axis_name"] == expected
+    assert [*options["mesh"].shape] == (["replica"] if replica > 1 else []) + ["data", "data_minor"]
+    assert (options["axis_by_axis"], options["combine_bytes"]) == (True, 2**20)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +131,20 @@ def test_a_config_builds_its_strategy(config, name, devices8):
             {"mode": "auto", "reduce_dtype": "float32"},
             "config.parallel.reduce_dtype is 'float32' and config.parallel.mode is 'auto', "
             "expected '', for XLA chooses where it sums, or mode 'manual'.",
+        ),
+        (
+            {"mode": "auto", "axis_by_axis": True},
+            "config.parallel.axis_by_axis is True and config.parallel.mode is 'auto', expected "
+            "False, for XLA chooses how it sends, or mode 'manual'.",
+        ),
+        (
+            {"mode": "explicit", "combine_bytes": 7},
+            "config.parallel.combine_bytes is 7 and config.parallel.mode is 'explicit', expected 0",
+        ),
+        (
+            {"keep_gathered": ("output_dens",)},
+            "keep_gathered names 'output_dens', expected a parameter or a module with some, such "
+            "as 'output_dense'",
         ),
         ({"rules": (("embed", "modle"),)}, "['modle'], but the mesh has the axes ['data']"),
         (

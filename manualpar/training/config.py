@@ -14,7 +14,7 @@ from typing import Any
 
 import ml_collections
 
-from manualpar.strategy import MODES
+from manualpar.strategy import COMMUNICATE_EVERY, MODES
 
 DTYPES = ("bfloat16", "float16", "float32")
 # "" leaves it as it is. In float16 gradients overflow: they are summed before they are divided.
@@ -32,14 +32,15 @@ class Field:
       minimum: The smallest number allowed.
       below: A number that it must be less than.
       choices: All values allowed.
-
-    A tuple holds pairs of a name and a mesh axis, a tuple of axes or `None`.
+      holds_names: Whether a tuple holds names; otherwise it holds pairs of a name and a mesh axis,
+        a tuple of axes or `None`.
     """
 
     kind: type
     minimum: float | None = None
     below: float | None = None
     choices: tuple[str, ...] = ()
+    holds_names: bool = False
 
     def expectation(self) -> str:
         """What to write, in words."""
@@ -47,6 +48,8 @@ class Field:
             return "one of " + ", ".join(map(repr, self.choices))
         if self.kind is dict:
             return "a dict of axis sizes such as {'data': -1}"
+        if self.holds_names:
+            return "a tuple of names such as ('head',)"
         if self.kind is tuple:
             return "a tuple of pairs such as (('embed', None), ('mlp', 'data'))"
         if self.kind is bool:
@@ -61,7 +64,8 @@ class Field:
         if self.kind in (bool, dict, str):
             return isinstance(value, self.kind) and (not self.choices or value in self.choices)
         if self.kind is tuple:
-            return isinstance(value, tuple) and all(map(_is_rule, value))
+            is_member = _is_name if self.holds_names else _is_rule
+            return isinstance(value, tuple) and all(map(is_member, value))
         numbers = (int, float) if self.kind is float else (int,)
         if not isinstance(value, numbers) or isinstance(value, bool):
             return False
@@ -90,7 +94,10 @@ FIELDS: Mapping[str, Field] = {
     "parallel.mesh": Field(dict),
     "parallel.min_weight_size": Field(int, 0),
     "parallel.reshard_after_forward": Field(bool),
-    "parallel.communicate_every": Field(str, choices=("minibatch", "step")),
+    "parallel.communicate_every": Field(str, choices=COMMUNICATE_EVERY),
+    "parallel.keep_gathered": Field(tuple, holds_names=True),
+    "parallel.axis_by_axis": Field(bool),
+    "parallel.combine_bytes": Field(int, 0),
     "parallel.pad": Field(bool),
     "parallel.param_dtype": Field(str, choices=WIRE_DTYPES),
     "parallel.gather_dtype": Field(str, choices=WIRE_DTYPES),
@@ -152,6 +159,11 @@ def fields_of(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str
     model = config.get("model")
     name = model.get("name") if isinstance(model, Mapping | ml_collections.ConfigDict) else None
     return {**FIELDS, **MODEL_FIELDS.get(name, {})} if isinstance(name, str) else dict(FIELDS)
+
+
+def _is_name(value: Any) -> bool:
+    """Whether a value is a name."""
+    return isinstance(value, str) and bool(value)
 
 
 def _is_rule(value: Any) -> bool:

@@ -23,7 +23,8 @@ from manualpar.zero import zero
 # What a program does about a step that is not finite, where the loop does what a config says.
 NONFINITE = {"ignore": "ignore", "stop": "report", "skip": "skip", "rollback": "report"}
 # What the batch is split over, as far as the mesh has it; the axis that hsdp replicates over first.
-DATA_AXES = ("replica", "data")
+# `data` in two parts, `data` and `data_minor`, is for collectives axis by axis.
+DATA_AXES = ("replica", "data", "data_minor")
 
 
 class Experiment(NamedTuple):
@@ -101,7 +102,8 @@ def build_program(
     """Builds the program that `config` describes, for batches of the task's data.
 
     An option that the strategy does not have, such as `pad` for `dp`, is not used. On a mesh with
-    an axis `replica` other strategies than `hsdp` work over it and `data` as one axis.
+    several of `DATA_AXES` a strategy works over them as one axis, `hsdp` over those that it does
+    not replicate over.
 
     Args:
       config: A config that `check_config` passes.
@@ -130,6 +132,13 @@ def build_program(
             f"config.parallel.reduce_dtype is {parallel.reduce_dtype!r} and config.parallel.mode "
             f"is {parallel.mode!r}, expected '', for XLA chooses where it sums, or mode 'manual'."
         )
+    for field, unused in (("axis_by_axis", False), ("combine_bytes", 0)):
+        if parallel[field] and parallel.mode != "manual":
+            raise ValueError(
+                f"config.parallel.{field} is {parallel[field]!r} and config.parallel.mode is "
+                f"{parallel.mode!r}, expected {unused!r}, for XLA chooses how it sends, or mode "
+                "'manual'."
+            )
     data_axes = tuple(axis for axis in DATA_AXES if axis in mesh.shape)
     along, devices = " and ".join(map(repr, data_axes)), axes_size(mesh, data_axes)
     parts = devices * optimizer.num_minibatches
@@ -156,11 +165,15 @@ def build_program(
         "param_dtype": parallel.param_dtype or None,
         "gather_dtype": parallel.gather_dtype or None,
         "reduce_dtype": parallel.reduce_dtype or None,
+        "axis_by_axis": parallel.axis_by_axis,
+        "combine_bytes": parallel.combine_bytes,
         "norm_metrics": config.training.norm_metrics,
         "nonfinite": NONFINITE[config.training.on_nonfinite],
     }
-    if parallel.strategy != "hsdp" and "replica" in mesh.shape:
-        shared["axis_name"] = DATA_AXES
+    is_replicated = parallel.strategy == "hsdp"
+    axis_name = tuple(axis for axis in data_axes if axis != "replica" or not is_replicated)
+    if len(axis_name) > 1:
+        shared["axis_name"] = axis_name
     if parallel.strategy == "dp":
         return data_parallel(task.model, tx, task.loss_fn, **shared)
     shared |= {"min_weight_size": parallel.min_weight_size, "pad": parallel.pad}
@@ -170,6 +183,7 @@ def build_program(
     shared |= {
         "reshard_after_forward": parallel.reshard_after_forward,
         "communicate_every": parallel.communicate_every,
+        "keep_gathered": parallel.keep_gathered,
     }
     builder = hsdp if parallel.strategy == "hsdp" else fsdp
     return builder(task.model, tx, task.loss_fn, **shared)

@@ -1,0 +1,152 @@
+"""Training steps compiled ahead of time: counted, trained and timed, whoever wrote them."""
+
+import collections
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+import jax
+
+from manualpar.dispatch import MAX_STEPS_AHEAD
+from manualpar.inspect import compiled_collectives, count_by_kind, state_bytes, total_bytes
+from manualpar.program import Program
+from manualpar.train_state import Batch
+from manualpar.training.metrics import fetch_metrics
+
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What can be counted of a step on one device, the same on every run.
+
+    Attributes:
+      state: Bytes of parameters and optimizer state.
+      temporaries: Bytes that the compiled step holds besides its arguments and results.
+      sent: Bytes that a device sends, as compiled.
+      collectives: How many of each kind the compiled step runs.
+      flops: Floating-point operations as XLA counts them; the body of a loop counts once.
+      accessed: Bytes that are read and written, likewise.
+      instructions: Of the optimised HLO, all computations together.
+      lowered: Operations of the program as XLA gets it.
+      compile_seconds: What XLA took.
+    """
+
+    state: int
+    temporaries: int
+    sent: Fraction
+    collectives: Mapping[str, int]
+    flops: float
+    accessed: float
+    instructions: int
+    lowered: int
+    compile_seconds: float
+
+
+class CompiledStep:
+    """A step with its state and its batch.
+
+    Attributes:
+      counts: What was counted of it.
+      state: What the last call left.
+    """
+
+    def __init__(
+        self, jitted: Any, state: Any, batch: Any, *, parts: Any, read_loss: Callable[[Any], float]
+    ) -> None:
+        """Compiles `jitted(state, batch) -> (state, metrics)`.
+
+        Args:
+          jitted: The jitted step, which may donate its state.
+          state: The first state, on the devices.
+          batch: The batch that every step is taken on, on the devices.
+          parts: The parameters and the optimizer's state in it.
+          read_loss: Reads the loss off what a step returns besides its state.
+        """
+        lowered = jitted.lower(state, batch)
+        started = time.perf_counter()
+        self._compiled: Any = lowered.compile()
+        self.counts = count(lowered, self._compiled, parts, time.perf_counter() - started)
+        self.state = state
+        self._batch = batch
+        self._read_loss = read_loss
+
+    def losses(self, num_steps: int) -> list[float]:
+        """Takes steps; returns the loss of each."""
+        losses = []
+        for _ in range(num_steps):
+            self.state, metrics = self._compiled(self.state, self._batch)
+            losses.append(self._read_loss(metrics))
+        return losses
+
+    def block(self, num_steps: int) -> float:
+        """Takes steps; returns how many seconds they took."""
+        in_flight: collections.deque[Any] = collections.deque()
+        jax.block_until_ready(self.state)
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            self.state, metrics = self._compiled(self.state, self._batch)
+            in_flight.append(jax.tree.leaves(metrics)[0])
+            if len(in_flight) > MAX_STEPS_AHEAD:
+                in_flight.popleft().block_until_ready()
+        jax.block_until_ready(self.state)
+        return time.perf_counter() - started
+
+
+def of_program(program: Program, batch: Batch, *, seed: int = 0) -> CompiledStep:
+    """A program's step, from the state that a seed gives, on a batch of the host's."""
+    step, state = program.train_step, program.init(jax.random.key(seed))
+    return CompiledStep(
+        getattr(step, "jitted", step),
+        state,
+        jax.device_put(batch, program.batch_sharding),
+        parts=(state.params, state.opt_state),
+        read_loss=mean_loss,
+    )
+
+
+def mean_loss(metrics: Any) -> float:
+    """The loss of a step's metrics."""
+    total, number = fetch_metrics(metrics)["loss"]
+    return total / number
+
+
+def count(lowered: Any, compiled: Any, parts: Any, compile_seconds: float) -> Counts:
+    """Counts what there is to count of a step.
+
+    Args:
+      lowered: The lowered step.
+      compiled: The compiled one.
+      parts: The parameters and the optimizer's state, arrays or abstract ones.
+      compile_seconds: What compiling took.
+
+    Returns:
+      The counts.
+
+    Raises:
+      ValueError: The backend does not say how much memory a program needs.
+    """
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise ValueError("count: the backend does not analyse memory, expected one that does.")
+    sent = compiled_collectives(compiled)
+    costs = compiled.cost_analysis()
+    return Counts(
+        state=state_bytes(parts)[0],
+        temporaries=memory.temp_size_in_bytes,
+        sent=total_bytes(sent),
+        collectives=count_by_kind(sent),
+        flops=float(costs["flops"]),
+        accessed=float(costs["bytes accessed"]),
+        instructions=len(INSTRUCTION.findall(compiled.as_text())),
+        lowered=count_lowered(lowered),
+        compile_seconds=compile_seconds,
+    )
+
+
+def count_lowered(lowered: Any) -> int:
+    """The operations of a lowered program, as XLA gets it."""
+    return sum(" = " in line for line in lowered.as_text().splitlines())

@@ -1,0 +1,40 @@
+"""A training step by jax, flax and optax alone, for one device.
+
+It knows nothing of shards: what one writes who has one device, and what others are held against.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks.workloads import Workload
+from manualpar.train_state import Batch
+
+
+def plain_step(workload: Workload) -> tuple[Any, Callable[[], Any]]:
+    """A training step by jax and optax alone, and what makes its first state."""
+    model: Any = workload.model
+    tx = workload.tx
+
+    def init(rng: jax.Array) -> Any:
+        params = model.init(rng, workload.batch.inputs[:1], train=False)["params"]
+        return params, tx.init(params)
+
+    def loss_fn(params: Any, batch: Batch) -> tuple[jax.Array, Any]:
+        logits = model.apply({"params": params}, batch.inputs, train=True)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+        correct = (logits.argmax(-1) == batch.labels).sum().astype(jnp.float32)
+        number = jnp.float32(losses.size)
+        return losses.mean(), {"loss": (losses.sum(), number), "accuracy": (correct, number)}
+
+    def step(state: Any, batch: Batch) -> tuple[Any, Any]:
+        params, opt_state = state
+        grads, metrics = jax.grad(loss_fn, has_aux=True)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), metrics
+
+    first_key = jax.random.split(jax.random.key(0))[0]  # As a program's `init` splits it.
+    return jax.jit(step, donate_argnums=0), lambda: jax.jit(init)(first_key)

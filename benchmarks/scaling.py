@@ -1,0 +1,339 @@
+"""How a step grows with devices and with depth: bytes, memory, program, compile time, overhead.
+
+python -m benchmarks.scaling [--devices 1 2 4 8] [--depths 2 4 8 16] [--workloads lm-scanned mlp]
+    [--strategies fsdp dp] [--seconds 0.3] [--rounds 7] [--tiny] [--output FILE.md]
+    [--json FILE.json]
+
+Strong scaling: the global batch stays, every device sees less of it. Weak scaling: every device
+sees as much as one did. Bytes held and sent, operations of the program and HLO instructions are
+counted and the same on every run; seconds are not. Simulated devices share the cores of one
+machine, so that no step gets faster; overhead is the time of a step in parts of that of one device
+with the same global batch, the median over rounds in which both take a block of steps (`turns`): 1
+would mean that sharding costs nothing here.
+
+Depth: a model whose layers are scanned is one layer to the compiler, however many there are, and
+the operations that it gets must not grow; unrolled they do. The command ends with exit code 1 if a
+scanned model's grow.
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from benchmarks.compiled_steps import CompiledStep, Counts, count, count_lowered, of_program
+from benchmarks.results import note_conditions, write_results
+from benchmarks.turns import Estimate, estimate, ratios, table, take_turns
+from benchmarks.workloads import NAMES, Workload, make_workload
+from manualpar import data_parallel, fsdp, make_mesh
+from manualpar.inspect import total_bytes, total_step_bytes, trace_collectives
+from manualpar.models import Transformer
+from manualpar.program import Program
+from manualpar.training.devices import simulate_devices
+
+Strategy = Literal["fsdp", "dp"]
+STRATEGIES: tuple[Strategy, ...] = ("fsdp", "dp")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A workload on some devices.
+
+    Attributes:
+      scaling: `"strong"` or `"weak"`.
+      strategy: The strategy.
+      devices: How many.
+      batch_size: The global batch.
+      counts: What the compiled step holds and sends.
+      traced: Bytes that a device sends, as the program is written.
+      formula: The closed form of it, of parameters and gradients.
+      overhead: The time of a step in parts of that of one device with the same batch.
+    """
+
+    scaling: str
+    strategy: Strategy
+    devices: int
+    batch_size: int
+    counts: Counts
+    traced: float
+    formula: float
+    overhead: Estimate
+
+
+@dataclasses.dataclass(frozen=True)
+class Depth:
+    """A language model of some depth.
+
+    Attributes:
+      layers: How many.
+      is_scanned: Whether they run in a loop.
+      devices: On how many devices.
+      lowered: Operations of the program as XLA gets it.
+      counts: What the compiled step holds and sends; `None` if it was not compiled.
+      trace_seconds: What tracing and lowering took.
+    """
+
+    layers: int
+    is_scanned: bool
+    devices: int
+    lowered: int
+    counts: Counts | None
+    trace_seconds: float
+
+
+def build(workload: Workload, strategy: Strategy, num_devices: int, *, mode: Any) -> Program:
+    """Builds a program on the first devices."""
+    options: dict[str, Any] = {
+        "mesh": make_mesh({"data": num_devices}, jax.devices()[:num_devices]),
+        "batch": workload.abstract_batch,
+        "num_minibatches": workload.num_minibatches,
+        "mode": mode,
+    }
+    if strategy == "dp":
+        return data_parallel(workload.model, workload.tx, workload.loss_fn, **options)
+    options["min_weight_size"] = workload.min_weight_size
+    return fsdp(workload.model, workload.tx, workload.loss_fn, **options)
+
+
+def measure_scaling(
+    name: str,
+    strategies: Sequence[Strategy],
+    devices: Sequence[int],
+    *,
+    seconds: float,
+    rounds: int,
+    is_tiny: bool,
+) -> list[Point]:
+    """Measures strong and weak scaling of a workload."""
+    whole = len(make_workload(name, is_tiny=is_tiny).batch.labels)
+    most, points = max(devices), []
+    for scaling in ("strong", "weak"):
+        for number in devices:
+            size = whole if scaling == "strong" else whole * number // most
+            workload = make_workload(name, is_tiny=is_tiny, batch_size=size)
+            # Plain jit of one device, where nothing is communicated.
+            one = of_program(build(workload, "dp", 1, mode="auto"), workload.batch)
+            steps = {"one": one}
+            programs = {}
+            for strategy in strategies:
+                programs[strategy] = build(workload, strategy, number, mode="manual")
+                steps[strategy] = of_program(programs[strategy], workload.batch)
+            taken = time_steps(steps, seconds=seconds, rounds=rounds)
+            for strategy, program in programs.items():
+                traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+                points.append(
+                    Point(
+                        scaling,
+                        strategy,
+                        number,
+                        size,
+                        counts=steps[strategy].counts,
+                        traced=float(total_bytes(trace_collectives(traced))),
+                        formula=float(total_step_bytes(program)),
+                        overhead=estimate(ratios(taken[strategy], taken["one"])),
+                    )
+                )
+    return points
+
+
+def time_steps(
+    steps: dict[str, CompiledStep], *, seconds: float, rounds: int
+) -> dict[str, list[float]]:
+    """Times steps in turn; returns the seconds of each block."""
+    slowest = max(step.block(2) for step in steps.values()) / 2
+    blocks = {name: step.block for name, step in steps.items()}
+    return take_turns(blocks, steps=max(1, math.ceil(seconds / slowest)), rounds=rounds)
+
+
+def measure_depths(
+    depths: Sequence[int], devices: Sequence[int], *, is_tiny: bool, is_compiled: bool = True
+) -> list[Depth]:
+    """Counts the program of a language model of each depth, scanned on each number of devices.
+
+    Unrolled it is on the most devices alone, for its compiling takes long enough.
+    """
+    found = []
+    for is_scanned in (True, False):
+        for number in devices if is_scanned else devices[-1:]:
+            for layers in depths:
+                workload = make_workload("lm-scanned" if is_scanned else "lm", is_tiny=is_tiny)
+                assert isinstance(workload.model, Transformer)
+                # Of a fixed scale: what is drawn at first is no matter of the program's.
+                model = workload.model.clone(num_layers=layers)
+                workload = dataclasses.replace(workload, model=model)
+                program = build(workload, "fsdp", number, mode="manual")
+                started = time.perf_counter()
+                lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+                traced = time.perf_counter() - started
+                counts = None
+                if is_compiled:
+                    started = time.perf_counter()
+                    compiled = lowered.compile()
+                    taken = time.perf_counter() - started
+                    counts = count(lowered, compiled, _parts(program), taken)
+                operations = count_lowered(lowered)
+                found.append(Depth(layers, is_scanned, number, operations, counts, traced))
+    return found
+
+
+def _parts(program: Program) -> Any:
+    """The parameters and the optimizer's state of a program."""
+    return program.abstract_state.params, program.abstract_state.opt_state
+
+
+def growing(depths: Sequence[Depth]) -> list[str]:
+    """Where the program of a scanned model grows with its depth, a sentence each."""
+    scanned = [each for each in depths if each.is_scanned]
+    sentences = []
+    for number in sorted({each.devices for each in scanned}):
+        sizes = {each.layers: each.lowered for each in scanned if each.devices == number}
+        if len(set(sizes.values())) > 1:
+            sentences.append(
+                f"on {number} devices the operations of a scanned model by its depth are {sizes}, "
+                "expected the same for each."
+            )
+    return sentences
+
+
+def report_scaling(name: str, points: Sequence[Point], *, is_tiny: bool) -> list[str]:
+    """The tables of a workload."""
+    header = [
+        "",
+        "devices",
+        "batch",
+        "state KiB",
+        "tempor. KiB",
+        "sent KiB, compiled",
+        "traced",
+        "formula",
+        "collectives",
+        "HLO instr.",
+        "compile s (noisy)",
+        "overhead (noisy)",
+    ]
+    rows = [
+        [
+            f"{point.scaling}, {point.strategy}",
+            str(point.devices),
+            str(point.batch_size),
+            _kib(point.counts.state),
+            _kib(point.counts.temporaries),
+            _kib(float(point.counts.sent)),
+            _kib(point.traced),
+            _kib(point.formula),
+            "/".join(str(point.counts.collectives.get(kind, 0)) for kind in KINDS),
+            f"{point.counts.instructions:,}",
+            f"{point.counts.compile_seconds:.1f}",
+            point.overhead.show("{:.2f}".format),
+        ]
+        for point in sorted(points, key=lambda p: (p.scaling != "strong", p.strategy, p.devices))
+    ]
+    words = make_workload(name, is_tiny=is_tiny).words
+    return [f"### {name}", "", f"{words}.", "", *table(header, rows), ""]
+
+
+def report_depths(depths: Sequence[Depth]) -> list[str]:
+    """The table of depths."""
+    header = [
+        "layers",
+        "devices",
+        "number of layers",
+        "operations lowered",
+        "HLO instr.",
+        "tempor. KiB",
+        "trace and lower s (noisy)",
+        "compile s (noisy)",
+    ]
+    rows = [
+        [
+            "scanned" if each.is_scanned else "unrolled",
+            str(each.devices),
+            str(each.layers),
+            f"{each.lowered:,}",
+            f"{each.counts.instructions:,}" if each.counts else "",
+            _kib(each.counts.temporaries) if each.counts else "",
+            f"{each.trace_seconds:.1f}",
+            f"{each.counts.compile_seconds:.1f}" if each.counts else "",
+        ]
+        for each in depths
+    ]
+    sentences = growing(depths) or ["The program of a scanned model does not grow with its depth."]
+    return ["### Depth", "", "FSDP, mode manual.", "", *table(header, rows), "", *sentences, ""]
+
+
+def _kib(size: float) -> str:
+    """Bytes in KiB."""
+    return f"{size / 1024:,.1f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints the report and writes it where it is wanted; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--depths", type=int, nargs="*", default=[2, 4, 8, 16])
+    parser.add_argument("--workloads", nargs="*", choices=NAMES, default=["lm-scanned", "mlp"])
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--seconds", type=float, default=0.3, help="that a block takes")
+    parser.add_argument("--rounds", type=int, default=7, help="of blocks")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to try the command")
+    parser.add_argument("--output", type=Path, help="a Markdown file, for a section of its own")
+    parser.add_argument("--json", type=Path, help="a JSON file")
+    arguments = parser.parse_args(argv)
+    devices = sorted(set(arguments.devices))
+    if devices[0] < 1 or arguments.rounds < 1 or min(arguments.depths, default=1) < 1:
+        parser.error("--devices, --depths and --rounds are expected to be 1 or more.")
+    conditions = note_conditions("benchmarks.scaling", argv)
+    simulate_devices(devices[-1])
+    lines = [
+        "## How a step grows",
+        "",
+        conditions.sentence(),
+        "",
+        "Simulated devices on one machine; bytes are a device's. Sent: in a step, as compiled, as "
+        "traced and by the closed form (the most that it can be for FSDP). Collectives, compiled: "
+        "all-gathers / reduce-scatters / all-reduces. Overhead: a step's time in parts of that of "
+        "plain jit on one device with the same global batch, median and interval (95 %).",
+        "",
+    ]
+    print("\n".join(lines), flush=True)
+    data: dict[str, Any] = {"scaling": {}, "depths": []}
+    depths: list[Depth] = []
+
+    def add(part: list[str]) -> None:
+        print("\n".join(part), flush=True)
+        lines.extend(part)
+        write_results(
+            conditions,
+            lines=lines,
+            data=data,
+            output=arguments.output,
+            json_output=arguments.json,
+        )
+
+    for name in arguments.workloads:
+        points = measure_scaling(
+            name,
+            arguments.strategies,
+            devices,
+            seconds=arguments.seconds,
+            rounds=arguments.rounds,
+            is_tiny=arguments.tiny,
+        )
+        data["scaling"][name] = [dataclasses.asdict(point) for point in points]
+        add(report_scaling(name, points, is_tiny=arguments.tiny))
+    if arguments.depths:
+        depths = measure_depths(sorted(set(arguments.depths)), devices, is_tiny=arguments.tiny)
+        data["depths"] = [dataclasses.asdict(each) for each in depths]
+        add(report_depths(depths))
+    return 1 if growing(depths) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

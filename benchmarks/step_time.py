@@ -1,0 +1,328 @@
+"""A training step of ours against XLA's own, against the notebook's way, and against one device.
+
+python -m benchmarks.step_time [--workloads classifier lm lm-scanned mlp] [--programs ...]
+    [--devices 8] [--seconds 0.5] [--rounds 15] [--batch_size 0] [--tiny]
+    [--output FILE.md] [--json FILE.json]
+
+Every program trains the same model from the same parameters on the same global batch: fully sharded
+in each mode, in mode `manual` also with its options, in the notebook's way (`notebook_way`), and on
+one device. First each takes three steps, whose losses must be those of one device. Then they are
+timed in turn, in short blocks (`turns`), and what counts is the median, with its interval, of the
+ratio to mode `manual` in the same round: above 1 is slower. Bytes and collectives are those of the
+compiled step, and say why.
+
+Simulated devices share the cores of one machine, and a collective between them is a copy: the
+single device's ratio is what sharding costs here, and no speed-up.
+"""
+
+import argparse
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.compiled_steps import CompiledStep, of_program
+from benchmarks.notebook_way import notebook_step
+from benchmarks.results import Conditions, note_conditions, write_results
+from benchmarks.turns import Estimate, estimate, ratios, table, take_turns
+from benchmarks.workloads import NAMES, Workload, make_workload
+from manualpar import data_parallel, fsdp, make_mesh
+from manualpar.inspect import total_bytes, total_step_bytes, trace_collectives
+from manualpar.program import Program
+from manualpar.training.devices import simulate_devices
+
+MANUAL, NOTEBOOK, ONE_DEVICE = "manual", "notebook", "one device"
+# The options of `fsdp` that make a program, by its name.
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    MANUAL: {},
+    "manual, kept": {"reshard_after_forward": False},
+    "manual, once a step": {"communicate_every": "step"},
+    "auto": {"mode": "auto"},
+    "auto-unconstrained": {"mode": "auto-unconstrained"},
+    "explicit": {"mode": "explicit"},
+}
+PROGRAMS = (*OPTIONS, NOTEBOOK, ONE_DEVICE)
+# Losses of the same steps may differ by so much: sums are taken in another order.
+LOSS_TOLERANCE = 1e-4
+LOSS_STEPS = 3
+TRIAL = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What was found out about one program.
+
+    Attributes:
+      program: Its name, one of `PROGRAMS`.
+      step: Its counts and the like, see `CompiledStep`.
+      loss_difference: The largest distance of a loss from that of one device.
+      seconds: Of a step, by round.
+      ratio: The median of a step's time in parts of mode manual's in the same round.
+      traced: Bytes that a device sends as the program is written; `None` where XLA writes it.
+      formula: The closed form of `step_bytes`, of parameters and gradients alone; `None` where
+        there is none.
+    """
+
+    program: str
+    step: CompiledStep
+    loss_difference: float
+    seconds: tuple[float, ...]
+    ratio: Estimate
+    traced: float | None
+    formula: float | None
+
+
+def build(workload: Workload, name: str, num_devices: int) -> Program:
+    """Builds one of `PROGRAMS`, but for the notebook's."""
+    options: dict[str, Any] = {
+        "batch": workload.abstract_batch,
+        "num_minibatches": workload.num_minibatches,
+    }
+    make, count = data_parallel, 1
+    if name == ONE_DEVICE:
+        options["mode"] = "auto"
+    else:
+        make, count = fsdp, num_devices
+        options |= {"min_weight_size": workload.min_weight_size, **OPTIONS[name]}
+    mesh = make_mesh({"data": count}, jax.devices()[:count])
+    return make(workload.model, workload.tx, workload.loss_fn, mesh=mesh, **options)
+
+
+def compile_all(
+    workload: Workload, programs: Sequence[str], *, num_devices: int, report: Callable[[str], None]
+) -> tuple[dict[str, CompiledStep], dict[str, Program]]:
+    """Compiles steps.
+
+    Args:
+      workload: What they train.
+      programs: Which.
+      num_devices: How many devices all but one of them use.
+      report: Told of each once it is compiled.
+
+    Returns:
+      The steps, and the programs that they are of.
+    """
+    steps, built = {}, {}
+    for name in programs:
+        started = time.perf_counter()
+        if name == NOTEBOOK:
+            one = build(workload, ONE_DEVICE, num_devices)
+            params = jax.device_get(one.init(jax.random.key(0)).params)
+            mesh = make_mesh({"data": num_devices}, jax.devices()[:num_devices])
+            steps[name] = notebook_step(workload, mesh, params)
+        else:
+            built[name] = build(workload, name, num_devices)
+            steps[name] = of_program(built[name], workload.batch)
+        report(f"{workload.name}: {name}, compiled in {time.perf_counter() - started:.1f} s")
+    return steps, built
+
+
+def measure(
+    workload: Workload,
+    programs: Sequence[str],
+    *,
+    num_devices: int,
+    seconds: float,
+    rounds: int,
+    report: Callable[[str], None],
+) -> tuple[list[Row], int]:
+    """Compiles, trains and times steps.
+
+    Args:
+      workload: What they train.
+      programs: Which; mode manual and the single device among them.
+      num_devices: How many devices they use.
+      seconds: How long a block of mode manual shall take.
+      rounds: How many blocks of each.
+      report: Told how far it is.
+
+    Returns:
+      A row for each program, and how many steps a block had.
+
+    Raises:
+      RuntimeError: The losses of a program are not those of one device.
+    """
+    steps, built = compile_all(workload, programs, num_devices=num_devices, report=report)
+    losses = {name: step.losses(LOSS_STEPS) for name, step in steps.items()}
+    differences = {
+        name: [abs(x - y) for x, y in zip(values, losses[ONE_DEVICE], strict=True)]
+        for name, values in losses.items()
+    }
+    allowed = LOSS_TOLERANCE * max(map(abs, losses[ONE_DEVICE]))
+    for name, each in differences.items():
+        if not all(difference <= allowed for difference in each):
+            raise RuntimeError(
+                f"{workload.name}: the losses of {name} are {losses[name]}, expected those of one "
+                f"device, {losses[ONE_DEVICE]}: it is not the same computation."
+            )
+    trial = steps[MANUAL].block(TRIAL) / TRIAL
+    num_steps = max(1, math.ceil(seconds / trial))
+    blocks = {name: step.block for name, step in steps.items()}
+    taken = take_turns(blocks, steps=num_steps, rounds=rounds)
+    rows = []
+    for name, step in steps.items():
+        is_predicted = name in built and name not in ("auto-unconstrained", ONE_DEVICE)
+        program = built.get(name)
+        rows.append(
+            Row(
+                program=name,
+                step=step,
+                loss_difference=max(differences[name]),
+                seconds=tuple(x / num_steps for x in taken[name]),
+                ratio=estimate(ratios(taken[name], taken[MANUAL])),
+                traced=_traced(program) if program and name.startswith(MANUAL) else None,
+                formula=float(total_step_bytes(program)) if program and is_predicted else None,
+            )
+        )
+    return rows, num_steps
+
+
+def _traced(program: Program) -> float:
+    """The bytes that a device sends by the traced step."""
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    return float(total_bytes(trace_collectives(traced)))
+
+
+def report_workload(workload: Workload, rows: Sequence[Row], *, num_steps: int) -> list[str]:
+    """The part of the report on a workload."""
+    header = [
+        "",
+        "ms a step",
+        "of manual's time",
+        "tempor. KiB",
+        "sent KiB, compiled",
+        "traced",
+        "formula",
+        "collectives",
+        "HLO instr.",
+        "compile s",
+    ]
+    cells = []
+    for row in rows:
+        counts, kinds = row.step.counts, ("all_gather", "reduce_scatter", "all_reduce")
+        others = sum(counts.collectives.values()) - sum(
+            counts.collectives.get(kind, 0) for kind in kinds
+        )
+        numbers = [counts.collectives.get(kind, 0) for kind in kinds] + ([others] * bool(others))
+        cells.append(
+            [
+                row.program,
+                f"{1e3 * statistics.median(row.seconds):.2f}",
+                "1" if row.program == MANUAL else row.ratio.show("{:.3f}".format),
+                _kib(counts.temporaries),
+                _kib(float(counts.sent)),
+                _kib(row.traced),
+                _kib(row.formula),
+                "/".join(map(str, numbers)),
+                f"{counts.instructions:,}",
+                f"{counts.compile_seconds:.1f}",
+            ]
+        )
+    largest = max(row.loss_difference for row in rows)
+    return [
+        f"### {workload.name}",
+        "",
+        f"{workload.words}. {len(rows[0].seconds)} rounds of blocks of {num_steps} steps. Losses "
+        f"of the first {LOSS_STEPS} steps are within {largest:.1e} of those of one device.",
+        "",
+        *table(header, cells),
+        "",
+    ]
+
+
+def introduction(conditions: Conditions, num_devices: int) -> list[str]:
+    """What was run on what, and how to read it."""
+    return [
+        "## A step against XLA's own, the notebook's way and one device",
+        "",
+        conditions.sentence(),
+        "",
+        f"FSDP on {num_devices} {jax.devices()[0].platform} devices. Of manual's time: the median "
+        "over rounds, in brackets its interval (95 %), above 1 is slower. Sent: by a device in a "
+        "step, as compiled, as traced (manual alone, metrics included) and by the closed form "
+        "(parameters and gradients; the most that it can be where weights are gathered again). "
+        "Collectives, compiled: all-gathers / reduce-scatters / all-reduces / others. "
+        "XLA:CPU merges a gather with one before it where no loop is between them, so the "
+        "unrolled models send less than they are written to.",
+        "",
+    ]
+
+
+def _kib(size: float | None) -> str:
+    """Bytes in KiB."""
+    return "" if size is None else f"{size / 1024:,.1f}"
+
+
+def _plain(workload: Workload, rows: Sequence[Row], num_steps: int) -> dict[str, Any]:
+    """A workload's results as plain values."""
+    return {
+        "workload": workload.name,
+        "words": workload.words,
+        "steps_of_a_block": num_steps,
+        "rows": [
+            {
+                "program": row.program,
+                "loss_difference": row.loss_difference,
+                "step_seconds": list(row.seconds),
+                "ratio_to_manual": row.ratio._asdict(),
+                "traced_bytes": row.traced,
+                "formula_bytes": row.formula,
+                "counts": dataclasses.asdict(row.step.counts),
+            }
+            for row in rows
+        ],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures, prints the report and writes it where it is wanted."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--devices", type=int, help="CPU devices to simulate")
+    parser.add_argument("--seconds", type=float, default=0.5, help="that a block takes")
+    parser.add_argument("--rounds", type=int, default=15, help="of blocks")
+    parser.add_argument("--batch_size", type=int, default=0, help="0: the workload's own")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to try the command")
+    parser.add_argument("--output", type=Path, help="a Markdown file, for a section of its own")
+    parser.add_argument("--json", type=Path, help="a JSON file")
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < 1:
+        parser.error(f"--rounds is {arguments.rounds}, expected at least 1.")
+    conditions = note_conditions("benchmarks.step_time", argv)
+    simulate_devices(arguments.devices)
+    # Those that the others are held against are always there.
+    programs = [p for p in PROGRAMS if p in (*arguments.programs, MANUAL, ONE_DEVICE)]
+    num_devices = len(jax.devices())
+    lines, data = introduction(conditions, num_devices), []
+    print("\n".join(lines), flush=True)
+    for name in arguments.workloads:
+        workload = make_workload(name, is_tiny=arguments.tiny, batch_size=arguments.batch_size)
+        rows, num_steps = measure(
+            workload,
+            programs,
+            num_devices=num_devices,
+            seconds=arguments.seconds,
+            rounds=arguments.rounds,
+            report=lambda text: print(f"  {text}", flush=True),
+        )
+        part = report_workload(workload, rows, num_steps=num_steps)
+        print("\n".join(part), flush=True)
+        lines += part
+        data.append(_plain(workload, rows, num_steps))
+        write_results(  # After each: a run that is broken off leaves what it has.
+            conditions,
+            lines=lines,
+            data={"devices": num_devices, "workloads": data},
+            output=arguments.output,
+            json_output=arguments.json,
+        )
+
+
+if __name__ == "__main__":
+    main()

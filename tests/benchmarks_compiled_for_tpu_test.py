@@ -1,0 +1,71 @@
+import argparse
+
+import pytest
+
+from benchmarks.compiled_for_tpu import HEADER, PROGRAMS, Row, grown, make_config
+from manualpar.planner.plan import Plan, PlannedCollective
+from manualpar.planner.subject import prepare_subject
+
+GATHER = PlannedCollective("all_gather", ("data",), "gather_params", "forward", 3, 3 * 2**20)
+PLAN = Plan(
+    name="fsdp manual",
+    topology="v5e:4x4",
+    num_devices=16,
+    mesh={"data": 16},
+    is_model=False,
+    source="test",
+    hbm_bytes=2**34,
+    memory={},
+    peak_bytes=2**31,
+    fits=True,
+    collectives=(GATHER,),
+    compute_seconds=0.5,
+    exposed_seconds=0.25,
+    overlapped_seconds=0.125,
+    step_seconds=0.75,
+    mfu=0.4,
+)
+ROW = Row("v5e:4x4", "manual", PLAN)
+ARGS = argparse.Namespace(
+    layers=1, hidden_size=256, mlp_size=512, heads=4, sequence_length=64, processes=1
+)
+
+
+def test_row_has_a_cell_for_each_heading() -> None:
+    cells = dict(zip(HEADER, ROW.cells(), strict=True))
+    assert cells["HBM GiB"] == "2.00"
+    assert cells["all-gathers MiB (asynchronous)"] == "3 (0%)"
+    assert cells["all-reduces MiB (asynchronous)"] == "0"
+    assert (cells["compute ms"], cells["exposed ms"], cells["step ms"]) == (
+        "500.0",
+        "250.0",
+        "750.0",
+    )
+    failed = Row("v5e:4x4", "manual", None, "it would not | compile")
+    assert len(failed.cells()) == len(HEADER)
+    assert not any("|" in cell for cell in failed.cells())
+
+
+@pytest.mark.parametrize(("factor", "is_growth"), [(0.5, False), (1.005, False), (1.02, True)])
+def test_what_has_grown_is_named(factor: float, is_growth: bool) -> None:
+    figures = {name: value / factor for name, value in ROW.figures().items()}
+    before = {"rows": [{"topology": "v5e:4x4", "program": "manual", "figures": figures}]}
+    sentences = grown([ROW], before)
+    assert bool(sentences) == is_growth
+    assert len(sentences) == (5 if is_growth else 0)
+    assert not grown([Row("v6e:4x4", "manual", PLAN)], before)  # Nothing to compare with.
+
+
+def test_what_no_longer_compiles_has_grown() -> None:
+    before = {"rows": [{"topology": "v5e:4x4", "program": "manual", "figures": ROW.figures()}]}
+    assert grown([Row("v5e:4x4", "manual", None, "no")], before) == [
+        "v5e:4x4, manual: it no longer compiles: no"
+    ]
+
+
+@pytest.mark.parametrize("name", ["auto", "manual, axis by axis"])
+def test_programs_can_be_built(name: str) -> None:
+    config = make_config(ARGS, "v5e:4x4", PROGRAMS[name])
+    program = prepare_subject(config, devices=16, vocab_size=512).program
+    assert program.mode == config.parallel.mode
+    assert program.mesh.size == 16

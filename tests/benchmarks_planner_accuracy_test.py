@@ -1,0 +1,97 @@
+"""What the benchmark of the planner's accuracy measures, and what it makes of it."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import planner_accuracy
+from benchmarks.planner_accuracy import (
+    CASES,
+    Case,
+    build,
+    calibrate,
+    compare_steps,
+    spearman,
+    stepping,
+)
+from benchmarks.published_figures import FIGURES
+from manualpar.planner.topology import parse_topology
+
+
+def test_ranks_alone_count():
+    values = [3.0, 1.0, 4.0, 1.5]
+    assert spearman(values, np.exp(values)) == pytest.approx(1)
+    assert spearman(values, [-x for x in values]) == pytest.approx(-1)
+    # 1 - 6 sum d^2 / (n (n^2 - 1)), with the last two of four exchanged.
+    assert spearman([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(1 - 6 * 2 / (4 * 15))
+
+
+def test_there_are_enough_programs_and_they_differ():
+    assert len(set(CASES)) == len(CASES) >= 12
+    for field in ("workload", "strategy", "batch_size", "num_minibatches"):
+        assert len({getattr(case, field) for case in CASES}) >= 2
+
+
+def test_a_device_is_described_by_what_was_measured(devices8):
+    chip = calibrate(size=32, repetitions=1)
+    assert chip.peak("float32") > 0
+    assert chip.hbm_bandwidth > 0
+    assert chip.network.bandwidth > 0
+    assert (chip.flops_efficiency, chip.hbm_efficiency, chip.network.efficiency) == (1, 1, 1)
+
+
+def test_a_block_takes_as_many_steps_as_it_is_asked_for(devices8):
+    program, batch = build(Case("mlp", "hsdp", 32, 2), is_tiny=True)
+    assert program.mesh.shape == {"replica": 2, "data": 4}
+    assert program.num_minibatches == 2
+    seen = []
+    counted = jax.tree_util.Partial(lambda *args: seen.append(1) or program.train_step(*args))
+    block = stepping(program.__class__(**{**vars(program), "train_step": counted}), batch)
+    assert block(3) > 0
+    assert len(seen) == 3
+
+
+@pytest.mark.slow
+def test_estimates_stand_beside_what_was_measured(devices8):
+    cases = [Case("mlp", "dp", 32, 1), Case("mlp", "fsdp", 64, 1)]
+    lines, data = compare_steps(cases, rounds=1, steps=1, is_tiny=True)
+    assert [each["workload"] for each in data["cases"]] == ["mlp", "mlp"]
+    for each in data["cases"]:
+        assert each["estimate_seconds"] > 0
+        assert each["measured_seconds"]["median"] > 0
+    assert abs(data["spearman"]) == pytest.approx(1)
+    assert any(line.startswith("Spearman's rank correlation over 2 programs") for line in lines)
+
+
+def test_published_figures_are_cited_and_their_shapes_are_those_of_the_papers():
+    # Weights that a token is multiplied with and the embedding: 69.0 and 8.0 billion.
+    for figure in FIGURES:
+        assert "https://" in figure.source
+        parse_topology(figure.topology)
+        shape = figure.shape
+        head = shape["hidden_size"] // shape["num_heads"]
+        attention = 2 * shape["hidden_size"] * head * (shape["num_heads"] + shape["num_kv_heads"])
+        mlp = 3 * shape["hidden_size"] * shape["mlp_size"]
+        whole = shape["num_layers"] * (attention + mlp)
+        whole += 2 * shape["vocab_size"] * shape["hidden_size"]
+        billions = {"Llama 2 70B": 69.0, "Llama 3.1 8B": 8.03}[figure.model]
+        assert whole / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_a_published_figure_is_planned_with_its_misses(tmp_path, capsys, monkeypatch):
+    figure = FIGURES[3]
+    monkeypatch.setattr(planner_accuracy, "FIGURES", [figure])
+    monkeypatch.setattr(planner_accuracy, "REMATS", ("full",))
+    monkeypatch.setattr(planner_accuracy.jax.config, "update", lambda *args: None)
+    path = tmp_path / "accuracy.json"
+    assert planner_accuracy.main(["--parts", "published", "--json", str(path)]) == 0
+    [data] = json.loads(path.read_text())["published"]
+    plan = data["planned"]["full"]
+    assert (plan["is_model"], plan["num_devices"]) == (True, 8)
+    rate = plan["tokens_per_second"] / 8
+    assert data["planned_by_published"]["full"] == pytest.approx(rate / figure.tokens_per_second)
+    output = capsys.readouterr().out
+    assert "planned / published" in output
+    assert figure.source in output
