@@ -25,6 +25,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from manualpar.layers import prefetched_scan
+from manualpar.models.rotary import rotary_angles, rotate
+
 # What of a layer is kept for its backward pass. `dots` are the products with weights; those of
 # attention, whose scores are larger than anything else, have a batch dimension and are not.
 REMAT_POLICIES: dict[str, Callable[..., bool]] = {
@@ -64,6 +67,9 @@ class Transformer(nn.Module):
       remat: What of a layer is computed again in the backward pass: `"none"`, `"full"` for all of
         it, `"dots"` for all but its products with weights.
       scan_layers: Whether one layer is compiled and run in a loop, or each by itself.
+      scan_unroll: Layers in one iteration of that loop, from 1 to `num_layers`.
+      prefetch: Whether that loop gathers the next layer's weights, where they are sharded, while it
+        computes with this one's, see `manualpar.layers.prefetched_scan`.
       attention: The implementation that `jax.nn.dot_product_attention` is asked for: `"xla"`,
         `"cudnn"` (on an NVIDIA GPU, in 16 bits), or `""` for the one that jax chooses.
       bos_token: The token that a document begins with, across which attention does not look. What
@@ -85,6 +91,8 @@ class Transformer(nn.Module):
     dtype: DTypeLike = "float32"
     remat: str = "none"
     scan_layers: bool = True
+    scan_unroll: int = 1
+    prefetch: bool = False
     attention: str = ""
     bos_token: int = -1
     annotate: bool = False
@@ -144,19 +152,22 @@ class Transformer(nn.Module):
             annotate=self.annotate,
         )
         layer: Any = Layer
+        loop: dict[str, Any] = {
+            "length": self.num_layers,
+            "unroll": self.scan_unroll,
+            "split_rngs": {"params": True, "dropout": True},
+            "metadata_params": {nn.PARTITION_NAME: "layers"},
+        }
+        if self.prefetch:
+            policy = REMAT_POLICIES[self.remat] if self.remat != "none" else None
+            layers = prefetched_scan(Layer, policy=policy, **loop)
+            return layers(config, name="layers")(x_BSD, angles_SH, mask)[0]
         if self.remat != "none":
             # Inside of a loop nothing can be merged across iterations.
             policy = REMAT_POLICIES[self.remat]
             layer = nn.remat(Layer, policy=policy, prevent_cse=not self.scan_layers)
         if self.scan_layers:
-            layers = nn.scan(
-                layer,
-                variable_axes={"params": 0},
-                split_rngs={"params": True, "dropout": True},
-                in_axes=nn.broadcast,
-                length=self.num_layers,
-                metadata_params={nn.PARTITION_NAME: "layers"},
-            )
+            layers = nn.scan(layer, variable_axes={"params": 0}, in_axes=nn.broadcast, **loop)
             return layers(config, name="layers")(x_BSD, angles_SH, mask)[0]
         for index in range(self.num_layers):
             x_BSD, _ = layer(config, name=f"layer_{index}")(x_BSD, angles_SH, mask)
@@ -274,39 +285,6 @@ class Product(nn.Module):
         return jnp.tensordot(x, kernel.astype(self.config.dtype), axes=self.contracted)
 
 
-def rotary_angles(length: int, head_size: int, *, base: float) -> jax.Array:
-    """The angles by which rotary positions turn each pair of a head's features.
-
-    Args:
-      length: Positions, `S`.
-      head_size: Features of a head, `H`, an even number.
-      base: What the frequencies are powers of.
-
-    Returns:
-      `float32[S, H/2]`, radians: `s * base ** (-2 i / H)` at position `s` for pair `i`.
-    """
-    frequencies = base ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
-    return jnp.outer(jnp.arange(length, dtype=jnp.float32), frequencies)
-
-
-def rotate(x: jax.Array, angles_SH: jax.Array) -> jax.Array:
-    """Turns pairs of features by angles; dot products then depend on differences of angles only.
-
-    Feature `i` is paired with `i + H/2`, as in GPT-NeoX and LLaMA's public checkpoints.
-
-    Args:
-      x: `[B, S, N, H]`, queries or keys of any floating dtype.
-      angles_SH: `float32[S, H/2]`, radians.
-
-    Returns:
-      The turned `x`, computed in float32, of its own dtype.
-    """
-    sin, cos = jnp.sin(angles_SH)[None, :, None], jnp.cos(angles_SH)[None, :, None]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-
-
 def size_of_head(model: Transformer) -> int:
     """The features of a head, `H`."""
     return model.head_size or model.hidden_size // model.num_heads
@@ -366,6 +344,10 @@ def check_transformer(model: Transformer) -> None:
         refuse("dropout_rate", "from 0 to less than 1")
     if not -1 <= model.bos_token < model.vocab_size:
         refuse("bos_token", f"less than vocab_size={model.vocab_size}, or -1 for none")
+    if not 1 <= model.scan_unroll <= (model.num_layers if model.scan_layers else 1):
+        refuse("scan_unroll", "from 1 to num_layers, and 1 if scan_layers is False")
+    if model.prefetch and not model.scan_layers:
+        refuse("prefetch", "False if scan_layers is False, for there is no loop to carry weights")
     for field, known in (("remat", REMAT_POLICIES), ("attention", ATTENTIONS)):
         if getattr(model, field) not in known:
             refuse(field, f"one of {', '.join(map(repr, known))}")

@@ -1,0 +1,23 @@
+"""Says what a config would send, hold and take on devices that nobody here has.
+
+python -m experiments.plan [--config=configs/fsdp_lm.py] [--config.<field>=<value> ...]
+                           [--topology=v5p:8x8x4] [--compiler=auto|tpu|none] [--sweep]
+                           [--workdir=<folder>]
+"""
+
+from pathlib import Path
+
+from absl import app
+
+from manualpar.planner.command import plan_command, plan_flags_parser
+
+DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "fsdp_lm.py"
+
+
+def main() -> None:
+    """Runs the command line and exits."""
+    app.run(plan_command, flags_parser=plan_flags_parser(__doc__ or "", DEFAULT_CONFIG))
+
+
+if __name__ == "__main__":
+    main()

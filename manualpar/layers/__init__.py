@@ -1,0 +1,5 @@
+"""Mesh-aware Linen layers."""
+
+from manualpar.layers.prefetch import prefetched_scan
+
+__all__ = ["prefetched_scan"]

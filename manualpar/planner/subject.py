@@ -1,0 +1,62 @@
+"""What is planned: the program of a config, with a vocabulary that its data need not have.
+
+How many tokens a language model knows follows from its data's tokenizer. To plan a model of 32,000
+tokens nobody should need its tokenizer's file: of the data a program is built from shapes alone.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import ml_collections
+
+from manualpar.models import Transformer
+from manualpar.models.transformer import flops_per_token
+from manualpar.training.config import check_config
+from manualpar.training.experiment import Experiment, build_program, prepare
+from manualpar.training.optimizer import warmup_cosine_schedule
+from manualpar.training.task import make_task
+
+
+def prepare_subject(
+    config: ml_collections.ConfigDict,
+    *,
+    devices: Sequence[jax.Device] | int | None = None,
+    vocab_size: int = 0,
+) -> Experiment:
+    """Checks a config and builds what it describes, as `manualpar.training.experiment.prepare`.
+
+    Args:
+      config: The config.
+      devices: As for `prepare`: devices, a topology's too, or a number of them.
+      vocab_size: How many tokens a language model knows; 0 for those of its data.
+
+    Returns:
+      The experiment. With a `vocab_size` it is one to plan and not to run.
+
+    Raises:
+      ValueError: The config does not fit itself or the devices, or its model has no vocabulary.
+    """
+    if not vocab_size:
+        return prepare(config, devices=devices)
+    check_config(config)
+    task = make_task(config)
+    model = task.model
+    if not isinstance(model, Transformer) or vocab_size < 1:
+        raise ValueError(
+            f"vocab_size is {vocab_size} and config.model.name is {config.model.name!r}, expected "
+            "a positive number of tokens and a 'transformer', or 0 for what the data has."
+        )
+    model = model.clone(vocab_size=vocab_size, bos_token=min(model.bos_token, vocab_size - 1))
+    length = task.tokens_per_example
+    flops = flops_per_token(model, length) * length
+    task = dataclasses.replace(task, model=model, flops_per_example=flops)
+    optimizer = config.optimizer
+    schedule = warmup_cosine_schedule(
+        optimizer.learning_rate,
+        warmup_steps=optimizer.warmup_steps,
+        num_steps=config.training.num_steps,
+    )
+    return Experiment(
+        config, task, schedule, build_program(config, task, schedule, devices=devices)
+    )

@@ -1,0 +1,295 @@
+"""Which strategy, mesh, number of minibatches, remat and wire dtype would be the fastest.
+
+For each strategy, mesh and remat a program is traced on an abstract mesh, in one minibatch; the
+others follow by closed forms (`manualpar.planner.scaling`), exact in time but not in memory. What
+comes first, and what nearly fits or nearly does not, is traced itself.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import ml_collections
+import optax
+
+from manualpar.planner.plan import Plan
+from manualpar.planner.roofline import estimate
+from manualpar.planner.scaling import with_gather_dtype, with_minibatches
+from manualpar.planner.topology import Topology, levels_of, topology_of_size
+from manualpar.planner.work import Task, Work, read_work
+from manualpar.training import task as training_task
+from manualpar.training.experiment import build_program
+
+STRATEGIES = ("dp", "zero1", "zero2", "fsdp", "hsdp")
+REMATS = ("none", "dots", "full")
+MINIBATCHES = (1, 2, 4, 8)
+GATHER_DTYPES = ("", "bfloat16")
+# A second axis to shard over, one after the other, as a torus wants it.
+MINOR_AXIS = "data_minor"
+# A plan whose memory is an estimate is traced if that is so near to what there is.
+NEARLY = 0.3
+CHIP_COUNTS = tuple(2**k for k in range(3, 13))
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One of the things that a sweep compares.
+
+    Attributes:
+      strategy: The strategy.
+      mesh: The sizes of the mesh axes.
+      num_minibatches: In how many parts a batch is taken.
+      remat: What is computed again; "" where the model has no such choice.
+      gather_dtype: What parameters are gathered in; "" as they are stored.
+    """
+
+    strategy: str
+    mesh: Mapping[str, int]
+    num_minibatches: int
+    remat: str
+    gather_dtype: str
+
+    @property
+    def name(self) -> str:
+        """What it is called in a table."""
+        return f"{self.strategy}, {' x '.join(f'{a}={n}' for a, n in self.mesh.items())}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a candidate.
+
+    Attributes:
+      candidate: The candidate.
+      plan: Its plan; `None` if no program could be built.
+      reason: Why it is not ranked, in words; "" if it is.
+      is_traced: Whether the candidate's own program was traced, or another's scaled.
+    """
+
+    candidate: Candidate
+    plan: Plan | None
+    reason: str
+    is_traced: bool
+
+    @property
+    def seconds(self) -> float:
+        """The estimated step time, infinite for what does not run."""
+        fits = self.plan is not None and not self.reason
+        return (self.plan.step_seconds or math.inf) if fits and self.plan else math.inf
+
+
+class Builder:
+    """Builds and reads programs for candidates.
+
+    Attributes:
+      config: What they have in common.
+      task: What is trained; a candidate's model may differ in what is computed again.
+    """
+
+    def __init__(self, config: ml_collections.ConfigDict, task: training_task.Task) -> None:
+        self.config = config
+        self.task = task
+
+    @property
+    def has_remat(self) -> bool:
+        """Whether the model has a choice of what is computed again."""
+        return "remat" in self.config.model
+
+    def read(self, candidate: Candidate, num_devices: int, *, batch_size: int = 0) -> Work:
+        """Traces a candidate's program and reads what it does.
+
+        Raises:
+          ValueError: The program cannot be built.
+        """
+        config = self.configure(candidate, batch_size=batch_size)
+        task = self.task
+        if self.has_remat:
+            task = dataclasses.replace(task, model=task.model.clone(remat=candidate.remat))
+        schedule = optax.constant_schedule(config.optimizer.learning_rate)
+        program = build_program(config, task, schedule, devices=num_devices)
+        return read_work(program, work_task(config, task))
+
+    def configure(self, candidate: Candidate, *, batch_size: int = 0) -> ml_collections.ConfigDict:
+        """The config of a candidate."""
+        config = ml_collections.ConfigDict(self.config.to_dict())
+        config.parallel.strategy = candidate.strategy
+        config.parallel.mesh = ml_collections.ConfigDict(dict(candidate.mesh))
+        config.parallel.gather_dtype = candidate.gather_dtype
+        if MINOR_AXIS in candidate.mesh:
+            config.parallel.axis_by_axis = True
+        config.optimizer.num_minibatches = candidate.num_minibatches
+        if batch_size:
+            config.data.batch_size = batch_size
+        if self.has_remat:
+            config.model.remat = candidate.remat
+        return config
+
+
+def work_task(config: ml_collections.ConfigDict, task: training_task.Task) -> Task:
+    """What the roofline must know of a config's task."""
+    return Task(config.data.batch_size, task.tokens_per_example, task.flops_per_example)
+
+
+def sweep(
+    builder: Builder,
+    topology: Topology,
+    *,
+    traced: int = 5,
+    report: Callable[[str], None] = lambda line: None,
+) -> list[Outcome]:
+    """Ranks candidates by estimated step time.
+
+    Args:
+      builder: Of a config in mode `manual`; what is not compared stays as it is there.
+      topology: On what.
+      traced: How many of the first are traced themselves.
+      report: Is told how far it is.
+
+    Returns:
+      All candidates, those that fit first, the fastest first of all.
+    """
+    outcomes: list[Outcome] = []
+    bases = list(_bases(topology, builder))
+    for number, base in enumerate(bases, 1):
+        report(f"{number}/{len(bases)} {base.name}{', remat ' * bool(base.remat)}{base.remat}")
+        outcomes += _family(builder, base, topology)
+    for _ in range(2 * traced):  # A traced one may fall behind another, which is then traced.
+        ranked = sorted(outcomes, key=lambda outcome: outcome.seconds)[:traced]
+        todo = [each for each in ranked if not each.is_traced and each.plan] + _nearly(outcomes)
+        if not todo:
+            break
+        report(f"tracing {todo[0].candidate.name}")
+        outcomes[outcomes.index(todo[0])] = _trace(builder, todo[0].candidate, topology)
+    return sorted(outcomes, key=lambda outcome: outcome.seconds)
+
+
+def scaling_curves(
+    builder: Builder,
+    topology: Topology,
+    candidates: Mapping[str, Candidate],
+    *,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, list[tuple[int, Plan]]]:
+    """Step times against the number of devices, each with as many examples a device (weak scaling).
+
+    Args:
+      builder: Of a config; a device has `config.data.batch_size / topology.num_devices` examples.
+      topology: Whose chip it is.
+      candidates: What to draw, by the names of the curves; their meshes are made anew.
+      report: Is told how far it is.
+
+    Returns:
+      For each curve pairs of a number of devices and a plan, from 8 to 4,096.
+    """
+    chip = topology.chip
+    per_device = max(builder.config.data.batch_size // topology.num_devices, 1)
+    curves: dict[str, list[tuple[int, Plan]]] = {}
+    for name, candidate in candidates.items():
+        curves[name] = []
+        for count in CHIP_COUNTS:
+            place = topology_of_size(chip, count)
+            mesh = mesh_like(candidate, place) if place else None
+            if place is None or mesh is None:
+                continue
+            each = dataclasses.replace(candidate, mesh=mesh)
+            report(f"{name} on {place.name}")
+            try:
+                work = builder.read(each, count, batch_size=per_device * count)
+            except ValueError:
+                continue  # A dimension or a minibatch does not divide: the curve has a gap.
+            curves[name].append((count, estimate(work, place)))
+    return curves
+
+
+def mesh_like(candidate: Candidate, topology: Topology) -> dict[str, int] | None:
+    """The mesh of a candidate's strategy on another topology; `None` if there is none."""
+    count = topology.num_devices
+    if len(candidate.mesh) < 2:
+        return {"data": count}
+    groups = group_sizes(topology)
+    return (
+        dict(zip(candidate.mesh, (count // groups[0], groups[0]), strict=True)) if groups else None
+    )
+
+
+def group_sizes(topology: Topology) -> list[int]:
+    """Sizes of groups for `hsdp`: the first is the largest within a node or a slice.
+
+    Of a single slice the first leaves one dimension of the torus to the replicas.
+    """
+    count, levels = topology.num_devices, levels_of(topology)
+    products = [math.prod(levels[i:]) for i in range(1, len(levels))]
+    sizes = [size for size in products if 1 < size < count]
+    if topology.chip.network.kind == "nodes" and sizes:
+        nodes = count // sizes[0]
+        between = sizes[0] * 2 ** (nodes.bit_length() // 2)
+        sizes += [between] if sizes[0] < between < count and count % between == 0 else []
+    return list(dict.fromkeys(sizes))[:2]
+
+
+def _bases(topology: Topology, builder: Builder) -> Iterator[Candidate]:
+    """What is traced for sure: one minibatch, nothing retyped."""
+    count, groups = topology.num_devices, group_sizes(topology)
+    for strategy in STRATEGIES:
+        meshes = [{"data": count}]
+        if strategy == "hsdp":
+            meshes = [{"replica": count // size, "data": size} for size in groups]
+        elif strategy == "fsdp" and topology.chip.is_tpu and groups:
+            meshes.append({"data": count // groups[0], MINOR_AXIS: groups[0]})
+        for mesh in meshes:
+            for remat in REMATS if builder.has_remat else ("",):
+                yield Candidate(strategy, mesh, 1, remat, "")
+
+
+def _family(builder: Builder, base: Candidate, topology: Topology) -> Iterator[Outcome]:
+    """A traced candidate and those that follow from it."""
+    config, count = builder.config, topology.num_devices
+    try:
+        work = builder.read(base, count)
+    except ValueError as error:
+        yield Outcome(base, None, str(error), is_traced=True)
+        return
+    for minibatches in MINIBATCHES:
+        if config.data.batch_size % (count * minibatches):
+            continue
+        if base.strategy == "zero2" and minibatches == 1:
+            continue  # The same as zero1.
+        for dtype in GATHER_DTYPES:
+            each = dataclasses.replace(base, num_minibatches=minibatches, gather_dtype=dtype)
+            scaled = with_minibatches(work, minibatches)
+            scaled = with_gather_dtype(scaled, dtype, reduce_dtype=config.parallel.reduce_dtype)
+            plan = estimate(scaled, topology)
+            yield Outcome(each, plan, why_not(plan), is_traced=each == base)
+
+
+def _trace(builder: Builder, candidate: Candidate, topology: Topology) -> Outcome:
+    """A candidate by its own program."""
+    try:
+        work = builder.read(candidate, topology.num_devices)
+    except ValueError as error:
+        return Outcome(candidate, None, str(error), is_traced=True)
+    plan = estimate(work, topology)
+    return Outcome(candidate, plan, why_not(plan), is_traced=True)
+
+
+def _nearly(outcomes: list[Outcome]) -> list[Outcome]:
+    """Those that would be among the first and whose estimated memory does not quite fit."""
+    fitting = min((each.seconds for each in outcomes), default=math.inf)
+    return [
+        each
+        for each in outcomes
+        if not each.is_traced
+        and each.plan is not None
+        and each.reason
+        and each.plan.peak_bytes < (1 + NEARLY) * each.plan.hbm_bytes
+        and (each.plan.step_seconds or math.inf) < fitting
+    ]
+
+
+def why_not(plan: Plan) -> str:
+    """Why a plan does not run, in words; "" if it does."""
+    if plan.fits:
+        return ""
+    largest = sorted(plan.memory, key=lambda name: -plan.memory[name])[:2]
+    parts = ", ".join(f"{name} {plan.memory[name] / 2**30:.1f} GiB" for name in largest)
+    return f"{-plan.spare_bytes / 2**30:.1f} GiB too much: {parts}"

@@ -1,0 +1,124 @@
+"""Compiles a training step for a TPU topology, in a process of its own.
+
+    python -m manualpar.planner.tpu_worker FOLDER
+
+The folder has `request.json`; the program's text goes to `program.txt` beside it and everything
+else to `result.json`, what went wrong too. It is for `manualpar.planner.tpu_compiler`, which sets
+the environment that libtpu needs where there is no TPU. (That environment would make a training
+process look for no TPU either, and a crash in libtpu ends the process: hence one of its own.)
+"""
+
+import importlib.metadata
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+REQUEST, RESULT, PROGRAM = "request.json", "result.json", "program.txt"
+# What was being done when something went wrong; each needs another sentence.
+LIBRARY, TOPOLOGY, PREPARE, COMPILE = "library", "topology", "prepare", "compile"
+LIBTPU = "libtpu"
+MEMORY = {
+    "arguments": "argument_size_in_bytes",
+    "outputs": "output_size_in_bytes",
+    "aliased": "alias_size_in_bytes",
+    "temporaries": "temp_size_in_bytes",
+    "code": "generated_code_size_in_bytes",
+    "peak": "peak_memory_in_bytes",
+}
+
+
+def main(folder: Path) -> int:
+    """Does what a folder's request asks for."""
+    request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+    stage = [LIBRARY]
+    result: dict[str, Any]
+    try:
+        result = _compile(request, folder, stage)
+    except Exception as error:  # Whatever it is: the parent turns it into a sentence.
+        result = {"stage": stage[0], "type": type(error).__name__, "error": str(error)}
+    (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
+    return 0
+
+
+def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[str, Any]:
+    """Builds, lowers and compiles the step; `stage` says how far it has come."""
+    version = importlib.metadata.version(LIBTPU)
+
+    import jax
+    import ml_collections
+    from jax.experimental import topologies
+
+    from manualpar.planner.subject import prepare_subject
+
+    stage[0] = TOPOLOGY
+    options = {"num_slices": request["num_slices"]} if request["num_slices"] > 1 else {}
+    if request["single_chip"]:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    topology = topologies.get_topology_desc(request["topology"], "tpu", **options)
+    devices: list[Any] = list(topology.devices)
+    stage[0] = PREPARE
+    config = ml_collections.ConfigDict(_tuples(request["config"]))
+    experiment = prepare_subject(config.lock(), devices=devices, vocab_size=request["vocab_size"])
+    program = experiment.program
+    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    stage[0] = COMPILE
+    result = {
+        "libtpu": version,
+        "jax": jax.__version__,
+        "device_kind": devices[0].device_kind,
+        "num_devices": len(devices),
+    }
+    result |= _shape(experiment)
+    (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
+    started = time.perf_counter()
+    try:
+        compiled = lowered.compile(compiler_options=request["options"] or None)
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_hbm(str(error)):
+            raise
+        return result | {"out_of_memory": str(error)}
+    memory = compiled.memory_analysis()
+    (folder / PROGRAM).write_text(compiled.as_text() or "", encoding="utf-8")
+    return result | {
+        "compile_seconds": time.perf_counter() - started,
+        "memory": {name: int(getattr(memory, field)) for name, field in MEMORY.items()},
+    }
+
+
+def is_out_of_hbm(message: str) -> bool:
+    """Whether the compiler says that HBM does not suffice: it can lack other memory as well."""
+    return "RESOURCE_EXHAUSTED" in message and "hbm" in message.lower().partition("vmem")[0]
+
+
+def _shape(experiment: Any) -> dict[str, Any]:
+    """What the parent is to know of the program, to which it has no devices to build it."""
+    import jax
+
+    from manualpar.inspect.layout import state_bytes
+
+    program = experiment.program
+    state = program.abstract_state
+    batch = state_bytes(program.abstract_batch)[0]
+    parameters, optimizer = (state_bytes(part)[0] for part in (state.params, state.opt_state))
+    return {
+        "name": f"{program.strategy.name} {program.mode}",
+        "mesh": dict(program.mesh.shape),
+        "state": {"parameters": parameters, "optimizer": optimizer, "batch": batch},
+        "dtype": str(getattr(experiment.task.model, "dtype", "float32")),
+        "examples_per_step": jax.tree.leaves(program.abstract_batch)[0].shape[0],
+        "tokens_per_example": experiment.task.tokens_per_example,
+        "flops_per_example": experiment.task.flops_per_example,
+    }
+
+
+def _tuples(value: Any) -> Any:
+    """A config's values from JSON, where tuples are lists."""
+    if isinstance(value, dict):
+        return {name: _tuples(inner) for name, inner in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

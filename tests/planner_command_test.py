@@ -1,0 +1,159 @@
+"""The planner's command, from its arguments to what it leaves behind."""
+
+import dataclasses
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments import plan as experiment
+from manualpar.planner import command as planner_command
+from manualpar.planner.command import parse_plan_command, plan_command, plan_flags_parser
+from manualpar.planner.plan import Plan
+from manualpar.planner.sweep import sweep
+from manualpar.training.command_line import UsageError
+
+SMALL = (
+    "--config.model.hidden_size=32",
+    "--config.model.num_heads=2",
+    "--config.model.mlp_size=64",
+    "--config.model.num_layers=1",
+)
+
+
+@pytest.fixture(autouse=True)
+def _inside(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def _command(*arguments):
+    return parse_plan_command(["program", *arguments], default_config=experiment.DEFAULT_CONFIG)
+
+
+def test_flags_of_the_planner_and_of_the_config_are_told_apart():
+    command = _command(
+        "--config.data.batch_size=64", "--topology=v5p:2x2x2", "--sweep", "--vocab_size", "1000"
+    )
+    assert command.topology.name == "v5p:2x2x2"
+    assert (command.compiler, command.vocab_size, command.sweep) == ("auto", 1000, True)
+    assert command.line.config.data.batch_size == 64
+    assert _command().topology.num_devices == 256
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--topology=v5p"], r"^--topology: topology 'v5p' is not understood"),
+        (["--topology=v5x:8x8"], "the nearest one is 'v5p'"),
+        (["--topolgy=v5e:2x2"], "--topolgy is not a known flag; the nearest one is --topology"),
+        (["--compiler=gpu"], "--compiler=gpu: expected one of auto, tpu, none"),
+        (["--compiler=tpu", "--topology=h100:8"], "expected a TPU topology such as v5e:16x16"),
+        (["--devices=4"], "--devices means nothing to a plan"),
+        (["--vocab_size=many"], "--vocab_size=many"),
+        (["--config.data.batchsize=3"], "the nearest one is --config.data.batch_size"),
+        (["extra"], "'extra' is not understood"),
+    ],
+)
+def test_a_mistake_is_answered_in_a_sentence(arguments, message):
+    with pytest.raises(UsageError, match=message) as raised:
+        _command(*arguments)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_plan_for_gpus_is_a_model_and_says_so(capsys):
+    assert plan_command(_command(*SMALL, "--topology=h100:16")) == 0
+    workdir = Path("runs/plan-fsdp_lm/001")
+    assert {path.name for path in workdir.iterdir()} == {"config.json", "plan.json", "plan.png"}
+    [plan] = json.loads((workdir / "plan.json").read_text())["plans"]
+    assert (plan["is_model"], plan["source"], plan["fits"]) == (True, "roofline", True)
+    assert plan["mesh"] == {"data": 16}
+    assert plan["step_seconds"] == plan["compute_seconds"] + plan["exposed_seconds"]
+    assert plan["tokens_per_second"] == pytest.approx(32 * 128 / plan["step_seconds"])
+    assert (workdir / "plan.png").read_bytes().startswith(b"\x89PNG")
+    output, error = capsys.readouterr()
+    assert error == ""
+    assert "roofline, a model" in output
+    assert "The model assumes:" in output
+    assert re.search(r"https://\S+h100", output)
+    assert output.splitlines()[-1] == "results: runs/plan-fsdp_lm/001"
+
+
+def test_a_batch_that_does_not_divide_is_one_line(capsys):
+    assert plan_command(_command("--topology=v5e:16x16")) == 2
+    _output, error = capsys.readouterr()
+    assert error.startswith("error: config.data.batch_size is 32, expected a multiple of 256")
+    assert not Path("runs").exists()
+
+
+def test_a_tpu_without_libtpu_gets_the_model_and_a_hint(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert plan_command(_command(*SMALL, "--topology=v5e:2x4")) == 0
+    assert "pip install 'manualpar[tpu-compiler]'" in capsys.readouterr().out
+
+
+def test_what_the_compiler_says_stands_beside_the_model(monkeypatch):
+    asked = {}
+
+    def compile_for_tpu(config, topology, *, vocab_size):
+        asked.update(topology=topology.name, vocab_size=vocab_size)
+        return Plan(
+            name="fsdp manual",
+            topology=topology.name,
+            num_devices=8,
+            mesh={"data": 8},
+            is_model=False,
+            source="XLA",
+            hbm_bytes=2**30,
+            memory={"arguments": 2**20},
+            peak_bytes=2**20,
+            fits=True,
+        )
+
+    monkeypatch.setattr(planner_command, "compile_for_tpu", compile_for_tpu)
+    arguments = (*SMALL, "--topology=v5e:2x4", "--compiler=tpu", "--vocab_size=300")
+    assert plan_command(_command(*arguments, "--workdir=here")) == 0
+    assert asked == {"topology": "v5e:2x4", "vocab_size": 300}
+    first, second = json.loads(Path("here/plan.json").read_text())["plans"]
+    assert (first["source"], second["source"]) == ("XLA", "roofline")
+    assert first["step_seconds"] is None
+
+
+def test_another_mode_is_only_the_compilers(capsys):
+    arguments = (*SMALL, "--config.parallel.mode=auto", "--topology=h100:8")
+    assert plan_command(_command(*arguments)) == 2
+    assert "mode='auto', expected 'manual'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_sweep_leaves_a_table_and_a_picture(capsys, monkeypatch):
+    monkeypatch.setattr("manualpar.planner.sweep.STRATEGIES", ("dp", "fsdp"))
+    monkeypatch.setattr("manualpar.planner.sweep.CHIP_COUNTS", (8,))
+    monkeypatch.setattr(planner_command, "sweep", functools.partial(sweep, traced=1))
+    config = experiment.DEFAULT_CONFIG.with_name("fsdp.py")  # The classifier's traces are short.
+    command = _command(f"--config={config}", "--topology=h100:8", "--sweep", "--workdir=here")
+    assert plan_command(command) == 0
+    written = json.loads(Path("here/sweep.json").read_text())
+    assert {each["strategy"] for each in written["candidates"]} == {"dp", "fsdp"}
+    assert [point["devices"] for point in written["weak_scaling"]["fsdp"]] == [8]
+    assert Path("here/sweep.png").read_bytes().startswith(b"\x89PNG")
+    output = capsys.readouterr().out
+    assert "fit; the fastest, by a model" in output
+    assert plan_command(dataclasses.replace(command, sweep=False)) == 2  # The folder is taken.
+
+
+def test_help_lists_flags_and_fields(capsys):
+    with pytest.raises(SystemExit) as raised:
+        plan_flags_parser("About.", experiment.DEFAULT_CONFIG)(["program", "--help"])
+    assert raised.value.code == 0
+    output = capsys.readouterr().out
+    assert "--topology" in output
+    assert "data.batch_size" in output
+
+
+def test_the_parser_ends_with_code_2_and_a_sentence(capsys):
+    with pytest.raises(SystemExit) as raised:
+        plan_flags_parser("", experiment.DEFAULT_CONFIG)(["program", "--topology=x"])
+    assert raised.value.code == 2
+    assert capsys.readouterr().err.startswith("error: --topology: ")

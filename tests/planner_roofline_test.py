@@ -1,0 +1,217 @@
+"""The roofline against times worked out by hand, and bounds that every estimate keeps."""
+
+import dataclasses
+
+import hypothesis
+import jax.numpy as jnp
+import pytest
+from hypothesis import strategies as st
+
+from manualpar.inspect.communication import Collective
+from manualpar.inspect.memory import Memory
+from manualpar.planner.hardware import Chip, Network
+from manualpar.planner.roofline import compute_seconds, estimate, is_made_an_all_reduce
+from manualpar.planner.topology import Topology, parse_topology, path_over
+from manualpar.planner.work import Load, Task, Work
+
+# A chip with round numbers: 100 FLOP/s, 10 bytes/s of memory, 8 devices of a node that send a byte
+# a second each; everything is reached, nothing waits.
+NETWORK = Network(
+    kind="nodes",
+    bandwidth=1.0,
+    latency=0.0,
+    launch=0.0,
+    slow_bandwidth=0.5,
+    slow_latency=0.0,
+    efficiency=1.0,
+    node_size=8,
+    names=("fast", "slow"),
+)
+CHIP = Chip(
+    name="round",
+    device_kind="round",
+    flops={"float32": 100.0},
+    hbm_bytes=1000,
+    hbm_bandwidth=10.0,
+    network=NETWORK,
+    flops_efficiency=1.0,
+    hbm_efficiency=1.0,
+    clock=0.0,
+    source="made up",
+)
+NODE = Topology(CHIP, (8,))
+INSIDE = "minibatch_0/jvp(Model)/layer_{}/gather_params"
+BACKWARD = "minibatch_0/transpose(jvp(Model))/layer_{}/scatter_gradients"
+
+
+def _collective(kind, elements, scope, times=1):
+    """Of float32 over all eight devices."""
+    return Collective(kind, ("data",), 8, (elements,), jnp.dtype("float32"), times, scope)
+
+
+def _work(collectives=(), loads=(), *, memory=(100, 0, 0, 0, 0, 0, 0), update=0, tokens=0):
+    return Work(
+        name="fsdp manual",
+        mesh={"data": 8},
+        task=Task(16, tokens, 50.0),
+        num_minibatches=1,
+        collectives=tuple(collectives),
+        loads=tuple(loads),
+        update_traffic=update,
+        memory=Memory(*memory),
+    )
+
+
+def test_a_product_takes_the_longer_of_operations_and_bytes_and_what_is_around_it_a_pass():
+    by_operations = Load("forward", "float32", 1000.0, 20.0)  # 10 s, and 2 s of memory
+    by_bytes = Load("forward", "float32", 100.0, 50.0)  # 1 s and 5 s
+    reduction = Load("backward", "float32", 0.0, 30.0)  # 3 s
+    work = _work(loads=(by_operations, by_bytes, reduction))
+    assert compute_seconds(work, CHIP, ("forward",)) == pytest.approx(10 + 2 + 5 + 5)
+    assert compute_seconds(work, CHIP, ("backward",)) == pytest.approx(3)
+    plan = estimate(dataclasses.replace(work, update_traffic=40), NODE)
+    assert plan.compute_seconds == pytest.approx(22 + 3 + 4)
+    assert plan.hbm_seconds == pytest.approx(29 - 11)
+    assert plan.step_seconds == plan.compute_seconds
+    assert plan.examples_per_second == pytest.approx(16 / 29)
+    assert plan.tokens_per_second is None
+    assert plan.mfu == pytest.approx(16 * 50 / 29 / (8 * 100))
+
+
+def test_gathers_hide_behind_compute_but_for_the_first_layers():
+    # Each of four gathers sends 7 x 4 bytes: 28 s, 112 s together.
+    gathers = [_collective("all_gather", 1, INSIDE.format(i)) for i in range(4)]
+    long = Load("forward", "float32", 20_000.0, 0.0)  # 200 s
+    plan = estimate(_work(gathers, (long,)), NODE)
+    assert plan.exposed_seconds == pytest.approx(28)
+    assert plan.overlapped_seconds == pytest.approx(112 - 28)
+    assert plan.step_seconds == pytest.approx(200 + 28)
+    short = Load("forward", "float32", 5_000.0, 0.0)  # 50 s
+    plan = estimate(_work(gathers, (short,)), NODE)
+    assert plan.exposed_seconds == pytest.approx(112 - 50)
+    assert plan.step_seconds == pytest.approx(112)
+    # A loop's four rounds are four layers.
+    scanned = [_collective("all_gather", 1, INSIDE.format("s"), times=4)]
+    assert estimate(_work(scanned, (long,)), NODE).exposed_seconds == pytest.approx(28)
+
+
+def test_the_passes_do_not_hide_one_anothers_collectives():
+    scatter = _collective("reduce_scatter", 8, BACKWARD.format(0))  # 7/8 x 32 bytes: 28 s
+    forward = Load("forward", "float32", 20_000.0, 0.0)
+    assert estimate(_work([scatter], [forward]), NODE).overlapped_seconds == 0
+    backward = forward._replace(phase="recomputed")
+    others = [_collective("reduce_scatter", 8, BACKWARD.format(1)), scatter]
+    plan = estimate(_work(others, [backward]), NODE)
+    assert plan.overlapped_seconds == pytest.approx(28)
+
+
+@pytest.mark.parametrize("scope", ["sync_gradients", "optimizer/gather_new_params", "sync_metrics"])
+def test_what_stands_outside_of_the_model_is_exposed(scope):
+    long = Load("backward", "float32", 1e6, 0.0)
+    others = [_collective("all_reduce", 8, f"{scope}/{name}") for name in "ab"]
+    plan = estimate(_work(others, [long]), NODE)
+    assert plan.exposed_seconds == pytest.approx(2 * 2 * 28)
+    assert plan.overlapped_seconds == 0
+    [planned] = plan.collectives
+    assert planned.seconds == pytest.approx(2 * 56)
+    assert planned.hidden_seconds == 0
+
+
+def test_what_is_alike_is_one_line_and_the_longest_is_first():
+    collectives = [
+        _collective("all_reduce", 1, "sync_metrics"),
+        *(_collective("all_gather", 2, INSIDE.format(i)) for i in range(3)),
+    ]
+    first, second = estimate(_work(collectives), NODE).collectives
+    assert (first.kind, first.purpose, first.times) == ("all_gather", "gather_params", 3)
+    assert first.bytes_sent == 3 * 7 * 8
+    assert second.purpose == "sync_metrics"
+
+
+def test_what_does_not_fit_says_by_how_much_and_why():
+    plan = estimate(_work(memory=(100, 50, 200, 10, 800, 5, 5)), NODE)
+    assert (plan.fits, plan.peak_bytes, plan.spare_bytes) == (False, 1170, -170)
+    assert plan.memory["activations"] == 800
+    assert sum(plan.memory.values()) == 1170
+    [note] = [note for note in plan.notes if note.startswith("Does not fit")]
+    assert "activations" in note
+    assert "remat" in note
+    assert estimate(_work(memory=(1000, 0, 0, 0, 0, 0, 0)), NODE).fits
+
+
+def test_too_few_tokens_a_device_are_called_communication_bound():
+    gathers = [_collective("all_gather", 1, INSIDE.format(i)) for i in range(4)]  # 112 s
+    few = estimate(_work(gathers, [Load("forward", "float32", 2_800.0, 0.0)], tokens=4), NODE)
+    [note] = [note for note in few.notes if note.startswith("Communication-bound")]
+    # 16 examples of 4 tokens on 8 devices, and 112 s to 28 s: four times as many.
+    assert "with 8 tokens a device" in note
+    assert "about 32 would" in note
+    many = estimate(_work(gathers, [Load("forward", "float32", 28_000.0, 0.0)], tokens=4), NODE)
+    assert not many.notes
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("v5e:4x4", True),
+        ("v5e:8x8", True),
+        ("v5e:16x16", True),
+        ("v6e:16x16", True),
+        ("v5p:4x4x8", True),
+        ("v5e:2x4", False),
+        ("v5e:4x8", False),
+        ("v5e:8x16", False),
+        ("h100:16", False),
+    ],
+)
+def test_a_flat_axis_that_fills_a_torus_is_reduced_whole(name, expected):
+    # As libtpu 0.0.42 was seen to compile them.
+    topology = parse_topology(name)
+    path = path_over(topology, {"data": topology.num_devices}, ("data",))
+    assert is_made_an_all_reduce(topology, path) is expected
+
+
+def test_one_dimension_at_a_time_is_not_reduced_whole():
+    topology = parse_topology("v5e:16x16")
+    mesh = {"replica": 16, "data": 16}
+    assert not is_made_an_all_reduce(topology, path_over(topology, mesh, ("data",)))
+    assert is_made_an_all_reduce(topology, path_over(topology, mesh, ("replica", "data")))
+
+
+_COLLECTIVES = st.builds(
+    _collective,
+    st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"]),
+    st.integers(1, 100).map(lambda n: 8 * n),
+    st.sampled_from([INSIDE.format(0), INSIDE.format(1), BACKWARD.format(1), "sync_gradients"]),
+    st.integers(1, 5),
+)
+_LOADS = st.builds(
+    Load,
+    st.sampled_from(["forward", "backward", "recomputed", "update"]),
+    st.just("float32"),
+    st.floats(0, 1e6),
+    st.floats(0, 1e5),
+)
+
+
+@hypothesis.given(st.lists(_COLLECTIVES, max_size=6), st.lists(_LOADS, max_size=6))
+def test_a_step_takes_no_less_than_its_parts_and_no_more_than_all_in_a_row(collectives, loads):
+    plan = estimate(_work(collectives, loads), NODE)
+    sent = sum(each.seconds for each in plan.collectives)
+    assert plan.exposed_seconds + plan.overlapped_seconds == pytest.approx(sent)
+    assert plan.step_seconds == pytest.approx(plan.compute_seconds + plan.exposed_seconds)
+    assert plan.step_seconds >= max(plan.compute_seconds, sent) * (1 - 1e-9)
+    assert plan.overlapped_seconds <= plan.compute_seconds * (1 + 1e-9)
+    faster = dataclasses.replace(NETWORK, bandwidth=2.0)
+    other = estimate(
+        _work(collectives, loads), Topology(dataclasses.replace(CHIP, network=faster), (8,))
+    )
+    assert other.step_seconds <= plan.step_seconds * (1 + 1e-9)
+
+
+def test_every_plan_says_that_it_is_a_model_and_what_it_assumes():
+    plan = estimate(_work(), NODE)
+    assert plan.is_model
+    assert plan.source == "roofline"
+    assert len(plan.assumptions) == 4
+    assert "100% of 0.0 TFLOP/s in float32" in plan.assumptions[0]

@@ -1,0 +1,226 @@
+"""What is read off programs that XLA's TPU compiler has written (libtpu 0.0.42).
+
+The texts in `data/tpu` are programs without the tables of stack frames, all but the last whole:
+
+- `gathers_v5e_2x2`: a scan of 3 layers, two products each, whose weights `[256, 4096]` and
+  `[1024, 1024]` on a chip are gathered over four chips.
+- `flat_v5e_4x4`: a scan of 3 layers of one product and its gradient, gathered again for it and
+  scattered over 16 chips along one axis that fills the torus.
+- `scattered_twice_v5e_4x4`: `[1024, 1024]` scattered over one axis of a (4, 4) mesh, then over the
+  other.
+- `windowed_v5e_2x4`: a product whose result is scattered, left to XLA, which makes a loop of it
+  that permutes.
+- `padded_v5e_2x4`: what became of scattering a gradient `[11008, 4096]`, an excerpt: it is padded
+  so that a chip gets whole tiles, 1440 rows and not 1376, and then shifted to where it belongs.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from manualpar.planner.hlo import parse_module
+from manualpar.planner.schedule import Compute, Loop, Schedule, Start, Wait
+from manualpar.planner.schedule_reader import read_schedule
+
+DATA = Path(__file__).parent / "data" / "tpu"
+TWO_AXES = {"data": 4, "data_minor": 4}
+
+
+def text_of(name: str) -> str:
+    return (DATA / f"{name}.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def gathers() -> Schedule:
+    return read_schedule(text_of("gathers_v5e_2x2"), {"data": 4})
+
+
+def test_collectives_count_as_often_as_their_loop_turns(gathers: Schedule) -> None:
+    assert [(each.kind, each.axes, each.times) for each in gathers.collectives] == [
+        ("all_gather", ("data",), 3),
+        ("all_gather", ("data",), 3),
+    ]
+    # Both weights have 1024 x 4096 elements of two bytes on four chips.
+    assert [each.operand_bytes for each in gathers.collectives] == [2 * 1024 * 1024] * 2
+    assert [each.bytes_sent for each in gathers.collectives] == [3 * 3 * 2 * 1024 * 1024] * 2
+    assert all(each.scope.endswith("closed_call/all_gather") for each in gathers.collectives)
+    assert all(each.dtypes == ("bf16",) for each in gathers.collectives)
+
+
+def test_fused_collective_is_asynchronous_and_the_product_it_is_fused_with_lies_between(
+    gathers: Schedule,
+) -> None:
+    first, second = gathers.collectives
+    assert not first.is_async
+    assert first.cycles_between == 0
+    assert second.is_async
+    assert any(scope.endswith("dot_general") for scope in second.between)
+    (loop,) = (event for event in gathers.events if isinstance(event, Loop))
+    assert loop.times == 3
+    start, wait = loop.events.index(Start(1)), loop.events.index(Wait(1))
+    between = [each.cycles for each in loop.events[start:wait] if isinstance(each, Compute)]
+    assert sum(between) == second.cycles_between > 0
+    assert gathers.num_carried == 0
+
+
+def test_estimates_are_of_compute_alone(gathers: Schedule) -> None:
+    """No collective has one, and a product that carries one has that of the product alone."""
+    module = parse_module(text_of("gathers_v5e_2x2"))
+    collectives = [
+        instruction
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode == "all-gather" or "AsyncCollective" in instruction.attributes
+    ]
+    assert len(collectives) > 3
+    assert all(instruction.cycles is None for instruction in collectives)
+    (loop,) = (event for event in gathers.events if isinstance(event, Loop))
+    computes = [each for each in loop.events if isinstance(each, Compute)]
+    carrying, plain = sorted(each.cycles for each in computes)[-2:]
+    # Both products are of 2048 x 1024 x 4096; the chip does 4 x 128 x 128 such steps a cycle.
+    ideal = 2048 * 1024 * 4096 // (4 * 128 * 128)
+    assert ideal < carrying <= plain < 1.2 * ideal
+
+
+def test_cycles_of_a_loop_count_as_often_as_it_turns(gathers: Schedule) -> None:
+    estimates = re.findall(r'"estimated_cycles":"(\d+)"', text_of("gathers_v5e_2x2"))
+    inside = set(_in_loops(text_of("gathers_v5e_2x2")))
+    expected = sum(
+        (3 if name in inside else 1) * cycles
+        for name, cycles in _estimates(text_of("gathers_v5e_2x2"))
+    )
+    assert len(estimates) >= 4
+    assert gathers.compute_cycles == expected
+
+
+def _estimates(text: str) -> list[tuple[str, int]]:
+    """The lines that have an estimate, but for those inside of fusions: name and cycles."""
+    found, computation = [], ""
+    for line in text.splitlines():
+        if begins := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
+            computation = begins[1]
+        cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
+        if cycles and "fused_computation" not in computation and "fusion" not in computation:
+            found.append((line.split(" = ")[0].strip(), int(cycles[1])))
+    return found
+
+
+def _in_loops(text: str) -> list[str]:
+    """The names of the instructions in bodies of loops."""
+    bodies = re.findall(r"body=%([\w.\-]+)", text)
+    found, computation = [], ""
+    for line in text.splitlines():
+        if begins := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
+            computation = begins[1]
+        elif computation in bodies:
+            found.append(line.split(" = ")[0].strip())
+    return found
+
+
+def test_flat_axis_that_fills_a_torus_becomes_an_all_reduce() -> None:
+    schedule = read_schedule(text_of("flat_v5e_4x4"), {"data": 16})
+    kinds = [each.kind for each in schedule.collectives]
+    assert kinds == ["all_gather", "all_gather", "all_reduce"]
+    reduced = schedule.collectives[2]
+    assert reduced.scope.endswith("reduce_scatter")  # As it was written.
+    assert reduced.bytes_sent == 3 * 2 * 15 * (1024 * 1024 * 2) / 16
+
+
+def test_scattered_over_one_axis_after_the_other_it_stays_a_reduce_scatter() -> None:
+    schedule = read_schedule(text_of("scattered_twice_v5e_4x4"), TWO_AXES)
+    found = [(each.kind, each.axes, each.group_size) for each in schedule.collectives]
+    assert found == [("reduce_scatter", ("data",), 4), ("reduce_scatter", ("data_minor",), 4)]
+    whole = 1024 * 1024 * 2
+    assert [each.operand_bytes for each in schedule.collectives] == [whole, whole // 4]
+
+
+def test_product_that_is_scattered_by_permutations_runs_them_behind_itself() -> None:
+    schedule = read_schedule(text_of("windowed_v5e_2x4"), {"data": 8})
+    assert {each.kind for each in schedule.collectives} == {"permute"}
+    in_loop = [each for each in schedule.collectives if each.times > 1]
+    # Two directions, two steps a turn: a turn is four shards, so two turns make eight.
+    assert [each.times for each in in_loop] == [2] * 4
+    assert all(each.is_async and each.cycles_between > 0 for each in in_loop)
+    shard = 1024 * 1024 * 2 // 8
+    assert all(each.operand_bytes == shard for each in in_loop)
+
+
+def test_padded_reduce_scatter_is_one_and_what_shifts_it_belongs_to_it() -> None:
+    scatter, shift = read_schedule(text_of("padded_v5e_2x4"), {"data": 8}).collectives
+    assert (scatter.kind, scatter.axes) == ("reduce_scatter", ("data",))
+    assert scatter.bytes_sent == 11520 * 4096 * 2 * 7 / 8
+    assert (shift.kind, shift.axes, shift.is_async) == ("permute", ("data",), False)
+    assert shift.bytes_sent == 448 * 4096 * 2
+    module = "mlp/down/scatter_gradients/add"
+    assert [scatter.scope, shift.scope] == [module, module]
+
+
+PAIR = """HloModule m, is_scheduled=true, num_partitions=2
+
+%gather (p: f32[4]) -> f32[8] {
+  %p = f32[4] parameter(0)
+  ROOT %all-gather.1 = f32[8] all-gather(%p), channel_id=1, replica_groups={}, dimensions={0}
+}
+
+ENTRY %main (x: f32[4]) -> f32[8] {
+  %x = f32[4] parameter(0)
+  %begin = ((f32[4]), f32[8], u32[]) async-start(%x), calls=%gather
+  %busy = f32[4] negate(%x), backend_config={"window_config":{"estimated_cycles":"70"}}
+  %more = ((f32[4]), f32[8], u32[]) async-update(%begin)
+  %work = f32[4] negate(%busy), backend_config={"window_config":{"estimated_cycles":"7"}}
+  ROOT %end = f32[8] async-done(%more)
+}
+"""
+
+
+def test_wrapped_pair_is_asynchronous_too() -> None:
+    (gather,) = read_schedule(PAIR, {"data": 2}).collectives
+    assert (gather.kind, gather.name, gather.operand_bytes) == ("all_gather", "begin", 16)
+    assert (gather.is_async, gather.cycles_between) == (True, 77)
+
+
+def test_what_is_carried_into_the_next_turn_is_counted_and_said() -> None:
+    begun = PAIR.replace("ROOT %end = f32[8] async-done(%more)", "ROOT %end = f32[4] copy(%work)")
+    schedule = read_schedule(begun, {"data": 2})
+    assert schedule.num_carried == 1
+    assert schedule.events[-1] == Wait(0)
+
+
+def test_work_without_an_estimate_is_listed() -> None:
+    large = '  %large = f32[1048576] custom-call(%x), custom_call_target="Mine"\n'
+    text = PAIR.replace("  %busy =", f"{large}  %busy =")
+    assert read_schedule(text, {"data": 2}).unestimated == {"custom-call Mine": 1}
+
+
+def test_branch_that_computes_the_most_counts() -> None:
+    text = """HloModule m, is_scheduled=true, num_partitions=2
+
+%small (a: f32[4]) -> f32[4] {
+  %a = f32[4] parameter(0)
+  ROOT %r = f32[4] all-reduce(%a), channel_id=1, replica_groups={}
+}
+
+%large (b: f32[4]) -> f32[4] {
+  %b = f32[4] parameter(0)
+  ROOT %n = f32[4] negate(%b), backend_config={"window_config":{"estimated_cycles":"9"}}
+}
+
+ENTRY %main (p: pred[], x: f32[4]) -> f32[4] {
+  %p = pred[] parameter(0)
+  %x = f32[4] parameter(1)
+  ROOT %c = f32[4] conditional(%p, %x, %x), true_computation=%small, false_computation=%large
+}
+"""
+    schedule = read_schedule(text, {"data": 2})
+    assert schedule.collectives == ()
+    assert schedule.compute_cycles == 9
+    # Of branches that compute alike, the one that sends.
+    equal = read_schedule(text.replace('"9"', '"0"'), {"data": 2})
+    assert [each.kind for each in equal.collectives] == ["all_reduce"]
+
+
+def test_what_sends_an_unknown_amount_is_refused() -> None:
+    text = PAIR.replace("f32[4] negate(%x)", "f32[4] ragged-all-to-all(%x)")
+    with pytest.raises(ValueError, match="contains ragged-all-to-all"):
+        read_schedule(text, {"data": 2})

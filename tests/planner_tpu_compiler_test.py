@@ -1,0 +1,246 @@
+"""Compiling for TPUs: what is said when it cannot be done, and, slowly, that it can be."""
+
+import importlib.util
+import json
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ml_collections import ConfigDict
+
+from manualpar.planner import tpu_compiler
+from manualpar.planner.compiled_plan import module_and_purpose
+from manualpar.planner.tpu_compiler import TpuCompilerError, compile_for_tpu, compile_step
+from manualpar.planner.tpu_worker import PROGRAM, RESULT, is_out_of_hbm
+from manualpar.training.command_line import load_config
+
+ROOT = Path(__file__).parents[1]
+DATA = Path(__file__).parent / "data" / "tpu"
+HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
+needs_libtpu = pytest.mark.skipif(
+    not HAS_LIBTPU,
+    reason='libtpu, which has the TPU compiler, is not installed: pip install ".[tpu-compiler]"',
+)
+FACTS = {
+    "libtpu": "0.0.42",
+    "num_devices": 16,
+    "name": "fsdp manual",
+    "mesh": {"data": 16},
+    "state": {"parameters": 400, "optimizer": 800, "batch": 30},
+    "dtype": "bfloat16",
+    "examples_per_step": 32,
+    "tokens_per_example": 10,
+    "flops_per_example": 1e9,
+}
+MEMORY = {"arguments": 1300, "outputs": 1250, "aliased": 1200, "temporaries": 999, "code": 5}
+
+
+@pytest.fixture
+def config() -> ConfigDict:
+    """A small language model of one compiled layer."""
+    config = ConfigDict(load_config(ROOT / "configs" / "fsdp_lm.py").to_dict())
+    config.data.batch_size, config.data.sequence_length = 16, 256
+    config.model.num_layers, config.model.scan_layers = 2, True
+    config.model.remat = "full"
+    return config.lock()
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, result: dict[str, Any] | None, **more: Any) -> None:
+    """Lets a worker give an answer, or `None`; what else it does is said by name."""
+
+    def run(command: list[str], *, stderr: Any, **_: Any) -> subprocess.CompletedProcess[str]:
+        folder = Path(command[-1])
+        if more.get("is_slow"):
+            raise subprocess.TimeoutExpired(command, 1)
+        if result is not None:
+            (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
+        (folder / PROGRAM).write_text(more.get("text", ""), encoding="utf-8")
+        stderr.write(more.get("stderr", ""))
+        return subprocess.CompletedProcess(command, more.get("returncode", 0))
+
+    monkeypatch.setattr(tpu_compiler.subprocess, "run", run)
+
+
+@pytest.mark.skipif(HAS_LIBTPU, reason="libtpu is installed here, so nothing is missing")
+def test_missing_library_is_one_sentence_with_the_command(config: ConfigDict) -> None:
+    with pytest.raises(TpuCompilerError) as caught:
+        compile_for_tpu(config, "v5e:4x4")
+    message = str(caught.value)
+    assert message.endswith('install it with: pip install "manualpar[tpu-compiler]"')
+    assert "\n" not in message
+
+
+def error(stage: str, kind: str, text: str) -> dict[str, str]:
+    return {"stage": stage, "type": kind, "error": text}
+
+
+@pytest.mark.parametrize(
+    ("result", "more", "sentence"),
+    [
+        (
+            error("topology", "JaxRuntimeError", 'layout "v5e:3x5" is not divisible'),
+            {},
+            "libtpu does not know the topology 'v5e:4x4' .*3x5.* such as v5e:2x2",
+        ),
+        (
+            error(
+                "compile", "JaxRuntimeError", "INVALID_ARGUMENT: No such compile option: 'xla_a'"
+            ),
+            {},
+            "does not know the option 'xla_a'",
+        ),
+        (
+            error("compile", "JaxRuntimeError", "RESOURCE_EXHAUSTED: Ran out of memory in vmem"),
+            {},
+            "needs more of the chip's own memory",
+        ),
+        (
+            error("compile", "JaxRuntimeError", "INTERNAL: a\nb"),
+            {},
+            "failed for v5e:4x4: INTERNAL: a b",
+        ),
+        (
+            None,
+            {"returncode": -signal.SIGABRT, "stderr": "chat\nF0000 check failed\n"},
+            "ended with signal SIGABRT for v5e:4x4; its last words: F0000 check failed",
+        ),
+        (None, {"returncode": 3}, "ended with exit code 3 .* nothing was said"),
+        (FACTS, {"returncode": -signal.SIGKILL}, "ended with signal SIGKILL"),
+        (None, {"is_slow": True}, "has not finished after 1,800 seconds for v5e:4x4"),
+        (FACTS | {"num_devices": 8, "memory": {}}, {}, "for 8 devices, expected 16"),
+    ],
+)
+def test_each_failure_has_its_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+    config: ConfigDict,
+    result: dict[str, Any] | None,
+    more: dict[str, Any],
+    sentence: str,
+) -> None:
+    answer(monkeypatch, result, **more)
+    with pytest.raises(TpuCompilerError, match=sentence):
+        compile_for_tpu(config, "v5e:4x4")
+
+
+def test_mistake_in_the_config_is_said_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, config: ConfigDict
+) -> None:
+    answer(monkeypatch, error("prepare", "ValueError", "config.data.batch_size is 7, expected"))
+    with pytest.raises(ValueError, match=r"^config\.data\.batch_size is 7, expected$"):
+        compile_for_tpu(config, "v5e:4x4")
+
+
+def test_gpus_have_no_compiler_here(config: ConfigDict) -> None:
+    with pytest.raises(TpuCompilerError, match="expected TPUs"):
+        compile_for_tpu(config, "h100:8")
+
+
+def test_plan_is_what_the_compiler_says(
+    monkeypatch: pytest.MonkeyPatch, config: ConfigDict
+) -> None:
+    text = (DATA / "flat_v5e_4x4.txt").read_text(encoding="utf-8")
+    answer(monkeypatch, FACTS | {"memory": MEMORY | {"peak": 2000}}, text=text)
+    plan = compile_for_tpu(config, "v5e:4x4")
+    assert not plan.is_model
+    assert plan.source == "XLA's TPU compiler, libtpu 0.0.42"
+    assert plan.fits
+    # 1300 arguments of which 1230 are known, 50 new outputs, and 650 more at the peak.
+    assert plan.memory == {
+        "parameters": 400,
+        "optimizer": 800,
+        "batch": 30,
+        "other arguments": 70,
+        "outputs": 50,
+        "temporaries": 650,
+    }
+    assert sum(plan.memory.values()) == plan.peak_bytes == 2000
+    step = compile_step(config, "v5e:4x4")
+    assert step.schedule is not None
+    cycles = step.schedule.compute_cycles
+    assert plan.compute_seconds == pytest.approx(cycles / 1.5e9)
+    assert plan.exposed_seconds is not None
+    assert plan.step_seconds == pytest.approx(plan.compute_seconds + plan.exposed_seconds)
+    assert plan.tokens_per_second == pytest.approx(320 / plan.step_seconds)
+    assert plan.mfu == pytest.approx(32e9 / plan.step_seconds / (16 * 197e12))
+    # Nothing is asynchronous: all that is sent is exposed.
+    assert plan.overlapped_seconds == 0
+    assert plan.exposed_seconds == pytest.approx(sum(each.seconds for each in plan.collectives))
+    assert {each.is_async for each in plan.collectives} == {False}
+    assert any("estimates none for collectives" in sentence for sentence in plan.assumptions)
+    json.dumps(plan.to_json())
+
+
+def test_what_does_not_fit_says_by_how_much(
+    monkeypatch: pytest.MonkeyPatch, config: ConfigDict
+) -> None:
+    message = (DATA / "out_of_memory.txt").read_text(encoding="utf-8")
+    answer(monkeypatch, FACTS | {"out_of_memory": message})
+    plan = compile_for_tpu(config, "v5e:4x4")
+    assert not plan.fits
+    assert plan.peak_bytes == sum(plan.memory.values()) == 15 * 2**30
+    assert plan.step_seconds is None
+    assert "689 KiB a chip too much" in plan.notes[0]
+    assert "gamma" in plan.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("message", "is_hbm"),
+    [
+        ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total", True),
+        ("RESOURCE_EXHAUSTED: E1000: Ran out of memory in memory space hbm. Used", True),
+        ("RESOURCE_EXHAUSTED: E1001: Ran out of memory in memory space vmem while in hbm", False),
+        ("INTERNAL: hbm", False),
+    ],
+)
+def test_memory_that_is_lacking_is_hbm_or_another(message: str, is_hbm: bool) -> None:
+    assert is_out_of_hbm(message) == is_hbm
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_step_is_compiled_for_a_topology(config: ConfigDict) -> None:
+    step = compile_step(config, "v5e:2x2", vocab_size=512)
+    plan = tpu_compiler.plan_of(step)
+    assert plan.fits
+    assert plan.num_devices == 4
+    assert plan.memory["parameters"] > 0
+    assert 0 <= plan.memory["other arguments"] < plan.peak_bytes
+    assert step.schedule is not None
+    assert not step.schedule.num_carried
+    found = {module_and_purpose(each) for each in step.schedule.collectives}
+    assert ("layers/mlp/gate", "gather_params") in found
+    assert ("layers/mlp/gate", "scatter_gradients") in found
+    assert plan.compute_seconds is not None
+    assert plan.compute_seconds > 0
+    assert plan.mfu is not None
+    assert 0 < plan.mfu < 1
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "options", "sentence"),
+    [
+        ("v5e:3x5", {}, "does not know the topology 'v5e:3x5'"),
+        ("v5e:2x2", {"xla_nobody_knows": "true"}, "does not know the option 'xla_nobody_knows'"),
+    ],
+)
+def test_library_refuses_in_the_words_that_are_looked_for(
+    config: ConfigDict, topology: str, options: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(TpuCompilerError, match=sentence):
+        compile_for_tpu(config, topology, options=options)
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_too_large_a_model_does_not_fit_and_says_so(config: ConfigDict) -> None:
+    config = ConfigDict(config.to_dict())
+    config.model.hidden_size, config.model.mlp_size, config.model.num_layers = 5120, 2**16, 16
+    config.model.num_heads = config.model.num_kv_heads = 40
+    plan = compile_for_tpu(config.lock(), "v5e:2x2")
+    assert not plan.fits
+    assert plan.spare_bytes < 0
+    assert "a chip too much" in plan.notes[0]

@@ -1,0 +1,136 @@
+"""What is counted of a step, against the ledger and against arithmetic."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from manualpar import Batch, abstract_mesh, fsdp
+from manualpar.inspect import state_bytes, trace_collectives
+from manualpar.inspect.ledger import ledger
+from manualpar.models import Classifier, Transformer
+from manualpar.models.transformer import flops_per_token
+from manualpar.planner.work import Task, read_work
+from manualpar.training.losses import classification_loss, language_model_loss
+from manualpar.training.optimizer import adamw
+
+SEQUENCE, EXAMPLES = 16, 2
+
+
+def _language_model(*, remat="none", devices=8, mode="manual", **fields):
+    model = Transformer(
+        vocab_size=32,
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        mlp_size=64,
+        remat=remat,
+        **fields,
+    )
+    tokens = jax.ShapeDtypeStruct((EXAMPLES * devices, SEQUENCE), jnp.int32)
+    program = fsdp(
+        model,
+        adamw(1e-3, weight_decay=0.1),
+        language_model_loss,
+        mesh=abstract_mesh({"data": devices}, devices),
+        batch=Batch(inputs=tokens, labels=tokens),
+        min_weight_size=64,
+        mode=mode,
+    )
+    flops = flops_per_token(model, SEQUENCE) * SEQUENCE
+    return program, Task(EXAMPLES * devices, SEQUENCE, flops)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return _language_model()
+
+
+@pytest.fixture(scope="module")
+def work(plain):
+    return read_work(*plain)
+
+
+def _by_phase(work):
+    totals = dict.fromkeys(("forward", "backward", "recomputed", "update"), 0.0)
+    for load in work.loads:
+        totals[load.phase] += load.flops
+    return totals
+
+
+def test_operations_are_those_of_the_ledger_and_of_the_model(plain, work):
+    program, task = plain
+    assert _by_phase(work) == pytest.approx(ledger(program).flops_by_phase())
+    assert work.flops == pytest.approx(task.flops_per_example * EXAMPLES)
+    assert work.dtype == "float32"
+
+
+def test_recomputing_everything_is_one_more_forward_pass_of_the_layers(work):
+    again = _by_phase(read_work(*_language_model(remat="full")))
+    before = _by_phase(work)
+    head = 2 * EXAMPLES * SEQUENCE * 32 * 32  # Outside of the layers.
+    assert again["forward"] == pytest.approx(before["forward"])
+    # What nobody needs again is not computed again: the last product of each layer's MLP.
+    last = 2 * 2 * EXAMPLES * SEQUENCE * 64 * 32
+    assert again["recomputed"] == pytest.approx(before["forward"] - head - last)
+
+
+def test_collectives_are_those_that_the_program_sends(plain, work):
+    program, _ = plain
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    expected = [(x.kind, x.shape, x.times, x.scope) for x in trace_collectives(traced)]
+    assert [(x.kind, x.shape, x.times, x.scope) for x in work.collectives] == expected
+
+
+def test_a_product_reads_its_operands_and_writes_its_result():
+    model = Classifier(hidden_size=64, num_classes=8, num_layers=1, dropout_rate=0.0)
+    batch = Batch(
+        inputs=jax.ShapeDtypeStruct((32, 16), jnp.float32),
+        labels=jax.ShapeDtypeStruct((32,), jnp.int32),
+    )
+    program = fsdp(
+        model,
+        adamw(1e-3, weight_decay=0.1),
+        classification_loss,
+        mesh=abstract_mesh({"data": 8}, 8),
+        batch=batch,
+    )
+    work = read_work(program, Task(32, 0, 0.0))
+    products = sorted(
+        (load.flops, load.traffic) for load in work.loads if load.phase == "forward" and load.flops
+    )
+    rows, size = 32 // 8, jnp.dtype(model.dtype).itemsize
+    layers = [(16, 64), (64, 8)]
+    expected = sorted((2 * rows * a * b, size * (rows * a + a * b + rows * b)) for a, b in layers)
+    assert [flops for flops, _ in products] == [flops for flops, _ in expected]
+    assert [traffic for _, traffic in products] == [traffic for _, traffic in expected]
+
+
+def test_fused_attention_computes_half_of_the_scores_and_never_writes_them(plain, work):
+    fused = read_work(*plain, fused_attention=True)
+    # Two products forward and four backward, of 2 H S^2 operations a head, all of them halved.
+    scores = EXAMPLES * 4 * SEQUENCE**2
+    layers, head = 2, 8
+    assert work.flops - fused.flops == pytest.approx(layers * 6 * 2 * head * scores / 2)
+    spared = sum(x.traffic for x in work.loads) - sum(x.traffic for x in fused.loads)
+    assert spared >= layers * 6 * scores * 4
+    assert fused.memory == work.memory
+
+
+def test_the_update_reads_and_writes_the_state(plain, work):
+    program, _ = plain
+    parameters, optimizer = (
+        state_bytes(x)[0] for x in (program.abstract_state.params, program.abstract_state.opt_state)
+    )
+    assert work.update_traffic == 3 * parameters + 2 * optimizer
+    assert work.memory.parameters == parameters
+
+
+def test_an_unrolled_model_has_the_same_work(work):
+    unrolled = read_work(*_language_model(scan_layers=False))
+    assert unrolled.flops == pytest.approx(work.flops)
+    assert len(unrolled.loads) <= len(work.loads) + 8  # What is alike is added up.
+
+
+def test_other_modes_are_refused():
+    with pytest.raises(ValueError, match=r"mode='auto', expected 'manual'.*--compiler=tpu"):
+        read_work(*_language_model(mode="auto"))
