@@ -26,7 +26,7 @@ from typing import Any
 import ml_collections
 
 from benchmarks.results import note_conditions, write_results
-from manualpar.planner.compiler_options import Overlap, compiler_options
+from manualpar.compiler_options import Overlap, compiler_options
 from manualpar.planner.plan import Plan
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import compile_for_tpu
@@ -168,7 +168,7 @@ def compile_row(args: argparse.Namespace, topology: str, name: str) -> Row:
         plan = compile_for_tpu(
             make_config(args, topology, variant),
             topology,
-            options=compiler_options(parse_topology(topology).chip.name, variant.overlap),
+            options=compiler_options(parse_topology(topology).chip.device_kind, variant.overlap),
             vocab_size=VOCAB_SIZE,
         )
     except ValueError as error:

@@ -200,13 +200,17 @@ def build_program(
     layout = layout.replace(params=param_specs(placements), opt_state=state_specs(opt_placements))
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout)
     create_sharded = jax.jit(create_state, out_shardings=shardings)
+    compiler_options = dict(options.get("compiler_options", {})) or None
     train_step = jax.jit(
         step.train,
         in_shardings=(shardings, None),
         out_shardings=(shardings, None),
         donate_argnums=0,
+        compiler_options=compiler_options,
     )
-    eval_step = jax.jit(step.evaluate, in_shardings=(shardings, None))
+    eval_step = jax.jit(
+        step.evaluate, in_shardings=(shardings, None), compiler_options=compiler_options
+    )
     program = Program(
         strategy=strategy,
         mode=mode,

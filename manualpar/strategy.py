@@ -79,6 +79,8 @@ class ProgramOptions(TypedDict, total=False):
         others XLA combines what it finds about each gradient. `"skip"` needs every gradient before
         the first parameter changes, and where XLA does not fuse an optimizer into one loop, as on
         the CPU, up to two shards of the parameters more.
+      compiler_options: Options of XLA for the training and the evaluation step, by name, see
+        `manualpar.compiler_options`; none if not given.
     """
 
     mesh: Required[Mesh | AbstractMesh]
@@ -95,6 +97,7 @@ class ProgramOptions(TypedDict, total=False):
     combine_bytes: int
     norm_metrics: bool
     nonfinite: Nonfinite
+    compiler_options: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +140,12 @@ def check_options(builder: str, options: Mapping[str, Any]) -> None:
     for name, choices in choices_of.items():
         if name in options:
             check_choice(builder, name, options[name], choices)
+    compiler_options = options.get("compiler_options", {})
+    if not isinstance(compiler_options, Mapping):
+        raise TypeError(
+            f"{builder}: compiler_options={compiler_options!r}, expected a dict of names and "
+            "values."
+        )
     check_number(builder, "combine_bytes", options.get("combine_bytes", 0), "bytes")
 
 

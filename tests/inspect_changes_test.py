@@ -211,7 +211,9 @@ def test_narrow_gathers_are_wide_on_the_cpu(devices8):
     for change in retyped.values():
         assert change.bytes_after == 2 * change.bytes_before
         modules = {"first", "BatchNorm_0", "layers/Dense_0", "last"}
-        assert set(change.modules) == (modules if change.purpose != "sync_gradients" else {"last/bias"})
+        assert set(change.modules) == (
+            modules if change.purpose != "sync_gradients" else {"last/bias"}
+        )
 
 
 # What other compilers do, in their words.

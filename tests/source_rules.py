@@ -37,7 +37,7 @@ ORDER = """
     partitioning model
     collectives
     rng train_state
-    mesh loss dispatch divergence
+    mesh loss dispatch divergence compiler_options
 """
 RANKS = {
     unit: rank

@@ -19,6 +19,7 @@ SHARED = {
     "reduce_dtype": None,
     "axis_by_axis": False,
     "combine_bytes": 0,
+    "compiler_options": {},
     "norm_metrics": True,
     "nonfinite": "skip",
     "num_minibatches": 2,
@@ -209,3 +210,17 @@ def test_rules_shard_the_models_kernels(strategy, devices8):
     config = _small(config, rules=rules[:1])
     with pytest.raises(ValueError, match=r"\['mlp'\] are not in rules \['embed'\]"):
         build_program(config, make_task(config), _schedule)
+
+
+def test_the_options_of_the_compiler_are_those_for_the_devices(devices8, monkeypatch):
+    config = _small(fsdp.get_config(), overlap="asynchronous")
+    task = make_task(config)
+    given = []
+    monkeypatch.setattr(
+        experiment, "fsdp", lambda *_, **options: given.append(options["compiler_options"])
+    )
+    build_program(config, task, lambda step: 1e-3)
+    monkeypatch.setattr(experiment, "_device_kind", lambda mesh: "TPU v6 lite")
+    build_program(config, task, lambda step: 1e-3)
+    assert given[0] == {}
+    assert "xla_tpu_enable_sparse_core_collective_offload_all_gather" in given[1]

@@ -10,7 +10,14 @@ from typing import Any
 
 # A prefix ends in a dot. What is in FREE may change though a prefix is in FIXED.
 FIXED = ("model.", "data.", "seed", "parallel.param_dtype")
-FREE = ("data.batch_size", "data.prefetch", "model.attention", "model.remat")
+FREE = (
+    "data.batch_size",
+    "data.prefetch",
+    "model.attention",
+    "model.prefetch",
+    "model.remat",
+    "model.scan_unroll",
+)
 ABSENT = "(absent)"
 
 

@@ -66,7 +66,7 @@ def compile_for_tpu(
     Args:
       config: A training config.
       topology: The topology, or its name, such as `"v5e:4x4"` or `"2xv5p:4x4x4"`.
-      options: Compiler options, see `manualpar.planner.compiler_options`.
+      options: Compiler options, see `manualpar.compiler_options`.
       vocab_size: How many tokens a language model knows; 0 for those of its data.
       timeout: Seconds to wait for the compiler.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import ml_collections
 
+from manualpar.compiler_options import OVERLAPS
 from manualpar.strategy import COMMUNICATE_EVERY, MODES
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -98,6 +99,7 @@ FIELDS: Mapping[str, Field] = {
     "parallel.keep_gathered": Field(tuple, holds_names=True),
     "parallel.axis_by_axis": Field(bool),
     "parallel.combine_bytes": Field(int, 0),
+    "parallel.overlap": Field(str, choices=OVERLAPS),
     "parallel.pad": Field(bool),
     "parallel.param_dtype": Field(str, choices=WIRE_DTYPES),
     "parallel.gather_dtype": Field(str, choices=WIRE_DTYPES),
@@ -144,6 +146,8 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "model.dtype": Field(str, choices=DTYPES),
         "model.remat": Field(str, choices=("none", "dots", "full")),
         "model.scan_layers": Field(bool),
+        "model.scan_unroll": Field(int, 1),
+        "model.prefetch": Field(bool),
         "model.attention": Field(str, choices=("", "xla", "cudnn")),
         "sample.num_tokens": Field(int, 0),
         "sample.prompt": Field(str),

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import ml_collections
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
+from manualpar.compiler_options import compiler_options
 from manualpar.data import abstract_batch
 from manualpar.data_parallel import data_parallel
 from manualpar.fsdp import fsdp
@@ -167,6 +169,7 @@ def build_program(
         "reduce_dtype": parallel.reduce_dtype or None,
         "axis_by_axis": parallel.axis_by_axis,
         "combine_bytes": parallel.combine_bytes,
+        "compiler_options": compiler_options(_device_kind(mesh), parallel.overlap),
         "norm_metrics": config.training.norm_metrics,
         "nonfinite": NONFINITE[config.training.on_nonfinite],
     }
@@ -187,6 +190,11 @@ def build_program(
     }
     builder = hsdp if parallel.strategy == "hsdp" else fsdp
     return builder(task.model, tx, task.loss_fn, **shared)
+
+
+def _device_kind(mesh: Mesh | AbstractMesh) -> str:
+    """What kind of devices a mesh has; `""` for those that nobody has."""
+    return mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else ""
 
 
 def _mesh_axes(parallel: ml_collections.ConfigDict) -> dict[str, int]:
