@@ -3,7 +3,7 @@
 Exit codes, for people and schedulers:
 
      0  finished
-     1  an error of ours, with a traceback
+     1  an error of ours, with a traceback; of `experiments.inspect`, a budget that is broken
      2  a mistake of the user's, in one sentence
      3  devices that should hold the same do not (`config.debug.check_replicas_every`)
      4  another process was lost, or failed
