@@ -26,7 +26,7 @@ from typing import Any
 import ml_collections
 
 from benchmarks.results import note_conditions, write_results
-from manualpar.compiler_options import Overlap, compiler_options
+from manualpar.compiler_options import Overlap
 from manualpar.planner.plan import Plan
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import compile_for_tpu
@@ -151,6 +151,7 @@ def make_config(args: argparse.Namespace, topology: str, variant: Variant) -> An
     config.model.num_heads = config.model.num_kv_heads = args.heads
     config.model.remat = "full"
     config.parallel.mode = variant.mode
+    config.parallel.overlap = variant.overlap
     config.parallel.gather_dtype = "bfloat16"
     config.parallel.min_weight_size = 2**14
     if variant.is_axis_by_axis:
@@ -168,7 +169,6 @@ def compile_row(args: argparse.Namespace, topology: str, name: str) -> Row:
         plan = compile_for_tpu(
             make_config(args, topology, variant),
             topology,
-            options=compiler_options(parse_topology(topology).chip.device_kind, variant.overlap),
             vocab_size=VOCAB_SIZE,
         )
     except ValueError as error:

@@ -21,6 +21,7 @@ import flax.linen as nn
 from jax.sharding import Mesh, PartitionSpec
 
 from manualpar.mesh import AxisName, axes_size, axis_tuple
+from manualpar.nnx_variables import NNXAnnotated
 from manualpar.partitioning import Names
 
 Rules = tuple[tuple[str, AxisName | None], ...]
@@ -109,6 +110,16 @@ def mesh_names(
     is_logical = isinstance(box, nn.LogicallyPartitioned)
     if is_logical:
         rules = (*check_rules(f"model: parameter {path!r}", box.rules or (), mesh), *rules)
+    if isinstance(box, NNXAnnotated):
+        if loop_dims and len(given) < len(shape):
+            raise ValueError(
+                f"{where}, expected one for each dimension, those that loops run over included. "
+                "Make a stack with nnx.vmap(..., transform_metadata={nnx.PARTITION_NAME: None})."
+            )
+        # A name that no rule knows is a mesh axis.
+        known = {name for name, _ in rules}
+        is_logical = any(isinstance(name, str) and name in known for name in names)
+        rules = (*rules, *((axis, axis) for axis in mesh.shape if axis not in known))
     # Nested loops may share a name, which flax refuses; where it shards nothing it is no matter.
     sharding = {name for name, axes in rules if axes} if is_logical else set(mesh.shape)
     names = tuple(

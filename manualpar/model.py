@@ -1,4 +1,4 @@
-"""How a Linen model is called: to initialise it, from a loss function, and for evaluation.
+"""How a model is called: to initialise it, from a loss function, and for evaluation.
 
 The framework asks nothing of a model but `init` and `apply`. What a program has to add to a user's
 `apply_fn({"params": params}, inputs, train=True, rngs=...)` is done here: the other collections are
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from manualpar.collectives import cast_to_varying, varying_axes
+from manualpar.nnx_model import class_of, for_evaluation
 
 # Keyword arguments by which Linen models are told to train, and what they get in evaluation.
 EVAL_SWITCHES = {"train": False, "training": False, "is_training": False, "deterministic": True}
@@ -73,7 +74,7 @@ class CarryingApply:
           train: Whether arguments that say 'train' reach the model. Otherwise one that is passed,
             by keyword or position, says the opposite, and one that is not is left to the model.
         """
-        self._model = model
+        self._model = model if train else for_evaluation(model)
         self._train = train
         self.collections = collections
 
@@ -167,8 +168,9 @@ def _overrule(
     model: nn.Module, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with each of `EVAL_SWITCHES` set for evaluation."""
-    function = getattr(type(model), method) if isinstance(method, str) else method
-    names = list(inspect.signature(function or type(model).__call__).parameters)[1:]
+    owner: Any = class_of(model)
+    function = getattr(owner, method) if isinstance(method, str) else method
+    names = list(inspect.signature(function or owner.__call__).parameters)[1:]
     switched = [EVAL_SWITCHES.get(name, arg) for name, arg in zip(names, args, strict=False)]
     kwargs = {name: EVAL_SWITCHES.get(name, value) for name, value in kwargs.items()}
     return (*switched, *args[len(switched) :]), kwargs

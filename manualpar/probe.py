@@ -18,6 +18,7 @@ from manualpar.collectives import cast_to_varying, varying_axes
 from manualpar.layout import path_name
 from manualpar.loss import LossFn, call_loss
 from manualpar.model import CarryingApply, apply_model, init_arguments, leaf_paths
+from manualpar.nnx_model import for_evaluation
 from manualpar.rng import fold_rng_over_axis
 from manualpar.step import batch_specs
 
@@ -50,7 +51,7 @@ def find_carried_collections(
     def on_device(variables: Any, rng: jax.Array, inputs: Any) -> None:
         variables = cast_to_varying(variables, data_axes)
         arguments = {**init_arguments(model), "rngs": {"params": rng}, "mutable": list(others)}
-        _, updates = apply_model(model, variables, inputs, **arguments)
+        _, updates = apply_model(for_evaluation(model), variables, inputs, **arguments)
         updated.update({name: leaf_paths(tree) for name, tree in updates.items()})
 
     if others:
@@ -128,7 +129,8 @@ def find_loop_dims(
     except Exception as error:  # Whatever it is: with plain parameters it was not raised.
         raise ValueError(
             f"{strategy}: a parameter that is to be sharded is read other than by a module that "
-            f"asks for it with self.param: {str(error).splitlines()[0]}. In a loss function take "
+            "asks for it with self.param (in NNX by param[...]): "
+            f"{str(error).splitlines()[0]}. In a loss function take "
             "nn.unbox(params) for penalties on parameters. A model that changes its parameters "
             "with nn.map_variables (nn.WeightNorm does) or reads them with get_variable runs with "
             "data_parallel, or with a min_weight_size above those parameters' sizes."

@@ -34,6 +34,7 @@ from manualpar.layout import (
 from manualpar.loss import LossFn
 from manualpar.mesh import axes_size, axis_tuple, check_mesh_has
 from manualpar.model import init_variables
+from manualpar.nnx_model import NNXModel, as_model, with_loop_dims
 from manualpar.partitioning import cast_floating, is_box
 from manualpar.probe import find_carried_collections, find_loop_dims
 from manualpar.step import Step, batch_specs, check_batch
@@ -105,7 +106,7 @@ def build_program(
 
     Args:
       strategy: The strategy.
-      model: The Linen model.
+      model: The Linen model, or an NNX one: see `manualpar.nnx_model.as_model`.
       tx: The optimizer.
       loss_fn: The loss.
       **options: See `ProgramOptions`.
@@ -123,6 +124,7 @@ def build_program(
     has_devices = not isinstance(options["mesh"], AbstractMesh)
     axes = (*strategy.replica_axes, *axis_tuple(options.get("axis_name", "data")))
     mode = options.get("mode", "manual")
+    model = as_model(model)
     _check_arguments(name, model, tx, loss_fn, mesh, axes)
     rules = check_rules(name, options.get("rules", ()), mesh)
     param_dtype, wire = _check_wire(name, mode, options)
@@ -179,8 +181,10 @@ def build_program(
         wire=wire,
     )
     sizes = jax.tree.map(lambda i, p: gathered_sizes(i, p, mesh, wire), infos, placements)
+    loop_dims = {info.path: info.loop_dims for info in jax.tree.leaves(infos)}
     step = dataclasses.replace(
         step,
+        model=with_loop_dims(model, loop_dims),
         placements=placements,
         update=update,
         gathered_sizes=frozenset().union(
@@ -325,8 +329,10 @@ def _check_arguments(
     """Refuses arguments of the wrong kind."""
     loss_form = "a function (params, apply_fn, batch, rng) -> (loss, metrics)"
     is_optimizer = hasattr(tx, "init") and hasattr(tx, "update")
+    is_model = isinstance(model, nn.Module | NNXModel)
+    a_model = "an instance of a flax.linen.Module, or an nnx.Module or what makes one of rngs"
     for name, value, expected, fits in (
-        ("model", model, "an instance of a flax.linen.Module", isinstance(model, nn.Module)),
+        ("model", model, a_model, is_model),
         ("tx", tx, "an optax.GradientTransformation", is_optimizer),
         ("loss_fn", loss_fn, loss_form, callable(loss_fn)),
         ("mesh", mesh, "a jax.sharding.Mesh, see make_mesh", isinstance(mesh, Mesh | AbstractMesh)),

@@ -48,7 +48,8 @@ def test_a_program(devices8):
     assert found.memory == step_memory(program)
     for split in (found.bytes_by_axis(), found.bytes_by_purpose(), found.bytes_by_module()):
         assert sum(split.values()) == found.total_bytes
-    assert set(found.bytes_by_module()) == {"first", "BatchNorm_0", "layers/Dense_0", "last", ""}
+    modules = {"first", "BatchNorm_0", "layers/Dense_0", "last", "last/bias", ""}
+    assert set(found.bytes_by_module()) == modules
     assert sum(found.flops_by_phase().values()) == found.total_flops > 0
     assert sum(found.flops_by_module().values()) == found.total_flops
     assert (found.compiled, found.changes, found.notes) == (None, (), ())

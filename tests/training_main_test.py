@@ -81,8 +81,9 @@ def test_a_run_shows_what_it_writes_and_numbers_its_folders(capsys):
         workdir = Path(f"runs/fsdp/{number:03d}")
         stored = json.loads((workdir / "config.json").read_text())
         assert stored["parallel"].pop("rules") == [["embed", None], ["mlp", None]]
+        assert stored["parallel"].pop("keep_gathered") == []  # JSON has no tuples.
         config = command.config.to_dict()
-        del config["parallel"]["rules"]
+        del config["parallel"]["rules"], config["parallel"]["keep_gathered"]
         assert stored == config
         records = read_metrics(workdir)
         at = [(record["step"], record["split"]) for record in records]

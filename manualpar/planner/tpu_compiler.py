@@ -19,6 +19,7 @@ from typing import Any
 
 import ml_collections
 
+from manualpar.compiler_options import compiler_options
 from manualpar.planner.compiled_plan import CompiledStep, plan_of
 from manualpar.planner.hardware import Chip
 from manualpar.planner.out_of_memory import read_out_of_memory
@@ -66,7 +67,8 @@ def compile_for_tpu(
     Args:
       config: A training config.
       topology: The topology, or its name, such as `"v5e:4x4"` or `"2xv5p:4x4x4"`.
-      options: Compiler options, see `manualpar.compiler_options`.
+      options: Compiler options besides those of `config.parallel.overlap`, over which they win;
+        see `manualpar.compiler_options`.
       vocab_size: How many tokens a language model knows; 0 for those of its data.
       timeout: Seconds to wait for the compiler.
 
@@ -104,7 +106,10 @@ def compile_step(
         "topology": topology.slice_name,
         "num_slices": topology.num_slices,
         "single_chip": topology.num_chips == 1,
-        "options": dict(options or {}),
+        # The program has those of the config by itself; here they are so that the plan can say so.
+        "options": compiler_options(
+            topology.chip.device_kind, config.parallel.overlap, others=options
+        ),
         "vocab_size": vocab_size,
     }
     with tempfile.TemporaryDirectory(prefix="manualpar-tpu-") as name:
