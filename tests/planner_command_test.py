@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from absl import flags
 
 from experiments import plan as experiment
 from manualpar.planner import command as planner_command
@@ -152,7 +153,8 @@ def test_help_lists_flags_and_fields(capsys):
     assert "data.batch_size" in output
 
 
-def test_the_parser_ends_with_code_2_and_a_sentence(capsys):
+def test_the_parser_ends_with_code_2_and_a_sentence(capsys, monkeypatch):
+    monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
     with pytest.raises(SystemExit) as raised:
         plan_flags_parser("", experiment.DEFAULT_CONFIG)(["program", "--topology=x"])
     assert raised.value.code == 2

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from absl import flags
 
 from experiments import inspect as experiment
 from manualpar.inspect.budget_file import read_budgets
@@ -343,7 +344,9 @@ def test_the_devices_there_are_are_eight_simulated_ones_where_there_is_a_cpu():
     assert json.loads(Path("out/fsdp.json").read_text())["devices"] == 8
 
 
-def test_help_and_mistakes_end_the_process(capsys):
+def test_help_and_mistakes_end_the_process(capsys, monkeypatch):
+    # Other commands define flags of the same names, each in a process of its own.
+    monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
     parse = inspect_flags_parser(
         experiment.__doc__ or "", experiment.DEFAULT_CONFIG, chip_memory=experiment.chip_memory
     )

@@ -1,0 +1,85 @@
+"""Random streams of an NNX module, begun anew for each call from the keys that it is given.
+
+A stream is a key and a count of the numbers drawn. Between the calls of a training they are not
+kept: as in Linen a loss gives keys, `rngs={"dropout": key}`, and the stream of each module starts
+from a key of its own, folded with the module's path from the one of that name.
+
+Invariants: no two streams share a key; a stack's streams have as many keys as it has layers; a
+stream without a key is no error before it is asked for numbers.
+"""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from manualpar.nnx_variables import Path, path_name
+
+
+def stream_keys(module: nnx.Module, rngs: Any) -> dict[Path, Any]:
+    """Finds a key for each random stream of a module.
+
+    Args:
+      module: The module; its values are not looked at.
+      rngs: Keys by the names of streams, one key for all of them, or `None`.
+
+    Returns:
+      For the path of each stream a key, or the sentence that says why it has none. A stream takes
+      the key of its name; one of no name of its own (`default`) that of its module's
+      `rng_collection`; if there is none, the one called `default`, or the only one given.
+    """
+    nodes = list(nnx.iter_graph(module))
+    modules = {path: node for path, node in nodes if isinstance(node, nnx.Module)}
+    given: dict[Any, Any]
+    given = dict(rngs) if isinstance(rngs, Mapping) else {} if rngs is None else {None: rngs}
+    keys: dict[Path, Any] = {}
+    for path, node in nodes:
+        if not isinstance(node, nnx.RngStream):
+            continue
+        name = node.tag
+        if name == "default":
+            name = getattr(modules.get(path[:-1]), "rng_collection", name)
+        only = given if len(given) == 1 else ()
+        found = [given[key] for key in (name, "default", *only) if key in given]
+        if found:
+            keys[path] = jax.random.fold_in(found[0], zlib.crc32(path_name(path).encode()))
+        else:
+            keys[path] = (
+                f"model: its random stream {path_name(path)!r} is asked for numbers and has no "
+                f"key, expected one in rngs={{{name!r}: key}}; the call was given "
+                f"{sorted(given) or 'none'}."
+            )
+    return keys
+
+
+def stream_variable(variable: nnx.Variable[Any], key: Any) -> nnx.Variable[Any]:
+    """A stream's key or count at its beginning.
+
+    Args:
+      variable: The variable of either, with an abstract value.
+      key: What `stream_keys` says of the stream.
+
+    Returns:
+      A variable like it with a value.
+    """
+    abstract, metadata = variable.get_raw_value(), variable.get_metadata()
+    if not isinstance(variable, nnx.RngKey):
+        count = jnp.zeros(abstract.shape, abstract.dtype)
+        return type(variable).from_metadata(count, metadata)
+    if isinstance(key, str):
+        none = jnp.broadcast_to(jax.random.key(0), abstract.shape)
+        return _NoKey.from_metadata(none, {**metadata, "reason": key})
+    key = jax.random.split(key, abstract.shape) if abstract.shape else key
+    return type(variable).from_metadata(key, metadata)
+
+
+class _NoKey(nnx.RngKey):
+    """The key of a stream that was given none."""
+
+    def get_value(self, **kwargs: Any) -> Any:
+        """Says what is missing."""
+        del kwargs
+        raise ValueError(self.get_metadata("reason"))

@@ -1,0 +1,205 @@
+"""Variables of an NNX module that gather themselves where they are read.
+
+NNX modules read a parameter through its `nnx.Variable`: `param[...]`, `param.get_value()`, or an
+operator. A parameter's shard is therefore put into a variable of a subclass of its own type whose
+`get_value` gathers it, as `unbox()` does for Linen. The variable holds the bare array, so that
+NNX's transformations carry it about like any other, and what its box would say is metadata.
+
+A loop (`nnx.scan`, `nnx.vmap`, `jax.lax.scan` over a module) takes dimensions away without saying
+which. They are told from the shapes, among those that the probe has found loops to run over.
+
+Invariants: all that leaves such a variable is whole; what a module reads of it is what the
+parameter's own type makes of the whole value; nothing is gathered that is not read.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import flax.core.spmd
+import flax.linen as nn
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+Path = tuple[Any, ...]
+# The key in a variable's metadata under which its box is, without a value.
+BOX = "manualpar_box"
+# Attributes of a parameter that are known without gathering it.
+_OF_SHAPE = frozenset({"dtype", "ndim", "shape", "size"})
+
+
+def path_name(path: Path) -> str:
+    """A path in a module as people write it: `encoder/kernel`, `layers/0/kernel`."""
+    return "/".join(map(str, path))
+
+
+class NNXAnnotated(nn.LogicallyPartitioned):
+    """A parameter with NNX's annotation: each name a logical one if it has a rule, else an axis."""
+
+
+def annotate(variable: nnx.Variable[Any], path: str) -> Any:
+    """The value of a variable, in a box if it is annotated.
+
+    Args:
+      variable: A parameter; `nnx.with_partitioning` and `nnx.Param(..., out_sharding=...)` annotate
+        it, with rules of its own in `sharding_rules`.
+      path: Its path, for messages.
+
+    Returns:
+      The value; or an `NNXAnnotated` of it, whose rules are the variable's and then those of
+      `nnx.logical_axis_rules` around the call.
+
+    Raises:
+      TypeError: The annotation is of another kind than names.
+    """
+    value = variable.get_raw_value()
+    names = variable.get_metadata("out_sharding", None)
+    if not names:
+        return value
+    names = names.spec if isinstance(names, NamedSharding) else names
+    if not isinstance(names, tuple | list | PartitionSpec):
+        raise TypeError(
+            f"model: parameter {path!r} is annotated with out_sharding={names!r}, expected names: "
+            "a tuple, a PartitionSpec or a NamedSharding."
+        )
+    own = variable.get_metadata("sharding_rules", None) or ()
+    context = flax.core.spmd.get_logical_axis_rules() or ()
+    return NNXAnnotated(value, names=tuple(names), rules=(*own, *context))
+
+
+def gathering_variable(
+    variable: nnx.Variable[Any], box: Any, *, path: str, loop_dims: frozenset[int] | None
+) -> nnx.Variable[Any]:
+    """Puts a boxed parameter into a variable that unboxes it where it is read.
+
+    Args:
+      variable: The parameter's own variable, of any value: its type and its metadata are used.
+      box: The box, such as a `ShardedParameter`.
+      path: The parameter's path, `encoder/kernel`.
+      loop_dims: The dimensions that loops run over; `None` if that is yet to be found out.
+
+    Returns:
+      A variable of a subclass of the parameter's type.
+
+    Communication:
+      None; that of `box.unbox()` wherever the variable is read.
+    """
+    use = _Use(box.replace(value=None), box.value.shape, path, loop_dims)
+    metadata = {**variable.get_metadata(), BOX: use}
+    return _gathering_type(type(variable)).from_metadata(box.value, metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Use:
+    """How a stored array becomes the parameter that a module reads.
+
+    Attributes:
+      box: The parameter's box without its value.
+      shape: The shape of the stored array before any loop.
+      path: The parameter's path.
+      loop_dims: See `gathering_variable`.
+    """
+
+    box: Any
+    shape: tuple[int, ...]
+    path: str
+    loop_dims: frozenset[int] | None
+
+    def gather(self, stored: Any) -> Any:
+        """The parameter, or the slice of it that is in the loops around."""
+        box = self.box.replace(value=stored)
+        if stored.shape != self.shape:
+            # Where several dims are of one size the loops may run over any: a probe notes all.
+            box, *_ = [self._without(box, dims) for dims in self._taken_away(stored.shape)]
+        module = self.path.rpartition("/")[0]
+        with jax.named_scope(module) if module else contextlib.nullcontext():
+            return box.unbox()
+
+    def _taken_away(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The sets of dimensions without which the stored array is of a shape."""
+        found = list(self._subsets(shape))
+        if not found:
+            raise ValueError(
+                f"model: parameter {self.path!r} of shape {self.shape} is read when it has become "
+                f"an array of shape {shape}, which no loop over its dimensions makes of it; read "
+                "it, with param[...], before it is reshaped or transposed."
+            )
+        return found
+
+    def _subsets(self, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        dims = range(len(self.shape)) if self.loop_dims is None else sorted(self.loop_dims)
+        for taken in itertools.combinations(dims, max(len(self.shape) - len(shape), 0)):
+            rest = tuple(size for dim, size in enumerate(self.shape) if dim not in taken)
+            if rest == shape:
+                yield taken
+
+    @staticmethod
+    def _without(box: Any, dims: tuple[int, ...]) -> Any:
+        for dim in reversed(dims):
+            box = box.remove_axis(dim, {})
+        return box
+
+
+class _Gathering:
+    """What makes a variable's type one that gathers."""
+
+    __slots__ = ()
+
+    def get_value(self: Any, **kwargs: Any) -> Any:
+        """What the parameter's own type makes of the whole value."""
+        return self._whole().get_value(**kwargs)
+
+    def set_value(self: Any, value: Any, **kwargs: Any) -> None:
+        """Refuses: the value would be lost when the call has ended."""
+        del value, kwargs
+        raise ValueError(
+            f"model: parameter {self.get_metadata(BOX).path!r} is set when the model is called, "
+            "expected only the optimizer to change parameters. Keep what a call changes in an "
+            "nnx.Variable of another type, such as nnx.BatchStat."
+        )
+
+    @property
+    def shape(self: Any) -> tuple[int, ...]:
+        """The shape of the whole value."""
+        shape: tuple[int, ...] = self._abstract().shape
+        return shape
+
+    def __len__(self: Any) -> int:
+        """Known without gathering; NNX's layers ask for it by `if self.bias`."""
+        return self.shape[0]
+
+    def __getattr__(self: Any, name: str) -> Any:
+        metadata = object.__getattribute__(self, "_var_metadata")
+        if name in metadata:
+            return metadata[name]
+        if name.startswith("__"):  # What jax and numpy ask every object for.
+            raise AttributeError(name)
+        return getattr(self._abstract() if name in _OF_SHAPE else self.get_value(), name)
+
+    def _whole(self: Any) -> nnx.Variable[Any]:
+        """A variable of the parameter's own type with the whole value."""
+        metadata = self.get_metadata()
+        use: _Use = metadata.pop(BOX)
+        own_type: Any = type(self).__bases__[1]
+        variable: nnx.Variable[Any] = own_type.from_metadata(
+            use.gather(self.get_raw_value()), metadata
+        )
+        return variable
+
+    def _abstract(self: Any) -> Any:
+        """The shape and dtype of the whole value."""
+        return jax.eval_shape(self.get_value)
+
+
+@functools.cache
+def _gathering_type(base: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any]]:
+    """The subclass of a type of variables that gathers; one, for NNX compares types."""
+    metaclass: Any = type(base)
+    made: type[nnx.Variable[Any]] = metaclass(
+        base.__name__, (_Gathering, base), {"__module__": __name__}
+    )
+    return made

@@ -1,0 +1,276 @@
+"""An NNX model trains as its Linen twin does, and sends the same, whatever the strategy."""
+
+import collections
+import functools
+import itertools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from manualpar import abstract_mesh, fsdp, make_mesh
+from manualpar.checkpoints import Checkpoints
+from manualpar.inspect import ledger, trace_collectives
+from manualpar.nnx_model import NNXModel, as_model
+from manualpar.strategy import MODES
+from tests.program_test import BATCHES, TOLERANCE, Classifier, loss_fn
+from tests.strategies_test import STRATEGIES, build
+
+
+class NNXClassifier(nnx.Module):
+    """`Classifier`, whose call has no argument `train`."""
+
+    def __init__(self, rngs, hidden=32):
+        self.input_dense = nnx.Linear(12, hidden, rngs=rngs)
+        self.norm = nnx.LayerNorm(hidden, rngs=rngs)
+        self.output_dense = nnx.Linear(hidden, 5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.output_dense(self.norm(nn.silu(self.input_dense(x))))
+
+
+def sent(program):
+    """How often a step sends what for which purpose, in whatever order."""
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    return collections.Counter(
+        (c.kind, c.axes, c.shape, str(c.dtype), c.times, c.purpose, c.bytes_sent)
+        for c in trace_collectives(traced)
+    )
+
+
+def with_params(program, params):
+    """The initial state with other parameters."""
+    state = program.init(jax.random.key(0))
+    shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state.params)
+    return state.replace(params=jax.device_put(params, shardings))
+
+
+def train(program, state, batches):
+    losses = []
+    for batch in batches:
+        state, metrics = program.train_step(state, batch)
+        losses.append(metrics["loss"][0] / metrics["loss"][1])
+    return state, jnp.stack(losses)
+
+
+def renamed(params):
+    """`Classifier`'s parameters with the names of its twin."""
+    names = {"LayerNorm_0": "norm"}
+    return {names.get(name, name): tree for name, tree in jax.device_get(params).items()}
+
+
+def fast_or_slow(name, mode):
+    is_fast = (name, mode) in {
+        ("dp", "manual"),
+        ("fsdp", "manual"),
+        ("fsdp, keep", "manual"),
+        ("fsdp, pad, step", "manual"),
+        ("fsdp", "explicit"),
+    }
+    return pytest.param(name, mode, marks=() if is_fast else pytest.mark.slow)
+
+
+def in_modes(*fast):
+    """Every mode, of which all but some are slow."""
+    marks = {mode: () if mode in fast else pytest.mark.slow for mode in MODES}
+    return pytest.mark.parametrize("mode", [pytest.param(m, marks=marks[m]) for m in MODES])
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [fast_or_slow(*pair) for pair in itertools.product(STRATEGIES, MODES)]
+)
+def test_twins_train_and_send_alike(devices8, name, mode):
+    options = {"mode": mode, "num_minibatches": 2, "use_scan": True}
+    linen = build(name, devices8, **options)
+    program = build(name, devices8, model=NNXClassifier, **options)
+    assert sent(program) == sent(linen)
+    start = linen.init(jax.random.key(0))
+    state = with_params(program, renamed(start.params))
+    _, expected = train(linen, start, BATCHES[:3])
+    _, losses = train(program, state, BATCHES[:3])
+    np.testing.assert_allclose(losses, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gather_dtype": "bfloat16", "reduce_dtype": "float32"},
+        {"gather_dtype": "bfloat16", "mode": "auto"},
+        {"param_dtype": "bfloat16"},
+        {"keep_gathered": ("output_dense",)},
+        {"communicate_every": "gather-step"},
+        {"combine_bytes": 2**20},
+    ],
+    ids=str,
+)
+def test_options_do_to_both_the_same(devices8, options):
+    linen = build("fsdp", devices8[:4], **options)
+    program = build("fsdp", devices8[:4], model=NNXClassifier, **options)
+    assert sent(program) == sent(linen)
+
+
+def test_the_ledgers_are_the_same(devices8):
+    linen, program = (ledger(build("fsdp", devices8, model=m)) for m in (None, NNXClassifier))
+    assert program.bytes_by_purpose() == linen.bytes_by_purpose()
+    assert program.flops_by_phase() == linen.flops_by_phase()
+    assert program.memory == linen.memory
+    assert program.bytes_by_module() == renamed(linen.bytes_by_module())
+
+
+# What is initialised.
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_parameters_are_those_of_the_module_on_every_mesh(devices8, num_devices):
+    program = build("fsdp", devices8[:num_devices], model=NNXClassifier)
+    state = program.init(jax.random.key(7))
+    init_rng, _ = jax.random.split(jax.random.key(7))
+    make = jax.jit(lambda key: nnx.state(NNXClassifier(rngs=nnx.Rngs(key)), nnx.Param))
+    expected = nnx.to_pure_dict(make(init_rng))
+    chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(expected))
+    assert state.params["input_dense"]["kernel"].sharding.num_devices == num_devices
+
+
+def test_an_instance_gives_its_values(devices8):
+    model = NNXClassifier(rngs=nnx.Rngs(3))
+    state = build("fsdp", devices8, model=model).init(jax.random.key(7))
+    expected = nnx.to_pure_dict(nnx.state(model))
+    chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(expected))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        NNXClassifier,
+        functools.partial(NNXClassifier, hidden=32),
+        lambda rngs: NNXClassifier(rngs, 32),
+        NNXClassifier(nnx.Rngs(0)),
+    ],
+    ids=["class", "partial", "function", "instance"],
+)
+def test_whatever_makes_a_module_is_a_model(model):
+    mesh = abstract_mesh({"data": 8}, 8)
+    program = fsdp(model, optax.sgd(0.1), loss_fn, mesh=mesh, batch=BATCHES[0], min_weight_size=16)
+    assert program.abstract_state.params["input_dense"]["kernel"].shape == (12, 32)
+
+
+def test_what_is_no_nnx_model_is_left_alone():
+    for model in (Classifier(), Classifier, 3, None, jnp.sin):
+        assert as_model(model) is model
+    assert isinstance(as_model(NNXClassifier), NNXModel)
+    assert as_model(as_model(NNXClassifier)).module.__class__ is NNXClassifier
+
+
+def test_checkpoints_read_like_the_module(devices8, tmp_path):
+    class Layers(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(12, 12, rngs=rngs) for _ in range(2)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x[:, :5]
+
+    program = build("fsdp", devices8[:4], model=Layers)
+    state, _ = train(program, program.init(jax.random.key(0)), BATCHES[:1])
+    paths = [info.path for info, _ in program.parameters]
+    assert paths == [f"layers/{i}/{name}" for i in range(2) for name in ("bias", "kernel")]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(program, state, step=1, extra={})
+    elsewhere = build("fsdp", devices8[:2], model=Layers)
+    with Checkpoints(tmp_path) as checkpoints:
+        restored = checkpoints.restore(elsewhere, report=lambda line: None).state
+    chex.assert_trees_all_equal(jax.device_get(restored.params), jax.device_get(state.params))
+
+
+# What is refused.
+
+
+class Lazy(nnx.Module):
+    def __init__(self, rngs):
+        self.scale = nnx.Param(jnp.ones((12, 12)))
+
+    def __call__(self, x):
+        self.seen = nnx.BatchStat(x.mean(0))
+        return x @ self.scale
+
+
+class Setting(Lazy):
+    def __call__(self, x):
+        self.scale[...] = self.scale * 2
+        return x @ self.scale
+
+
+class Peeking(Lazy):
+    def __call__(self, x):
+        return x @ self.scale.get_raw_value()
+
+
+class Reshaping(Lazy):
+    def __call__(self, x):
+        self.scale.set_raw_value(self.scale.get_raw_value().reshape(-1))
+        return x @ self.scale[...].reshape(12, 12)
+
+
+class Drawing(Lazy):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.noise = rngs.fork()
+
+    def __call__(self, x):
+        return x @ self.scale + jax.random.normal(self.noise.noise(), x.shape)
+
+
+class NoRngs(nnx.Module):
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones((12,)))
+
+
+def make_number(rngs):
+    return 3
+
+
+def plain_loss(params, apply_fn, batch, rng):
+    y = apply_fn({"params": params}, batch.inputs)
+    return y.mean(), {"loss": (y.sum(), jnp.float32(y.size))}
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (nnx.Linear, TypeError, r"Linear takes in_features, out_features besides rngs"),
+        (NoRngs, TypeError, r"the class NoRngs takes no argument rngs"),
+        (make_number, TypeError, r"make_number\(rngs=...\) makes 3, expected an nnx.Module"),
+        (lambda: 3, TypeError, r"expected an instance of a flax.linen.Module, or an nnx.Module"),
+        (Lazy, ValueError, r"makes a new variable 'seen' of type BatchStat.*__init__"),
+        (Setting, ValueError, r"parameter 'scale' is set when the model is called"),
+        (Peeking, ValueError, r"read other than by a module that asks .* \(in NNX by param\["),
+        (Reshaping, ValueError, r"'scale' of shape \(12, 12\) is read when .* shape \(144,\)"),
+        (Drawing, ValueError, r"random stream 'noise/default' is asked for numbers and has no key"),
+    ],
+)
+def test_refusals(devices8, model, error, message):
+    mesh = make_mesh({"data": 4}, devices8[:4])
+    with pytest.raises(error, match=message):
+        fsdp(model, optax.sgd(0.1), plain_loss, mesh=mesh, batch=BATCHES[0], min_weight_size=16)
+
+
+def test_an_instance_without_values_is_refused():
+    model = nnx.eval_shape(lambda: NNXClassifier(nnx.Rngs(0)))
+    with pytest.raises(TypeError, match="NNXClassifier has no values"):
+        as_model(model)
+
+
+def test_collections_must_be_the_modules_own():
+    model = as_model(NNXClassifier)
+    variables = model.init(jax.random.key(0))
+    x = BATCHES[0].inputs
+    with pytest.raises(ValueError, match=r"collections \['cache'\], expected only \['params'\]"):
+        model.apply({**variables, "cache": {}}, x)
+    with pytest.raises(ValueError, match=r"without the variable 'input_dense/bias' of collection"):
+        model.apply({}, x)
