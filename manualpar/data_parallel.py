@@ -2,17 +2,17 @@
 
 from typing import Unpack
 
-import flax.linen as nn
 import optax
 
 from manualpar.layout import replicate
 from manualpar.loss import LossFn
+from manualpar.nnx_model import Model
 from manualpar.program import Program, build_program
 from manualpar.strategy import ProgramOptions, Strategy
 
 
 def data_parallel(
-    model: nn.Module,
+    model: Model,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     **options: Unpack[ProgramOptions],
@@ -20,7 +20,7 @@ def data_parallel(
     """Builds data-parallel training: the state is replicated, gradients are averaged.
 
     Args:
-      model: A Linen model, written for one device.
+      model: A Linen or NNX model, written for one device, see `manualpar.nnx_model.as_model`.
       tx: Any optax optimizer.
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`: the mean over the
         examples it is given, and pairs `{"loss": (sum, count), ...}`, see `accumulate_gradients`.

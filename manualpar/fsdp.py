@@ -8,11 +8,11 @@ import difflib
 import functools
 from typing import Unpack
 
-import flax.linen as nn
 import optax
 
 from manualpar.layout import is_inside, shard_largest_dim
 from manualpar.loss import LossFn
+from manualpar.nnx_model import Model
 from manualpar.program import Program, build_program
 from manualpar.strategy import (
     COMMUNICATE_EVERY,
@@ -25,7 +25,7 @@ from manualpar.strategy import (
 
 
 def fsdp(
-    model: nn.Module,
+    model: Model,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     *,
@@ -39,7 +39,7 @@ def fsdp(
     """Builds fully sharded training: parameters gathered where used, gradients scattered back.
 
     Args:
-      model: A Linen model, written for one device.
+      model: A Linen or NNX model, written for one device, see `manualpar.nnx_model.as_model`.
       tx: Any optax optimizer; its state is sharded like the parameters.
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`: the mean over the
         examples it is given, and pairs `{"loss": (sum, count), ...}`, see `accumulate_gradients`.

@@ -7,18 +7,18 @@ section 3.2.2).
 
 from typing import Unpack
 
-import flax.linen as nn
 import optax
 
 from manualpar.fsdp import check_kept, sharded_strategy
 from manualpar.loss import LossFn
 from manualpar.mesh import AxisName, axis_tuple
+from manualpar.nnx_model import Model
 from manualpar.program import Program, build_program
 from manualpar.strategy import CommunicateEvery, ProgramOptions
 
 
 def hsdp(
-    model: nn.Module,
+    model: Model,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     *,
@@ -33,7 +33,7 @@ def hsdp(
     """Builds training that is fully sharded over `axis_name` and replicated over `replica_axis`.
 
     Args:
-      model: A Linen model, written for one device.
+      model: A Linen or NNX model, written for one device, see `manualpar.nnx_model.as_model`.
       tx: Any optax optimizer; its state is sharded like the parameters.
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`: the mean over the
         examples it is given, and pairs `{"loss": (sum, count), ...}`, see `accumulate_gradients`.

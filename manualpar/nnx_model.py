@@ -74,8 +74,7 @@ def as_model(model: Any) -> Any:
             f"model: {name} takes {', '.join(missing)} besides rngs, expected what can be made "
             f"from rngs alone. Write lambda rngs: {name}({missing[0]}=..., rngs=rngs)."
         )
-    make = functools.partial(_construct, model, name)
-    return NNXModel(nnx.eval_shape(lambda: make(jax.random.key(0))), make)
+    return _checked(functools.partial(_construct, model, name))
 
 
 def with_loop_dims(model: Any, loop_dims: Mapping[str, frozenset[int]]) -> Any:
@@ -276,7 +275,27 @@ def _from_instance(module: nnx.Module) -> NNXModel:
         arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in values]
         return nnx.merge(graphdef, jax.tree.unflatten(structure, arrays))
 
-    return NNXModel(nnx.eval_shape(lambda: make(jax.random.key(0))), make)
+    return _checked(make)
+
+
+def _checked(make: Callable[[jax.Array], nnx.Module]) -> NNXModel:
+    """A model of what a function makes, if its parameters are arrays that nobody else changes."""
+    module = nnx.eval_shape(lambda: make(jax.random.key(0)))
+    for path, leaf in _leaves(module):
+        if not isinstance(leaf, nnx.Param):
+            continue
+        if not isinstance(leaf.get_raw_value(), jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"model: parameter {path_name(path)!r} holds a "
+                f"{type(leaf.get_raw_value()).__name__}, expected an array; make an nnx.Param of "
+                "each of its arrays."
+            )
+        if leaf.hijax or leaf.ref:
+            raise TypeError(
+                f"model: parameter {path_name(path)!r} is a reference (hijax or ref), expected a "
+                "plain variable: a step is a function of arrays. Make it without nnx.var_defaults."
+            )
+    return NNXModel(module, make)
 
 
 def _construct(make: Callable[..., Any], name: str, key: jax.Array) -> nnx.Module:

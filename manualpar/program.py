@@ -34,7 +34,7 @@ from manualpar.layout import (
 from manualpar.loss import LossFn
 from manualpar.mesh import axes_size, axis_tuple, check_mesh_has
 from manualpar.model import init_variables
-from manualpar.nnx_model import NNXModel, as_model, with_loop_dims
+from manualpar.nnx_model import Model, NNXModel, as_model, with_loop_dims
 from manualpar.partitioning import cast_floating, is_box
 from manualpar.probe import find_carried_collections, find_loop_dims
 from manualpar.step import Step, batch_specs, check_batch
@@ -97,7 +97,7 @@ class Program:
 
 def build_program(
     strategy: Strategy,
-    model: nn.Module,
+    model: Model,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     **options: Unpack[ProgramOptions],
@@ -124,27 +124,29 @@ def build_program(
     has_devices = not isinstance(options["mesh"], AbstractMesh)
     axes = (*strategy.replica_axes, *axis_tuple(options.get("axis_name", "data")))
     mode = options.get("mode", "manual")
-    model = as_model(model)
-    _check_arguments(name, model, tx, loss_fn, mesh, axes)
+    applied = as_model(model)
+    _check_arguments(name, applied, tx, loss_fn, mesh, axes)
     rules = check_rules(name, options.get("rules", ()), mesh)
     param_dtype, wire = _check_wire(name, mode, options)
     batch = jax.eval_shape(lambda batch: batch, batch)
     check_batch(f"{name}: batch", batch, mesh, axes)
 
     def init_model(rng: jax.Array) -> dict[str, Any]:
-        variables = init_variables(model, rng, batch.inputs)
+        variables = init_variables(applied, rng, batch.inputs)
         cast = functools.partial(cast_floating, dtype=param_dtype)
         return variables | {"params": jax.tree.map(cast, variables.get("params", {}))}
 
     key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building touches no device.
     variables = jax.eval_shape(init_model, key)
     if not jax.tree.leaves(variables["params"]):
-        raise ValueError(f"{name}: model {model!r} has no parameters, expected some to train.")
-    collections = find_carried_collections(model, strip_boxes(variables), batch.inputs, mesh, axes)
+        raise ValueError(f"{name}: model {applied!r} has no parameters, expected some to train.")
+    collections = find_carried_collections(
+        applied, strip_boxes(variables), batch.inputs, mesh, axes
+    )
 
     step = Step(
         strategy=strategy,
-        model=model,
+        model=applied,
         loss_fn=loss_fn,
         mesh=mesh,
         data_axes=axes,
@@ -161,7 +163,7 @@ def build_program(
         init_rng, rng = jax.random.split(rng)
         variables = strip_boxes(init_model(init_rng))
         return TrainState.create(
-            apply_fn=model.apply,
+            apply_fn=applied.apply,
             params=variables["params"],
             tx=tx,
             rng=rng,
@@ -184,7 +186,7 @@ def build_program(
     loop_dims = {info.path: info.loop_dims for info in jax.tree.leaves(infos)}
     step = dataclasses.replace(
         step,
-        model=with_loop_dims(model, loop_dims),
+        model=with_loop_dims(applied, loop_dims),
         placements=placements,
         update=update,
         gathered_sizes=frozenset().union(

@@ -7,17 +7,17 @@ With AdamW in float32 the state is two thirds of what data parallelism replicate
 import functools
 from typing import Unpack
 
-import flax.linen as nn
 import optax
 
 from manualpar.layout import shard_state_only
 from manualpar.loss import LossFn
+from manualpar.nnx_model import Model
 from manualpar.program import Program, build_program
 from manualpar.strategy import ProgramOptions, Strategy, check_choice, check_min_weight_size
 
 
 def zero(
-    model: nn.Module,
+    model: Model,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     *,
@@ -29,7 +29,7 @@ def zero(
     """Builds training with a sharded optimizer: gradients scattered, new parameters gathered.
 
     Args:
-      model: A Linen model, written for one device.
+      model: A Linen or NNX model, written for one device, see `manualpar.nnx_model.as_model`.
       tx: Any optax optimizer; its state is sharded.
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`: the mean over the
         examples it is given, and pairs `{"loss": (sum, count), ...}`, see `accumulate_gradients`.

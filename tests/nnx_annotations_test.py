@@ -142,6 +142,10 @@ def test_axes_and_logical_names_may_be_mixed(devices8):
     expected = {"dot1/kernel": ("data", axes), "w2": (axes, "data")}
     assert names(build(mixed, devices8, shape)) == expected
     assert names(build(LOGICAL, devices8, shape, rules=(("hidden", axes),))) == expected
+    # One name has a rule, the other is an axis.
+    init = nnx.with_partitioning(LECUN, ("embed", "model"))
+    one = functools.partial(nnx.Linear, DEPTH, DEPTH, use_bias=False, kernel_init=init)
+    assert names(build(one, devices8, rules=(("embed", None),))) == {"kernel": ("data", "model")}
     # No name has a rule: all are axes.
     other = {"rules": (("vocabulary", "data"),)}
     assert names(build(DotReluDot, devices8, **other)) == names(build(DotReluDot, devices8))

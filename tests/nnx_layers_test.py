@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from manualpar import Batch, fsdp, make_mesh
+from manualpar.nnx_model import as_model, for_evaluation
 from tests.nnx_model_test import in_modes, sent, train, with_params
 from tests.program_test import BATCHES, TOLERANCE, loss_fn
 
@@ -89,6 +90,45 @@ def test_dropout(devices8, mode):
         zeros.append(float(metrics["zeros"][0] / metrics["zeros"][1]))
     assert len(set(zeros)) == 3
     assert all(0.4 < z < 0.6 for z in zeros)
+
+
+def test_train_turns_nnxs_own_switch():
+    module = Dropping(nnx.Rngs(0))
+    module.eval()
+    model = as_model(module)
+    variables, x = model.init(jax.random.key(0)), jnp.ones((4, 32))
+    rngs = {"dropout": jax.random.key(1)}
+    assert (model.apply(variables, x, rngs=rngs) == 0).all()  # As it was given.
+    assert (model.apply(variables, x, train=True, rngs=rngs) != 0).any()
+    assert (model.apply(variables, x, train=False) == 0).all()
+    assert (for_evaluation(model).apply(variables, x) == 0).all()
+
+
+def test_streams_take_the_keys_of_their_names():
+    class Drawing(nnx.Module):
+        def __init__(self, rngs):
+            self.scale = nnx.Param(jnp.ones(()))
+            self.named = nnx.Rngs(noise=rngs(), other=rngs())
+            self.dropouts = nnx.vmap(lambda rngs: nnx.Dropout(0.5, rngs=rngs))(rngs.split(3))
+
+        def __call__(self):
+            return self.named.noise(), self.named.other(), self.dropouts.rngs.key[...]
+
+    model = as_model(Drawing)
+    variables = model.init(jax.random.key(0))
+
+    def draw(**seeds):
+        rngs = {name: jax.random.key(seed) for name, seed in seeds.items()}
+        out = model.apply(variables, rngs=rngs)
+        return [tuple(map(tuple, np.atleast_2d(jax.random.key_data(x)))) for x in out]
+
+    noise, other, stack = draw(noise=0, other=1, dropout=2)
+    assert len({noise, other, *stack}) == 5
+    assert draw(noise=0, other=1, dropout=3)[:2] == [noise, other]
+    assert draw(noise=0, other=4, dropout=2)[::2] == [noise, stack]
+    assert draw(noise=0, default=1, dropout=2)[1] == other
+    with pytest.raises(ValueError, match=r"'named/other' .* rngs=\{'other': key\}; .* \['dropout'"):
+        draw(noise=0, dropout=2)
 
 
 def test_masks_differ_by_device(devices8):

@@ -231,6 +231,11 @@ class NoRngs(nnx.Module):
         self.scale = nnx.Param(jnp.ones((12,)))
 
 
+class Nested(nnx.Module):
+    def __init__(self, rngs):
+        self.scales = nnx.Param({"a": jnp.ones((12,))})
+
+
 def make_number(rngs):
     return 3
 
@@ -245,6 +250,7 @@ def plain_loss(params, apply_fn, batch, rng):
     [
         (nnx.Linear, TypeError, r"Linear takes in_features, out_features besides rngs"),
         (NoRngs, TypeError, r"the class NoRngs takes no argument rngs"),
+        (Nested, TypeError, r"parameter 'scales' holds a dict, expected an array"),
         (make_number, TypeError, r"make_number\(rngs=...\) makes 3, expected an nnx.Module"),
         (lambda: 3, TypeError, r"expected an instance of a flax.linen.Module, or an nnx.Module"),
         (Lazy, ValueError, r"makes a new variable 'seen' of type BatchStat.*__init__"),

@@ -35,6 +35,9 @@ ORDER = """
     gradients layout combined
     annotations
     partitioning model
+    nnx_model
+    nnx_streams nnx_recurrence
+    nnx_variables
     collectives
     rng train_state
     mesh loss dispatch divergence compiler_options
