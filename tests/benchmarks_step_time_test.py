@@ -105,7 +105,9 @@ def test_the_report(rows, tmp_path):
     assert first["ratio_to_manual"] == {"median": 1, "low": 1, "high": 1}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "mlp" else pytest.mark.slow) for n in NAMES]
+)
 def test_the_notebooks_model_is_the_workloads(name, devices8):
     workload = make_workload(name, is_tiny=True)
     params = workload.model.init(jax.random.key(0), workload.batch.inputs[:1], train=False)[
@@ -164,6 +166,7 @@ def test_a_scanned_model_does_not_grow(devices8):
     assert "expected the same for each" in first
 
 
+@pytest.mark.slow
 def test_points_of_scaling(devices8, tmp_path):
     points = scaling.measure_scaling("mlp", ["fsdp"], [1, 2], seconds=1e-6, rounds=1, is_tiny=True)
     assert [(p.scaling, p.devices, p.batch_size) for p in points] == [

@@ -148,6 +148,7 @@ def test_both_train_alike_in_two_processes(tmp_path):
 OPTIONS = argparse.Namespace(**gpu.TINY | {"remat": "none", "unrolled": False, "torch": False})
 
 
+@pytest.mark.slow
 def test_one_device_by_hand_and_by_programs(devices8, monkeypatch):
     monkeypatch.setattr(gpu, "PROGRAMS", {"manual dp": gpu.PROGRAMS["manual dp"]})
     options = argparse.Namespace(**{**vars(OPTIONS), "seconds": 1e-6, "rounds": 1, "layers": 1})
