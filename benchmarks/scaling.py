@@ -18,6 +18,7 @@ scanned model's grow.
 
 import argparse
 import dataclasses
+import itertools
 import math
 import sys
 import time
@@ -194,10 +195,11 @@ def growing(depths: Sequence[Depth]) -> list[str]:
     sentences = []
     for number in sorted({each.devices for each in scanned}):
         sizes = {each.layers: each.lowered for each in scanned if each.devices == number}
-        if len(set(sizes.values())) > 1:
+        by_depth = [sizes[layers] for layers in sorted(sizes)]
+        if any(more > less for less, more in itertools.pairwise(by_depth)):
             sentences.append(
                 f"on {number} devices the operations of a scanned model by its depth are {sizes}, "
-                "expected the same for each."
+                "expected no more for a deeper one."
             )
     return sentences
 
