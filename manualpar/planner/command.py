@@ -8,7 +8,6 @@ roofline alone. GPU clusters are the roofline's.
 import dataclasses
 import importlib.util
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +34,12 @@ from manualpar.training.command_line import (
 )
 from manualpar.training.config import flatten_config, nearest
 from manualpar.training.experiment import Experiment
-from manualpar.training.main import INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE, print_error
+from manualpar.training.main import (
+    INTERRUPTED_EXIT_CODE,
+    USAGE_EXIT_CODE,
+    ending_parser,
+    print_error,
+)
 from manualpar.watching.progress import make_console, print_line
 from manualpar.watching.writers import CONFIG_FILE, check_workdir, create_numbered_folder
 
@@ -82,18 +86,12 @@ def plan_flags_parser(description: str, default_config: Path) -> Callable[[list[
       A function of the arguments that returns what they ask for, or ends the process: with code 0
       for `--help`, with code 2 and a sentence for a mistake.
     """
-
-    def parse(argv: list[str]) -> PlanCommand:
-        try:
-            if {"--help", "-help", "-h", "--helpshort"} & set(argv):
-                print(_help_text(description, default_config))
-                sys.exit(0)
-            return parse_plan_command(argv, default_config=default_config, flag_values=flags.FLAGS)
-        except (UsageError, ValueError) as error:
-            print_error(error)
-            sys.exit(USAGE_EXIT_CODE)
-
-    return parse
+    return ending_parser(
+        lambda argv: parse_plan_command(
+            argv, default_config=default_config, flag_values=flags.FLAGS
+        ),
+        help_text=lambda: _help_text(description, default_config),
+    )
 
 
 def parse_plan_command(
@@ -111,7 +109,6 @@ def parse_plan_command(
 
     Raises:
       UsageError: It cannot be followed; the message is one sentence that says why.
-      ValueError: The topology is none, likewise.
     """
     own = flags.FlagValues()
     for name in ("topology", "compiler"):

@@ -6,7 +6,6 @@ wherever it stands; each is understood by `manualpar.training.command_line`, one
 
 import dataclasses
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from absl import flags
 from manualpar.inspect.budget_file import parse_size
 from manualpar.training.command_line import UsageError, parse_command_line
 from manualpar.training.config import nearest
-from manualpar.training.main import USAGE_EXIT_CODE, print_error
+from manualpar.training.main import ending_parser
 
 MOST_COMPILED = 64
 INSPECT_FLAGS_HELP = {
@@ -89,24 +88,13 @@ def inspect_flags_parser(
     Returns:
       A function of the arguments that returns what they ask for, or ends the process.
     """
-
-    def parse(argv: list[str]) -> InspectCommand:
-        try:
-            if {"--help", "-help", "-h", "--helpshort"} & set(argv):
-                lines = [f"  --{name:16s}  {text}" for name, text in INSPECT_FLAGS_HELP.items()]
-                print("\n".join([description.strip(), "", "Flags:", *lines]))
-                sys.exit(0)
-            return parse_inspect_command(
-                argv,
-                default_config=default_config,
-                chip_memory=chip_memory,
-                flag_values=flags.FLAGS,
-            )
-        except UsageError as error:
-            print_error(error)
-            sys.exit(USAGE_EXIT_CODE)
-
-    return parse
+    lines = [f"  --{name:16s}  {text}" for name, text in INSPECT_FLAGS_HELP.items()]
+    return ending_parser(
+        lambda argv: parse_inspect_command(
+            argv, default_config=default_config, chip_memory=chip_memory, flag_values=flags.FLAGS
+        ),
+        help_text=lambda: "\n".join([description.strip(), "", "Flags:", *lines]),
+    )
 
 
 def parse_inspect_command(

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from absl import flags, logging
 
@@ -58,6 +59,8 @@ INTERRUPTED_EXIT_CODE = 130
 # Every process has these after the same step.
 AGREED_ERRORS = (StoppedError, NonFiniteError, ReplicaError)
 
+Parsed = TypeVar("Parsed")
+
 
 def flags_parser(description: str, default_config: Path) -> Callable[[list[str]], CommandLine]:
     """Makes the parser that `absl.app.run` takes.
@@ -70,18 +73,39 @@ def flags_parser(description: str, default_config: Path) -> Callable[[list[str]]
       A function of the arguments that returns what they ask for, or ends the process: with code 0
       for `--help`, with code 2 and a sentence for a mistake.
     """
+    return ending_parser(
+        lambda argv: parse_command_line(
+            argv, default_config=default_config, flag_values=flags.FLAGS
+        ),
+        help_text=lambda: _help_text(description, default_config),
+    )
 
-    def parse(argv: list[str]) -> CommandLine:
+
+def ending_parser(
+    parse: Callable[[list[str]], Parsed], *, help_text: Callable[[], str]
+) -> Callable[[list[str]], Parsed]:
+    """Makes a parser for `absl.app.run` that ends the process where there is nothing to run.
+
+    Args:
+      parse: Understands the arguments; a mistake in them is a `UsageError`.
+      help_text: Makes what `--help` shows.
+
+    Returns:
+      A function of the arguments that returns what `parse` does, or ends the process: with code 0
+      for `--help`, with code 2 and a sentence for a mistake.
+    """
+
+    def parse_or_end(argv: list[str]) -> Parsed:
+        if {"--help", "-help", "-h", "--helpshort"} & set(argv):
+            print(help_text())
+            sys.exit(0)
         try:
-            if {"--help", "-help", "-h", "--helpshort"} & set(argv):
-                print(_help_text(description, default_config))
-                sys.exit(0)
-            return parse_command_line(argv, default_config=default_config, flag_values=flags.FLAGS)
+            return parse(argv)
         except UsageError as error:
             print_error(error)
             sys.exit(USAGE_EXIT_CODE)
 
-    return parse
+    return parse_or_end
 
 
 def run_command(command: CommandLine) -> int:
