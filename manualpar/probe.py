@@ -39,7 +39,7 @@ def find_carried_collections(
       variables: Its abstract variables, no boxes among them.
       inputs: Its abstract global inputs.
       mesh: The mesh.
-      data_axes: The mesh axes that the batch is split over.
+      data_axes: The mesh axes that the batch is split over, none for a trace on global arrays.
 
     Returns:
       The abstract collections by name.
@@ -56,7 +56,8 @@ def find_carried_collections(
 
     if others:
         specs = (PartitionSpec(), PartitionSpec(), batch_specs(inputs, data_axes))
-        _trace(on_device, mesh, specs, variables, jax.eval_shape(lambda: jax.random.key(0)), inputs)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        _trace(on_device, mesh, data_axes, specs, variables, key, inputs)
     return {
         name: tree
         for name, tree in others.items()
@@ -87,7 +88,7 @@ def find_loop_dims(
       collections: The model's other abstract collections.
       batch: The abstract global batch.
       mesh: The mesh.
-      data_axes: The mesh axes that the batch is split over.
+      data_axes: The mesh axes that the batch is split over, none for a trace on global arrays.
 
     Returns:
       The dimensions of each parameter that was looked at, by its path.
@@ -100,7 +101,7 @@ def find_loop_dims(
 
     def on_device(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
         apply_fn = CarryingApply(model, collections, train=True)
-        rng = fold_rng_over_axis(rng, data_axes)
+        rng = fold_rng_over_axis(rng, data_axes) if data_axes else rng
         call_loss(loss_fn, params, apply_fn, batch, rng)
 
     def on_device_boxed(values: Any, *args: Any) -> None:
@@ -118,14 +119,14 @@ def find_loop_dims(
         on_device(cast_to_varying(params, data_axes), *args)
 
     specs = (PartitionSpec(), PartitionSpec(), PartitionSpec(), batch_specs(batch, data_axes))
-    _trace(on_device_plain, mesh, specs, params, collections, key, batch)
+    _trace(on_device_plain, mesh, data_axes, specs, params, collections, key, batch)
     keys = jax.tree.map(
         lambda is_boxed, x: jax.ShapeDtypeStruct(x.shape, key.dtype) if is_boxed else x,
         boxed,
         params,
     )
     try:
-        _trace(on_device_boxed, mesh, specs, keys, collections, key, batch)
+        _trace(on_device_boxed, mesh, data_axes, specs, keys, collections, key, batch)
     except Exception as error:  # Whatever it is: with plain parameters it was not raised.
         raise ValueError(
             f"{strategy}: a parameter that is to be sharded is read other than by a module that "
@@ -138,8 +139,17 @@ def find_loop_dims(
     return {path: frozenset(dims) for path, dims in notes.items()}
 
 
-def _trace(function: Any, mesh: Mesh, in_specs: Any, *args: Any) -> None:
-    """Traces a function for what it notes on the way, as one device would run it."""
+def _trace(
+    function: Any, mesh: Mesh, data_axes: tuple[str, ...], in_specs: Any, *args: Any
+) -> None:
+    """Traces a function for what it notes on the way, as one device would run it.
+
+    Without data axes on global arrays, where a model may constrain shardings.
+    """
+    if not data_axes:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            jax.eval_shape(function, *args)
+        return
     run = jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=True
     )

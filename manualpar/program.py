@@ -141,7 +141,7 @@ def build_program(
     if not jax.tree.leaves(variables["params"]):
         raise ValueError(f"{name}: model {applied!r} has no parameters, expected some to train.")
     collections = find_carried_collections(
-        applied, strip_boxes(variables), batch.inputs, mesh, axes
+        applied, strip_boxes(variables), batch.inputs, mesh, _probed_axes(mode, axes)
     )
 
     step = Step(
@@ -274,9 +274,14 @@ def _place_parameters(
         collections=collections,
         batch=batch,
         mesh=mesh,
-        data_axes=step.data_axes,
+        data_axes=_probed_axes(step.mode, step.data_axes),
     )
     return place_all(params, loop_dims)
+
+
+def _probed_axes(mode: Mode, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that a model is probed over: in mode `auto` it may constrain shardings itself."""
+    return () if mode == "auto" else axes
 
 
 def _check_unmixed(info: ParameterInfo, data_axes: tuple[str, ...]) -> None:

@@ -147,3 +147,27 @@ def test_rules_hold_for_activations_in_auto_mode_alone(devices8, mode, constrain
     # The hidden activations [batch, mlp]; the gathered kernel of their shape is [{}, {"model"}].
     constrained = re.findall(r'constraint .*\[{"data"}, {"model"}\]> : tensor<16x64xf32>', lowered)
     assert len(constrained) == constraints
+
+
+class Constrained(nn.Module):
+    """As flax's guide to scaling up has it: the model says how its activations lie."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        up = nn.Dense(64, kernel_init=nn.with_partitioning(init, (None, "model")), name="up")
+        h = jax.lax.with_sharding_constraint(nn.silu(up(x)), P("data", "model"))
+        return nn.LayerNorm()(x + nn.Dense(16, name="down")(h))
+
+
+@pytest.mark.parametrize("builder", [data_parallel, fsdp])
+def test_a_model_may_constrain_its_activations_in_auto_mode(devices8, reference, builder):
+    mesh = make_mesh({"data": 2, "model": 4}, devices8)
+    with jax.set_mesh(mesh):
+        program = build(builder, mesh, Constrained(), mode="auto")
+        _, losses = train_program(program, [make_batch()] * 4)
+    np.testing.assert_allclose(losses, reference.losses, rtol=1e-5)
+    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch).as_text()
+    assert re.search(r'constraint .*\[{"data"}, {"model"}\]> : tensor<16x64xf32>', lowered)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="can only refer to Auto axes"):
+        build(builder, mesh, Constrained(), mode="manual")
