@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
 from tests.nnx_model_test import in_modes, sent, train
@@ -179,3 +180,32 @@ def test_penalties_on_boxed_parameters(devices8, mode):
     expected = run(devices8[:1], {"data": 1, "model": 1})
     losses = run(devices8, {"data": 2, "model": 4}, mode=mode)
     np.testing.assert_allclose(losses, expected, **TOLERANCE)
+
+
+class Constrained(DotReluDot):
+    """With the constraint that flax's guide to scaling up has."""
+
+    def __call__(self, x):
+        y = jax.lax.with_sharding_constraint(jax.nn.relu(self.dot1(x)), P("data", "model"))
+        return y @ self.w2[...]
+
+
+def test_activations_may_be_constrained_in_auto_mode_under_a_mesh(devices8):
+    def loss_fn(params, apply_fn, batch, rng):
+        out = apply_fn({"params": params}, batch.inputs)
+        losses = jnp.square(out - batch.labels).mean(-1)
+        return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+    inputs = np.random.default_rng(0).normal(size=(8, DEPTH)).astype(np.float32)
+    batch, losses = Batch(inputs=inputs, labels=np.roll(inputs, 1, axis=1)), {}
+    options = {"batch": batch, "mode": "auto", "min_weight_size": 1}
+    for size in (8, 1):
+        mesh = make_mesh({"data": min(size, 2), "model": -1}, devices8[:size])
+        with jax.set_mesh(mesh):
+            program = fsdp(Constrained, optax.sgd(0.1), loss_fn, mesh=mesh, **options)
+            state, losses[size] = program.init(jax.random.key(0)), []
+            for _ in range(3):
+                state, metrics = program.train_step(state, batch)
+                losses[size].append(float(metrics["loss"][0]))
+    np.testing.assert_allclose(losses[8], losses[1], rtol=1e-5)
+    assert losses[8][-1] < losses[8][0]
