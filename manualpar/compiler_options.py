@@ -3,8 +3,9 @@
 A v5e does so by default for what is gathered, and no option was found that does it for what is
 scattered and leaves room for the rest. A v6e has units of its own for it, the SparseCores, and a
 v5p takes some of both. The sets were chosen by compiling one step (FSDP, sixteen scanned layers of
-width 2048) for each, with libtpu 0.0.42, and taking the one that leaves the least to wait for by
-the planner's model: none has run on a TPU. `benchmarks/compiled_for_tpu.py` compiles with them.
+width 2048) for each, with libtpu 0.0.42, and taking the one that leaves the least to wait for: the
+bytes of each collective over one direction of all links, less what is computed between its start
+and its end. None has run on a TPU. `benchmarks/compiled_for_tpu.py` compiles with them.
 
 An option that a compiler does not know is an error of its own, so with another libtpu than that
 one some of them may have to go.
