@@ -40,7 +40,7 @@ ORDER = """
     nnx_variables
     collectives
     rng train_state
-    mesh loss dispatch divergence compiler_options
+    mesh loss dispatch divergence compiler_options untrusted
 """
 RANKS = {
     unit: rank

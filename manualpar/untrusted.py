@@ -1,0 +1,158 @@
+"""Files and lines that anybody may have written, read without trusting them.
+
+What a program finds under a name need not be what was written there. A FIFO makes a reader wait for
+ever, a device has no end, a link leads out of the folder, and JSON that is nested deep enough
+exhausts the stack. Here each of these is an error that says what was found.
+
+Every message completes a sentence that begins with the name of the file: `is a FIFO, ...`.
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+MAX_BYTES = 1 << 26
+MAX_DEPTH = 64
+# What there is besides files, by the type bits of its mode.
+KINDS = {
+    stat.S_IFLNK: "a link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class NotAFileError(OSError):
+    """Something has the name of a file and is none, such as a FIFO; the message says what it is."""
+
+
+def kind_of(mode: int) -> str:
+    """What has a mode that `os.stat` or `os.lstat` returned, such as `a FIFO` or `a file`."""
+    return KINDS.get(stat.S_IFMT(mode), "a file")
+
+
+def open_file(path: Path, *, follow_links: bool = False) -> BinaryIO:
+    """Opens a regular file for reading, and nothing else; never waits for another process.
+
+    Args:
+      path: The file.
+      follow_links: Whether the last part of the path may be a link.
+
+    Returns:
+      The file.
+
+    Raises:
+      NotAFileError: It is a link, a folder, a FIFO, a socket or a device.
+      OSError: It cannot be opened.
+    """
+    _refuse_others(os.stat(path, follow_symlinks=follow_links).st_mode)
+    # Should it be replaced before it is opened: a FIFO is not waited for, and a link not followed.
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    try:
+        _refuse_others(os.fstat(descriptor).st_mode)
+    except NotAFileError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: Path, *, follow_links: bool = False, max_bytes: int = MAX_BYTES) -> bytes:
+    """Reads a regular file; see `open_file`.
+
+    Raises:
+      ValueError: It is longer than `max_bytes`.
+      OSError: It cannot be read, or is not a file.
+    """
+    with open_file(path, follow_links=follow_links) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"has more than {max_bytes:,} bytes")
+    return data
+
+
+def create_file(path: Path) -> BinaryIO:
+    """Creates a file for writing; what has the name goes, and a link is not followed.
+
+    Raises:
+      OSError: It cannot be created; a folder has the name, for example.
+    """
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    return os.fdopen(os.open(path, flags, 0o666), "wb")
+
+
+def parse_object(text: bytes | str, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """Parses a JSON object.
+
+    Args:
+      text: The text; bytes are UTF-8.
+      max_bytes: How long it may be.
+
+    Returns:
+      The object. Nothing in it is nested deeper than `MAX_DEPTH`, so that functions that call
+      themselves may look through it.
+
+    Raises:
+      ValueError: It is longer, not UTF-8, not JSON (NaN and Infinity are not), nested deeper, or
+        another value than an object.
+    """
+    if len(text) > max_bytes:
+        raise ValueError(f"has more than {max_bytes:,} bytes")
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 (byte {error.start})") from None
+    except RecursionError:
+        raise ValueError(f"is nested deeper than {MAX_DEPTH} levels") from None
+    except ValueError as error:
+        raise ValueError(f"is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"is not a JSON object ({type(value).__name__})")
+    if text.count("{") + text.count("[") > MAX_DEPTH:  # Otherwise it can't be nested as deep.
+        _refuse_depth(value)
+    return value
+
+
+def read_object(
+    path: Path, *, follow_links: bool = False, max_bytes: int = MAX_BYTES
+) -> dict[str, Any]:
+    """Reads a JSON object from a regular file; see `open_file` and `parse_object`.
+
+    Raises:
+      ValueError: The file does not hold such an object.
+      OSError: It cannot be read, or is not a file.
+    """
+    data = read_file(path, follow_links=follow_links, max_bytes=max_bytes)
+    return parse_object(data, max_bytes=max_bytes)
+
+
+def _refuse_others(mode: int) -> None:
+    """Refuses what is not a regular file."""
+    if not stat.S_ISREG(mode):
+        raise NotAFileError(f"is {kind_of(mode)}, expected a file")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    """Refuses what Python takes for JSON and the standard does not."""
+    raise ValueError(f"{name} is no number")
+
+
+def _refuse_depth(value: Any) -> None:
+    """Refuses what is nested too deep, without calling itself."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"is nested deeper than {MAX_DEPTH} levels")

@@ -1,0 +1,117 @@
+"""Files and lines that anybody may have written are read, or refused in a sentence, at once."""
+
+import json
+import os
+import socket
+import threading
+
+import pytest
+
+from manualpar.untrusted import (
+    MAX_DEPTH,
+    NotAFileError,
+    create_file,
+    open_file,
+    parse_object,
+    read_file,
+    read_object,
+)
+
+
+def nested(depth):
+    return '{"a": ' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", r"is not JSON \(Expecting value"),
+        ("[" * 200_000, "is nested deeper than 64 levels"),
+        ('{"a":' * 200_000, "is nested deeper than 64 levels"),
+        (nested(MAX_DEPTH + 1), "is nested deeper than 64 levels"),
+        ("[1]", r"is not a JSON object \(list\)"),
+        ("null", r"is not a JSON object \(NoneType\)"),
+        ('{"a": NaN}', "NaN is no number"),
+        ('{"a": -Infinity}', "-Infinity is no number"),
+        ('{"a": ' + "9" * 5000 + "}", "is not JSON .*digits"),
+        (b'{"a": "\xff\xfe"}', r"is not UTF-8 \(byte 7\)"),
+        ('{"a": 1}'.encode("utf-16"), "is not UTF-8"),
+        (b'{"a": 1', "is not JSON"),
+        ('{"a": "' + "x" * 100 + '"}', "has more than 99 bytes"),
+    ],
+)
+def test_what_is_not_a_small_shallow_object_is_refused(text, found):
+    limit = {"max_bytes": 99} if "bytes" in found else {}
+    with pytest.raises(ValueError, match=found):
+        parse_object(text, **limit)
+
+
+def test_an_object_is_read(tmp_path):
+    value = {"a": [1, 2.5, None, "ü", {"b": True}], "wide": [[1]] * 200}
+    (tmp_path / "file").write_text(json.dumps(value))
+    (tmp_path / "link").symlink_to("file")
+    assert read_object(tmp_path / "file") == value
+    assert read_object(tmp_path / "link", follow_links=True) == value
+    assert parse_object(nested(MAX_DEPTH))
+    with pytest.raises(ValueError, match="has more than 10 bytes"):
+        read_file(tmp_path / "file", max_bytes=10)
+
+
+def others(folder):
+    """One of everything that is not a file, with how it is called."""
+    (folder / "folder").mkdir()
+    os.mkfifo(folder / "fifo")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "socket"))
+    (folder / "file").write_text("{}")
+    (folder / "link").symlink_to("file")
+    (folder / "dangling").symlink_to("none")
+    return [
+        (folder / "folder", "a folder"),
+        (folder / "fifo", "a FIFO"),
+        (folder / "socket", "a socket"),
+        (folder / "link", "a link"),
+        (folder / "dangling", "a link"),
+        ("/dev/zero", "a device"),
+    ]
+
+
+def test_only_files_are_opened(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # The name of a socket is short.
+    for path, kind in others(tmp_path.relative_to(tmp_path)):
+        with pytest.raises(NotAFileError, match=f"^is {kind}, expected a file$"):
+            open_file(path)
+
+
+def test_a_fifo_that_takes_the_place_of_a_file_is_not_waited_for(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "file").write_text("")
+    a_file = os.stat(tmp_path / "file")
+    monkeypatch.setattr("manualpar.untrusted.os.stat", lambda *args, **kwargs: a_file)
+    caught = []
+
+    def read():
+        try:
+            read_file(tmp_path / "fifo")
+        except NotAFileError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert caught == ["is a FIFO, expected a file"]
+
+
+def test_a_file_that_is_created_does_not_follow_links(tmp_path):
+    (tmp_path / "precious").write_text("keep")
+    (tmp_path / "link").symlink_to("precious")
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("link", "fifo", "new", "new"):
+        with create_file(tmp_path / name) as file:
+            file.write(b"draft")
+        assert (tmp_path / name).read_text() == "draft"
+        assert not (tmp_path / name).is_symlink()
+    assert (tmp_path / "precious").read_text() == "keep"
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        create_file(tmp_path / "folder")
