@@ -184,7 +184,7 @@ class Bench:
           How many seconds it took.
         """
         # As many computations at once as there may be on simulated devices, see `dispatch`.
-        is_limited = self.jitted is not self.program.train_step
+        is_limited = getattr(self.program.train_step, "is_limited", False)
         in_flight: collections.deque[Any] = collections.deque()
         metrics: Any = None
         with contextlib.closing(self.batches(source)) as batches:

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from manualpar.annotations import check_rules
 from manualpar.collectives import Wire
-from manualpar.dispatch import limit_steps_ahead
+from manualpar.dispatch import guard_step
 from manualpar.divergence import check_conditions
 from manualpar.layout import (
     ParameterInfo,
@@ -233,8 +233,8 @@ def build_program(
         ),
         batch_sharding=NamedSharding(mesh, PartitionSpec(axes)),
         init=functools.partial(_init, create_sharded if has_devices else None),
-        train_step=limit_steps_ahead(train_step, mesh) if has_devices else train_step,
-        eval_step=limit_steps_ahead(eval_step, mesh) if has_devices else eval_step,
+        train_step=guard_step("train_step", train_step, mesh) if has_devices else train_step,
+        eval_step=guard_step("eval_step", eval_step, mesh) if has_devices else eval_step,
     )
     for function in (program.train_step, program.eval_step):
         traced = function.trace(program.abstract_state, program.abstract_batch)

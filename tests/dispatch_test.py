@@ -5,10 +5,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
-from manualpar import make_mesh
-from manualpar.dispatch import MAX_STEPS_AHEAD, limit_steps_ahead
+from manualpar import Batch, TrainState, make_mesh
+from manualpar.dispatch import MAX_STEPS_AHEAD, guard_step
 
 
 class Metric:
@@ -32,20 +33,22 @@ def test_the_step_some_steps_ago_is_waited_for(devices8, with_state):
         metrics.append(Metric(waited_for))
         return (state, {"loss": (metrics[-1], 1)}) if with_state else {"loss": (metrics[-1], 1)}
 
-    limited = limit_steps_ahead(step, make_mesh({"data": 8}, devices8))
+    limited = guard_step("train_step", step, make_mesh({"data": 8}, devices8))
     for count in range(1, 3 * MAX_STEPS_AHEAD):
         limited(None, None)
         assert waited_for == metrics[: max(count - MAX_STEPS_AHEAD, 0)]
 
 
-def test_one_device_is_never_waited_for(devices8):
+@pytest.mark.parametrize("count", [1, 8])
+def test_only_simulated_devices_are_waited_for(devices8, count):
     step = jax.jit(lambda state, batch: (state, batch))
-    assert limit_steps_ahead(step, make_mesh({"data": 1}, devices8[:1])) is step
+    guarded = guard_step("train_step", step, make_mesh({"data": count}, devices8[:count]))
+    assert guarded.is_limited == (count > 1)
 
 
 def test_it_is_used_like_the_jitted_function(devices8):
     step = jax.jit(lambda state, batch: (state + batch, {"loss": (batch, 1)}))
-    limited = limit_steps_ahead(step, make_mesh({"data": 8}, devices8))
+    limited = guard_step("train_step", step, make_mesh({"data": 8}, devices8))
     assert limited(jnp.float32(1), jnp.float32(2))[0] == 3
     assert "add" in limited.lower(jnp.float32(1), jnp.float32(2)).as_text()
 
@@ -53,10 +56,58 @@ def test_it_is_used_like_the_jitted_function(devices8):
 def test_a_metric_that_was_donated_does_not_stop_the_run(devices8):
     step = jax.jit(lambda state, batch: (state, {"loss": (batch + 1, 1)}))
     consume = jax.jit(lambda x: x + 1, donate_argnums=0)
-    limited = limit_steps_ahead(step, make_mesh({"data": 8}, devices8))
+    limited = guard_step("train_step", step, make_mesh({"data": 8}, devices8))
     for _ in range(2 * MAX_STEPS_AHEAD):
         _, metrics = limited(jnp.float32(1), jnp.float32(2))
         consume(metrics["loss"][0])
+
+
+def test_tracing_leaves_nothing_to_wait_for(devices8):
+    step = jax.jit(lambda state, batch: (state, {"loss": (batch + 1, 1)}))
+    guarded = guard_step("train_step", step, make_mesh({"data": 8}, devices8))
+    for _ in range(2 * MAX_STEPS_AHEAD):
+        jax.eval_shape(guarded, make_state(), Batch(jnp.ones(2), jnp.ones(2)).inputs)
+
+
+def make_state():
+    return TrainState.create(
+        apply_fn=None,
+        params={"a": jnp.ones(2), "b": jnp.ones(3)},
+        tx=optax.sgd(0.1),
+        rng=jax.random.key(0),
+    )
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_state_that_was_donated_is_refused_before_jax_sees_it(devices8, count):
+    """Where there are several devices the process used to die."""
+    mesh = make_mesh({"data": count}, devices8[:count])
+    calls = []
+
+    def train(state, batch):
+        calls.append(1)
+        state = jax.tree.map(lambda x: x if x.ndim == 0 else x + batch.inputs.sum(), state)
+        return state.replace(step=state.step + 1), {"loss": (batch.inputs.sum(), 1)}
+
+    train_step = guard_step("train_step", jax.jit(train, donate_argnums=0), mesh)
+    eval_step = guard_step("eval_step", jax.jit(lambda s, b: train(s, b)[1]), mesh)
+    batch = Batch(jnp.ones(4), jnp.ones(4))
+    first = make_state()
+    eval_step(first, batch)
+    second, _ = train_step(first, batch)
+    message = r": state.step has been deleted.*Use the returned one"
+    with pytest.raises(ValueError, match="train_step" + message):
+        train_step(first, batch)
+    with pytest.raises(ValueError, match="eval_step" + message):  # It has been there alive.
+        eval_step(first, batch)
+    with pytest.raises(ValueError, match=r"train_step: state.params\['b'\] has been deleted"):
+        train_step(second.replace(params={**second.params, "b": first.params["b"]}), batch)
+    eval_step(second, batch)
+    third, _ = train_step(second, batch)
+    batch.labels.delete()
+    with pytest.raises(ValueError, match=r"train_step: batch.labels has been deleted"):
+        train_step(third, batch)
+    assert int(third.step) == 2  # It is still alive.
 
 
 @pytest.mark.slow

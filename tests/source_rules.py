@@ -39,8 +39,9 @@ ORDER = """
     nnx_streams nnx_recurrence
     nnx_variables
     collectives
+    dispatch
     rng train_state
-    mesh loss dispatch divergence compiler_options untrusted
+    mesh loss donation divergence compiler_options untrusted
 """
 RANKS = {
     unit: rank
