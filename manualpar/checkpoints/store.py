@@ -40,6 +40,7 @@ from manualpar.checkpoints.retention import (
     put_in_place,
     read_metrics,
 )
+from manualpar.donation import check_alive
 from manualpar.program import Program
 from manualpar.train_state import TrainState
 
@@ -145,10 +146,11 @@ class Checkpoints:
         Raises:
           CheckpointError: This save, or the one before, could not be written.
           TypeError: `extra` is not JSON.
-          ValueError: `step` is negative.
+          ValueError: `step` is negative, or the state has been donated.
         """
         if not isinstance(step, int) or step < 0:
             raise ValueError(f"step={step!r}, expected an integer, at least 0.")
+        check_alive("save", state=state)
         try:
             extra = json.loads(json.dumps(extra))  # The caller's may change while this is written.
         except (TypeError, ValueError) as error:
