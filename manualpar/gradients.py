@@ -72,7 +72,8 @@ def accumulate_gradients(
 
     Communication:
       One `pmean` of a scalar where the count differs between devices (masked losses); none where it
-      is a constant. Boxed parameters add their own gathers.
+      is a constant. In the backward pass one `psum` of a scalar for each minibatch if the loss is
+      the same on all devices already. Boxed parameters add their own gathers.
 
     Gradient:
       Of the float32 product `loss * count`; minibatches are accumulated in float32.
@@ -114,14 +115,18 @@ def accumulate(
       The gradients in float32 or wider, the metrics, and the collections after the last minibatch.
     """
     keys = jax.random.split(rng, len(jax.tree.leaves(minibatches)[0]))
-    params = cast_to_varying(params, _union(map(varying_axes, jax.tree.leaves(minibatches))))
+    axes = _union(map(varying_axes, jax.tree.leaves(minibatches)))
+    params = cast_to_varying(params, axes)
 
     def weighted_loss(
         params: Any, collections: Any, minibatch: Any, key: jax.Array
     ) -> tuple[jax.Array, Any]:
         loss, metrics, collections = loss_fn(params, collections, minibatch, key)
         weight = jax.lax.stop_gradient(_at_least_float32(metrics["loss"][1]))
-        return _at_least_float32(loss) * weight, (metrics, collections)
+        # A loss that is the same on all devices (a pmean, a ratio of psums) is the loss of each of
+        # them. Differentiated once for all, the mean of the gradients would be too small.
+        loss = cast_to_varying(_at_least_float32(loss), axes)
+        return loss * weight, (metrics, collections)
 
     def part(collections: Any, minibatch: Any, key: jax.Array) -> tuple[Any, Any]:
         grads, (metrics, collections) = jax.grad(weighted_loss, has_aux=True)(

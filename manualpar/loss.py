@@ -10,6 +10,9 @@ whose count weighs the part in the mean over all devices and minibatches. `apply
 - A part may have no valid example at all, and the gradient of 0 / 0 is NaN on that device and then
   everywhere: a masked loss divides by `jnp.where(count > 0, count, 1)`. (`jnp.maximum(count, 1)` is
   another loss for a part whose weights add up to less than 1.)
+- A loss may be made of collectives and so be the same on all devices (`jax.lax.pmean(loss, axes)`,
+  a ratio of `psum`s): its gradient is that of one device. Metrics are a device's own and are summed
+  here; if they are summed already, their means stay right and their counts do not.
 - `params` are boxed where they are sharded. `apply_fn` takes them so; a penalty on parameters reads
   `flax.linen.unbox(params)`, which gathers them.
 - Where parts of it run in a `lax.scan` or `lax.cond`, constants that meet data must vary over

@@ -1,3 +1,5 @@
+import functools
+import math
 import types
 
 import chex
@@ -392,3 +394,51 @@ def test_collections_are_averaged_over_the_axes_of_a_larger_mesh(devices8, axes,
         out_specs=P(),
     )
     assert jax.jit(run)(jnp.arange(8.0))["mean"] == mean
+
+
+# Losses that are the same on all devices along some axes already.
+
+
+def overlap(params, x, y):
+    """A ratio of sums, of which no mean over parts is the whole."""
+    p, t = jax.nn.sigmoid(model({"params": params}, x)), (y > 0).astype(jnp.float32)
+    return (p * t).sum(), (p + t).sum()
+
+
+def overlap_loss(axes):
+    def loss_fn(params, apply_fn, batch, rng):
+        total, count = jax.lax.psum(overlap(params, batch.inputs, batch.labels), axes)
+        return 1 - 2 * total / count, {"loss": (1 - 2 * total / count, 1)}
+
+    return loss_fn
+
+
+def overlap_gradient(batch, mesh, axes, num_minibatches):
+    """On one device: of the mean over what the psums over `axes` leave apart, and minibatches."""
+    shape = (*mesh.axis_sizes, num_minibatches)
+    coupled = [dim for dim, name in enumerate(mesh.axis_names) if name in axes]
+    apart = [dim for dim in range(len(shape)) if dim not in coupled]
+    count = math.prod(shape[dim] for dim in apart)
+
+    def group(x):
+        x = x.reshape(*shape, -1, *x.shape[1:])
+        order = (*apart, *coupled, *range(len(shape), x.ndim))
+        return x.transpose(order).reshape(count, -1, *x.shape[len(shape) + 1 :])
+
+    def loss(params):
+        total, sizes = jax.vmap(functools.partial(overlap, params))(
+            group(batch.inputs), group(batch.labels)
+        )
+        return (1 - 2 * total / sizes).mean()
+
+    return jax.grad(loss)(PARAMS)
+
+
+def test_a_loss_that_is_the_same_on_all_devices_has_its_whole_gradient(mesh8):
+    batch, names = make_batch(64), mesh8.axis_names
+    for axes in {names, names[:1]}:
+        expected = jax.jit(lambda axes=axes: overlap_gradient(batch, mesh8, axes, 4))()
+        grads, _ = parallel_gradient(
+            mesh8, batch, overlap_loss(axes), names, num_minibatches=4, use_scan=True
+        )
+        chex.assert_trees_all_close(grads, expected, rtol=5e-5, atol=1e-6)
