@@ -20,7 +20,7 @@ from typing import Any
 import flax.linen as nn
 from jax.sharding import Mesh, PartitionSpec
 
-from manualpar.mesh import AxisName, axes_size, axis_tuple
+from manualpar.mesh import AxisName, axes_size, axis_tuple, written_with
 from manualpar.nnx_variables import NNXAnnotated
 from manualpar.partitioning import Names
 
@@ -170,7 +170,10 @@ def _check_axes(where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules) ->
     unknown = sorted(set(axes) - set(mesh.shape))
     if unknown:
         logical = sorted(set(unknown) & {name for name, _ in rules})
-        mend = f"{_nearest(unknown, mesh.shape)}. Name one of these or nothing."
+        mend = (
+            f"{_nearest(unknown, mesh.shape)}. Name one of these or nothing, or build the mesh "
+            f"with {written_with(mesh, unknown)}: an axis of size 1 shards nothing."
+        )
         if logical:
             mend = (
                 f". Rules have {logical}, but nn.with_partitioning takes no rules: annotate with "

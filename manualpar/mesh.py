@@ -10,6 +10,8 @@ several, else a process. One slice of TPUs is one host, for its own network join
 
 import collections
 import math
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -59,11 +61,17 @@ def check_mesh_has(function: str, mesh: Mesh | AbstractMesh, axes: tuple[str, ..
     if missing or not axes:
         raise ValueError(
             f"{function}: axis_name names {missing or 'no axis'}, but the mesh has the axes "
-            f"{list(mesh.shape)}. "
-            f"Build it with make_mesh({{{(missing or ['data'])[0]!r}: -1}}) or pass axis_name=."
+            f"{list(mesh.shape)}. Build it with {written_with(mesh, missing)}, of a larger size to "
+            "split the batch along that axis, or name one of the mesh's axes with axis_name=."
         )
     if len(set(axes)) != len(axes):
         raise ValueError(f"{function}: axis_name={axes} names an axis twice; name each once.")
+
+
+def written_with(mesh: Mesh | AbstractMesh, missing: list[str]) -> str:
+    """How to make a mesh like this one that has the missing axes too, of size 1."""
+    sizes: dict[str, int] = dict.fromkeys(missing or ["data"], 1)
+    return f"make_mesh({sizes | dict(mesh.shape)})"
 
 
 def axes_size(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
@@ -94,11 +102,14 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
 
     Raises:
       ValueError: A size is neither positive nor -1, more than one is -1, or the sizes do not fit
-        the devices; or, without `devices`, leave a process without any.
+        the devices; or, without `devices`, leave a process without any, or JAX has fewer CPU
+        devices than the process has asked for, because it asked too late.
       TypeError: A name is not a string or a size is not an integer.
     """
     is_everyones = devices is None
     devices = list(jax.devices() if devices is None else devices)
+    if is_everyones:
+        _check_enough(axes, devices)
     sizes = _fill_sizes("make_mesh", axes, len(devices))
     used = devices[: math.prod(sizes)]
     idle = {d.process_index for d in devices} - {d.process_index for d in used}
@@ -166,11 +177,57 @@ def _fill_sizes(function: str, axes: Mapping[str, int], num_devices: int) -> lis
     elif fixed > num_devices:
         raise ValueError(
             f"{function}: axes={dict(axes)} needs {fixed} devices, got {num_devices}. Use smaller "
-            "sizes, -1 for the "
-            "rest of the devices, or simulate devices with "
-            "jax.config.update('jax_num_cpu_devices', N)."
+            "sizes, or -1 for the rest of the devices."
         )
     return sizes
+
+
+def _check_enough(axes: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
+    """Refuses axes if JAX has started with fewer devices than they, or the environment, ask for."""
+    sizes = [size for size in axes.values() if isinstance(size, int) and size >= -1]
+    if -1 not in sizes:
+        needed, wish = math.prod(sizes), "needs"
+        mend = "use smaller sizes, or -1 for the rest of the devices"
+    elif devices[0].platform == "cpu":  # Otherwise CPUs that were asked for are not used.
+        needed = (cpu_devices_asked_for() or 0) * jax.process_count()
+        wish = "takes all devices, and the environment asks for"
+        mend = "pass devices=jax.devices() to use those there are"
+    else:
+        return
+    if needed > len(devices):
+        raise ValueError(
+            f"make_mesh: axes={dict(axes)} {wish} {needed} devices, got {len(devices)}. "
+            f"{how_to_simulate(needed)} Or {mend}."
+        )
+
+
+def cpu_devices_asked_for() -> int | None:
+    """How many CPU devices this process is to have: JAX's config, else `XLA_FLAGS`, else unsaid.
+
+    An environment variable that was set too late for JAX to read it counts too.
+    """
+    count: int = jax.config.values["jax_num_cpu_devices"]
+    if count != -1:
+        return count
+    flags = os.environ.get("XLA_FLAGS", "")
+    found = re.search(r"--xla_force_host_platform_device_count=(\d+)", flags)
+    text = found[1] if found else os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    return int(text) if text.isdigit() else None
+
+
+def how_to_simulate(count: int) -> str:
+    """Says what JAX has started with, and how a process gets so many devices all the same."""
+    devices = jax.devices()
+    plural = "device" if len(devices) == 1 else "devices"
+    each = -(-count // jax.process_count())
+    lines = f"jax.config.update('jax_num_cpu_devices', {each})"
+    if devices[0].platform != "cpu":
+        lines = f"jax.config.update('jax_platforms', 'cpu') and {lines}"
+    return (
+        f"JAX has started with {len(devices)} {devices[0].platform} {plural}, which "
+        f"cannot be changed. To simulate {each}, restart the process (in a notebook, the kernel) "
+        f"and run this first, before anything makes an array or asks for a device: {lines}."
+    )
 
 
 def arrange_devices(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:

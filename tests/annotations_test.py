@@ -144,7 +144,8 @@ WHERE = r"model: parameter 'mlp/kernel' of shape \(18, 64\) is annotated with na
             (),
             ValueError,
             r"\(None, 'modle'\), of which \['modle'\] are not axes of the mesh \['data', 'model'\]"
-            r"; the nearest is 'model'\. Name one of these or nothing\.",
+            r"; the nearest is 'model'\. Name one of these or nothing, or build the mesh with "
+            r"make_mesh\({'modle': 1, 'data': 4, 'model': 2}\): an axis of size 1 shards nothing",
         ),
         ((None, ("data", "pipe")), (), ValueError, r".*, of which \['pipe'\] are not axes of the"),
         (

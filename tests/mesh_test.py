@@ -8,6 +8,7 @@ from manualpar.mesh import (
     arrange_devices,
     axes_across_hosts,
     axis_tuple,
+    check_mesh_has,
     describe_hosts,
     make_mesh,
 )
@@ -59,6 +60,21 @@ def test_a_mesh_of_devices_that_nobody_has(devices8):
     mesh = abstract_mesh({"replica": 2, "data": -1}, 4096)
     assert dict(mesh.shape) == {"replica": 2, "data": 2048}
     assert mesh.axis_types == make_mesh({"a": 2, "b": -1}, devices8).axis_types
+
+
+def test_an_axis_that_a_mesh_lacks_is_given_to_it(devices8):
+    mesh = make_mesh({"model": 8}, devices8)
+    with pytest.raises(ValueError, match=r"Build it with make_mesh\({'data': 1, 'model': 8}\)"):
+        check_mesh_has("fsdp", mesh, ("data",))
+    missing = r"names \['replica', 'data'\].*make_mesh\({'replica': 1, 'data': 1, 'model': 8}\)"
+    with pytest.raises(ValueError, match=missing):
+        check_mesh_has("hsdp", mesh, ("replica", "data"))
+    check_mesh_has("fsdp", make_mesh({"data": 1, "model": 8}, devices8), ("data",))
+
+
+def test_too_few_devices_say_how_to_have_more():
+    with pytest.raises(ValueError, match=r"needs 1024 devices, got \d+\. JAX has started with"):
+        make_mesh({"data": 1024})
 
 
 def test_axis_tuple():

@@ -4,6 +4,8 @@ import os
 
 import jax
 
+from manualpar.mesh import how_to_simulate
+
 DEFAULT_COUNT = 8
 
 
@@ -17,14 +19,30 @@ def simulate_devices(count: int | None) -> None:
         `--xla_force_host_platform_device_count` in `XLA_FLAGS`.
 
     Raises:
-      RuntimeError: jax already has its devices.
+      RuntimeError: JAX already has its devices, and other ones. The message says what to restart
+        and what to run first.
     """
-    if count is not None:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
-    elif not _cpu_devices_chosen():
+    if count is None:
         # Only the CPU's client reads this, so GPUs and TPUs stay the default where they exist.
-        jax.config.update("jax_num_cpu_devices", DEFAULT_COUNT)
+        if not _cpu_devices_chosen():
+            _choose(DEFAULT_COUNT, accepts_accelerators=True)
+        return
+    _choose(count, accepts_accelerators=False)
+    jax.config.update("jax_platforms", "cpu")
+
+
+def _choose(count: int, *, accepts_accelerators: bool) -> None:
+    """Chooses the number of CPU devices; one that JAX has started with will do."""
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # JAX has started.
+        is_cpu = jax.devices()[0].platform == "cpu"
+        if jax.local_device_count() == count if is_cpu else accepts_accelerators:
+            return
+        raise RuntimeError(
+            f"simulate_devices: it is too late for {count} devices. "
+            f"{how_to_simulate(count * jax.process_count())}"
+        ) from None
 
 
 def _cpu_devices_chosen() -> bool:
