@@ -4,13 +4,12 @@ ZeRO stage 3 (Rajbhandari et al., https://arxiv.org/abs/1910.02054; Zhao et al.,
 https://arxiv.org/abs/2304.11277).
 """
 
-import difflib
 import functools
 from typing import Unpack
 
 import optax
 
-from manualpar.layout import is_inside, shard_largest_dim
+from manualpar.layout import check_named, shard_largest_dim
 from manualpar.loss import LossFn
 from manualpar.nnx_model import Model
 from manualpar.program import Program, build_program
@@ -21,6 +20,7 @@ from manualpar.strategy import (
     Strategy,
     check_choice,
     check_min_weight_size,
+    check_names,
 )
 
 
@@ -33,6 +33,7 @@ def fsdp(
     reshard_after_forward: bool = True,
     communicate_every: CommunicateEvery = "minibatch",
     keep_gathered: tuple[str, ...] = (),
+    replicate: tuple[str, ...] = (),
     pad: bool = False,
     **options: Unpack[ProgramOptions],
 ) -> Program:
@@ -58,6 +59,9 @@ def fsdp(
         `head/kernel`), that are gathered once in each minibatch and kept until the backward pass,
         whatever `reshard_after_forward`. It is for the last layer, which the backward pass begins
         with, and for what is used several times.
+      replicate: Names of parameters, or of modules that they are in, that every device holds whole,
+        even if the model annotates them. It is for what a model reads in a way that a shard cannot
+        serve, as `nn.WeightNorm` does.
       pad: Whether a parameter no dimension of which divides is padded with zeros and sharded. The
         state then holds it padded; numbers are the same, also for the optimizer.
       **options: `mesh`, `batch` and others, see `ProgramOptions`.
@@ -85,10 +89,11 @@ def fsdp(
         reshard_after_forward=reshard_after_forward,
         communicate_every=communicate_every,
         keep_gathered=keep_gathered,
+        replicate=replicate,
         pad=pad,
     )
     program = build_program(strategy, model, tx, loss_fn, **options)
-    check_kept("fsdp", keep_gathered, program)
+    check_named("fsdp", program.parameters, keep_gathered=keep_gathered, replicate=replicate)
     return program
 
 
@@ -99,6 +104,7 @@ def sharded_strategy(
     reshard_after_forward: bool,
     communicate_every: CommunicateEvery,
     keep_gathered: tuple[str, ...],
+    replicate: tuple[str, ...],
     pad: bool,
     replica_axes: tuple[str, ...] = (),
 ) -> Strategy:
@@ -107,11 +113,8 @@ def sharded_strategy(
     check_choice(name, "pad", pad, (True, False))
     check_choice(name, "reshard_after_forward", reshard_after_forward, (True, False))
     check_choice(name, "communicate_every", communicate_every, COMMUNICATE_EVERY)
-    if not isinstance(keep_gathered, tuple) or not all(isinstance(x, str) for x in keep_gathered):
-        raise TypeError(
-            f"{name}: keep_gathered={keep_gathered!r}, expected a tuple of names of parameters or "
-            "modules, such as ('head',)."
-        )
+    check_names(name, "keep_gathered", keep_gathered)
+    check_names(name, "replicate", replicate)
     return Strategy(
         name,
         functools.partial(
@@ -119,22 +122,10 @@ def sharded_strategy(
             min_weight_size=min_weight_size,
             pad=pad,
             keep_gathered=keep_gathered,
+            replicated=replicate,
         ),
         replica_axes=replica_axes,
         gather_every="minibatch" if communicate_every == "minibatch" else "step",
         reduce_every="step" if communicate_every == "step" else "minibatch",
         reshard_after_forward=reshard_after_forward and communicate_every == "minibatch",
     )
-
-
-def check_kept(builder: str, keep_gathered: tuple[str, ...], program: Program) -> None:
-    """Refuses names of which the model has no parameter."""
-    paths = [info.path for info, _ in program.parameters]
-    for name in keep_gathered:
-        if not any(is_inside(path, name) for path in paths):
-            known = [*paths, *{path.split("/")[0] for path in paths}]
-            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0)
-            raise ValueError(
-                f"{builder}: keep_gathered names {name!r}, expected a parameter or a module with "
-                f"some, such as {near[0]!r}; inspect.layout_table shows all."
-            )

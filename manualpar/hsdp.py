@@ -9,7 +9,8 @@ from typing import Unpack
 
 import optax
 
-from manualpar.fsdp import check_kept, sharded_strategy
+from manualpar.fsdp import sharded_strategy
+from manualpar.layout import check_named
 from manualpar.loss import LossFn
 from manualpar.mesh import AxisName, axis_tuple
 from manualpar.nnx_model import Model
@@ -27,6 +28,7 @@ def hsdp(
     reshard_after_forward: bool = True,
     communicate_every: CommunicateEvery = "minibatch",
     keep_gathered: tuple[str, ...] = (),
+    replicate: tuple[str, ...] = (),
     pad: bool = False,
     **options: Unpack[ProgramOptions],
 ) -> Program:
@@ -54,6 +56,9 @@ def hsdp(
         `head/kernel`), that are gathered once in each minibatch and kept until the backward pass,
         whatever `reshard_after_forward`. It is for the last layer, which the backward pass begins
         with, and for what is used several times.
+      replicate: Names of parameters, or of modules that they are in, that every device holds whole,
+        even if the model annotates them. It is for what a model reads in a way that a shard cannot
+        serve, as `nn.WeightNorm` does.
       pad: Whether a parameter no dimension of which divides is padded with zeros and sharded. The
         state then holds it padded; numbers are the same, also for the optimizer.
       **options: `mesh`, `batch` and others, see `ProgramOptions`.
@@ -76,9 +81,10 @@ def hsdp(
         reshard_after_forward=reshard_after_forward,
         communicate_every=communicate_every,
         keep_gathered=keep_gathered,
+        replicate=replicate,
         pad=pad,
         replica_axes=axis_tuple(replica_axis),
     )
     program = build_program(strategy, model, tx, loss_fn, **options)
-    check_kept("hsdp", keep_gathered, program)
+    check_named("hsdp", program.parameters, keep_gathered=keep_gathered, replicate=replicate)
     return program

@@ -6,9 +6,10 @@ touches no device. A strategy is a `PlaceFn`: from what is known of a parameter 
 """
 
 import dataclasses
+import difflib
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -52,8 +53,9 @@ class Placement:
       state_names: The same for its gradient and the optimizer's state; `None` if as `names`.
       padding: The zeros at the end of each dimension of whatever is sharded along it, so that it
         divides; `()` if there are none.
-      keep: Whether it is gathered once a minibatch, before the forward pass, and kept until the
-        backward one, however often it is used and whatever is done with others.
+      keep: Whether it is handed to the model whole: gathered once a minibatch, before the forward
+        pass, and kept until the backward one, however often it is used and whatever is done with
+        others.
     """
 
     names: Names
@@ -107,12 +109,15 @@ def shard_largest_dim(
     min_weight_size: int,
     pad: bool = False,
     keep_gathered: tuple[str, ...] = (),
+    replicated: tuple[str, ...] = (),
 ) -> Placement:
     """Shards a parameter along its largest free dimension, as `shard_params` does.
 
     With `pad`, one no dimension of which divides is padded along its largest free dimension. What
-    `keep_gathered` names is kept.
+    `keep_gathered` names is kept. What `replicated` names is whole, annotated or not.
     """
+    if any(is_inside(parameter.path, name) for name in replicated):
+        return Placement((None,) * len(parameter.shape), "named by replicate", keep=True)
     keep = any(is_inside(parameter.path, name) for name in keep_gathered)
     if set(axes) & {axis for name in parameter.names for axis in axis_tuple(name)}:
         return Placement(parameter.names, keep=keep)
@@ -148,6 +153,23 @@ def is_inside(path: str, name: str) -> bool:
     return f"{path}/".startswith(f"{name}/")
 
 
+def check_named(
+    builder: str,
+    parameters: Iterable[tuple[ParameterInfo, Placement]],
+    **fields: tuple[str, ...],
+) -> None:
+    """Refuses names, by the field that has them, of which the model has no parameter."""
+    paths = [info.path for info, _ in parameters]
+    for field, name in ((field, name) for field, names in fields.items() for name in names):
+        if not any(is_inside(path, name) for path in paths):
+            known = [*paths, *{path.split("/")[0] for path in paths}]
+            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0)
+            raise ValueError(
+                f"{builder}: {field} names {name!r}, expected a parameter or a module with some, "
+                f"such as {near[0]!r}; inspect.layout_table shows all."
+            )
+
+
 def shard_state_only(
     parameter: ParameterInfo,
     axes: tuple[str, ...],
@@ -155,12 +177,18 @@ def shard_state_only(
     *,
     min_weight_size: int,
     pad: bool = False,
+    replicated: tuple[str, ...] = (),
 ) -> Placement:
     """Shards the gradient and the optimizer's state as `shard_largest_dim`; not the parameter."""
     sharded = shard_largest_dim(
-        parameter, axes, axis_size, min_weight_size=min_weight_size, pad=pad
+        parameter,
+        axes,
+        axis_size,
+        min_weight_size=min_weight_size,
+        pad=pad,
+        replicated=replicated,
     )
-    if sharded.names == parameter.names:
+    if sharded.names == parameter.names or sharded.keep:
         return sharded
     return dataclasses.replace(sharded, names=parameter.names, state_names=sharded.names)
 

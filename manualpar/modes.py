@@ -29,7 +29,7 @@ from manualpar.partitioning import ShardedParameter, cast_floating
 from manualpar.strategy import Mode
 
 
-class GlobalParameter(ShardedParameter):
+class GlobalParameter(ShardedParameter, eq=False):
     """A parameter, sharded in global arrays, in a box that has it made whole where it is used.
 
     Attributes:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from absl import logging
 from jax.ad_checkpoint import checkpoint_name
 
+from manualpar.array_box import ArrayBox
 from manualpar.collectives import (
     AS_STORED,
     NEW_PARAMS_SCOPE,
@@ -49,7 +50,7 @@ def boxed_axes(x: Any) -> tuple[str, ...]:
     return tuple(axis for name in x.names for axis in axis_tuple(name)) if is_box(x) else ()
 
 
-class ShardedParameter(nn.Partitioned):
+class ShardedParameter(ArrayBox, eq=False):
     """The shard of a parameter, in a box that gathers it when a module asks for it.
 
     Attributes:

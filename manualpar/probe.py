@@ -6,6 +6,7 @@ keys where a parameter would be, with which nothing can be computed: code that r
 box without asking the box for it, and would take a shard for the parameter, fails here and is told.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -14,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from manualpar.array_box import ArrayBox
 from manualpar.collectives import cast_to_varying, varying_axes
-from manualpar.layout import path_name
+from manualpar.layout import is_inside, path_name
 from manualpar.loss import LossFn, call_loss
 from manualpar.model import CarryingApply, apply_model, init_arguments, leaf_paths
 from manualpar.nnx_model import for_evaluation
@@ -104,39 +106,66 @@ def find_loop_dims(
         rng = fold_rng_over_axis(rng, data_axes) if data_axes else rng
         call_loss(loss_fn, params, apply_fn, batch, rng)
 
-    def on_device_boxed(values: Any, *args: Any) -> None:
-        def box(path: Any, is_boxed: bool, x: Any, value: Any) -> Any:
-            value = cast_to_varying(value, data_axes)
-            if not is_boxed:
-                return value
-            dims = notes.setdefault(path_name(path), set())
-            names = tuple(map(str, range(x.ndim)))
-            return _Probe(value, names, dtype=x.dtype, notes=_Notes(dims))
+    def trace_boxed(boxed: Any) -> None:
+        def on_device_boxed(values: Any, *args: Any) -> None:
+            def box(path: Any, is_boxed: bool, x: Any, value: Any) -> Any:
+                value = cast_to_varying(value, data_axes)
+                if not is_boxed:
+                    return value
+                dims = _Notes(notes.setdefault(path_name(path), set()))
+                names = tuple(map(str, range(x.ndim)))
+                return _Probe(value, names, dtype=x.dtype, notes=dims, whole_shape=x.shape)
 
-        on_device(jax.tree_util.tree_map_with_path(box, boxed, params, values), *args)
+            on_device(jax.tree_util.tree_map_with_path(box, boxed, params, values), *args)
+
+        keys = jax.tree.map(
+            lambda is_boxed, x: jax.ShapeDtypeStruct(x.shape, key.dtype) if is_boxed else x,
+            boxed,
+            params,
+        )
+        _trace(on_device_boxed, mesh, data_axes, specs, keys, collections, key, batch)
 
     def on_device_plain(params: Any, *args: Any) -> None:
         on_device(cast_to_varying(params, data_axes), *args)
 
     specs = (PartitionSpec(), PartitionSpec(), PartitionSpec(), batch_specs(batch, data_axes))
     _trace(on_device_plain, mesh, data_axes, specs, params, collections, key, batch)
-    keys = jax.tree.map(
-        lambda is_boxed, x: jax.ShapeDtypeStruct(x.shape, key.dtype) if is_boxed else x,
-        boxed,
-        params,
-    )
     try:
-        _trace(on_device_boxed, mesh, data_axes, specs, keys, collections, key, batch)
+        trace_boxed(boxed)
     except Exception as error:  # Whatever it is: with plain parameters it was not raised.
+        read = _find_read(boxed, trace_boxed)
         raise ValueError(
-            f"{strategy}: a parameter that is to be sharded is read other than by a module that "
-            "asks for it with self.param (in NNX by param[...]): "
-            f"{str(error).splitlines()[0]}. In a loss function take "
-            "nn.unbox(params) for penalties on parameters. A model that changes its parameters "
-            "with nn.map_variables (nn.WeightNorm does) or reads them with get_variable runs with "
-            "data_parallel, or with a min_weight_size above those parameters' sizes."
+            f"{strategy}: parameters that are to be sharded, of {', '.join(map(repr, read))}, are "
+            "read other than by a module that asks for them with self.param, or as arrays in "
+            f"self.variables (in NNX by param[...]): {str(error).splitlines()[0]}. In a loss "
+            "function take nn.unbox(params) for penalties on parameters. What a model changes with "
+            "nn.map_variables (nn.WeightNorm does), or maps functions over, must be whole: use "
+            f"replicate={read!r} with fsdp, hsdp or zero. All is whole with data_parallel, if no "
+            "annotation shards it."
         ) from error
     return {path: frozenset(dims) for path, dims in notes.items()}
+
+
+def _find_read(boxed: Any, trace: Callable[[Any], None]) -> tuple[str, ...]:
+    """The first modules, three at most, of whose parameters a trace must not be given boxes."""
+    paths = [path_name(path) for path, is_boxed in jax.tree.leaves_with_path(boxed) if is_boxed]
+
+    def fails(some: list[str]) -> bool:
+        try:
+            trace(jax.tree.map_with_path(lambda path, _: path_name(path) in some, boxed))
+        except Exception:
+            return True
+        return False
+
+    found: list[str] = []
+    while len(found) < 3 and paths and (not found or fails(paths)):
+        some = paths
+        while len(some) > 1:
+            half = len(some) // 2
+            some = some[:half] if fails(some[:half]) else some[half:]
+        found.append(some[0].rpartition("/")[0] or some[0])
+        paths = [path for path in paths if not is_inside(path, found[-1])]
+    return tuple(found)
 
 
 def _trace(
@@ -163,14 +192,31 @@ class _Notes:
         self.dims = dims
 
 
-class _Probe(nn.Partitioned):
-    """A box of keys that stands for a parameter and notes what is done with it."""
+class _Probe(ArrayBox, eq=False):
+    """A box of keys that stands for a parameter and notes what is done with it.
+
+    Attributes:
+      dtype: The parameter's dtype.
+      notes: The dimensions that loops run over.
+      whole_shape: The parameter's shape outside of loops; `names` has the numbers of its dims.
+    """
 
     dtype: Any = flax.struct.field(default=None, pytree_node=False)
     notes: Any = flax.struct.field(default=None, pytree_node=False)
+    whole_shape: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """A parameter of the shape that is asked for, typed as a gathered one is."""
+        """A parameter of the shape that is asked for, typed as a gathered one is.
+
+        Raises:
+          ValueError: What is in the box was changed without asking the box, by `jax.vmap` say.
+        """
+        own = [None if name is None else self.whole_shape[int(name)] for name in self.names]
+        shape = self.value.shape
+        if len(own) != len(shape) or any(
+            a not in (None, b) for a, b in zip(own, shape, strict=True)
+        ):
+            raise ValueError(f"a stored array of shape {shape} is taken for a shard of {own}")
         zeros = jnp.zeros(self.value.shape, self.dtype)
         return cast_to_varying(zeros, varying_axes(self.value))
 

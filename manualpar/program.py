@@ -255,10 +255,11 @@ def _place_parameters(
         jax.tree.map(lambda info: _check_unmixed(info, step.data_axes), infos)
         return infos, jax.tree.map(lambda info: strategy.place(info, shard_axes, axis_size), infos)
 
-    # Whatever would be sharded if no loop ran over it is looked at, and what is annotated.
+    # Whatever would be sharded if no loop ran over it is looked at, and what is annotated or cast.
     whole = strip_boxes(params)
+    casts = step.wire.casts
     boxed = jax.tree.map(
-        lambda x, placement: is_box(x) or len(placement.spec) > 0 or step.wire.casts,
+        lambda x, place: is_box(x) or len(place.spec) > 0 or (casts and not place.keep),
         params,
         place_all(whole, {})[1],
         is_leaf=is_box,

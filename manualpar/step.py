@@ -170,8 +170,7 @@ class Step:
         loss: CarryingLossFn = self._carrying_loss
         if self.strategy.reshard_after_forward and self.gathered_sizes:
             loss = regather_for_backward(loss, self.gathered_sizes)
-        if self.strategy.gather_every == "minibatch":
-            loss = self._keeping(loss)
+        loss = self._keeping(loss)
         grads, metrics, collections = accumulate(
             loss,
             boxes,
@@ -210,6 +209,7 @@ class Step:
     def _metrics_part(self, params: Any, collections: Any, rng: jax.Array, batch: Any) -> Metrics:
         """An evaluation step."""
         boxes = self._map(functools.partial(self._box, state=False), params)
+        boxes = self._map(functools.partial(self._unbox_kept, False), boxes)
         apply_fn = CarryingApply(self.model, collections, train=False)
         if self.mode == "manual":
             rng = fold_rng_over_axis(rng, self.data_axes)
@@ -232,11 +232,14 @@ class Step:
         """The loss with what is kept gathered before it, and so outside of what drops."""
         if not any(place.keep for place in jax.tree.leaves(self.placements)):
             return loss
+        every_minibatch = self.strategy.gather_every == "minibatch"
+        unbox = functools.partial(self._unbox_kept, every_minibatch)
+        return lambda params, *args: loss(self._map(unbox, params), *args)
 
-        def gather(place: Placement, x: Any) -> Any:
-            return x.unbox() if place.keep and boxed_axes(x) else x
-
-        return lambda params, *args: loss(self._map(gather, params), *args)
+    @staticmethod
+    def _unbox_kept(gather: bool, place: Placement, x: Any) -> Any:
+        """Unboxes a parameter that is kept; without `gather` only if there is nothing to gather."""
+        return x.unbox() if place.keep and is_box(x) and (gather or not boxed_axes(x)) else x
 
     def _on_mesh(
         self, function: Callable[..., Any], batch: Any, out_specs: Any

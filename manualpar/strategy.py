@@ -157,6 +157,15 @@ def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...])
         )
 
 
+def check_names(builder: str, field: str, value: Any) -> None:
+    """Refuses what is no tuple of names of parameters or modules."""
+    if not isinstance(value, tuple) or not all(isinstance(x, str) for x in value):
+        raise TypeError(
+            f"{builder}: {field}={value!r}, expected a tuple of names of parameters or modules, "
+            "such as ('head',)."
+        )
+
+
 def check_min_weight_size(builder: str, value: Any) -> None:
     """Refuses a number of elements that is none."""
     check_number(builder, "min_weight_size", value, "elements")

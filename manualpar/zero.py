@@ -9,11 +9,17 @@ from typing import Unpack
 
 import optax
 
-from manualpar.layout import shard_state_only
+from manualpar.layout import check_named, shard_state_only
 from manualpar.loss import LossFn
 from manualpar.nnx_model import Model
 from manualpar.program import Program, build_program
-from manualpar.strategy import ProgramOptions, Strategy, check_choice, check_min_weight_size
+from manualpar.strategy import (
+    ProgramOptions,
+    Strategy,
+    check_choice,
+    check_min_weight_size,
+    check_names,
+)
 
 
 def zero(
@@ -23,6 +29,7 @@ def zero(
     *,
     stage: int = 1,
     min_weight_size: int = 2**18,
+    replicate: tuple[str, ...] = (),
     pad: bool = False,
     **options: Unpack[ProgramOptions],
 ) -> Program:
@@ -37,6 +44,8 @@ def zero(
       stage: 1 scatters the gradients once a step, for which a device accumulates those of all
         parameters; 2 scatters those of each minibatch and accumulates a shard.
       min_weight_size: The fewest elements of a parameter whose state is sharded, see `fsdp`.
+      replicate: Names of parameters, or of modules that they are in, whose state every device holds
+        whole, and the parameters too, even if the model annotates them.
       pad: Whether to pad what does not divide, see `fsdp`.
       **options: `mesh`, `batch` and others, see `ProgramOptions`.
 
@@ -57,9 +66,14 @@ def zero(
     check_choice("zero", "stage", stage, (1, 2))
     check_min_weight_size("zero", min_weight_size)
     check_choice("zero", "pad", pad, (True, False))
+    check_names("zero", "replicate", replicate)
     strategy = Strategy(
         f"zero{stage}",
-        functools.partial(shard_state_only, min_weight_size=min_weight_size, pad=pad),
+        functools.partial(
+            shard_state_only, min_weight_size=min_weight_size, pad=pad, replicated=replicate
+        ),
         reduce_every="step" if stage == 1 else "minibatch",
     )
-    return build_program(strategy, model, tx, loss_fn, **options)
+    program = build_program(strategy, model, tx, loss_fn, **options)
+    check_named("zero", program.parameters, replicate=replicate)
+    return program

@@ -124,9 +124,9 @@ def test_an_annotation_over_unknown_axes_is_refused(devices8):
         lambda params: sum(jnp.sum(p**2) for p in jax.tree.leaves(params)),
         optax.tree.norm,
         lambda params: jnp.abs(strip_boxes(params)["kernel"]).sum(),
-        lambda params: params["kernel"].mean(),
+        lambda params: jax.tree.map(jnp.mean, params)["kernel"],
     ],
-    ids=["squares", "norm", "value", "attribute"],
+    ids=["squares", "norm", "value", "map"],
 )
 def test_a_penalty_on_shards_is_refused(devices8, penalty):
     def penalised(params, apply_fn, batch, rng):
@@ -143,6 +143,14 @@ def test_a_penalty_on_whole_parameters_is_accepted(devices8):
     def penalised(params, apply_fn, batch, rng):
         loss, metrics = loss_fn(params, apply_fn, batch, rng)
         return loss + optax.tree.norm(nn.unbox(params)), metrics
+
+    build(nn.Dense(8), penalised)
+
+
+def test_a_penalty_on_one_parameter_as_an_array_is_accepted(devices8):
+    def penalised(params, apply_fn, batch, rng):
+        loss, metrics = loss_fn(params, apply_fn, batch, rng)
+        return loss + jnp.sum(params["kernel"] ** 2), metrics
 
     build(nn.Dense(8), penalised)
 
@@ -165,7 +173,7 @@ class Raw(nn.Module):
     @nn.compact
     def __call__(self, x):
         y = nn.Dense(8, name="dense")(x)
-        return y + jnp.mean(self.variables["params"]["dense"]["kernel"])
+        return y + sum(map(jnp.mean, jax.tree.leaves(self.variables["params"]["dense"])))
 
 
 class Weight(nn.Module):
@@ -176,7 +184,7 @@ class Weight(nn.Module):
 
 @pytest.mark.parametrize("model", [Normalised(), Raw(), Weight()], ids=["map", "raw", "WeightNorm"])
 def test_a_model_that_reads_shards_is_refused_and_runs_replicated(devices8, model):
-    with pytest.raises(ValueError, match=r"nn.map_variables .* runs with data_parallel"):
+    with pytest.raises(ValueError, match=r"nn.map_variables .* whole: use replicate=\('"):
         build(model)
     x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
     batch = Batch(x, np.zeros(16, np.int32))

@@ -38,7 +38,7 @@ ORDER = """
     nnx_model
     nnx_streams nnx_recurrence
     nnx_variables
-    collectives
+    collectives array_box
     dispatch
     rng train_state
     mesh loss donation divergence compiler_options untrusted
