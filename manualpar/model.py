@@ -6,6 +6,7 @@ handed in and their updates kept, and evaluation turns training off.
 """
 
 import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -14,40 +15,85 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from manualpar.collectives import cast_to_varying, varying_axes
-from manualpar.nnx_model import class_of, for_evaluation
+from manualpar.nnx_model import NNXModel, class_of, for_evaluation
+
+# Makes the arguments of a model's call from a batch.
+InitArgs = Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]]
 
 # Keyword arguments by which Linen models are told to train, and what they get in evaluation.
 EVAL_SWITCHES = {"train": False, "training": False, "is_training": False, "deterministic": True}
 
 
-def init_variables(model: nn.Module, rng: jax.Array, inputs: Any) -> dict[str, Any]:
-    """Initialises a model as `model.init({"params": rng}, inputs, train=False)` does.
+def init_variables(
+    model: nn.Module, rng: jax.Array, batch: Any, init_args: InitArgs | None = None
+) -> dict[str, Any]:
+    """Initialises a model as `model.init({"params": rng}, *args, **kwargs)` does.
 
     Args:
-      model: The Linen model; one whose `__call__` has no `train` argument is called without it, and
-        one that requires another of `EVAL_SWITCHES` with that.
+      model: The Linen model, or an `NNXModel`.
       rng: The key for the parameters.
-      inputs: The inputs of the global batch; only shapes and dtypes are read.
+      batch: The global batch; only shapes and dtypes are read, every value is zero.
+      init_args: How the model is called, see `initial_call`.
 
     Returns:
       The variables by collection.
     """
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
-    return dict(model.init({"params": rng}, zeros, **init_arguments(model)))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
+    args, kwargs = initial_call(model, zeros, init_args)
+    return dict(model.init({"params": rng}, *args, **kwargs))
 
 
-def init_arguments(model: nn.Module) -> dict[str, Any]:
-    """The keyword arguments for initialisation: `train=False` if the model's `__call__` has it.
+def initial_call(
+    model: nn.Module, batch: Any, init_args: InitArgs | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Finds the arguments that a model is called with to initialise it.
 
-    Of the other `EVAL_SWITCHES` those that have no default.
+    Args:
+      model: The Linen model, or an `NNXModel`, which is made without being called.
+      batch: The batch.
+      init_args: Makes `(args, kwargs)` of the batch; `kwargs` may name another `method` than
+        `__call__`. If `None`, the model is called with `batch.inputs`.
+
+    Returns:
+      `args` and `kwargs`. Where the method has an argument `train` that is not given, it is
+      `False`, and likewise each other one of `EVAL_SWITCHES` that has no default.
+
+    Raises:
+      TypeError: The method cannot be called like this.
     """
-    parameters = inspect.signature(model.__call__).parameters
-    return {
-        name: value
-        for name, value in EVAL_SWITCHES.items()
-        if name in parameters
-        and (name == "train" or parameters[name].default is inspect.Parameter.empty)
-    }
+    if isinstance(model, NNXModel):
+        return (), {}
+    if init_args is None and not hasattr(batch, "inputs"):
+        raise TypeError(
+            f"batch is a {type(batch).__name__}, expected one with .inputs: manualpar.Batch. Or "
+            f"say what the model is called with: {_example(_signature(model, None))}."
+        )
+    args, kwargs = _checked_pair(init_args(batch)) if init_args else ((batch.inputs,), {})
+    method = kwargs.get("method")
+    signature = _signature(model, method)
+    given = {name: value for name, value in kwargs.items() if name != "method"}
+    switches: dict[str, Any] = {}
+    names: Mapping[str, Any] = signature.parameters
+    try:
+        names = signature.bind_partial(*args, **given).arguments
+        switches = {
+            name: value
+            for name, value in EVAL_SWITCHES.items()
+            if name in signature.parameters.keys() - names.keys()
+            and (name == "train" or signature.parameters[name].default is inspect.Parameter.empty)
+        }
+        signature.bind(*args, **given, **switches)
+    except TypeError as error:
+        missing = [repr(name) for name in _required(signature) if name not in names]
+        what = "what init_args returns" if init_args else "batch.inputs alone"
+        called = method if isinstance(method, str) else getattr(method, "__name__", "__call__")
+        raise TypeError(
+            f"model: {class_of(model).__name__}.{called} cannot be called with {what} to "
+            f"initialise the model: {'it also needs ' + ', '.join(missing) if missing else error}. "
+            f"It takes {signature}. Say what it is called with, from the batch: "
+            f"{_example(signature)}."
+        ) from error
+    return args, {**kwargs, **switches}
 
 
 def apply_model(model: nn.Module, variables: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -168,12 +214,61 @@ def _overrule(
     model: nn.Module, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with each of `EVAL_SWITCHES` set for evaluation."""
-    owner: Any = class_of(model)
-    function = getattr(owner, method) if isinstance(method, str) else method
-    names = list(inspect.signature(function or owner.__call__).parameters)[1:]
+    names = list(_signature(model, method).parameters)
     switched = [EVAL_SWITCHES.get(name, arg) for name, arg in zip(names, args, strict=False)]
     kwargs = {name: EVAL_SWITCHES.get(name, value) for name, value in kwargs.items()}
     return (*switched, *args[len(switched) :]), kwargs
+
+
+def _signature(model: nn.Module, method: Any) -> inspect.Signature:
+    """What a method of a model takes beside the model; that of `__call__` for `None`."""
+    owner = model.module if isinstance(model, NNXModel) else model
+    is_name = method is None or isinstance(method, str)
+    function = getattr(owner, method or "__call__", None) if is_name else method
+    if not callable(function):
+        raise TypeError(
+            f"model: {class_of(model).__name__} has no method {method or '__call__'!r}, expected "
+            "one to initialise it with. Name it with init_args=lambda batch: ((batch.inputs,), "
+            "{'method': '...'})."
+        )
+    parameters = list(inspect.signature(function).parameters.values())
+    parameters = parameters if is_name else parameters[1:]
+    return inspect.Signature([x.replace(annotation=x.empty) for x in parameters])
+
+
+def _required(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
+    """The arguments without a default that nobody but the caller gives."""
+    return {
+        name: parameter
+        for name, parameter in signature.parameters.items()
+        if name not in EVAL_SWITCHES
+        and parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+
+
+def _example(signature: inspect.Signature) -> str:
+    """The `init_args` that a method may need, as a user would write it."""
+    args, kwargs = "", []
+    for name, parameter in _required(signature).items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            kwargs.append(f"'{name}': batch['{name}']")
+        else:
+            args += f"batch['{name}'], "
+    args = args[:-1] if args.count(",") == 1 else args[:-2]
+    return f"init_args=lambda batch: (({args}), {{{', '.join(kwargs)}}})"
+
+
+def _checked_pair(returned: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a user's `init_args` returns."""
+    args, kwargs = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (0, 0)
+    if not isinstance(args, tuple | list) or not isinstance(kwargs, Mapping):
+        raise TypeError(
+            f"init_args returned a {type(returned).__name__} that is not the pair (args, kwargs), "
+            "expected a tuple of positional arguments and a dict of others, such as "
+            "init_args=lambda batch: ((batch.inputs,), {})."
+        )
+    return tuple(args), dict(kwargs)
 
 
 def _collection_names(mutable: Any) -> tuple[str, ...]:

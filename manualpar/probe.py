@@ -19,8 +19,8 @@ from manualpar.array_box import ArrayBox
 from manualpar.collectives import cast_to_varying, varying_axes
 from manualpar.layout import is_inside, path_name
 from manualpar.loss import LossFn, call_loss
-from manualpar.model import CarryingApply, apply_model, init_arguments, leaf_paths
-from manualpar.nnx_model import for_evaluation
+from manualpar.model import CarryingApply, InitArgs, apply_model, initial_call, leaf_paths
+from manualpar.nnx_model import NNXModel
 from manualpar.rng import fold_rng_over_axis
 from manualpar.step import batch_specs
 
@@ -29,19 +29,26 @@ SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})
 
 
 def find_carried_collections(
-    model: nn.Module, variables: dict[str, Any], inputs: Any, mesh: Mesh, data_axes: tuple[str, ...]
+    model: nn.Module,
+    variables: dict[str, Any],
+    batch: Any,
+    mesh: Mesh,
+    *,
+    data_axes: tuple[str, ...],
+    init_args: InitArgs | None = None,
 ) -> dict[str, Any]:
     """Picks the collections that a training state carries from one step to the next.
 
     Those are all but `params` and what the model sows: `SOWN_COLLECTIONS`, and collections that
-    grow whenever the model is applied.
+    grow whenever the model is applied. An NNX model makes no variables when it is called.
 
     Args:
-      model: The Linen model.
+      model: The model.
       variables: Its abstract variables, no boxes among them.
-      inputs: Its abstract global inputs.
+      batch: The abstract global batch.
       mesh: The mesh.
       data_axes: The mesh axes that the batch is split over, none for a trace on global arrays.
+      init_args: How the model is called, see `initial_call`.
 
     Returns:
       The abstract collections by name.
@@ -50,16 +57,17 @@ def find_carried_collections(
     paths = {name: leaf_paths(tree) for name, tree in others.items()}
     updated = dict(paths)
 
-    def on_device(variables: Any, rng: jax.Array, inputs: Any) -> None:
+    def on_device(variables: Any, rng: jax.Array, batch: Any) -> None:
         variables = cast_to_varying(variables, data_axes)
-        arguments = {**init_arguments(model), "rngs": {"params": rng}, "mutable": list(others)}
-        _, updates = apply_model(for_evaluation(model), variables, inputs, **arguments)
+        args, kwargs = initial_call(model, batch, init_args)
+        kwargs = {**kwargs, "rngs": {"params": rng}, "mutable": list(others)}
+        _, updates = apply_model(model, variables, *args, **kwargs)
         updated.update({name: leaf_paths(tree) for name, tree in updates.items()})
 
-    if others:
-        specs = (PartitionSpec(), PartitionSpec(), batch_specs(inputs, data_axes))
+    if others and not isinstance(model, NNXModel):
+        specs = (PartitionSpec(), PartitionSpec(), batch_specs(batch, data_axes))
         key = jax.eval_shape(lambda: jax.random.key(0))
-        _trace(on_device, mesh, data_axes, specs, variables, key, inputs)
+        _trace(on_device, mesh, data_axes, specs, variables, key, batch)
     return {
         name: tree
         for name, tree in others.items()

@@ -37,7 +37,7 @@ from manualpar.model import init_variables
 from manualpar.nnx_model import Model, NNXModel, as_model, with_loop_dims
 from manualpar.partitioning import cast_floating, is_box
 from manualpar.probe import find_carried_collections, find_loop_dims
-from manualpar.step import Step, batch_specs, check_batch
+from manualpar.step import Step, abstract_batch, batch_specs, check_batch
 from manualpar.strategy import Mode, ProgramOptions, Strategy, check_options
 from manualpar.train_state import TrainState
 from manualpar.update import Update
@@ -68,8 +68,9 @@ class Program:
         data axes. Put batches there with `jax.device_put(batch, program.batch_sharding)`; one that
         lies elsewhere is moved in every step.
       init: `init(rng) -> TrainState`. `init_rng, rng = jax.random.split(rng)`, and the parameters
-        are those of `model.init({"params": init_rng}, batch.inputs, train=False)`, bit for bit on
-        every mesh. Each device only ever holds its own shard.
+        are those of `model.init({"params": init_rng}, batch.inputs, train=False)`, or with what the
+        option `init_args` returns for arguments, bit for bit on every mesh. Each device only ever
+        holds its own shard.
       train_step: `train_step(state, batch) -> (state, metrics)`, jitted; the state is donated: use
         the one returned. Metrics are `(sum, count)` pairs over the global batch, the same on all
         devices. With the option `nonfinite="skip"` a step may leave the state as it is but for
@@ -128,11 +129,11 @@ def build_program(
     _check_arguments(name, applied, tx, loss_fn, mesh, axes)
     rules = check_rules(name, options.get("rules", ()), mesh)
     param_dtype, wire = _check_wire(name, mode, options)
-    batch = jax.eval_shape(lambda batch: batch, batch)
+    batch = abstract_batch(f"{name}: batch", batch)
     check_batch(f"{name}: batch", batch, mesh, axes)
 
     def init_model(rng: jax.Array) -> dict[str, Any]:
-        variables = init_variables(applied, rng, batch.inputs)
+        variables = init_variables(applied, rng, batch, options.get("init_args"))
         cast = functools.partial(cast_floating, dtype=param_dtype)
         return variables | {"params": jax.tree.map(cast, variables.get("params", {}))}
 
@@ -141,7 +142,12 @@ def build_program(
     if not jax.tree.leaves(variables["params"]):
         raise ValueError(f"{name}: model {applied!r} has no parameters, expected some to train.")
     collections = find_carried_collections(
-        applied, strip_boxes(variables), batch.inputs, mesh, _probed_axes(mode, axes)
+        applied,
+        strip_boxes(variables),
+        batch,
+        mesh,
+        data_axes=_probed_axes(mode, axes),
+        init_args=options.get("init_args"),
     )
 
     step = Step(
@@ -346,7 +352,9 @@ def _check_arguments(
         ("mesh", mesh, "a jax.sharding.Mesh, see make_mesh", isinstance(mesh, Mesh | AbstractMesh)),
     ):
         if not fits:
-            raise TypeError(f"{strategy}: {name} is {value!r}, expected {expected}.")
+            wraps = name == "model" and isinstance(getattr(value, "module", None), nn.Module)
+            hint = " Pass its .module." if wraps else ""
+            raise TypeError(f"{strategy}: {name} is {value!r}, expected {expected}.{hint}")
     check_mesh_has(strategy, mesh, axes)
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         raise ValueError(

@@ -319,20 +319,31 @@ def mean(metric: tuple[jax.Array, jax.Array]) -> jax.Array:
     return total / jnp.where(count == 0, 1, count)
 
 
+def abstract_batch(field: str, batch: Any) -> Any:
+    """The shapes and dtypes of a batch; refuses what is no array, in the name of `field`."""
+
+    def abstract(path: Any, x: Any) -> Any:
+        try:
+            return jax.eval_shape(lambda x: x, x)
+        except TypeError as error:
+            raise TypeError(
+                f"{field}{jax.tree_util.keystr(path)} is a {type(x).__name__}, expected an array "
+                "of numbers, of shape [B, ...] where it has a row for each example."
+            ) from error
+
+    return jax.tree_util.tree_map_with_path(abstract, batch)
+
+
 def check_batch(field: str, batch: Any, mesh: Mesh, axes: tuple[str, ...]) -> None:
     """Refuses a batch that cannot be split evenly over the data axes, in the name of `field`."""
-    if not hasattr(batch, "inputs"):
-        raise TypeError(
-            f"{field} is a {type(batch).__name__}, expected one with .inputs: manualpar.Batch."
-        )
     devices = axes_size(mesh, axes)
-    if not jax.tree.leaves(batch.inputs):
-        raise ValueError(f"{field}.inputs has no arrays, expected some of shape [B, ...].")
     sizes = {
         f"{field}{jax.tree_util.keystr(path)}": x.shape[0]
         for path, x in jax.tree_util.tree_leaves_with_path(batch)
         if jnp.ndim(x)
     }
+    if not sizes:
+        raise ValueError(f"{field} has no arrays of shape [B, ...], expected some examples.")
     for name, size in sizes.items():
         if not size or size % devices:
             raise ValueError(

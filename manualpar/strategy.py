@@ -6,7 +6,7 @@ no strategy has code of its own beside the function that builds it.
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Required, TypedDict
 
 from jax.sharding import AbstractMesh, Mesh
@@ -31,8 +31,14 @@ class ProgramOptions(TypedDict, total=False):
     Attributes:
       mesh: The devices, see `make_mesh`; an abstract mesh for a program to look at and not to run,
         see `abstract_mesh`. Required.
-      batch: An example batch, or a tree of `jax.ShapeDtypeStruct`, with `.inputs` and global shapes
-        `[B, ...]`; only shapes and dtypes are read. Required.
+      batch: An example batch, or a tree of `jax.ShapeDtypeStruct`, with global shapes `[B, ...]`;
+        only shapes and dtypes are read. It has `.inputs`, as `manualpar.Batch` has, unless
+        `init_args` is given or the model is an NNX one. Required.
+      init_args: How a Linen model is called to initialise it, from the batch: a function that
+        returns `(args, kwargs)`, such as `lambda batch: ((batch["source"], batch["target"]), {})`.
+        The parameters are those of `model.init({"params": init_rng}, *args, **kwargs)`: streams of
+        random numbers that it asks for draw from that key too. The values in this batch are zero.
+        If not given, the model is called with `batch.inputs`. NNX models are not called.
       axis_name: The mesh axis, or tuple of axes, that the batch is split over, and over which a
         strategy shards; `"data"` if not given.
       num_minibatches: How many parts a device takes its share of the batch in, to hold the
@@ -85,6 +91,7 @@ class ProgramOptions(TypedDict, total=False):
 
     mesh: Required[Mesh | AbstractMesh]
     batch: Required[Any]
+    init_args: Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]] | None
     axis_name: AxisName
     num_minibatches: int
     use_scan: bool
@@ -140,6 +147,12 @@ def check_options(builder: str, options: Mapping[str, Any]) -> None:
     for name, choices in choices_of.items():
         if name in options:
             check_choice(builder, name, options[name], choices)
+    init_args = options.get("init_args")
+    if init_args is not None and not callable(init_args):
+        raise TypeError(
+            f"{builder}: init_args={init_args!r}, expected a function of the batch that returns "
+            "the model's (args, kwargs)."
+        )
     compiler_options = options.get("compiler_options", {})
     if not isinstance(compiler_options, Mapping):
         raise TypeError(
