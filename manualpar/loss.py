@@ -16,7 +16,8 @@ whose count weighs the part in the mean over all devices and minibatches. `apply
 - `params` are boxed where they are sharded. `apply_fn` takes them so; a penalty on parameters reads
   `flax.linen.unbox(params)`, which gathers them.
 - Where parts of it run in a `lax.scan` or `lax.cond`, constants that meet data must vary over
-  devices like data: `jnp.zeros_like(x)` does, `jnp.zeros(x.shape)` does not.
+  devices like data: `jnp.zeros_like(x)` and `jnp.zeros_like(x, shape=(2, 3))` do,
+  `jnp.zeros(x.shape)` does not.
 """
 
 import difflib
@@ -36,17 +37,22 @@ def call_loss(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Metrics]:
     Raises:
       ValueError: The loss is not a scalar, or metrics are not pairs of scalars with `"loss"` among
         them.
-      TypeError: It does not return a pair of a loss and a mapping.
+      TypeError: It does not return a pair of a loss and a mapping, or a loop in it or in the model
+        starts from a constant.
     """
     try:
         result = loss_fn(*args)
     except TypeError as error:
-        if "manual axis types" in str(error) or "must have equal" in str(error):
-            error.add_note(
-                "In the model or the loss function a constant meets data that varies over devices. "
-                "Start from jnp.zeros_like(x), or add 0 * x, where it says jnp.zeros(x.shape)."
-            )
-        raise
+        mismatch = next((x for x in str(error).splitlines() if "manual axis types" in x), None)
+        if mismatch is None:
+            raise
+        raise TypeError(
+            "loss_fn: in the model or the loss function a loop (jax.lax.scan, nn.scan, while_loop, "
+            "fori_loop) or a jax.lax.cond has a constant where it expected an array that varies "
+            f"over the devices as the batch does: {mismatch.strip()} Make the constant from data, "
+            "jnp.zeros_like(x, shape=(...)) instead of jnp.zeros((...)): the numbers are the same, "
+            "on one device too."
+        ) from error
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(
             f"loss_fn returned a {type(result).__name__}, expected the pair (loss, metrics)."

@@ -12,10 +12,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from manualpar.collectives import cast_to_varying, varying_axes
 from manualpar.nnx_model import NNXModel, class_of, for_evaluation
+from manualpar.recurrence import varying_linen_carries
 
 # Makes the arguments of a model's call from a batch.
 InitArgs = Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]]
@@ -97,8 +96,8 @@ def initial_call(
 
 
 def apply_model(model: nn.Module, variables: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """`model.apply`, where the zeros that `nn.RNN` starts from vary over devices as data does."""
-    with nn.intercept_methods(_vary_initial_carry):
+    """`model.apply`, where the zeros that recurrences start from vary over devices as data does."""
+    with varying_linen_carries((args, kwargs)):
         return model.apply(variables, *args, **kwargs)
 
 
@@ -181,33 +180,6 @@ class CarryingApply:
 def leaf_paths(tree: Any) -> list[str]:
     """Where the leaves of a tree are, in order."""
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _vary_initial_carry(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Lets the zeros that `nn.RNN` starts from vary over devices as its inputs do.
-
-    Its scan demands a carry of one type from beginning to end, and flax starts it from a constant.
-    """
-    rnn = context.module
-    is_call = isinstance(rnn, nn.RNN) and context.method_name == "__call__"
-    if is_call and kwargs.get("initial_carry") is None:
-        inputs = args[0] if args else kwargs["inputs"]
-        time_major = kwargs.get("time_major")
-        time_major = rnn.time_major if time_major is None else time_major
-        time_dim = 0 if time_major else inputs.ndim - rnn.cell.num_feature_axes - 1
-        key = kwargs.get("init_key")
-        carry = rnn.cell.initialize_carry(
-            jax.random.key(0) if key is None else key,
-            inputs.shape[:time_dim] + inputs.shape[time_dim + 1 :],
-        )
-        carry = cast_to_varying(carry, varying_axes(inputs))
-        names = list(jax.typeof(inputs).sharding.spec)
-        if any(names):  # Only where shardings are types.
-            batch = [name for dim, name in enumerate(names) if dim != time_dim]
-            batch = batch[: len(batch) - rnn.cell.num_feature_axes]
-            carry = jax.tree.map(lambda x: jax.sharding.reshard(x, PartitionSpec(*batch)), carry)
-        kwargs = {**kwargs, "initial_carry": carry}
-    return next_fun(*args, **kwargs)
 
 
 def _overrule(

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from manualpar.nnx_recurrence import vary_initial_carries
 from manualpar.nnx_streams import stream_keys, stream_variable
 from manualpar.nnx_variables import Path, annotate, gathering_variable, path_name
+from manualpar.recurrence import vary_nnx_carries
 
 # What every builder takes: a Linen module, an NNX one, or what makes one of `rngs`.
 Model = nn.Module | nnx.Module | Callable[..., nnx.Module]
@@ -179,7 +179,7 @@ class NNXModel:
             sharded, or asks for random numbers of which it was given no key.
         """
         module = self._merge(variables, rngs)
-        vary_initial_carries(module, (args, kwargs))
+        vary_nnx_carries(module, (args, kwargs))
         call = getattr(module, method or "__call__") if not callable(method) else method
         names = _parameters(call)
         if "train" in kwargs and "train" not in names and not _takes_any_keyword(names):

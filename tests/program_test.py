@@ -290,7 +290,7 @@ def test_dropout_masks_differ_on_every_example_minibatch_and_step(devices8, use_
         ({"model": Classifier}, TypeError, "expected an instance of a flax.linen.Module"),
         ({"tx": 1e-3}, TypeError, "tx is 0.001, expected an optax.GradientTransformation"),
         ({"loss_fn": None}, TypeError, "loss_fn is None, expected a function"),
-        ({"batch": (1, 2)}, TypeError, r"batch is a tuple, expected one with .inputs"),
+        ({"batch": {"x": np.ones((8, 2))}}, TypeError, r"batch is a dict, expected .* \.inputs"),
         (
             {"batch": make_batch(size=60)},
             ValueError,

@@ -36,7 +36,7 @@ ORDER = """
     annotations
     partitioning model
     nnx_model
-    nnx_streams nnx_recurrence
+    nnx_streams recurrence
     nnx_variables
     collectives array_box
     dispatch
