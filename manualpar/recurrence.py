@@ -104,6 +104,6 @@ def _spread(inputs: Any) -> Callable[[jax.Array], jax.Array]:
     return spread
 
 
-def _subclasses(base: type) -> set[type]:
+def _subclasses(base: Any) -> set[Any]:
     """All classes below one."""
     return {base}.union(*(_subclasses(below) for below in base.__subclasses__()))
