@@ -1,6 +1,6 @@
 """Flax Linen models, data-parallel or fully sharded, with every collective written by hand."""
 
-from manualpar.collectives import gather_array_with_mean_grads
+from manualpar.collectives import gather_array_with_mean_grads, gather_examples
 from manualpar.data_parallel import data_parallel
 from manualpar.fsdp import fsdp
 from manualpar.gradients import accumulate_gradients, sync_gradients, sync_metrics
@@ -29,6 +29,7 @@ __all__ = [
     "fold_rng_over_axis",
     "fsdp",
     "gather_array_with_mean_grads",
+    "gather_examples",
     "gather_params",
     "hsdp",
     "make_mesh",

@@ -6,6 +6,7 @@ matches one device's collective with another's of the same size and computes non
 `check_vma=True` do not forbid it, but they say where it can happen.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +50,29 @@ def check_conditions(name: str, jaxpr: Jaxpr) -> None:
                     "and choose with jnp.where, make the condition the same on all devices "
                     "(jax.lax.pmax), or use data_parallel."
                 )
+
+
+def check_gathered_order(name: str, jaxpr: Jaxpr, scope: str, data_axes: tuple[str, ...]) -> None:
+    """Refuses examples that are gathered over other axes, or in another order, than they are split.
+
+    Args:
+      name: The program's name, for messages.
+      jaxpr: The traced program.
+      scope: The named scope in which examples are gathered.
+      data_axes: The mesh axes that examples are split over, in their order.
+
+    Raises:
+      ValueError: Examples are gathered so.
+    """
+    for eqn in _all_equations(jaxpr):
+        if scope not in re.split(r"[/()]", str(eqn.source_info.name_stack)):
+            continue
+        axes = tuple(jax.tree.leaves(eqn.params.get("axis_name"))) or data_axes
+        if axes != tuple(axis for axis in data_axes if axis in axes):
+            raise ValueError(
+                f"{name}: {scope} gathers over {axes}, but the batch is split over {data_axes}, in "
+                f"this order; expected the same. Pass axis_name={data_axes!r} to it."
+            )
 
 
 def _varying_condition(eqn: Any) -> frozenset[str]:

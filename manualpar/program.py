@@ -17,9 +17,9 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from manualpar.annotations import check_rules
-from manualpar.collectives import Wire
+from manualpar.collectives import EXAMPLES_SCOPE, Wire
 from manualpar.dispatch import guard_step
-from manualpar.divergence import check_conditions
+from manualpar.divergence import check_conditions, check_gathered_order
 from manualpar.layout import (
     ParameterInfo,
     Placement,
@@ -245,6 +245,7 @@ def build_program(
     for function in (program.train_step, program.eval_step):
         traced = function.trace(program.abstract_state, program.abstract_batch)
         check_conditions(name, traced.jaxpr.jaxpr)
+        check_gathered_order(name, traced.jaxpr.jaxpr, EXAMPLES_SCOPE, axes)
     return program
 
 

@@ -30,10 +30,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from manualpar.collectives import cast_to_varying
+from manualpar.collectives import OWN_RESIDUAL, cast_to_varying
 
-# The name, as in `jax.ad_checkpoint.checkpoint_name`, of what the policy must leave alone.
-OWN_RESIDUAL = "own_residual"
 REMAT_PRIMITIVES = frozenset({"checkpoint", "remat", "remat2"})
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "sharding_constraint", "reshard"})
 # What leaves a weight a weight: free or next to it, so that repeating them costs nothing.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar import gather_array_with_mean_grads, make_mesh
+from manualpar import gather_array_with_mean_grads, gather_examples, make_mesh
 from manualpar.collectives import (
     AS_STORED,
     Wire,
@@ -181,3 +181,59 @@ def test_gradient_of_a_shard_that_some_of_the_axes_hold_in_common(devices8):
     run = jax.shard_map(on_device, mesh=mesh, in_specs=(P("data"), P(axes)), out_specs=P("data"))
     expected = weights.mean(0).reshape(4, 2, 2).sum(1).ravel()
     np.testing.assert_allclose(jax.jit(run)(jnp.arange(8.0), weights), expected, rtol=1e-5)
+
+
+def test_examples_are_gathered_in_the_order_of_the_batch(mesh8):
+    names = tuple(mesh8.axis_names)
+    tree = {
+        "float": index_coded((16, 2)),
+        "int": jnp.arange(16, dtype=jnp.int8),
+        "bool": jnp.arange(16) % 3 == 0,
+        "key": jax.random.split(jax.random.key(0), 16),
+    }
+
+    def on_device(tree):
+        local = {**tree, "constant": jnp.ones(16 // 8)}  # Which varies over no axis by its type.
+        gathered = gather_examples(local)
+        assert gathered["constant"].shape == (16,)
+        gathered = {name: gathered[name] for name in tree}
+        return gathered, gather_examples(tree, names[::-1])
+
+    everywhere = jax.tree.map(lambda _: P(names), tree)
+    run = jax.shard_map(
+        on_device, mesh=mesh8, in_specs=P(names), out_specs=(everywhere, everywhere)
+    )
+    gathered, backwards = jax.jit(run)(tree)
+    for name, x in tree.items():
+        copies = gathered[name].reshape(8, *x.shape)
+        assert jnp.array_equal(copies, jnp.broadcast_to(x, copies.shape))
+        parts = x.reshape(*mesh8.axis_sizes, 2, *x.shape[1:])
+        dims = len(mesh8.axis_sizes)
+        expected = parts.transpose(*reversed(range(dims)), *range(dims, parts.ndim)).reshape(
+            x.shape
+        )
+        assert jnp.array_equal(backwards[name][:16], expected)
+
+
+def test_examples_on_one_device_are_all_there():
+    x = jnp.arange(4.0)
+    assert gather_examples(x) is x
+    assert gather_examples({"x": x}, "data")["x"] is x
+    with pytest.raises(ValueError, match=r"gather_examples: x\['loss'\] has no dims"):
+        gather_examples({"loss": x.sum()})
+
+
+def test_examples_that_cannot_be_gathered_are_refused(devices8):
+    mesh = make_mesh({"data": 8}, devices8)
+
+    def refused(function, message, check_vma=True):
+        run = jax.shard_map(
+            function, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma
+        )
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(run, jnp.arange(8.0))
+
+    same = "x is the same on all devices by its type, .*axis_name=program.data_axes"
+    refused(lambda x: gather_examples(jnp.ones(1)), same)
+    refused(gather_examples, same, check_vma=False)  # The types do not tell.
+    refused(lambda x: gather_examples(x, "dat"), r"gather_examples: axis_name names \['dat'\]")

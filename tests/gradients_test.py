@@ -14,6 +14,7 @@ from manualpar import (
     ShardedParameter,
     accumulate_gradients,
     fold_rng_over_axis,
+    gather_examples,
     make_mesh,
     shard_params,
     sync_gradients,
@@ -396,25 +397,53 @@ def test_collections_are_averaged_over_the_axes_of_a_larger_mesh(devices8, axes,
     assert jax.jit(run)(jnp.arange(8.0))["mean"] == mean
 
 
-# Losses that are the same on all devices along some axes already.
+# Losses that are the same on all devices along some axes already, and losses that couple examples.
 
 
-def overlap(params, x, y):
-    """A ratio of sums, of which no mean over parts is the whole."""
+def overlap_parts(params, x, y):
     p, t = jax.nn.sigmoid(model({"params": params}, x)), (y > 0).astype(jnp.float32)
     return (p * t).sum(), (p + t).sum()
 
 
+def overlap(params, x, y):
+    """A ratio of sums, of which no mean over parts is the whole."""
+    total, count = overlap_parts(params, x, y)
+    return 1 - 2 * total / count
+
+
 def overlap_loss(axes):
     def loss_fn(params, apply_fn, batch, rng):
-        total, count = jax.lax.psum(overlap(params, batch.inputs, batch.labels), axes)
+        parts = overlap_parts(params, batch.inputs, batch.labels)
+        total, count = jax.lax.psum(parts, axes)
         return 1 - 2 * total / count, {"loss": (1 - 2 * total / count, 1)}
 
     return loss_fn
 
 
-def overlap_gradient(batch, mesh, axes, num_minibatches):
-    """On one device: of the mean over what the psums over `axes` leave apart, and minibatches."""
+def contrast(z, y, every_z, every_y):
+    """Each example against all others, both ways."""
+    of_z = jax.nn.logsumexp(-((z[:, None] - every_y[None]) ** 2), 1)
+    of_y = jax.nn.logsumexp(-((y[:, None] - every_z[None]) ** 2), 1)
+    return (of_z + of_y + 2 * (z - y) ** 2).mean()
+
+
+def contrastive_loss(form):
+    def loss_fn(params, apply_fn, batch, rng):
+        z, y = apply_fn({"params": params}, batch.inputs), batch.labels
+        every = gather_examples((z, y))
+        loss = contrast(*every, *every) if form == "whole" else contrast(z, y, *every)
+        return loss, {"loss": (loss, 1)}
+
+    return loss_fn
+
+
+def one_contrast(params, x, y):
+    z = model({"params": params}, x)
+    return contrast(z, y, z, y)
+
+
+def grouped_gradient(mean_loss, batch, mesh, axes, num_minibatches):
+    """On one device: of the mean over minibatches and what collectives over `axes` leave apart."""
     shape = (*mesh.axis_sizes, num_minibatches)
     coupled = [dim for dim, name in enumerate(mesh.axis_names) if name in axes]
     apart = [dim for dim in range(len(shape)) if dim not in coupled]
@@ -426,19 +455,26 @@ def overlap_gradient(batch, mesh, axes, num_minibatches):
         return x.transpose(order).reshape(count, -1, *x.shape[len(shape) + 1 :])
 
     def loss(params):
-        total, sizes = jax.vmap(functools.partial(overlap, params))(
-            group(batch.inputs), group(batch.labels)
-        )
-        return (1 - 2 * total / sizes).mean()
+        each = jax.vmap(functools.partial(mean_loss, params))
+        return each(group(batch.inputs), group(batch.labels)).mean()
 
-    return jax.grad(loss)(PARAMS)
+    return jax.jit(jax.grad(loss))(PARAMS)
 
 
 def test_a_loss_that_is_the_same_on_all_devices_has_its_whole_gradient(mesh8):
     batch, names = make_batch(64), mesh8.axis_names
     for axes in {names, names[:1]}:
-        expected = jax.jit(lambda axes=axes: overlap_gradient(batch, mesh8, axes, 4))()
+        expected = grouped_gradient(overlap, batch, mesh8, axes, 4)
         grads, _ = parallel_gradient(
             mesh8, batch, overlap_loss(axes), names, num_minibatches=4, use_scan=True
         )
+        chex.assert_trees_all_close(grads, expected, rtol=5e-5, atol=1e-6)
+
+
+def test_a_loss_that_couples_examples_couples_those_of_a_minibatch(mesh8):
+    batch, names = make_batch(32), mesh8.axis_names
+    expected = grouped_gradient(one_contrast, batch, mesh8, names, 2)
+    for form in ("whole", "own"):
+        loss_fn = contrastive_loss(form)
+        grads, _ = parallel_gradient(mesh8, batch, loss_fn, names, num_minibatches=2)
         chex.assert_trees_all_close(grads, expected, rtol=5e-5, atol=1e-6)

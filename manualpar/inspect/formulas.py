@@ -27,8 +27,8 @@ that are dropped after the forward pass it is therefore the most that is sent: n
 again, nor the kernel of the first layer. One that is used several times is gathered for each use
 (if it is kept, once), and a replicated one costs the same however often it is used.
 
-Collectives of metrics, of the number of examples and of other collections are not counted, nor what
-the compiler inserts for an optimizer that is not elementwise.
+Collectives of metrics, of examples and their number, and of other collections are not counted, nor
+what the compiler inserts for an optimizer that is not elementwise.
 """
 
 import math
@@ -39,7 +39,13 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from manualpar.collectives import COLLECTIONS_SCOPE, COUNT_SCOPE, METRICS_SCOPE, NONFINITE_SCOPE
+from manualpar.collectives import (
+    COLLECTIONS_SCOPE,
+    COUNT_SCOPE,
+    EXAMPLES_SCOPE,
+    METRICS_SCOPE,
+    NONFINITE_SCOPE,
+)
 from manualpar.inspect.communication import Collective, ring_bytes
 from manualpar.layout import ParameterInfo, Placement
 from manualpar.mesh import axes_size, axis_tuple
@@ -47,7 +53,7 @@ from manualpar.partitioning import Names
 from manualpar.program import Program
 
 # The scopes of what a step sends besides parameters and gradients.
-OTHER_SCOPES = (METRICS_SCOPE, COUNT_SCOPE, COLLECTIONS_SCOPE, NONFINITE_SCOPE)
+OTHER_SCOPES = (METRICS_SCOPE, COUNT_SCOPE, COLLECTIONS_SCOPE, NONFINITE_SCOPE, EXAMPLES_SCOPE)
 
 
 def step_bytes(program: Program) -> dict[tuple[str, ...], Fraction]:
