@@ -13,6 +13,7 @@ from manualpar.partitioning import (
     shard_params,
 )
 from manualpar.program import Program
+from manualpar.reference import assert_same_as_one_device
 from manualpar.rng import fold_rng_over_axis
 from manualpar.train_state import Batch, TrainState
 from manualpar.training.metrics import print_metrics
@@ -25,6 +26,7 @@ __all__ = [
     "TrainState",
     "abstract_mesh",
     "accumulate_gradients",
+    "assert_same_as_one_device",
     "data_parallel",
     "fold_rng_over_axis",
     "fsdp",

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from manualpar.mesh import AxisName, axis_tuple, check_axes_bound
 
@@ -286,7 +287,8 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
       The tree with leaves `[B, ...]`: the examples of all devices, in the order of the batch. With
       `num_minibatches` those are the examples of one minibatch: the `m`-th part of every device's
       share. Where no mesh axis is manual (on one device, in the modes in which XLA writes the
-      collectives) `x` has all examples already and is returned as it is.
+      collectives) `x` has all examples already and is returned as it is; only where shardings are
+      types it is made whole, so that it can meet what is sharded.
 
     Raises:
       ValueError: A leaf has no dims, an axis is not bound, or the types do not say which axes are
@@ -308,6 +310,8 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
                 "[b, ...] with one entry for each example. Sum a scalar with jax.lax.psum."
             )
     mesh = jax.sharding.get_abstract_mesh()
+    if mesh.explicit_axes:
+        return jax.tree.map(_unshard_examples, x)
     if not mesh.manual_axes:
         return x
     if axis_name is None:
@@ -329,3 +333,8 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
 
     with jax.named_scope(EXAMPLES_SCOPE):
         return jax.tree.map(gather, x)
+
+
+def _unshard_examples(x: jax.Array) -> jax.Array:
+    """All examples on every device, where shardings are types."""
+    return jax.sharding.reshard(x, PartitionSpec(None, *jax.typeof(x).sharding.spec[1:]))

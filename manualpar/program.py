@@ -77,6 +77,7 @@ class Program:
         its step and key, see `ProgramOptions`.
       eval_step: `eval_step(state, batch) -> metrics`, jitted; the same loss function with training
         turned off.
+      step: What the two are made of: the model, the loss, and functions to be jitted.
     """
 
     strategy: Strategy
@@ -94,6 +95,7 @@ class Program:
     init: Callable[[jax.Array], TrainState]
     train_step: jax.stages.Wrapped
     eval_step: jax.stages.Wrapped
+    step: Step = dataclasses.field(repr=False)
 
 
 def build_program(
@@ -241,6 +243,7 @@ def build_program(
         init=functools.partial(_init, create_sharded if has_devices else None),
         train_step=guard_step("train_step", train_step, mesh) if has_devices else train_step,
         eval_step=guard_step("eval_step", eval_step, mesh) if has_devices else eval_step,
+        step=step,
     )
     for function in (program.train_step, program.eval_step):
         traced = function.trace(program.abstract_state, program.abstract_batch)

@@ -96,7 +96,7 @@ class Step:
         """Takes one step of the optimizer; returns the new state and the metrics of the batch."""
         check_batch("batch", batch, self.mesh, self.data_axes)
         rng, step_rng = jax.random.split(state.rng)
-        grads, metrics, collections = self._gradients(
+        grads, metrics, collections = self.gradients(
             state.params, state.collections, step_rng, batch
         )
         assert self.update is not None
@@ -138,7 +138,7 @@ class Step:
 
     # What runs on the mesh: on one device's part in mode `manual`, on global arrays in the others.
 
-    def _gradients(
+    def gradients(
         self, params: Any, collections: Any, rng: jax.Array, batch: Any
     ) -> tuple[Any, Metrics, Any]:
         """The global gradients, in the specs of the optimizer's state, metrics and collections."""
@@ -167,7 +167,7 @@ class Step:
             minibatches = split_global_minibatches(
                 self.mode, batch, self.num_minibatches, self.mesh, self.data_axes
             )
-        loss: CarryingLossFn = self._carrying_loss
+        loss: CarryingLossFn = self.carrying_loss
         if self.strategy.reshard_after_forward and self.gathered_sizes:
             loss = regather_for_backward(loss, self.gathered_sizes)
         loss = self._keeping(loss)
@@ -217,7 +217,7 @@ class Step:
             _, metrics = call_loss(self.loss_fn, boxes, apply_fn, batch, rng)
         return sync_metrics(metrics, self.data_axes) if self.mode == "manual" else metrics
 
-    def _carrying_loss(
+    def carrying_loss(
         self, params: Any, collections: Any, minibatch: Any, rng: jax.Array
     ) -> tuple[Any, Any, Any]:
         """The user's loss, with the model's other collections passed in and out."""
@@ -305,7 +305,7 @@ class Step:
         self, collections: Any, rng: jax.Array, batch: Any, params: Any
     ) -> tuple[jax.Array, Any]:
         """The loss and its gradient at stored parameters, for optimizers that try several."""
-        grads, metrics, _ = self._gradients(params, collections, rng, batch)
+        grads, metrics, _ = self.gradients(params, collections, rng, batch)
         return mean(metrics[OBJECTIVE]), grads
 
     def _map(self, function: Callable[..., Any], *trees: Any) -> Any:

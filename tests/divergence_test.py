@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from manualpar import Batch, data_parallel, fsdp, make_mesh
+from manualpar import Batch, data_parallel, fsdp, gather_examples, make_mesh
 
 BATCH = Batch(
     inputs=jax.ShapeDtypeStruct((16, 8), jnp.float32), labels=jax.ShapeDtypeStruct((16,), jnp.int32)
@@ -83,3 +83,23 @@ def test_a_gather_in_a_branch_that_all_take_runs(devices8, condition):
 def test_branches_without_collectives_may_differ(devices8):
     build(data_parallel, Branching("data"))
     build(data_parallel, Looping(), stopped_loss)
+
+
+def test_examples_gathered_in_another_order_than_the_batch_is_in_are_refused(devices8):
+    def coupled(axis_name):
+        def loss_fn(params, apply_fn, batch, rng):
+            out = gather_examples(apply_fn({"params": params}, batch.inputs), axis_name)
+            return out.mean(), {"loss": (out.sum(), out.size)}
+
+        return loss_fn
+
+    def build(axis_name):
+        axes, mesh = ("b", "a"), make_mesh({"a": 2, "b": 4})
+        loss, tx = coupled(axis_name), optax.sgd(0.1)
+        return data_parallel(nn.Dense(4), tx, loss, mesh=mesh, batch=BATCH, axis_name=axes)
+
+    message = r"gather_examples gathers over \('a', 'b'\), but .*Pass axis_name=\('b', 'a'\)"
+    with pytest.raises(ValueError, match=message):
+        build(None)
+    build(("b", "a"))
+    build("a")  # Some of them, as somebody wishes.

@@ -1,5 +1,7 @@
 """Whatever a step sends says for what: in its jaxpr, and in what is compiled and profiled."""
 
+from collections import Counter
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,11 +10,12 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar import Batch, fsdp, make_mesh
+from manualpar import Batch, fsdp, gather_examples, make_mesh
 from manualpar.collectives import (
     CAST_SCOPE,
     COLLECTIONS_SCOPE,
     COUNT_SCOPE,
+    EXAMPLES_SCOPE,
     GATHER_SCOPE,
     METRICS_SCOPE,
     NEW_PARAMS_SCOPE,
@@ -254,3 +257,25 @@ def test_purposes():
     for foreign in ("", "model/reduce_sum", "my_gather_params", "gather_params_of_mine"):
         assert purpose_of(foreign) is None
     assert len(set(SCOPES)) == len(SCOPES)
+
+
+def test_examples_are_not_mistaken_for_weights(devices8):
+    """They are as large as the weights that are gathered again, and are gathered once."""
+
+    def loss_fn(params, apply_fn, batch, rng):
+        z = gather_examples(apply_fn({"params": params}, batch.inputs))
+        loss = jax.nn.logsumexp(z @ z.T)
+        return loss, {"loss": (loss, 1)}
+
+    model = nn.Sequential([nn.Dense(16, use_bias=False), jnp.tanh, nn.Dense(16, use_bias=False)])
+    batch = Batch(inputs=np.ones((16, 16), np.float32), labels=np.ones(16))
+    program = make("fsdp", devices8, model=model, batch=batch, loss=loss_fn)
+    found = Counter((c.purpose, c.kind) for c in trace_collectives(trace(program)))
+    assert found == {
+        (GATHER_SCOPE, "all_gather"): 2,
+        (REGATHER, "all_gather"): 1,  # The first layer's is not needed again.
+        (SCATTER_SCOPE, "reduce_scatter"): 2,
+        (EXAMPLES_SCOPE, "all_gather"): 1,
+        (EXAMPLES_SCOPE, "reduce_scatter"): 1,
+        (METRICS_SCOPE, "all_reduce"): found[METRICS_SCOPE, "all_reduce"],
+    }

@@ -25,7 +25,7 @@ ORDER = """
     layers
     inspect
     hsdp
-    fsdp data_parallel zero
+    fsdp data_parallel zero reference
     program replicas
     probe
     step

@@ -1,0 +1,192 @@
+"""Is a program's step the same as that of plain flax on one device?
+
+Types tell whether values differ between devices, but not whether a number is the right one: a loss
+that couples examples, statistics of a device's own examples, or a loss that is no mean come out
+different on many devices, and no type says so. Here the loss, the metrics and the gradient of every
+parameter, as SGD would apply it, are compared with those of the same model and loss function,
+differentiated on one device that has the whole batch.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from manualpar.layout import path_name
+from manualpar.loss import Metrics
+from manualpar.modes import run_on_mesh
+from manualpar.partitioning import cast_floating
+from manualpar.program import Program
+from manualpar.step import NONFINITE_GRADIENTS, OBJECTIVE, batch_specs, check_batch, mean
+from manualpar.train_state import TrainState
+
+MAX_DIFFERENCES = 5  # How many a message names.
+
+
+def assert_same_as_one_device(
+    program: Program,
+    batch: Any,
+    rng: jax.Array,
+    *,
+    rtol: float | None = None,
+    atol: float = 1e-6,
+) -> None:
+    """Asserts that a training step's loss, metrics and gradients are those of one device.
+
+    The one device has the whole batch at once, in plain flax: the model's `apply` on arrays in no
+    boxes, `jax.grad`, and nothing of the strategy. Mesh axes that the model or the loss names have
+    one device there. Parameters are those of `program.init(rng)`, cast to `gather_dtype` where they
+    are used if the program says so.
+
+    Args:
+      program: The program, on devices of this process. Its optimizer does not matter.
+      batch: A batch as `train_step` takes it, of float32 or integers `[B, ...]`.
+      rng: The key that the program is initialised with.
+      rtol: How far the loss, each metric (its mean) and each gradient may be off, relative to the
+        size of one device's: the norm of the difference is compared with the norm. If not given,
+        1e-4, or 0.05 where parameters are stored, gathered or reduced in bfloat16. A model that
+        computes in bfloat16 wants more too.
+      atol: How far a metric may be off beside that, and a gradient in parts of the norm of all
+        gradients together: some are zero but for rounding, as that of a bias before a softmax.
+
+    Raises:
+      AssertionError: Something differs. The message names the worst gradient and what it is of one
+        device's, the loss and the metrics that differ, and what in the model or the loss is known
+        to make such a difference.
+      ValueError: The loss depends on its key, as with dropout, so that there is nothing to compare;
+        or the program cannot be run here.
+
+    Communication:
+      That of one training step of the program, up to the optimizer.
+    """
+    mesh: Any = program.mesh
+    if isinstance(mesh, AbstractMesh) or jax.process_count() > 1:
+        raise ValueError(
+            "assert_same_as_one_device: the program is on an abstract mesh or on those of several "
+            "processes, expected devices of this process. Build it on make_mesh in one process."
+        )
+    check_batch("assert_same_as_one_device: batch", batch, program.mesh, program.data_axes)
+    state = program.init(rng)
+    keys = jax.random.split(state.rng)
+    run = jax.jit(program.step.gradients)
+    grads, metrics, _ = run(state.params, state.collections, keys[1], batch)
+    grads = jax.tree.map(_unpadded, grads, program.whole_state.params)
+    if rtol is None:
+        dtypes = {program.wire.gather_dtype, program.wire.reduce_dtype}
+        dtypes |= {str(x.dtype) for x in jax.tree.leaves(state.params)}
+        rtol = 0.05 if "bfloat16" in dtypes else 1e-4
+    compare = functools.partial(_differences, rtol=rtol, atol=atol)
+    run_one = _on_one_device(program, state, batch)
+    one, other = map(run_one, keys)
+    if any(compare(other, one)):
+        raise ValueError(
+            "assert_same_as_one_device: loss_fn depends on its rng: with two keys one device has "
+            "two results, so there is nothing to compare. Switch dropout and other randomness off "
+            "(a rate of 0, or a model made with deterministic=True)."
+        )
+    found = sorted(compare(jax.device_get((grads, _means(metrics))), one), reverse=True)
+    if found:
+        words = "; ".join(difference.words for difference in found[:MAX_DIFFERENCES])
+        more = f"; and {len(found) - MAX_DIFFERENCES} more" if len(found) > MAX_DIFFERENCES else ""
+        raise AssertionError(
+            f"{program.strategy.name} on {program.mesh.size} devices is not the same as one "
+            f"device (rtol={rtol}, atol={atol}): {words}{more}.{_known_reasons(program)}"
+        )
+
+
+class _Difference(NamedTuple):
+    """Something that differs by more than it may, gradients after all else."""
+
+    is_value: bool
+    excess: float
+    words: str
+
+
+def _on_one_device(
+    program: Program, state: TrainState, batch: Any
+) -> Callable[[jax.Array], tuple[Any, dict[str, Any]]]:
+    """The function of a key that gives one device's gradients and means of metrics."""
+    mesh = program.mesh
+    one = Mesh(mesh.devices.flatten()[:1].reshape([1] * mesh.devices.ndim), mesh.axis_names)
+    step = dataclasses.replace(program.step, mesh=one)
+
+    def gradients(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            cast = functools.partial(cast_floating, dtype=program.wire.gather_dtype)
+            params = jax.tree.map(cast, params)
+            loss, metrics, _ = step.carrying_loss(params, collections, batch, rng)
+            return loss, metrics
+
+        grads, metrics = jax.grad(loss_fn, has_aux=True)(params)
+        # With a dim for the one device: by their types some may differ between devices.
+        return jax.tree.map(lambda x: x[None], (grads, _means(metrics)))
+
+    whole, each = PartitionSpec(), PartitionSpec(mesh.axis_names)
+    run = run_on_mesh(
+        program.mode,
+        gradients,
+        mesh=one,
+        in_specs=(whole, whole, whole, batch_specs(batch, program.data_axes)),
+        out_specs=each if program.mode == "manual" else whole,
+    )
+    put = functools.partial(jax.device_put, device=NamedSharding(one, PartitionSpec()))
+    params = jax.tree.map(_unpadded, put(state.params), program.whole_state.params)
+    run = jax.jit(functools.partial(run, params, put(state.collections)))
+    return lambda key: jax.tree.map(lambda x: x[0], jax.device_get(run(put(key), put(batch))))
+
+
+def _differences(found: Any, expected: Any, rtol: float, atol: float) -> Iterator[_Difference]:
+    """What of gradients and means of metrics differs by more than it may."""
+    (grads, means), (expected_grads, expected_means) = found, expected
+    for name, value in expected_means.items():
+        off, allowed = abs(means[name] - value), rtol * abs(value) + atol
+        if not off <= allowed:
+            what = "the loss" if name == OBJECTIVE else f"metrics[{name!r}]"
+            words = f"{what} is {means[name]:.7g}, one device's {value:.7g}"
+            yield _Difference(True, float(off / allowed), words)
+    paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(expected_grads), strict=True)
+    ours, theirs = (
+        [np.asarray(g, np.result_type(g.dtype.type, np.float64)).ravel() for g in each]
+        for each in (jax.tree.leaves(grads), leaves)
+    )
+    total = np.linalg.norm([np.linalg.norm(g) for g in theirs])
+    for path, g, e in zip(paths, ours, theirs, strict=True):
+        off, norm = np.linalg.norm(g - e), np.linalg.norm(e)
+        allowed = rtol * norm + atol * total
+        if not off <= allowed:
+            ratio = f"{np.vdot(e, g).real / norm**2:.6g} of" if norm else "not zero, as is"
+            words = f"the gradient of {path_name(path)} is {ratio} one device's"
+            words += f", off by {off / norm:.3g} of its norm" if norm else ""
+            yield _Difference(False, float(off / allowed) if allowed else math.inf, words)
+
+
+def _means(metrics: Metrics) -> dict[str, jax.Array]:
+    """The means of the metrics by name."""
+    return {name: mean(pair) for name, pair in metrics.items() if name != NONFINITE_GRADIENTS}
+
+
+def _unpadded(x: Any, like: Any) -> Any:
+    """An array without its padding."""
+    return x[tuple(map(slice, like.shape))]
+
+
+def _known_reasons(program: Program) -> str:
+    """What is known to make a program another than that of one device."""
+    reasons = " A loss that couples examples takes all of them with manualpar.gather_examples."
+    if program.num_minibatches > 1:
+        reasons += (
+            f" Of num_minibatches={program.num_minibatches} each is a batch of its own to a loss "
+            "that couples examples."
+        )
+    if "batch_stats" in program.whole_state.collections:
+        reasons += (
+            " The model has batch_stats: statistics of a batch are those of the examples that a "
+            "device has at once. nn.BatchNorm(axis_name=...) makes them global, "
+            "use_running_average=True leaves them out of the comparison."
+        )
+    return reasons
