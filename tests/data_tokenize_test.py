@@ -110,6 +110,16 @@ def _describe(**changes):
     return change
 
 
+def _describe_train(**changes):
+    def change(directory):
+        path = directory / "tokens.json"
+        fields = json.loads(path.read_text())
+        fields["splits"]["train"] |= changes
+        path.write_text(json.dumps(fields))
+
+    return change
+
+
 def _garble(directory):
     (directory / "eval.bin").write_bytes(b"\xff" * (directory / "eval.bin").stat().st_size)
 
@@ -119,10 +129,28 @@ def _garble(directory):
     [
         (_truncate, r"whose train\.bin has \d+ bytes, expected \d+ for the \d+ tokens"),
         (lambda directory: (directory / "test.bin").unlink(), r"which lacks test\.bin"),
-        (lambda directory: (directory / "tokens.json").write_text("{"), "is not one of version 1"),
-        (_describe(version=2), r"not one of version 1 \(ValueError: version 2"),
-        (_describe(splits={}), r"not one of version 1 \(KeyError: 'train'\)"),
-        (_describe(dtype="<f4"), r"with dtype '<f4'"),
+        (
+            lambda directory: (directory / "tokens.json").write_text("{"),
+            r"tokens\.json is not JSON",
+        ),
+        (
+            lambda directory: (directory / "tokens.json").write_text("[" * 10**5),
+            r"tokens\.json is nested deeper than",
+        ),
+        (_describe(version=2), r"tokens\.json has the version 2, expected 1"),
+        (_describe(version=[1]), r"has the version \[1\], expected 1"),
+        (_describe(splits={}), r"has splits\.train=None, expected an object"),
+        (_describe(splits=3), r"has splits\.train=None, expected an object"),
+        (_describe(dtype="<f4"), r"has dtype='<f4', expected one of"),
+        (_describe(tokenizer=5), r"has tokenizer=5, expected a string"),
+        (_describe(tokenizer="../x.json"), r"has tokenizer='../x.json', expected one of"),
+        (_describe(vocab_size=True), r"has vocab_size=True, expected an integer"),
+        (_describe(color=1), r"has the unknown field color"),
+        (_describe_train(tokens=1), r"has splits\.train\.tokens=1, expected at least 2"),
+        (_describe_train(tokens=20.0), r"has splits\.train\.tokens=20\.0, expected an integer"),
+        (_describe_train(bytes=0), r"has splits\.train\.bytes=0, expected at least 1"),
+        (_describe_train(documents=-1), r"has splits\.train\.documents=-1, expected at least 1"),
+        (_describe_train(blake2b=None), r"has splits\.train\.blake2b=None, expected a string"),
         (_describe(vocab_size=300), r"whose byte tokenizer has 257 .* expected the 300 and 256"),
         (_garble, r"eval\.bin has token 65535 .* less than the vocabulary's 257"),
     ],

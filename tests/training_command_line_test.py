@@ -137,11 +137,51 @@ def test_a_config_that_does_not_lock_itself_is_locked(tmp_path):
     assert _parse(f"--config={tmp_path / 'a.py'}").config.is_locked
 
 
-def test_an_error_inside_a_config_file_keeps_its_traceback(tmp_path):
-    (tmp_path / "a.py").write_text("def get_config(): return int('x')")
-    with pytest.raises(ValueError, match="invalid literal for int") as caught:
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("\n1 / 0", "line 2: ZeroDivisionError: division by zero"),
+        ("import nothing_such", "line 1: ModuleNotFoundError: No module named 'nothing_such'"),
+        (
+            "def get_config():\n    raise RuntimeError('one\\n two')",
+            "line 2: RuntimeError: one two",
+        ),
+        ("def get_config(x): return x", "TypeError: get_config() missing 1 required positional"),
+        (
+            "def get_config(): return get_config()",
+            "line 1: RecursionError: maximum recursion depth",
+        ),
+        ("raise SystemExit(0)", "line 1: SystemExit: 0"),
+        (
+            "from configs import fsdp\ndef get_config():\n    config = fsdp.get_config()\n"
+            "    config.parallel.mesh = 3\n    return config",
+            "line 4: TypeError: Could not override field 'mesh'",
+        ),
+    ],
+)
+def test_an_error_inside_a_config_file_is_one_sentence_with_its_line(tmp_path, text, found):
+    (tmp_path / "a.py").write_text(text)
+    with pytest.raises(UsageError, match=re.escape(f"a.py: {found}")) as caught:
         _parse(f"--config={tmp_path / 'a.py'}")
-    assert str(caught.traceback[-1].path).endswith("a.py")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_no_file_can_have_is_no_file():
+    with pytest.raises(UsageError, match=r"aa\.py: File name too long"):
+        _parse(f"--config={'a' * 5000}.py")
+
+
+def test_a_mesh_that_is_no_dict_leaves_the_overrides_alone(tmp_path):
+    text = (CONFIGS / "fsdp.py").read_text()
+    text = text.replace('ConfigDict({"data": -1})', "None")
+    (tmp_path / "a.py").write_text(text)
+    command = _parse(f"--config={tmp_path / 'a.py'}", "--config.seed=1")
+    with pytest.raises(ValueError, match=r"parallel\.mesh is None, expected a dict of axis"):
+        check_config(command.config)
+
+
+def test_force_is_off_unless_asked_for():
+    assert (_parse().force, _parse("--force").force) == (False, True)
 
 
 def test_one_config_file_leaves_nothing_behind_for_the_next(tmp_path):

@@ -115,6 +115,30 @@ def _set(config: ml_collections.ConfigDict, name: str, value):
         ),
         ("debug.draw_sharding", True, "config.debug.draw_sharding is True, expected a string."),
         ("model.dtype", "bfloat", "the nearest one is 'bfloat16'"),
+        (
+            "parallel.mesh",
+            ml_collections.ConfigDict({"": 8}),
+            "mesh has an axis '', expected names",
+        ),
+        (
+            "parallel.mesh.data",
+            ml_collections.ConfigDict({"a": 1}),
+            "config.parallel.mesh.data is a: 1 , expected a number of devices",
+        ),
+        ("data.prefetch", 10**9, "is 1000000000, expected an integer, at least 1 and less than"),
+        ("training.num_steps", 2**31, "expected an integer, at least 1 and less than 2147483648."),
+        (
+            "optimizer.learning_rate",
+            1e39,
+            "is 1e+39, expected a finite number, at least 0 and less",
+        ),
+        ("watch.stall_seconds", 1e300, "is 1e+300, expected a finite number, at least 0 and less"),
+        (
+            "model.num_layers",
+            10**6,
+            "config.model.num_layers is 1000000, expected at most 1000: ea",
+        ),
+        ("optimizer.num_minibatches", 1001, "num_minibatches is 1001, expected at most 1000: each"),
         ("parallel.mesh", 8, "config.parallel.mesh is 8, expected a dict of axis sizes"),
         ("parallel.mesh.data", 0, "config.parallel.mesh.data is 0, expected a number of devices"),
         ("parallel.mesh.data", 2.0, "config.parallel.mesh.data is 2.0, expected a number"),
@@ -144,6 +168,18 @@ def test_every_field_must_be_there(module, name):
     group = config[groups[0]] if groups else config
     del group[last]
     with pytest.raises(ValueError, match=f"config.{name} is missing, expected"):
+        check_config(config)
+
+
+def test_as_many_layers_as_one_likes_are_scanned():
+    config = fsdp_lm.get_config()
+    config.model.num_layers = 10**6
+    with pytest.raises(ValueError, match=r"by itself; or set config\.model\.scan_layers=True"):
+        check_config(config)
+    config.model.scan_layers = True
+    check_config(config)
+    config.model.scan_unroll = 2000
+    with pytest.raises(ValueError, match=r"config\.model\.scan_unroll is 2000, expected at most"):
         check_config(config)
 
 

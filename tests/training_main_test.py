@@ -201,6 +201,7 @@ def test_replicas_that_differ_stop_a_run(monkeypatch, capsys):
         "--config.training.num_steps=100",
         "--config.training.log_every_steps=1",
         "--config.debug.check_replicas_every=2",
+        "--force",  # Nobody can trace a step that is broken so.
     )
     assert run_command(_command("fsdp", *arguments)) == 3
     output, error = capsys.readouterr()

@@ -62,7 +62,8 @@ def state_leaves(program: Program) -> list[Leaf]:
     for (path, abstract), whole in zip(held, jax.tree.leaves(program.whole_state), strict=True):
         data, shape = abstract, whole.shape
         if jnp.issubdtype(abstract.dtype, jax.dtypes.prng_key):
-            data = jax.eval_shape(jax.random.key_data, abstract)
+            # What jax keeps of each such call goes when the function does, and this one goes.
+            data = jax.eval_shape(lambda key: jax.random.key_data(key), abstract)
             shape = data.shape
         keys = tuple(path_name((entry,)) for entry in path)
         leaves.append(Leaf(path_name(path), keys, abstract, shape, data.shape, data.dtype))

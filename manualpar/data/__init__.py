@@ -11,7 +11,7 @@ from manualpar.data.dataset import (
     LanguageDataset,
     Split,
 )
-from manualpar.data.packing import TokenSplit
+from manualpar.data.packing import DamagedDataError, TokenSplit
 from manualpar.data.pipeline import (
     TrainBatches,
     abstract_batch,
@@ -28,6 +28,7 @@ __all__ = [
     "ArraySplit",
     "ByteTokenizer",
     "ClassificationDataset",
+    "DamagedDataError",
     "Dataset",
     "FileTokenizer",
     "LanguageDataset",

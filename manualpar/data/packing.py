@@ -16,9 +16,14 @@ S is the length of a sequence.
 import dataclasses
 from typing import Protocol
 
+import jax
 import numpy as np
 
 from manualpar.train_state import Batch
+
+
+class DamagedDataError(ValueError):
+    """A file of the data is not what it was, or holds what it cannot; one sentence for the user."""
 
 
 class TokenStream(Protocol):
@@ -53,9 +58,10 @@ class ArrayStream:
         tokens = np.array(self.tokens[start:stop], np.int32)
         # Indexing on a device would clamp it without a word.
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
-            raise ValueError(
-                f"config.data.path: {self.name} has token {tokens.max()} among those from {start} "
-                f"to {stop}, expected less than the vocabulary's {self.vocab_size}; make the file "
+            token = tokens.max() if tokens.max() >= self.vocab_size else tokens.min()
+            raise DamagedDataError(
+                f"config.data.path: {self.name} has token {token} among those from {start} to "
+                f"{stop}, expected less than the vocabulary's {self.vocab_size}; make the file "
                 "again with `python -m manualpar.data.tokenize`."
             )
         return tokens
@@ -90,6 +96,12 @@ class TokenSplit:
     def tokens_per_byte(self) -> float:
         """Labels for each byte of text; the ends of documents are labels and no bytes."""
         return self.num_labels / self.num_bytes
+
+    @property
+    def abstract_example(self) -> Batch:
+        """The shapes and dtypes of all sequences, as `jax.ShapeDtypeStruct`s; none is read."""
+        tokens = jax.ShapeDtypeStruct((self.sequence_length,), np.int32)
+        return Batch(tokens, tokens, jax.ShapeDtypeStruct((self.sequence_length,), np.float32))
 
     def __len__(self) -> int:
         return -(-self.num_labels // self.sequence_length)

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from manualpar.data.dataset import Split
+from manualpar.data.packing import TokenSplit
 from manualpar.data.placement import place, rows_of_this_process
 from manualpar.train_state import Batch
 
@@ -149,10 +150,12 @@ def num_evaluation_batches(split: Split, batch_size: int, max_batches: int = 0) 
 def abstract_batch(split: Split, batch_size: int) -> Batch:
     """The shapes and dtypes of all batches of `split`, as `jax.ShapeDtypeStruct`s."""
 
-    def leaf(array: np.ndarray) -> jax.ShapeDtypeStruct:
+    def leaf(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch_size, *array.shape), array.dtype)
 
-    return jax.tree.map(leaf, split[0])
+    # A sequence of a thousand million tokens need not be read to be found too long.
+    example = split.abstract_example if isinstance(split, TokenSplit) else split[0]
+    return jax.tree.map(leaf, example)
 
 
 class _EndlessOrder:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from manualpar.data.dataset import LanguageDataset, make_fingerprint
-from manualpar.data.packing import ArrayStream, TokenSplit, TokenStream
+from manualpar.data.packing import ArrayStream, DamagedDataError, TokenSplit, TokenStream
 from manualpar.data.tokenizer import ByteTokenizer, Tokenizer
 
 SPLITS = ("train", "eval", "test")
@@ -62,12 +62,18 @@ class TextFile:
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes of the document, from `offset` on; the file has to be as long as it was."""
-        with open(self.path, "rb", buffering=0) as opened:
-            now = os.fstat(opened.fileno()).st_size
-            opened.seek(self.start + offset)
-            data = opened.read(size)
+        try:
+            with open(self.path, "rb", buffering=0) as opened:
+                now = os.fstat(opened.fileno()).st_size
+                opened.seek(self.start + offset)
+                data = opened.read(size)
+        except OSError as error:
+            raise DamagedDataError(
+                f"config.data.path: {self.path} could be read when the run began and cannot be now "
+                f"({error.strerror}); bring it back as it was."
+            ) from error
         if now != self.file_size or len(data) != size:
-            raise ValueError(
+            raise DamagedDataError(
                 f"config.data.path: {self.path} had {self.file_size} bytes when the run began and "
                 f"has {now} now; files of a corpus must stay as they are while it is in use."
             )

@@ -4,6 +4,7 @@ Every tokenizer has a token BOS that no text contains; it begins each document.
 """
 
 import hashlib
+import os
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -95,7 +96,13 @@ class FileTokenizer:
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """The tokens of each document; several are encoded at once where there are cores."""
         texts = [data.decode(errors="replace") for data in documents]
-        encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        try:
+            encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        except Exception as error:  # The library raises nothing more special.
+            raise ValueError(
+                f"config.data.tokenizer cannot encode a text ({error}); expected a tokenizer that "
+                "has tokens for everything, or one for what is unknown."
+            ) from error
         return [np.array(encoding.ids, np.int32) for encoding in encoded]
 
     def encode(self, text: str) -> np.ndarray:
@@ -122,8 +129,8 @@ def load_tokenizer(path: str) -> Tokenizer:
     if not path:
         return ByteTokenizer()
     expected = "expected the tokenizer.json of a Hugging Face tokenizer, or '' for bytes"
-    file = pathlib.Path(path).expanduser()
-    if not file.is_file():
+    file = pathlib.Path(os.path.expanduser(path))
+    if not os.path.isfile(file):
         raise ValueError(f"config.data.tokenizer is {path!r}, which is no file; {expected}.")
     import tokenizers
 
@@ -139,6 +146,11 @@ def load_tokenizer(path: str) -> Tokenizer:
         raise ValueError(
             f"config.data.tokenizer is {path!r}, which has no token to begin documents with; "
             f"expected one of {', '.join(BOS_NAMES)} among its added tokens."
+        )
+    if (largest := max(tokenizer.get_vocab().values())) >= 2**31:
+        raise ValueError(
+            f"config.data.tokenizer is {path!r}, which has a token of number {largest}; expected "
+            f"less than {2**31}, as int32 holds them."
         )
     fingerprint = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
     return FileTokenizer(tokenizer, bos_token=bos_token, fingerprint=fingerprint)

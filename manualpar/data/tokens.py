@@ -10,9 +10,12 @@ A process touches only the pages of the files that its sequences lie in.
 """
 
 import dataclasses
-import json
+import os
 import pathlib
+import reprlib
+import typing
 from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,11 +23,15 @@ from manualpar.data.dataset import LanguageDataset, make_fingerprint
 from manualpar.data.packing import ArrayStream, TokenSplit
 from manualpar.data.text import SPLITS
 from manualpar.data.tokenizer import load_tokenizer
+from manualpar.untrusted import read_object
 
 VERSION = 1
 DTYPES = ("<u2", "<u4")
 DESCRIPTION = "tokens.json"
 TOKENIZER = "tokenizer.json"
+LOOKED_AT = 2**16
+EXPECTED: Mapping[Any, str] = {int: "an integer", str: "a string", Mapping: "an object"}
+Described = TypeVar("Described", "TokenFile", "TokenFiles")
 MADE_BY = "make it with `python -m manualpar.data.tokenize --input=TEXT --output=DIRECTORY`"
 
 
@@ -79,7 +86,7 @@ def load_tokens(path: str, *, sequence_length: int) -> LanguageDataset:
     Raises:
       ValueError: Something is missing, or does not fit the description.
     """
-    directory = pathlib.Path(path).expanduser()
+    directory = pathlib.Path(os.path.expanduser(path))
     files = _read_description(directory, path)
     tokenizer = load_tokenizer(str(directory / files.tokenizer) if files.tokenizer else "")
     if (tokenizer.vocab_size, tokenizer.bos_token) != (files.vocab_size, files.bos_token):
@@ -93,15 +100,22 @@ def load_tokens(path: str, *, sequence_length: int) -> LanguageDataset:
         part = files.splits[split]
         file = directory / f"{split}.bin"
         expected = part.tokens * np.dtype(files.dtype).itemsize
-        if not file.is_file():
+        if not os.path.isfile(file):
             raise ValueError(f"config.data.path is {path!r}, which lacks {file.name}; {MADE_BY}.")
         if (size := file.stat().st_size) != expected:
             raise ValueError(
                 f"config.data.path is {path!r}, whose {file.name} has {size} bytes, expected "
                 f"{expected} for the {part.tokens} tokens in {DESCRIPTION}; {MADE_BY}."
             )
+        try:
+            stream = ArrayStream(np.memmap(file, files.dtype, "r"), str(file), files.vocab_size)
+        except OSError as error:
+            raise ValueError(
+                f"config.data.path is {path!r}, whose {file.name} cannot be read ({error})."
+            ) from error
+        stream.read(0, min(len(stream), LOOKED_AT))  # Files of another tokenizer show at once.
         return TokenSplit(
-            ArrayStream(np.memmap(file, files.dtype, "r"), str(file), files.vocab_size),
+            stream,
             sequence_length=sequence_length,
             bos_token=files.bos_token,
             num_bytes=part.bytes,
@@ -120,21 +134,54 @@ def load_tokens(path: str, *, sequence_length: int) -> LanguageDataset:
 def _read_description(directory: pathlib.Path, path: str) -> TokenFiles:
     """Reads and checks `tokens.json`."""
     file = directory / DESCRIPTION
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise ValueError(
             f"config.data.path is {path!r}, expected a directory of token files, complete with its "
             f"{DESCRIPTION}; {MADE_BY}."
         )
     try:
-        fields = json.loads(file.read_text())
-        if fields["version"] != VERSION or fields["dtype"] not in DTYPES:
-            raise ValueError(f"version {fields['version']} with dtype {fields['dtype']!r}")
-        splits = {split: TokenFile(**fields["splits"][split]) for split in SPLITS}
-        if min(part.tokens for part in splits.values()) < 2:
-            raise ValueError("a split without tokens")
-        return TokenFiles(**{**fields, "splits": splits})
-    except (KeyError, TypeError, ValueError) as error:
+        return _parse_description(read_object(file, follow_links=True))
+    except (OSError, ValueError) as error:
+        found = f"cannot be read ({error})" if isinstance(error, OSError) else error
         raise ValueError(
-            f"config.data.path is {path!r}, whose {DESCRIPTION} is not one of version {VERSION} "
-            f"({type(error).__name__}: {error}); {MADE_BY}."
+            f"config.data.path is {path!r}, whose {DESCRIPTION} {found}; {MADE_BY}."
         ) from error
+
+
+def _parse_description(fields: dict[str, Any]) -> TokenFiles:
+    """The `TokenFiles` of a JSON object; errors complete a sentence that begins with its file."""
+    if fields.get("version") != VERSION:
+        raise ValueError(f"has the version {fields.get('version')!r}, expected {VERSION}")
+    splits = fields.get("splits")
+    parts = {split: splits.get(split) if isinstance(splits, dict) else None for split in SPLITS}
+    checked = {name: _make(TokenFile, part, f"splits.{name}") for name, part in parts.items()}
+    files = _make(TokenFiles, fields | {"splits": checked})
+    for field, allowed in (("dtype", DTYPES), ("tokenizer", ("", TOKENIZER))):
+        if (value := getattr(files, field)) not in allowed:
+            raise ValueError(f"has {field}={value!r}, expected one of {allowed}")
+    for split, part in files.splits.items():
+        # The smallest stream has a token besides the BOS that begins it.
+        for field, least in (("tokens", 2), ("bytes", 1), ("documents", 1)):
+            if (value := getattr(part, field)) < least:
+                raise ValueError(f"has splits.{split}.{field}={value}, expected at least {least}")
+    return files
+
+
+def _make(kind: type[Described], values: Any, name: str = "") -> Described:
+    """A dataclass of the values of a JSON object, each of the type that it has to be."""
+    where = f"{name}." if name else ""
+    if not isinstance(values, dict):
+        raise ValueError(f"has {name}={reprlib.repr(values)}, expected an object")
+    types = {
+        field.name: typing.get_origin(field.type) or field.type
+        for field in dataclasses.fields(kind)
+    }
+    for field in sorted(types.keys() ^ values.keys()):
+        what = "lacks" if field in types else "has the unknown field"
+        raise ValueError(f"{what} {where}{field}")
+    for field, value in values.items():
+        if not isinstance(value, types[field]) or isinstance(value, bool):
+            raise ValueError(
+                f"has {where}{field}={reprlib.repr(value)}, expected {EXPECTED[types[field]]}"
+            )
+    return kind(**values)

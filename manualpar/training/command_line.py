@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib.util
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from manualpar.training.config import flatten_config, nearest
+from manualpar.training.config import flatten_config, nearest, one_line
 
 FLAGS_HELP = {
     "config": "The file to take the config from, a Python file with get_config().",
@@ -28,6 +29,7 @@ FLAGS_HELP = {
     "nothing in the environment says so; auto has jax find all three.",
     "num_processes": "How many processes train together, with --coordinator_address.",
     "process_id": "Which of them this is, from 0, with --coordinator_address.",
+    "force": "Starts what does not fit into memory, and more devices than one would simulate.",
 }
 INTEGERS = ("devices", "num_processes", "process_id")
 EXPECTED: Mapping[type, str] = {
@@ -55,6 +57,7 @@ class CommandLine:
       coordinator_address: Where process 0 listens; `None` leaves it to the environment.
       num_processes: How many processes there are, likewise.
       process_id: Which of them this is, likewise.
+      force: Whether to start what does not fit into memory.
     """
 
     config: Any
@@ -64,16 +67,21 @@ class CommandLine:
     coordinator_address: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
+    force: bool = False
 
 
 def load_config(path: Path) -> ml_collections.ConfigDict:
     """Runs a config file and returns the config of its `get_config()`, locked.
 
     Raises:
-      UsageError: There is no such file, it is not Python, or it has no `get_config()` that returns
-        a `ConfigDict`.
+      UsageError: There is no such file, it is not Python, it raises an error or asks to exit, or it
+        has no `get_config()` that returns a `ConfigDict`.
     """
-    if not path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # The name is too long, for example.
+        raise UsageError(f"--config={path}: {error.strerror}.") from error
+    if not is_file:
         raise UsageError(
             f"--config={path}: there is no such file; name one such as configs/fsdp.py."
         )
@@ -83,12 +91,20 @@ def load_config(path: Path) -> ml_collections.ConfigDict:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
+        get_config = getattr(module, "get_config", None)
+        config = get_config() if callable(get_config) else None
     except SyntaxError as error:
         raise UsageError(f"--config={path}: line {error.lineno}: {error.msg}.") from error
-    get_config = getattr(module, "get_config", None)
+    except (Exception, SystemExit) as error:  # Whatever the user's code raises.
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame.lineno for frame in frames if frame.filename == spec.origin]
+        where = f"line {own[-1]}: " if own else ""
+        raise UsageError(
+            f"--config={path}: {where}{type(error).__name__}: {one_line(error)}; expected a file "
+            "whose get_config() returns the config."
+        ) from error
     if not callable(get_config):
         raise UsageError(f"--config={path}: the file has no function get_config(), expected one.")
-    config = get_config()
     if not isinstance(config, ml_collections.ConfigDict):
         raise UsageError(
             f"--config={path}: get_config() returns a {type(config).__name__}, expected an "
@@ -139,6 +155,7 @@ def parse_command_line(
         flags.DEFINE_string(name, None, FLAGS_HELP[name], flag_values=flag_values)
     for name in INTEGERS:
         flags.DEFINE_integer(name, None, FLAGS_HELP[name], flag_values=flag_values)
+    flags.DEFINE_boolean("force", False, FLAGS_HELP["force"], flag_values=flag_values)
     try:
         _, *rest = flag_values(arguments)
     except flags.UnrecognizedFlagError as error:
@@ -163,6 +180,7 @@ def parse_command_line(
         coordinator_address=flag_values.coordinator_address,
         num_processes=flag_values.num_processes,
         process_id=flag_values.process_id,
+        force=flag_values.force,
     )
 
 
@@ -189,7 +207,10 @@ def _check_overrides(config: ml_collections.ConfigDict, overrides: Sequence[str]
     """Refuses arguments `--config.<field>` whose field the config does not have."""
     values = flatten_config(config)
     groups = {name.rsplit(".", depth)[0] for name in values for depth in range(name.count(".") + 1)}
-    mesh_sizes = {f"parallel.mesh.{axis}" for axis in config.get("parallel", {}).get("mesh", {})}
+    parallel = config.get("parallel")
+    mesh = parallel.get("mesh") if isinstance(parallel, ml_collections.ConfigDict) else None
+    axes = mesh if isinstance(mesh, ml_collections.ConfigDict) else ()
+    mesh_sizes = {f"parallel.mesh.{axis}" for axis in axes}
     for argument in overrides:
         field = argument.split("=")[0].split(".", 1)[1]
         if field not in groups | mesh_sizes:

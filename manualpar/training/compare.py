@@ -28,6 +28,7 @@ from manualpar.training.comparison_report import (
 from manualpar.training.config import STRATEGIES, Field, nearest
 from manualpar.training.devices import describe_mesh, simulate_devices
 from manualpar.training.experiment import Experiment, prepare
+from manualpar.training.fit import check_fits
 from manualpar.training.main import INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE, print_error
 from manualpar.watching.progress import make_console, print_line
 from manualpar.watching.writers import CONFIG_FILE, check_workdir, create_numbered_folder
@@ -166,8 +167,11 @@ def _prepare(command: CommandLine) -> list[tuple[str, Experiment]]:
     """Checks everything that can be checked before something compiles."""
     if command.workdir:
         check_workdir(command.workdir)
-    simulate_devices(command.devices)
-    return prepare_pairs(command.config)
+    simulate_devices(command.devices, force=command.force)
+    experiments = prepare_pairs(command.config)
+    for _, experiment in () if command.force else experiments:
+        check_fits(experiment)
+    return experiments
 
 
 def _open_workdir(command: CommandLine) -> Path:

@@ -9,6 +9,7 @@ nothing for a strategy is there, checked and not used.
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,10 @@ DTYPES = ("bfloat16", "float16", "float32")
 WIRE_DTYPES = ("", "bfloat16", "float32")
 STRATEGIES = ("dp", "zero1", "zero2", "fsdp", "hsdp")
 ON_NONFINITE = ("ignore", "stop", "skip", "rollback")
+# What Python writes out is traced and compiled one by one, about a tenth of a second each.
+MOST_WRITTEN_OUT = 1000
+LARGEST = 1e38  # What float32 holds.
+LONGEST_SECONDS = 1e6  # What every clock and timer takes.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +86,14 @@ FIELDS: Mapping[str, Field] = {
     "profile": Field(str),
     "data.source": Field(str),
     "data.batch_size": Field(int, 1),
-    "data.prefetch": Field(int, 1),
+    "data.prefetch": Field(int, 1, below=2**10),  # Each is read by a thread.
     "model.name": Field(str, choices=("classifier", "transformer")),
-    "optimizer.learning_rate": Field(float, 0),
-    "optimizer.warmup_steps": Field(int, 0),
-    "optimizer.weight_decay": Field(float, 0),
+    "optimizer.learning_rate": Field(float, 0, below=LARGEST),
+    "optimizer.warmup_steps": Field(int, 0, below=2**31),
+    "optimizer.weight_decay": Field(float, 0, below=LARGEST),
     "optimizer.b1": Field(float, 0, below=1),
     "optimizer.b2": Field(float, 0, below=1),
-    "optimizer.clip_norm": Field(float, 0),
+    "optimizer.clip_norm": Field(float, 0, below=LARGEST),
     "optimizer.num_minibatches": Field(int, 1),
     "parallel.strategy": Field(str, choices=STRATEGIES),
     "parallel.mode": Field(str, choices=MODES),
@@ -105,7 +110,7 @@ FIELDS: Mapping[str, Field] = {
     "parallel.gather_dtype": Field(str, choices=WIRE_DTYPES),
     "parallel.reduce_dtype": Field(str, choices=WIRE_DTYPES),
     "parallel.rules": Field(tuple),
-    "training.num_steps": Field(int, 1),
+    "training.num_steps": Field(int, 1, below=2**31),
     "training.eval_every_steps": Field(int, 0),
     "training.eval_batches": Field(int, 0),
     "training.log_every_steps": Field(int, 1),
@@ -116,8 +121,8 @@ FIELDS: Mapping[str, Field] = {
     "checkpoint.keep_every_steps": Field(int, 0),
     "checkpoint.best_metric": Field(str),
     "checkpoint.on_corruption": Field(str, choices=("stop", "previous")),
-    "watch.lost_seconds": Field(float, 1),
-    "watch.stall_seconds": Field(float, 0),
+    "watch.lost_seconds": Field(float, 1, below=LONGEST_SECONDS),
+    "watch.stall_seconds": Field(float, 0, below=LONGEST_SECONDS),
     "debug.check_replicas_every": Field(int, 0),
     "debug.draw_sharding": Field(str),
 }
@@ -125,7 +130,7 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
     "classifier": {
         "data.source": Field(str, choices=("digits", "synthetic")),
         "model.hidden_size": Field(int, 1),
-        "model.num_classes": Field(int, 1),
+        "model.num_classes": Field(int, 1, below=2**31),
         "model.dropout_rate": Field(float, 0, below=1),
         "model.num_layers": Field(int, 1),
         "model.dtype": Field(str, choices=DTYPES),
@@ -140,7 +145,7 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "model.num_layers": Field(int, 1),
         "model.num_heads": Field(int, 1),
         "model.num_kv_heads": Field(int, 1),
-        "model.rope_base": Field(float, 1),
+        "model.rope_base": Field(float, 1, below=LARGEST),
         "model.tied_head": Field(bool),
         "model.dropout_rate": Field(float, 0, below=1),
         "model.dtype": Field(str, choices=DTYPES),
@@ -149,9 +154,9 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "model.scan_unroll": Field(int, 1),
         "model.prefetch": Field(bool),
         "model.attention": Field(str, choices=("", "xla", "cudnn")),
-        "sample.num_tokens": Field(int, 0),
+        "sample.num_tokens": Field(int, 0, below=10**6),  # Each is a pass of the whole model.
         "sample.prompt": Field(str),
-        "sample.temperature": Field(float, 0),
+        "sample.temperature": Field(float, 0, below=LARGEST),
     },
 }
 # A dict that is itself a value, not a group of fields.
@@ -176,6 +181,11 @@ def _is_rule(value: Any) -> bool:
         return False
     axes = value[1] if isinstance(value[1], tuple | list) else (value[1] or "",)
     return all(isinstance(axis, str) for axis in axes)
+
+
+def one_line(value: object) -> str:
+    """The text of a value without line breaks, for a message that is one sentence."""
+    return re.sub(r"\s*\n\s*", " ", str(value))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -225,15 +235,34 @@ def check_config(config: Any) -> None:
             )
         value = value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
         if not fields[name].allows(value):
-            message = f"config.{name} is {value!r}, expected {fields[name].expectation()}"
+            shown = one_line(repr(value))
+            message = f"config.{name} is {shown}, expected {fields[name].expectation()}"
             if fields[name].choices and isinstance(value, str):
                 message += f"; the nearest one is {nearest(value, fields[name].choices)!r}"
             raise ValueError(f"{message}.")
+    _check_written_out(config)
     for axis, size in config.parallel.mesh.items():
+        if not isinstance(axis, str) or not axis:
+            raise ValueError(
+                f"config.parallel.mesh has an axis {axis!r}, expected names such as 'data'."
+            )
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
             raise ValueError(
-                f"config.parallel.mesh.{axis} is {size!r}, expected a number of devices, "
-                "or -1 for the rest."
+                f"config.parallel.mesh.{axis} is {one_line(repr(size))}, expected a number of "
+                "devices, or -1 for the rest."
+            )
+
+
+def _check_written_out(config: ml_collections.ConfigDict) -> None:
+    """Refuses a program that would take hours to trace and to compile."""
+    scans = config.model.get("scan_layers", False)
+    for name in ("model.scan_unroll" if scans else "model.num_layers", "optimizer.num_minibatches"):
+        group, field = name.split(".")
+        if config[group][field] > MOST_WRITTEN_OUT:
+            mend = "; or set config.model.scan_layers=True" if "scan_layers" in config.model else ""
+            raise ValueError(
+                f"config.{name} is {config[group][field]}, expected at most {MOST_WRITTEN_OUT}: "
+                f"each is traced and compiled by itself{mend if field == 'num_layers' else ''}."
             )
 
 

@@ -7,9 +7,11 @@ import jax
 from manualpar.mesh import how_to_simulate
 
 DEFAULT_COUNT = 8
+# Each takes a thread, and the stack of one; a machine has some tens of thousands.
+MOST = 4096
 
 
-def simulate_devices(count: int | None) -> None:
+def simulate_devices(count: int | None, *, force: bool = False) -> None:
     """Chooses the devices of this process; call it before anything has asked jax for one.
 
     Args:
@@ -17,11 +19,18 @@ def simulate_devices(count: int | None) -> None:
         where the CPU would be the only device there is. It leaves accelerators alone, and anybody
         who has already said how many CPU devices to make, by `JAX_NUM_CPU_DEVICES` or
         `--xla_force_host_platform_device_count` in `XLA_FLAGS`.
+      force: Whether `count` may be more than `MOST`.
 
     Raises:
+      ValueError: `count` is more.
       RuntimeError: JAX already has its devices, and other ones. The message says what to restart
         and what to run first.
     """
+    if count is not None and count > MOST and not force:
+        raise ValueError(
+            f"--devices={count}: expected at most {MOST} simulated devices, each of which takes a "
+            "thread and memory of its own."
+        )
     if count is None:
         # Only the CPU's client reads this, so GPUs and TPUs stay the default where they exist.
         if not _cpu_devices_chosen():

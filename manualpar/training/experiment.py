@@ -121,6 +121,11 @@ def build_program(
         options; the message names them.
     """
     optimizer, parallel = config.optimizer, config.parallel
+    if config.model.get("attention") == "cudnn" and jax.default_backend() != "gpu":
+        raise ValueError(
+            f"config.model.attention is 'cudnn' and the devices here are {jax.default_backend()}s, "
+            "expected '' or 'xla': cuDNN is a library for NVIDIA's GPUs."
+        )
     axes = _mesh_axes(parallel)
     mesh = abstract_mesh(axes, devices) if isinstance(devices, int) else make_mesh(axes, devices)
     if parallel.strategy == "hsdp" and "replica" not in mesh.shape:

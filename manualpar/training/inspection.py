@@ -124,6 +124,8 @@ def _inspect(command: InspectCommand, console: rich.console.Console, *, started:
             simulate_devices(command.devices)
         except RuntimeError as error:
             raise UsageError(f"--devices={command.devices}: {error}.") from error
+        except ValueError as error:
+            raise UsageError(f"{error} --nocompile needs no devices, however many.") from error
     ledgers: dict[str, dict[str, Any]] = {}
     for named in command.configs:
         ledgers[named.name] = read_ledger(named, devices=command.devices, compile=command.compile)

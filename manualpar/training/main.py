@@ -8,7 +8,7 @@ Exit codes, for people and schedulers:
      3  devices that should hold the same do not (`config.debug.check_replicas_every`)
      4  another process was lost, or failed
      5  the loss or a gradient is not finite (`config.training.on_nonfinite`)
-     6  a checkpoint or a file of the run cannot be read or written
+     6  a checkpoint, or a file of the run or of its data, cannot be read or written
     75  asked to stop by SIGTERM, stopped and saved: start the same command again to go on
    130  Ctrl-C
    143  SIGTERM a second time: ended at once, nothing saved since the last checkpoint
@@ -32,6 +32,7 @@ from manualpar.cluster import (
     Cluster,
     initialize,
 )
+from manualpar.data import DamagedDataError
 from manualpar.replicas import ReplicaError
 from manualpar.training.command_line import (
     FLAGS_HELP,
@@ -43,6 +44,7 @@ from manualpar.training.command_line import (
 from manualpar.training.config import check_config, flatten_config
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import prepare
+from manualpar.training.fit import check_fits
 from manualpar.training.loop import StoppedError
 from manualpar.training.recorder import NonFiniteError
 from manualpar.training.run import run
@@ -56,6 +58,7 @@ NONFINITE_EXIT_CODE = 5
 FILES_EXIT_CODE = 6
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again.
 INTERRUPTED_EXIT_CODE = 130
+FILES_ERRORS = (CheckpointError, DamagedDataError, WriteError)
 # Every process has these after the same step.
 AGREED_ERRORS = (StoppedError, NonFiniteError, ReplicaError)
 
@@ -144,6 +147,8 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
     try:
         try:
             experiment = prepare(command.config)
+            if not command.force:
+                check_fits(experiment)
             workdir = choose_workdir(command)
         except (UsageError, ValueError) as error:
             _end_all(cluster, UsageError(str(error)))
@@ -175,7 +180,7 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
     except ReplicaError as error:
         print_error(f"stopped, {remains}; {error}")
         return REPLICAS_EXIT_CODE
-    except (CheckpointError, WriteError) as error:
+    except FILES_ERRORS as error:
         print_error(f"stopped, {remains}; {error}")
         return FILES_EXIT_CODE
     if result.sample:
@@ -200,7 +205,7 @@ def _end_all(cluster: Cluster, error: Exception) -> None:
         print_error(sentence)
         os._exit(LOST_PROCESS_EXIT_CODE)
     code = FAILED_EXIT_CODE
-    if isinstance(error, CheckpointError | WriteError):
+    if isinstance(error, FILES_ERRORS):
         code = FILES_EXIT_CODE
     elif isinstance(error, UsageError):
         code = USAGE_EXIT_CODE
@@ -228,8 +233,10 @@ def _explain_stop(error: StoppedError, workdir: Path, *, is_main: bool) -> int:
 
 
 def print_error(error: object) -> None:
-    """Prints what went wrong to standard error, without a traceback."""
-    print(f"error: {error}", file=sys.stderr)
+    """Prints what went wrong to standard error, without a traceback, as text that can be shown."""
+    lines = f"error: {error}".split("\n")
+    shown = ("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines)
+    print("\n".join(shown), file=sys.stderr)
 
 
 def _check(command: CommandLine) -> list[str]:
@@ -240,7 +247,7 @@ def _check(command: CommandLine) -> list[str]:
 
 def _join(command: CommandLine) -> Cluster:
     """Makes this process one of those that train together, if there are others."""
-    simulate_devices(command.devices)
+    simulate_devices(command.devices, force=command.force)
     return initialize(
         coordinator_address=command.coordinator_address,
         num_processes=command.num_processes,

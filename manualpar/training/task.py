@@ -114,9 +114,11 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         tokens_per_byte = getattr(dataset, split).tokens_per_byte
         return means | {"bits_per_byte": means["loss"] / math.log(2) * tokens_per_byte}
 
+    # Before the training, so that a prompt that cannot be encoded is found out now.
+    prompt = np.concatenate([[tokenizer.bos_token], tokenizer.encode(config.sample.prompt)])
+
     def sample(state: TrainState, rng: jax.Array) -> str:
         """Text that begins with the prompt."""
-        prompt = np.concatenate([[tokenizer.bos_token], tokenizer.encode(config.sample.prompt)])
         tokens = sample_tokens(
             state.apply_fn,
             state.params,

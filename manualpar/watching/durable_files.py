@@ -46,7 +46,8 @@ def replace_file(path: Path, text: str) -> None:
     """
     draft = path.with_name(f".{path.name}.draft")
     with explained(path):
-        with draft.open("w", encoding="utf-8") as file:
+        # The names of files need not be Unicode.
+        with draft.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

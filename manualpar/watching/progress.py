@@ -4,6 +4,8 @@ The bar has one line. What is worth most comes first, the bar itself gives way b
 and a number that finds no room is left out whole; the files have it all the same.
 """
 
+import io
+import sys
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -69,6 +71,9 @@ def make_console(*, process: int = 0) -> rich.console.Console:
     Args:
       process: The number of this process; those other than 0 get a console that shows nothing.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name or a text that cannot be shown is no reason to end a run.
+        sys.stdout.reconfigure(errors="backslashreplace")
     console = rich.console.Console(highlight=False, quiet=process != 0)
     if not console.is_terminal:
         console.width = LOG_WIDTH

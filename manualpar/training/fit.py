@@ -1,0 +1,102 @@
+"""Refuses a run that cannot fit into memory, before anything is allocated or compiled.
+
+What a device holds at the fullest moment of a step is read from the traced step, see
+`manualpar.inspect.memory`. The state and the batch are exact. The rest is an estimate, and XLA may
+do with less: what fits into `SLACK` times the memory there is may start.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+import jax
+
+from manualpar.inspect import state_bytes, step_memory
+from manualpar.program import Program
+from manualpar.training.experiment import Experiment
+from manualpar.watching.progress import describe_bytes
+
+SLACK = 2
+# Where Linux says how much memory the processes of a container may have together.
+CONTROL_GROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+# The fields that the size of a step depends on.
+SIZES = (
+    "data.batch_size",
+    "data.sequence_length",
+    "model.hidden_size",
+    "model.mlp_size",
+    "model.num_layers",
+    "model.num_classes",
+)
+
+
+def check_fits(experiment: Experiment) -> None:
+    """Refuses an experiment that certainly does not fit into memory.
+
+    Args:
+      experiment: What is to run, on devices that there are.
+
+    Raises:
+      ValueError: It does not fit; the message names the fields that its size depends on.
+    """
+    config, program = experiment.config, experiment.program
+    devices = [d for d in program.mesh.devices.flat if d.process_index == jax.process_index()]
+    host, smaller = host_memory(), "make them smaller, or start it all the same with --force"
+    waiting = (config.data.prefetch + 1) * state_bytes(program.abstract_batch)[0] * len(devices)
+    if waiting > host:
+        raise ValueError(
+            f"config.data.batch_size is {config.data.batch_size} and config.data.prefetch is "
+            f"{config.data.prefetch}: the batches that are read ahead take "
+            f"{describe_bytes(waiting)}, and this machine has {describe_bytes(host)}; {smaller}."
+        )
+    there, owner = host // len(devices), "its part of this machine's memory"
+    stats = [device.memory_stats() or {} for device in devices]
+    if limits := [entry["bytes_limit"] for entry in stats if "bytes_limit" in entry]:
+        there, owner = min(limits), "its memory"
+    parts = least_bytes(program)
+    if sum(parts.values()) > there:
+        shown = ", ".join(f"{name} {describe_bytes(size)}" for name, size in parts.items())
+        raise ValueError(
+            f"{_sizes(experiment)}: a step takes at least {describe_bytes(sum(parts.values()))} on "
+            f"a device ({shown}), and {owner} is {describe_bytes(there)}; {smaller}."
+        )
+
+
+def least_bytes(program: Program) -> dict[str, int]:
+    """The bytes that a training step takes on a device, at the very least.
+
+    Args:
+      program: The program; it need not have been compiled.
+
+    Returns:
+      The bytes of `state` and `batch`, and those that `activations` and whatever else is there
+      within a step take besides: the estimate of `step_memory`, as far as it is beyond doubt.
+    """
+    state, batch = (
+        state_bytes(tree)[0] for tree in (program.abstract_state, program.abstract_batch)
+    )
+    try:
+        peak = step_memory(program, platform="cpu").peak
+    except ValueError:  # XLA decides what is held.
+        peak = 0
+    activations = max(0, peak // SLACK - state - batch)
+    return {"state": state, "batch": batch, "activations": activations}
+
+
+def host_memory() -> int:
+    """The bytes of memory that this machine has, or that its container may have if that is less."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in CONTROL_GROUPS:
+        with contextlib.suppress(OSError, ValueError):  # There is none, or it says `max`.
+            sizes.append(int(Path(path).read_text()))
+    return min(sizes)
+
+
+def _sizes(experiment: Experiment) -> str:
+    """The fields that its size depends on, and the vocabulary, as far as it has them."""
+    config = experiment.config
+    groups = (name.split(".") for name in SIZES)
+    found = [f"{a}.{b} is {config[a][b]}" for a, b in groups if b in config[a]]
+    if tokens := getattr(experiment.task.model, "vocab_size", None):
+        found.append(f"its data has a vocabulary of {tokens} tokens")
+    return f"config.{', '.join(found)}"

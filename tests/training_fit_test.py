@@ -1,0 +1,87 @@
+"""What cannot fit into memory is refused before anything is allocated, and names its fields."""
+
+import jax
+import numpy as np
+import pytest
+
+from configs import fsdp, fsdp_lm
+from manualpar.training import fit
+from manualpar.training.devices import MOST, simulate_devices
+from manualpar.training.experiment import prepare
+from manualpar.training.fit import check_fits, least_bytes
+
+HOST = 2**35
+
+
+@pytest.fixture(autouse=True)
+def _host(monkeypatch):
+    monkeypatch.setattr(fit, "host_memory", lambda: HOST)
+
+
+def _experiment(module=fsdp, **fields):
+    config = module.get_config()
+    config.update_from_flattened_dict({"optimizer.num_minibatches": 1, **fields})
+    return prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model.hidden_size": 99999999999}, r"model\.hidden_size is 99999999999.*\(state .* TiB"),
+        ({"data.batch_size": 4294967296}, r"batch_size is 4294967296 .* the batches that are read"),
+        ({"data.batch_size": 8000000, "data.prefetch": 1000}, r"data\.prefetch is 1000: the batch"),
+        ({"model.num_classes": 2**31 - 8}, r"model\.num_classes is 2147483640: a step takes"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
+)
+def test_what_cannot_fit_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        check_fits(_experiment(**fields))
+    assert str(caught.value).startswith("config.data.batch_size is ")
+    assert "--force" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [
+        # The batch would fit. The scores of attention, the square of the length, would not.
+        (2**20, r"data\.sequence_length is 1048576.* a vocabulary of 257 tokens.*activations"),
+        (10**9, r"the batches that are read ahead take"),
+    ],
+)
+def test_a_sequence_that_cannot_fit_is_refused_and_not_read(length, message):
+    with pytest.raises(ValueError, match=message):
+        check_fits(_experiment(fsdp_lm, **{"data.sequence_length": length}))
+
+
+def test_no_less_than_state_and_batch_is_counted():
+    experiment = _experiment()
+    parts = least_bytes(experiment.program)
+    leaves = (experiment.program.abstract_state, experiment.program.abstract_batch)
+
+    held = [
+        sum(
+            np.prod(x.sharding.shard_shape(x.shape), dtype=int) * x.dtype.itemsize
+            for x in jax.tree.leaves(tree)
+        )
+        for tree in leaves
+    ]
+    assert [parts["state"], parts["batch"]] == held
+    assert parts["activations"] > 0
+    check_fits(experiment)
+
+
+def test_the_limit_is_just_where_the_memory_ends(monkeypatch):
+    experiment = _experiment()
+    needed = 8 * sum(least_bytes(experiment.program).values())
+    monkeypatch.setattr(fit, "host_memory", lambda: needed)
+    check_fits(experiment)
+    monkeypatch.setattr(fit, "host_memory", lambda: needed - 8)
+    with pytest.raises(ValueError, match="its part of this machine's memory is"):
+        check_fits(experiment)
+
+
+def test_more_devices_than_one_would_simulate_are_refused():
+    with pytest.raises(ValueError, match=f"--devices=100000: expected at most {MOST} simulated"):
+        simulate_devices(100000)
