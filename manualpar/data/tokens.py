@@ -172,7 +172,7 @@ def _make(kind: type[Described], values: Any, name: str = "") -> Described:
     where = f"{name}." if name else ""
     if not isinstance(values, dict):
         raise ValueError(f"has {name}={reprlib.repr(values)}, expected an object")
-    types = {
+    types: dict[str, Any] = {
         field.name: typing.get_origin(field.type) or field.type
         for field in dataclasses.fields(kind)
     }
