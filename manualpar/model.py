@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from manualpar.module_fields import leave_out_annotations
 from manualpar.nnx_model import NNXModel, class_of, for_evaluation
 from manualpar.recurrence import varying_linen_carries
 
@@ -96,8 +97,11 @@ def initial_call(
 
 
 def apply_model(model: nn.Module, variables: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """`model.apply`, where the zeros that recurrences start from vary over devices as data does."""
-    with varying_linen_carries((args, kwargs)):
+    """`model.apply`, where the zeros that recurrences start from vary over devices as data does.
+
+    Initializers, which flax calls for the shapes, leave out their annotations.
+    """
+    with varying_linen_carries((args, kwargs)), nn.intercept_methods(leave_out_annotations):
         return model.apply(variables, *args, **kwargs)
 
 

@@ -38,7 +38,7 @@ ORDER = """
     nnx_model
     nnx_streams recurrence
     nnx_variables
-    collectives array_box
+    collectives array_box module_fields
     dispatch
     rng train_state
     mesh loss donation divergence compiler_options untrusted
