@@ -13,12 +13,13 @@ while they are accumulated, and `sync_gradients` reduces them once. A gradient t
 is still varying, and `shard_map` then refuses to return it as replicated.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from manualpar.collection_sync import CollectionSync, choose_sync
 from manualpar.collectives import (
     COLLECTIONS_SCOPE,
     COUNT_SCOPE,
@@ -270,38 +271,47 @@ def sync_metrics(metrics: Metrics, axis_names: AxisName) -> Metrics:
     return jax.tree.unflatten(structure, leaves)
 
 
-def sync_collections(collections: Any, axis_names: AxisName) -> Any:
-    """Makes a model's other collections equal on all devices: the mean of what differs.
+def sync_collections(
+    collections: Any,
+    axis_names: AxisName,
+    *,
+    before: Any,
+    rules: Mapping[str, CollectionSync],
+) -> Any:
+    """Makes a model's other collections equal on all devices, where they differ by their types.
+
+    Args:
+      collections: The collections after a step, by name.
+      axis_names: The mesh axis, or tuple of axes, over which examples are split.
+      before: The collections before the step, which are equal on all devices.
+      rules: What becomes of what differs, by collection or path: its mean, maximum or minimum over
+        the devices, or what it was before and the sum of all devices' changes. `batch_stats` has
+        the mean if nothing else is said.
+
+    Returns:
+      The collections.
 
     Raises:
-      ValueError: A leaf that differs between devices is not floating point, so it has no mean.
+      ValueError: There is no rule for a leaf that differs, or its dtype has no such thing.
 
     Communication:
-      One all-reduce for each leaf that varies by its type; none for those that the model has
-      synchronised itself.
+      One all-reduce for each leaf that varies by its type or is a sum; none for others that the
+      model has synchronised itself.
     """
     axes = axis_tuple(axis_names)
     check_axes_bound("sync_collections", axes)
 
-    def sync(path: Any, x: Any) -> Any:
-        differing = (
-            axes
-            if not is_vma_checked(axes[0])
-            else tuple(axis for axis in axes if axis in varying_axes(x))
-        )
-        if not differing:
-            return x
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(
-                f"sync_collections: collections{jax.tree_util.keystr(path)} has dtype {x.dtype} "
-                "and differs between the devices along "
-                f"{differing}, expected floating point, of which the mean is kept. Make it equal "
-                "in the model (jax.lax.psum)."
-            )
-        return jax.lax.pmean(x, differing)
+    def sync(path: Any, x: Any, old: Any) -> Any:
+        is_typed = is_vma_checked(axes[0])
+        differing = tuple(a for a in axes if not is_typed or a in varying_axes(x))
+        rule = choose_sync(path, x, rules, differing)
+        if rule == "sum":  # What is added may be a constant of each device, such as `x.shape[0]`.
+            return old + jax.lax.psum(cast_to_varying(x - old, axes), axes)
+        reduce = {"mean": jax.lax.pmean, "max": jax.lax.pmax, "min": jax.lax.pmin}
+        return reduce[rule](x, differing) if differing else x
 
     with jax.named_scope(COLLECTIONS_SCOPE):
-        return jax.tree_util.tree_map_with_path(sync, collections)
+        return jax.tree_util.tree_map_with_path(sync, collections, before)
 
 
 def _sum_in_loop(

@@ -17,6 +17,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from manualpar.annotations import check_rules
+from manualpar.collection_sync import check_sync_collections
 from manualpar.collectives import EXAMPLES_SCOPE, Wire
 from manualpar.dispatch import guard_step
 from manualpar.divergence import check_conditions, check_gathered_order
@@ -151,6 +152,7 @@ def build_program(
         data_axes=_probed_axes(mode, axes),
         init_args=options.get("init_args"),
     )
+    sync = check_sync_collections(name, options.get("sync_collections", {}), collections)
 
     step = Step(
         strategy=strategy,
@@ -164,6 +166,7 @@ def build_program(
         rules=rules,
         wire=wire,
         nonfinite=options.get("nonfinite", "ignore"),
+        sync_collections=sync,
     )
     infos, placements = _place_parameters(step, variables["params"], collections, batch)
 

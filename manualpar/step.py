@@ -13,7 +13,7 @@ and gathered after it.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from manualpar.collection_sync import CollectionSync
 from manualpar.collectives import AS_STORED, Wire
 from manualpar.combined import gather_boxes, scatter_boxes
 from manualpar.gradients import (
@@ -72,6 +73,7 @@ class Step:
       rules: What logical names mean.
       wire: The dtypes that travel, and which way.
       nonfinite: What is done about a loss or a gradient that is not finite.
+      sync_collections: What becomes of collections that differ between devices.
       update: What the optimizer does with the gradients.
       placements: The tree of parameters with a `Placement` at each leaf.
       gathered_sizes: The numbers of elements of what is gathered.
@@ -88,6 +90,7 @@ class Step:
     rules: Any = ()
     wire: Wire = AS_STORED
     nonfinite: Nonfinite = "ignore"
+    sync_collections: Mapping[str, CollectionSync] = dataclasses.field(default_factory=dict)
     placements: Any = None
     gathered_sizes: frozenset[int] = frozenset()
     update: Update | None = None
@@ -151,6 +154,7 @@ class Step:
         self, params: Any, collections: Any, rng: jax.Array, batch: Any
     ) -> tuple[Any, Metrics, Any]:
         """A training step up to the gradients."""
+        before = collections
         is_manual = self.mode == "manual"
         boxes = self._map(functools.partial(self._box, state=False), params)
         shards = self._map(functools.partial(self._box, state=True), params)
@@ -191,7 +195,9 @@ class Step:
             metrics = {**metrics, NONFINITE_GRADIENTS: (found, jnp.ones(()))}
         if is_manual:
             metrics = sync_metrics(metrics, self.data_axes)
-            collections = sync_collections(collections, self.data_axes)
+            collections = sync_collections(
+                collections, self.data_axes, before=before, rules=self.sync_collections
+            )
         return grads, metrics, collections
 
     def _is_finite(self, objective: tuple[jax.Array, jax.Array], metrics: Metrics) -> jax.Array:

@@ -12,6 +12,7 @@ from typing import Any, Literal, Required, TypedDict
 from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.annotations import Rules
+from manualpar.collection_sync import CollectionSync
 from manualpar.layout import PlaceFn
 from manualpar.mesh import AxisName
 
@@ -85,6 +86,18 @@ class ProgramOptions(TypedDict, total=False):
         others XLA combines what it finds about each gradient. `"skip"` needs every gradient before
         the first parameter changes, and where XLA does not fuse an optimizer into one loop, as on
         the CPU, up to two shards of the parameters more.
+      sync_collections: What becomes of the model's variables outside `params` whose values differ
+        between devices after a step, by collection or by path, of which the longest that fits
+        counts: `{"stats": "sum", "stats/amax": "max"}`. `"mean"` is right for running averages of
+        means, as `nn.BatchNorm` keeps them: the mean over the devices. `"sum"` is right for
+        counters and other totals, integers too: the value before the step and what all devices
+        have added to it since, in all minibatches. `"max"` and `"min"` are right for running maxima
+        and minima. None of them is right for a running average of *sums*, as vector quantisers keep
+        it (`decay * old + (1 - decay) * total`): take `jax.lax.psum(total, axis)` in the model.
+        `batch_stats` keeps its mean if nothing else is said. Anything else that differs by its type
+        is refused if nothing is said, and what does not is left as it is. (A count that is taken
+        from a shape, `seen += x.shape[0]`, does not, so it has to be named.) In other modes than
+        `"manual"` a model sees the global batch, and nothing differs.
       compiler_options: Options of XLA for the training and the evaluation step, by name, see
         `manualpar.compiler_options`; none if not given.
     """
@@ -104,6 +117,7 @@ class ProgramOptions(TypedDict, total=False):
     combine_bytes: int
     norm_metrics: bool
     nonfinite: Nonfinite
+    sync_collections: Mapping[str, CollectionSync]
     compiler_options: Mapping[str, Any]
 
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
-from manualpar import Batch, data_parallel, fsdp, make_mesh
+from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh
 from manualpar.inspect import trace_collectives
 from tests.one_device import train_on_one_device, train_program
 
@@ -197,3 +198,130 @@ def test_statistics_are_averaged_over_all_data_axes_in_one_reduction(devices8, a
         "sync_gradients",
         "sync_metrics",
     ]
+
+
+# What differs between devices and is no running average of means.
+
+
+class Statistics(nn.Module):
+    """What people keep beside their parameters, with a moving average of sums."""
+
+    axes: Any = ()
+
+    @nn.compact
+    def __call__(self, x):
+        zero = lambda: jnp.zeros(())  # noqa: E731
+        seen, high = self.variable("stats", "seen", zero), self.variable("stats", "high", zero)
+        low = self.variable("stats", "low", zero)
+        positive = self.variable("counts", "positive", lambda: jnp.zeros((), jnp.int32))
+        calls = self.variable("calls", "calls", lambda: jnp.zeros((), jnp.int32))
+        codes = self.variable("codes", "ema", lambda: jnp.zeros(x.shape[-1]))
+        if not self.is_initializing():
+            seen.value += x.shape[0]  # The same on all devices by its type.
+            high.value = jnp.maximum(high.value, x.max())
+            low.value = jnp.minimum(low.value, x.min())
+            positive.value += (x > 0).sum()
+            calls.value += 1
+            total = jax.lax.psum(x.sum(0), self.axes) if self.axes else x.sum(0)
+            codes.value = 0.5 * codes.value + 0.5 * total
+        return nn.Dense(4)(x)
+
+
+SYNCS = {"stats": "sum", "stats/high": "max", "stats/low": "min", "counts": "sum"}
+
+
+@pytest.mark.parametrize(
+    ("builder", "shape", "options"),
+    [
+        (data_parallel, {"data": 8}, {"use_scan": True}),
+        (fsdp, {"data": 4, "model": 2}, {"min_weight_size": 0}),
+        (hsdp, {"replica": 2, "data": 4}, {"min_weight_size": 0}),
+        pytest.param(fsdp, {"data": 8}, {"mode": "auto"}, marks=pytest.mark.slow),
+        pytest.param(fsdp, {"data": 8}, {"mode": "explicit"}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_summed_or_extreme_equals_one_device(devices8, builder, shape, options):
+    batches, axes = [make_batch(seed) for seed in range(2)], tuple(set(shape) - {"model"})
+    model = Statistics(axes if "mode" not in options else ())
+    mesh = make_mesh(shape, devices8)
+    program = builder(
+        model,
+        optax.sgd(0.1),
+        loss_fn,
+        mesh=mesh,
+        batch=batches[0],
+        num_minibatches=2,
+        sync_collections=SYNCS,
+        **options,
+    )
+    state, _ = train_program(program, batches)
+    x = np.concatenate([batch.inputs for batch in batches])
+    ema = np.zeros(16)
+    devices = mesh.size // mesh.shape.get("model", 1)
+    for batch in batches:
+        parts = batch.inputs.reshape(devices, 2, -1, 16)
+        for minibatch in (0, 1):
+            ema = 0.5 * ema + 0.5 * parts[:, minibatch].sum((0, 1))
+    found = jax.device_get(state.collections)
+    assert found["stats"]["seen"] == len(x)
+    assert found["stats"]["high"] == x.max()
+    assert found["stats"]["low"] == x.min()
+    assert found["counts"]["positive"] == (x > 0).sum()
+    assert found["calls"]["calls"] == 4
+    np.testing.assert_allclose(found["codes"]["ema"], ema, rtol=1e-4, atol=1e-5)
+
+
+def build_statistics(devices, sync, model=None):
+    mesh = make_mesh({"data": 8}, devices)
+    model = model or Statistics(("data",))
+    return data_parallel(
+        model, optax.sgd(0.1), loss_fn, mesh=mesh, batch=make_batch(), sync_collections=sync
+    )
+
+
+@pytest.mark.parametrize(
+    ("sync", "message"),
+    [
+        ({}, r"collections\['counts'\]\['positive'\] has dtype int32 and differs .*\('data',\)"),
+        ({"counts": "sum"}, r"collections\['stats'\]\['high'\] .*=\{'stats/high': ...\}, one of"),
+        ({"counts": "mean"}, r"\['positive'\] has dtype int32, which has no 'mean'"),
+        ({**SYNCS, "stat": "sum"}, r"names 'stat', which the model does not.*you mean 'stats'\?"),
+        ({**SYNCS, "params": "sum"}, r"names 'params', which the model does not carry"),
+        ({"stats": "add"}, r"sync_collections\['stats'\]='add', expected one of 'mean', 'sum'"),
+    ],
+)
+def test_what_differs_and_nobody_speaks_of_is_refused(devices8, sync, message):
+    with pytest.raises(ValueError, match=message):
+        build_statistics(devices8, sync)
+
+
+def test_the_rules_are_a_dict(devices8):
+    with pytest.raises(TypeError, match="sync_collections='sum', expected a dict"):
+        build_statistics(devices8, "sum")
+
+
+class Seen(nnx.Variable):
+    pass
+
+
+def test_variables_of_an_nnx_model_go_by_their_type(devices8):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(16, 4, rngs=rngs)
+            self.seen = Seen(jnp.zeros(()))
+            self.mean = nnx.BatchStat(jnp.zeros(16))
+
+        def __call__(self, x):
+            self.seen[...] += (x[:, 0] > 0).sum()
+            self.mean[...] = x.mean(0)
+            return self.dense(x)
+
+    with pytest.raises(ValueError, match=r"collections\['Seen'\]\['seen'\] has dtype float32 and"):
+        build_statistics(devices8, {}, Model)
+    program = build_statistics(devices8, {"Seen": "sum"}, Model)
+    batches = [make_batch(seed) for seed in range(2)]
+    state, _ = train_program(program, batches)
+    seen = sum((batch.inputs[:, 0] > 0).sum() for batch in batches)
+    assert state.collections["Seen"]["seen"] == seen
+    means = state.collections["batch_stats"]["mean"]
+    np.testing.assert_allclose(means, batches[1].inputs.mean(0), atol=1e-6)

@@ -41,7 +41,7 @@ ORDER = """
     collectives array_box module_fields
     dispatch
     rng train_state
-    mesh loss donation divergence compiler_options untrusted
+    mesh loss collection_sync donation divergence compiler_options untrusted
 """
 RANKS = {
     unit: rank

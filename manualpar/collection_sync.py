@@ -1,0 +1,107 @@
+"""What becomes of variables outside `params` whose values differ between devices after a step.
+
+Each device updates a model's other collections from its own examples. What is right for them then
+depends on what they are, which no type tells: running averages want the mean, counters the sum,
+running maxima the maximum. Only `batch_stats` is known. The rest has to be said.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+CollectionSync = Literal["mean", "sum", "max", "min"]
+COLLECTION_SYNCS: tuple[CollectionSync, ...] = ("mean", "sum", "max", "min")
+# flax's name for the running averages of its normalisation layers, Linen's and NNX's.
+KNOWN: Mapping[str, CollectionSync] = {"batch_stats": "mean"}
+
+
+def check_sync_collections(
+    builder: str, rules: Any, collections: Any
+) -> Mapping[str, CollectionSync]:
+    """Refuses rules that are none, or that are for no variable.
+
+    Args:
+      builder: The name of what was given the option, for messages.
+      rules: The option: a `CollectionSync` by collection or by path.
+      collections: The collections that a training state carries, by name.
+
+    Returns:
+      The rules.
+
+    Raises:
+      TypeError: The rules are no mapping.
+      ValueError: A rule is not one of `COLLECTION_SYNCS`, or its name fits no variable.
+    """
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            f"{builder}: sync_collections={rules!r}, expected a dict such as {{'stats': 'sum'}}."
+        )
+    names = {
+        "/".join(parts[: length + 1])
+        for path, _ in jax.tree_util.tree_leaves_with_path(collections)
+        for parts in [_name(path).split("/")]
+        for length in range(len(parts))
+    }
+    for name, rule in rules.items():
+        if rule not in COLLECTION_SYNCS:
+            raise ValueError(
+                f"{builder}: sync_collections[{name!r}]={rule!r}, expected one of "
+                f"{', '.join(map(repr, COLLECTION_SYNCS))}."
+            )
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise ValueError(
+                f"{builder}: sync_collections names {name!r}, which the model does not carry from "
+                f"step to step; expected some of {sorted(names)}{hint}"
+            )
+    return rules
+
+
+def choose_sync(
+    path: Any, x: Any, rules: Mapping[str, CollectionSync], axes: tuple[str, ...]
+) -> CollectionSync:
+    """What becomes of a variable after a step.
+
+    Args:
+      path: Its path in the tree of collections.
+      x: The variable.
+      rules: See `check_sync_collections`; the longest name that fits counts.
+      axes: The mesh axes it differs over by its type.
+
+    Returns:
+      The rule; `"mean"`, which changes nothing, if there is none and it is the same everywhere.
+
+    Raises:
+      ValueError: It differs and there is no rule for it, or its dtype has no such thing.
+    """
+    name, rules = _name(path), {**KNOWN, **rules}
+    fits = max((rule for rule in rules if f"{name}/".startswith(f"{rule}/")), key=len, default="")
+    if not fits and not axes:
+        return "mean"
+    variable = f"sync_collections: collections{jax.tree_util.keystr(path)} has dtype {x.dtype}"
+    if not fits:
+        raise ValueError(
+            f"{variable} and differs between the devices along {axes}, and nothing says what "
+            f"becomes of it. Build the program with sync_collections={{{name!r}: ...}}, one of "
+            "'mean' (averages), 'sum' (counters), 'max' and 'min', or make it equal in the model "
+            "(jax.lax.psum)."
+        )
+    is_number, has_mean, is_complex = (
+        jnp.issubdtype(x.dtype, kind) for kind in (jnp.number, jnp.inexact, jnp.complexfloating)
+    )
+    rule = rules[fits]
+    fitting = {"mean": has_mean or not axes, "sum": is_number}
+    if not fitting.get(rule, is_number and not is_complex):
+        raise ValueError(
+            f"{variable}, which has no {rule!r} over devices; expected another rule than "
+            f"sync_collections={{{fits!r}: {rule!r}}} for it."
+        )
+    return rule
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
