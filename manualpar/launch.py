@@ -6,7 +6,9 @@ Each process finds out from its environment which one it is (`manualpar.cluster.
 output comes out line by line behind `[0] `, `[1] ` and so on. SIGINT and SIGTERM go to all of them,
 and a second one kills them. When one ends with an error the others have `--grace` seconds to end by
 themselves, which they do with a sentence that names it; then they get SIGTERM, and two seconds
-later SIGKILL.
+later SIGKILL. After a SIGTERM to the launcher they have as long to save and end before SIGKILL.
+
+All of them listen on the loopback alone, and share a token that nobody else knows.
 
 The exit code is that of the first process that failed, 128 more than the signal if a signal ended
 it; else 0. A mistake on the command line ends with 2, a command that cannot be started with 127.
@@ -16,6 +18,7 @@ import argparse
 import dataclasses
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -28,6 +31,7 @@ from typing import IO, NoReturn
 
 USAGE_EXIT_CODE = 2
 NOT_STARTED_EXIT_CODE = 127
+TOKEN_VARIABLE = "MANUALPAR_TOKEN"
 TERMINATE_SECONDS = 2.0
 POLL_SECONDS = 0.05
 
@@ -99,7 +103,7 @@ def launch(
       command: What each runs.
       processes: How many.
       devices_per_process: How many CPU devices each simulates; `None` leaves the devices alone.
-      grace_seconds: How long the others may take when one has failed.
+      grace_seconds: How long the others may take when one has failed, and all after a SIGTERM.
 
     Returns:
       The exit code.
@@ -114,9 +118,11 @@ def launch(
     started: list[_Process] = []
     try:
         address = f"127.0.0.1:{_free_port()}"
+        token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
         lock = threading.Lock()
         for process in range(processes):
             variables = _variables(address, processes, process, devices_per_process)
+            variables[TOKEN_VARIABLE] = token
             try:
                 started.append(_start(command, variables, f"[{process}] ".encode(), lock))
             except OSError as error:
@@ -146,13 +152,19 @@ def _watch(started: Sequence[_Process], signals: queue.SimpleQueue[int], grace: 
             number, num_signals = signals.get(), num_signals + 1
             for one in running:
                 _send(one, number if num_signals == 1 else signal.SIGKILL)
+            if number == signal.SIGTERM:
+                kill_at = min(kill_at, time.monotonic() + grace)
         if time.monotonic() >= terminate_at:
             for one in running:
                 _send(one, signal.SIGTERM)
-            terminate_at, kill_at = float("inf"), time.monotonic() + TERMINATE_SECONDS
+            terminate_at = float("inf")
+            kill_at = min(kill_at, time.monotonic() + TERMINATE_SECONDS)
         if time.monotonic() >= kill_at:
+            names = ", ".join(str(started.index(one)) for one in running)
+            print(f"killed, because it did not end: process {names}", file=sys.stderr, flush=True)
             for one in running:
                 _send(one, signal.SIGKILL)
+            kill_at = float("inf")
         time.sleep(POLL_SECONDS)
     return (code if code is not None else _first_failure(started)) or 0
 

@@ -6,6 +6,7 @@ from manualpar.cluster.exit_codes import (
     LOST_PROCESS_EXIT_CODE,
     TERMINATED_EXIT_CODE,
 )
+from manualpar.cluster.facts import DisagreementError
 from manualpar.cluster.startup import initialize
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "LOST_PROCESS_EXIT_CODE",
     "TERMINATED_EXIT_CODE",
     "Cluster",
+    "DisagreementError",
     "initialize",
 ]

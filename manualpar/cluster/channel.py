@@ -5,6 +5,7 @@ thread, and from a signal handler too. It ends with the link: with `end` from th
 done, or with a loss.
 """
 
+import dataclasses
 import os
 import queue
 import selectors
@@ -15,9 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 from manualpar.cluster.agreement import StopGate
-from manualpar.cluster.hub import JOIN_SECONDS, beat_seconds
+from manualpar.cluster.facts import DisagreementError, Facts
+from manualpar.cluster.hub import beat_seconds
 from manualpar.cluster.link import Link, Message
 from manualpar.cluster.loss import CLOSED, Loss, describe_silence
+from manualpar.cluster.progress import Pace
 
 
 class Channel:
@@ -34,26 +37,32 @@ class Channel:
         connection: socket.socket,
         *,
         process: int,
-        token: str,
         timeout_seconds: float,
         gate: StopGate,
+        pace: Pace,
         on_loss: Callable[[Loss], None],
+        announce: Callable[[str], None],
     ) -> None:
         """Takes over a connection to the hub and starts the thread.
 
         Args:
-          connection: The socket.
+          connection: The socket, whose process the hub has admitted.
           process: Which process this is.
-          token: What tells the hub that it is one of its own.
           timeout_seconds: How long the hub may be silent.
           gate: What the agreement on stopping goes through.
+          pace: Who counts what the main thread does.
           on_loss: Called in the thread when a process is lost, at most once.
+          announce: Shows a sentence.
         """
         self._link = Link(connection)
         self._process = process
         self._timeout_seconds = timeout_seconds
         self._gate = gate
+        self._pace = pace
+        self._stuck = (0, 0.0)
         self._on_loss = on_loss
+        self._announce = announce
+        self._differences: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._first = ("", 0)
@@ -63,8 +72,6 @@ class Channel:
         self.loss: Loss | None = None
         self.is_over = threading.Event()
         self.is_joined = threading.Event()
-        host, pid = socket.gethostname(), os.getpid()
-        self.send({"kind": "hello", "token": token, "process": process, "host": host, "pid": pid})
         self.thread = threading.Thread(target=self._run, name="cluster-channel", daemon=True)
         self.thread.start()
 
@@ -72,6 +79,16 @@ class Channel:
         """Has a message sent; safe in any thread and in signal handlers, and never waits."""
         self._outbox.put(message)
         self._wake()
+
+    def agree(self, facts: Facts) -> None:
+        """Compares facts with those of the others, and waits for theirs.
+
+        Raises:
+          DisagreementError: They differ; the link has ended.
+        """
+        self.send({"kind": "facts", "facts": dict(facts)})
+        if differences := self._differences.get():
+            raise DisagreementError(differences)
 
     def at_step(self, step: int) -> None:
         """Takes note of this process's step; the next beat carries it."""
@@ -110,7 +127,9 @@ class Channel:
                 events = selector.select(interval)
                 now = time.monotonic()
                 # As in the hub: what this process itself has slept is not the hub's silence.
-                silence, last = silence + min(now - last, 2 * interval), now
+                awake, last = min(now - last, 2 * interval), now
+                silence += awake
+                self._watch_pace(awake)
                 if any(key.fileobj == self._wake_reader for key, _ in events):
                     os.read(self._wake_reader, 4096)
                 for message in self._link.receive():
@@ -123,8 +142,6 @@ class Channel:
                     self._link.send(self._beat(now))
                 self._link.flush()
                 allowed = self._timeout_seconds
-                if not self.is_joined.is_set():
-                    allowed = 2 * max(allowed, JOIN_SECONDS)
                 if self.loss is None and not self._sees_end:
                     if not self._link.is_open:
                         self.loss = Loss(0, *self._first, CLOSED)
@@ -132,14 +149,25 @@ class Channel:
                         self.loss = Loss(0, *self._first, describe_silence(allowed))
         if self.loss is not None:
             self._on_loss(self.loss)
+        self._link.close()
         self.is_over.set()
         self.is_joined.set()
-        self._link.close()
+        self._differences.put([])
+
+    def _watch_pace(self, awake: float) -> None:
+        """Adds up for how long the main thread has been in its phase while this one was awake."""
+        count = self._pace.progress.count
+        before, seconds = self._stuck
+        self._stuck = (count, seconds + awake if count == before else 0.0)
 
     def _beat(self, now: float) -> dict[str, Any]:
         """The message that says that this process lives."""
         step, at = self._own_step or (None, now)
-        return {"kind": "beat", "step": step, "age": round(now - at, 3)}
+        progress = dataclasses.asdict(self._pace.progress)
+        # The count may be newer than the seconds, which are then those of an earlier phase.
+        count, seconds = self._stuck
+        progress["stuck"] = round(seconds, 3) if count == progress["count"] else 0.0
+        return {"kind": "beat", "step": step, "age": round(now - at, 3), "progress": progress}
 
     def _handle(self, message: Message) -> None:
         """Does what the hub says."""
@@ -155,5 +183,12 @@ class Channel:
             self._gate.release(message["at"])
         elif kind == "lost" and self.loss is None:
             self.loss = Loss.from_message(message)
+        elif kind == "waiting":
+            self._announce(message["text"])
+        elif kind == "agreed":
+            self._differences.put([])
+        elif kind == "differences":
+            self._differences.put(message["differences"])
+            self._sees_end = True
         elif kind == "end":
             self._sees_end = True

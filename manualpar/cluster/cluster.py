@@ -1,8 +1,9 @@
 """The processes that train together, as one of them sees them.
 
-They make the same steps, so they share their fate. A process that dies, stands still or fails ends
-all of them within `timeout_seconds`, each with a sentence that names it; a request to stop, made to
-any of them, stops all after the same step. With a single process the same calls do what is left.
+They make the same steps, so they share their fate. A process that dies, is stopped or fails ends
+all of them within `timeout_seconds`, each with a sentence that names it. So does one whose main
+thread hangs, after `timeout_seconds` more than anything has taken so far. A request to stop, made
+to any of them, stops all after the same step. With a single process the same calls do what is left.
 
 What ends a process because of another is a thread, at once and by `os._exit`: the main thread may
 stand in a collective that nobody will ever finish. So what must be on disk is written when it is
@@ -10,7 +11,9 @@ reported, and checkpoints are committed in one step.
 """
 
 import contextlib
+import faulthandler
 import os
+import socket
 import sys
 import threading
 import time
@@ -23,8 +26,10 @@ import jax
 from manualpar.cluster.agreement import StopGate
 from manualpar.cluster.channel import Channel
 from manualpar.cluster.exit_codes import LOST_PROCESS_EXIT_CODE, TERMINATED_EXIT_CODE
+from manualpar.cluster.facts import Facts
 from manualpar.cluster.hub import LEAVING_SECONDS, Hub
 from manualpar.cluster.loss import Loss
+from manualpar.cluster.progress import Pace
 from manualpar.cluster.termination import on_sigterm
 
 # So long a process that hears of another's error may still report its own, which is often the same.
@@ -70,6 +75,7 @@ class Cluster:
         self._close_seconds = close_seconds
         self._announce = announce
         self._gate = StopGate()
+        self._pace = Pace()
         self._stops = False
         self._has_failed = False
         self._step: tuple[int, float] | None = None
@@ -122,6 +128,32 @@ class Cluster:
             self._channel.at_step(step)
         elif self._step is None or self._step[0] != step:
             self._step = (step, time.monotonic())
+
+    def enter(self, phase: str) -> None:
+        """Says what this process does next, so that the others notice when it hangs.
+
+        Every process enters the same number of phases in the same order. Who is behind for
+        `timeout_seconds` longer than any phase has taken so far is lost. It costs a microsecond.
+
+        Args:
+          phase: What it is doing, such as `"in a step"`; `""` where it is not to be watched.
+        """
+        self._pace.enter(phase)
+
+    def agree(self, facts: Facts) -> None:
+        """Compares facts with those of the other processes, and waits until all have called it.
+
+        It needs no device and no collective.
+
+        Args:
+          facts: What has to be the same in all processes, by a name that a user knows.
+
+        Raises:
+          DisagreementError: Something differs. Every process has this error, and the channel has
+            ended.
+        """
+        if self._channel:
+            self._channel.agree(facts)
 
     def steps(self) -> dict[int, tuple[int, float]]:
         """How far each process is: its last step and the seconds since it came to that.
@@ -198,9 +230,21 @@ class Cluster:
         if error is None:
             self.close()
 
-    def connect(self, channel: Callable[[StopGate, Callable[[Loss], None]], Channel]) -> None:
-        """Connects to the others; `initialize` does. `channel` makes the connection."""
-        self._channel = channel(self._gate, self._end_because_of)
+    def connect(self, connection: socket.socket) -> None:
+        """Waits until all processes have met; `initialize` does.
+
+        Args:
+          connection: A connection to the hub, which has admitted this process.
+        """
+        self._channel = Channel(
+            connection,
+            process=self.process_id,
+            timeout_seconds=self.timeout_seconds,
+            gate=self._gate,
+            pace=self._pace,
+            on_loss=self._end_because_of,
+            announce=self._announce,
+        )
         self._channel.is_joined.wait()
 
     def serve(self, hub: Hub) -> None:
@@ -218,6 +262,8 @@ class Cluster:
             self._announce(f"this process was taken for lost by the others: {loss}")
         else:
             self._announce(f"{loss}; process {self.process_id} ends too")
+        if loss.process in (None, self.process_id):
+            faulthandler.dump_traceback()  # Where the main thread stands.
         _flush()
         os._exit(LOST_PROCESS_EXIT_CODE)
 

@@ -1,7 +1,9 @@
 """One end of a connection: messages, each a JSON object on a line, over a socket that never blocks.
 
 Invariants: a link belongs to one thread. What the other end does not take waits here, so a process
-that is stopped holds nobody up. Nothing that is received is executed or unpickled.
+that is stopped holds nobody up. Nothing that is received is executed or unpickled. Whatever the
+other end sends, at worst the link closes: a line that is too long, too deep or no JSON object is
+not one of ours.
 """
 
 import json
@@ -21,15 +23,17 @@ class Link:
 
     Attributes:
       is_open: Whether the other end is still there, as far as is known.
+      max_line_bytes: The link closes when a line is longer.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         """Takes over a connected socket."""
         connection.setblocking(False)
         self._socket = connection
         self._received = bytearray()
         self._waiting = bytearray()
         self.is_open = True
+        self.max_line_bytes = max_line_bytes
 
     def fileno(self) -> int:
         """The file descriptor, for `selectors`."""
@@ -57,24 +61,24 @@ class Link:
 
         What arrived before the other end closed is still returned.
         """
-        while self.is_open:
+        while self.is_open and len(self._received) <= self.max_line_bytes:
             try:
                 data = self._socket.recv(RECEIVE_BYTES)
             except BlockingIOError:
                 break
             except OSError:
                 data = b""
-            self.is_open = bool(data) and len(self._received) <= MAX_LINE_BYTES
+            self.is_open = bool(data)
             self._received += data
         *lines, rest = self._received.split(b"\n")
         self._received = bytearray(rest)
-        messages = []
+        messages: list[Message] = []
+        if any(len(line) > self.max_line_bytes for line in (*lines, rest)):
+            self.is_open = False
+            return messages
         for line in lines:
-            try:
-                message = json.loads(line)
-            except ValueError:
-                message = None
-            if not isinstance(message, dict):
+            message = _parse(line)
+            if message is None:
                 self.is_open = False  # Whoever this is, it is none of our processes.
                 break
             messages.append(message)
@@ -84,3 +88,12 @@ class Link:
         """Closes this end."""
         self.is_open = False
         self._socket.close()
+
+
+def _parse(line: bytes | bytearray) -> Message | None:
+    """The message of a line; `None` if it is none."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):  # The second for `[[[[`: Python limits the depth.
+        return None
+    return message if isinstance(message, dict) else None

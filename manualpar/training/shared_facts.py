@@ -1,0 +1,94 @@
+"""What the processes of a run must have in common, for `Cluster.agree` to compare.
+
+Left out on purpose is what may differ between hosts: where the data lies (its fingerprint and first
+batch are compared instead), how much is read ahead, what is watched, drawn and profiled, and the
+last number of Python's version.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+
+from manualpar.cluster.facts import Facts
+from manualpar.data import train_batch
+from manualpar.training.command_line import CommandLine
+from manualpar.training.config import flatten_config
+from manualpar.training.experiment import Experiment
+
+PACKAGES = ("manualpar", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
+# Settings of jax that change what is computed, or which bits.
+SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
+# Fields that may differ; a prefix ends in a dot.
+LOCAL = ("watch.", "profile", "debug.draw_sharding", "data.path", "data.tokenizer", "data.prefetch")
+
+
+def run_facts(command: CommandLine) -> Facts:
+    """What is known of a run before there are devices: its config, its folder, and the versions.
+
+    Args:
+      command: The command line.
+
+    Returns:
+      The facts by name.
+    """
+    facts = {
+        f"config.{name}": _show(value)
+        for name, value in flatten_config(command.config).items()
+        if not any(name.startswith(x) if x.endswith(".") else name == x for x in LOCAL)
+    }
+    facts["--workdir"] = "not given" if command.workdir is None else str(command.workdir)
+    facts["Python"] = ".".join(platform.python_version_tuple()[:2])
+    facts |= {package: importlib.metadata.version(package) for package in PACKAGES}
+    return facts | {setting: str(getattr(jax.config, setting)) for setting in SETTINGS}
+
+
+def experiment_facts(experiment: Experiment) -> Facts:
+    """What is known of a run when its data is open and its program traced.
+
+    Args:
+      experiment: The experiment.
+
+    Returns:
+      The facts by name.
+    """
+    config, program = experiment.config, experiment.program
+    dataset = experiment.task.dataset
+    batch = train_batch(dataset.train, 0, batch_size=config.data.batch_size, seed=config.seed)
+    state = jax.tree_util.tree_leaves_with_path(program.abstract_state)
+    layout = [f"{jax.tree_util.keystr(path)} {leaf} {leaf.sharding}" for path, leaf in state]
+    return {
+        "the data's fingerprint": dataset.fingerprint,
+        "the hash of the first batch": _digest(
+            *(np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(batch))
+        ),
+        "the mesh": _show(dict(program.mesh.shape)),
+        "the hash of the state's names, shapes and layout": _digest(
+            *(line.encode() for line in layout)
+        ),
+    }
+
+
+def _show(value: Any) -> str:
+    """A plain value as text, the same whatever order a dict has."""
+    value = value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _digest(*parts: bytes) -> str:
+    """A short hash of some parts."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,323 @@
+"""The hub and its processes over real sockets, in one process: who is let in, and who is not."""
+
+import contextlib
+import json
+import resource
+import socket
+import threading
+import time
+
+import pytest
+
+from manualpar.cluster import DisagreementError
+from manualpar.cluster.agreement import StopGate
+from manualpar.cluster.channel import Channel
+from manualpar.cluster.hub import Hub
+from manualpar.cluster.meeting import knock, listen, split_address
+from manualpar.cluster.progress import Pace
+
+HANG_SECONDS = 60
+
+
+class Meeting:
+    """A hub, and the processes that knock at it, each from a thread as from a process."""
+
+    def __init__(self, num_processes=2, *, token="secret", timeout_seconds=30.0, join_seconds=60.0):
+        listener = listen("127.0.0.1:0", backlog=num_processes)
+        self.port = listener.getsockname()[1]
+        self.num_processes, self.timeout_seconds = num_processes, timeout_seconds
+        self.said, self.lost, self.channels = [], {}, {}
+        self.hub = Hub(
+            listener,
+            num_processes=num_processes,
+            token=token,
+            timeout_seconds=timeout_seconds,
+            join_seconds=join_seconds,
+            announce=self.said.append,
+        )
+        self.hub.thread.start()
+
+    def join(self, process, *, token="secret", num_processes=None):
+        connection = knock(
+            ["127.0.0.1"],
+            self.port,
+            process=process,
+            num_processes=num_processes or self.num_processes,
+            token=token,
+            warn_seconds=1.0,
+            give_up_seconds=HANG_SECONDS,
+            announce=self.said.append,
+        )
+        self.channels[process] = Channel(
+            connection,
+            process=process,
+            timeout_seconds=self.timeout_seconds,
+            gate=StopGate(),
+            pace=Pace(),
+            on_loss=lambda loss: self.lost.__setitem__(process, loss),
+            announce=self.said.append,
+        )
+        return self.channels[process]
+
+    def join_all(self):
+        for process in range(self.num_processes):
+            self.join(process)
+        for channel in self.channels.values():
+            assert channel.is_joined.wait(HANG_SECONDS)
+        assert not self.lost
+
+    def agree(self, facts):
+        """Has every process say its facts; returns what each got to hear."""
+        heard = {}
+
+        def say(process):
+            try:
+                self.channels[process].agree(facts[process])
+                heard[process] = None
+            except DisagreementError as error:
+                heard[process] = str(error)
+
+        threads = [threading.Thread(target=say, args=(process,)) for process in facts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(HANG_SECONDS)
+        return heard
+
+    def end(self):
+        for channel in self.channels.values():
+            channel.send({"kind": "done"})
+        self.hub.thread.join(HANG_SECONDS)
+        assert not self.hub.thread.is_alive()
+
+
+@pytest.fixture
+def connect():
+    """Connects strangers to a port."""
+    with contextlib.ExitStack() as stack:
+        yield lambda port: stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+
+
+def test_processes_meet_agree_and_part():
+    meeting = Meeting(3)
+    meeting.join_all()
+    same = {process: {"seed": "1"} for process in range(3)}
+    assert meeting.agree(same) == dict.fromkeys(range(3))
+    assert meeting.agree(same) == dict.fromkeys(range(3))
+    meeting.end()
+    assert not meeting.lost
+    assert not meeting.said
+
+
+def test_what_differs_is_told_to_all_and_ends_the_hub_without_a_loss():
+    meeting = Meeting(3)
+    meeting.join_all()
+    heard = meeting.agree({process: {"seed": str(process // 2)} for process in range(3)})
+    assert set(heard) == {0, 1, 2}
+    for sentence in heard.values():
+        assert "seed is 0 in processes 0, 1 and 1 in process 2" in sentence
+    meeting.hub.thread.join(HANG_SECONDS)
+    assert not meeting.hub.thread.is_alive()
+    assert not meeting.lost
+
+
+STRANGERS = [
+    b"[" * 100_000 + b"\n",
+    b"[" * 4000 + b"\n",
+    b'{"a":' * 700 + b"\n",
+    b"\x00\xff\n" * 5,
+    b"a" * 2_000_000,
+    b"GET / HTTP/1.0\r\n\r\n",
+    b'{"token":{},"kind":[]}\n',
+    b'{"kind":"hello"}\n',
+    b'{"kind":"hello","process":1}\n{"kind":"done"}\n',
+    b'{"kind":"failed","error":"x"}\n',
+    b'{"kind":"stop"}\n',
+    b"null\n",
+    b"\n" * 4000,
+    b'{"kind":"hello","process":"1","num_processes":2,"host":[],"pid":{},"proof":1}\n',
+    json.dumps(
+        {
+            "kind": "hello",
+            "process": 1,
+            "num_processes": 2,
+            "host": "h",
+            "pid": 1,
+            "proof": "\ud800",
+        }
+    ).encode()
+    + b"\n",
+]
+
+
+def test_no_stranger_stops_the_hub(connect):
+    meeting = Meeting()
+    meeting.join(0)
+    for data in STRANGERS:
+        stranger = connect(meeting.port)
+        with contextlib.suppress(ConnectionError):  # It is closed while it still talks.
+            stranger.sendall(data)
+    for _ in range(3):
+        connect(meeting.port).sendall(b'{"kind')  # And says no more.
+    meeting.join(1)
+    for channel in meeting.channels.values():
+        assert channel.is_joined.wait(HANG_SECONDS)
+    meeting.end()
+    assert not meeting.lost
+
+
+def test_a_crowd_of_strangers_keeps_nobody_out(connect):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    meeting = Meeting()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 2048), hard))
+    try:
+        held = [connect(meeting.port) for _ in range(300)]
+        meeting.join_all()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(held) == 300
+    meeting.end()
+    assert not meeting.lost
+
+
+def test_a_stranger_without_the_token_is_told_and_the_run_says_it_once(connect):
+    meeting = Meeting()
+    meeting.join(0)
+    for token in ("", "wrong", "Secret"):
+        with pytest.raises(ValueError, match="its MANUALPAR_TOKEN is not that of process 0"):
+            meeting.join(1, token=token)
+    assert meeting.said == ["a connection with another MANUALPAR_TOKEN was refused"]
+    meeting.join(1)
+    assert meeting.channels[1].is_joined.wait(HANG_SECONDS)
+    meeting.end()
+
+
+def test_after_all_have_met_the_port_is_closed(connect):
+    meeting = Meeting()
+    meeting.join_all()
+    with pytest.raises(ConnectionRefusedError):
+        connect(meeting.port)
+    listen(f"127.0.0.1:{meeting.port}", backlog=1).close()  # JAX's service takes it.
+    meeting.end()
+
+
+def test_another_process_of_the_same_number_is_refused():
+    meeting = Meeting()
+    meeting.join(0)
+    with pytest.raises(ValueError, match=r"there is a process 0 on .* \(pid \d+\) already"):
+        meeting.join(0)
+    with pytest.raises(ValueError, match="there is a process 2 of no such number"):
+        meeting.join(2)
+
+
+def test_another_number_of_processes_ends_all_with_a_sentence():
+    meeting = Meeting()
+    first = meeting.join(0)
+    with pytest.raises(DisagreementError, match="num_processes is 2 in process 0 and 3 in proces"):
+        meeting.join(1, num_processes=3)
+    with pytest.raises(DisagreementError, match="num_processes is 2 in process 0 and 3 in proces"):
+        first.agree({})
+    assert not meeting.lost
+
+
+def test_who_came_and_died_before_the_others_is_named_at_once():
+    meeting = Meeting(3)
+    meeting.join(0)
+    died = knock(
+        ["127.0.0.1"],
+        meeting.port,
+        process=2,
+        num_processes=3,
+        token="secret",
+        warn_seconds=1.0,
+        give_up_seconds=HANG_SECONDS,
+        announce=meeting.said.append,
+    )
+    died.close()
+    assert meeting.channels[0].is_over.wait(HANG_SECONDS)
+    assert str(meeting.lost[0]).startswith("process 2 on ")
+    assert str(meeting.lost[0]).endswith("was lost: its connection closed")
+
+
+def test_who_never_comes_is_named_first_and_given_up_later():
+    meeting = Meeting(3, timeout_seconds=1.0, join_seconds=2.0)
+    meeting.join(0)
+    assert meeting.channels[0].is_over.wait(HANG_SECONDS)
+    assert "processes 1, 2 of 3 not connected after 1 s; waiting up to 2 s" in meeting.said
+    assert (
+        str(meeting.lost[0]) == "process 1 was lost: it has not connected to process 0 within 2 s"
+    )
+
+
+def test_process_0_may_come_last():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    said, joined = [], []
+
+    def join():
+        joined.append(
+            knock(
+                ["127.0.0.1"],
+                port,
+                process=1,
+                num_processes=2,
+                token="",
+                warn_seconds=0.3,
+                give_up_seconds=HANG_SECONDS,
+                announce=said.append,
+            )
+        )
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    deadline = time.monotonic() + HANG_SECONDS
+    while not said and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert said[0].startswith(f"process 0 is not there after 0.3 s, at port {port} (127.0.0.1: ")
+    hub = Hub(
+        listen(f"127.0.0.1:{port}", backlog=2),
+        num_processes=2,
+        token="",
+        timeout_seconds=30.0,
+        join_seconds=60.0,
+        announce=said.append,
+    )
+    hub.thread.start()
+    thread.join(HANG_SECONDS)
+    assert joined
+    joined[0].close()
+
+
+def test_process_0_that_never_comes_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ConnectionError, match=f"cannot be reached on its port {port} within 0.2 s"):
+        knock(
+            ["127.0.0.1"],
+            port,
+            process=1,
+            num_processes=2,
+            token="",
+            warn_seconds=10.0,
+            give_up_seconds=0.2,
+            announce=print,
+        )
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1:0", "no.such.host.invalid:1234"])
+def test_an_address_that_is_not_ours_is_refused(address):
+    with pytest.raises(ConnectionError, match="expected an address of this host") as caught:
+        listen(address, backlog=1)
+    assert "JAX_COORDINATOR_BIND_ADDRESS" in str(caught.value)
+
+
+def test_a_port_that_is_taken_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConnectionError, match="another program has that port"):
+            listen(f"127.0.0.1:{port}", backlog=1)
+
+
+def test_addresses():
+    assert split_address("10.0.0.1:12") == ("10.0.0.1", 12)
+    assert split_address("[::1]:12") == ("::1", 12)
