@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from manualpar.cluster import Cluster
+from manualpar.cluster.progress import UNWATCHED
 from manualpar.data import Dataset, evaluation_batches, train_batches
 from manualpar.program import Program
 from manualpar.replicas import ReplicaError, ReplicaSentinel
@@ -141,6 +142,8 @@ class Loop:
             for context in (self.detector, self.profiler):
                 if context is not None:
                     stack.enter_context(context)
+            # Afterwards nothing is in step any more: process 0 alone writes a report.
+            stack.callback(self.cluster.enter, UNWATCHED)
             while True:
                 try:
                     return self._run_from(state, place, interrupted)
@@ -151,6 +154,7 @@ class Loop:
                     rollbacks += 1
                     saved = None
                     if self.rolls_back and self.saver and rollbacks <= MAX_ROLLBACKS:
+                        self.cluster.enter("going back to a checkpoint")
                         with self._idle():
                             saved = self.saver.go_back()
                     if saved is None:
@@ -187,13 +191,17 @@ class Loop:
         )
         with contextlib.closing(batches):
             while step < self.num_steps:
+                self.cluster.enter("reading a batch")
                 batch = next(batches)
                 step, position = step + 1, position + self.batch_size
+                is_profiled = self.profiler is not None and self.profiler.covers(step)
+                self.cluster.enter("in a profiled step" if is_profiled else "in a step")
                 if self.profiler is not None:
                     self.profiler.before(step, state)
                 state, metrics = self.program.train_step(state, batch)
                 if self.profiler is not None:
                     self.profiler.after(step, state)
+                self.cluster.enter("between two steps")
                 is_last = step == self.num_steps
                 report = is_last or step % self.log_every_steps == 0
                 self.recorder.put("train", step, metrics, report=report)
@@ -202,6 +210,7 @@ class Loop:
                     self._check_replicas(sentinel, state, step)
                 if self.eval_every_steps and (is_last or step % self.eval_every_steps == 0):
                     self._evaluate("eval", state, step)
+                    self.cluster.enter("between two steps")
                 stops = self.cluster.should_stop(step)
                 is_saved = self._save(state, Place(step, position), at_once=stops or is_last)
                 if stops:
@@ -212,6 +221,7 @@ class Loop:
                         raise KeyboardInterrupt
                     raise StoppedError(step, is_saved=is_saved)
         self._evaluate("test", state, step)
+        self.cluster.enter("finishing")
         self.recorder.drain()
         return state
 
@@ -223,7 +233,9 @@ class Loop:
             examples, self.batch_size, self.program.batch_sharding, max_batches=limit
         )
         waiting: Any = None
+        self.cluster.enter("evaluating")
         for batch in batches:
+            self.cluster.enter("evaluating")
             if waiting is not None:
                 self.recorder.put(split, step, waiting, report=False)
             waiting = self.program.eval_step(state, batch)
@@ -240,6 +252,7 @@ class Loop:
         if self.saver is None or not (at_once or self.saver.is_due(place.step)):
             return False
         # Nothing that is not finite gets into a checkpoint, and all that was reported is on disk.
+        self.cluster.enter("saving")
         self.recorder.drain()
         with self._idle():
             self.saver.save(state, place)
@@ -255,6 +268,7 @@ class Loop:
 
     def _check_replicas(self, sentinel: ReplicaSentinel, state: TrainState, step: int) -> None:
         """Compares copies of the state."""
+        self.cluster.enter("comparing replicas")
         jax.block_until_ready(state)
         try:
             with self._idle():

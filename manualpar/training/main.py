@@ -30,6 +30,7 @@ from manualpar.cluster import (
     LOST_PROCESS_EXIT_CODE,
     TERMINATED_EXIT_CODE,
     Cluster,
+    DisagreementError,
     initialize,
 )
 from manualpar.data import DamagedDataError
@@ -48,6 +49,7 @@ from manualpar.training.fit import check_fits
 from manualpar.training.loop import StoppedError
 from manualpar.training.recorder import NonFiniteError
 from manualpar.training.run import run
+from manualpar.training.shared_facts import experiment_facts, run_facts
 from manualpar.training.workdir import check_folder, choose_workdir
 from manualpar.watching.durable_files import WriteError
 from manualpar.watching.progress import make_console, print_line
@@ -146,12 +148,18 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
     remains, goes_on = "nothing was written", ""
     try:
         try:
+            cluster.enter("preparing")
             experiment = prepare(command.config)
+            cluster.enter("comparing what it prepared")
+            if cluster.num_processes > 1:
+                cluster.agree(experiment_facts(experiment))
+            cluster.enter("starting")
             if not command.force:
                 check_fits(experiment)
             workdir = choose_workdir(command)
         except (UsageError, ValueError) as error:
-            _end_all(cluster, UsageError(str(error)))
+            if not isinstance(error, DisagreementError):
+                _end_all(cluster, UsageError(str(error)))
             print_error(error)
             return USAGE_EXIT_CODE
         remains = f"the results so far are in {workdir}"
@@ -253,6 +261,7 @@ def _join(command: CommandLine) -> Cluster:
         num_processes=command.num_processes,
         process_id=command.process_id,
         timeout_seconds=command.config.watch.lost_seconds,
+        facts=run_facts(command),
     )
 
 

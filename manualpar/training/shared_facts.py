@@ -1,7 +1,7 @@
 """What the processes of a run must have in common, for `Cluster.agree` to compare.
 
 Left out on purpose is what may differ between hosts: where the data lies (its fingerprint and first
-batch are compared instead), how much is read ahead, what is watched, drawn and profiled, and the
+examples are compared instead), how much is read ahead, what is watched, drawn and profiled, and the
 last number of Python's version.
 """
 
@@ -29,6 +29,7 @@ SETTINGS = (
     "jax_default_prng_impl",
     "jax_threefry_partitionable",
 )
+FIRST_EXAMPLES = 8
 # Fields that may differ; a prefix ends in a dot.
 LOCAL = ("watch.", "profile", "debug.draw_sharding", "data.path", "data.tokenizer", "data.prefetch")
 
@@ -64,12 +65,16 @@ def experiment_facts(experiment: Experiment) -> Facts:
     """
     config, program = experiment.config, experiment.program
     dataset = experiment.task.dataset
-    batch = train_batch(dataset.train, 0, batch_size=config.data.batch_size, seed=config.seed)
+    count = min(config.data.batch_size, FIRST_EXAMPLES)
+    batch = train_batch(dataset.train, 0, batch_size=count, seed=config.seed)
     state = jax.tree_util.tree_leaves_with_path(program.abstract_state)
-    layout = [f"{jax.tree_util.keystr(path)} {leaf} {leaf.sharding}" for path, leaf in state]
+    layout = [
+        f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} {leaf.sharding.spec}"
+        for path, leaf in state
+    ]
     return {
         "the data's fingerprint": dataset.fingerprint,
-        "the hash of the first batch": _digest(
+        "the hash of the first examples": _digest(
             *(np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(batch))
         ),
         "the mesh": _show(dict(program.mesh.shape)),

@@ -75,6 +75,10 @@ class StepProfiler:
         self._is_tracing = False
         self._is_done = not self._steps
 
+    def covers(self, step: int) -> bool:
+        """Whether a step is one of those that are profiled, which take longer than others."""
+        return step in self._steps
+
     def before(self, step: int, state: Any) -> None:
         """Begins a step.
 

@@ -4,7 +4,7 @@ A training that hangs looks like one that is slow. The loop says that it is aliv
 (`beat`), and a thread that hears nothing for a configured time says so: once, and again whenever
 the silence has doubled. It ends nothing.
 
-The first step compiles, so until the first beat the time allowed is `FIRST_STEP` times as long.
+The first step compiles, and where that takes longer it is reported as well, which does no harm.
 What is known to take long, such as restoring a checkpoint, happens within `pause`.
 
 The stacks are read in Python: a thread that hangs in C code and keeps Python's lock to itself stops
@@ -20,8 +20,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Self, TextIO
-
-FIRST_STEP = 10
 
 # The last step of each process, this one included, and how many seconds ago it was.
 Others = Callable[[], Mapping[int, tuple[int, float]]]
@@ -106,8 +104,6 @@ class StallDetector:
             return math.inf
         with self._lock:
             step, allowed = self._step, self._seconds
-            if step is None:
-                allowed *= FIRST_STEP
             if self._pauses:
                 return allowed
             silence = self._get_time() - self._heard_at

@@ -1,0 +1,160 @@
+"""Who is hung, on clocks that are turned by hand."""
+
+import pytest
+
+from manualpar.cluster.progress import (
+    FIRST_SECONDS,
+    KNOWN_AFTER,
+    UNWATCHED,
+    Pace,
+    Progress,
+    find_hung,
+)
+
+TIMEOUT = 10.0
+
+
+class Watched:
+    """A process whose main thread enters phases, with the clock of all."""
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.pace = Pace(get_time=lambda: clock[0])
+        self.since = clock[0]
+
+    def enter(self, phase):
+        self.pace.enter(phase)
+        self.since = self.clock[0]
+
+    def progress(self):
+        stuck = self.clock[0] - self.since
+        return Progress(**{**vars(self.pace.progress), "stuck": stuck})
+
+
+class Run:
+    """Some processes."""
+
+    def __init__(self, count=3):
+        self.clock = [100.0]
+        self.processes = [Watched(self.clock) for _ in range(count)]
+
+    def go_on(self, phase, seconds=0.0, *, but=()):
+        """All but some enter a phase, and time passes."""
+        for number, process in enumerate(self.processes):
+            if number not in but:
+                process.enter(phase)
+        self.clock[0] += seconds
+
+    def train(self, steps, seconds=1.0):
+        for _ in range(steps):
+            self.go_on("in a step", seconds)
+            assert self.hung() is None
+            self.go_on("between two steps")
+
+    def hung(self):
+        progress = {number: process.progress() for number, process in enumerate(self.processes)}
+        return find_hung(progress, timeout_seconds=TIMEOUT)
+
+
+def test_who_is_behind_is_hung_after_the_timeout_beyond_the_longest_phase():
+    run = Run()
+    run.train(10, seconds=3.0)
+    run.go_on("in a step", 13.0, but=[1])
+    assert run.hung() is None
+    run.clock[0] += 0.1
+    process, reason = run.hung()
+    assert process == 1
+    assert reason == (
+        "it has made no progress for 13 s (between two steps), and the others are ahead"
+    )
+
+
+def test_who_goes_on_in_time_is_not_hung():
+    run = Run()
+    run.train(10, seconds=3.0)
+    run.go_on("in a step", 12.0, but=[1])
+    run.processes[1].enter("in a step")
+    run.clock[0] += 0.9
+    assert run.hung() is None
+    # And from now on it is known that it may take so long.
+    run.go_on("between two steps")
+    run.go_on("in a step", 22.0, but=[2])
+    assert run.hung() is None
+    run.clock[0] += 1.0
+    assert run.hung()[0] == 2
+
+
+def test_a_long_compilation_or_evaluation_that_was_seen_is_no_hang():
+    run = Run()
+    run.go_on("in a step", 200.0)
+    assert run.hung() is None
+    run.train(10)
+    run.go_on("evaluating", 205.0, but=[0])
+    assert run.hung() is None
+    run.clock[0] += 5.1
+    assert run.hung()[0] == 0
+
+
+@pytest.mark.parametrize("times", range(KNOWN_AFTER))
+def test_what_has_hardly_been_done_may_take_much_longer(times):
+    run = Run()
+    run.train(10)
+    for _ in range(times):
+        run.go_on("saving", 1.0)
+        run.train(2)
+    run.go_on("saving", 0.0)
+    # One of them saves, and the others are in a step.
+    run.go_on("in a step", FIRST_SECONDS, but=[2])
+    assert run.hung() is None
+    run.clock[0] += 1.1
+    process, reason = run.hung()
+    assert process == 2
+    assert "(saving)" in reason
+
+
+def test_all_that_compile_for_hours_are_not_hung():
+    run = Run()
+    run.go_on("in a step", 1e5)
+    assert run.hung() is None
+
+
+def test_all_that_stand_in_the_same_known_place_are_hung_and_nobody_is_named():
+    run = Run()
+    run.train(10)
+    run.go_on("in a step", 11.0)
+    assert run.hung() is None
+    run.clock[0] += 0.1
+    assert run.hung() == (None, "none has made progress for 11 s, all are in a step")
+
+
+def test_one_that_has_just_come_to_where_the_others_stand_is_given_time():
+    run = Run()
+    run.train(10)
+    run.go_on("in a step", 10.5, but=[1])
+    run.processes[1].enter("in a step")
+    run.clock[0] += 1.0
+    assert run.hung() is None
+    run.clock[0] += 20.0
+    assert run.hung()[0] is None
+
+
+def test_of_several_that_are_behind_all_are_named():
+    run = Run(4)
+    run.train(10)
+    run.go_on("in a step", 12.0, but=[1, 3])
+    assert run.hung() == (
+        1,
+        "it has made no progress, like process 3, for 12 s (between two steps), and the others "
+        "are ahead",
+    )
+
+
+def test_nobody_is_hung_before_the_first_phase_and_after_the_last():
+    run = Run()
+    run.clock[0] += 1e6
+    assert run.hung() is None
+    run.train(10)
+    run.go_on(UNWATCHED, 1e6)
+    assert run.hung() is None
+    run.processes[1].enter("elsewhere")
+    assert run.hung() is None
