@@ -148,6 +148,8 @@ def _watch(started: Sequence[_Process], signals: queue.SimpleQueue[int], grace: 
     while running := [one for one in started if one.popen.poll() is None]:
         if code is None and (code := _first_failure(started)) is not None:
             terminate_at = time.monotonic() + grace
+            if not num_signals:
+                _say_who_was_killed(started)
         while not signals.empty():
             number, num_signals = signals.get(), num_signals + 1
             for one in running:
@@ -167,6 +169,14 @@ def _watch(started: Sequence[_Process], signals: queue.SimpleQueue[int], grace: 
             kill_at = float("inf")
         time.sleep(POLL_SECONDS)
     return (code if code is not None else _first_failure(started)) or 0
+
+
+def _say_who_was_killed(started: Sequence[_Process]) -> None:
+    """Names processes that a signal ended: they could not say it, and the others may not know."""
+    for number, one in enumerate(started):
+        if (one.popen.returncode or 0) < 0:
+            name = signal.Signals(-one.popen.returncode).name
+            print(f"process {number} was ended by {name}", file=sys.stderr, flush=True)
 
 
 def _first_failure(started: Sequence[_Process]) -> int | None:

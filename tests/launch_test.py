@@ -73,9 +73,36 @@ time.sleep(1); print('noticed'); sys.exit(4)"""
     assert launched("--processes=2", *command(code))[:2] == (7, ["[0] noticed"])
 
 
-def test_a_signal_counts_as_a_shell_counts_it():
-    code = "import os; os.kill(os.getpid(), 9)"
-    assert launched("--processes=1", *command(code))[0] == 137
+def test_a_signal_counts_as_a_shell_counts_it_and_is_named():
+    code = """import os, time
+if os.environ['MANUALPAR_PROCESS_ID'] == '1': os.kill(os.getpid(), 9)
+time.sleep(1)"""
+    assert launched("--processes=2", *command(code)) == (
+        137,
+        [],
+        ["process 1 was ended by SIGKILL"],
+    )
+
+
+def test_all_have_the_same_token_and_every_launch_another():
+    code = "import os; print(os.environ['MANUALPAR_TOKEN'])"
+    _, one, _ = launched("--processes=2", *command(code))
+    _, other, _ = launched("--processes=1", *command(code))
+    tokens = [line.split()[1] for line in (*one, *other)]
+    assert tokens[0] == tokens[1] != tokens[2]
+    assert len(tokens[0]) == 32
+
+
+def test_who_does_not_end_after_sigterm_is_killed():
+    code = """import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True)
+time.sleep(300)"""
+    popen = start_launcher("--processes=2", "--grace=1", *command(code))
+    assert sorted(popen.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
+    popen.send_signal(signal.SIGTERM)
+    _, err = popen.communicate(timeout=HANG_SECONDS)
+    assert popen.returncode == 128 + signal.SIGKILL
+    assert err == "killed, because it did not end: process 0, 1\n"
 
 
 def test_who_does_not_end_is_ended():

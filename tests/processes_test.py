@@ -1,17 +1,19 @@
 """Several processes train as one would, save as one, stop together, and go on in another number."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.cluster_processes import lines_of_ours
+from tests.cluster_processes import free_port, lines_of_ours
 from tests.runs import (
     assert_close_metrics,
     complete_steps,
     resumed_from,
     run_here,
+    start,
     start_cluster,
     start_launcher,
     wait_for_checkpoint,
@@ -61,6 +63,53 @@ def test_sigterm_to_one_stops_all_and_one_goes_on(processes, tmp_path, undisturb
     assert run_here(workdir, *EXACT) == 0
     assert resumed_from(capsys.readouterr().out) == saved
     assert_close_metrics(workdir, undisturbed)
+
+
+@pytest.mark.slow
+def test_processes_that_differ_all_say_in_what(processes, tmp_path):
+    who = ["--num_processes=2", f"--coordinator_address=127.0.0.1:{free_port()}"]
+    started = [
+        start(
+            processes,
+            tmp_path / "run",
+            *who,
+            f"--process_id={number}",
+            f"--config.seed={number}",
+            devices=4,
+        )
+        for number in range(2)
+    ]
+    for process in started:
+        assert process.wait() == 2
+        assert process.err == (
+            "error: the processes of this run differ, expected the same in all of them:\n"
+            "  config.seed is 0 in process 0 and 1 in process 1\n"
+        )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_main_thread_that_hangs_ends_all(victim, processes, tmp_path):
+    more = ("--config.training.num_steps=100000", "--config.watch.stall_seconds=2")
+    started = start_cluster(processes, tmp_path / "run", *EXACT, *more, hang=[victim, 60])
+    for process in started:
+        assert process.wait() == LOST, process.err
+    sentence = f"process {victim} on .* was lost: it has made no progress for .* and the others are"
+    assert re.search(sentence, started[1 - victim].err)
+    assert "this process was taken for lost by the others" in started[victim].err
+    assert "runs_config.py" in started[victim].err, "where it hangs"
+    assert "stall: no step for 2 s, after step 60." in started[victim].err
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_launcher_ends_processes_that_hang(processes, tmp_path):
+    more = ("--config.training.num_steps=100000", "--config.watch.lost_seconds=1000")
+    launcher = start_launcher(processes, tmp_path / "run", *more, hang=[1, 60])
+    wait_for_step(launcher, 57)
+    launcher.send(signal.SIGTERM)
+    assert launcher.wait() == 128 + signal.SIGKILL, launcher.err
+    assert re.search("killed, because it did not end: process (0, )?1", launcher.err)
 
 
 STRATEGIES = {

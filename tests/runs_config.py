@@ -4,6 +4,7 @@
 
     kill      a step after which the process kills itself, before its checkpoint is saved
     fail      a process and a step after which it raises an exception
+    hang      a process and a step after which its main thread does nothing any more
     slow      a step from which on each takes a second longer
     seconds   how much longer, instead of a second
 
@@ -33,6 +34,8 @@ def get_config() -> ml_collections.ConfigDict:
             os.kill(os.getpid(), signal.SIGKILL)
         if [self.process_id, step] == faults.get("fail"):
             raise ValueError("a mistake of this process")
+        if [self.process_id, step] == faults.get("hang"):
+            time.sleep(10_000)
         if step >= faults.get("slow", step + 1):
             time.sleep(faults.get("seconds", 1.0))
         return should_stop(self, step)

@@ -1,0 +1,74 @@
+"""One process of a run for `benchmarks.process_faults`: an experiment to which something happens.
+
+`FAULTS` is a JSON object: the `process` that it happens to, and what it is to `do` when it enters a
+`phase` for the time numbered `at`; without a phase at the start. `FAULTS_FLAGS` has the flags that
+processes have besides the common ones, by their number.
+"""
+
+import ctypes
+import importlib.metadata
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+
+LATE_SECONDS = 4.0
+
+
+def act(what: str) -> None:
+    """Does to this process what is asked for."""
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "raise":
+        raise RuntimeError("a mistake of this process\nin two lines")
+    elif what == "hang":
+        time.sleep(10_000)
+    elif what == "hang holding Python's lock":
+        ctypes.PyDLL(None).sleep(10_000)  # Unlike CDLL it lets no other thread run.
+    elif what == "exit with code 0":
+        os._exit(0)
+    elif what == "late":
+        time.sleep(LATE_SECONDS)
+    elif what.startswith("version "):
+        package, version = what.split()[1], importlib.metadata.version
+        importlib.metadata.version = lambda distribution_name: (
+            "0.0.1" if distribution_name == package else version(distribution_name)
+        )
+    elif what == "data":
+        from manualpar.data import classification
+
+        make = classification.make_fingerprint
+        classification.make_fingerprint = lambda *parts: make(*parts, "other")
+    else:
+        raise AssertionError(what)
+
+
+def main() -> None:
+    """Runs the experiment."""
+    process = int(os.environ["MANUALPAR_PROCESS_ID"])
+    fault = json.loads(os.environ["FAULTS"])
+    sys.argv += json.loads(os.environ["FAULTS_FLAGS"]).get(str(process), [])
+    from experiments import fsdp
+    from manualpar.cluster import Cluster
+
+    if fault and fault["process"] == process:
+        if not fault["phase"]:
+            act(fault["do"])
+        enter, times = Cluster.enter, Counter[str]()
+
+        def disturbed(self: Cluster, phase: str) -> None:
+            enter(self, phase)
+            times[phase] += 1
+            if phase == fault["phase"] and times[phase] == fault["at"]:
+                act(fault["do"])
+
+        Cluster.enter = disturbed  # type: ignore[method-assign]
+    fsdp.main()
+
+
+if __name__ == "__main__":
+    main()
