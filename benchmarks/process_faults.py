@@ -271,12 +271,13 @@ def _strangers() -> Iterator[Fault]:
 def _signals() -> Iterator[Fault]:
     """Signals to the launcher and to a process."""
 
-    def send(*numbers: int, waits: float = 0.5) -> Callable[[Run], None]:
+    def send(*numbers: int, first: float = 0.0) -> Callable[[Run], None]:
         def act(run: Run) -> None:
-            run.wait_for("step     10/")
+            run.wait_for("step      5/")
+            time.sleep(first)
             for number in numbers:
                 os.kill(run.popens[0].pid, number)
-                time.sleep(waits)
+                time.sleep(0.5)
 
         return act
 
@@ -289,7 +290,7 @@ def _signals() -> Iterator[Fault]:
     twice = (STOPPED, 137, 143)
     yield Fault("signal", "SIGTERM twice", twice, "SIGTERM", launches=True, act=send(15, 15))
     for who in (1, 0):
-        what = {"process": who, "phase": "in a step", "at": 15, "do": "hang"}
+        what = {"process": who, "phase": "in a step", "at": 12, "do": "hang"}
         says = "killed, because|was lost|stand still"
         name = f"SIGTERM to the launcher, process {who} hangs"
         yield Fault("signal", name, (4, 134, 137), says, faults=what, launches=True, act=send(15))
