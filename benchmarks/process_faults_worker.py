@@ -9,6 +9,7 @@ import ctypes
 import importlib.metadata
 import json
 import os
+import runpy
 import signal
 import sys
 import time
@@ -52,7 +53,6 @@ def main() -> None:
     process = int(os.environ["MANUALPAR_PROCESS_ID"])
     fault = json.loads(os.environ["FAULTS"])
     sys.argv += json.loads(os.environ["FAULTS_FLAGS"]).get(str(process), [])
-    from experiments import fsdp
     from manualpar.cluster import Cluster
 
     if fault and fault["process"] == process:
@@ -67,7 +67,7 @@ def main() -> None:
                 act(fault["do"])
 
         Cluster.enter = disturbed  # type: ignore[method-assign]
-    fsdp.main()
+    runpy.run_module("experiments.fsdp", run_name="__main__")
 
 
 if __name__ == "__main__":
