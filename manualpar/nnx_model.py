@@ -104,6 +104,20 @@ def class_of(model: Any) -> type:
     return type(model.module if isinstance(model, NNXModel) else model)
 
 
+def collection_of(leaf: Any) -> str | None:
+    """The collection that a leaf of a module belongs to; `None` for the state of random streams."""
+    if not isinstance(leaf, nnx.Variable):
+        return CONSTANTS
+    if isinstance(leaf, nnx.RngState):
+        return None
+    if isinstance(leaf, nnx.Param):
+        return "params"
+    try:
+        return nnx.variable_name_from_type(type(leaf))
+    except ValueError:  # A type that flax has no name of Linen's for.
+        return type(leaf).__name__
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class NNXModel:
     """An NNX model with the two functions of a Linen module that this package calls.
@@ -144,7 +158,7 @@ class NNXModel:
         module = self.make(rngs["params"] if isinstance(rngs, Mapping) else rngs)
         collections: dict[str, Any] = {"params": {}}
         for path, leaf in _leaves(module):
-            name = _collection(leaf)
+            name = collection_of(leaf)
             if name is not None:
                 is_param = isinstance(leaf, nnx.Param)
                 value = annotate(leaf, path_name(path)) if is_param else _raw(leaf)
@@ -186,7 +200,7 @@ class NNXModel:
             module.train() if kwargs.pop("train") else module.eval()
         if self.is_evaluated:
             module.eval()
-        known = {name for _, leaf in _leaves(self.module) if (name := _collection(leaf))}
+        known = {name for _, leaf in _leaves(self.module) if (name := collection_of(leaf))}
         sown = [name for name in _collection_names(mutable) if name not in known]
         types = [nnx.variable_type_from_name(name, allow_register=True) for name in sown]
         bound = functools.partial(call, module) if callable(method) else call
@@ -213,7 +227,7 @@ class NNXModel:
         known = {"params"}
         leaves = []
         for path, leaf in _leaves(self.module):
-            name = _collection(leaf)
+            name = collection_of(leaf)
             if name is None:
                 leaves.append((path, stream_variable(leaf, streams[path[:-1]])))
                 continue
@@ -243,7 +257,7 @@ class NNXModel:
         before = {path for path, _ in _leaves(self.module)}
         updates: dict[str, Any] = {}
         for path, leaf in _leaves(module):
-            name = _collection(leaf)
+            name = collection_of(leaf)
             if "__captures__" in path or name == "params":
                 continue
             if path not in before:
@@ -311,20 +325,6 @@ def _leaves(module: nnx.Module) -> Iterable[tuple[Path, Any]]:
     """The variables and bare arrays of a module with their paths."""
     leaves: Iterable[tuple[Path, Any]] = nnx.to_flat_state(nnx.state(module))
     return leaves
-
-
-def _collection(leaf: Any) -> str | None:
-    """The collection that a leaf belongs to; `None` for the state of random streams."""
-    if not isinstance(leaf, nnx.Variable):
-        return CONSTANTS
-    if isinstance(leaf, nnx.RngState):
-        return None
-    if isinstance(leaf, nnx.Param):
-        return "params"
-    try:
-        return nnx.variable_name_from_type(type(leaf))
-    except ValueError:  # A type that flax has no name of Linen's for.
-        return type(leaf).__name__
 
 
 def _raw(leaf: Any) -> Any:

@@ -38,6 +38,8 @@ from manualpar.model import init_variables
 from manualpar.nnx_model import Model, NNXModel, as_model, with_loop_dims
 from manualpar.partitioning import cast_floating, is_box
 from manualpar.probe import find_carried_collections, find_loop_dims
+from manualpar.rng import typed_key
+from manualpar.starting import StartsFromArrays, check_has_devices
 from manualpar.step import Step, abstract_batch, batch_specs, check_batch
 from manualpar.strategy import Mode, ProgramOptions, Strategy, check_options
 from manualpar.train_state import TrainState
@@ -48,8 +50,10 @@ WIRE_DTYPES = ("bfloat16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(StartsFromArrays):
     """A model's training under one strategy.
+
+    Beside `init` there are `init_from`, `adopt` and `whole`, see `manualpar.starting`.
 
     Attributes:
       strategy: The strategy.
@@ -243,7 +247,7 @@ def build_program(
             batch, jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs(batch, axes))
         ),
         batch_sharding=NamedSharding(mesh, PartitionSpec(axes)),
-        init=functools.partial(_init, create_sharded if has_devices else None),
+        init=functools.partial(_init, create_sharded, mesh),
         train_step=guard_step("train_step", train_step, mesh) if has_devices else train_step,
         eval_step=guard_step("eval_step", eval_step, mesh) if has_devices else eval_step,
         step=step,
@@ -380,21 +384,7 @@ def _with_shardings(tree: Any, shardings: Any) -> Any:
     )
 
 
-def _init(create_state: Callable[[jax.Array], TrainState] | None, rng: Any) -> TrainState:
+def _init(create_state: Callable[[jax.Array], TrainState], mesh: Any, rng: Any) -> TrainState:
     """Makes the state, where there are devices to hold it."""
-    if create_state is None:
-        raise ValueError(
-            "init: the program is on an abstract mesh, of devices that nobody has; expected one of "
-            "devices. Build the program on a mesh of make_mesh; this one can be traced."
-        )
-    return create_state(_typed_key(rng))
-
-
-def _typed_key(rng: Any) -> jax.Array:
-    """A typed key from a typed or a raw one."""
-    dtype = getattr(rng, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and rng.shape == ():
-        return rng
-    if dtype == jnp.uint32 and rng.ndim == 1:
-        return jax.random.wrap_key_data(rng)
-    raise TypeError(f"init: rng is {rng!r}, expected one key such as jax.random.key(0).")
+    check_has_devices("init", mesh)
+    return create_state(typed_key("init", rng))

@@ -1,11 +1,14 @@
-"""Random keys inside `shard_map`.
+"""Random keys, in particular inside `shard_map`.
 
 Every device of a `shard_map` runs the same program on the same key. What must be equal on all
 devices (parameters) uses the key as it is; what must differ (dropout masks, noise on the data)
 folds the device's place in the mesh into it first.
 """
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 
 from manualpar.mesh import AxisName, axis_tuple, check_axes_bound
 
@@ -30,3 +33,24 @@ def fold_rng_over_axis(rng: jax.Array, axis_name: AxisName) -> jax.Array:
     axes = axis_tuple(axis_name)
     check_axes_bound("fold_rng_over_axis", axes)
     return jax.random.fold_in(rng, jax.lax.axis_index(axes))
+
+
+def typed_key(function: str, rng: Any) -> jax.Array:
+    """Makes a key a typed one.
+
+    Args:
+      function: In whose name to raise.
+      rng: A key, typed or raw.
+
+    Returns:
+      The typed key.
+
+    Raises:
+      TypeError: It is no key, or several.
+    """
+    dtype = getattr(rng, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and rng.shape == ():
+        return rng
+    if dtype == jnp.uint32 and rng.ndim == 1:
+        return jax.random.wrap_key_data(rng)
+    raise TypeError(f"{function}: rng is {rng!r}, expected one key such as jax.random.key(0).")

@@ -27,11 +27,12 @@ ORDER = """
     hsdp
     fsdp data_parallel zero reference
     program replicas
+    starting
     probe
     step
     update
     modes remat
-    strategy
+    strategy leaves
     gradients layout combined
     annotations
     partitioning model

@@ -7,67 +7,21 @@ device, and a key is stored as its data, with the name of its implementation bes
 on any mesh, and any other program, can read that.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from manualpar.layout import path_name, unpad_whole
+from manualpar.layout import unpad_whole
+from manualpar.leaves import Leaf, leaves_of, list_some, show_array
 from manualpar.program import Program
 from manualpar.train_state import TrainState
-
-SHOWN = 5  # How many differences an error lists.
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """An array of the state, as the program holds it and as it is stored.
-
-    Attributes:
-      name: Its name, `params/dense/kernel`.
-      keys: The keys that lead to it in the stored dict.
-      abstract: What the program holds: with padding, perhaps a typed key.
-      shape: The shape that is stored.
-      held_shape: The shape that the program holds; of a key, that of its data.
-      dtype: The dtype that is stored.
-    """
-
-    name: str
-    keys: tuple[str, ...]
-    abstract: jax.ShapeDtypeStruct
-    shape: tuple[int, ...]
-    held_shape: tuple[int, ...]
-    dtype: jnp.dtype
-
-    @property
-    def is_key(self) -> bool:
-        """Whether it is a typed key."""
-        return jnp.issubdtype(self.abstract.dtype, jax.dtypes.prng_key)
-
-    @property
-    def padding(self) -> tuple[int, ...]:
-        """The zeros that the program holds at the end of each dimension."""
-        return tuple(
-            held - stored for held, stored in zip(self.held_shape, self.shape, strict=True)
-        )
 
 
 def state_leaves(program: Program) -> list[Leaf]:
     """What a program's state consists of, in the order of the tree."""
-    held = jax.tree_util.tree_leaves_with_path(program.abstract_state)
-    leaves = []
-    for (path, abstract), whole in zip(held, jax.tree.leaves(program.whole_state), strict=True):
-        data, shape = abstract, whole.shape
-        if jnp.issubdtype(abstract.dtype, jax.dtypes.prng_key):
-            # What jax keeps of each such call goes when the function does, and this one goes.
-            data = jax.eval_shape(lambda key: jax.random.key_data(key), abstract)
-            shape = data.shape
-        keys = tuple(path_name((entry,)) for entry in path)
-        leaves.append(Leaf(path_name(path), keys, abstract, shape, data.shape, data.dtype))
-    return leaves
+    return leaves_of(program.abstract_state, program.whole_state)
 
 
 def to_plain(leaves: list[Leaf], state: TrainState) -> tuple[dict[str, Any], dict[str, str]]:
@@ -134,12 +88,12 @@ def find_differences(
     found = dict(_flatten(stored))
     lines = []
     for leaf in leaves:
-        expected = _show(leaf.dtype, leaf.shape)
+        expected = show_array(leaf.dtype, leaf.shape)
         if leaf.keys not in found:
             lines.append(f"{leaf.name} is missing, expected {expected}")
             continue
         array = found.pop(leaf.keys)
-        got = _show(array.dtype, array.shape)
+        got = show_array(array.dtype, array.shape)
         if got != expected:
             lines.append(f"{leaf.name} is {got}, expected {expected}")
         elif leaf.is_key != (leaf.name in keys) or (
@@ -148,12 +102,10 @@ def find_differences(
             implementation = keys.get(leaf.name, "no typed key")
             lines.append(f"{leaf.name} is {implementation}, expected {leaf.abstract.dtype}")
     lines += [
-        f"{'/'.join(path)} is {_show(array.dtype, array.shape)}, expected no such array"
+        f"{'/'.join(path)} is {show_array(array.dtype, array.shape)}, expected no such array"
         for path, array in found.items()
     ]
-    if len(lines) > SHOWN:
-        lines = [*lines[:SHOWN], f"and {len(lines) - SHOWN} more"]
-    return lines
+    return list_some(lines)
 
 
 def nest(leaves: list[Leaf], function: Callable[[Leaf], Any]) -> dict[str, Any]:
@@ -198,8 +150,3 @@ def _key_dtype(leaf: Leaf, implementation: str) -> Any:
         ).dtype
     except (TypeError, ValueError):  # The stored data or its implementation is no key's.
         return None
-
-
-def _show(dtype: Any, shape: Any) -> str:
-    """An array as people write it: `float32[8,4]`."""
-    return f"{jnp.dtype(dtype).name}[{','.join(map(str, shape))}]"

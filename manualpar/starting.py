@@ -1,0 +1,351 @@
+"""Starting from arrays that one has, and getting them back whole.
+
+`init_from` makes a state of parameters from anywhere, `adopt` takes another program's state, and
+`whole` gives the variables to flax. All three move one array at a time through the host: a device
+receives its own shards and nothing else, and a source on devices is copied shard by shard.
+
+Invariants: nothing is placed before everything has been compared with what the program holds. The
+optimizer's state is made from the parameters given, because some optimizers keep parameters in it.
+A source is neither donated nor changed.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh
+
+from manualpar.donation import check_alive
+from manualpar.layout import pad_leaf, path_name, unpad_leaf
+from manualpar.leaves import (
+    Leaf,
+    leaves_of,
+    list_some,
+    place_leaf,
+    read_unpadded,
+    show_array,
+    show_leaf,
+)
+from manualpar.nnx_model import collection_of
+from manualpar.partitioning import is_box
+from manualpar.probe import SOWN_COLLECTIONS
+from manualpar.rng import typed_key
+from manualpar.train_state import TrainState, is_key
+
+Missing = Literal["error", "init"]
+
+
+class StartsFromArrays:
+    """The part of a `Program` that takes arrays from elsewhere and gives its own away."""
+
+    def init_from(
+        self, params_or_variables: Any, rng: jax.Array | None = None, *, missing: Missing = "error"
+    ) -> TrainState:
+        """Makes a state of parameters that one has, at step 0.
+
+        ```python
+        state = program.init_from(model.init(key, x))            # from plain flax
+        state = program.init_from(numpy_params, rng)             # bare parameters
+        state = program.init_from({"encoder": pretrained}, rng, missing="init")
+        ```
+
+        Args:
+          params_or_variables: A tree of whole arrays, either parameters or variables by collection
+            (`{"params": ..., "batch_stats": ...}`), by the names that the model gives them: NumPy
+            arrays, arrays on any devices, another program's parameters, flax's boxes; of an NNX
+            model also an `nnx.State` or the module, without its random streams. Floats of another
+            dtype are cast to what the program stores, with a warning where that loses precision.
+            In several processes each passes the same tree.
+          rng: The key, used as by `init`: for what is missing, and to train with. By default
+            `jax.random.key(0)`.
+          missing: Whether what is missing is an `"error"`, or made as by `init(rng)`, bit for bit.
+
+        Returns:
+          The state, on the program's devices. The optimizer's state is that of these parameters.
+
+        Raises:
+          ValueError: Arrays are missing, unknown to the program, of another shape or kind, or
+            deleted; each is named. Or the program is on an abstract mesh.
+          TypeError: An argument is of the wrong kind.
+
+        Communication:
+          None, but for arrays that are spread over several processes, see `leaves.to_host`. Each
+          device receives its own shards from the host.
+        """
+        program: Any = self
+        check_has_devices("init_from", program.mesh)
+        if missing not in ("error", "init"):
+            raise ValueError(f"init_from: missing={missing!r}, expected 'error' or 'init'.")
+        if rng is None and missing == "init":
+            raise TypeError("init_from: rng is None with missing='init', expected a key.")
+        key = typed_key("init_from", jax.random.key(0) if rng is None else rng)
+        leaves = _variable_leaves(program)
+        found = dict(_by_name(params_or_variables, program.abstract_state))
+        check_alive("init_from", variables=found)
+        _check_all(
+            "init_from",
+            [leaf for leaf in leaves if missing == "error" or leaf.name in found],
+            found,
+            _fits_as_variable,
+            "Pass what model.init makes; missing='init' with rng makes the rest.",
+        )
+        _warn_of_casts(leaves, found)
+        placed = {
+            leaf.name: place_leaf("init_from", leaf, found[leaf.name])
+            for leaf in leaves
+            if leaf.name in found
+        }
+        finish = functools.partial(_finish, program, leaves)
+        shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
+        return jax.jit(finish, out_shardings=shardings, donate_argnums=0)(placed, key)
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Takes another program's state: of another mesh, strategy or padding.
+
+        Args:
+          state: A state of the same model, optimizer and dtypes, on any devices or on the host. It
+            is not donated.
+
+        Returns:
+          The state as this program holds it: the same bits, step and key included.
+
+        Raises:
+          ValueError: The state is of another model or optimizer, or has been donated; what differs
+            is named. Or the program is on an abstract mesh.
+          TypeError: It is no `TrainState`.
+
+        Communication:
+          As for `init_from`.
+        """
+        program: Any = self
+        check_has_devices("adopt", program.mesh)
+        leaves = leaves_of(program.abstract_state, program.whole_state)
+        found = _checked_state("adopt", leaves, state)
+        placed = [place_leaf("adopt", leaf, found[leaf.name]) for leaf in leaves]
+        return jax.tree.unflatten(jax.tree.structure(program.abstract_state), placed)
+
+    def whole(self, state: TrainState) -> dict[str, Any]:
+        """Gives the variables of a state whole and without padding, for flax on one device.
+
+        ```python
+        logits = model.apply(program.whole(state), inputs)
+        ```
+
+        Args:
+          state: A state of this program, or one that `adopt` would take.
+
+        Returns:
+          The variables by collection, `{"params": ..., "batch_stats": ...}`, as NumPy arrays of
+          their own: the state may be donated.
+
+        Raises:
+          ValueError: The state does not fit or has been donated.
+          TypeError: It is no `TrainState`.
+
+        Communication:
+          As for `init_from`; nothing is placed on a device.
+        """
+        program: Any = self
+        leaves = leaves_of(program.abstract_state, program.whole_state)
+        found = _checked_state("whole", leaves, state)
+        values = {
+            leaf.name.removeprefix("collections/"): read_unpadded("whole", leaf, found[leaf.name])
+            for leaf in leaves
+            if leaf.keys[0] in ("params", "collections")
+        }
+        arrays = [values[leaf.name] for leaf in _variable_leaves(program)]
+        structure = jax.tree.structure(variables_of(program.whole_state))
+        return dict(jax.tree.unflatten(structure, arrays))
+
+
+def variables_of(state: TrainState) -> dict[str, Any]:
+    """The variables in a state by collection, as the program holds them."""
+    return {"params": state.params, **state.collections}
+
+
+def check_has_devices(function: str, mesh: Any) -> None:
+    """Refuses a mesh of devices that nobody has, in the name of a function."""
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            f"{function}: the program is on an abstract mesh, of devices that nobody has; expected "
+            "one of devices. Build the program on a mesh of make_mesh; this one can be traced."
+        )
+
+
+def _variable_leaves(program: Any) -> list[Leaf]:
+    """The parameters and the other collections, under names such as `params/dense/kernel`."""
+    return leaves_of(variables_of(program.abstract_state), variables_of(program.whole_state))
+
+
+def _finish(
+    program: Any, leaves: list[Leaf], placed: dict[str, jax.Array], rng: jax.Array
+) -> TrainState:
+    """A state of variables that have been placed, and for the rest as `init` makes it."""
+    state = program.init(rng)  # Of this only what is missing is computed.
+    made, structure = jax.tree.flatten(variables_of(state))
+    values = [placed.get(leaf.name, x) for leaf, x in zip(leaves, made, strict=True)]
+    collections = jax.tree.unflatten(structure, values)
+    params = collections.pop("params")
+    paddings = [leaf.padding for leaf in leaves if leaf.keys[0] == "params"]
+    opt_state = state.tx.init(_map_leaves(unpad_leaf, params, paddings))
+    opt_leaves = leaves_of(program.abstract_state.opt_state, program.whole_state.opt_state)
+    opt_state = _map_leaves(pad_leaf, opt_state, [leaf.padding for leaf in opt_leaves])
+    return state.replace(params=params, opt_state=opt_state, collections=collections)
+
+
+def _checked_state(function: str, leaves: list[Leaf], state: Any) -> dict[str, Any]:
+    """The arrays of a state by name, if they are those of the program but for padding."""
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"{function}: state is a {type(state).__name__}, expected a TrainState. Parameters and "
+            "variables go to init_from."
+        )
+    check_alive(function, state=state)
+    found = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
+    mend = "Pass a state of the same model, optimizer and param_dtype."
+    _check_all(function, leaves, found, _fits_in_state, mend)
+    return found
+
+
+def _by_name(variables: Any, abstract: TrainState) -> Iterator[tuple[str, Any]]:
+    """The arrays of parameters or of variables, by names such as `params/dense/kernel`."""
+    if isinstance(variables, nnx.Module):
+        variables = nnx.state(variables)
+    if not isinstance(variables, Mapping):
+        fields = "; pass its params" if hasattr(variables, "params") else ""
+        raise TypeError(
+            f"init_from: params_or_variables is a {type(variables).__name__}, expected a tree of "
+            f"parameters, or variables by collection{fields}. adopt takes the state of a program."
+        )
+    is_typed = isinstance(variables, nnx.State)
+    inner = variables.get("params") if "params" in variables else None
+    has_collections = isinstance(inner, Mapping) and (
+        "params" not in abstract.params or "params" in inner
+    )
+    for keys, leaf in _walk(variables, ()):
+        value = leaf
+        if isinstance(leaf, nnx.Variable):
+            value = leaf.get_raw_value()
+        if is_typed:
+            collection = collection_of(leaf)
+            if collection is None:  # Keys and counts of random streams are no variables.
+                continue
+            keys = (collection, *keys)
+        elif not has_collections:
+            keys = ("params", *keys)
+        if keys[0] in SOWN_COLLECTIONS and keys[0] not in abstract.collections:
+            continue  # What `model.init` has sown is no part of a state.
+        yield "/".join(keys), value
+
+
+def _walk(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The leaves of nested mappings and sequences, without their boxes."""
+    if isinstance(tree, Mapping | list | tuple):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for key, value in items:
+            yield from _walk(value, (*keys, str(key)))
+    elif is_box(tree):
+        yield from _walk(tree.value, keys)
+    elif isinstance(tree, nn.meta.AxisMetadata):
+        yield from _walk(tree.unbox(), keys)
+    elif tree is not None:
+        yield keys, tree
+
+
+def _check_all(
+    function: str,
+    leaves: list[Leaf],
+    found: Mapping[str, Any],
+    fits: Callable[[Leaf, Any], bool],
+    mend: str,
+) -> None:
+    """Refuses arrays that are missing, of another shape or dtype, or not the program's."""
+    lines = []
+    for leaf in leaves:
+        shape = leaf.abstract.shape if leaf.is_key else leaf.shape
+        expected = show_array(leaf.abstract.dtype, shape)
+        if leaf.name not in found:
+            lines.append(f"{leaf.name} is missing, expected {expected}")
+            continue
+        x = found[leaf.name]
+        if isinstance(x, jax.ShapeDtypeStruct):
+            lines.append(f"{leaf.name} is abstract, expected the values of {expected}")
+        elif not fits(leaf, x):
+            lines.append(f"{leaf.name} is {show_leaf(x)}, expected {expected}")
+    known = {leaf.name for leaf in leaves}
+    lines += [
+        f"{name} is {show_leaf(x)}, expected no such array"
+        for name, x in found.items()
+        if name not in known
+    ]
+    if lines:
+        raise ValueError(
+            f"{function}: what was passed does not fit the program: {'; '.join(list_some(lines))}. "
+            f"{mend}"
+        )
+
+
+def _fits_as_variable(leaf: Leaf, x: Any) -> bool:
+    """Whether a variable has the program's shape and can be cast: floats to floats, and so on."""
+    if is_key(x) or leaf.is_key or _dtype(x).kind == "O":
+        return _dtype(x) == leaf.abstract.dtype and np.shape(x) == leaf.abstract.shape
+    kinds = (jnp.floating, jnp.complexfloating, jnp.signedinteger, jnp.unsignedinteger, jnp.bool_)
+    is_of_kind = any(
+        jnp.issubdtype(_dtype(x), kind) and jnp.issubdtype(leaf.dtype, kind) for kind in kinds
+    )
+    return is_of_kind and np.shape(x) in (leaf.shape, _padded_shape(leaf, x))
+
+
+def _fits_in_state(leaf: Leaf, x: Any) -> bool:
+    """Whether a part of a state is of the program's dtype and, but for padding, of its shape."""
+    if _dtype(x) != leaf.abstract.dtype:
+        return False
+    if leaf.is_key:
+        return bool(x.shape == leaf.abstract.shape)
+    shape = np.shape(x)
+    if isinstance(x, jax.Array) or len(shape) != len(leaf.shape):
+        return shape in (leaf.shape, _padded_shape(leaf, x))
+    # What comes from a file lies on no devices. Its padding is known by being zeros.
+    return all(size >= own for size, own in zip(shape, leaf.shape, strict=True))
+
+
+def _padded_shape(leaf: Leaf, x: Any) -> tuple[int, ...]:
+    """The shape with the padding that an array needs to divide over the devices it lies on."""
+    if not isinstance(x, jax.Array) or x.ndim != len(leaf.shape):
+        return leaf.shape
+    parts = x.sharding.shard_shape(x.shape)
+    shards = [size // max(part, 1) for size, part in zip(x.shape, parts, strict=True)]
+    return tuple(size + -size % max(n, 1) for size, n in zip(leaf.shape, shards, strict=True))
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+
+
+def _warn_of_casts(leaves: list[Leaf], found: Mapping[str, Any]) -> None:
+    """Says which arrays lose precision, if any do."""
+    narrowed = [
+        f"{leaf.name} from {_dtype(found[leaf.name])} to {leaf.dtype}"
+        for leaf in leaves
+        if leaf.name in found
+        and not leaf.is_key
+        and jnp.promote_types(_dtype(found[leaf.name]), leaf.dtype) != leaf.dtype
+    ]
+    if narrowed:
+        warnings.warn(
+            f"init_from: cast to what the program stores (param_dtype): "
+            f"{'; '.join(list_some(narrowed))}.",
+            stacklevel=4,
+        )
+
+
+def _map_leaves(function: Callable[..., Any], tree: Any, paddings: list[tuple[int, ...]]) -> Any:
+    """Pads or unpads the leaves of a tree."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, map(function, leaves, paddings))
