@@ -66,10 +66,7 @@ def _from_state_dict(target: TrainState, stored: dict[str, Any]) -> TrainState:
         like = getattr(target, field.name)
         plain = jax.tree.map(lambda x: {"key": x, "impl": x} if is_key(x) else x, like)
         read = flax.serialization.from_state_dict(plain, stored[field.name], name=field.name)
-        leaves, structure = jax.tree.flatten(like)
-        values[field.name] = jax.tree.unflatten(
-            structure, map(_with_type, leaves, structure.flatten_up_to(read))
-        )
+        values[field.name] = jax.tree.map(_with_type, like, read)
     return target.replace(**values)
 
 
