@@ -164,12 +164,10 @@ class CarryingApply:
                     f"{leaf_paths(old)} to {leaf_paths(new)}; a training state keeps it. Create "
                     "the same variables when the model is initialised (train=False)."
                 )
+            leaves = zip(leaf_paths(old), jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
             different = [
-                f"{jax.tree_util.keystr(path)}: {x.dtype}{list(x.shape)} -> "
-                f"{y.dtype}{list(y.shape)}"
-                for (path, x), y in zip(
-                    jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True
-                )
+                f"{path}: {x.dtype}{list(x.shape)} -> {y.dtype}{list(y.shape)}"
+                for path, x, y in leaves
                 if (x.shape, x.dtype) != (y.shape, y.dtype)
             ]
             if different:
@@ -183,7 +181,8 @@ class CarryingApply:
 
 def leaf_paths(tree: Any) -> list[str]:
     """Where the leaves of a tree are, in order."""
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
 
 
 def _overrule(

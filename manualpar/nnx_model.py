@@ -318,6 +318,15 @@ def _construct(make: Callable[..., Any], name: str, key: jax.Array) -> nnx.Modul
         module = make(rngs=nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
         raise TypeError(f"model: {name}(rngs=...) makes {module!r}, expected an nnx.Module.")
+    for path, part in nnx.iter_modules(module):
+        for attribute, value in vars(part).items():
+            if isinstance(value, jax.core.Tracer):
+                raise TypeError(
+                    f"model: {path_name((*path, attribute))!r} is an array of shape {value.shape} "
+                    "that no variable holds, expected an nnx.Param if it is to be trained, and "
+                    "otherwise another nnx.Variable, or an array of numpy. Write "
+                    f"self.{attribute} = nnx.Param(...)."
+                )
     return module
 
 

@@ -4,9 +4,15 @@ The loss is traced once, abstractly, with each parameter in a box that takes not
 which dimensions `nn.scan` and `nn.vmap` run over: those must stay whole. And it holds an array of
 keys where a parameter would be, with which nothing can be computed: code that reads what is in the
 box without asking the box for it, and would take a shard for the parameter, fails here and is told.
+Zeros beside the keys notice who differentiates the parameter itself: the hand-written gradient of
+its gather is that of a loss, and a gradient within a loss would count every device.
 """
 
+import linecache
+import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -26,6 +32,8 @@ from manualpar.step import batch_specs
 
 # Collections that flax and its users sow values into, to be read where the model is applied.
 SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})
+# Packages whose lines are not the user's.
+LIBRARIES = frozenset({"flax", "jax", "jaxlib", "manualpar", "numpy", "optax"})
 
 
 def find_carried_collections(
@@ -86,6 +94,7 @@ def find_loop_dims(
     batch: Any,
     mesh: Mesh,
     data_axes: tuple[str, ...],
+    gathers_in_loss: bool,
 ) -> dict[str, frozenset[int]]:
     """Finds the dimensions of parameters that `nn.scan` and `nn.vmap` run over.
 
@@ -99,12 +108,13 @@ def find_loop_dims(
       batch: The abstract global batch.
       mesh: The mesh.
       data_axes: The mesh axes that the batch is split over, none for a trace on global arrays.
+      gathers_in_loss: Whether this package gathers parameters where the loss reads them.
 
     Returns:
       The dimensions of each parameter that was looked at, by its path.
 
     Raises:
-      ValueError: A parameter is read other than by a module that asks for it.
+      ValueError: A parameter is read other than by a module that asks for it, or differentiated.
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     notes: dict[str, set[int]] = {}
@@ -122,7 +132,11 @@ def find_loop_dims(
                     return value
                 dims = _Notes(notes.setdefault(path_name(path), set()))
                 names = tuple(map(str, range(x.ndim)))
-                return _Probe(value, names, dtype=x.dtype, notes=dims, whole_shape=x.shape)
+                # NNX's variables hold one array each, and it is refused by itself.
+                is_watched = gathers_in_loss and not isinstance(model, NNXModel)
+                witness = jnp.zeros(x.shape) if is_watched else None
+                own = {"notes": dims, "whole_shape": x.shape, "witness": witness}
+                return _Probe(value, names, dtype=x.dtype, **own)
 
             on_device(jax.tree_util.tree_map_with_path(box, boxed, params, values), *args)
 
@@ -145,13 +159,28 @@ def find_loop_dims(
         raise ValueError(
             f"{strategy}: parameters that are to be sharded, of {', '.join(map(repr, read))}, are "
             "read other than by a module that asks for them with self.param, or as arrays in "
-            f"self.variables (in NNX by param[...]): {str(error).splitlines()[0]}. In a loss "
-            "function take nn.unbox(params) for penalties on parameters. What a model changes with "
-            "nn.map_variables (nn.WeightNorm does), or maps functions over, must be whole: use "
+            f"self.variables (in NNX by param[...]){_place(error)}. In a loss function take "
+            "nn.unbox(params) for penalties on parameters, for gradients of them, and for steps "
+            "such as p - lr * g. What a model changes with nn.map_variables (nn.WeightNorm and "
+            "nn.SpectralNorm do), or maps functions over, must be whole: use "
             f"replicate={read!r} with fsdp, hsdp or zero. All is whole with data_parallel, if no "
             "annotation shards it."
         ) from error
     return {path: frozenset(dims) for path, dims in notes.items()}
+
+
+def _place(error: Exception) -> str:
+    """Where in the user's code an error arose, and why if it is in words of this package."""
+    foreign = sys.stdlib_module_names | LIBRARIES
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in foreign:
+            code = frame.f_code
+            text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
+            place = f", in {code.co_name} at {Path(code.co_filename).name}:{line}"
+            place += f" ({text})" if text else ""
+    is_ours = isinstance(error, _MisreadError) or str(error).startswith("model: ")
+    return f"{place}: {error}" if is_ours else place
 
 
 def _find_read(boxed: Any, trace: Callable[[Any], None]) -> tuple[str, ...]:
@@ -193,6 +222,26 @@ def _trace(
     jax.eval_shape(run, *args)
 
 
+class _MisreadError(ValueError):
+    """What was done to a box, in words of our own."""
+
+
+@jax.custom_vjp
+def _refuse_derivative(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _refuse_forward(x: jax.Array) -> Any:
+    raise _MisreadError(
+        "they are differentiated, with nn.vjp, nn.jvp, jax.vjp or the like, and the gradient of a "
+        "shard is not that of the parameter; if only that of the inputs is used, say "
+        "nn.vjp(..., vjp_variables=False)"
+    )
+
+
+_refuse_derivative.defvjp(_refuse_forward, lambda residuals, g: (g,))
+
+
 class _Notes:
     """The dimensions of a parameter that loops run over; one object in all copies of a box."""
 
@@ -207,24 +256,29 @@ class _Probe(ArrayBox, eq=False):
       dtype: The parameter's dtype.
       notes: The dimensions that loops run over.
       whole_shape: The parameter's shape outside of loops; `names` has the numbers of its dims.
+      witness: Zeros that go where the keys go, and unlike them can be differentiated.
     """
 
     dtype: Any = flax.struct.field(default=None, pytree_node=False)
     notes: Any = flax.struct.field(default=None, pytree_node=False)
     whole_shape: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
+    witness: Any = None
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         """A parameter of the shape that is asked for, typed as a gathered one is.
 
         Raises:
-          ValueError: What is in the box was changed without asking the box, by `jax.vmap` say.
+          ValueError: What is in the box was changed without asking the box, by `jax.vmap` say, or
+            is differentiated.
         """
+        if self.witness is not None:
+            _refuse_derivative(self.witness)
         own = [None if name is None else self.whole_shape[int(name)] for name in self.names]
         shape = self.value.shape
         if len(own) != len(shape) or any(
             a not in (None, b) for a, b in zip(own, shape, strict=True)
         ):
-            raise ValueError(f"a stored array of shape {shape} is taken for a shard of {own}")
+            raise _MisreadError(f"a stored array of shape {shape} is taken for a shard of {own}")
         zeros = jnp.zeros(self.value.shape, self.dtype)
         return cast_to_varying(zeros, varying_axes(self.value))
 

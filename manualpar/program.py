@@ -147,7 +147,8 @@ def build_program(
     key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building touches no device.
     variables = jax.eval_shape(init_model, key)
     if not jax.tree.leaves(variables["params"]):
-        raise ValueError(f"{name}: model {applied!r} has no parameters, expected some to train.")
+        expected = "expected some to train; in NNX those that an nnx.Param holds"
+        raise ValueError(f"{name}: model {applied!r} has no parameters, {expected}.")
     collections = find_carried_collections(
         applied,
         strip_boxes(variables),
@@ -293,6 +294,7 @@ def _place_parameters(
         batch=batch,
         mesh=mesh,
         data_axes=_probed_axes(step.mode, step.data_axes),
+        gathers_in_loss=step.mode == "manual" and strategy.gather_every == "minibatch",
     )
     return place_all(params, loop_dims)
 

@@ -231,9 +231,23 @@ class NoRngs(nnx.Module):
         self.scale = nnx.Param(jnp.ones((12,)))
 
 
+class Bare(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(12, 12, rngs=rngs)
+        self.inner.scale = jnp.ones((12,))
+
+    def __call__(self, x):
+        return self.inner(x) * self.inner.scale
+
+
 class Nested(nnx.Module):
     def __init__(self, rngs):
         self.scales = nnx.Param({"a": jnp.ones((12,))})
+
+
+class Constant(nnx.Module):
+    def __init__(self, rngs):
+        self.scale = np.ones((12,), np.float32)
 
 
 def make_number(rngs):
@@ -251,6 +265,8 @@ def plain_loss(params, apply_fn, batch, rng):
         (nnx.Linear, TypeError, r"Linear takes in_features, out_features besides rngs"),
         (NoRngs, TypeError, r"the class NoRngs takes no argument rngs"),
         (Nested, TypeError, r"parameter 'scales' holds a dict, expected an array"),
+        (Bare, TypeError, r"'inner/scale' is an array of shape \(12,\) that no variable holds, .*"),
+        (Constant, ValueError, r"no parameters, expected .*; in NNX those that an nnx.Param holds"),
         (make_number, TypeError, r"make_number\(rngs=...\) makes 3, expected an nnx.Module"),
         (lambda: 3, TypeError, r"expected an instance of a flax.linen.Module, or an nnx.Module"),
         (Lazy, ValueError, r"makes a new variable 'seen' of type BatchStat.*__init__"),

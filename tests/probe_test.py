@@ -1,3 +1,5 @@
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -133,8 +135,11 @@ def test_a_penalty_on_shards_is_refused(devices8, penalty):
         loss, metrics = loss_fn(params, apply_fn, batch, rng)
         return loss + penalty(params), metrics
 
-    with pytest.raises(ValueError, match=r"fsdp: .*nn.unbox\(params\) for penalties"):
+    message = r"fsdp: .* in .* at \w+.py:\d+ .*nn.unbox\(params\) for penalties"
+    with pytest.raises(ValueError, match=message) as caught:
         build(nn.Dense(8), penalised)
+    for leak in ("_Probe", "key<", "Key", "float0"):
+        assert leak not in str(caught.value)
     if penalty.__name__ == "tree_norm":
         build(nn.Dense(8), penalised, builder=data_parallel)
 
@@ -153,6 +158,74 @@ def test_a_penalty_on_one_parameter_as_an_array_is_accepted(devices8):
         return loss + jnp.sum(params["kernel"] ** 2), metrics
 
     build(nn.Dense(8), penalised)
+
+
+class Differentiated(nn.Module):
+    """Adds its own gradient with respect to its input."""
+
+    vjp_variables: Any = "params"
+    normalise: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        def call(dense, x):
+            return dense(x)
+
+        y, pullback = nn.vjp(call, nn.Dense(8), x, vjp_variables=self.vjp_variables)
+        dense = nn.Dense(8, name="head")
+        y = y + pullback(jnp.ones_like(y))[1]
+        return nn.SpectralNorm(dense)(y, update_stats=False) if self.normalise else dense(y)
+
+
+def pulled_back(params, apply_fn, batch, rng):
+    """A loss with a derivative of the parameters in it."""
+    out, _ = jax.vjp(lambda p: apply_fn({"params": p}, batch.inputs), params)
+    return out.mean(), {"loss": (out.sum(), out.size)}
+
+
+def stepped(params, apply_fn, batch, rng):
+    """A loss after a step of gradient descent of its own, as in MAML."""
+    grads = jax.grad(lambda p: loss_fn(p, apply_fn, batch, rng)[0])(params)
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    return loss_fn(params, apply_fn, batch, rng)
+
+
+def test_a_derivative_of_shards_is_refused(devices8):
+    why = "they are differentiated, with nn.vjp, .*if only that of the inputs .*=False"
+    message = rf"of 'Dense_0', .*, in call at probe_test.py:\d+ \(return dense\(x\)\): {why}"
+    with pytest.raises(ValueError, match=message):
+        build(Differentiated())
+    with pytest.raises(ValueError, match=rf", in <lambda> at probe_test.py:\d+ .*: {why}"):
+        build(nn.Dense(8), pulled_back)
+    with pytest.raises(ValueError, match=r"in stepped at .* steps such as p - lr \* g"):
+        build(nn.Dense(8), stepped)
+
+
+def test_a_derivative_of_whole_parameters_is_accepted(devices8):
+    build(Differentiated(), builder=data_parallel)
+    build(Differentiated(), mode="auto")
+    build(Differentiated(), communicate_every="step")
+    build(Differentiated(), replicate=("Dense_0",))
+    for loss in (pulled_back, stepped):
+        build(nn.Dense(8), lambda params, *args, loss=loss: loss(nn.unbox(params), *args))
+
+
+def test_what_the_refusals_advise_trains_as_on_one_device(devices8):
+    model = Differentiated(vjp_variables=False, normalise=True)
+    with pytest.raises(ValueError, match=r"of 'head', .*SpectralNorm .* replicate=\('head',\)"):
+        build(model)
+    program = build(model, replicate=("head",))
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    state = program.init(jax.random.key(0))
+    params, others = jax.device_get((state.params, state.collections))
+    grads = jax.grad(lambda p: model.apply({"params": p, **others}, x).mean())(params)
+    state, _ = program.train_step(state, Batch(x, np.zeros(16, np.int32)))
+    jax.tree.map(
+        lambda p, g, new: np.testing.assert_allclose(new, p - 0.1 * g, rtol=1e-5, atol=1e-7),
+        params,
+        grads,
+        jax.device_get(state.params),
+    )
 
 
 class Normalised(nn.Module):
