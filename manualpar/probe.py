@@ -120,7 +120,13 @@ def find_loop_dims(
     notes: dict[str, set[int]] = {}
 
     def on_device(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
-        apply_fn = CarryingApply(model, collections, train=True)
+        carrying = CarryingApply(model, collections, train=True)
+
+        def apply_fn(variables: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(model, NNXModel):  # Its variables hold one array each.
+                variables = jax.tree.map(_unwatched, dict(variables), is_leaf=_is_probe)
+            return carrying(variables, *args, **kwargs)
+
         rng = fold_rng_over_axis(rng, data_axes) if data_axes else rng
         call_loss(loss_fn, params, apply_fn, batch, rng)
 
@@ -132,9 +138,7 @@ def find_loop_dims(
                     return value
                 dims = _Notes(notes.setdefault(path_name(path), set()))
                 names = tuple(map(str, range(x.ndim)))
-                # NNX's variables hold one array each, and it is refused by itself.
-                is_watched = gathers_in_loss and not isinstance(model, NNXModel)
-                witness = jnp.zeros(x.shape) if is_watched else None
+                witness = jnp.zeros(x.shape) if gathers_in_loss else None
                 own = {"notes": dims, "whole_shape": x.shape, "witness": witness}
                 return _Probe(value, names, dtype=x.dtype, **own)
 
@@ -295,3 +299,15 @@ class _Probe(ArrayBox, eq=False):
         if dim is not None:
             self.notes.dims.add(int(dim))
         return self.replace(names=tuple(names))
+
+
+def _is_probe(x: Any) -> bool:
+    return isinstance(x, _Probe)
+
+
+def _unwatched(x: Any) -> Any:
+    """A box with the keys alone, which nobody differentiates."""
+    if not isinstance(x, _Probe):
+        return x
+    x.unbox()
+    return x.replace(witness=None)

@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
-from manualpar import abstract_mesh, fsdp, make_mesh
+from manualpar import abstract_mesh, data_parallel, fsdp, make_mesh
 from manualpar.checkpoints import Checkpoints
 from manualpar.inspect import ledger, trace_collectives
 from manualpar.nnx_model import NNXModel, as_model
@@ -280,6 +280,17 @@ def test_refusals(devices8, model, error, message):
     mesh = make_mesh({"data": 4}, devices8[:4])
     with pytest.raises(error, match=message):
         fsdp(model, optax.sgd(0.1), plain_loss, mesh=mesh, batch=BATCHES[0], min_weight_size=16)
+
+
+def test_a_derivative_of_shards_in_a_loss_is_refused(devices8):
+    def pulled_back(params, apply_fn, batch, rng):
+        y, _ = jax.vjp(lambda p: apply_fn({"params": p}, batch.inputs), params)
+        return y.mean(), {"loss": (y.sum(), y.size)}
+
+    options = {"mesh": make_mesh({"data": 4}, devices8[:4]), "batch": BATCHES[0]}
+    with pytest.raises(ValueError, match=r"in <lambda> at nnx_model_test.py.*: they are diff"):
+        fsdp(NNXClassifier, optax.sgd(0.1), pulled_back, min_weight_size=16, **options)
+    data_parallel(NNXClassifier, optax.sgd(0.1), pulled_back, **options)
 
 
 def test_an_instance_without_values_is_refused():
