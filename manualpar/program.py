@@ -41,12 +41,11 @@ from manualpar.probe import find_carried_collections, find_loop_dims
 from manualpar.rng import typed_key
 from manualpar.starting import StartsFromArrays, check_has_devices
 from manualpar.step import Step, abstract_batch, batch_specs, check_batch
-from manualpar.strategy import Mode, ProgramOptions, Strategy, check_options
+from manualpar.strategy import Mode, ProgramOptions, Strategy, check_options, check_wire
 from manualpar.train_state import TrainState
 from manualpar.update import Update
 
 REPLICATED = Placement(())
-WIRE_DTYPES = ("bfloat16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +134,7 @@ def build_program(
     applied = as_model(model)
     _check_arguments(name, applied, tx, loss_fn, mesh, axes)
     rules = check_rules(name, options.get("rules", ()), mesh)
-    param_dtype, wire = _check_wire(name, mode, options)
+    param_dtype, wire = check_wire(name, mode, options)
     batch = abstract_batch(f"{name}: batch", batch)
     check_batch(f"{name}: batch", batch, mesh, axes)
 
@@ -314,40 +313,6 @@ def _check_unmixed(info: ParameterInfo, data_axes: tuple[str, ...]) -> None:
                 f"over {name!r}, of which only {sorted(axes & set(data_axes))} split the batch; "
                 "expected data axes or other axes. Annotate two dims, or one of the axes."
             )
-
-
-def _check_wire(strategy: str, mode: str, options: ProgramOptions) -> tuple[str | None, Wire]:
-    """What parameters are stored in, and what travels and which way, as it is asked for."""
-    names: dict[str, str | None] = {}
-    for field in ("param_dtype", "gather_dtype", "reduce_dtype"):
-        value = cast("dict[str, Any]", options).get(field)
-        try:
-            names[field] = None if value is None else str(jnp.dtype(value))
-        except TypeError:
-            names[field] = repr(value)  # What jax does not know is not allowed either.
-        if value is not None and names[field] not in WIRE_DTYPES:
-            raise ValueError(
-                f"{strategy}: {field}={value!r}, expected one of {WIRE_DTYPES} or None. (float16 "
-                "would overflow: gradients are summed before they are divided.)"
-            )
-    if names["reduce_dtype"] and mode != "manual":
-        raise ValueError(
-            f"{strategy}: reduce_dtype={names['reduce_dtype']!r} with mode={mode!r}, expected "
-            "None: XLA chooses where it sums. Use mode='manual'."
-        )
-    wire = Wire(
-        names["gather_dtype"],
-        names["reduce_dtype"],
-        axis_by_axis=options.get("axis_by_axis", False),
-        combine_bytes=options.get("combine_bytes", 0),
-    )
-    for field in ("axis_by_axis", "combine_bytes"):
-        if getattr(wire, field) and mode != "manual":
-            raise ValueError(
-                f"{strategy}: {field}={getattr(wire, field)!r} with mode={mode!r}, expected "
-                f"{Wire()._asdict()[field]!r}: XLA chooses how it sends. Use mode='manual'."
-            )
-    return names["param_dtype"], wire
 
 
 def _check_arguments(

@@ -9,10 +9,12 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Required, TypedDict
 
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.annotations import Rules
 from manualpar.collection_sync import CollectionSync
+from manualpar.collectives import Wire
 from manualpar.layout import PlaceFn
 from manualpar.mesh import AxisName
 
@@ -23,6 +25,7 @@ CommunicateEvery = Literal["minibatch", "step", "gather-step"]
 COMMUNICATE_EVERY: tuple[CommunicateEvery, ...] = ("minibatch", "step", "gather-step")
 Nonfinite = Literal["ignore", "report", "skip"]
 NONFINITE: tuple[Nonfinite, ...] = ("ignore", "report", "skip")
+WIRE_DTYPES = ("bfloat16", "float32", "float64")
 FLAGS = ("use_scan", "norm_metrics", "axis_by_axis")  # The options that are true or false.
 
 
@@ -174,6 +177,40 @@ def check_options(builder: str, options: Mapping[str, Any]) -> None:
             "values."
         )
     check_number(builder, "combine_bytes", options.get("combine_bytes", 0), "bytes")
+
+
+def check_wire(strategy: str, mode: str, options: Mapping[str, Any]) -> tuple[str | None, Wire]:
+    """What parameters are stored in, and what travels and which way, as it is asked for."""
+    names: dict[str, str | None] = {}
+    for field in ("param_dtype", "gather_dtype", "reduce_dtype"):
+        value = options.get(field)
+        try:
+            names[field] = None if value is None else str(jnp.dtype(value))
+        except TypeError:
+            names[field] = repr(value)  # What jax does not know is not allowed either.
+        if value is not None and names[field] not in WIRE_DTYPES:
+            raise ValueError(
+                f"{strategy}: {field}={value!r}, expected one of {WIRE_DTYPES} or None. (float16 "
+                "would overflow: gradients are summed before they are divided.)"
+            )
+    if names["reduce_dtype"] and mode != "manual":
+        raise ValueError(
+            f"{strategy}: reduce_dtype={names['reduce_dtype']!r} with mode={mode!r}, expected "
+            "None: XLA chooses where it sums. Use mode='manual'."
+        )
+    wire = Wire(
+        names["gather_dtype"],
+        names["reduce_dtype"],
+        axis_by_axis=options.get("axis_by_axis", False),
+        combine_bytes=options.get("combine_bytes", 0),
+    )
+    for field in ("axis_by_axis", "combine_bytes"):
+        if getattr(wire, field) and mode != "manual":
+            raise ValueError(
+                f"{strategy}: {field}={getattr(wire, field)!r} with mode={mode!r}, expected "
+                f"{Wire()._asdict()[field]!r}: XLA chooses how it sends. Use mode='manual'."
+            )
+    return names["param_dtype"], wire
 
 
 def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...]) -> None:
