@@ -12,7 +12,6 @@ from typing import Any, Unpack, cast
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
