@@ -30,7 +30,8 @@ def guard_step(name: str, step: jax.stages.Wrapped, mesh: Mesh) -> jax.stages.Wr
 
     Returns:
       A function that is used like `step`. It raises a `ValueError` for arrays that have been
-      deleted. On more than one simulated device it waits for the step `MAX_STEPS_AHEAD` before it.
+      deleted and for another program's state, and a `TypeError` for what is no state or no batch.
+      On more than one simulated device it waits for the step `MAX_STEPS_AHEAD` before it.
     """
     is_simulated = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
     return _Guarded(name, step, is_limited=is_simulated)
@@ -59,7 +60,11 @@ class _Guarded:
         if not is_state or state is not self._known() or is_deleted(state.step):
             check_alive(self._name, state=state)
         check_alive(self._name, batch=batch)
-        out = self.jitted(state, batch)
+        try:
+            out = self.jitted(state, batch)
+        except (TypeError, ValueError) as error:
+            _say_what_differs(self._name, state, batch, error)
+            raise
         new, metrics = out if isinstance(out, tuple) else (state, out)
         if is_state:
             self._known = weakref.ref(new)
@@ -79,3 +84,23 @@ class _Guarded:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.jitted, name)
+
+
+def _say_what_differs(name: str, state: Any, batch: Any, error: Exception) -> None:
+    """Raises in words what `jit` says of arguments that are not those of a step."""
+    if "pjit in_shardings" in str(error):
+        mend = "expected one of this program: what program.init or the step before returned"
+        if not isinstance(state, TrainState):
+            message = f"{name}: state is a {type(state).__name__}, {mend}."
+            raise TypeError(message) from error
+        raise ValueError(
+            f"{name}: the state is another program's (of another model, optimizer or layout), "
+            f"{mend}. program.adopt(state) makes one of another program's state."
+        ) from error
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        is_array = hasattr(x, "shape") or isinstance(x, int | float | complex)
+        if "Error interpreting argument" in str(error) and not is_array:
+            raise TypeError(
+                f"{name}: batch{jax.tree_util.keystr(path)} is a {type(x).__name__}, expected an "
+                "array of numbers."
+            ) from error

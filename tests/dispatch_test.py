@@ -3,12 +3,13 @@ import sys
 import textwrap
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
-from manualpar import Batch, TrainState, make_mesh
+from manualpar import Batch, TrainState, data_parallel, make_mesh
 from manualpar.dispatch import MAX_STEPS_AHEAD, guard_step
 
 
@@ -144,3 +145,26 @@ def test_a_loop_that_fetches_nothing_reaches_its_end():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["300"]
+
+
+def test_what_is_no_state_of_the_program_is_refused_in_words(devices8):
+    def loss_fn(params, apply_fn, batch, rng):
+        out = apply_fn({"params": params}, batch.inputs)
+        return out.mean(), {"loss": (out.sum(), out.size)}
+
+    x = jnp.ones((8, 2))
+    batch, mesh = Batch(x, x), make_mesh({"data": 8}, devices8)
+    program, other = (
+        data_parallel(nn.Dense(size), optax.sgd(0.1), loss_fn, mesh=mesh, batch=batch)
+        for size in (2, 3)
+    )
+    state = program.init(jax.random.key(0))
+    for name in ("train_step", "eval_step"):
+        with pytest.raises(ValueError, match=rf"{name}: the state is another .* program.adopt"):
+            getattr(other, name)(state, batch)
+        with pytest.raises(TypeError, match=rf"{name}: state is a dict, expected one of this"):
+            getattr(program, name)(state.params, batch)
+        with pytest.raises(
+            TypeError, match=rf"{name}: batch.labels\[0\] is a str, expected an arr"
+        ):
+            getattr(program, name)(state, Batch(x, ["a", 1]))

@@ -185,6 +185,17 @@ def test_a_batch_that_does_not_split_is_refused_by_name(devices8, change, messag
         build({**BATCH, **change})
 
 
+def test_a_wrapper_around_a_module_is_refused_with_the_module(devices8):
+    class Wrapper:
+        """As the models of transformers are."""
+
+        module = Vae()
+
+    mesh = make_mesh({"data": 8})
+    with pytest.raises(TypeError, match=r"expected an instance of .* Pass its \.module\."):
+        data_parallel(Wrapper(), optax.sgd(1.0), loss_fn, mesh=mesh, batch=BATCH)
+
+
 def test_what_is_no_init_args_is_refused(devices8):
     with pytest.raises(TypeError, match="init_args=3, expected a function of the batch"):
         build(BATCH, init_args=3)
