@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.process_faults_worker import HANGS
 from benchmarks.process_strangers import STRANGERS, disturb
 from benchmarks.results import note_conditions, write_results
 from benchmarks.turns import table
@@ -271,10 +272,9 @@ def _strangers() -> Iterator[Fault]:
 def _signals() -> Iterator[Fault]:
     """Signals to the launcher and to a process."""
 
-    def send(*numbers: int, first: float = 0.0) -> Callable[[Run], None]:
+    def send(*numbers: int, after: str = "step      5/") -> Callable[[Run], None]:
         def act(run: Run) -> None:
-            run.wait_for("step      5/")
-            time.sleep(first)
+            run.wait_for(after)
             for number in numbers:
                 os.kill(run.popens[0].pid, number)
                 time.sleep(0.5)
@@ -293,8 +293,9 @@ def _signals() -> Iterator[Fault]:
         what = {"process": who, "phase": "in a step", "at": 12, "do": "hang"}
         says = "killed, because|was lost|stand still"
         name = f"SIGTERM to the launcher, process {who} hangs"
-        yield Fault("signal", name, (4, 134, 137), says, faults=what, launches=True, act=send(15))
-    yield Fault("signal", "SIGTERM to a process", (STOPPED,), "SIGTERM|is saved|^$", act=send(15))
+        codes, term = (LOST, 134, 137), send(15, after=HANGS)
+        yield Fault("signal", name, codes, says, faults=what, launches=True, act=term)
+    yield Fault("signal", "SIGTERM to a process", (STOPPED,), "", act=send(15))
 
 
 def judge(fault: Fault, run: Run, codes: list[int | None], seconds: float) -> Outcome:

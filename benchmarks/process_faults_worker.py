@@ -16,6 +16,7 @@ import time
 from collections import Counter
 
 LATE_SECONDS = 4.0
+HANGS = "this process hangs now"
 
 
 def act(what: str) -> None:
@@ -27,6 +28,7 @@ def act(what: str) -> None:
     elif what == "raise":
         raise RuntimeError("a mistake of this process\nin two lines")
     elif what == "hang":
+        print(HANGS, flush=True)
         time.sleep(10_000)
     elif what == "hang holding Python's lock":
         ctypes.PyDLL(None).sleep(10_000)  # Unlike CDLL it lets no other thread run.

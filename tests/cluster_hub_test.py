@@ -304,7 +304,7 @@ def test_process_0_that_never_comes_is_an_error():
         )
 
 
-@pytest.mark.parametrize("address", ["192.0.2.1:0", "no.such.host.invalid:1234"])
+@pytest.mark.parametrize("address", ["203.0.113.77:0", "no.such.host.invalid:1234"])
 def test_an_address_that_is_not_ours_is_refused(address):
     with pytest.raises(ConnectionError, match="expected an address of this host") as caught:
         listen(address, backlog=1)

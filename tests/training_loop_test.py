@@ -2,6 +2,7 @@
 
 import itertools
 import signal
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from manualpar.training.loop import (
     postponed_interrupt,
 )
 from manualpar.training.recorder import LAG, NonFiniteError, Recorder
+from manualpar.watching.profiling import StepProfiler
 
 BATCH_SIZE = 4
 
@@ -391,3 +393,38 @@ def test_a_process_told_to_ignore_ctrl_c_keeps_ignoring_it():
             assert not interrupted.is_set()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_every_process_goes_through_the_same_phases_and_is_watched_no_more_at_the_end():
+    """Who has entered fewer phases than the others is behind, so none may depend on the process."""
+    entered = []
+    for profiler in (None, StepProfiler(None, Path("unused"))):
+        run = Run(num_steps=2, eval_every_steps=2, save_every=1, profiler=profiler)
+        phases = []
+        run.cluster.enter = phases.append
+        run()
+        entered.append(phases)
+    step = ["reading a batch", "in a step", "between two steps"]
+    evaluation = ["evaluating"] * 3  # Two batches.
+    test = ["evaluating"] * 3
+    assert entered[0] == [
+        *evaluation,
+        *step,
+        "saving",
+        *step,
+        *evaluation,
+        "between two steps",
+        "saving",
+        *test,
+        "finishing",
+        "",
+    ]
+    assert entered[1] == entered[0]
+
+
+def test_a_loop_that_fails_is_watched_no_more():
+    run = Run(FakeProgram(poison=[_batch_labels(0)[0]]))
+    phases = []
+    run.cluster.enter = phases.append
+    assert isinstance(run().error, NonFiniteError)
+    assert phases[-1] == ""
