@@ -126,7 +126,10 @@ def mesh_names(
         None if dim in loop_dims and not set(axis_tuple(name)) <= sharding else name
         for dim, name in enumerate(names)
     )
-    found = (_apply_rules if is_logical else _check_axes)(where, names, mesh, rules)
+    if is_logical:
+        found = _apply_rules(where, names, mesh, rules)
+    else:
+        found = _check_axes(where, names, mesh, rules, isinstance(box, NNXAnnotated))
     for dim, name in enumerate(found):
         size = axes_size(mesh, axis_tuple(name))
         if name is not None and (dim in loop_dims or shape[dim] % size):
@@ -164,7 +167,9 @@ def _apply_rules(where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules) -
     return tuple(nn.logical_to_mesh_axes(names, rules) or ())
 
 
-def _check_axes(where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules) -> Names:
+def _check_axes(
+    where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules, takes_rules: bool
+) -> Names:
     """The names themselves, which are to be mesh axes."""
     axes = [axis for name in names for axis in axis_tuple(name)]
     unknown = sorted(set(axes) - set(mesh.shape))
@@ -174,7 +179,9 @@ def _check_axes(where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules) ->
             f"{_nearest(unknown, mesh.shape)}. Name one of these or nothing, or build the mesh "
             f"with {written_with(mesh, unknown)}: an axis of size 1 shards nothing."
         )
-        if logical:
+        if takes_rules:
+            mend = f"{mend} If they are logical names, give rules=(({unknown[0]!r}, None), ...)."
+        elif logical:
             mend = (
                 f". Rules have {logical}, but nn.with_partitioning takes no rules: annotate with "
                 "nn.with_logical_partitioning."

@@ -52,6 +52,30 @@ def check_conditions(name: str, jaxpr: Jaxpr) -> None:
                 )
 
 
+def check_constraints(name: str, jaxpr: Jaxpr) -> None:
+    """Refuses sharding constraints to axes along which every device has its own part already.
+
+    Args:
+      name: The program's name, for messages.
+      jaxpr: The traced program.
+
+    Raises:
+      ValueError: There is one, which JAX refuses when it lowers the program and not before.
+    """
+    for eqn in _all_equations(jaxpr):
+        if eqn.primitive.name != "sharding_constraint":
+            continue
+        sharding = eqn.params["sharding"]
+        manual = set(getattr(getattr(sharding, "mesh", None), "manual_axes", ()))
+        if manual & set(jax.tree.leaves(tuple(getattr(sharding, "spec", ())))):
+            raise ValueError(
+                f"{name}: the model or the loss constrains an array to {sharding.spec} with "
+                "mode='manual', maybe by jax.vmap(..., spmd_axis_name=...); expected no constraint,"
+                " because every device runs the model on its own part of the batch alone. Use "
+                "mode='auto', or take it out."
+            )
+
+
 def check_gathered_order(name: str, jaxpr: Jaxpr, scope: str, data_axes: tuple[str, ...]) -> None:
     """Refuses examples that are gathered over other axes, or in another order, than they are split.
 

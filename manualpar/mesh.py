@@ -79,6 +79,25 @@ def axes_size(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
+def with_axis_types(mesh: Mesh | AbstractMesh, axis_type: AxisType) -> Mesh | AbstractMesh:
+    """The mesh with axes that are all of one type; the mesh itself if they are."""
+    types = (axis_type,) * len(mesh.axis_names)
+    if mesh.axis_types == types:
+        return mesh
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def given_and_auto_mesh(
+    mesh: Mesh | AbstractMesh,
+) -> tuple[Mesh | AbstractMesh, Mesh | AbstractMesh]:
+    """A mesh with axes of one type, explicit if any of its own are, and one with automatic axes."""
+    auto = with_axis_types(mesh, AxisType.Auto)
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    return (with_axis_types(mesh, AxisType.Explicit) if is_explicit else auto), auto
+
+
 def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Builds a mesh for `shard_map` from axis names and sizes.
 

@@ -38,7 +38,7 @@ def init_variables(
     Returns:
       The variables by collection.
     """
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
+    zeros = jax.tree.map(jnp.zeros_like, batch)
     args, kwargs = initial_call(model, zeros, init_args)
     return dict(model.init({"params": rng}, *args, **kwargs))
 

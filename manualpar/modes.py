@@ -12,19 +12,22 @@ does when it is asked for its parameter. In the last three the statistics of a b
 are those of the global batch, and dropout draws one mask for it.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from manualpar.annotations import Rules
 from manualpar.collectives import AS_STORED, GATHER_SCOPE, SCATTER_SCOPE, Wire
 from manualpar.layout import Placement, names_to_spec
 from manualpar.mesh import axes_size, axis_tuple
+from manualpar.mesh_context import no_mesh
 from manualpar.partitioning import ShardedParameter, cast_floating
 from manualpar.strategy import Mode
 
@@ -91,6 +94,7 @@ def box_parameter(
     mesh: Mesh,
     data_axes: tuple[str, ...],
     wire: Wire = AS_STORED,
+    keep_types: bool = False,
 ) -> Any:
     """Boxes a parameter, or a gradient, that is sharded or cast where it is used.
 
@@ -102,6 +106,8 @@ def box_parameter(
       mesh: The mesh.
       data_axes: The mesh axes that examples are split over.
       wire: The dtypes that travel, and which way.
+      keep_types: Whether dims sharded over other axes than `data_axes` stay so where the parameter
+        is used, because the model's own initialisers have typed it so.
 
     Returns:
       The box; `x` itself if there is nothing to do for one.
@@ -122,7 +128,7 @@ def box_parameter(
     arguments: dict[str, Any] = {
         "names": names,
         "gather_axes": data_axes,
-        "storage_axes": tuple(axis for axis in axes if axis not in data_axes),
+        "storage_axes": tuple(a for a in axes if a not in data_axes and not keep_types),
         "sizes": sizes,
         "wire": wire,
     }
@@ -168,14 +174,73 @@ def run_on_mesh(
     if mode != "explicit":
         return constrained
 
+    return on_explicit_axes(constrained, mesh=mesh, in_specs=in_specs)
+
+
+def on_explicit_axes(
+    function: Callable[..., Any], *, mesh: Mesh, in_specs: Any
+) -> Callable[..., Any]:
+    """Runs a function of global arrays where their types say how they are sharded.
+
+    Args:
+      function: The function.
+      mesh: The mesh, all axes of `AxisType.Auto`; they are explicit inside.
+      in_specs: The specs of the arguments.
+
+    Returns:
+      A function of the same global arrays.
+    """
+
     def run(*args: Any) -> Any:
         specs = jax.tree.unflatten(jax.tree.structure(args), _broadcast(in_specs, args))
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return jax.sharding.explicit_axes(constrained, axes=mesh.axis_names, in_sharding=specs)(
+            return jax.sharding.explicit_axes(function, axes=mesh.axis_names, in_sharding=specs)(
                 *args
             )
 
     return run
+
+
+def on_auto_axes(function: Callable[..., Any], *, mesh: Mesh, out_specs: Any) -> Callable[..., Any]:
+    """Runs a function on automatic axes, of global arrays whose mesh may have explicit ones.
+
+    Args:
+      function: The function; it finds no mesh around it.
+      mesh: The mesh of its arguments and of its results, all axes of one type.
+      out_specs: The specs of the results.
+
+    Returns:
+      A function of the same global arrays; `function` itself if the axes are automatic already.
+    """
+    if AxisType.Explicit not in mesh.axis_types:
+        return function
+
+    def untyped(*args: Any) -> Any:
+        with no_mesh():
+            return function(*args)
+
+    def run(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return jax.sharding.auto_axes(untyped, axes=mesh.axis_names, out_sharding=out_specs)(
+                *args
+            )
+
+    return run
+
+
+@contextlib.contextmanager
+def model_context(mode: Mode, mesh: Mesh, rules: Rules) -> Iterator[None]:
+    """What a model needs around its application in a mode."""
+    is_auto = mode == "auto"
+    with contextlib.ExitStack() as stack:
+        if mode == "explicit":
+            stack.enter_context(nn.intercept_methods(keep_dropout_sharded))
+        if is_auto:
+            # Without a mesh flax's constraints on activations do nothing.
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
+        # Elsewhere they must do nothing: axes are manual, or types say it, or nobody is to.
+        stack.enter_context(nn.logical_axis_rules(rules if is_auto else ()))
+        yield
 
 
 def split_global_minibatches(

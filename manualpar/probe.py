@@ -21,14 +21,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from manualpar.annotations import Rules
 from manualpar.array_box import ArrayBox
 from manualpar.collectives import cast_to_varying, varying_axes
 from manualpar.layout import is_inside, path_name
 from manualpar.loss import LossFn, call_loss
 from manualpar.model import CarryingApply, InitArgs, apply_model, initial_call, leaf_paths
+from manualpar.modes import model_context, run_on_mesh
 from manualpar.nnx_model import NNXModel
 from manualpar.rng import fold_rng_over_axis
 from manualpar.step import batch_specs
+from manualpar.strategy import Mode
 
 # Collections that flax and its users sow values into, to be read where the model is applied.
 SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})
@@ -42,6 +45,7 @@ def find_carried_collections(
     batch: Any,
     mesh: Mesh,
     *,
+    mode: Mode,
     data_axes: tuple[str, ...],
     init_args: InitArgs | None = None,
 ) -> dict[str, Any]:
@@ -55,7 +59,8 @@ def find_carried_collections(
       variables: Its abstract variables, no boxes among them.
       batch: The abstract global batch.
       mesh: The mesh.
-      data_axes: The mesh axes that the batch is split over, none for a trace on global arrays.
+      mode: The mode.
+      data_axes: The mesh axes that the batch is split over.
       init_args: How the model is called, see `initial_call`.
 
     Returns:
@@ -64,9 +69,10 @@ def find_carried_collections(
     others = {name: tree for name, tree in variables.items() if name != "params"}
     paths = {name: leaf_paths(tree) for name, tree in others.items()}
     updated = dict(paths)
+    varying = data_axes if mode == "manual" else ()
 
     def on_device(variables: Any, rng: jax.Array, batch: Any) -> None:
-        variables = cast_to_varying(variables, data_axes)
+        variables = cast_to_varying(variables, varying)
         args, kwargs = initial_call(model, batch, init_args)
         kwargs = {**kwargs, "rngs": {"params": rng}, "mutable": list(others)}
         _, updates = apply_model(model, variables, *args, **kwargs)
@@ -75,7 +81,7 @@ def find_carried_collections(
     if others and not isinstance(model, NNXModel):
         specs = (PartitionSpec(), PartitionSpec(), batch_specs(batch, data_axes))
         key = jax.eval_shape(lambda: jax.random.key(0))
-        _trace(on_device, mesh, data_axes, specs, variables, key, batch)
+        _trace(on_device, mode, mesh, (), specs, variables, key, batch)
     return {
         name: tree
         for name, tree in others.items()
@@ -92,8 +98,11 @@ def find_loop_dims(
     boxed: Any,
     collections: dict[str, Any],
     batch: Any,
+    mode: Mode,
     mesh: Mesh,
     data_axes: tuple[str, ...],
+    rules: Rules,
+    param_specs: Any,
     gathers_in_loss: bool,
 ) -> dict[str, frozenset[int]]:
     """Finds the dimensions of parameters that `nn.scan` and `nn.vmap` run over.
@@ -106,8 +115,11 @@ def find_loop_dims(
       boxed: The same tree with a bool at each leaf: whether to look at the parameter.
       collections: The model's other abstract collections.
       batch: The abstract global batch.
+      mode: The mode.
       mesh: The mesh.
-      data_axes: The mesh axes that the batch is split over, none for a trace on global arrays.
+      data_axes: The mesh axes that the batch is split over.
+      rules: What logical names mean.
+      param_specs: How the model's initialisers type the parameters.
       gathers_in_loss: Whether this package gathers parameters where the loss reads them.
 
     Returns:
@@ -118,6 +130,7 @@ def find_loop_dims(
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     notes: dict[str, set[int]] = {}
+    varying = data_axes if mode == "manual" else ()
 
     def on_device(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
         carrying = CarryingApply(model, collections, train=True)
@@ -127,13 +140,13 @@ def find_loop_dims(
                 variables = jax.tree.map(_unwatched, dict(variables), is_leaf=_is_probe)
             return carrying(variables, *args, **kwargs)
 
-        rng = fold_rng_over_axis(rng, data_axes) if data_axes else rng
+        rng = fold_rng_over_axis(rng, varying) if varying else rng
         call_loss(loss_fn, params, apply_fn, batch, rng)
 
     def trace_boxed(boxed: Any) -> None:
         def on_device_boxed(values: Any, *args: Any) -> None:
             def box(path: Any, is_boxed: bool, x: Any, value: Any) -> Any:
-                value = cast_to_varying(value, data_axes)
+                value = cast_to_varying(value, varying)
                 if not is_boxed:
                     return value
                 dims = _Notes(notes.setdefault(path_name(path), set()))
@@ -149,13 +162,13 @@ def find_loop_dims(
             boxed,
             params,
         )
-        _trace(on_device_boxed, mesh, data_axes, specs, keys, collections, key, batch)
+        _trace(on_device_boxed, mode, mesh, rules, specs, keys, collections, key, batch)
 
     def on_device_plain(params: Any, *args: Any) -> None:
-        on_device(cast_to_varying(params, data_axes), *args)
+        on_device(cast_to_varying(params, varying), *args)
 
-    specs = (PartitionSpec(), PartitionSpec(), PartitionSpec(), batch_specs(batch, data_axes))
-    _trace(on_device_plain, mesh, data_axes, specs, params, collections, key, batch)
+    specs = (param_specs, PartitionSpec(), PartitionSpec(), batch_specs(batch, data_axes))
+    _trace(on_device_plain, mode, mesh, rules, specs, params, collections, key, batch)
     try:
         trace_boxed(boxed)
     except Exception as error:  # Whatever it is: with plain parameters it was not raised.
@@ -209,20 +222,14 @@ def _find_read(boxed: Any, trace: Callable[[Any], None]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _trace(
-    function: Any, mesh: Mesh, data_axes: tuple[str, ...], in_specs: Any, *args: Any
-) -> None:
-    """Traces a function for what it notes on the way, as one device would run it.
+def _trace(function: Any, mode: Mode, mesh: Mesh, rules: Rules, in_specs: Any, *args: Any) -> None:
+    """Traces a function for what it notes on the way, as it would run in a mode."""
 
-    Without data axes on global arrays, where a model may constrain shardings.
-    """
-    if not data_axes:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            jax.eval_shape(function, *args)
-        return
-    run = jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=True
-    )
+    def in_context(*args: Any) -> None:
+        with model_context(mode, mesh, rules):
+            function(*args)
+
+    run = run_on_mesh(mode, in_context, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec())
     jax.eval_shape(run, *args)
 
 
@@ -283,7 +290,9 @@ class _Probe(ArrayBox, eq=False):
             a not in (None, b) for a, b in zip(own, shape, strict=True)
         ):
             raise _MisreadError(f"a stored array of shape {shape} is taken for a shard of {own}")
-        zeros = jnp.zeros(self.value.shape, self.dtype)
+        spec = jax.typeof(self.value).sharding.spec
+        sharding = {"out_sharding": spec} if any(spec) else {}
+        zeros = jnp.zeros(self.value.shape, self.dtype, **sharding)
         return cast_to_varying(zeros, varying_axes(self.value))
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "_Probe":

@@ -13,13 +13,14 @@ from typing import Any, Unpack, cast
 import flax.linen as nn
 import jax
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from manualpar.annotations import check_rules
 from manualpar.collection_sync import check_sync_collections
 from manualpar.collectives import EXAMPLES_SCOPE, Wire
 from manualpar.dispatch import guard_step
-from manualpar.divergence import check_conditions, check_gathered_order
+from manualpar.divergence import check_conditions, check_constraints, check_gathered_order
+from manualpar.initialise import initialisation, model_on_mesh, typed_specs
 from manualpar.layout import (
     ParameterInfo,
     Placement,
@@ -32,10 +33,12 @@ from manualpar.layout import (
     strip_boxes,
 )
 from manualpar.loss import LossFn
-from manualpar.mesh import axes_size, axis_tuple, check_mesh_has
+from manualpar.mesh import axes_size, axis_tuple, check_mesh_has, given_and_auto_mesh
+from manualpar.mesh_context import OutsideMeshes, explain_shardings, no_mesh
 from manualpar.model import init_variables
-from manualpar.nnx_model import Model, NNXModel, as_model, with_loop_dims
-from manualpar.partitioning import cast_floating, is_box
+from manualpar.modes import on_auto_axes
+from manualpar.nnx_model import Model, NNXModel, with_loop_dims
+from manualpar.partitioning import is_box
 from manualpar.probe import find_carried_collections, find_loop_dims
 from manualpar.rng import typed_key
 from manualpar.starting import StartsFromArrays, check_has_devices
@@ -125,25 +128,41 @@ def build_program(
       TypeError: A field is of the wrong kind.
     """
     check_options(strategy.name, options)
+    with no_mesh(), explain_shardings(strategy.name, options.get("mode", "manual")):
+        return _build(strategy, model, tx, loss_fn, options)
+
+
+def _build(
+    strategy: Strategy,
+    model: Model,
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    options: ProgramOptions,
+) -> Program:
+    """Builds a program with no mesh set around it."""
     name, batch = strategy.name, options["batch"]
-    mesh = cast("Mesh", options["mesh"])  # Building asks for nothing that an abstract one lacks.
     has_devices = not isinstance(options["mesh"], AbstractMesh)
     axes = (*strategy.replica_axes, *axis_tuple(options.get("axis_name", "data")))
     mode = options.get("mode", "manual")
-    applied = as_model(model)
-    _check_arguments(name, applied, tx, loss_fn, mesh, axes)
+    applied = model_on_mesh(model, mode=mode, mesh=options["mesh"])
+    _check_arguments(name, applied, tx, loss_fn, options["mesh"], axes)
+    # Building asks for nothing that an abstract mesh lacks. States and batches lie on the mesh that
+    # was given, whose axes may be explicit; a step runs on the same one with automatic axes.
+    given, mesh = cast("tuple[Mesh, Mesh]", given_and_auto_mesh(options["mesh"]))
     rules = check_rules(name, options.get("rules", ()), mesh)
     param_dtype, wire = check_wire(name, mode, options)
     batch = abstract_batch(f"{name}: batch", batch)
     check_batch(f"{name}: batch", batch, mesh, axes)
 
-    def init_model(rng: jax.Array) -> dict[str, Any]:
-        variables = init_variables(applied, rng, batch, options.get("init_args"))
-        cast = functools.partial(cast_floating, dtype=param_dtype)
-        return variables | {"params": jax.tree.map(cast, variables.get("params", {}))}
-
     key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building touches no device.
-    variables = jax.eval_shape(init_model, key)
+    init_model, variables = initialisation(
+        functools.partial(init_variables, applied, init_args=options.get("init_args")),
+        batch,
+        mode=mode,
+        mesh=mesh,
+        data_axes=axes,
+        dtype=param_dtype,
+    )
     if not jax.tree.leaves(variables["params"]):
         expected = "expected some to train; in NNX those that an nnx.Param holds"
         raise ValueError(f"{name}: model {applied!r} has no parameters, {expected}.")
@@ -152,7 +171,8 @@ def build_program(
         strip_boxes(variables),
         batch,
         mesh,
-        data_axes=_probed_axes(mode, axes),
+        mode=mode,
+        data_axes=axes,
         init_args=options.get("init_args"),
     )
     sync = check_sync_collections(name, options.get("sync_collections", {}), collections)
@@ -170,6 +190,7 @@ def build_program(
         wire=wire,
         nonfinite=options.get("nonfinite", "ignore"),
         sync_collections=sync,
+        keep_types=any(jax.tree.leaves(typed_specs(variables["params"]))),
     )
     infos, placements = _place_parameters(step, variables["params"], collections, batch)
 
@@ -218,23 +239,33 @@ def build_program(
     abstract = jax.eval_shape(create_state, key)
     layout = jax.tree.map(lambda _: PartitionSpec(), abstract)
     layout = layout.replace(params=param_specs(placements), opt_state=state_specs(opt_placements))
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout)
-    create_sharded = jax.jit(create_state, out_shardings=shardings)
+    shardings = jax.tree.map(lambda spec: NamedSharding(given, spec), layout)
+
+    def on_mesh(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+        return on_auto_axes(function, mesh=given, out_specs=out_specs)
+
+    create_sharded = jax.jit(on_mesh(create_state, layout), out_shardings=shardings)
     compiler_options = dict(options.get("compiler_options", {})) or None
-    train_step = jax.jit(
-        step.train,
-        in_shardings=(shardings, None),
-        out_shardings=(shardings, None),
-        donate_argnums=0,
-        compiler_options=compiler_options,
+    train_step: jax.stages.Wrapped = OutsideMeshes(
+        jax.jit(
+            on_mesh(step.train, (layout, PartitionSpec())),
+            in_shardings=(shardings, None),
+            out_shardings=(shardings, None),
+            donate_argnums=0,
+            compiler_options=compiler_options,
+        )
     )
-    eval_step = jax.jit(
-        step.evaluate, in_shardings=(shardings, None), compiler_options=compiler_options
+    eval_step: jax.stages.Wrapped = OutsideMeshes(
+        jax.jit(
+            on_mesh(step.evaluate, PartitionSpec()),
+            in_shardings=(shardings, None),
+            compiler_options=compiler_options,
+        )
     )
     program = Program(
         strategy=strategy,
         mode=mode,
-        mesh=mesh,
+        mesh=given,
         data_axes=axes,
         num_minibatches=step.num_minibatches,
         wire=wire,
@@ -243,10 +274,10 @@ def build_program(
         abstract_state=_with_shardings(abstract, shardings),
         whole_state=whole,
         abstract_batch=_with_shardings(
-            batch, jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs(batch, axes))
+            batch, jax.tree.map(lambda spec: NamedSharding(given, spec), batch_specs(batch, axes))
         ),
-        batch_sharding=NamedSharding(mesh, PartitionSpec(axes)),
-        init=functools.partial(_init, create_sharded, mesh),
+        batch_sharding=NamedSharding(given, PartitionSpec(axes)),
+        init=functools.partial(_init, OutsideMeshes(create_sharded), mesh),
         train_step=guard_step("train_step", train_step, mesh) if has_devices else train_step,
         eval_step=guard_step("eval_step", eval_step, mesh) if has_devices else eval_step,
         step=step,
@@ -254,6 +285,7 @@ def build_program(
     for function in (program.train_step, program.eval_step):
         traced = function.trace(program.abstract_state, program.abstract_batch)
         check_conditions(name, traced.jaxpr.jaxpr)
+        check_constraints(name, traced.jaxpr.jaxpr)
         check_gathered_order(name, traced.jaxpr.jaxpr, EXAMPLES_SCOPE, axes)
     return program
 
@@ -290,16 +322,14 @@ def _place_parameters(
         boxed=boxed,
         collections=collections,
         batch=batch,
+        mode=step.mode,
         mesh=mesh,
-        data_axes=_probed_axes(step.mode, step.data_axes),
+        data_axes=step.data_axes,
+        rules=step.rules,
+        param_specs=typed_specs(params),
         gathers_in_loss=step.mode == "manual" and strategy.gather_every == "minibatch",
     )
     return place_all(params, loop_dims)
-
-
-def _probed_axes(mode: Mode, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes that a model is probed over: in mode `auto` it may constrain shardings itself."""
-    return () if mode == "auto" else axes
 
 
 def _check_unmixed(info: ParameterInfo, data_axes: tuple[str, ...]) -> None:
@@ -333,12 +363,6 @@ def _check_arguments(
             hint = " Pass its .module." if wraps else ""
             raise TypeError(f"{strategy}: {name} is {value!r}, expected {expected}.{hint}")
     check_mesh_has(strategy, mesh, axes)
-    if any(kind != AxisType.Auto for kind in mesh.axis_types):
-        raise ValueError(
-            f"{strategy}: the mesh has axis types {mesh.axis_types}, expected only AxisType.Auto: "
-            "outside shard_map the optimizer is partitioned by the compiler. Build it with "
-            "manualpar.make_mesh."
-        )
 
 
 def _with_shardings(tree: Any, shardings: Any) -> Any:

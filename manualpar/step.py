@@ -10,10 +10,9 @@ steps while their state is not (ZeRO-1 and -2) are sliced for the optimizer, whi
 and gathered after it.
 """
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -41,7 +40,7 @@ from manualpar.model import CarryingApply
 from manualpar.modes import (
     box_parameter,
     constrain,
-    keep_dropout_sharded,
+    model_context,
     run_on_mesh,
     split_global_minibatches,
 )
@@ -77,6 +76,7 @@ class Step:
       update: What the optimizer does with the gradients.
       placements: The tree of parameters with a `Placement` at each leaf.
       gathered_sizes: The numbers of elements of what is gathered.
+      keep_types: Whether the model's initialisers type its parameters, see `box_parameter`.
     """
 
     strategy: Strategy
@@ -94,6 +94,7 @@ class Step:
     placements: Any = None
     gathered_sizes: frozenset[int] = frozenset()
     update: Update | None = None
+    keep_types: bool = False
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Takes one step of the optimizer; returns the new state and the metrics of the batch."""
@@ -219,7 +220,7 @@ class Step:
         apply_fn = CarryingApply(self.model, collections, train=False)
         if self.mode == "manual":
             rng = fold_rng_over_axis(rng, self.data_axes)
-        with self._model_context():
+        with model_context(self.mode, self.mesh, self.rules):
             _, metrics = call_loss(self.loss_fn, boxes, apply_fn, batch, rng)
         return sync_metrics(metrics, self.data_axes) if self.mode == "manual" else metrics
 
@@ -228,7 +229,7 @@ class Step:
     ) -> tuple[Any, Any, Any]:
         """The user's loss, with the model's other collections passed in and out."""
         apply_fn = CarryingApply(self.model, collections, train=True)
-        with self._model_context():
+        with model_context(self.mode, self.mesh, self.rules):
             loss, metrics = call_loss(self.loss_fn, params, apply_fn, minibatch, rng)
         count = metrics["loss"][1].astype(jnp.float32)
         objective = jax.lax.stop_gradient(loss).astype(jnp.float32) * count
@@ -261,21 +262,6 @@ class Step:
             self.mode, function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs
         )
 
-    @contextlib.contextmanager
-    def _model_context(self) -> Iterator[None]:
-        """What a model needs around its application in this mode."""
-        is_auto = self.mode == "auto"
-        with contextlib.ExitStack() as stack:
-            if self.mode == "explicit":
-                stack.enter_context(nn.intercept_methods(keep_dropout_sharded))
-            if is_auto:
-                # Without a mesh flax's constraints on activations do nothing.
-                mesh = self.mesh.abstract_mesh
-                stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-            # Elsewhere they must do nothing: axes are manual, or types say it, or nobody is to.
-            stack.enter_context(nn.logical_axis_rules(self.rules if is_auto else ()))
-            yield
-
     def _box(self, place: Placement, x: Any, *, state: bool) -> Any:
         """Boxes a parameter as it is stored, or as its gradient and its state are."""
         return box_parameter(
@@ -286,6 +272,7 @@ class Step:
             mesh=self.mesh,
             data_axes=self.data_axes,
             wire=self.wire,
+            keep_types=self.keep_types,
         )
 
     def _scatter(self, shards: Any, grads: Any) -> Any:

@@ -136,6 +136,15 @@ def test_logical_names_with_rules_of_all_kinds(devices8):
         build(LOGICAL, devices8)
 
 
+def test_logical_names_under_a_mesh_that_is_set(devices8):
+    expected = names(build(DotReluDot, devices8))
+    with jax.set_mesh(make_mesh({"data": 2, "model": 4}, devices8)):
+        for mode in ("auto", "manual"):
+            assert names(build(LOGICAL, devices8, rules=RULES, mode=mode)) == expected
+        with pytest.raises(ValueError, match=r"If they are logical names, give rules=\(\('hidden'"):
+            build(LOGICAL, devices8)
+
+
 def test_axes_and_logical_names_may_be_mixed(devices8):
     shape = {"data": 2, "model": 2, "expert": 2}
     axes = ("model", "expert")

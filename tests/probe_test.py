@@ -304,6 +304,8 @@ def test_what_is_sown_is_not_carried(devices8):
     variables = jax.eval_shape(lambda: init_variables(Model(), jax.random.key(0), BATCH))
     assert {"growing", "losses"} <= set(variables)
     mesh = make_mesh({"data": 8})
-    carried = find_carried_collections(Model(), variables, BATCH, mesh, data_axes=("data",))
+    carried = find_carried_collections(
+        Model(), variables, BATCH, mesh, mode="manual", data_axes=("data",)
+    )
     assert set(carried) == {"batch_stats"}
     assert set(carried["batch_stats"]["BatchNorm_0"]) == {"mean", "var"}

@@ -338,12 +338,6 @@ def test_a_bad_threshold_is_refused(devices8, size):
         build(fsdp, make_mesh({"data": 8}, devices8), optax.sgd(0.1), min_weight_size=size)
 
 
-def test_explicit_axes_are_refused(devices8):
-    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Explicit,), devices=devices8)
-    with pytest.raises(ValueError, match=r"Build it with manualpar.make_mesh"):
-        build(fsdp, mesh, optax.sgd(0.1))
-
-
 def test_a_later_batch_that_does_not_divide_is_refused(devices8):
     program = build(fsdp, make_mesh({"data": 8}, devices8), optax.sgd(0.1))
     state = program.init(jax.random.key(0))

@@ -28,7 +28,7 @@ ORDER = """
     fsdp data_parallel zero reference
     program replicas
     starting
-    probe
+    probe initialise
     step
     update
     modes remat
@@ -42,7 +42,7 @@ ORDER = """
     collectives array_box module_fields
     dispatch
     rng train_state
-    mesh loss collection_sync donation divergence compiler_options untrusted
+    mesh mesh_context loss collection_sync donation divergence compiler_options untrusted
 """
 RANKS = {
     unit: rank

@@ -1,0 +1,121 @@
+"""The mesh that JAX finds around a call, and what is said where a model's shardings do not fit it.
+
+`jax.set_mesh(mesh)` changes what a trace means: under it every array has a type on that mesh. A
+program has a mesh of its own. So it is built, and its functions are called, with no mesh around
+them, whatever the caller has set; and each mode hands the model the mesh that the mode is about.
+
+A model may say shardings in ways that belong to one mode: `with_sharding_constraint` to automatic
+axes, `out_sharding=` to explicit ones. In another mode JAX refuses them, each with words of its
+own. Here they get one sentence, which names the mode to use.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+# What JAX says, the construct that it says it of, and the mode that the construct is written for.
+_CONSTRUCTS = (
+    (r"with_sharding_constraint", "jax.lax.with_sharding_constraint", "auto"),
+    (r"`manual_axis_type` field", "a NamedSharding of the whole mesh", "auto"),
+    (r"passed to device_put", "jax.device_put to a PartitionSpec", "auto"),
+    (r"mesh passed to shard_map", "jax.shard_map over a mesh", "auto"),
+    (r"PartitionSpec passed to (\S+) cannot contain", "a sharding in {}", "explicit"),
+    (
+        r"PartitionSpec when you are not under a mesh",
+        "a PartitionSpec (out_sharding=, reshard)",
+        "explicit",
+    ),
+    (r"Going from `Manual` AxisType", "jax.sharding.auto_axes or explicit_axes", "explicit"),
+)
+# What does not fit in the mode that it is written for, and the mend.
+_MENDS = (
+    (r"does not evenly divide the dimension", "Shard a dim that divides, or build another mesh"),
+    (r"ambiguous how the output should be", "Say so with out_sharding= there, or use mode='auto'"),
+)
+_REASONS = {
+    "manual": "every device runs the model on its own part of the batch alone",
+    "explicit": "the types of arrays say how they are sharded",
+    "auto": "XLA decides how arrays are sharded, and their types do not say it",
+    "auto-unconstrained": "XLA alone decides how arrays are sharded",
+}
+_UNKNOWN_AXIS = re.compile(r"Resource axis: (\S+) of (.*) is not found in mesh: (\(.*?\))")
+
+
+def no_mesh() -> contextlib.AbstractContextManager[Any]:
+    """A context in which no mesh is set, whatever `jax.set_mesh` has set around it."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+class OutsideMeshes:
+    """A jitted function that is called, traced and lowered with no mesh set around it.
+
+    Attributes:
+      jitted: The function itself.
+    """
+
+    def __init__(self, jitted: Any) -> None:
+        self.jitted = jitted
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the function."""
+        with no_mesh():
+            return self.jitted(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.jitted, name)
+        return _outside(value) if name in ("eval_shape", "lower", "trace") else value
+
+
+def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with no_mesh():
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def explain_shardings(strategy: str, mode: str) -> Iterator[None]:
+    """Says in our words what a model may not say about shardings in a mode.
+
+    Args:
+      strategy: Its name, for messages.
+      mode: The mode.
+
+    Raises:
+      ValueError: What JAX refuses is a sharding that the model states; other errors pass as they
+        are.
+    """
+    try:
+        yield
+    except Exception as error:
+        said = str(error).strip()
+        unknown = _UNKNOWN_AXIS.search(said)
+        if unknown:
+            axis, spec, axes = unknown.groups()
+            raise ValueError(
+                f"{strategy}: the model or the loss shards an array as {spec}, but the mesh has "
+                f"the axes {axes}, and {axis!r} is none of them. Name one of these, or build the "
+                "mesh with the axis."
+            ) from error
+        first_line = said.partition("\n")[0]
+        for pattern, mend in _MENDS:
+            if re.search(pattern, said):
+                raise ValueError(
+                    f"{strategy}: the model or the loss shards an array as does not fit "
+                    f"mode={mode!r}: {first_line} {mend}."
+                ) from error
+        for pattern, construct, needed in _CONSTRUCTS:
+            found = re.search(pattern, said)
+            if found and needed != mode:
+                name = construct.format(*found.groups())
+                raise ValueError(
+                    f"{strategy}: the model or the loss uses {name} with mode={mode!r}; expected "
+                    f"none, because {_REASONS[mode]}. Use mode={needed!r}, or take it out. (JAX "
+                    f"says: {first_line})"
+                ) from error
+        raise

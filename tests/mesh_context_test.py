@@ -1,0 +1,203 @@
+"""Whatever mesh is set around a program it works, and a sharding that fits no mode is explained."""
+
+import contextlib
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from manualpar import Batch, data_parallel, fsdp, make_mesh
+from tests.one_device import train_on_one_device, train_program
+
+INIT = nn.initializers.lecun_normal()
+RNG = np.random.default_rng(0)
+BATCH = Batch(*(RNG.normal(size=(8, 16)).astype(np.float32) for _ in range(2)))
+
+
+class Says(nn.Module):
+    """Two products, and between them what a test has the model say."""
+
+    say: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.relu(nn.Dense(16, name="up")(x))
+        return nn.Dense(16, name="down")(self.say(h) if self.say else h)
+
+
+class NNXSays(nnx.Module):
+    def __init__(self, say, rngs):
+        self.up, self.down = (nnx.Linear(16, 16, rngs=rngs) for _ in range(2))
+        self.say = say
+
+    def __call__(self, x):
+        return self.down(self.say(nnx.relu(self.up(x))))
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    losses = jnp.square(apply_fn({"params": params}, batch.inputs) - batch.labels).mean(-1)
+    return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+
+def build(model, mesh, builder=fsdp, **options):
+    if builder is fsdp:
+        options.setdefault("min_weight_size", 0)
+    return builder(model, optax.sgd(0.1), loss_fn, mesh=mesh, batch=BATCH, **options)
+
+
+def explicit_mesh(devices):
+    return jax.make_mesh((2, 4), ("data", "model"), (AxisType.Explicit,) * 2, devices=devices)
+
+
+def constrain(h):
+    return jax.lax.with_sharding_constraint(h, P("data", "model"))
+
+
+def product(h):
+    return jnp.dot(h, jnp.ones((16, 16)), out_sharding=P("data", None))
+
+
+def reshard(h):
+    return jax.sharding.reshard(h, P("data", None))
+
+
+def draw(h):
+    return h + jax.random.normal(jax.random.key(0), (16,), out_sharding=P("model"))
+
+
+def back_to_auto(h):
+    return jax.sharding.auto_axes(jnp.sin, out_sharding=P("data", None))(h)
+
+
+def named(mesh, h):
+    return jax.lax.with_sharding_constraint(h, NamedSharding(mesh, P("data", None)))
+
+
+def mapped(mesh, h):
+    return jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(h)
+
+
+def spmd(h):
+    def row(x):
+        return jax.lax.with_sharding_constraint(x, P("model"))
+
+    return jax.vmap(row, spmd_axis_name="data")(h)
+
+
+def put(h):
+    return jax.device_put(h, P("data", None))
+
+
+@pytest.mark.parametrize(
+    ("say", "name", "mode", "mend"),
+    [
+        (constrain, "jax.lax.with_sharding_constraint", "manual", "auto"),
+        (named, "a NamedSharding of the whole mesh", "manual", "auto"),
+        (constrain, "jax.lax.with_sharding_constraint", "explicit", "auto"),
+        (constrain, "jax.lax.with_sharding_constraint", "auto-unconstrained", "auto"),
+        (spmd, "jax.lax.with_sharding_constraint", "manual", "auto"),
+        (mapped, "jax.shard_map over a mesh", "manual", "auto"),
+        (put, "jax.device_put to a PartitionSpec", "manual", "auto"),
+        (product, "(a sharding in dot|a PartitionSpec)", "manual", "explicit"),
+        (product, "a sharding in dot", "auto", "explicit"),
+        (reshard, "(a sharding in reshard|a PartitionSpec)", "manual", "explicit"),
+        (draw, "(a sharding in normal|a PartitionSpec)", "manual", "explicit"),
+        (back_to_auto, "jax.sharding.auto_axes or explicit_axes", "manual", "explicit"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+@pytest.mark.parametrize("nnx_too", [False, True], ids=["linen", "nnx"])
+def test_a_sharding_of_another_mode_is_refused_with_the_mode_to_use(
+    devices8, say, name, mode, mend, nnx_too
+):
+    mesh = make_mesh({"data": 2, "model": 4}, devices8)
+    if say in (named, mapped):
+        say = functools.partial(say, mesh)
+    model = functools.partial(NNXSays, say) if nnx_too else Says(say)
+    message = rf"data_parallel: .* uses {name}.* with mode='{mode}'.* Use mode='{mend}'"
+    with pytest.raises(ValueError, match=message):
+        build(model, mesh, data_parallel, mode=mode)
+
+
+def test_a_constraint_that_vmap_makes_is_refused_before_it_is_lowered(devices8):
+    def say(h):
+        row = functools.partial(jax.lax.with_sharding_constraint, shardings=P())
+        return jax.vmap(row, spmd_axis_name="data")(h)
+
+    mesh = make_mesh({"data": 2, "model": 4}, devices8)
+    message = r"fsdp: .* constrains an array to P\('data',\) with mode='manual'.*mode='auto'"
+    with pytest.raises(ValueError, match=message):
+        build(functools.partial(NNXSays, say), mesh)
+
+
+def test_a_constraint_to_an_axis_that_the_mesh_lacks_is_refused(devices8):
+    mesh = make_mesh({"data": 8}, devices8)
+    with pytest.raises(ValueError, match=r"fsdp: .* has the axes \('data',\), and 'model' is none"):
+        build(Says(constrain), mesh, mode="auto")
+
+
+def test_other_errors_of_a_model_pass_as_they_are(devices8):
+    def fail(h):
+        raise KeyError("its own")
+
+    for mode in ("auto", "explicit", "manual"):
+        with pytest.raises(KeyError, match="its own"):
+            build(Says(fail), make_mesh({"data": 8}, devices8), mode=mode)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return train_on_one_device(Says(), optax.sgd(0.1), [BATCH] * 2, loss_fn)
+
+
+def assert_trains(program, batches, reference, is_set):
+    with is_set():
+        state, losses = train_program(program, batches)
+    np.testing.assert_allclose(jax.device_get(losses), reference.losses, rtol=1e-5)
+    for x, expected in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(reference.params), strict=True
+    ):
+        np.testing.assert_allclose(jax.device_get(x), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["manual", "auto", "explicit"])
+def test_a_program_under_the_explicit_mesh_that_jax_makes(devices8, reference, mode):
+    mesh = explicit_mesh(devices8)
+    with jax.set_mesh(mesh):
+        program = build(Says(), mesh, mode=mode)
+        batch = jax.device_put(BATCH, program.batch_sharding)
+    assert_trains(program, [batch] * 2, reference, lambda: jax.set_mesh(mesh))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["manual", "auto", "explicit", "auto-unconstrained"])
+@pytest.mark.parametrize("is_explicit", [False, True])
+def test_any_mesh_set_or_not_set(devices8, reference, mode, is_explicit):
+    mesh = explicit_mesh(devices8)
+    if not is_explicit:
+        mesh = make_mesh({"data": 2, "model": 4}, devices8)
+    for is_set in (contextlib.nullcontext, lambda: jax.set_mesh(mesh)):
+        with is_set():
+            program = build(Says(), mesh, mode=mode, num_minibatches=2)
+            state = program.init(jax.random.key(0))
+            total, count = program.eval_step(state, BATCH)["loss"]
+            np.testing.assert_allclose(total / count, reference.losses[0], rtol=1e-5)
+        for batch in (BATCH, jax.device_put(BATCH, program.batch_sharding)):
+            assert_trains(program, [batch] * 2, reference, is_set)
+
+
+def test_another_mesh_that_is_set_does_not_reach_the_program(devices8, reference):
+    mesh = make_mesh({"data": 2, "model": 4}, devices8)
+    with jax.set_mesh(explicit_mesh(devices8)):
+        program = build(Says(), mesh)
+        state = program.init(jax.random.key(0))
+        _, metrics = program.train_step(state, BATCH)
+        total, count = jax.device_get(metrics["loss"])
+    np.testing.assert_allclose(total / count, reference.losses[0], rtol=1e-5)
