@@ -115,7 +115,9 @@ def box_parameter(
     names = place.sharded_names if as_state else place.names
     padding = place.padding if as_state else place.parameter_padding
     axes = tuple(axis for name in names for axis in axis_tuple(name))
-    is_cast = wire.casts and jnp.issubdtype(x.dtype, jnp.floating)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        wire = wire.uncast  # A complex parameter travels as it is.
+    is_cast = wire.casts
     if not axes and not is_cast:
         return x
     sizes: tuple[int | None, ...] = ()

@@ -16,11 +16,15 @@ So each level of a program, the outermost one and the body of each such scan, ha
 its own, whose policy knows the sizes of what is gathered at that level; and where there is one,
 what it must not govern is put into a function with a rule for its own gradient, which keeps what it
 would keep by itself.
+
+JAX rounds what a checkpoint keeps to its dtype, and refuses to round complex numbers. So the policy
+keeps none: a complex result that is not a parameter is taken apart, its real and imaginary parts
+are kept, and the backward pass puts them together again.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -63,11 +67,16 @@ class DropGathered:
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> bool:
         """Whether the result of an operation may be kept for the backward pass."""
-        name = primitive.name
-        if (name not in GATHERS and name not in CASTS) or params.get("name") == OWN_RESIDUAL:
+        if params.get("name") == OWN_RESIDUAL:
             return True
-        size = avals[0].size * params.get("axis_size", 1)
-        return size not in self.sizes
+        is_complex = primitive.name == "complex" or any(map(_is_complex, avals))
+        return not is_complex and not self.drops(primitive.name, avals, params)
+
+    def drops(self, name: str, avals: Sequence[Any], params: dict[str, Any]) -> bool:
+        """Whether an operation gathers a parameter, or casts one that was gathered."""
+        if name not in GATHERS | CASTS or params.get("name") == OWN_RESIDUAL:
+            return False
+        return avals[0].size * params.get("axis_size", 1) in self.sizes
 
 
 def drop_gathered(sizes: frozenset[int]) -> DropGathered:
@@ -133,7 +142,11 @@ def _evaluate(
     jaxpr: Jaxpr, sizes: frozenset[int], consts: Any, args: Any, *, isolate: bool
 ) -> list[Any]:
     """Runs a jaxpr; `isolate` keeps what is protected from the policy around it."""
-    if not _any_inside(jaxpr, lambda eqn: _is_protected(eqn, sizes)):
+
+    def needs_care(eqn: Any) -> bool:
+        return _is_protected(eqn, sizes) or (isolate and _has_complex(eqn))
+
+    if not _any_inside(jaxpr, needs_care):
         return list(jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args))
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
@@ -142,11 +155,13 @@ def _evaluate(
 
     for eqn in jaxpr.eqns:
         args = [read(variable) for variable in eqn.invars]
-        if not _any_inside(eqn, lambda eqn: _is_protected(eqn, sizes), itself=True):
+        if not _any_inside(eqn, needs_care, itself=True):
             out = _run_equation(eqn, args, jaxpr.debug_info)
         else:
             with jax.named_scope(str(eqn.source_info.name_stack)):
                 out = _run_nested(eqn, sizes, args, jaxpr.debug_info, isolate=isolate)
+            if isolate and _has_complex(eqn) and not _keeps_itself(eqn, sizes):
+                out = [_kept(x) for x in out]
         values.update(zip(eqn.outvars, out, strict=True))
     return [read(variable) for variable in jaxpr.outvars]
 
@@ -218,7 +233,7 @@ def _with_own_residuals(function: Callable[..., Any]) -> Callable[..., Any]:
         )
         # The name gives what is kept an equation of its own. That of a scan, it would be copied by
         # a second one, for an equation is either run once or in both passes.
-        return jax.tree.map(lambda x: checkpoint_name(x, OWN_RESIDUAL), (out, (vjp, wanted)))
+        return jax.tree.map(_kept, (out, (vjp, wanted)))
 
     def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
         vjp, wanted = kept
@@ -263,6 +278,29 @@ def _instantiate(cotangent: Any) -> Any:
     return jax.sharding.reshard(zero, aval.sharding.spec) if is_typed else zero
 
 
+def _kept(x: jax.Array) -> jax.Array:
+    """A value that the policy keeps, in two parts if it is complex."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jax.lax.complex(_kept(x.real), _kept(x.imag))
+    return checkpoint_name(x, OWN_RESIDUAL)
+
+
+def _is_complex(aval: Any) -> bool:
+    return jnp.issubdtype(getattr(aval, "dtype", float), jnp.complexfloating)
+
+
+def _has_complex(eqn: Any) -> bool:
+    """Whether an equation takes complex numbers or results in some."""
+    return any(_is_complex(variable.aval) for variable in (*eqn.invars, *eqn.outvars))
+
+
+def _keeps_itself(eqn: Any, sizes: frozenset[int]) -> bool:
+    """Whether what is to be kept of an equation's results has been, or is a parameter's."""
+    if eqn.primitive.name in {"jit", "pjit", "scan"} | REMAT_PRIMITIVES:
+        return True
+    return _any_inside(eqn, lambda eqn: _drops(eqn, sizes), itself=True)
+
+
 def _is_protected(eqn: Any, sizes: frozenset[int]) -> bool:
     """Whether an equation must be kept from the policy that holds around it."""
     name = eqn.primitive.name
@@ -270,15 +308,16 @@ def _is_protected(eqn: Any, sizes: frozenset[int]) -> bool:
         return True
     if name != "scan":
         return False
-    return _any_inside(eqn, lambda eqn: _drops(eqn, sizes) or _is_protected(eqn, sizes))
+    return _any_inside(
+        eqn,
+        lambda eqn: _drops(eqn, sizes) or _is_protected(eqn, sizes) or _has_complex(eqn),
+    )
 
 
 def _drops(eqn: Any, sizes: frozenset[int]) -> bool:
     """Whether the policy drops what an equation results in."""
-    if eqn.primitive.name not in GATHERS | CASTS:
-        return False
-    avals = (variable.aval for variable in eqn.invars)
-    return not drop_gathered(sizes)(eqn.primitive, *avals, **eqn.params)
+    avals = [variable.aval for variable in eqn.invars]
+    return drop_gathered(sizes).drops(eqn.primitive.name, avals, eqn.params)
 
 
 def _gathered_at_level(x: Any, sizes: frozenset[int]) -> Iterator[int]:

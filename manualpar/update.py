@@ -183,7 +183,7 @@ def map_in_scopes(function: Callable[..., Any], placements: Any, *trees: Any) ->
 
 def global_norm(tree: Any) -> jax.Array:
     """The Euclidean norm of a tree of global arrays, `float32[]`."""
-    squares = [jnp.square(jnp.abs(x.astype(jnp.float32))).sum() for x in jax.tree.leaves(tree)]
+    squares = [jnp.square(jnp.abs(x).astype(jnp.float32)).sum() for x in jax.tree.leaves(tree)]
     return jnp.sqrt(jnp.stack(squares).sum())
 
 
