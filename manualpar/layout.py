@@ -224,6 +224,18 @@ def describe_parameters(
     return jax.tree_util.tree_map_with_path(info, params, is_leaf=is_box)
 
 
+def check_unmixed(info: ParameterInfo, data_axes: tuple[str, ...]) -> None:
+    """Refuses a dim over a data axis and another: one's gradients are reduced, the other's not."""
+    for dim, name in enumerate(info.names):
+        axes = set(axis_tuple(name))
+        if axes & set(data_axes) and axes - set(data_axes):
+            raise ValueError(
+                f"model: parameter {info.path!r} of shape {info.shape} is sharded along dim {dim} "
+                f"over {name!r}, of which only {sorted(axes & set(data_axes))} split the batch; "
+                "expected data axes or other axes. Annotate two dims, or one of the axes."
+            )
+
+
 def like_params(tree: Any, params: Any, values: Any, default: Any) -> Any:
     """Gives each leaf of an optimizer's state what is said of the parameter that it belongs to.
 

@@ -27,6 +27,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from manualpar.mesh import naming_unbound_axes
+
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
 LossFn = Callable[[Any, Callable[..., Any], Any, jax.Array], tuple[jax.Array, Mapping[str, Any]]]
 
@@ -35,13 +37,14 @@ def call_loss(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Metrics]:
     """Calls a loss function and checks what it returns, while it is traced.
 
     Raises:
-      ValueError: The loss is not a scalar, or metrics are not pairs of scalars with `"loss"` among
-        them.
+      ValueError: The loss is not a scalar, metrics are not pairs of scalars with `"loss"` among
+        them, or a collective is over an axis that is not bound.
       TypeError: It does not return a pair of a loss and a mapping, or a loop in it or in the model
         starts from a constant.
     """
     try:
-        result = loss_fn(*args)
+        with naming_unbound_axes():
+            result = loss_fn(*args)
     except TypeError as error:
         mismatch = next((x for x in str(error).splitlines() if "manual axis types" in x), None)
         if mismatch is None:

@@ -9,10 +9,12 @@ several, else a process. One slice of TPUs is one host, for its own network join
 """
 
 import collections
+import contextlib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,6 +55,53 @@ def check_axes_bound(function: str, axes: tuple[str, ...]) -> None:
             f"jax.shard_map, which binds {list(bound)}. Call it inside a shard_map over a mesh "
             "that has the axis."
         )
+
+
+@contextlib.contextmanager
+def naming_unbound_axes() -> Iterator[None]:
+    """Names the axis where a model or a loss calls a collective over one that is not bound.
+
+    Raises:
+      ValueError: In place of JAX's errors, of which one says nothing at all.
+    """
+    try:
+        yield
+    except (AssertionError, NameError) as error:
+        name = _unbound_axis(error)
+        if name is None:
+            raise
+        mesh = jax.sharding.get_abstract_mesh()
+        bound = list(mesh.manual_axes)
+        meant = name if name in mesh.axis_names else [*mesh.axis_names, "data"][0]
+        where, mend = (
+            "in this mode there is none, because the batch is that of all devices",
+            "leave it out, or use mode='manual'",
+        )
+        if bound:
+            where = f"the mesh has the axes {bound}"
+            mend = (
+                f"write an axis of the mesh, or build make_mesh({{{name!r}: -1}}) and pass "
+                f"axis_name={name!r}"
+            )
+        raise ValueError(
+            f"model or loss_fn: something reduces over a mesh axis {name!r}, but {where}. If it is "
+            f"a layer with axis_name={name!r}, such as BatchNorm, say which axes that means: "
+            f"axis_aliases={{{name!r}: {meant!r}}}. If it is a collective that "
+            f"you call, such as jax.lax.pmean(x, {name!r}), {mend}."
+        ) from error
+
+
+def _unbound_axis(error: BaseException) -> str | None:
+    """The axis that JAX did not find; `None` if the error is another."""
+    if isinstance(error, NameError):
+        found = re.search(r"unbound axis name: (\w+)", str(error))
+        return found[1] if found else None
+    # An assertion without a word, about what a function was called with.
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    names = frame.f_locals.get("axis_name")
+    names = names if isinstance(names, tuple | list | frozenset) else (names,)
+    unbound = [x for x in names if isinstance(x, str) and not is_axis_bound(x)]
+    return unbound[0] if unbound and not error.args else None
 
 
 def check_mesh_has(function: str, mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> None:

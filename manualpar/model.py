@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from manualpar.mesh import naming_unbound_axes
 from manualpar.module_fields import leave_out_annotations
 from manualpar.nnx_model import NNXModel, class_of, for_evaluation
 from manualpar.recurrence import varying_linen_carries
@@ -101,7 +102,8 @@ def apply_model(model: nn.Module, variables: dict[str, Any], *args: Any, **kwarg
 
     Initializers, which flax calls for the shapes, leave out their annotations.
     """
-    with varying_linen_carries((args, kwargs)), nn.intercept_methods(leave_out_annotations):
+    plain_initializers = nn.intercept_methods(leave_out_annotations)
+    with naming_unbound_axes(), varying_linen_carries((args, kwargs)), plain_initializers:
         return model.apply(variables, *args, **kwargs)
 
 

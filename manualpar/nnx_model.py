@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from manualpar.axis_names import AliasedLinen, AxisAliases
 from manualpar.nnx_streams import stream_keys, stream_variable
 from manualpar.nnx_variables import Path, annotate, gathering_variable, path_name
 from manualpar.recurrence import vary_nnx_carries
@@ -101,7 +102,7 @@ def for_evaluation(model: Any) -> Any:
 
 def class_of(model: Any) -> type:
     """The class in which the methods of a model are written."""
-    return type(model.module if isinstance(model, NNXModel) else model)
+    return type(model.module if isinstance(model, NNXModel | AliasedLinen) else model)
 
 
 def collection_of(leaf: Any) -> str | None:
@@ -127,12 +128,14 @@ class NNXModel:
       make: Makes it from a key.
       loop_dims: See `with_loop_dims`.
       is_evaluated: Whether every call is one of evaluation.
+      axis_aliases: What axis names in the module stand for.
     """
 
     module: nnx.Module
     make: Callable[[jax.Array], nnx.Module]
     loop_dims: Mapping[str, frozenset[int]] | None = None
     is_evaluated: bool = False
+    axis_aliases: AxisAliases | None = None
 
     def __repr__(self) -> str:
         return f"NNXModel({type(self.module).__name__})"
@@ -193,6 +196,8 @@ class NNXModel:
             sharded, or asks for random numbers of which it was given no key.
         """
         module = self._merge(variables, rngs)
+        if self.axis_aliases:
+            self.axis_aliases.rename(module)
         vary_nnx_carries(module, (args, kwargs))
         call = getattr(module, method or "__call__") if not callable(method) else method
         names = _parameters(call)

@@ -16,6 +16,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from manualpar.annotations import check_rules
+from manualpar.axis_names import with_axis_aliases
 from manualpar.collection_sync import check_sync_collections
 from manualpar.collectives import EXAMPLES_SCOPE, Wire
 from manualpar.dispatch import guard_step
@@ -24,6 +25,7 @@ from manualpar.initialise import initialisation, model_on_mesh, typed_specs
 from manualpar.layout import (
     ParameterInfo,
     Placement,
+    check_unmixed,
     describe_parameters,
     gathered_sizes,
     like_params,
@@ -149,6 +151,8 @@ def _build(
     # Building asks for nothing that an abstract mesh lacks. States and batches lie on the mesh that
     # was given, whose axes may be explicit; a step runs on the same one with automatic axes.
     given, mesh = cast("tuple[Mesh, Mesh]", given_and_auto_mesh(options["mesh"]))
+    aliases = options.get("axis_aliases", {})
+    applied = with_axis_aliases(name, applied, aliases, mesh=mesh, data_axes=axes)
     rules = check_rules(name, options.get("rules", ()), mesh)
     param_dtype, wire = check_wire(name, mode, options)
     batch = abstract_batch(f"{name}: batch", batch)
@@ -300,7 +304,7 @@ def _place_parameters(
 
     def place_all(params: Any, loop_dims: Mapping[str, frozenset[int]]) -> tuple[Any, Any]:
         infos = describe_parameters(params, loop_dims, mesh, step.rules)
-        jax.tree.map(lambda info: _check_unmixed(info, step.data_axes), infos)
+        jax.tree.map(lambda info: check_unmixed(info, step.data_axes), infos)
         return infos, jax.tree.map(lambda info: strategy.place(info, shard_axes, axis_size), infos)
 
     # Whatever would be sharded if no loop ran over it is looked at, and what is annotated or cast.
@@ -330,18 +334,6 @@ def _place_parameters(
         gathers_in_loss=step.mode == "manual" and strategy.gather_every == "minibatch",
     )
     return place_all(params, loop_dims)
-
-
-def _check_unmixed(info: ParameterInfo, data_axes: tuple[str, ...]) -> None:
-    """Refuses a dim over a data axis and another: one's gradients are reduced, the other's not."""
-    for dim, name in enumerate(info.names):
-        axes = set(axis_tuple(name))
-        if axes & set(data_axes) and axes - set(data_axes):
-            raise ValueError(
-                f"model: parameter {info.path!r} of shape {info.shape} is sharded along dim {dim} "
-                f"over {name!r}, of which only {sorted(axes & set(data_axes))} split the batch; "
-                "expected data axes or other axes. Annotate two dims, or one of the axes."
-            )
 
 
 def _check_arguments(

@@ -45,6 +45,9 @@ class ProgramOptions(TypedDict, total=False):
         If not given, the model is called with `batch.inputs`. NNX models are not called.
       axis_name: The mesh axis, or tuple of axes, that the batch is split over, and over which a
         strategy shards; `"data"` if not given.
+      axis_aliases: The mesh axis, or tuple of axes, that each name stands for in the fields
+        `axis_name` of the model's modules, where the mesh has no such axis: `{"batch": "data"}` for
+        `nn.BatchNorm(axis_name="batch")`; none if not given.
       num_minibatches: How many parts a device takes its share of the batch in, to hold the
         activations of one; 1 if not given.
       use_scan: Whether the parts run in a `jax.lax.scan` (compiled once) and not unrolled.
@@ -109,6 +112,7 @@ class ProgramOptions(TypedDict, total=False):
     batch: Required[Any]
     init_args: Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]] | None
     axis_name: AxisName
+    axis_aliases: Mapping[str, AxisName]
     num_minibatches: int
     use_scan: bool
     mode: Mode

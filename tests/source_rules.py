@@ -38,11 +38,11 @@ ORDER = """
     partitioning model
     nnx_model
     nnx_streams recurrence
-    nnx_variables
+    nnx_variables axis_names
     collectives array_box module_fields
     dispatch
-    rng train_state
-    mesh mesh_context loss collection_sync donation divergence compiler_options untrusted
+    rng train_state loss
+    mesh mesh_context collection_sync donation divergence compiler_options untrusted
 """
 RANKS = {
     unit: rank
