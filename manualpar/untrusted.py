@@ -7,11 +7,12 @@ exhausts the stack. Here each of these is an error that says what was found.
 Every message completes a sentence that begins with the name of the file: `is a FIFO, ...`.
 """
 
+import io
 import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 MAX_BYTES = 1 << 26
 MAX_DEPTH = 64
@@ -35,7 +36,7 @@ def kind_of(mode: int) -> str:
     return KINDS.get(stat.S_IFMT(mode), "a file")
 
 
-def open_file(path: Path, *, follow_links: bool = False) -> BinaryIO:
+def open_file(path: Path, *, follow_links: bool = False) -> io.BufferedReader:
     """Opens a regular file for reading, and nothing else; never waits for another process.
 
     Args:
@@ -69,13 +70,12 @@ def read_file(path: Path, *, follow_links: bool = False, max_bytes: int = MAX_BY
       OSError: It cannot be read, or is not a file.
     """
     with open_file(path, follow_links=follow_links) as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise ValueError(f"has more than {max_bytes:,} bytes")
-    return data
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise ValueError(f"has more than {max_bytes:,} bytes")
+        return file.read()
 
 
-def create_file(path: Path) -> BinaryIO:
+def create_file(path: Path) -> io.BufferedWriter:
     """Creates a file for writing; what has the name goes, and a link is not followed.
 
     Raises:
@@ -86,26 +86,28 @@ def create_file(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
-def parse_object(text: bytes | str, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+def parse_object(
+    text: bytes | str, *, max_bytes: int = MAX_BYTES, allow_nan: bool = False
+) -> dict[str, Any]:
     """Parses a JSON object.
 
     Args:
       text: The text; bytes are UTF-8.
       max_bytes: How long it may be.
+      allow_nan: Whether to take NaN and Infinity, which Python writes and JSON does not have.
 
     Returns:
       The object. Nothing in it is nested deeper than `MAX_DEPTH`, so that functions that call
       themselves may look through it.
 
     Raises:
-      ValueError: It is longer, not UTF-8, not JSON (NaN and Infinity are not), nested deeper, or
-        another value than an object.
+      ValueError: It is longer, not UTF-8, not JSON, nested deeper, or another value than an object.
     """
     if len(text) > max_bytes:
         raise ValueError(f"has more than {max_bytes:,} bytes")
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=float if allow_nan else _refuse_constant)
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 (byte {error.start})") from None
     except RecursionError:

@@ -1,5 +1,7 @@
 """The manifest notices every change."""
 
+import hashlib
+import json
 import os
 
 import pytest
@@ -92,3 +94,71 @@ def test_an_error_while_reading_is_not_passed_over(folder, monkeypatch):
     monkeypatch.setattr("os.scandir", fail)
     with pytest.raises(PermissionError):
         write_manifest(folder, step=7, metrics={})
+
+
+DIGEST = "0" * 64
+HOSTILE_NAMES = ["../x", "/etc/passwd", "a/../../x", "..", ".", "", "a/", "//a", "./a", "a//b"]
+HOSTILE_NAMES += ["a\0b", "a\nb", "\udcff", "\ud800", MANIFEST]
+
+
+def hostile(content):
+    """Manifests whose checksum is right, and which no save writes."""
+    for name in HOSTILE_NAMES:
+        yield {**content, "files": {name: [0, DIGEST]}}
+    entries = [None, 3, "x", [], [1], [1, DIGEST, 1], ["1", DIGEST], [-1, DIGEST], [1.0, DIGEST]]
+    entries += [[True, DIGEST], [10**30, DIGEST], [1, None], [1, "x"], [1, DIGEST.upper() + "F"]]
+    for entry in entries:
+        yield {**content, "files": {"a": entry}}
+    for step in (None, "7", 7.0, True, -1, [7], 10**30):
+        yield {**content, "step": step}
+    for metrics in (None, "loss", [1], {"loss": "x"}, {"loss": None}, {"loss": 10**400}):
+        yield {**content, "metrics": metrics}
+    for files in (None, "a", [["a", 1, DIGEST]], 3):
+        yield {**content, "files": files}
+
+
+def test_a_manifest_that_was_made_to_do_harm_is_refused(folder):
+    content = json.loads((folder / MANIFEST).read_text())
+    del content["sha256"]
+    for forged in hostile(content):
+        checksum = hashlib.sha256(json.dumps(forged, sort_keys=True).encode()).hexdigest()
+        text = json.dumps({"sha256": checksum, **forged}, indent=1, sort_keys=True) + "\n"
+        (folder / MANIFEST).write_text(text)
+        with pytest.raises(DamagedError, match=r"^manifest\.json is not as it was written: ."):
+            read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, "[]", "null", '{"step": ' + "9" * 10_000 + "}", '{"a": NaN}', "{}"]
+)
+def test_what_is_no_manifest_is_refused(folder, text):
+    (folder / MANIFEST).write_text(text)
+    with pytest.raises(DamagedError, match=r"^manifest\.json is not as it was written: ."):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "state/b", "state/d", "state/extra"])
+def test_nothing_but_folders_and_files_is_looked_into(folder, tmp_path_factory, name):
+    manifest, path = read_manifest(folder), folder / name
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "copy"
+    if path.exists():
+        path.rename(elsewhere)
+    else:
+        elsewhere.write_text("")
+    for kind in ("link", "FIFO"):
+        if kind == "link":
+            path.symlink_to(elsewhere)
+        else:
+            os.mkfifo(path)
+        with pytest.raises(DamagedError, match=f"^{name} is a {kind}, expected a file$"):
+            verify_files(folder, read_manifest(folder) if name == MANIFEST else manifest)
+        path.unlink()
+
+
+def test_a_link_is_no_checkpoint(folder, tmp_path_factory):
+    link = tmp_path_factory.mktemp("elsewhere") / "7"
+    link.symlink_to(folder)
+    with pytest.raises(DamagedError, match=r"^it is a link, expected a folder$"):
+        read_manifest(link)
+    with pytest.raises(DamagedError, match=r"^it is a file, expected a folder$"):
+        read_manifest(folder / "a")

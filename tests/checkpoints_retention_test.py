@@ -1,13 +1,18 @@
 """Which checkpoints stay."""
 
+import os
+
 import pytest
 
+from manualpar.checkpoints.manifest import write_manifest
 from manualpar.checkpoints.retention import (
     Retention,
     delete_leftovers,
     delete_steps,
+    find_leftovers,
     list_steps,
     put_in_place,
+    read_metrics,
 )
 
 LOSSES = {1: {"loss": 4.0}, 2: {"loss": 1.0}, 3: {"loss": 2.0}, 4: {}, 5: {"loss": 3.0}}
@@ -69,3 +74,43 @@ def test_checkpoints_of_another_course_are_set_aside_not_deleted(tmp_path):
     assert (tmp_path / "3.superseded-2" / "second").exists()
     put(tmp_path, 0, -1)
     assert list_steps(tmp_path) == [0]
+
+
+def test_what_no_save_leaves_is_not_deleted_nor_followed(tmp_path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("keep")
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for name in ("7.unfinished", "7.unfinished.orbax-checkpoint-tmp", "7.deleted"):
+        makers = {
+            "link": lambda path: path.symlink_to(precious),
+            "file": lambda path: path.write_text(""),
+            "FIFO": os.mkfifo,
+        }
+        for kind, make in makers.items():
+            make(folder / name)
+            with pytest.raises(ValueError, match=f"{name} is a {kind}, and a save needs the name"):
+                delete_leftovers(folder)
+            (folder / name).unlink()
+    assert (precious / "file").read_text() == "keep"
+    assert find_leftovers(tmp_path / "none") == []
+
+
+def test_a_link_among_checkpoints_is_neither_read_nor_deleted(tmp_path):
+    folder = tmp_path / "checkpoints"
+    (tmp_path / "elsewhere").mkdir()
+    write_manifest(tmp_path / "elsewhere", step=1, metrics={})
+    folder.mkdir()
+    put(folder, 2, 1)
+    (folder / "1").symlink_to(tmp_path / "elsewhere")
+    assert read_metrics(folder, [1, 2]) == {}
+    (folder / "2.superseded-1").symlink_to("none")
+    put(folder, 0, -1)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "0",
+        "1.superseded-1",
+        "2.superseded-1",
+        "2.superseded-2",
+    ]
+    assert (tmp_path / "elsewhere" / "manifest.json").exists()

@@ -246,3 +246,17 @@ def test_a_report_that_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "report.html").mkdir()
     with pytest.raises(WriteError, match=r"written: .*/report.html: Is a directory; name another"):
         write_report(tmp_path, title="t", facts={})
+
+
+def test_a_report_says_what_it_leaves_out_and_draws_any_number(tmp_path):
+    with RunWriter(tmp_path, config={}) as writer:
+        writer.write(1, "train", {"loss": 1e300}, throughput={"examples_per_second": 5e-324})
+        writer.write(2**53 - 1, "train", {"loss": -1e300})
+    with (tmp_path / "throughput.jsonl").open("ab") as file:
+        file.write(b"<\xff>\n")
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    said = []
+    page = write_report(tmp_path, title="t", facts={}, report=said.append).read_text()
+    assert len(said) == 2
+    assert "left out 1 of the 2 lines of" in said[1]
+    assert "config.json, which is nested deeper than 64 levels</p>" in page

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 
 import pytest
 
@@ -45,23 +47,76 @@ def test_tokens_make_a_chart_of_examples_needless(tmp_path):
 
 def test_a_folder_without_a_run_holds_nothing(tmp_path):
     run = read_run(tmp_path)
-    assert run == ({}, [], [], [])
+    assert run == ({}, [], [], [], [])
     assert make_charts(run) == []
     assert final_numbers(run) == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("config.json", "{", r"config.json is not JSON: "),
-        ("metrics.jsonl", "{}\n{\n{}\n", r"metrics.jsonl, line 2, is not JSON: "),
-        ("throughput.jsonl", "3\n", r"throughput.jsonl, line 1, is 3, expected an object"),
-    ],
-)
-def test_other_files_are_refused(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=message):
-        read_run(tmp_path)
+GOOD = b'{"step": 1, "split": "train", "loss": 0.5}'
+RESUME = b'{"resumed_after_step": 1, "reason": "resumed", "time": "now", "metrics.jsonl": []}'
+DAMAGED_LINES = {
+    "empty": (b"", "is not JSON"),
+    "cut": (GOOD[:20], "is not JSON"),
+    "overwritten": (b"x" * 9 + GOOD[9:], "is not JSON"),
+    "binary": (bytes(range(128, 256)), "is not UTF-8"),
+    "not UTF-8": (GOOD.replace(b"train", b"tr\xffin"), "is not UTF-8"),
+    "deep": (b"[" * 100_000, "is nested deeper than 64 levels"),
+    "huge": (b"x" * 10_000_000, "is not JSON"),
+    "a list": (b"[1]", "is not a JSON object"),
+    "without keys": (b"{}", "has the step None"),
+    "a step that is text": (b'{"step": "1", "split": "train"}', "has the step"),
+    "a step that is huge": (b'{"step": 1' + b"0" * 400 + b', "split": "train"}', "has the step"),
+    "a resume that is no step": (b'{"resumed_after_step": -1}', "has the step"),
+}
+DAMAGED_NUMBERS = {
+    "a split that is a number": (b'{"step": 1, "split": 1}', "has the split 1"),
+    "a split that is a formula": (b'{"step": 1, "split": "$x^$"}', "has the split"),
+    "NaN": (GOOD.replace(b"0.5", b"NaN"), r"is not JSON \(NaN is no number"),
+    "infinite": (GOOD.replace(b"0.5", b"1e999"), "has inf for 'loss'"),
+    "too large": (GOOD.replace(b"0.5", b"9" * 400), "has 9999"),
+    "a string": (GOOD.replace(b"0.5", b'"0.5"'), "has '0.5' for 'loss'"),
+    "a list of numbers": (GOOD.replace(b"0.5", b"[0.5]"), r"has \[0.5\] for 'loss'"),
+}
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "throughput.jsonl", "discarded.jsonl"])
+def test_what_no_run_writes_is_left_out_and_said(tmp_path, name):
+    good = RESUME if name == "discarded.jsonl" else GOOD
+    cases = DAMAGED_LINES | (DAMAGED_NUMBERS if good is GOOD else {})
+    for damaged, reason in cases.values():
+        (tmp_path / name).write_bytes(b"\n".join([good, damaged, good, damaged, good, b""]))
+        run = read_run(tmp_path)
+        records = [*run.metrics, *run.throughput, *run.resumes]
+        assert records == [json.loads(good)] * 3
+        (sentence,) = run.left_out
+        expected = rf"left out 2 of the 5 lines of .*{name}, which no run writes: 2, 4 \(line 2 "
+        assert re.match(expected + reason, sentence), sentence
+        make_charts(run)
+    (tmp_path / name).write_bytes(b"x\n" * 30)
+    assert "2, 3, 4, 5, 6, 7, 8, 9, 10 and 20 more (line 1 is" in read_run(tmp_path).left_out[0]
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "discarded.jsonl"])
+def test_what_is_no_file_is_left_out_and_said(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    assert read_run(tmp_path).left_out == [
+        f"left out {tmp_path / name}, which is a FIFO, expected a file"
+    ]
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    assert "which is a folder, expected a file" in read_run(tmp_path).left_out[0]
+
+
+def test_a_config_that_is_none_is_left_out_and_said(tmp_path):
+    for text, reason in (
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is nested deeper"),
+        ("3", "is not"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        run = read_run(tmp_path)
+        assert run.config == {}
+        assert f"config.json, which {reason}" in run.left_out[0]
 
 
 def test_a_long_line_keeps_its_ends_its_extremes_and_its_gaps():

@@ -298,3 +298,66 @@ def test_a_run_that_was_killed_while_it_began_begins_again(tmp_path):
     assert read_metrics(tmp_path) == [{"step": 0, "split": "eval", "loss": 2.0}]
     _, path = sorted(tmp_path.glob("events.out.tfevents.*"))
     assert _event_records(path)[1].step == 0, "TensorBoard keeps the old evaluation"
+
+
+@pytest.mark.parametrize(
+    ("edit", "left", "found"),
+    [
+        (lambda path: os.truncate(path, 50), 2, "a line after 92 bytes, and it has 50 bytes"),
+        (lambda path: path.unlink(), 0, "a line after 92 bytes, and there is none"),
+        (lambda path: path.write_bytes(b""), 0, "a line after 92 bytes, and it has 0 bytes"),
+        (lambda path: path.write_bytes(b"x" * 200), 1, "and that is inside of a line"),
+        (lambda path: path.write_bytes(b"\xff" * 91 + b"\n"), 1, ""),
+    ],
+)
+def test_damage_to_the_throughput_is_said_and_does_not_stop_a_resume(tmp_path, edit, left, found):
+    with RunWriter(tmp_path, config={}) as writer:
+        for step in (1, 2):
+            writer.write(step, "train", {"loss": 0.5}, throughput={"seconds": 1.0})
+        place = writer.place()
+        writer.write(3, "train", {"loss": 0.5})
+    assert place["throughput.jsonl"] == 92
+    edit(tmp_path / "throughput.jsonl")
+    said = []
+    with RunWriter.resume(tmp_path, config={}, place=place, step=2, report=said.append) as writer:
+        writer.write(3, "train", {"loss": 0.5}, throughput={"seconds": 2.0})
+    assert "".join(said).endswith(found) if found else said == [], said
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
+    lines = (tmp_path / "throughput.jsonl").read_bytes().split(b"\n")
+    assert len(lines) == left + 2
+    assert json.loads(lines[-2]) == {"step": 3, "split": "train", "seconds": 2.0}
+
+
+def test_what_was_discarded_before_stays_as_it_is_damaged_or_not(tmp_path):
+    with RunWriter(tmp_path, config={}) as writer:
+        place = writer.place()
+    damaged = b"\xff\xfe{\n" + b'{"resumed_after_st'
+    (tmp_path / "discarded.jsonl").write_bytes(damaged)
+    with RunWriter.resume(tmp_path, config={}, place=place, step=0):
+        pass
+    data = (tmp_path / "discarded.jsonl").read_bytes()
+    assert data.startswith(damaged + b"\n")
+    assert json.loads(data.split(b"\n")[2])["reason"] == "resumed"
+
+
+def test_a_fifo_is_not_waited_for_and_a_link_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("keep")
+    run = tmp_path / "run"
+    with RunWriter(run, config={"a": 1}) as writer:
+        place = writer.place()
+    (run / ".config.json.draft").symlink_to(tmp_path / "precious")
+    with RunWriter.resume(run, config={"a": 2}, place=place, step=0):
+        pass
+    assert json.loads((run / "config.json").read_text()) == {"a": 2}
+    assert (tmp_path / "precious").read_text() == "keep"
+    for name in ("metrics.jsonl", "discarded.jsonl", "config.json"):
+        content = (run / name).read_bytes()
+        (run / name).unlink()
+        os.mkfifo(run / name)
+        with pytest.raises(WriteError, match=f"{name}: is a FIFO, expected a file; name another"):
+            RunWriter.resume(run, config={}, place=place, step=0)
+        (run / name).unlink()
+        (run / name).write_bytes(content)
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(WriteError, match=r"metrics\.jsonl: is a FIFO, expected a file"):
+        RunWriter(tmp_path, config={})

@@ -23,10 +23,30 @@ from manualpar.checkpoints.plain_arrays import (
 )
 from manualpar.program import Program
 from manualpar.train_state import TrainState
+from manualpar.untrusted import NotAFileError, parse_object, read_file, read_object
 
 # An array is stored in pieces of at most this, the least that is read of it: small enough that a
 # device of another mesh reads little besides its own part, large enough to be read in one go.
 CHUNK_BYTES = 1 << 20
+
+
+def read_extra(path: Path) -> dict[str, JSON]:
+    """What the caller added to a checkpoint, without Orbax and without a check of its checksum.
+
+    Args:
+      path: The folder that `OrbaxFiles.save` wrote.
+
+    Returns:
+      The object.
+
+    Raises:
+      ValueError: It is not a JSON object.
+      OSError: It can't be read.
+    """
+    for folder in (path, path / "extra"):
+        if folder.is_symlink():
+            raise NotAFileError(f"{folder} is a link, expected a folder")
+    return parse_object(read_file(path / "extra" / "metadata"), allow_nan=True)
 
 
 class OtherModelError(Exception):
@@ -90,6 +110,11 @@ class OrbaxFiles:
         """
         import orbax.checkpoint as ocp
 
+        # Otherwise the names of arrays would be names of files, and could lead out of the folder.
+        if read_object(path / "state" / "_METADATA").get("use_ocdbt") is not True:
+            raise ValueError(
+                "its arrays are not in an OCDBT database, which is what is written here"
+            )
         leaves = state_leaves(program)
         reader = self._checkpointer()
         both = ocp.args.Composite(extra=ocp.args.JsonRestore(), keys=ocp.args.JsonRestore())
@@ -97,6 +122,8 @@ class OrbaxFiles:
         stored = reader.metadata(path).item_metadata["state"].tree
         if differences := find_differences(leaves, stored, texts["keys"]):
             raise OtherModelError("; ".join(differences))
+        if not isinstance(texts["extra"], dict):
+            raise ValueError("extra is not a JSON object")
         targets = nest(
             leaves,
             lambda leaf: ocp.ArrayRestoreArgs(

@@ -10,10 +10,12 @@ import dataclasses
 import itertools
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from manualpar.checkpoints.manifest import DamagedError, read_manifest, sync_folder
+from manualpar.untrusted import kind_of
 
 UNFINISHED = ".unfinished"
 DELETED = ".deleted"
@@ -122,23 +124,48 @@ def delete_steps(folder: Path, steps: list[int]) -> None:
         shutil.rmtree(folder / f"{step}{DELETED}")
 
 
+def find_leftovers(folder: Path) -> list[Path]:
+    """What killed saves and deletions have left in a folder; none if there is no such folder.
+
+    Raises:
+      ValueError: Something has such a name and is no folder. No save leaves it, so it is somebody's
+        and not deleted; and a draft that is written under a link's name would end elsewhere.
+      OSError: The folder can't be listed.
+    """
+    leftovers = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                step, _, rest = entry.name.partition(".")
+                if not step.isdecimal() or not rest.startswith((UNFINISHED[1:], DELETED[1:])):
+                    continue
+                mode = entry.stat(follow_symlinks=False).st_mode
+                if not stat.S_ISDIR(mode):
+                    raise ValueError(
+                        f"{entry.path} is {kind_of(mode)}, and a save needs the name for a folder "
+                        "of its own; move it away"
+                    )
+                leftovers.append(Path(entry.path))
+    except FileNotFoundError:
+        pass
+    return leftovers
+
+
 def delete_leftovers(folder: Path) -> None:
     """Deletes what killed saves and deletions have left; nothing may be being saved.
 
     Raises:
+      ValueError: See `find_leftovers`.
       OSError: Something can't be deleted.
     """
-    for entry in list(folder.iterdir()):
-        step, _, rest = entry.name.partition(".")
-        is_leftover = rest.startswith((UNFINISHED[1:], DELETED[1:]))
-        if step.isdecimal() and is_leftover and entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
+    for leftover in find_leftovers(folder):
+        shutil.rmtree(leftover)
 
 
 def _rename_to_free_name(folder: Path, step: int) -> None:
     """Takes the name from a checkpoint that another course of training has left."""
     for number in itertools.count(1):
         aside = folder / f"{step}{SUPERSEDED}-{number}"
-        if not aside.exists():
+        if not os.path.lexists(aside):
             os.rename(folder / str(step), aside)
             return

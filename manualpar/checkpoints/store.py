@@ -165,6 +165,8 @@ class Checkpoints:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 delete_leftovers(self._folder)
+            except ValueError as error:
+                failure = f"checkpoint {path} was not saved: {error}."
             except OSError as error:
                 failure = str(cannot_write(path, error))
         if failure := first_failure(failure):

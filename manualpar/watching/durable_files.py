@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from manualpar.untrusted import NotAFileError, create_file
+
 
 class WriteError(ValueError):
     """The results cannot be written: a full disk, a read-only folder. One sentence for the user."""
@@ -38,8 +40,10 @@ def explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str | bytes) -> None:
     """Writes a whole file, which has the old content or the new one whenever the process ends.
+
+    A link of that name is replaced, not followed.
 
     Raises:
       WriteError: It cannot be written.
@@ -47,8 +51,9 @@ def replace_file(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.draft")
     with explained(path):
         # The names of files need not be Unicode.
-        with draft.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
+        data = text.encode(errors="backslashreplace") if isinstance(text, str) else text
+        with create_file(draft) as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
@@ -65,6 +70,8 @@ class LineFile:
         """
         self._path = path
         with explained(path):
+            if path.is_fifo():
+                raise NotAFileError("is a FIFO, expected a file")  # Opening it would wait.
             self._file = path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> None:

@@ -109,7 +109,7 @@ def _split_class(split: str) -> str:
 
 def _spread(low: float, high: float) -> tuple[float, float]:
     """A range that is not empty, nor so narrow that its ends are the same in floating point."""
-    width = max(abs(low), abs(high)) * 1e-6
+    width = max(max(abs(low), abs(high)) * 1e-6, 1e-300)
     if high - low > width:
         return low, high
     # A step has whole numbers around it.

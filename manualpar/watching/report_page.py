@@ -60,6 +60,7 @@ def page_html(
     body.append(_section("Last numbers", _final_table(run)))
     body.append(_section("Facts", _table(facts)))
     body.append(_section("Resumes and rollbacks", _resumes_table(run)))
+    body.append(_section("Left out", _lines(run.left_out)))
     body.append(_section("Config", _table(_by_dotted_name(run.config))))
     return "\n".join(
         [
@@ -84,6 +85,11 @@ def page_html(
 def _section(heading: str, content: str) -> str:
     """A part of the page, empty if there is nothing in it."""
     return f"<h2>{heading}</h2>\n{content}" if content else ""
+
+
+def _lines(texts: Sequence[str]) -> str:
+    """Sentences, each a paragraph."""
+    return "\n".join(f"<p>{html.escape(text)}</p>" for text in texts)
 
 
 def _charts(charts: Sequence[Chart]) -> str:
@@ -133,8 +139,8 @@ def _resumes_table(run: RunRecord) -> str:
     rows = [
         [
             f"{record['resumed_after_step']:,}",
-            str(record["reason"]),
-            str(record["time"]),
+            str(record.get("reason", "")),
+            str(record.get("time", "")),
             f"{sum(len(lines) for lines in record.values() if isinstance(lines, list)):,}",
         ]
         for record in run.resumes

@@ -4,12 +4,13 @@ A chart is data alone, which `report_picture` and `report_page` draw. A value th
 `None`: a gap in its line.
 """
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from manualpar.untrusted import NotAFileError, open_file, parse_object, read_object
 from manualpar.watching.rewinding import DISCARDED_FILE, METRICS_FILE, THROUGHPUT_FILE
 from manualpar.watching.writers import CONFIG_FILE
 
@@ -25,12 +26,14 @@ class RunRecord(NamedTuple):
       metrics: The lines of `metrics.jsonl`.
       throughput: The lines of `throughput.jsonl`.
       resumes: The lines of `discarded.jsonl`, one for each resume and each rollback.
+      left_out: What of the files was not read, since no run writes it, a sentence for each file.
     """
 
     config: Record
     metrics: Sequence[Record]
     throughput: Sequence[Record]
     resumes: Sequence[Record]
+    left_out: Sequence[str]
 
 
 class Chart(NamedTuple):
@@ -51,6 +54,8 @@ class Chart(NamedTuple):
     from_zero: bool = False
 
 
+SHOWN_LINES = 10
+LARGEST = 1e300  # The difference of two such numbers is finite.
 SPLITS = ("train", "eval", "test")
 # What there is a chart of, as far as the run has it: title, unit.
 METRIC_CHARTS: Mapping[str, tuple[str, str]] = {
@@ -72,33 +77,81 @@ def read_run(workdir: Path) -> RunRecord:
       workdir: The folder of the run.
 
     Returns:
-      What they hold; a file that is not there holds nothing.
-
-    Raises:
-      ValueError: One of them is not what a run writes.
+      What they hold. A file that is not there holds nothing, and what no run writes is left out.
     """
-    path = workdir / CONFIG_FILE
+    left_out: list[str] = []
+    path, config = workdir / CONFIG_FILE, {}
     try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from error
-    files = (METRICS_FILE, THROUGHPUT_FILE, DISCARDED_FILE)
-    return RunRecord(config, *(_read_lines(workdir / name) for name in files))
+        config = read_object(path, follow_links=True) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        left_out.append(_left_out(path, error))
+    files = ((METRICS_FILE, _check_numbers), (THROUGHPUT_FILE, _check_numbers))
+    metrics, throughput = (_read_lines(workdir / name, check, left_out) for name, check in files)
+    resumes = _read_lines(workdir / DISCARDED_FILE, _check_resume, left_out)
+    return RunRecord(config, metrics, throughput, resumes, left_out)
 
 
-def _read_lines(path: Path) -> Sequence[Record]:
-    """The objects of a file of lines; a last line without an end is left out."""
-    *lines, _ = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}, is not JSON: {error}.") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}, is {line}, expected an object.")
-        records.append(record)
+def _read_lines(
+    path: Path, check: Callable[[Record], None], left_out: list[str]
+) -> Sequence[Record]:
+    """The objects of a file of lines; adds to `left_out`. A last line without an end is no line."""
+    records, damaged, reason, number = [], [], "", 0
+    try:
+        with open_file(path, follow_links=True) as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    record = parse_object(line)
+                    check(record)
+                    records.append(record)
+                except ValueError as error:
+                    damaged.append(number)
+                    reason = reason or str(error)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        left_out.append(_left_out(path, error))
+    if damaged:
+        shown = ", ".join(map(str, damaged[:SHOWN_LINES]))
+        more = f" and {len(damaged) - SHOWN_LINES} more" if len(damaged) > SHOWN_LINES else ""
+        left_out.append(
+            f"left out {len(damaged)} of the {number} lines of {path}, which no run writes: "
+            f"{shown}{more} (line {damaged[0]} {reason})"
+        )
     return records
+
+
+def _left_out(path: Path, error: OSError | ValueError) -> str:
+    """The sentence for a file of which nothing can be read."""
+    if isinstance(error, NotAFileError | ValueError):
+        return f"left out {path}, which {error}"
+    return f"left out {path}, which cannot be read: {error.strerror}"
+
+
+def _check_numbers(record: Record) -> None:
+    """Refuses what is not a step, a split, and numbers that a chart can show."""
+    values = {**record}
+    _check_step(values.pop("step", None))
+    split = values.pop("split", None)
+    # A name; among other things, a dollar sign would begin a formula in the picture.
+    if not isinstance(split, str) or not re.fullmatch(r"[\w.-]{1,40}", split):
+        raise ValueError(f"has the split {split!r:.40}")
+    for name, value in values.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and abs(value) <= LARGEST):
+            raise ValueError(f"has {value!r:.40} for {name!r:.40}")
+
+
+def _check_resume(record: Record) -> None:
+    """Refuses what does not say when the run was resumed."""
+    _check_step(record.get("resumed_after_step"))
+
+
+def _check_step(step: Any) -> None:
+    """Refuses what is not a number of updates."""
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
+        raise ValueError(f"has the step {step!r:.40}")
 
 
 def make_charts(run: RunRecord) -> list[Chart]:

@@ -19,11 +19,12 @@ bytes that each file had.
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from manualpar.untrusted import parse_object, read_file
 from manualpar.watching.durable_files import LineFile, explained, replace_file
 from manualpar.watching.event_file import EventFile
 from manualpar.watching.rewinding import (
@@ -87,7 +88,9 @@ class Writer(Protocol):
     def place(self) -> dict[str, int]:
         """How long the files are, once all that was written is on disk."""
 
-    def go_back(self, place: Mapping[str, int], *, step: int) -> None:
+    def go_back(
+        self, place: Mapping[str, int], *, step: int, report: Callable[[str], None] = print
+    ) -> None:
         """Cuts off what was written after a place."""
 
 
@@ -112,7 +115,9 @@ class SilentWriter:
         """Nothing: the place that a checkpoint holds is that of process 0."""
         return {}
 
-    def go_back(self, place: Mapping[str, int], *, step: int) -> None:
+    def go_back(
+        self, place: Mapping[str, int], *, step: int, report: Callable[[str], None] = print
+    ) -> None:
         """Leaves it to process 0."""
 
     def __enter__(self) -> Self:
@@ -145,7 +150,13 @@ class RunWriter:
 
     @classmethod
     def resume(
-        cls, workdir: Path, *, config: Mapping[str, Any], place: Mapping[str, int], step: int
+        cls,
+        workdir: Path,
+        *,
+        config: Mapping[str, Any],
+        place: Mapping[str, int],
+        step: int,
+        report: Callable[[str], None] = print,
     ) -> Self:
         """Opens the files of an earlier run where a checkpoint found them.
 
@@ -158,32 +169,36 @@ class RunWriter:
           config: The config to go on with.
           place: What `place` returned when the checkpoint was saved.
           step: The updates made by then.
+          report: Is told what is missing of `throughput.jsonl`.
 
         Returns:
           The writer.
 
         Raises:
-          ValueError: A file is missing, shorter than the place or has no end of a line there, or
-            `place` is not a place.
+          ValueError: `metrics.jsonl` is missing, shorter than the place or has no end of a line
+            there, or `place` is not a place.
           WriteError: The folder cannot be written to.
         """
-        cut_back(workdir, place, step=step, reason="resumed")
+        cut_back(workdir, place, step=step, reason="resumed", report=report)
         writer = cls(workdir, config=config)
         writer._events.add_restart(first_step_after(place, step))
         return writer
 
-    def go_back(self, place: Mapping[str, int], *, step: int) -> None:
+    def go_back(
+        self, place: Mapping[str, int], *, step: int, report: Callable[[str], None] = print
+    ) -> None:
         """Goes on where a checkpoint found the files, as `resume` does, without a new start.
 
         Args:
           place: What `place` returned when the checkpoint was saved.
           step: The updates made by then.
+          report: See `resume`.
 
         Raises:
           ValueError: See `resume`.
           WriteError: The folder cannot be written to.
         """
-        cut_back(self.workdir, place, step=step, reason="rolled back")
+        cut_back(self.workdir, place, step=step, reason="rolled back", report=report)
         self._events.add_restart(first_step_after(place, step))
 
     def write(
@@ -246,7 +261,7 @@ def _store_config(workdir: Path, config: Mapping[str, Any]) -> None:
     path, text = workdir / CONFIG_FILE, json.dumps(config, indent=2, allow_nan=False) + "\n"
     with explained(path):
         if path.exists():
-            earlier = path.read_text(encoding="utf-8")
+            earlier = read_file(path, follow_links=True)
             # The order of the fields means nothing.
             if _is_same_json(earlier, text):
                 return
@@ -255,14 +270,14 @@ def _store_config(workdir: Path, config: Mapping[str, Any]) -> None:
                 number += 1
             last = workdir / f"config.{number - 1}.json"
             # A resume that was killed here has copied it before.
-            if not last.exists() or last.read_text(encoding="utf-8") != earlier:
+            if not last.exists() or read_file(last, follow_links=True) != earlier:
                 replace_file(workdir / f"config.{number}.json", earlier)
     replace_file(path, text)
 
 
-def _is_same_json(first: str, second: str) -> bool:
-    """Whether two texts are the same value; one that is not JSON is like no other."""
+def _is_same_json(first: bytes, second: str) -> bool:
+    """Whether two texts are the same object; one that is not JSON is like no other."""
     try:
-        return bool(json.loads(first) == json.loads(second))
-    except json.JSONDecodeError:
+        return parse_object(first) == parse_object(second)
+    except ValueError:
         return False
