@@ -125,6 +125,47 @@ def test_metrics_that_are_damaged_are_not_gone_on_with(damage, workdir, capsys):
     assert {path: before[path] for path in content(workdir) if path in before} == before
 
 
+def test_lines_that_no_run_writes_are_left_out_and_said(workdir, undisturbed, capsys):
+    shutil.rmtree(workdir / "checkpoints" / "40")
+    with (workdir / "throughput.jsonl").open("r+b") as file:
+        file.write(b"xxxxxxxxx")
+    (workdir / "discarded.jsonl").write_bytes(b"\xff\xfe\n" + b"[" * 100_000)
+    (workdir / "config.json").unlink()
+    before = content(workdir)
+    assert run_here(workdir, "--config.seed=9", "--config.model.dropout_rate=0.5") == 2
+    error = error_of(capsys)
+    assert f"--workdir={workdir} holds another run: " in error
+    assert error.endswith("  model.dropout_rate: 0.1 -> 0.5\n  seed: 42 -> 9\n")
+    assert content(workdir) == before
+    assert run_here(workdir) == 0
+    output = capsys.readouterr().out
+    assert resumed_from(output) == 36
+    lines = [line for line in output.splitlines() if line.startswith("left out ")]
+    assert [re.sub(r" of .*/(\w+\.jsonl)", r" of \1", line) for line in lines] == [
+        "left out 1 of throughput.jsonl, which no run writes: 1 (line 1 is not JSON (Expecting "
+        "value: line 1 column 1 (char 0)))",
+        "left out 2 of discarded.jsonl, which no run writes: 1, 2 (line 1 is not UTF-8 (byte 0))",
+    ]
+    assert_same_run(workdir, undisturbed)
+
+
+def test_links_are_not_followed(workdir, undisturbed, capsys, tmp_path):
+    newest = workdir / "checkpoints" / "40"
+    newest.rename(tmp_path / "elsewhere")
+    before = content(tmp_path / "elsewhere")
+    newest.symlink_to(tmp_path / "elsewhere")
+    assert run_here(workdir) == 6
+    error = error_of(capsys)
+    assert error.count("\n") == 1
+    assert f"checkpoint {newest} is damaged: it is a link, expected a folder" in error
+    newest.with_name("40.unfinished").symlink_to(tmp_path / "elsewhere")
+    assert run_here(workdir) == 2
+    error = error_of(capsys)
+    assert error.count("\n") == 1
+    assert "40.unfinished is a link, and a save needs the name for a folder of its own" in error
+    assert content(tmp_path / "elsewhere") == before
+
+
 @pytest.mark.slow
 def test_text_that_has_changed_is_refused(tmp_path, capsys, devices8):
     text = tmp_path / "text"

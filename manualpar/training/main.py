@@ -166,7 +166,7 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
         if command.config.checkpoint.every_steps:
             goes_on = f", and the same command with --workdir={workdir} goes on"
         for change in changes:
-            print_line(console, f"changed since the run began: {change}")
+            print_line(console, change)
         result = run(
             experiment,
             workdir,
@@ -174,6 +174,9 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
             console=console,
             on_error=lambda error: _end_all(cluster, error),
         )
+    except UsageError as error:
+        print_error(error)
+        return USAGE_EXIT_CODE
     except KeyboardInterrupt:
         print_error(f"interrupted; {remains}{goes_on}")
         return INTERRUPTED_EXIT_CODE

@@ -49,6 +49,31 @@ class NonFiniteError(Exception):
         self.step = step
 
 
+def parse_state(
+    state: Mapping[str, Any],
+) -> tuple[dict[str, Metrics], dict[str, dict[str, float]], int]:
+    """What a `Recorder.state()` says, once it was stored as JSON.
+
+    Args:
+      state: The object.
+
+    Returns:
+      The totals and the latest report of each split, and the number of steps that were skipped.
+
+    Raises:
+      Exception: It is no such state.
+    """
+    totals: dict[str, Metrics] = {
+        split: {name: (float(first), float(second)) for name, (first, second) in metrics.items()}
+        for split, metrics in state["totals"].items()
+    }
+    latest = {
+        split: {name: float(mean) for name, mean in means.items()}
+        for split, means in state["latest"].items()
+    }
+    return totals, latest, int(state["skipped"])
+
+
 class Recorder:
     """Takes in the metrics of steps in the order of dispatch and reports their means when there.
 
@@ -133,12 +158,7 @@ class Recorder:
     def resume(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state()`, forgetting what is queued."""
         self._queue.clear()
-        self._totals = {
-            split: {name: (float(pair[0]), float(pair[1])) for name, pair in metrics.items()}
-            for split, metrics in state["totals"].items()
-        }
-        self._latest = {split: dict(means) for split, means in state["latest"].items()}
-        self._skipped = int(state["skipped"])
+        self._totals, self._latest, self._skipped = parse_state(state)
         self._fetched_at = None
         self._timed_steps, self._timed_seconds = 0, 0.0
 

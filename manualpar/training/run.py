@@ -19,11 +19,14 @@ from manualpar.layout import unpad_whole
 from manualpar.mesh import axes_size, axis_tuple, describe_hosts
 from manualpar.program import Program
 from manualpar.train_state import TrainState
+from manualpar.training.command_line import UsageError
 from manualpar.training.devices import describe_mesh
 from manualpar.training.experiment import Experiment
 from manualpar.training.loop import START, Loop
 from manualpar.training.recorder import Recorder
 from manualpar.training.saving import RunSaver, open_checkpoints, place_of, restore
+from manualpar.training.workdir import check_folder
+from manualpar.training.workdir_lock import lock_workdir
 from manualpar.watching.durable_files import WriteError
 from manualpar.watching.profiling import StepProfiler, parse_profile
 from manualpar.watching.progress import TrainingProgress, describe_bytes, print_line
@@ -68,9 +71,34 @@ def run(
 
     Raises:
       CheckpointError: A checkpoint cannot be read, or not be written.
+      UsageError: The folder holds the run of another config, or another run is using it.
       WriteError: The folder cannot be written to.
       StoppedError, KeyboardInterrupt, NonFiniteError, ReplicaError: See `Loop.run`.
     """
+    with contextlib.ExitStack() as stack:
+        try:
+            if cluster.is_main:
+                say = functools.partial(print_line, console)
+                stack.enter_context(lock_workdir(workdir, report=say))
+                _check_again(experiment, workdir)
+            _describe(experiment, cluster=cluster, console=console)
+            checkpoints = stack.enter_context(open_checkpoints(experiment.config, workdir))
+            return _run(experiment, workdir, checkpoints, cluster=cluster, console=console)
+        except Exception as error:
+            on_error(error)
+            raise
+
+
+def _check_again(experiment: Experiment, workdir: Path) -> None:
+    """Checks a folder that may have been another run's since the command line was checked."""
+    try:
+        check_folder(experiment.config, workdir)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console.Console) -> None:
+    """Shows where the run runs, and what is where."""
     config, program = experiment.config, experiment.program
     say = functools.partial(print_line, console)
     hosts = describe_hosts(program.mesh)
@@ -80,12 +108,6 @@ def run(
         draw_sharding(program.abstract_state.params, config.debug.draw_sharding)
     if config.debug.check_replicas_every:
         say(_describe_check(program, config.debug.check_replicas_every))
-    with open_checkpoints(config, workdir) as checkpoints:
-        try:
-            return _run(experiment, workdir, checkpoints, cluster=cluster, console=console)
-        except Exception as error:
-            on_error(error)
-            raise
 
 
 def _run(
@@ -101,14 +123,14 @@ def _run(
     say = functools.partial(print_line, console)
     restored: Restored | None = None
     if checkpoints.latest_step() is not None:
-        restored = restore(checkpoints, experiment, report=say)
+        restored = restore(checkpoints, experiment, workdir, report=say)
         say(f"going on from the checkpoint of step {restored.step} in {workdir}")
     place = place_of(restored) if restored else START
     with contextlib.ExitStack() as stack:
-        writer = _open_writer(experiment, workdir, restored, is_main=cluster.is_main)
+        writer = _open_writer(experiment, workdir, restored, is_main=cluster.is_main, say=say)
         stack.enter_context(writer)
         if cluster.is_main:
-            stack.push(_report_at_end(experiment, workdir))
+            stack.push(_report_at_end(experiment, workdir, say))
         progress = stack.enter_context(
             TrainingProgress(
                 console,
@@ -132,19 +154,23 @@ def _run(
 
 
 def _open_writer(
-    experiment: Experiment, workdir: Path, restored: Restored | None, *, is_main: bool
+    experiment: Experiment,
+    workdir: Path,
+    restored: Restored | None,
+    *,
+    is_main: bool,
+    say: Callable[[str], None],
 ) -> RunWriter | SilentWriter:
     """Opens the files of a run where its checkpoint found them, or where a run begins."""
     config = experiment.config.to_dict()
     if not is_main:
         return SilentWriter(workdir)
-    if restored is not None:
-        place = restored.extra["files"]
-        return RunWriter.resume(workdir, config=config, place=place, step=restored.step)
-    if (workdir / METRICS_FILE).exists():
+    step, place = (restored.step, restored.extra["files"]) if restored else (0, None)
+    if place is None and (workdir / METRICS_FILE).exists():
         # A run that ended before its first checkpoint begins again.
-        nothing = dict.fromkeys(PLACED_FILES, 0)
-        return RunWriter.resume(workdir, config=config, place=nothing, step=0)
+        place = dict.fromkeys(PLACED_FILES, 0)
+    if place is not None:
+        return RunWriter.resume(workdir, config=config, place=place, step=step, report=say)
     return RunWriter(workdir, config=config)
 
 
@@ -160,7 +186,9 @@ def _without_padding(program: Program, state: TrainState) -> TrainState:
     return state.replace(params=jax.tree.map(take_off, state.params, program.whole_state.params))
 
 
-def _report_at_end(experiment: Experiment, workdir: Path) -> Callable[..., None]:
+def _report_at_end(
+    experiment: Experiment, workdir: Path, say: Callable[[str], None]
+) -> Callable[..., None]:
     """What draws and tabulates, when a run has ended in whichever way, what it has written."""
     program = experiment.program
 
@@ -177,7 +205,7 @@ def _report_at_end(experiment: Experiment, workdir: Path) -> Callable[..., None]
             "jax": jax.__version__,
         }
         try:
-            write_report(workdir, title=str(workdir), facts=facts)
+            write_report(workdir, title=str(workdir), facts=facts, report=say)
         except WriteError as failure:
             if error is None:
                 raise

@@ -7,17 +7,25 @@ off and is written again, the same.
 """
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_collections
 
 from manualpar.checkpoints import CheckpointError, Checkpoints, Restored, check_resumable
+from manualpar.checkpoints.failures import explain
+from manualpar.checkpoints.orbax_files import read_extra
+from manualpar.checkpoints.retention import list_steps
 from manualpar.train_state import TrainState
+from manualpar.training.command_line import UsageError
 from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 from manualpar.training.loop import Place
-from manualpar.training.recorder import Recorder
+from manualpar.training.recorder import Recorder, parse_state
+from manualpar.untrusted import parse_object, read_object
+from manualpar.watching.rewinding import PLACED_FILES
 from manualpar.watching.writers import CONFIG_FILE, Writer
 
 FOLDER = "checkpoints"
@@ -40,31 +48,63 @@ def open_checkpoints(config: ml_collections.ConfigDict, workdir: Path) -> Checkp
 def check_continues(config: ml_collections.ConfigDict, workdir: Path) -> list[str]:
     """Compares a config with that of the run that a workdir holds.
 
+    A checkpoint has the config of its run too, and what it says counts: `config.json` may be gone,
+    or from another run. The checkpoint is only looked at here; `restore` checks that it is whole,
+    and compares again.
+
     Args:
       config: What is asked for.
       workdir: A folder, which need not exist.
 
     Returns:
-      The differences that are allowed, a line each; none if the folder holds no run.
+      The differences that are allowed, a sentence each; none if the folder holds no run.
 
     Raises:
       ValueError: They differ in what a run cannot change; the message shows the differences.
     """
     path = workdir / CONFIG_FILE
-    if not path.exists():
-        return []
+    written, saved, note = None, _saved_config(workdir), ""
+    if os.path.lexists(path):
+        try:
+            written = flatten_config(read_object(path, follow_links=True))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"--workdir={workdir} holds a run whose {CONFIG_FILE} cannot be read: {error}; "
+                "restore the file from a copy, or name another folder."
+            ) from error
+    if written is not None and saved is not None:
+        try:
+            check_resumable(saved, written)
+        except ValueError:
+            note = f"{CONFIG_FILE} there is not of the run whose checkpoint is the newest"
+    earlier = written if saved is None else saved
+    changes = [] if earlier is None else _compare(earlier, config, workdir=workdir, note=note)
+    lines = [f"changed since the run began: {change}" for change in changes]
+    return [f"{note}; going on as the checkpoint says", *lines] if note else lines
+
+
+def _saved_config(workdir: Path) -> dict[str, Any] | None:
+    """The config in the newest checkpoint, flat; `None` if there is none, or it is not readable."""
+    steps = list_steps(workdir / FOLDER)
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"--workdir={workdir} holds a run whose {CONFIG_FILE} cannot be read: {error}; restore "
-            "the file from a copy, or name another folder."
-        ) from error
+        config = read_extra(workdir / FOLDER / str(steps[-1])).get("config") if steps else None
+    except (OSError, ValueError):
+        return None  # Restoring says what is wrong with it, or takes the one before.
+    return flatten_config(config) if isinstance(config, dict) else None
+
+
+def _compare(
+    saved: Mapping[str, Any], config: ml_collections.ConfigDict, *, workdir: Path, note: str = ""
+) -> list[str]:
+    """The differences that are allowed; a `ValueError` where there are others."""
     asked_for = json.loads(json.dumps(config.to_dict()))
     try:
-        return check_resumable(flatten_config(saved), flatten_config(asked_for))
+        return check_resumable(saved, flatten_config(asked_for))
     except ValueError as error:
-        raise ValueError(f"--workdir={workdir} holds another run: {error}") from error
+        raise ValueError(
+            f"--workdir={workdir} holds another run: {error}"
+            + (f"\n{note}, and the checkpoint counts." if note else "")
+        ) from error
 
 
 class RunSaver:
@@ -124,20 +164,27 @@ class RunSaver:
         self._checkpoints.wait()
         if self._checkpoints.latest_step() is None:
             return None
-        restored = restore(self._checkpoints, self._experiment, report=self._report)
+        restored = restore(
+            self._checkpoints, self._experiment, self._writer.workdir, report=self._report
+        )
         self._recorder.resume(restored.extra["recorder"])
-        self._writer.go_back(restored.extra["files"], step=restored.step)
+        self._writer.go_back(restored.extra["files"], step=restored.step, report=self._report)
         return restored.state, place_of(restored)
 
 
 def restore(
-    checkpoints: Checkpoints, experiment: Experiment, *, report: Callable[[str], None]
+    checkpoints: Checkpoints,
+    experiment: Experiment,
+    workdir: Path,
+    *,
+    report: Callable[[str], None],
 ) -> Restored:
     """The latest checkpoint, or the latest that is whole if the config says so.
 
     Args:
       checkpoints: Those of the run.
       experiment: What is to go on.
+      workdir: The folder of the run.
       report: Is told of checkpoints that are not used.
 
     Returns:
@@ -145,12 +192,20 @@ def restore(
 
     Raises:
       CheckpointError: It is damaged, or another model's, or of other data.
+      UsageError: Its config differs in what a run cannot change.
     """
     restored = checkpoints.restore(
         experiment.program,
         on_corruption=experiment.config.checkpoint.on_corruption,
         report=report,
     )
+    _check_extra(restored)
+    if "config" in restored.extra:
+        try:
+            saved = flatten_config(restored.extra["config"])
+            _compare(saved, experiment.config, workdir=workdir)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
     found, expected = restored.extra["data"], experiment.task.dataset.fingerprint
     if found != expected:
         raise CheckpointError(
@@ -160,6 +215,24 @@ def restore(
             "begin another run in another workdir."
         )
     return restored
+
+
+def _check_extra(restored: Restored) -> None:
+    """Refuses a checkpoint that has the right arrays, but not what a run saves besides them."""
+    try:
+        extra = parse_object(json.dumps(restored.extra), allow_nan=True)  # Not nested too deep.
+        parse_state(extra["recorder"])
+        numbers = [extra["position"], *(extra["files"][name] for name in PLACED_FILES)]
+        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+            raise ValueError("the position or the size of a file is not a number of them")
+        if not isinstance(extra["data"], str) or not isinstance(extra.get("config", {}), dict):
+            raise TypeError("data is not a string, or config not an object")
+    except Exception as error:  # Anything may be in there.
+        raise CheckpointError(
+            f"the checkpoint of step {restored.step} does not hold what a run saves besides its "
+            f"arrays ({explain(error)}): begin another run in another workdir, or go on from an "
+            "earlier checkpoint, by deleting this one."
+        ) from error
 
 
 def place_of(restored: Restored) -> Place:

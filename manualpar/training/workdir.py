@@ -8,7 +8,7 @@ import ml_collections
 import numpy as np
 from jax.experimental import multihost_utils
 
-from manualpar.checkpoints.retention import list_steps
+from manualpar.checkpoints.retention import find_leftovers, list_steps
 from manualpar.training.command_line import CommandLine, UsageError
 from manualpar.training.saving import FOLDER, check_continues
 from manualpar.watching.writers import check_workdir, create_numbered_folder
@@ -25,11 +25,12 @@ def check_folder(config: ml_collections.ConfigDict, workdir: Path | None) -> lis
       workdir: The folder; `None` for a new one.
 
     Returns:
-      The differences between the config and that of the run, a line each.
+      The differences between the config and that of the run, a sentence each.
 
     Raises:
       ValueError: It is not a folder, cannot be written to, or holds a run of another model or data,
-        or one that has no checkpoint while the config asks for none.
+        or one that has no checkpoint while the config asks for none, or something that is in the
+        way of a checkpoint.
       OSError: Its checkpoints cannot be listed.
     """
     _check_writable(RUNS if workdir is None else workdir)
@@ -41,6 +42,8 @@ def check_folder(config: ml_collections.ConfigDict, workdir: Path | None) -> lis
     holds_checkpoint = bool(list_steps(workdir / FOLDER))
     if not holds_checkpoint and not config.checkpoint.every_steps:
         check_workdir(workdir)
+    if config.checkpoint.every_steps:
+        find_leftovers(workdir / FOLDER)  # Not when the first save is due.
     return check_continues(config, workdir)
 
 
