@@ -25,6 +25,7 @@ from benchmarks.turns import Estimate, estimate, ratios, take_turns
 from manualpar.checkpoints import Checkpoints
 from manualpar.checkpoints.manifest import read_manifest, verify_files
 from manualpar.training.saving import FOLDER, restore
+from manualpar.watching.rewinding import PLACED_FILES
 
 ROOT = Path(__file__).parent.parent
 # What is written in the background shall have come to its end before the block does.
@@ -149,7 +150,12 @@ def _steps_for(bench: Bench, saves: Saves) -> int:
 def measure_restoring(bench: Bench, *, rounds: int) -> ResumeTimes:
     """Measures how long restoring takes, from files that the machine has in memory."""
     folder = bench.folder / "restored"
-    place = {"recorder": {}, "position": 0, "data": bench.experiment.task.dataset.fingerprint}
+    place = {
+        "recorder": {"totals": {}, "latest": {}, "skipped": 0},
+        "position": 0,
+        "data": bench.experiment.task.dataset.fingerprint,
+        "files": dict.fromkeys(PLACED_FILES, 0),
+    }
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(bench.program, bench.state, step=1, extra=place)
     verification, reading = [], []
@@ -159,7 +165,7 @@ def measure_restoring(bench: Bench, *, rounds: int) -> ResumeTimes:
         verification.append(time.perf_counter() - started)
         with Checkpoints(folder) as checkpoints:
             started = time.perf_counter()
-            restored = restore(checkpoints, bench.experiment, report=print)
+            restored = restore(checkpoints, bench.experiment, bench.folder, report=print)
             jax.block_until_ready(restored.state)
             whole = time.perf_counter() - started
         reading.append(whole - verification[-1])

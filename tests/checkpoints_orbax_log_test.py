@@ -67,6 +67,22 @@ def test_only_orbax_is_muted_and_only_meanwhile(shown):
     assert shown() == EVERYTHING
 
 
+def test_what_was_read_beside_what_failed_is_muted_too(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(unraisable.object))
+
+    def of(path):
+        code = types.SimpleNamespace(co_filename=path)
+        coroutine = types.SimpleNamespace(cr_code=code)
+        return types.SimpleNamespace(exc_value=Exception("no file"), object=coroutine)
+
+    orbax, mine = of("/x/orbax/checkpoint/_src/serialization.py"), of("/x/mine.py")
+    with mute():
+        sys.unraisablehook(orbax)
+        sys.unraisablehook(mine)
+    assert seen == [mine.object]
+
+
 def test_contexts_may_end_in_any_order(shown):
     first, second = mute(), mute()
     first.__enter__()

@@ -32,7 +32,10 @@ def mute() -> Iterator[None]:
 
     def hook(unraisable: Any) -> None:
         is_late = str(unraisable.exc_value) == "Event loop is closed"
-        if _is_verbose() or not is_late:
+        # What was being read or written beside what failed.
+        code = getattr(getattr(unraisable, "object", None), "cr_code", None)
+        by_orbax = code is not None and "/orbax/checkpoint/" in code.co_filename
+        if _is_verbose() or not (is_late or by_orbax):
             before(unraisable)
 
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]

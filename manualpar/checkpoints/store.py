@@ -353,5 +353,5 @@ class Checkpoints:
             raise CheckpointError(
                 f"checkpoint {path} can't be read, though its files are as they were written: "
                 f"{explain(error)}."
-            ) from error
+            ) from error.with_traceback(None)
         return Restored(step, state, extra)

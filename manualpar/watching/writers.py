@@ -5,6 +5,7 @@
     throughput.jsonl   what depends on the clock and the machine: other lines in every run
     discarded.jsonl    a line for each resume and rollback, with the lines cut off from those two
     events.out.*       all of the numbers for TensorBoard, an event file for each start
+    .lock              locked by the run that writes here, see `manualpar.training.workdir_lock`
 
 A line of `metrics.jsonl` or `throughput.jsonl` is an object with `step`, `split` (`train`, `eval`
 or `test`) and numbers by name. JSON has no infinities and no NaN: they are `null` there; the event

@@ -1,0 +1,310 @@
+"""Damaged and hostile checkpoints and run files: does a run refuse them, or go on as it should?
+
+    python -m benchmarks.checkpoint_faults
+
+A small run with checkpoints of steps 20 and 40 is written once, and copied for every case. A case
+does one thing to the copy, then what a resume does is called in this process: the folder is checked
+and locked, the newest checkpoint is verified and restored, the files are cut back, a line and a
+checkpoint are written, and the report's page is made. A case is survived
+
+  - if it is refused by one of the errors that end a run with code 2 or 6, in one sentence, where
+    it has to be refused, or
+  - if what was restored is bit for bit what was saved, where the run has to go on, and
+  - if neither takes long, and nothing outside the folder is opened or changed.
+
+Exits with 1 if a case is not survived.
+"""
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+
+from benchmarks.checkpoint_fault_cases import (
+    EITHER,
+    GOES_ON,
+    REFUSED,
+    STEPS,
+    Case,
+    cases,
+    put,
+)
+from manualpar.checkpoints import CheckpointError
+from manualpar.train_state import TrainState
+from manualpar.training.command_line import UsageError, load_config
+from manualpar.training.devices import simulate_devices
+from manualpar.training.experiment import Experiment, prepare
+from manualpar.training.recorder import parse_state
+from manualpar.training.saving import open_checkpoints, restore
+from manualpar.training.workdir import check_folder
+from manualpar.training.workdir_lock import lock_workdir
+from manualpar.watching.durable_files import WriteError
+from manualpar.watching.report_page import page_html
+from manualpar.watching.run_record import make_charts, read_run
+from manualpar.watching.writers import RunWriter
+
+CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
+MOST_SECONDS = 60  # Nothing of this takes a hundredth of it, unless it waits for something.
+REFUSALS = (CheckpointError, UsageError, WriteError, ValueError)
+
+
+class Reference(NamedTuple):
+    """A run that nothing was done to.
+
+    Attributes:
+      workdir: Its folder.
+      outside: A folder that nothing may be opened in.
+      experiment: What it runs.
+      states: The state at each step that has a checkpoint.
+    """
+
+    workdir: Path
+    outside: Path
+    experiment: Experiment
+    states: dict[int, TrainState]
+
+
+class TooLongError(Exception):
+    """A case waits for something."""
+
+
+def make_reference(folder: Path) -> Reference:
+    """Writes a run with two checkpoints, without training."""
+    config = load_config(CONFIG)
+    config.update_from_flattened_dict(
+        {
+            "data.source": "synthetic",
+            "model.hidden_size": 8,
+            "model.num_layers": 1,
+            "optimizer.num_minibatches": 1,
+            "checkpoint.every_steps": STEPS[0],
+        }
+    )
+    experiment = prepare(config)
+    workdir, outside = folder / "run", folder / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("{}")
+    states = {
+        step: experiment.program.init(jax.random.key(step)).replace(step=np.int32(step))
+        for step in STEPS
+    }
+    states = {step: jax.device_put(state, _shardings(state)) for step, state in states.items()}
+    with (
+        open_checkpoints(config, workdir) as checkpoints,
+        RunWriter(workdir, config=config.to_dict()) as writer,
+    ):
+        for step in STEPS:
+            for number in range(step - STEPS[0], step, 5):
+                rates = {"examples_per_second": 5.0}
+                writer.write(number, "train", {"loss": 1 / (1 + number)}, throughput=rates)
+            checkpoints.save(
+                experiment.program, states[step], step=step, extra=_extra(experiment, writer, step)
+            )
+            (workdir / "discarded.jsonl").touch()
+    with RunWriter.resume(workdir, config=config.to_dict(), place=_place(workdir), step=STEPS[-1]):
+        pass
+    return Reference(workdir, outside, experiment, states)
+
+
+def _shardings(state: TrainState) -> Any:
+    """Where the arrays of a state are; a step that is a number becomes one like the others."""
+    mesh = jax.tree.leaves(state.params)[0].sharding.mesh
+    whole = jax.sharding.NamedSharding(mesh, jax.P())
+    return jax.tree.map(lambda x: x.sharding if isinstance(x, jax.Array) else whole, state)
+
+
+def _place(workdir: Path) -> dict[str, int]:
+    """How long the files of metrics are."""
+    return {name: (workdir / name).stat().st_size for name in ("metrics.jsonl", "throughput.jsonl")}
+
+
+def _extra(experiment: Experiment, writer: RunWriter, step: int) -> dict[str, Any]:
+    """What a run saves besides the arrays."""
+    return {
+        "position": step * experiment.config.data.batch_size,
+        "config": experiment.config.to_dict(),
+        "data": experiment.task.dataset.fingerprint,
+        "recorder": {"totals": {"train": {"loss": [1.0, 2.0]}}, "latest": {}, "skipped": 0},
+        "files": writer.place(),
+    }
+
+
+class Watched:
+    """Notes whether anything in a folder is opened, by anybody in Python."""
+
+    def __init__(self, folder: Path) -> None:
+        """Begins with nothing noted."""
+        self._folder = str(folder)
+        self.is_on = False
+        self.opened: list[str] = []
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.is_on and event in ("open", "os.scandir", "os.listdir"):
+            path = arguments[0]
+            if isinstance(path, str | os.PathLike) and self._folder in os.path.realpath(path):
+                self.opened.append(str(path))
+
+
+def attempt(case: Case, reference: Reference, workdir: Path, watched: Watched) -> str:
+    """Does what a case says, and goes on with the run.
+
+    Args:
+      case: The case.
+      reference: The run that nothing was done to.
+      workdir: Where to copy it.
+      watched: Who notes what is opened elsewhere.
+
+    Returns:
+      Why the case was not survived; `''` if it was.
+    """
+    shutil.copytree(reference.workdir, workdir)
+    case.damage(workdir)
+    before = _content(reference.outside)
+    watched.opened, watched.is_on = [], True
+
+    def too_long(number: int, frame: FrameType | None) -> None:
+        raise TooLongError
+
+    previous = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(MOST_SECONDS)
+    refusal, found = "", ""
+    try:
+        restored = _go_on(case, reference.experiment, workdir)
+        if not _is_same(restored, reference.states[case.step]):
+            found = "another state was restored"
+    except REFUSALS as error:
+        refusal = str(error)
+    except Exception as error:  # Whatever else comes up is what is looked for.
+        found = f"{type(error).__name__}: {error}"
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+        watched.is_on = False
+    if found:
+        return found
+    is_sentence = "\n" not in refusal.partition("(saved -> asked for)")[0]
+    if refusal and (case.expected == GOES_ON or not is_sentence):
+        return f"refused: {refusal}"
+    if not refusal and case.expected == REFUSED:
+        return "went on"
+    if case.expected == EITHER:
+        return ""  # The user may have put the link there.
+    if watched.opened:
+        return f"opened {watched.opened}"
+    return "" if before == _content(reference.outside) else "changed what is outside"
+
+
+def _go_on(case: Case, experiment: Experiment, workdir: Path) -> TrainState:
+    """What a resume does, but for training; returns the state."""
+    config = ml_collections.ConfigDict(experiment.config.to_dict())
+    config.update_from_flattened_dict(dict(case.changes))
+    experiment = experiment._replace(config=config)
+
+    def report(line: str) -> None:
+        del line
+
+    with contextlib.ExitStack() as stack:
+        try:
+            check_folder(config, workdir)
+        except OSError as error:  # The command line says it in a sentence.
+            raise UsageError(str(error)) from error
+        stack.enter_context(lock_workdir(workdir, report=report))
+        checkpoints = stack.enter_context(open_checkpoints(config, workdir))
+        restored = restore(checkpoints, experiment, workdir, report=report)
+        parse_state(restored.extra["recorder"])
+        writer = RunWriter.resume(
+            workdir,
+            config=config.to_dict(),
+            place=restored.extra["files"],
+            step=restored.step,
+            report=report,
+        )
+        stack.enter_context(writer)
+        writer.write(restored.step + 1, "train", {"loss": 0.25})
+        checkpoints.save(
+            experiment.program, restored.state, step=restored.step + 1, extra=restored.extra
+        )
+        run = read_run(workdir)
+        page_html(run, make_charts(run), title="case", facts={})
+    return restored.state
+
+
+def _is_same(state: TrainState, other: TrainState) -> bool:
+    """Whether two states have the same bits."""
+    pairs = zip(_arrays(state), _arrays(other), strict=True)
+    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in pairs)
+
+
+def _arrays(state: TrainState) -> list[np.ndarray]:
+    """All that a state holds."""
+    plain = state.replace(rng=jax.random.key_data(state.rng))
+    return [np.asarray(x) for x in jax.tree.leaves(plain)]
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    """The files of a folder."""
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def try_all(reference: Reference, chosen: list[Case], folder: Path) -> dict[str, list[str]]:
+    """Tries cases one after the other.
+
+    Returns:
+      For each kind a line for each of its cases, `''` for one that was survived.
+    """
+    watched = Watched(reference.outside)
+    outcomes: dict[str, list[str]] = {}
+    for number, case in enumerate(chosen):
+        workdir = folder / str(number)
+        why = attempt(case, reference, workdir, watched)
+        outcomes.setdefault(case.kind, []).append(why)
+        if why:
+            line = f"NOT SURVIVED  {case.kind}: {case.name}: expected that it {case.expected}"
+            print(f"{line}; {why:.300}", flush=True)
+        shutil.rmtree(workdir, ignore_errors=True)
+        for path in reference.outside.iterdir():
+            if path.name != "file":
+                put(None, path)
+    return outcomes
+
+
+def main() -> None:
+    """Tries all cases, or those whose name or kind contains a word, and counts."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="a part of the kind or of the name")
+    only = parser.parse_args().only
+    simulate_devices(8)
+    # The name of a socket is short, and so the folder's.
+    with tempfile.TemporaryDirectory(prefix="faults") as text:
+        folder = Path(text).resolve()
+        reference = make_reference(folder)
+        chosen = [
+            case
+            for case in cases(reference.workdir, reference.outside)
+            if only in f"{case.kind}: {case.name}"
+        ]
+        outcomes = try_all(reference, chosen, folder)
+    print("| done to a run | tried | survived |\n| --- | --- | --- |")
+    for kind, lines in outcomes.items():
+        print(f"| {kind} | {len(lines)} | {lines.count('')} |")
+    tried = sum(map(len, outcomes.values()))
+    survived = sum(lines.count("") for lines in outcomes.values())
+    print(f"| all | {tried} | {survived} |")
+    sys.exit(survived != tried)
+
+
+if __name__ == "__main__":
+    main()
