@@ -184,7 +184,8 @@ def _manifests() -> Iterator[Case]:
     entries: list[Any] = [None, 3, "x", [], [1], [1, digest, 1], ["1", digest], [-1, digest]]
     entries += [[1.5, digest], [True, digest], [10**30, digest], [1, None], [1, "x"], [1, digest]]
     for entry in entries:
-        yield Case(kind, f"entry {entry!r:.40}", with_file("extra/metadata", entry), REFUSED)
+        name = f"entry {entry!r}".replace(digest, "0...")
+        yield Case(kind, name, with_file("extra/metadata", entry), REFUSED)
 
 
 TEXTS = {

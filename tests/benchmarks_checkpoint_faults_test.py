@@ -6,7 +6,7 @@ from benchmarks import checkpoint_faults
 from benchmarks.checkpoint_fault_cases import GOES_ON, REFUSED, Case, at, cases, flip
 from benchmarks.checkpoint_faults import make_reference, try_all
 
-EVERY = 17  # Of all cases; a prime, so that the sample has some of each kind.
+EVERY = 29  # Of all cases; a prime, so that the sample has some of each kind.
 
 
 @pytest.fixture(scope="module")
