@@ -277,7 +277,8 @@ def test_a_command_line_that_cannot_be_followed_is_one_sentence(arguments, messa
         (["--config.data.batch_size=100"], "fsdp.py: config.data.batch_size is 100, expected a m"),
         (["--against=none.json"], "--against=none.json: none.json cannot be read (No such file"),
         (["--against=old"], "--against=old: old/fsdp.json cannot be read (No such file"),
-        (["--against=text.json"], "--against=text.json: text.json is not JSON: "),
+        (["--against=text.json"], "--against=text.json: text.json is not JSON ("),
+        (["--against=deep.json"], "--against=deep.json: deep.json is nested deeper than 64 lev"),
         (["--against=other.json"], "other.json lacks mesh, bytes, counts, collectives, flops, mem"),
         (["--budget=none.toml"], "none.toml: No such file or directory."),
         (["--budget=b.toml"], "b.toml has no budget [fsdp]; the nearest one is [fsdp_lm]. Write "),
@@ -290,7 +291,8 @@ def test_what_cannot_be_done_ends_in_one_sentence(arguments, message, capsys):
     Path("old").mkdir()
     Path("old/config.json").write_text("{}\n")
     Path("text.json").write_text("text\n")
-    Path("other.json").write_text("[]\n")
+    Path("other.json").write_text("{}\n")
+    Path("deep.json").write_text("[" * 100_000)
     Path("b.toml").write_text("[fsdp_lm]\nbytes = 1\n")
     Path("c.toml").write_text("[fsdp]\ndevices = 4\n")
     assert _run(*SMALL, *ABSTRACT, *arguments) == 2

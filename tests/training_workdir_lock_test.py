@@ -15,6 +15,7 @@ from manualpar.training.command_line import UsageError
 from manualpar.training.workdir_lock import LOCK_FILE, lock_workdir
 from manualpar.watching.durable_files import WriteError
 from manualpar.watching.run_record import read_run
+from tests.cluster_processes import HANG_SECONDS
 from tests.runs import (
     ROOT,
     complete_steps,
@@ -31,7 +32,8 @@ def no_report(line):
     raise AssertionError(f"nothing to report, but: {line}")
 
 
-def test_the_second_is_refused_and_told_who_is_there(tmp_path):
+def test_the_second_is_refused_and_told_who_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("manualpar.training.workdir_lock.DYING_SECONDS", 0.1)
     workdir = tmp_path / "new" / "run"
     for _ in range(2):  # The file that the first leaves is nobody's.
         with lock_workdir(workdir, report=no_report):
@@ -43,6 +45,7 @@ def test_the_second_is_refused_and_told_who_is_there(tmp_path):
                 pass
             assert read_run(workdir).left_out == []
             assert list_steps(workdir) == []
+        assert (workdir / LOCK_FILE).read_bytes() == b""
     with lock_workdir(workdir, report=no_report):
         for text in (b"", b"{}", b"[" * 4000, b"\xff"):
             (workdir / LOCK_FILE).write_bytes(text)
@@ -59,15 +62,17 @@ import os, subprocess, sys, time
 from pathlib import Path
 from manualpar.training.workdir_lock import lock_workdir
 with lock_workdir(Path(sys.argv[1]), report=print):
-    children = [subprocess.Popen(["sleep", "60"], close_fds=False).pid, os.fork()]
+    children = [subprocess.Popen(["sleep", "600"], close_fds=False).pid, os.fork()]
     if not children[1]:
-        time.sleep(60)
+        time.sleep(600)
     print(*children, flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
-def test_the_dead_and_their_orphans_hold_nothing(tmp_path):
+def test_the_dead_and_their_orphans_hold_nothing(tmp_path, monkeypatch):
+    patience = "manualpar.training.workdir_lock.DYING_SECONDS"
+    monkeypatch.setattr(patience, 0.1)
     arguments = [sys.executable, "-W", "ignore", "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
         children = [int(pid) for pid in holder.stdout.readline().split()]
@@ -77,6 +82,7 @@ def test_the_dead_and_their_orphans_hold_nothing(tmp_path):
                 lock_workdir(tmp_path, report=no_report),
             ):
                 pass
+            monkeypatch.setattr(patience, HANG_SECONDS / 3)  # On a busy machine copies let go late.
             holder.send_signal(signal.SIGKILL)
             holder.wait()
             with lock_workdir(tmp_path, report=no_report):

@@ -46,6 +46,7 @@ from manualpar.training.inspection_report import (
     print_verdict,
 )
 from manualpar.training.main import INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE, print_error
+from manualpar.untrusted import read_object
 from manualpar.watching.progress import make_console, print_line
 from manualpar.watching.writers import check_workdir, create_numbered_folder
 
@@ -189,15 +190,15 @@ def _read_earlier(against: Path | None, name: str) -> tuple[Path, Json] | None:
         return None
     path = against / f"{name}.json" if against.is_dir() else against
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_object(path, follow_links=True)
     except OSError as error:
         raise UsageError(
-            f"--against={against}: {path} cannot be read ({error.strerror}); name a ledger that "
-            "this command has written, or a folder of them."
+            f"--against={against}: {path} cannot be read ({error.strerror or error}); name a "
+            "ledger that this command has written, or a folder of them."
         ) from error
     except ValueError as error:
-        raise UsageError(f"--against={against}: {path} is not JSON: {error}.") from error
-    missing = [key for key in NEEDED if not isinstance(found, dict) or key not in found]
+        raise UsageError(f"--against={against}: {path} {error}.") from error
+    missing = [key for key in NEEDED if key not in found]
     if missing:
         raise UsageError(
             f"--against={against}: {path} lacks {', '.join(missing)}; expected a ledger that this "

@@ -1,7 +1,7 @@
 """One run at a time in a workdir: a lock on `.lock`, which the kernel takes back from the dead.
 
 The lock is `flock`'s. It belongs to the open file, so it ends with the process, however that ends,
-and the file that remains says nothing. Over NFS (version 4, or 3 with its lock daemon) Linux asks
+and a file that remains keeps nobody out. Over NFS (version 4, or 3 with its lock daemon) Linux asks
 the server for it, so that it holds for all hosts; a host that falls keeps it there until its lease
 runs out, about 90 seconds later. Programs that are started by the run do not inherit it, and
 copies of the process let go of it: they would keep it after the run has been killed.
@@ -17,6 +17,7 @@ import json
 import os
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from manualpar.watching.durable_files import explained
 
 LOCK_FILE = ".lock"
 LONGEST_OWNER = 4096
+# How long a process that was killed may take to be gone, and a copy of it to let go.
+DYING_SECONDS = 3.0
 # What a file system says that has no such locks.
 UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
@@ -59,20 +62,27 @@ def lock_workdir(workdir: Path, *, report: Callable[[str], None]) -> Iterator[No
     try:
         with explained(path):
             _lock(descriptor, workdir, report)
-        yield
+        try:
+            yield
+        finally:
+            if held:  # Otherwise this is a copy of the process, and the file is not its own.
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, 0)
     finally:
         let_go()
 
 
 def _lock(descriptor: int, workdir: Path, report: Callable[[str], None]) -> None:
     """Locks an open file and writes into it whose it is."""
+    until = time.monotonic() + DYING_SECONDS
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(
-            f"--workdir={workdir} is in use by another run{_owner(descriptor)}; wait until it "
-            "ends, end it, or name another folder."
-        ) from None
+        while not _try_to_lock(descriptor):
+            if time.monotonic() >= until:
+                raise UsageError(
+                    f"--workdir={workdir} is in use by another run{_owner(descriptor)}; wait until "
+                    "it ends, end it, or name another folder."
+                )
+            time.sleep(0.05)
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
@@ -87,6 +97,15 @@ def _lock(descriptor: int, workdir: Path, report: Callable[[str], None]) -> None
     }
     os.ftruncate(descriptor, 0)
     os.write(descriptor, json.dumps(owner).encode())
+
+
+def _try_to_lock(descriptor: int) -> bool:
+    """Locks an open file, unless somebody else has."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _owner(descriptor: int) -> str:
