@@ -5,6 +5,7 @@ The framework asks nothing of a model but `init` and `apply`. What a program has
 handed in and their updates kept, and evaluation turns training off.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from manualpar.evaluation import EVAL_SWITCHES, evaluate_linen, overrule, switches_of
 from manualpar.mesh import naming_unbound_axes
 from manualpar.module_fields import leave_out_annotations
 from manualpar.nnx_model import NNXModel, class_of, for_evaluation
@@ -20,9 +22,6 @@ from manualpar.recurrence import varying_linen_carries
 
 # Makes the arguments of a model's call from a batch.
 InitArgs = Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]]
-
-# Keyword arguments by which Linen models are told to train, and what they get in evaluation.
-EVAL_SWITCHES = {"train": False, "training": False, "is_training": False, "deterministic": True}
 
 
 def init_variables(
@@ -116,17 +115,26 @@ class CarryingApply:
       collections: The collections after the latest call.
     """
 
-    def __init__(self, model: nn.Module, collections: dict[str, Any], *, train: bool) -> None:
-        """Wraps `model.apply`; without `train`, arguments in `EVAL_SWITCHES` are overruled.
+    def __init__(
+        self,
+        model: nn.Module,
+        collections: dict[str, Any],
+        *,
+        train: bool,
+        eval_dropout: bool = False,
+    ) -> None:
+        """Wraps `model.apply`; without `train`, whatever says 'train' is overruled.
 
         Args:
           model: The Linen model.
           collections: Its other collections to begin with.
-          train: Whether arguments that say 'train' reach the model. Otherwise one that is passed,
-            by keyword or position, says the opposite, and one that is not is left to the model.
+          train: Whether arguments and fields that say 'train' count. Otherwise one that is given
+            says the opposite, and one that is not is left to the model: see `manualpar.evaluation`.
+          eval_dropout: Whether they count without `train` too, but for batch statistics, which come
+            from the collections.
         """
-        self._model = model if train else for_evaluation(model)
-        self._train = train
+        self._model = model if train else for_evaluation(model, dropout=eval_dropout)
+        self._switches = {} if train else switches_of(eval_dropout=eval_dropout)
         self.collections = collections
 
     def __call__(
@@ -138,11 +146,14 @@ class CarryingApply:
         **kwargs: Any,
     ) -> Any:
         """As `model.apply`; collections that the caller names in `mutable` are returned too."""
-        if not self._train:
-            args, kwargs = _overrule(self._model, method, args, kwargs)
+        apply: Callable[..., Any] = apply_model
+        if self._switches:
+            args, kwargs = overrule(_signature(self._model, method), args, kwargs, self._switches)
+            if not isinstance(self._model, NNXModel):
+                apply = functools.partial(evaluate_linen, apply_model, self._switches)
         asked = _collection_names(mutable)
         kept = [name for name in self.collections if name not in variables]
-        out, updates = apply_model(
+        out, updates = apply(
             self._model,
             {**self.collections, **variables},
             *args,
@@ -185,16 +196,6 @@ def leaf_paths(tree: Any) -> list[str]:
     """Where the leaves of a tree are, in order."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
-
-
-def _overrule(
-    model: nn.Module, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with each of `EVAL_SWITCHES` set for evaluation."""
-    names = list(_signature(model, method).parameters)
-    switched = [EVAL_SWITCHES.get(name, arg) for name, arg in zip(names, args, strict=False)]
-    kwargs = {name: EVAL_SWITCHES.get(name, value) for name, value in kwargs.items()}
-    return (*switched, *args[len(switched) :]), kwargs
 
 
 def _signature(model: nn.Module, method: Any) -> inspect.Signature:

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -93,11 +93,19 @@ def with_loop_dims(model: Any, loop_dims: Mapping[str, frozenset[int]]) -> Any:
     return dataclasses.replace(model, loop_dims=dict(loop_dims))
 
 
-def for_evaluation(model: Any) -> Any:
-    """The model with NNX's own switch set for evaluation; Linen has none."""
+def for_evaluation(model: Any, *, dropout: bool = False) -> Any:
+    """The model with NNX's own switch set for evaluation; Linen has none.
+
+    Args:
+      model: Any model.
+      dropout: Whether dropout stays on.
+
+    Returns:
+      The model.
+    """
     if not isinstance(model, NNXModel):
         return model
-    return dataclasses.replace(model, is_evaluated=True)
+    return dataclasses.replace(model, evaluated="dropout" if dropout else "all")
 
 
 def class_of(model: Any) -> type:
@@ -127,14 +135,15 @@ class NNXModel:
       module: The module with abstract values.
       make: Makes it from a key.
       loop_dims: See `with_loop_dims`.
-      is_evaluated: Whether every call is one of evaluation.
+      evaluated: What every call turns off as one of evaluation: nothing, all but `"dropout"`, or
+        `"all"`.
       axis_aliases: What axis names in the module stand for.
     """
 
     module: nnx.Module
     make: Callable[[jax.Array], nnx.Module]
     loop_dims: Mapping[str, frozenset[int]] | None = None
-    is_evaluated: bool = False
+    evaluated: Literal["", "dropout", "all"] = ""
     axis_aliases: AxisAliases | None = None
 
     def __repr__(self) -> str:
@@ -203,7 +212,9 @@ class NNXModel:
         names = _parameters(call)
         if "train" in kwargs and "train" not in names and not _takes_any_keyword(names):
             module.train() if kwargs.pop("train") else module.eval()
-        if self.is_evaluated:
+        if self.evaluated == "dropout":
+            module.set_attributes(use_running_average=True, raise_if_not_found=False)
+        elif self.evaluated:
             module.eval()
         known = {name for _, leaf in _leaves(self.module) if (name := collection_of(leaf))}
         sown = [name for name in _collection_names(mutable) if name not in known]

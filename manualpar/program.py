@@ -180,7 +180,6 @@ def _build(
         init_args=options.get("init_args"),
     )
     sync = check_sync_collections(name, options.get("sync_collections", {}), collections)
-
     step = Step(
         strategy=strategy,
         model=applied,
@@ -195,6 +194,7 @@ def _build(
         nonfinite=options.get("nonfinite", "ignore"),
         sync_collections=sync,
         keep_types=any(jax.tree.leaves(typed_specs(variables["params"]))),
+        eval_dropout=options.get("eval_dropout", False),
     )
     infos, placements = _place_parameters(step, variables["params"], collections, batch)
 

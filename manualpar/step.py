@@ -73,6 +73,7 @@ class Step:
       wire: The dtypes that travel, and which way.
       nonfinite: What is done about a loss or a gradient that is not finite.
       sync_collections: What becomes of collections that differ between devices.
+      eval_dropout: Whether dropout stays on in evaluation.
       update: What the optimizer does with the gradients.
       placements: The tree of parameters with a `Placement` at each leaf.
       gathered_sizes: The numbers of elements of what is gathered.
@@ -91,6 +92,7 @@ class Step:
     wire: Wire = AS_STORED
     nonfinite: Nonfinite = "ignore"
     sync_collections: Mapping[str, CollectionSync] = dataclasses.field(default_factory=dict)
+    eval_dropout: bool = False
     placements: Any = None
     gathered_sizes: frozenset[int] = frozenset()
     update: Update | None = None
@@ -217,7 +219,9 @@ class Step:
         """An evaluation step."""
         boxes = self._map(functools.partial(self._box, state=False), params)
         boxes = self._map(functools.partial(self._unbox_kept, False), boxes)
-        apply_fn = CarryingApply(self.model, collections, train=False)
+        apply_fn = CarryingApply(
+            self.model, collections, train=False, eval_dropout=self.eval_dropout
+        )
         if self.mode == "manual":
             rng = fold_rng_over_axis(rng, self.data_axes)
         with model_context(self.mode, self.mesh, self.rules):

@@ -26,7 +26,8 @@ COMMUNICATE_EVERY: tuple[CommunicateEvery, ...] = ("minibatch", "step", "gather-
 Nonfinite = Literal["ignore", "report", "skip"]
 NONFINITE: tuple[Nonfinite, ...] = ("ignore", "report", "skip")
 WIRE_DTYPES = ("bfloat16", "float32", "float64")
-FLAGS = ("use_scan", "norm_metrics", "axis_by_axis")  # The options that are true or false.
+# The options that are true or false.
+FLAGS = ("use_scan", "norm_metrics", "axis_by_axis", "eval_dropout")
 
 
 class ProgramOptions(TypedDict, total=False):
@@ -104,6 +105,13 @@ class ProgramOptions(TypedDict, total=False):
         is refused if nothing is said, and what does not is left as it is. (A count that is taken
         from a shape, `seen += x.shape[0]`, does not, so it has to be named.) In other modes than
         `"manual"` a model sees the global batch, and nothing differs.
+      eval_dropout: Whether `eval_step` leaves dropout on, as Monte Carlo dropout wants it; batch
+        statistics come from the state all the same. If not (the default), training is turned off
+        wherever a module is told to train: by an argument or a field `train`, `training` or
+        `is_training`, by `deterministic`, by `use_running_average`, and in NNX by `eval()`. A
+        module that draws from `rngs["dropout"]` and cannot be told is refused by its path. With
+        dropout on, masks depend on the device and on `state.rng`, another in each step; for several
+        samples of one state give it other keys: `state.replace(rng=key)`.
       compiler_options: Options of XLA for the training and the evaluation step, by name, see
         `manualpar.compiler_options`; none if not given.
     """
@@ -125,6 +133,7 @@ class ProgramOptions(TypedDict, total=False):
     norm_metrics: bool
     nonfinite: Nonfinite
     sync_collections: Mapping[str, CollectionSync]
+    eval_dropout: bool
     compiler_options: Mapping[str, Any]
 
 

@@ -37,7 +37,7 @@ ORDER = """
     annotations
     partitioning model
     nnx_model
-    nnx_streams recurrence
+    nnx_streams recurrence evaluation
     nnx_variables axis_names
     collectives array_box module_fields
     dispatch
