@@ -85,7 +85,7 @@ def evaluate_linen(
         module, signature = context.module, inspect.signature(context.orig_method)
         args, kwargs = overrule(signature, args, kwargs, switches)
         names = [field.name for field in dataclasses.fields(module) if field.name in switches]
-        fields = {n: switches[n] for n in names if getattr(module, n, None) is not None}
+        fields = {n: switches[n] for n in names if isinstance(getattr(module, n, None), bool)}
         try:
             with replace_fields(module, fields):
                 return next_fun(*args, **kwargs)
