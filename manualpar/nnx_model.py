@@ -94,15 +94,7 @@ def with_loop_dims(model: Any, loop_dims: Mapping[str, frozenset[int]]) -> Any:
 
 
 def for_evaluation(model: Any, *, dropout: bool = False) -> Any:
-    """The model with NNX's own switch set for evaluation; Linen has none.
-
-    Args:
-      model: Any model.
-      dropout: Whether dropout stays on.
-
-    Returns:
-      The model.
-    """
+    """The model with NNX's own switch set for evaluation, for dropout too or not."""
     if not isinstance(model, NNXModel):
         return model
     return dataclasses.replace(model, evaluated="dropout" if dropout else "all")
