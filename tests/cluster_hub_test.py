@@ -243,7 +243,7 @@ def test_who_never_comes_is_named_first_and_given_up_later():
     meeting = Meeting(3, timeout_seconds=1.0, join_seconds=2.0)
     meeting.join(0)
     assert meeting.channels[0].is_over.wait(HANG_SECONDS)
-    assert "processes 1, 2 of 3 not connected after 1 s; waiting up to 2 s" in meeting.said
+    assert "processes 1, 2 of 3 not connected after 0.5 s; waiting up to 2 s" in meeting.said
     assert (
         str(meeting.lost[0]) == "process 1 was lost: it has not connected to process 0 within 2 s"
     )

@@ -1,8 +1,13 @@
+import json
+import os
+import sys
+
 import jax
 import numpy as np
 import pytest
 
 from manualpar.cluster import initialize
+from tests.cluster_processes import free_port
 
 
 def result_of(processes, count, path, **options):
@@ -54,6 +59,46 @@ def test_two_processes_train_as_one_does_without_replicas(processes, tmp_path, s
     one, _ = result_of(processes, 1, tmp_path / "one.npz", devices=4, **options)
     two, _ = result_of(processes, 2, tmp_path / "two.npz", devices=2, **options)
     assert_equal_results(two, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["localhost", "[::1]"])
+def test_processes_meet_under_any_name_of_this_host(processes, host):
+    options = json.dumps({"strategy": "dp", "mesh": {"data": -1}, "steps": 1, "devices": 1})
+    port = free_port()
+    started = [
+        processes.start(
+            [sys.executable, "-m", "tests.cluster_worker", options],
+            MANUALPAR_COORDINATOR_ADDRESS=f"{host}:{port}",
+            MANUALPAR_NUM_PROCESSES="2",
+            MANUALPAR_PROCESS_ID=str(process),
+        )
+        for process in range(2)
+    ]
+    for process in started:
+        assert process.wait() == 0, process.err
+        assert "MANUALPAR_TOKEN" not in process.err
+
+
+@pytest.mark.slow
+def test_processes_meet_where_jax_finds_the_coordinator(processes):
+    """As in Slurm, whose variables are all that JAX looks at."""
+    options = json.dumps({"strategy": "dp", "mesh": {"data": -1}, "steps": 1, "devices": 1})
+    started = [
+        processes.start(
+            [sys.executable, "-m", "tests.cluster_worker", options],
+            SLURM_JOB_ID=str(os.getpid()),  # The port depends on it.
+            SLURM_STEP_NODELIST="localhost",
+            SLURM_NTASKS="2",
+            SLURM_PROCID=str(process),
+            SLURM_LOCALID=str(process),
+            SLURM_STEP_NUM_NODES="1",
+        )
+        for process in range(2)
+    ]
+    for process in started:
+        assert process.wait() == 0, process.err
+        assert process.out.splitlines()[-1] == "finished"
 
 
 @pytest.mark.slow

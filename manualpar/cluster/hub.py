@@ -270,15 +270,17 @@ class Hub:
     def _watch_for_missing(self, awake: float) -> None:
         """Says which processes have not come, and gives them up when it has been too long."""
         self._waited += awake
+        # Its imports have taken some time already: so it is said within the timeout of the start.
+        warn_seconds = self._timeout_seconds / 2
         missing = [process for process, member in self._members.items() if member.link is None]
         if missing and self._waited > self._join_seconds:
             reason = f"it has not connected to process 0 within {self._join_seconds:g} s"
             self._tell_loss(Loss(missing[0], "", 0, reason))
-        elif missing and self._waited > self._timeout_seconds and not self._has_told_missing:
+        elif missing and self._waited > warn_seconds and not self._has_told_missing:
             self._has_told_missing = True
             told = (
                 f"{name_processes(missing)} of {len(self._members)} not connected after "
-                f"{self._timeout_seconds:g} s; waiting up to {self._join_seconds:g} s"
+                f"{warn_seconds:g} s; waiting up to {self._join_seconds:g} s"
             )
             self._tell({"kind": "waiting", "text": told})
 

@@ -236,7 +236,7 @@ def _connect(
             process=cluster.process_id,
             num_processes=cluster.num_processes,
             token=token,
-            warn_seconds=cluster.timeout_seconds,
+            warn_seconds=cluster.timeout_seconds / 2,
             give_up_seconds=max(join_seconds, cluster.timeout_seconds),
             announce=print_announcement,
         )
