@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: help train test test-slow test-minimum lint format clean
+.PHONY: help train test test-slow test-minimum lint format lock clean
 
 help:
 	@echo 'make train         train a classifier with FSDP over eight simulated devices'
@@ -16,6 +16,7 @@ help:
 	@echo 'make test-minimum  run the tests with the oldest supported dependencies'
 	@echo 'make lint          check style and types'
 	@echo 'make format        bring the code into the house format'
+	@echo 'make lock          write constraints/ci.txt anew: the versions of continuous integration'
 	@echo 'make clean         remove the environment, builds and caches'
 
 train: $(INSTALLED)
@@ -57,7 +58,15 @@ $(VENV)-minimum/installed: setup.cfg pyproject.toml constraints/minimum.txt
 test-minimum: $(VENV)-minimum/installed
 	$(VENV)-minimum/bin/python -m pytest $(ARGS)
 
+# Asks pip what it would install into an empty environment, with Python 3.11 on Linux x86-64.
+lock:
+	$(PYTHON) -m venv $(VENV)-lock
+	$(VENV)-lock/bin/python -m pip install --quiet --dry-run --report $(VENV)-lock/report.json '.[dev]'
+	$(PYTHON) .ci/lock <$(VENV)-lock/report.json >$(VENV)-lock/ci.txt
+	mv $(VENV)-lock/ci.txt constraints/ci.txt
+	rm -rf $(VENV)-lock
+
 clean:
-	rm -rf $(VENV) $(VENV)-minimum build dist *.egg-info .hypothesis .mypy_cache .pytest_cache \
+	rm -rf $(VENV) $(VENV)-minimum $(VENV)-lock build dist *.egg-info .hypothesis .mypy_cache .pytest_cache \
 	  .ruff_cache
 	find configs experiments manualpar tests -name __pycache__ -prune -exec rm -rf {} +
