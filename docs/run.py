@@ -26,6 +26,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from manualpar.untrusted import read_file
+from manualpar.usage import OneSentenceParser
+
 ROOT = Path(__file__).parents[1]
 # A block that runs and, with nothing but white space between, the one that shows its output.
 _BLOCK = re.compile(
@@ -121,13 +124,16 @@ def run_blocks(page: Path, work: Path) -> Iterator[tuple[Block, str]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a page; returns the exit code: 1 where the page shows something else."""
-    parser = argparse.ArgumentParser(prog="python -m docs.run", description=__doc__)
+    parser = OneSentenceParser(prog="python -m docs.run", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("page", type=Path, help="a Markdown file")
     parser.add_argument("--check", action="store_true", help="fail if the page shows other output")
     parser.add_argument("--write", action="store_true", help="put the output into the page")
     flags = parser.parse_args(argv)
-    text, failures = flags.page.read_text(), 0
+    try:
+        text, failures = read_file(flags.page, follow_links=True).decode(), 0
+    except (OSError, ValueError) as error:
+        parser.error(f"{flags.page}: {error}")
     with tempfile.TemporaryDirectory() as work:
         written = []
         for block, printed in run_blocks(flags.page, Path(work)):

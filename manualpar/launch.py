@@ -14,7 +14,6 @@ The exit code is that of the first process that failed, 128 more than the signal
 it; else 0. A mistake on the command line ends with 2, a command that cannot be started with 127.
 """
 
-import argparse
 import dataclasses
 import os
 import queue
@@ -27,21 +26,15 @@ import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
-from typing import IO, NoReturn
+from typing import IO
 
-USAGE_EXIT_CODE = 2
+from manualpar.usage import OneSentenceParser
+
 NOT_STARTED_EXIT_CODE = 127
 TOKEN_VARIABLE = "MANUALPAR_TOKEN"
+MOST = 1024  # Processes on one machine, or simulated devices in one of them.
 TERMINATE_SECONDS = 2.0
 POLL_SECONDS = 0.05
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose mistakes are one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        """Ends the launcher."""
-        self.exit(USAGE_EXIT_CODE, f"error: {message}\n")
 
 
 @dataclasses.dataclass
@@ -63,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     own, separator, command = _split(arguments)
-    parser = _Parser(
+    parser = OneSentenceParser(
         prog="python -m manualpar.launch",
         usage="%(prog)s --processes=N [--devices-per-process=N] [--grace=SECONDS] -- command ...",
         description="Starts several processes of a command on this machine.",
@@ -263,10 +256,10 @@ def _split(arguments: list[str]) -> tuple[list[str], bool, list[str]]:
     return arguments[:at], True, arguments[at + 1 :]
 
 
-def _parse_count(parser: _Parser, name: str, text: str) -> int:
-    """A positive integer."""
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        parser.error(f"{name}={text}: expected a positive integer such as 2.")
+def _parse_count(parser: OneSentenceParser, name: str, text: str) -> int:
+    """A positive integer that one machine may be asked for."""
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 0 < int(text) <= MOST):
+        parser.error(f"{name}={text}: expected a positive integer such as 2, at most {MOST}.")
     return int(text)
 
 

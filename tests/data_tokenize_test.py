@@ -175,8 +175,13 @@ def test_the_command_line_says_what_it_made(tmp_path, corpus, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == list(SPLITS)
     assert sum(int(line.split()[1]) for line in lines) == 30
-    assert main(arguments) == 1
-    assert "where there is something already" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --output=")
+    assert "where there is something already" in error
+    assert error.count("\n") == 1
 
 
 def test_it_runs_as_the_documentation_says(tmp_path, corpus):

@@ -42,7 +42,7 @@ ORDER = """
     collectives array_box module_fields
     dispatch
     rng train_state loss
-    mesh mesh_context collection_sync donation divergence compiler_options untrusted
+    mesh mesh_context collection_sync donation divergence compiler_options untrusted usage
 """
 RANKS = {
     unit: rank

@@ -28,8 +28,11 @@ def _experiment(module=fsdp, **fields):
     ("fields", "message"),
     [
         ({"model.hidden_size": 99999999999}, r"model\.hidden_size is 99999999999.*\(state .* TiB"),
-        ({"data.batch_size": 4294967296}, r"batch_size is 4294967296 .* the batches that are read"),
-        ({"data.batch_size": 8000000, "data.prefetch": 1000}, r"data\.prefetch is 1000: the batch"),
+        ({"data.batch_size": 4294967296}, r"batch_size is 4294967296.* the batches that are read"),
+        (
+            {"data.batch_size": 8000000, "data.prefetch": 1000},
+            r"prefetch is 1000, .* the batches",
+        ),
         ({"model.num_classes": 2**31 - 8}, r"model\.num_classes is 2147483640: a step takes"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
@@ -37,7 +40,7 @@ def _experiment(module=fsdp, **fields):
 def test_what_cannot_fit_is_refused(fields, message):
     with pytest.raises(ValueError, match=message) as caught:
         check_fits(_experiment(**fields))
-    assert str(caught.value).startswith("config.data.batch_size is ")
+    assert "config.data.batch_size is " in str(caught.value)
     assert "--force" in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -110,7 +110,7 @@ def _explicit_place(given: Mapping[str, str | int | None], sees_all: bool) -> Pl
         )
     (address_name, address), (count_name, count_text), (id_name, id_text) = given.items()
     host, colon, port = str(address).rpartition(":")
-    if not (host and colon and port.isdigit() and 0 < int(port) < 2**16):
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
         raise ValueError(
             f"initialize: {address_name}={address!r}, expected <host>:<port> such as "
             "'10.0.0.1:1234'."

@@ -149,13 +149,13 @@ def find_files(path: str) -> list[TextFile]:
     else:
         expanded = os.path.expanduser(path)
         root = pathlib.Path(expanded)
-        if root.is_dir():
+        if os.path.isdir(root):
             paths = list(_files_under(root, frozenset()))
         else:
             root = _fixed_part(root)
             # A file's name may look like a glob.
             found = [expanded] if os.path.isfile(expanded) else glob.iglob(expanded, recursive=True)
-            paths = [file for file in map(pathlib.Path, found) if file.is_file()]
+            paths = [pathlib.Path(file) for file in found if os.path.isfile(file)]
         described = repr(path)
     files = [
         TextFile(file, file.relative_to(root).as_posix(), size, 0, size)

@@ -22,6 +22,7 @@ import numpy as np
 from manualpar.data.text import TextFile, encode_files, find_files, split_files
 from manualpar.data.tokenizer import Tokenizer, load_tokenizer
 from manualpar.data.tokens import DESCRIPTION, DTYPES, TOKENIZER, VERSION, TokenFile, TokenFiles
+from manualpar.usage import OneSentenceParser
 
 
 def write_token_files(text: str, output: str, *, tokenizer: str = "") -> TokenFiles:
@@ -92,7 +93,7 @@ def _write_file(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes token files and prints what they hold."""
-    parser = argparse.ArgumentParser(
+    parser = OneSentenceParser(
         prog="python -m manualpar.data.tokenize",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -104,8 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         written = write_token_files(args.input, args.output, tokenizer=args.tokenizer)
     except (OSError, ValueError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
+        named = f"--output={args.output}: " if "config." not in str(error) else ""
+        parser.error(f"{named}{error}")
     for split, part in written.splits.items():
         print(
             f"{split}: {part.documents} documents, {part.bytes} bytes, {part.tokens} tokens, "

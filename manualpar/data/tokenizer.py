@@ -147,10 +147,10 @@ def load_tokenizer(path: str) -> Tokenizer:
             f"config.data.tokenizer is {path!r}, which has no token to begin documents with; "
             f"expected one of {', '.join(BOS_NAMES)} among its added tokens."
         )
-    if (largest := max(tokenizer.get_vocab().values())) >= 2**31:
+    if (largest := max(tokenizer.get_vocab().values())) >= 2**31 - 1:
         raise ValueError(
             f"config.data.tokenizer is {path!r}, which has a token of number {largest}; expected "
-            f"less than {2**31}, as int32 holds them."
+            f"less than {2**31 - 1}, so that int32 holds them all."
         )
     fingerprint = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
     return FileTokenizer(tokenizer, bos_token=bos_token, fingerprint=fingerprint)

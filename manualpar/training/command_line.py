@@ -172,6 +172,9 @@ def parse_command_line(
     devices: int | None = flag_values.devices
     if devices is not None and devices < 1:
         raise UsageError(f"--devices={devices}: expected at least 1 device to simulate.")
+    for name in ("workdir", "coordinator_address"):
+        if "\0" in (flag_values[name].value or ""):
+            raise UsageError(f"--{name}={flag_values[name].value!r}: expected no NUL in it.")
     return CommandLine(
         config=flag_values.config,
         config_path=config_path,

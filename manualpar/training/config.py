@@ -138,13 +138,13 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
     "transformer": {
         "data.source": Field(str, choices=("text", "tokens")),
         "data.path": Field(str),
-        "data.sequence_length": Field(int, 1),
+        "data.sequence_length": Field(int, 1, below=2**31),
         "data.tokenizer": Field(str),
-        "model.hidden_size": Field(int, 1),
-        "model.mlp_size": Field(int, 1),
+        "model.hidden_size": Field(int, 1, below=2**31),
+        "model.mlp_size": Field(int, 1, below=2**31),
         "model.num_layers": Field(int, 1),
-        "model.num_heads": Field(int, 1),
-        "model.num_kv_heads": Field(int, 1),
+        "model.num_heads": Field(int, 1, below=2**31),
+        "model.num_kv_heads": Field(int, 1, below=2**31),
         "model.rope_base": Field(float, 1, below=LARGEST),
         "model.tied_head": Field(bool),
         "model.dropout_rate": Field(float, 0, below=1),
@@ -241,6 +241,8 @@ def check_config(config: Any) -> None:
                 message += f"; the nearest one is {nearest(value, fields[name].choices)!r}"
             raise ValueError(f"{message}.")
     _check_written_out(config)
+    if not config.parallel.mesh:
+        raise ValueError("config.parallel.mesh is {}, expected an axis such as {'data': -1}.")
     for axis, size in config.parallel.mesh.items():
         if not isinstance(axis, str) or not axis:
             raise ValueError(

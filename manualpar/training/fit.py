@@ -45,9 +45,9 @@ def check_fits(experiment: Experiment) -> None:
     waiting = (config.data.prefetch + 1) * state_bytes(program.abstract_batch)[0] * len(devices)
     if waiting > host:
         raise ValueError(
-            f"config.data.batch_size is {config.data.batch_size} and config.data.prefetch is "
-            f"{config.data.prefetch}: the batches that are read ahead take "
-            f"{describe_bytes(waiting)}, and this machine has {describe_bytes(host)}; {smaller}."
+            f"config.data.prefetch is {config.data.prefetch}, {_sizes(experiment)}: the batches "
+            f"that are read ahead take {describe_bytes(waiting)}, and this machine has "
+            f"{describe_bytes(host)}; {smaller}."
         )
     there, owner = host // len(devices), "its part of this machine's memory"
     stats = [device.memory_stats() or {} for device in devices]
@@ -96,7 +96,7 @@ def _sizes(experiment: Experiment) -> str:
     """The fields that its size depends on, and the vocabulary, as far as it has them."""
     config = experiment.config
     groups = (name.split(".") for name in SIZES)
-    found = [f"{a}.{b} is {config[a][b]}" for a, b in groups if b in config[a]]
+    found = [f"config.{a}.{b} is {config[a][b]}" for a, b in groups if b in config[a]]
     if tokens := getattr(experiment.task.model, "vocab_size", None):
         found.append(f"its data has a vocabulary of {tokens} tokens")
-    return f"config.{', '.join(found)}"
+    return ", ".join(found)

@@ -166,7 +166,10 @@ def _read_budgets(command: InspectCommand) -> dict[str, Budget]:
     """The budgets that the configs are held against; each must have one."""
     if command.budget is None or command.write_budget:
         return {}
-    budgets = read_budgets(command.budget)
+    try:
+        budgets = read_budgets(command.budget)
+    except BudgetError as error:
+        raise UsageError(f"--budget={command.budget}: {error}") from error
     return {
         named.name: budget_for(budgets, named.name, command.budget) for named in command.configs
     }

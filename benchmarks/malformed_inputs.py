@@ -1,0 +1,181 @@
+"""Gives the commands inputs that nobody can follow, and judges their answers.
+
+python -m benchmarks.malformed_inputs [--only CLASS] [--list] [--jobs 2]
+
+An answer survives if the command ends with exit code 2, or 6 where a file is damaged, having
+written to standard error one line, which begins with `error: ` and names what is wrong; if there is
+no traceback, if nothing was compiled, and if it kept within the bounds below. The inputs are those
+of `malformed_cases` and `malformed_files`. Each runs in a fork of one interpreter that has imported
+everything, so that an answer takes a moment. Exit code 1 if any falls short.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+
+from benchmarks.malformed_cases import Case
+from benchmarks.malformed_files import make_cases
+
+CPU_SECONDS = 30
+WALL_SECONDS = 300  # A machine that is busy with other things may take its time.
+RESIDENT_BYTES = 2**30
+ADDRESS_BYTES = 2**35  # Simulated devices and their threads only reserve most of it.
+ALLOWED_CODES = (2, 6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a command did.
+
+    Attributes:
+      code: Its exit code, negative for a signal.
+      output: What it wrote to standard output.
+      error: What it wrote to standard error.
+      compiled: How many programs were compiled.
+      resident: The most memory it had, in bytes.
+    """
+
+    code: int
+    output: str
+    error: str
+    compiled: int
+    resident: int
+
+
+def shortcomings(case: Case, answer: Answer) -> list[str]:
+    """What is wrong with an answer; nothing if it survives."""
+    lines = answer.error.splitlines()
+    checks = {
+        f"exit code {answer.code}": answer.code in ALLOWED_CODES,
+        "a traceback": "Traceback (most" not in answer.output + answer.error,
+        f"{len(lines)} lines": len(lines) == 1 and lines[0].startswith("error: "),
+        f"{case.names!r} is not named": case.names in answer.error,
+        f"{answer.compiled} programs compiled": not answer.compiled,
+        f"{answer.resident / 2**20:.0f} MiB": answer.resident <= RESIDENT_BYTES,
+    }
+    return [what for what, is_fine in checks.items() if not is_fine]
+
+
+def ask(case: Case, folder: Path) -> Answer:
+    """Runs a case in a fork of this process, which must not have asked jax for its devices."""
+    paths = {name: folder / name for name in ("output", "error", "compiled")}
+    pid = os.fork()
+    if not pid:
+        _answer(case, folder, paths)
+    deadline = time.monotonic() + WALL_SECONDS
+    while not (ended := os.wait4(pid, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    _, status, usage = ended
+    texts = {
+        name: path.read_text(errors="replace") if path.exists() else ""
+        for name, path in paths.items()
+    }
+    unit = 1 if sys.platform == "darwin" else 1024
+    return Answer(
+        os.waitstatus_to_exitcode(status),
+        texts["output"],
+        texts["error"],
+        len(texts["compiled"]),
+        usage.ru_maxrss * unit,
+    )
+
+
+def _answer(case: Case, folder: Path, paths: dict[str, Path]) -> None:
+    """Is the command, and ends the process."""
+    code = 1
+    try:
+        os.chdir(folder)
+        for number, name in ((1, "output"), (2, "error")):
+            os.dup2(os.open(paths[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+        resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
+        compiled = paths["compiled"].open("w", buffering=1)
+
+        def note(event: str, seconds: float, **more: object) -> None:
+            del seconds, more
+            if "backend_compile" in event:
+                compiled.write("x")
+
+        jax.monitoring.register_event_duration_secs_listener(note)
+        sys.argv = [case.module, *case.arguments]
+        code = _call(importlib.import_module(case.module).main)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code & 255)
+
+
+def _call(main: Callable[[], int | None]) -> int:
+    """The exit code that a process would have."""
+    try:
+        return main() or 0
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+            return 1
+        return error.code or 0
+
+
+def main() -> int:
+    """Runs the cases and prints how many were tried and survived, by class."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.malformed_inputs", description=__doc__
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--only", default="", help="a class")
+    parser.add_argument("--list", action="store_true", help="show the cases and run none")
+    parser.add_argument("--jobs", type=int, default=2, help="how many run at a time (default: 2)")
+    flags = parser.parse_args()
+    tried: Counter[str] = Counter()
+    fell: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "inputs").mkdir()
+        cases = [c for c in make_cases(Path(scratch) / "inputs") if flags.only in ("", c.kind)]
+        if flags.list:
+            for case in cases:
+                print(ascii(f"{case.kind}: {case.name}")[1:-1])
+            return 0
+        for module in {case.module for case in cases}:
+            importlib.import_module(module)
+        importlib.import_module("tokenizers")
+        started = time.monotonic()
+
+        def judge(number: int) -> tuple[Case, Answer]:
+            folder = Path(scratch) / str(number)
+            folder.mkdir()
+            return cases[number], ask(cases[number], folder)
+
+        with ThreadPoolExecutor(flags.jobs) as pool:
+            for case, answer in pool.map(judge, range(len(cases))):
+                tried[case.kind] += 1
+                if found := shortcomings(case, answer):
+                    fell[case.kind] += 1
+                    print(ascii(f"{case.kind}: {case.name}: {', '.join(found)}")[1:-1])
+                    print("   ", ascii(answer.error.strip()[-300:])[1:-1], flush=True)
+    print(f"{'class':16s} tried  survived")
+    for kind, count in tried.items():
+        print(f"{kind:16s} {count:5d}  {count - fell[kind]:8d}")
+    survived = tried.total() - fell.total()
+    print(f"{'all':16s} {tried.total():5d}  {survived:8d}  in {time.monotonic() - started:.0f} s")
+    return 1 if fell else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

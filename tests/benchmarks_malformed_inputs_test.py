@@ -1,0 +1,55 @@
+"""A sample of what nobody can follow, each answered in one sentence that names the field."""
+
+import pytest
+
+from benchmarks.malformed_cases import Case, field_cases
+from benchmarks.malformed_files import make_cases
+from benchmarks.malformed_inputs import Answer, shortcomings
+from configs import fsdp
+from manualpar.training.command_line import UsageError, parse_command_line
+from manualpar.training.config import FIELDS, MODEL_FIELDS, check_config
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    return list(field_cases(tmp_path_factory.mktemp("inputs")))
+
+
+def test_every_field_gets_values_that_it_cannot_have(cases):
+    names = {case.name.split("=")[0] for case in cases}
+    assert names == {*FIELDS, *MODEL_FIELDS["classifier"], *MODEL_FIELDS["transformer"]}
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_value_that_a_field_cannot_have_is_one_sentence(cases, part):
+    for case in cases[part::12]:
+        with pytest.raises((UsageError, ValueError)) as caught:
+            check_config(_parse(case).config)
+        assert case.names in str(caught.value), case.name
+        assert "\n" not in str(caught.value), case.name
+
+
+def test_there_are_hundreds_of_other_inputs(tmp_path):
+    names = {(case.module, case.kind, case.name) for case in make_cases(tmp_path)}
+    assert len(names) >= 300
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (Answer(2, "", "error: config.seed is -1\n", 0, 0), []),
+        (Answer(1, "", "error: config.seed is -1\n", 0, 0), ["exit code 1"]),
+        (Answer(2, "", "error: config.seed\nmore\n", 0, 0), ["2 lines"]),
+        (Answer(6, "", "error: it is -1\n", 0, 0), ["'config.seed' is not named"]),
+        (
+            Answer(2, "", "error: config.seed is -1\n", 3, 2**31),
+            ["3 programs compiled", "2048 MiB"],
+        ),
+    ],
+)
+def test_an_answer_that_falls_short_is_found_out(answer, found):
+    assert shortcomings(Case("fields", "", "", (), "config.seed"), answer) == found
+
+
+def _parse(case: Case):
+    return parse_command_line(["fsdp", *case.arguments], default_config=fsdp.__file__)
