@@ -208,13 +208,13 @@ def flag_cases(folder: Path) -> Iterator[Case]:
         "--",
         "-x",
     ):
-        names = {"--devices=3": "batch_size", "foo": "foo", "--config=configs/zero.py": "--config"}
+        special = {"--devices=3": "batch_size", "--config=configs/zero.py": "--config"}
         yield fsdp_case(
             "flags",
             argument,
             *(("y",) if argument == "--" else ()),
             argument,
-            names=names.get(argument, argument.lstrip("-").split("=")[0] or "'y'"),
+            names=special.get(argument, argument.lstrip("-").split("=")[0] or "'y'"),
         )
     for address in ("foo", "127.0.0.1:99999", "127.0.0.1:²", "127.0.0.1:", ":1", "127.0.0.1:-1"):
         who = ("--num_processes=2", "--process_id=0", f"--coordinator_address={address}")

@@ -109,7 +109,7 @@ def _text_cases(folder: Path) -> Iterator[Case]:
 def _tokenizer_cases(folder: Path) -> Iterator[Case]:
     """Tokenizer files, with text to encode."""
     (folder / "good.txt").write_text("the quick brown fox\n" * 2000)
-    model = {
+    model: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -175,7 +175,7 @@ def _token_folder_cases(folder: Path) -> Iterator[Case]:
         "empty": "",
         "null": "null",
     }
-    for field, value in (
+    changes: tuple[tuple[str, Any], ...] = (
         ("version", 99),
         ("version", None),
         ("dtype", "<f8"),
@@ -192,10 +192,11 @@ def _token_folder_cases(folder: Path) -> Iterator[Case]:
         ("splits", []),
         ("splits", {}),
         ("more", 1),
-    ):
+    )
+    for field, value in changes:
         splits = dict.fromkeys(("train", "eval", "test"), part)
         texts[f"{field}={value}"] = json.dumps({**good, "splits": splits, field: value})
-    for field, value in (
+    changes = (
         ("tokens", -5),
         ("tokens", 10**15),
         ("tokens", "2000"),
@@ -210,7 +211,8 @@ def _token_folder_cases(folder: Path) -> Iterator[Case]:
         ("documents", 0),
         ("blake2b", None),
         ("more", 1),
-    ):
+    )
+    for field, value in changes:
         splits = {split: {**part, field: value} for split in ("train", "eval", "test")}
         texts[f"splits {field}={value}"] = json.dumps({**good, "splits": splits})
     files = ("short", "missing", "other vocabulary", "eval of another vocabulary", "a folder")
@@ -235,11 +237,11 @@ def _token_folder_cases(folder: Path) -> Iterator[Case]:
             f"--config.data.path={path}",
             names="config.data.",
         )
-    for path in ("good.txt", "nothing", "text", ""):
-        where = str(folder / path) if path else ""
+    for name in ("good.txt", "nothing", "text", ""):
+        where = str(folder / name) if name else ""
         yield _language(
             "token folders",
-            path or "no path",
+            name or "no path",
             "--config.data.source=tokens",
             f"--config.data.path={where}",
             names="data.path",

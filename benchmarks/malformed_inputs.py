@@ -106,8 +106,8 @@ def _answer(case: Case, folder: Path, paths: dict[str, Path]) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
         compiled = paths["compiled"].open("w", buffering=1)
 
-        def note(event: str, seconds: float, **more: object) -> None:
-            del seconds, more
+        def note(event: str, duration_secs: float, **more: str | int) -> None:
+            del duration_secs, more
             if "backend_compile" in event:
                 compiled.write("x")
 
