@@ -8,6 +8,7 @@ Accelerators and a single device have no such limit, and on them no step waits f
 
 import collections
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,12 @@ from manualpar.train_state import TrainState
 MAX_STEPS_AHEAD = 8
 
 
-def guard_step(name: str, step: jax.stages.Wrapped, mesh: Mesh) -> jax.stages.Wrapped:
+def guard_step(
+    name: str,
+    step: jax.stages.Wrapped,
+    mesh: Mesh,
+    check_state: Callable[[Any], None] = lambda state: None,
+) -> jax.stages.Wrapped:
     """Makes a jitted step refuse what was donated, and wait for earlier steps where it has to.
 
     Args:
@@ -27,6 +33,8 @@ def guard_step(name: str, step: jax.stages.Wrapped, mesh: Mesh) -> jax.stages.Wr
       step: A jitted function of a state and a batch whose outputs contain `metrics`, alone or as
         the last of a tuple.
       mesh: The mesh it runs on.
+      check_state: Raises for a state that does not fit. It is asked about states that the step has
+        neither taken nor returned.
 
     Returns:
       A function that is used like `step`. It raises a `ValueError` for arrays that have been
@@ -34,7 +42,7 @@ def guard_step(name: str, step: jax.stages.Wrapped, mesh: Mesh) -> jax.stages.Wr
       On more than one simulated device it waits for the step `MAX_STEPS_AHEAD` before it.
     """
     is_simulated = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
-    return _Guarded(name, step, is_limited=is_simulated)
+    return _Guarded(name, step, check_state, is_limited=is_simulated)
 
 
 class _Guarded:
@@ -48,8 +56,11 @@ class _Guarded:
       is_limited: Whether it waits for earlier steps.
     """
 
-    def __init__(self, name: str, step: Any, *, is_limited: bool) -> None:
+    def __init__(
+        self, name: str, step: Any, check_state: Callable[[Any], None], *, is_limited: bool
+    ) -> None:
         self.jitted = step
+        self._check_state = check_state
         self.is_limited = is_limited
         self._name = name
         self._in_flight: collections.deque[jax.Array] = collections.deque()
@@ -59,6 +70,7 @@ class _Guarded:
         is_state = isinstance(state, TrainState)
         if not is_state or state is not self._known() or is_deleted(state.step):
             check_alive(self._name, state=state)
+            self._check_state(state)
         check_alive(self._name, batch=batch)
         try:
             out = self.jitted(state, batch)

@@ -43,7 +43,7 @@ from manualpar.nnx_model import Model, NNXModel, with_loop_dims
 from manualpar.partitioning import is_box
 from manualpar.probe import find_carried_collections, find_loop_dims
 from manualpar.rng import typed_key
-from manualpar.starting import StartsFromArrays, check_has_devices
+from manualpar.starting import StartsFromArrays, check_has_devices, check_state
 from manualpar.step import Step, abstract_batch, batch_specs, check_batch
 from manualpar.strategy import Mode, ProgramOptions, Strategy, check_options, check_wire
 from manualpar.train_state import TrainState
@@ -266,6 +266,12 @@ def _build(
             compiler_options=compiler_options,
         )
     )
+    abstract = _with_shardings(abstract, shardings)
+
+    def guarded(name: str, step: jax.stages.Wrapped) -> jax.stages.Wrapped:
+        check = functools.partial(check_state, name, abstract)
+        return guard_step(name, step, mesh, check) if has_devices else step
+
     program = Program(
         strategy=strategy,
         mode=mode,
@@ -275,15 +281,15 @@ def _build(
         wire=wire,
         layout=layout,
         parameters=tuple(zip(jax.tree.leaves(infos), jax.tree.leaves(placements), strict=True)),
-        abstract_state=_with_shardings(abstract, shardings),
+        abstract_state=abstract,
         whole_state=whole,
         abstract_batch=_with_shardings(
             batch, jax.tree.map(lambda spec: NamedSharding(given, spec), batch_specs(batch, axes))
         ),
         batch_sharding=NamedSharding(given, PartitionSpec(axes)),
         init=functools.partial(_init, OutsideMeshes(create_sharded), mesh),
-        train_step=guard_step("train_step", train_step, mesh) if has_devices else train_step,
-        eval_step=guard_step("eval_step", eval_step, mesh) if has_devices else eval_step,
+        train_step=guarded("train_step", train_step),
+        eval_step=guarded("eval_step", eval_step),
         step=step,
     )
     for function in (program.train_step, program.eval_step):

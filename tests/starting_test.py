@@ -233,6 +233,8 @@ def test_other_bad_arguments_are_refused(devices8, normed, variables, trained):
 def test_another_program_takes_a_state_bit_for_bit(devices8, normed, trained, name, count):
     tx = trained.tx
     other = make_program(name, devices8[:count], model=Model(norm=True), tx=tx)
+    with pytest.raises(ValueError, match=r"eval_step: .* expected .*program.adopt\(state\)"):
+        other.eval_step(trained, make_batch(5))
     moved, before = other.adopt(trained), unpadded(normed, trained)
     after = unpadded(other, moved)
     assert after.keys() == before.keys()
@@ -263,6 +265,8 @@ def test_another_models_state_is_refused(devices8, normed, trained):
     other = make_program("fsdp", devices8, model=Model(norm=True), tx=optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"opt_state/.* expected no such array.*same model, opti"):
         other.adopt(trained)
+    with pytest.raises(ValueError, match=r"train_step: the state is .*program.adopt\(state\)"):
+        other.train_step(trained, make_batch(0))
     # On the host padding is zeros, or it is no padding.
     host = flax.serialization.from_bytes(
         normed.abstract_state, flax.serialization.to_bytes(trained)
@@ -294,6 +298,13 @@ def test_a_state_that_was_donated_is_not_given_away(devices8):
     for call in (program.whole, program.adopt):
         with pytest.raises(ValueError, match=r"state.step has been deleted.*Use the returned one"):
             call(state)
+
+
+def test_a_state_that_lies_elsewhere_is_named(devices8, normed, trained):
+    params = jax.device_put(normed.whole(trained)["params"], devices8[1])
+    message = r"params/Dense_0/bias lies whole over 1 device, expected .*'data'.* over 8 devices"
+    with pytest.raises(ValueError, match=message):
+        normed.eval_step(trained.replace(params={**trained.params, **params}), make_batch(0))
 
 
 # NNX.
