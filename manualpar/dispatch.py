@@ -12,9 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from manualpar.donation import check_alive, is_deleted
+from manualpar.layout import path_name
+from manualpar.leaves import list_some
 from manualpar.train_state import TrainState
 
 MAX_STEPS_AHEAD = 8
@@ -43,6 +46,54 @@ def guard_step(
     """
     is_simulated = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
     return _Guarded(name, step, check_state, is_limited=is_simulated)
+
+
+def check_state(function: str, abstract: TrainState, state: Any) -> None:
+    """Refuses a state that is not as a program holds it, before JAX sees it.
+
+    Args:
+      function: In whose name to raise.
+      abstract: The program's `abstract_state`.
+      state: The state. What is no `TrainState`, or is being traced, passes, and so do arrays that
+        are committed to no device: JAX places them.
+
+    Raises:
+      ValueError: Arrays are missing, unknown, of another shape, or lie elsewhere; each is named.
+    """
+    if not isinstance(state, TrainState):
+        return
+    wanted = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(abstract)}
+    found = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
+    lines = [f"{name} is missing" for name in wanted if name not in found]
+    for name, x in found.items():
+        if name not in wanted:
+            lines.append(f"{name} is not in this program's states")
+        elif np.shape(x) != wanted[name].shape:
+            lines.append(f"{name} has shape {np.shape(x)}, expected {wanted[name].shape}")
+        elif not _lies_as(x, wanted[name].sharding):
+            lies, expected = map(_show_sharding, (x.sharding, wanted[name].sharding))
+            lines.append(f"{name} lies {lies}, expected {expected}")
+    if lines:
+        raise ValueError(
+            f"{function}: the state is another program's, or lies elsewhere: "
+            f"{'; '.join(list_some(lines))}. program.adopt(state) takes another program's state, "
+            "and program.init_from(params) parameters from anywhere."
+        )
+
+
+def _show_sharding(sharding: Any) -> str:
+    """Where an array lies: `P('data',) over 8 devices`."""
+    count = len(sharding.device_set)
+    return f"{getattr(sharding, 'spec', 'whole')} over {count} device{'s' * (count > 1)}"
+
+
+def _lies_as(x: Any, sharding: Any) -> bool:
+    """Whether an array lies on the devices in a way, or can still be placed."""
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
+        return True
+    if x.sharding.device_set != sharding.device_set:
+        return False
+    return len(sharding.device_set) == 1 or x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
 class _Guarded:

@@ -19,7 +19,7 @@ from manualpar.annotations import check_rules
 from manualpar.axis_names import with_axis_aliases
 from manualpar.collection_sync import check_sync_collections
 from manualpar.collectives import EXAMPLES_SCOPE, Wire
-from manualpar.dispatch import guard_step
+from manualpar.dispatch import check_state, guard_step
 from manualpar.divergence import check_conditions, check_constraints, check_gathered_order
 from manualpar.initialise import initialisation, model_on_mesh, typed_specs
 from manualpar.layout import (
@@ -43,7 +43,7 @@ from manualpar.nnx_model import Model, NNXModel, with_loop_dims
 from manualpar.partitioning import is_box
 from manualpar.probe import find_carried_collections, find_loop_dims
 from manualpar.rng import typed_key
-from manualpar.starting import StartsFromArrays, check_has_devices, check_state
+from manualpar.starting import StartsFromArrays, check_has_devices
 from manualpar.step import Step, abstract_batch, batch_specs, check_batch
 from manualpar.strategy import Mode, ProgramOptions, Strategy, check_options, check_wire
 from manualpar.train_state import TrainState

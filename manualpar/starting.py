@@ -32,6 +32,8 @@ from manualpar.leaves import (
     show_array,
     show_leaf,
 )
+from manualpar.mesh_context import no_mesh
+from manualpar.modes import on_auto_axes
 from manualpar.nnx_model import collection_of
 from manualpar.partitioning import is_box
 from manualpar.probe import SOWN_COLLECTIONS
@@ -103,7 +105,8 @@ class StartsFromArrays:
         }
         finish = functools.partial(_finish, program, leaves)
         shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
-        return jax.jit(finish, out_shardings=shardings, donate_argnums=0)(placed, key)
+        with no_mesh():
+            return jax.jit(finish, out_shardings=shardings, donate_argnums=0)(placed, key)
 
     def adopt(self, state: TrainState) -> TrainState:
         """Takes another program's state: of another mesh, strategy or padding.
@@ -164,54 +167,6 @@ class StartsFromArrays:
         return dict(jax.tree.unflatten(structure, arrays))
 
 
-def check_state(function: str, abstract: TrainState, state: Any) -> None:
-    """Refuses a state that is not as a program holds it, before JAX sees it.
-
-    Args:
-      function: In whose name to raise.
-      abstract: The program's `abstract_state`.
-      state: The state. What is no `TrainState`, or is being traced, passes, and so do arrays that
-        are committed to no device: JAX places them.
-
-    Raises:
-      ValueError: Arrays are missing, unknown, of another shape, or lie elsewhere; each is named.
-    """
-    if not isinstance(state, TrainState):
-        return
-    wanted = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(abstract)}
-    found = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
-    lines = [f"{name} is missing" for name in wanted if name not in found]
-    for name, x in found.items():
-        if name not in wanted:
-            lines.append(f"{name} is not in this program's states")
-        elif np.shape(x) != wanted[name].shape:
-            lines.append(f"{name} has shape {np.shape(x)}, expected {wanted[name].shape}")
-        elif not _lies_as(x, wanted[name].sharding):
-            lies, expected = map(_show_sharding, (x.sharding, wanted[name].sharding))
-            lines.append(f"{name} lies {lies}, expected {expected}")
-    if lines:
-        raise ValueError(
-            f"{function}: the state is another program's, or lies elsewhere: "
-            f"{'; '.join(list_some(lines))}. program.adopt(state) takes another program's state, "
-            "and program.init_from(params) parameters from anywhere."
-        )
-
-
-def _show_sharding(sharding: Any) -> str:
-    """Where an array lies: `P('data',) over 8 devices`."""
-    count = len(sharding.device_set)
-    return f"{getattr(sharding, 'spec', 'whole')} over {count} device{'s' * (count > 1)}"
-
-
-def _lies_as(x: Any, sharding: Any) -> bool:
-    """Whether an array lies on the devices in a way, or can still be placed."""
-    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
-        return True
-    if x.sharding.device_set != sharding.device_set:
-        return False
-    return len(sharding.device_set) == 1 or x.sharding.is_equivalent_to(sharding, x.ndim)
-
-
 def variables_of(state: TrainState) -> dict[str, Any]:
     """The variables in a state by collection, as the program holds them."""
     return {"params": state.params, **state.collections}
@@ -235,16 +190,21 @@ def _finish(
     program: Any, leaves: list[Leaf], placed: dict[str, jax.Array], rng: jax.Array
 ) -> TrainState:
     """A state of variables that have been placed, and for the rest as `init` makes it."""
-    state = program.init(rng)  # Of this only what is missing is computed.
-    made, structure = jax.tree.flatten(variables_of(state))
-    values = [placed.get(leaf.name, x) for leaf, x in zip(leaves, made, strict=True)]
-    collections = jax.tree.unflatten(structure, values)
-    params = collections.pop("params")
-    paddings = [leaf.padding for leaf in leaves if leaf.keys[0] == "params"]
-    opt_state = state.tx.init(_map_leaves(unpad_leaf, params, paddings))
-    opt_leaves = leaves_of(program.abstract_state.opt_state, program.whole_state.opt_state)
-    opt_state = _map_leaves(pad_leaf, opt_state, [leaf.padding for leaf in opt_leaves])
-    return state.replace(params=params, opt_state=opt_state, collections=collections)
+
+    def finish(placed: dict[str, jax.Array], state: TrainState) -> TrainState:
+        made, structure = jax.tree.flatten(variables_of(state))
+        values = [placed.get(leaf.name, x) for leaf, x in zip(leaves, made, strict=True)]
+        collections = jax.tree.unflatten(structure, values)
+        params = collections.pop("params")
+        paddings = [leaf.padding for leaf in leaves if leaf.keys[0] == "params"]
+        opt_state = state.tx.init(_map_leaves(unpad_leaf, params, paddings))
+        opt_leaves = leaves_of(program.abstract_state.opt_state, program.whole_state.opt_state)
+        opt_state = _map_leaves(pad_leaf, opt_state, [leaf.padding for leaf in opt_leaves])
+        return state.replace(params=params, opt_state=opt_state, collections=collections)
+
+    on_auto = on_auto_axes(finish, mesh=program.mesh, out_specs=program.layout)
+    state: TrainState = on_auto(placed, program.init(rng))  # Only what is missing is computed.
+    return state
 
 
 def _checked_state(function: str, leaves: list[Leaf], state: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ ORDER = """
     probe initialise
     step
     update
-    modes remat
+    modes remat dispatch
     strategy leaves
     gradients layout combined
     annotations
@@ -40,7 +40,6 @@ ORDER = """
     nnx_streams recurrence evaluation
     nnx_variables axis_names
     collectives array_box module_fields
-    dispatch
     rng train_state loss
     mesh mesh_context collection_sync donation divergence compiler_options untrusted usage
 """
