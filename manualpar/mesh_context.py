@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 # What JAX says, the construct that it says it of, and the mode that the construct is written for.
 _CONSTRUCTS = (
@@ -45,9 +46,15 @@ _REASONS = {
 _UNKNOWN_AXIS = re.compile(r"Resource axis: (\S+) of (.*) is not found in mesh: (\(.*?\))")
 
 
-def no_mesh() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def no_mesh() -> Iterator[None]:
     """A context in which no mesh is set, whatever `jax.set_mesh` has set around it."""
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    try:
+        context: Any = jax.set_mesh(Mesh(np.empty((), object), ()))
+    except ValueError:  # Inside a trace devices do not matter, only what types are on.
+        context = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    with context:
+        yield
 
 
 class OutsideMeshes:
@@ -62,6 +69,8 @@ class OutsideMeshes:
 
     def __call__(self, *args: Any) -> Any:
         """Calls the function."""
+        if jax.sharding.get_abstract_mesh().empty:  # The usual case, which is to cost nothing.
+            return self.jitted(*args)
         with no_mesh():
             return self.jitted(*args)
 

@@ -17,9 +17,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from manualpar.layout import path_name
+from manualpar.layout import path_name, state_specs
 from manualpar.loss import Metrics
-from manualpar.modes import run_on_mesh
+from manualpar.mesh_context import no_mesh
+from manualpar.modes import on_auto_axes, run_on_mesh
 from manualpar.partitioning import cast_floating
 from manualpar.program import Program
 from manualpar.step import NONFINITE_GRADIENTS, OBJECTIVE, batch_specs, check_batch, mean
@@ -72,17 +73,20 @@ def assert_same_as_one_device(
         )
     check_batch("assert_same_as_one_device: batch", batch, program.mesh, program.data_axes)
     state = program.init(rng)
-    keys = jax.random.split(state.rng)
-    run = jax.jit(program.step.gradients)
-    grads, metrics, _ = run(state.params, state.collections, keys[1], batch)
+    with no_mesh():
+        keys = jax.random.split(state.rng)
+        specs = (state_specs(program.step.placements), PartitionSpec(), PartitionSpec())
+        run = jax.jit(on_auto_axes(program.step.gradients, mesh=mesh, out_specs=specs))
+        grads, metrics, _ = jax.device_get(run(state.params, state.collections, keys[1], batch))
     grads = jax.tree.map(_unpadded, grads, program.whole_state.params)
     if rtol is None:
         dtypes = {program.wire.gather_dtype, program.wire.reduce_dtype}
         dtypes |= {str(x.dtype) for x in jax.tree.leaves(state.params)}
         rtol = 0.05 if "bfloat16" in dtypes else 1e-4
     compare = functools.partial(_differences, rtol=rtol, atol=atol)
-    run_one = _on_one_device(program, state, batch)
-    one, other = map(run_one, keys)
+    with no_mesh():
+        run_one = _on_one_device(program, state, batch)
+        one, other = map(run_one, keys)
     if any(compare(other, one)):
         raise ValueError(
             "assert_same_as_one_device: loss_fn depends on its rng: with two keys one device has "

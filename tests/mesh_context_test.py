@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from manualpar import Batch, data_parallel, fsdp, make_mesh
+from manualpar import Batch, assert_same_as_one_device, data_parallel, fsdp, make_mesh
 from tests.one_device import train_on_one_device, train_program
 
 INIT = nn.initializers.lecun_normal()
@@ -200,4 +200,5 @@ def test_another_mesh_that_is_set_does_not_reach_the_program(devices8, reference
         state = program.init(jax.random.key(0))
         _, metrics = program.train_step(state, BATCH)
         total, count = jax.device_get(metrics["loss"])
+        assert_same_as_one_device(program, BATCH, jax.random.key(0))
     np.testing.assert_allclose(total / count, reference.losses[0], rtol=1e-5)
