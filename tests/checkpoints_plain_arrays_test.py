@@ -1,5 +1,6 @@
 """What is stored are plain arrays: every strategy on every mesh reads them, and other programs."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -250,3 +251,16 @@ def test_another_kind_of_key_is_refused(saved):
         program = make_program("fsdp", jax.devices())
     with pytest.raises(CheckpointError, match=r"rng is uint32\[2\], expected uint32\[4\]"):
         Checkpoints(saved[0]).restore(program, report=no_report)
+
+
+def test_describing_a_program_again_and_again_keeps_nothing(programs):
+    program = programs["fsdp_pad"]
+
+    def objects_after(times):
+        for _ in range(times):
+            state_leaves(program)
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = objects_after(3)
+    assert objects_after(40) - before < 40
