@@ -206,7 +206,7 @@ def _inside(kind: str, phase: str, who: int, codes: Sequence[int], says: str) ->
     """A fault that a process makes itself when it enters a phase."""
     at = 1 if phase in ("preparing", "starting") else 5
     what = {"process": who, "phase": phase, "at": at, "do": kind}
-    return Fault(kind, f"{phase}, process {who}", codes, says, victim=who, faults=what)
+    return Fault(kind, f"{phase} (process {who})", codes, says, victim=who, faults=what)
 
 
 def _differences() -> Iterator[Fault]:
@@ -253,7 +253,7 @@ def _killed_early() -> Iterator[Fault]:
                 time.sleep(seconds)
                 os.kill(victim, signal.SIGKILL)
 
-            name = f"killed after {seconds:g} s, process {who}"
+            name = f"killed after {seconds:g} s (process {who})"
             yield Fault("kill while starting", name, (137, 134), says, launches=True, act=act)
 
 
@@ -292,7 +292,7 @@ def _signals() -> Iterator[Fault]:
     for who in (1, 0):
         what = {"process": who, "phase": "in a step", "at": 12, "do": "hang"}
         says = "killed, because|was lost|stand still"
-        name = f"SIGTERM to the launcher, process {who} hangs"
+        name = f"SIGTERM to the launcher while process {who} hangs"
         codes, term = (LOST, 134, 137), send(15, after=HANGS)
         yield Fault("signal", name, codes, says, faults=what, launches=True, act=term)
     yield Fault("signal", "SIGTERM to a process", (STOPPED,), "", act=send(15))
