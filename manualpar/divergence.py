@@ -99,6 +99,34 @@ def check_gathered_order(name: str, jaxpr: Jaxpr, scope: str, data_axes: tuple[s
             )
 
 
+def check_derivatives(name: str, jaxpr: Jaxpr, scope: str) -> None:
+    """Refuses losses in which gathered parameters are differentiated, as a step does once more.
+
+    The gradient of a gather is written by hand, and JAX takes the bare gather for it where a loss
+    differentiates: the gradient of that is the sum over the devices, and not the mean.
+
+    Args:
+      name: The program's name, for messages.
+      jaxpr: The traced evaluation, in which nothing else is differentiated.
+      scope: The named scope in which parameters are gathered.
+
+    Raises:
+      ValueError: There is a gather without its gradient; the message says where.
+    """
+    for eqn in jaxpr.eqns:
+        scopes = re.split(r"[/()]", str(eqn.source_info.name_stack))
+        if eqn.primitive.name == "all_gather" and scope in scopes:
+            raise ValueError(
+                f"{name}: a parameter that is gathered ({eqn.source_info.name_stack}) is "
+                "differentiated within the model or the loss (jax.vjp, nn.vjp), expected one that "
+                "is whole: take nn.unbox(params) in the loss, and for a module that differentiates "
+                "its own parameters use replicate= or data_parallel."
+            )
+        if "custom_vjp" not in eqn.primitive.name:
+            for inner in _inner_jaxprs(eqn):
+                check_derivatives(name, inner, scope)
+
+
 def _varying_condition(eqn: Any) -> frozenset[str]:
     """The mesh axes that the condition of a branch or a loop varies over."""
     if eqn.primitive.name == "cond":
@@ -131,9 +159,15 @@ def _all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 def _inner_equations(eqn: Any) -> Iterator[Any]:
     """Every equation inside an equation."""
+    for inner in _inner_jaxprs(eqn):
+        yield from _all_equations(inner)
+
+
+def _inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
+    """The jaxprs that are parameters of an equation."""
     for value in eqn.params.values():
         for inner in value if isinstance(value, tuple | list) else (value,):
             if isinstance(inner, ClosedJaxpr):
-                yield from _all_equations(inner.jaxpr)
+                yield inner.jaxpr
             elif isinstance(inner, Jaxpr):
-                yield from _all_equations(inner)
+                yield inner

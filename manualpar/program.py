@@ -18,9 +18,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from manualpar.annotations import check_rules
 from manualpar.axis_names import with_axis_aliases
 from manualpar.collection_sync import check_sync_collections
-from manualpar.collectives import EXAMPLES_SCOPE, Wire
+from manualpar.collectives import EXAMPLES_SCOPE, GATHER_SCOPE, Wire
 from manualpar.dispatch import check_state, guard_step
-from manualpar.divergence import check_conditions, check_constraints, check_gathered_order
+from manualpar.divergence import (
+    check_conditions,
+    check_constraints,
+    check_derivatives,
+    check_gathered_order,
+)
 from manualpar.initialise import initialisation, model_on_mesh, typed_specs
 from manualpar.layout import (
     ParameterInfo,
@@ -74,7 +79,8 @@ class Program(StartsFromArrays):
         shardings.
       batch_sharding: How a batch's leaves lie on the mesh: the leading dimension split over the
         data axes. Put batches there with `jax.device_put(batch, program.batch_sharding)`; one that
-        lies elsewhere is moved in every step.
+        lies elsewhere is moved in every step. A batch with scalars in it takes the shardings of
+        `abstract_batch`.
       init: `init(rng) -> TrainState`. `init_rng, rng = jax.random.split(rng)`, and the parameters
         are those of `model.init({"params": init_rng}, batch.inputs, train=False)`, or with what the
         option `init_args` returns for arguments, bit for bit on every mesh. Each device only ever
@@ -297,6 +303,7 @@ def _build(
         check_conditions(name, traced.jaxpr.jaxpr)
         check_constraints(name, traced.jaxpr.jaxpr)
         check_gathered_order(name, traced.jaxpr.jaxpr, EXAMPLES_SCOPE, axes)
+    check_derivatives(name, traced.jaxpr.jaxpr, GATHER_SCOPE)  # That of the evaluation.
     return program
 
 

@@ -293,6 +293,26 @@ def test_a_derivative_of_shards_in_a_loss_is_refused(devices8):
     data_parallel(NNXClassifier, optax.sgd(0.1), pulled_back, **options)
 
 
+class PulledBack(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(12, 12, rngs=rngs)
+
+    def __call__(self, x):
+        graphdef, state = nnx.split(self.dense)
+        y, pullback = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x), state, x)
+        return y + pullback(jnp.ones_like(y))[1]
+
+
+def test_a_derivative_of_shards_in_a_module_is_refused(devices8):
+    options = {"mesh": make_mesh({"data": 4}, devices8[:4]), "batch": BATCHES[0]}
+    with pytest.raises(ValueError, match=r"\(.*gather_params\) is differentiated within the model"):
+        fsdp(PulledBack, optax.sgd(0.1), plain_loss, min_weight_size=16, **options)
+    data_parallel(PulledBack, optax.sgd(0.1), plain_loss, **options)
+    fsdp(
+        PulledBack, optax.sgd(0.1), plain_loss, min_weight_size=16, replicate=("dense",), **options
+    )
+
+
 def test_an_instance_without_values_is_refused():
     model = nnx.eval_shape(lambda: NNXClassifier(nnx.Rngs(0)))
     with pytest.raises(TypeError, match="NNXClassifier has no values"):
