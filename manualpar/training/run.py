@@ -12,6 +12,7 @@ import jax
 import rich.console
 
 from manualpar.checkpoints import Checkpoints, Restored
+from manualpar.checkpoints.agreement import first_failure
 from manualpar.cluster import Cluster
 from manualpar.inspect import layout_table, state_bytes
 from manualpar.inspect.drawing import draw_sharding
@@ -77,13 +78,21 @@ def run(
     """
     with contextlib.ExitStack() as stack:
         try:
+            failure = ""
             if cluster.is_main:
-                say = functools.partial(print_line, console)
-                stack.enter_context(lock_workdir(workdir, report=say))
-                _check_again(experiment, workdir)
+                try:
+                    say = functools.partial(print_line, console)
+                    stack.enter_context(lock_workdir(workdir, report=say))
+                    _check_again(experiment, workdir)
+                except UsageError as error:
+                    failure = str(error)
+            if failure := first_failure(failure):
+                raise UsageError(failure)
             _describe(experiment, cluster=cluster, console=console)
             checkpoints = stack.enter_context(open_checkpoints(experiment.config, workdir))
             return _run(experiment, workdir, checkpoints, cluster=cluster, console=console)
+        except UsageError:
+            raise  # Every process has it.
         except Exception as error:
             on_error(error)
             raise
