@@ -128,7 +128,7 @@ def test_what_is_no_lock_file_is_refused(tmp_path):
 @pytest.mark.slow
 def test_two_runs_in_one_workdir(tmp_path, processes):
     workdir = tmp_path / "run"
-    first = start(processes, workdir, slow=20, seconds=0.5)
+    first = start(processes, workdir, slow=20, seconds=2)
     wait_for_step(first, 3)
     second = start(processes, workdir)
     assert second.wait() == 2
@@ -150,7 +150,7 @@ def test_two_runs_in_one_workdir(tmp_path, processes):
 @pytest.mark.slow
 def test_the_processes_of_a_run_do_not_keep_each_other_out(tmp_path, processes):
     workdir = tmp_path / "run"
-    launcher = start_launcher(processes, workdir, slow=5, seconds=0.5)
+    launcher = start_launcher(processes, workdir, slow=5, seconds=5)
     wait_for_step(launcher, 3)
     second = start_launcher(processes, workdir)
     assert second.wait() == 2
