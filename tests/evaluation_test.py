@@ -131,7 +131,12 @@ SWITCHED = {
 }
 
 
-@pytest.mark.parametrize("name", SWITCHED)
+def fast_or_slow(name):
+    is_slow = name in ("scan and remat", "jit")
+    return pytest.param(name, marks=pytest.mark.slow if is_slow else ())
+
+
+@pytest.mark.parametrize("name", list(map(fast_or_slow, SWITCHED)))
 def test_dropout_is_off_wherever_it_is_told_to_train(name):
     model = SWITCHED[name]
     one, other = (evaluate(model, key=key) for key in range(2))

@@ -95,16 +95,20 @@ SLOW = pytest.mark.slow
         pytest.param({**SHARDED, "param_dtype": "bfloat16"}, id="in bfloat16", marks=SLOW),
         pytest.param({**SHARDED, "model": NNXModel, "pad": True}, id="NNX", marks=SLOW),
         pytest.param({**SHARDED, "mode": "auto", "pad": True}, id="auto", marks=SLOW),
-        pytest.param({**SHARDED, "mode": "explicit", "model": NNXModel}, id="explicit"),
+        pytest.param({**SHARDED, "mode": "explicit", "model": NNXModel}, id="explicit", marks=SLOW),
         pytest.param({**SHARDED, "model": Normed("data")}, id="global statistics", marks=SLOW),
         pytest.param({**SHARDED, "model": Normed(), "mode": "auto"}, id="auto, normed", marks=SLOW),
         pytest.param(
             {"builder": hsdp, "axes": {"replica": 2, "data": 4}, "loss": contrastive_loss},
             id="hsdp, coupled",
         ),
-        pytest.param({**SHARDED, "loss": contrastive_loss, "mode": "auto"}, id="auto, coupled"),
         pytest.param(
-            {**SHARDED, "loss": contrastive_loss, "mode": "explicit"}, id="explicit, coupled"
+            {**SHARDED, "loss": contrastive_loss, "mode": "auto"}, id="auto, coupled", marks=SLOW
+        ),
+        pytest.param(
+            {**SHARDED, "loss": contrastive_loss, "mode": "explicit"},
+            id="explicit, coupled",
+            marks=SLOW,
         ),
         pytest.param({**SHARDED, "loss": averaged_loss, "pad": True}, id="the same everywhere"),
     ],
