@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from manualpar import Batch, fsdp, hsdp, make_mesh, zero
 from manualpar.inspect import count_by_kind, layout_table, trace_collectives
 from manualpar.partitioning import ShardedParameter
-from tests.one_device import train_on_one_device, train_program
+from tests.one_device import name_of, train_on_one_device, train_program
 
 VOCABULARY, WIDTH = 32, 16
 
@@ -94,7 +94,7 @@ def slow(*args):
         slow(fsdp, {"data": 8}, {"replicate": ("wte", "mix/kernel")}),
         slow(zero, {"data": 8}, {"stage": 2, "replicate": ("wte",)}),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_what_is_read_of_variables_trains_as_on_one_device(
     devices8, reference, builder, axes, options
@@ -212,7 +212,7 @@ class Normalised(nn.Module):
         slow(hsdp, {"replicate": ("dense",), "gather_dtype": "float32"}),
         slow(zero, {"replicate": ("dense",)}),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_weight_normalisation_runs_where_its_parameters_are_replicated(devices8, builder, options):
     axes = {"replica": 2, "data": 4} if builder is hsdp else {"data": 8}

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
-from tests.one_device import train_on_one_device, train_program
+from tests.one_device import name_of, train_on_one_device, train_program
 
 
 class Norms(nn.Module):
@@ -85,7 +85,7 @@ def reference():
         slow(zero, {"data": 8}, {"stage": 2, "mode": "auto-unconstrained"}),
         slow(fsdp, {"batch": 8}, {"axis_name": "batch", "axis_aliases": {"batch": "batch"}}),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_an_alias_gives_the_statistics_of_the_global_batch(
     devices8, reference, builder, axes, options

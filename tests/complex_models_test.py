@@ -14,7 +14,7 @@ import pytest
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.inspect import count_by_kind, trace_collectives
-from tests.one_device import train_on_one_device, train_program
+from tests.one_device import name_of, train_on_one_device, train_program
 from tests.remat_test import equations
 
 WIDTH = 16
@@ -105,7 +105,7 @@ def slow(*args):
         slow(hsdp, SCANNED, {"replica": 4, "data": 2}, {"reshard_after_forward": False}),
         slow(fsdp, PLAIN, {"data": 8}, {"nonfinite": "skip", "keep_gathered": ("layer",)}),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_complex_models_train_as_on_one_device(devices8, builder, model, axes, options):
     expected = train_on_one_device(model, optax.sgd(0.05), [BATCH] * 2, loss_fn)

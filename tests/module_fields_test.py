@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.module_fields import replace_fields
-from tests.one_device import train_on_one_device, train_program
+from tests.one_device import name_of, train_on_one_device, train_program
 
 RULES = (("embed", None), ("heads", "model"), ("kv", None))
 
@@ -121,7 +121,7 @@ SLOW = [
         ("logical", hsdp, {"replica": 2, "data": 2, "model": 2}, {}),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_kernels_that_are_made_flat_train_as_on_one_device(devices8, name, builder, axes, options):
     model = MODELS[name]

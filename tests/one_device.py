@@ -12,6 +12,13 @@ import optax
 from manualpar import Batch, Program, TrainState
 
 
+def name_of(parameter: Any) -> str:
+    """A parameter's part of a test's name, the same in every process that collects the test."""
+    if isinstance(parameter, nn.Module):
+        return type(parameter).__name__
+    return getattr(parameter, "__name__", None) or str(parameter)
+
+
 class Trained(NamedTuple):
     """Parameters before and after, other collections after, and the loss at every step."""
 
