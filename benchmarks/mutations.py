@@ -69,7 +69,7 @@ FIRST = {
     "partitioning:*:gather_params:*": ("tests/partitioning_test.py",),
     "partitioning:gather_params.*": ("tests/partitioning_test.py",),
     "combined:*": (SENDING, STEPS),
-    "model:*": ("tests/unmodified_models_test.py",),
+    "recurrence:*": ("tests/unmodified_models_test.py",),
     "replicas:*": ("tests/replicas_test.py",),
     "step:*:regather_for_backward:*": (COUNTS,),
     "step:*:sync_collections:*": ("tests/collections_test.py",),

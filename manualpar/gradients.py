@@ -307,8 +307,11 @@ def sync_collections(
         rule = choose_sync(path, x, rules, differing)
         if rule == "sum":  # What is added may be a constant of each device, such as `x.shape[0]`.
             return old + jax.lax.psum(cast_to_varying(x - old, axes), axes)
-        reduce = {"mean": jax.lax.pmean, "max": jax.lax.pmax, "min": jax.lax.pmin}
-        return reduce[rule](x, differing) if differing else x
+        if not differing:
+            return x
+        if rule == "mean":
+            return jax.lax.pmean(x, differing)
+        return jax.lax.pmax(x, differing) if rule == "max" else jax.lax.pmin(x, differing)
 
     with jax.named_scope(COLLECTIONS_SCOPE):
         return jax.tree_util.tree_map_with_path(sync, collections, before)

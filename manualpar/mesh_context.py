@@ -49,6 +49,9 @@ _UNKNOWN_AXIS = re.compile(r"Resource axis: (\S+) of (.*) is not found in mesh: 
 @contextlib.contextmanager
 def no_mesh() -> Iterator[None]:
     """A context in which no mesh is set, whatever `jax.set_mesh` has set around it."""
+    if jax.sharding.get_abstract_mesh().empty:  # The usual case: jit's caches see no other context.
+        yield
+        return
     try:
         context: Any = jax.set_mesh(Mesh(np.empty((), object), ()))
     except ValueError:  # Inside a trace devices do not matter, only what types are on.
@@ -69,8 +72,6 @@ class OutsideMeshes:
 
     def __call__(self, *args: Any) -> Any:
         """Calls the function."""
-        if jax.sharding.get_abstract_mesh().empty:  # The usual case, which is to cost nothing.
-            return self.jitted(*args)
         with no_mesh():
             return self.jitted(*args)
 

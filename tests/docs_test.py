@@ -23,7 +23,8 @@ def test_a_page_prints_what_it_shows(page):
 
 def test_pages_lead_to_files_that_exist():
     for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text()):
+        text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 

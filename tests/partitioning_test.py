@@ -254,7 +254,7 @@ def test_adding_and_removing_a_loop_dim_undo_each_other(index, params):
     more = box.add_axis(index, params)
     assert len(more.names) == 3
     assert more.names[index] is None
-    assert more.remove_axis(index, params) == box
+    assert vars(more.remove_axis(index, params)) == vars(box)
 
 
 def test_a_loop_over_a_sharded_dim_is_refused():

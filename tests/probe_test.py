@@ -199,12 +199,14 @@ def test_a_derivative_of_shards_is_refused(devices8):
         build(nn.Dense(8), pulled_back)
     with pytest.raises(ValueError, match=r"in stepped at .* steps such as p - lr \* g"):
         build(nn.Dense(8), stepped)
+    # In training it is whole, but evaluation gathers it where it is used.
+    with pytest.raises(ValueError, match=r"is differentiated within .* use replicate="):
+        build(Differentiated(), communicate_every="step")
 
 
 def test_a_derivative_of_whole_parameters_is_accepted(devices8):
     build(Differentiated(), builder=data_parallel)
     build(Differentiated(), mode="auto")
-    build(Differentiated(), communicate_every="step")
     build(Differentiated(), replicate=("Dense_0",))
     for loss in (pulled_back, stepped):
         build(nn.Dense(8), lambda params, *args, loss=loss: loss(nn.unbox(params), *args))
