@@ -89,6 +89,7 @@ def with_axis_aliases(
     model: Any,
     aliases: Any,
     *,
+    is_manual: bool,
     mesh: Mesh | AbstractMesh,
     data_axes: tuple[str, ...],
 ) -> Any:
@@ -98,6 +99,8 @@ def with_axis_aliases(
       strategy: Who was given the aliases, for the messages.
       model: A Linen model, or an `NNXModel`.
       aliases: A mesh axis, or a tuple of axes, by the model's name for it.
+      is_manual: Whether the mode is. In the others no axis is bound, so the names of `data_axes` are
+        renamed too.
       mesh: The mesh.
       data_axes: The mesh axes that the batch is split over.
 
@@ -128,6 +131,8 @@ def with_axis_aliases(
                 f"{strategy}: axis_aliases has {name!r}: {aliases[name]!r}, but {name!r} is an "
                 "axis of the mesh, expected a name that it does not have. Rename the mesh's axis."
             )
+    if not is_manual:
+        axes = {axis: (axis,) for axis in data_axes} | axes
     if not axes:
         return model
     found = AxisAliases(axes, tuple(axis for axis in data_axes if mesh.shape[axis] > 1))

@@ -158,7 +158,9 @@ def _build(
     # was given, whose axes may be explicit; a step runs on the same one with automatic axes.
     given, mesh = cast("tuple[Mesh, Mesh]", given_and_auto_mesh(options["mesh"]))
     aliases = options.get("axis_aliases", {})
-    applied = with_axis_aliases(name, applied, aliases, mesh=mesh, data_axes=axes)
+    applied = with_axis_aliases(
+        name, applied, aliases, is_manual=mode == "manual", mesh=mesh, data_axes=axes
+    )
     rules = check_rules(name, options.get("rules", ()), mesh)
     param_dtype, wire = check_wire(name, mode, options)
     batch = abstract_batch(f"{name}: batch", batch)

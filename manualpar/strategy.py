@@ -48,7 +48,8 @@ class ProgramOptions(TypedDict, total=False):
         strategy shards; `"data"` if not given.
       axis_aliases: The mesh axis, or tuple of axes, that each name stands for in the fields
         `axis_name` of the model's modules, where the mesh has no such axis: `{"batch": "data"}` for
-        `nn.BatchNorm(axis_name="batch")`; none if not given.
+        `nn.BatchNorm(axis_name="batch")`; none if not given. In other modes than `"manual"` the
+        batch is global, and the names of the mesh's own data axes are understood without it.
       num_minibatches: How many parts a device takes its share of the batch in, to hold the
         activations of one; 1 if not given.
       use_scan: Whether the parts run in a `jax.lax.scan` (compiled once) and not unrolled.

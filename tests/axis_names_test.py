@@ -84,6 +84,7 @@ def reference():
         slow(fsdp, {"data": 1, "model": 8}, {}),
         slow(zero, {"data": 8}, {"stage": 2, "mode": "auto-unconstrained"}),
         slow(fsdp, {"batch": 8}, {"axis_name": "batch", "axis_aliases": {"batch": "batch"}}),
+        slow(fsdp, {"batch": 8}, {"axis_name": "batch", "axis_aliases": {}, "mode": "auto"}),
     ],
     ids=name_of,
 )
@@ -113,6 +114,12 @@ def test_nnx_modules_are_renamed_too(devices8, mode):
         results.append(train_program(program, [BATCH] * 2)[0])
     got, expected = (jax.device_get((s.params, s.collections)) for s in results)
     chex.assert_trees_all_close(got, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit", "auto-unconstrained"])
+@pytest.mark.parametrize("model", [Norms("data"), lambda rngs: NNXNorms(rngs, "data")])
+def test_where_the_batch_is_global_its_own_axes_need_no_alias(devices8, model, mode):
+    build(fsdp, model, axis_aliases={}, mode=mode)
 
 
 def reducing(name):
