@@ -99,8 +99,7 @@ def with_axis_aliases(
       strategy: Who was given the aliases, for the messages.
       model: A Linen model, or an `NNXModel`.
       aliases: A mesh axis, or a tuple of axes, by the model's name for it.
-      is_manual: Whether the mode is. In the others no axis is bound, and so the names of `data_axes`
-        are renamed too.
+      is_manual: Whether the mode is. No axis is bound in the others, which rename `data_axes` too.
       mesh: The mesh.
       data_axes: The mesh axes that the batch is split over.
 
