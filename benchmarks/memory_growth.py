@@ -4,18 +4,21 @@ python -m benchmarks.memory_growth [--steps 20000]
 
 Each loop trains a tiny classifier on eight simulated devices in a process of its own. `bare` is the
 program's jitted step on one batch; `run` is all that a run is, with a report every 10 steps;
-`evaluating` evaluates every 500 steps besides, and `saving` keeps a checkpoint every 50. Every
-1,000 steps the resident memory is read after the allocator was asked to give back what is free
-(`malloc_trim`, Linux), and Python's objects are counted. The growth is that from 4,000 steps on, by
-least squares: before that, pools fill.
+`evaluating` evaluates every 500 steps besides, and `saving` keeps a checkpoint every 50. `orbax` is
+`bare` with Orbax alone saving the same arrays as often. Every 1,000 steps the resident memory is
+read after the allocator was asked to give back what is free (`malloc_trim`, Linux), and Python's
+objects are counted. The growth is that from 4,000 steps on, by least squares: before that, pools
+fill.
 """
 
 import argparse
 import collections
+import contextlib
 import ctypes
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,10 +27,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import rich.console
 
 from manualpar.cluster import initialize
 from manualpar.data import train_batch
+from manualpar.train_state import TrainState
 from manualpar.training.command_line import parse_command_line
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import Experiment, prepare
@@ -36,7 +41,9 @@ from manualpar.training.run import run
 
 CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
 SMALL = {"model.hidden_size": 16, "model.num_layers": 1, "data.batch_size": 32}
-KINDS = {"bare": (0, 0), "run": (0, 0), "evaluating": (500, 0), "saving": (0, 50)}
+# By name: every how many steps a loop evaluates, and every how many it saves.
+KINDS = {"bare": (0, 0), "run": (0, 0), "evaluating": (500, 0), "saving": (0, 50), "orbax": (0, 50)}
+BARE = ("bare", "orbax")
 EVERY = 1000
 SETTLED = 4000
 
@@ -86,8 +93,8 @@ def _measure(kind: str, steps: int) -> list[tuple[int, float, int]]:
             gc.collect()
             found.append((step, _resident() / 2**20, len(gc.get_objects())))
 
-    if kind == "bare":
-        _run_bare(experiment, steps, note)
+    if kind in BARE:
+        _run_bare(experiment, steps, saves, note)
         return found
     beat = Loop._beat
 
@@ -103,20 +110,34 @@ def _measure(kind: str, steps: int) -> list[tuple[int, float, int]]:
     return found
 
 
-def _run_bare(experiment: Experiment, steps: int, note: Any) -> None:
-    """The jitted step alone, a few steps ahead of what it is waited for."""
+def _run_bare(experiment: Experiment, steps: int, saves: int, note: Any) -> None:
+    """The jitted step, a few steps ahead of what it is waited for, and Orbax alone if it saves."""
     program = experiment.program
     step_fn = getattr(program.train_step, "jitted", program.train_step)
     batch = train_batch(experiment.task.dataset.train, 0, batch_size=32, seed=0)
     batch = jax.device_put(batch, program.batch_sharding)
     state = program.init(jax.random.key(0))
     ahead: collections.deque[jax.Array] = collections.deque()
-    for step in range(1, steps + 1):
-        state, metrics = step_fn(state, batch)
-        ahead.append(jax.tree.leaves(metrics)[0])
-        if len(ahead) > 8:
-            ahead.popleft().block_until_ready()
-        note(step)
+    checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(checkpointer):
+        for step in range(1, steps + 1):
+            state, metrics = step_fn(state, batch)
+            ahead.append(jax.tree.leaves(metrics)[0])
+            if len(ahead) > 8:
+                ahead.popleft().block_until_ready()
+            if saves and step % saves == 0:
+                _save(checkpointer, Path(folder) / str(step), state)
+            note(step)
+        checkpointer.wait_until_finished()
+
+
+def _save(checkpointer: Any, path: Path, state: TrainState) -> None:
+    """Saves a state's arrays in the background, and removes the checkpoint before."""
+    checkpointer.wait_until_finished()
+    for earlier in path.parent.iterdir():
+        shutil.rmtree(earlier)
+    arrays = {"params": state.params, "opt_state": state.opt_state}
+    checkpointer.save(path, args=ocp.args.PyTreeSave(arrays))
 
 
 def _resident() -> int:

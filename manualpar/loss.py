@@ -39,23 +39,17 @@ def call_loss(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Metrics]:
     Raises:
       ValueError: The loss is not a scalar, metrics are not pairs of scalars with `"loss"` among
         them, or a collective is over an axis that is not bound.
-      TypeError: It does not return a pair of a loss and a mapping, or a loop in it or in the model
-        starts from a constant.
+      TypeError: It does not return a pair of a loss and a mapping, or in it or in the model a loop
+        starts from a constant, or a constant is a cotangent.
     """
     try:
         with naming_unbound_axes():
             result = loss_fn(*args)
-    except TypeError as error:
-        mismatch = next((x for x in str(error).splitlines() if "manual axis types" in x), None)
-        if mismatch is None:
+    except (TypeError, ValueError) as error:
+        message = _explain_constant(str(error))
+        if message is None:
             raise
-        raise TypeError(
-            "loss_fn: in the model or the loss function a loop (jax.lax.scan, nn.scan, while_loop, "
-            "fori_loop) or a jax.lax.cond has a constant where it expected an array that varies "
-            f"over the devices as the batch does: {mismatch.strip()} Make the constant from data, "
-            "jnp.zeros_like(x, shape=(...)) instead of jnp.zeros((...)): the numbers are the same, "
-            "on one device too."
-        ) from error
+        raise TypeError(message) from error
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(
             f"loss_fn returned a {type(result).__name__}, expected the pair (loss, metrics)."
@@ -80,6 +74,26 @@ def call_loss(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Metrics]:
             f"{hint}"
         )
     return loss, {name: _check_metric(name, value) for name, value in metrics.items()}
+
+
+def _explain_constant(said: str) -> str | None:
+    """What to say where JAX finds a constant in place of what varies over devices, if it does."""
+    if "argument to VJP function" in said and "{V:" in said:
+        return (
+            "loss_fn: in the model or the loss function a cotangent that is given to jax.vjp or "
+            "nn.vjp is a constant, expected one that varies over the devices as the output does. "
+            "Make it from the output, jnp.ones_like(y) instead of jnp.ones(()): the numbers are "
+            "the same, on one device too."
+        )
+    lines = (line.strip() for line in said.splitlines() if "manual axis types" in line)
+    mismatch = next(lines, None)
+    return mismatch and (
+        "loss_fn: in the model or the loss function a loop (jax.lax.scan, nn.scan, while_loop, "
+        "fori_loop) or a jax.lax.cond has a constant where it expected an array that varies over "
+        f"the devices as the batch does: {mismatch} Make the constant from data, "
+        "jnp.zeros_like(x, shape=(...)) instead of jnp.zeros((...)): the numbers are the same, on "
+        "one device too."
+    )
 
 
 def _check_metric(name: str, value: Any) -> tuple[jax.Array, jax.Array]:

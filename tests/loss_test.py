@@ -91,3 +91,17 @@ def test_a_loop_that_starts_from_a_constant_is_refused(devices8):
 
     with pytest.raises(TypeError, match="something else"):
         call_loss(other)
+
+
+def test_a_constant_cotangent_is_refused(devices8):
+    def pull(x):
+        y, vjp = jax.vjp(lambda x: jnp.sin(x).sum(), x)
+        return vjp(jnp.ones(y.shape))
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    run = functools.partial(call_loss, pull)
+    with pytest.raises(TypeError, match=r"cotangent .* is a constant, .* jnp.ones_like\(y\)"):
+        jax.eval_shape(
+            jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P("data")),
+            jax.ShapeDtypeStruct((8, 2), jnp.float32),
+        )
