@@ -215,6 +215,14 @@ def test_examples_are_gathered_in_the_order_of_the_batch(mesh8):
         assert jnp.array_equal(backwards[name][:16], expected)
 
 
+def test_examples_are_gathered_once_over_the_axes_that_they_vary_over(devices8):
+    mesh = make_mesh({"data": 4, "model": 2}, devices8)
+    run = jax.shard_map(gather_examples, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    jaxpr = str(jax.make_jaxpr(run)(jnp.arange(8.0)))
+    assert jaxpr.count("= all_gather[") == 1
+    assert "axis_name=('data',)" in jaxpr
+
+
 def test_examples_on_one_device_are_all_there():
     x = jnp.arange(4.0)
     assert gather_examples(x) is x
