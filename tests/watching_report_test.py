@@ -14,6 +14,7 @@ import pytest
 from manualpar.watching.durable_files import WriteError
 from manualpar.watching.report import write_report
 from manualpar.watching.report_chart import chart_svg, format_tick, ticks
+from manualpar.watching.report_picture import draw_run
 from manualpar.watching.run_record import Chart
 from manualpar.watching.writers import RunWriter
 
@@ -132,6 +133,11 @@ def test_the_picture_is_one(report):
     picture = matplotlib.image.imread(report.with_name("report.png"))[::4, ::4]
     assert picture.shape[1] > 500
     assert len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 50
+
+
+def test_a_folder_whose_name_is_no_text_has_its_picture(tmp_path):
+    draw_run([], tmp_path / "report.png", title="runs/\udcff")
+    assert matplotlib.image.imread(tmp_path / "report.png").size
 
 
 def _browser() -> str:

@@ -44,7 +44,8 @@ def draw_run(charts: Sequence[Chart], path: Path, *, title: str) -> None:
         figure.axes[0].set_axis_off()
         figure.axes[0].text(0.5, 0.5, "the run reported nothing", ha="center", color=INK)
     # A dollar sign would begin a formula.
-    figure.suptitle(title, fontsize=13, color=INK, parse_math=False)
+    shown = title.encode(errors="backslashreplace").decode()  # A folder's name need not be text.
+    figure.suptitle(shown, fontsize=13, color=INK, parse_math=False)
     with explained(path):
         figure.savefig(path, dpi=120)
 
