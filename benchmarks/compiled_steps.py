@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from manualpar.dispatch import MAX_STEPS_AHEAD
+from manualpar.core.program import Program
+from manualpar.guards.dispatch import MAX_STEPS_AHEAD
 from manualpar.inspect import compiled_collectives, count_by_kind, state_bytes, total_bytes
-from manualpar.program import Program
 from manualpar.train_state import Batch
 from manualpar.training.metrics import fetch_metrics
 

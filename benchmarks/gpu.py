@@ -41,9 +41,9 @@ from benchmarks.results import Conditions, note_conditions, write_results
 from benchmarks.turns import Estimate, estimate, ratios, table, take_turns
 from benchmarks.workloads import ADAMW, Workload
 from manualpar import Batch, data_parallel, fsdp, make_mesh
+from manualpar.core.program import Program
 from manualpar.models import Transformer
 from manualpar.models.transformer import flops_per_token
-from manualpar.program import Program
 from manualpar.training.losses import language_model_loss
 from manualpar.watching.throughput import peak_flops
 

@@ -21,7 +21,7 @@ import rich.console
 from manualpar.checkpoints import Checkpoints
 from manualpar.cluster import Cluster
 from manualpar.data import train_batches
-from manualpar.dispatch import MAX_STEPS_AHEAD
+from manualpar.guards.dispatch import MAX_STEPS_AHEAD
 from manualpar.inspect import state_bytes
 from manualpar.train_state import Batch, TrainState
 from manualpar.training import loop as loop_module

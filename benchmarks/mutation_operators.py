@@ -33,10 +33,10 @@ KINDS = (
 
 # Sites without mutants, and why: `module:function:callee`; names may hold wildcards.
 LEFT_ALONE: Mapping[str, str] = {
-    "collectives:is_vma_checked:axis_index": "its type is read and its value is not",
-    "modes:GlobalParameter.unbox:gather_data_axes": "a constraint on global arrays; XLA gathers",
-    "probe:*": "traced for what the model does with its variables; it never runs",
-    "replicas:ReplicaSentinel.fingerprints:process_allgather": "runs with several processes only",
+    "core.collectives:is_vma_checked:axis_index": "its type is read and its value is not",
+    "modes.modes:GlobalParameter.unbox:gather_data_axes": "a constraint; XLA gathers",
+    "user_model.probe:*": "traced for what the model does with its variables; it never runs",
+    "guards.replicas:ReplicaSentinel.fingerprints:process_allgather": "several processes only",
 }
 
 _SAME_SET = "a reduction over a set of axes; their order changes nothing but rounding"
@@ -48,21 +48,21 @@ EQUIVALENT: Mapping[str, str] = {
     "*:pmean:reverse-axes": _SAME_SET,
     "*:psum:reverse-axes": _SAME_SET,
     "*:sync_*:reverse-axes": _SAME_SET,
-    "collectives:gather_invariant:cast_to_varying:delete": (
+    "core.collectives:gather_invariant:cast_to_varying:delete": (
         "jax.lax.all_gather makes the same cast itself; the jaxpr is the same"
     ),
     "rng:fold_rng_over_axis:axis_index:times-2": _OTHER_KEY,
     "rng:fold_rng_over_axis:axis_index:reverse-axes": _OTHER_KEY,
-    "step:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
-    "step:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
-    "step:*:sync_collections:duplicate": _NOTHING_LEFT,
-    "step:*:gather_boxes:duplicate": _NOTHING_LEFT,
+    "core.step:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
+    "core.step:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
+    "core.step:*:sync_collections:duplicate": _NOTHING_LEFT,
+    "core.step:*:gather_boxes:duplicate": _NOTHING_LEFT,
     "update:*:replicate_boxes:duplicate": _NOTHING_LEFT,
     "combined:*:gather_data_axes:duplicate": _NOTHING_LEFT,
     "combined:*:replicate_shards:duplicate": _NOTHING_LEFT,
-    "partitioning:*:gather_params:duplicate": _NOTHING_LEFT,
-    "partitioning:*:gather_params:drop-last-axis": "a dim is gathered over all axes of its tuple",
-    "partitioning:*:gather_params:reverse-axes": "a dim is gathered over its own tuple, in order",
+    "core.partitioning:*:gather_params:duplicate": _NOTHING_LEFT,
+    "core.partitioning:*:gather_params:drop-last-axis": "all axes of a dim's tuple count",
+    "core.partitioning:*:gather_params:reverse-axes": "a dim's own tuple counts, in order",
 }
 
 

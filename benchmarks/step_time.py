@@ -32,8 +32,8 @@ from benchmarks.results import Conditions, note_conditions, write_results
 from benchmarks.turns import Estimate, estimate, ratios, table, take_turns
 from benchmarks.workloads import NAMES, Workload, make_workload
 from manualpar import data_parallel, fsdp, make_mesh
+from manualpar.core.program import Program
 from manualpar.inspect import total_bytes, total_step_bytes, trace_collectives
-from manualpar.program import Program
 from manualpar.training.devices import simulate_devices
 
 MANUAL, NOTEBOOK, ONE_DEVICE = "manual", "notebook", "one device"

@@ -1,23 +1,23 @@
 """Flax Linen models, data-parallel or fully sharded, with every collective written by hand."""
 
-from manualpar.collectives import gather_array_with_mean_grads, gather_examples
-from manualpar.data_parallel import data_parallel
-from manualpar.fsdp import fsdp
-from manualpar.gradients import accumulate_gradients, sync_gradients, sync_metrics
-from manualpar.hsdp import hsdp
-from manualpar.mesh import abstract_mesh, make_mesh
-from manualpar.partitioning import (
+from manualpar.core.collectives import gather_array_with_mean_grads, gather_examples
+from manualpar.core.gradients import accumulate_gradients, sync_gradients, sync_metrics
+from manualpar.core.partitioning import (
     ShardedParameter,
     gather_params,
     shard_module_params,
     shard_params,
 )
-from manualpar.program import Program
+from manualpar.core.program import Program
 from manualpar.reference import assert_same_as_one_device
 from manualpar.rng import fold_rng_over_axis
+from manualpar.sharding.mesh import abstract_mesh, make_mesh
+from manualpar.strategies.data_parallel import data_parallel
+from manualpar.strategies.fsdp import fsdp
+from manualpar.strategies.hsdp import hsdp
+from manualpar.strategies.zero import zero
 from manualpar.train_state import Batch, TrainState
 from manualpar.training.metrics import print_metrics
-from manualpar.zero import zero
 
 __all__ = [
     "Batch",

@@ -23,9 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from manualpar.collectives import varying_axes
-from manualpar.mesh import axis_tuple
-from manualpar.partitioning import (
+from manualpar.core.collectives import varying_axes
+from manualpar.core.partitioning import (
     ShardedParameter,
     boxed_axes,
     is_box,
@@ -33,6 +32,7 @@ from manualpar.partitioning import (
     scatter_gradients,
     wire_dtype,
 )
+from manualpar.sharding.mesh import axis_tuple
 
 
 def gather_boxes(boxes: Any) -> Any:

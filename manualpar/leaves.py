@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from manualpar.layout import path_name
+from manualpar.sharding.layout import path_name
 from manualpar.train_state import is_key
 
 SHOWN = 5  # How many differences an error lists.

@@ -17,14 +17,14 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from manualpar.layout import path_name, state_specs
-from manualpar.loss import Metrics
-from manualpar.mesh_context import no_mesh
-from manualpar.modes import on_auto_axes, run_on_mesh
-from manualpar.partitioning import cast_floating
-from manualpar.program import Program
-from manualpar.step import NONFINITE_GRADIENTS, OBJECTIVE, batch_specs, check_batch, mean
+from manualpar.core.partitioning import cast_floating
+from manualpar.core.program import Program
+from manualpar.core.step import NONFINITE_GRADIENTS, OBJECTIVE, batch_specs, check_batch, mean
+from manualpar.modes.modes import on_auto_axes, run_on_mesh
+from manualpar.sharding.layout import path_name, state_specs
+from manualpar.sharding.mesh_context import no_mesh
 from manualpar.train_state import TrainState
+from manualpar.user_model.loss import Metrics
 
 MAX_DIFFERENCES = 5  # How many a message names.
 

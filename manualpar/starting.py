@@ -21,8 +21,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh
 
-from manualpar.donation import check_alive
-from manualpar.layout import pad_leaf, path_name, unpad_leaf
+from manualpar.core.partitioning import is_box
+from manualpar.guards.donation import check_alive
 from manualpar.leaves import (
     Leaf,
     leaves_of,
@@ -32,13 +32,13 @@ from manualpar.leaves import (
     show_array,
     show_leaf,
 )
-from manualpar.mesh_context import no_mesh
-from manualpar.modes import on_auto_axes
-from manualpar.nnx_model import collection_of
-from manualpar.partitioning import is_box
-from manualpar.probe import SOWN_COLLECTIONS
+from manualpar.modes.modes import on_auto_axes
+from manualpar.nnx.model import collection_of
 from manualpar.rng import typed_key
+from manualpar.sharding.layout import pad_leaf, path_name, unpad_leaf
+from manualpar.sharding.mesh_context import no_mesh
 from manualpar.train_state import TrainState, is_key
+from manualpar.user_model.probe import SOWN_COLLECTIONS
 
 Missing = Literal["error", "init"]
 

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from manualpar.collectives import AS_STORED, NEW_PARAMS_SCOPE, OPTIMIZER_SCOPE, Wire
 from manualpar.combined import replicate_boxes
-from manualpar.layout import Placement, pad_leaf, param_specs, state_specs, unpad_leaf
-from manualpar.modes import box_parameter, run_on_mesh
-from manualpar.strategy import Mode
+from manualpar.core.collectives import AS_STORED, NEW_PARAMS_SCOPE, OPTIMIZER_SCOPE, Wire
+from manualpar.core.strategy import Mode
+from manualpar.modes.modes import box_parameter, run_on_mesh
+from manualpar.sharding.layout import Placement, pad_leaf, param_specs, state_specs, unpad_leaf
 
 
 @dataclasses.dataclass(frozen=True)

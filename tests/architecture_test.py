@@ -52,49 +52,64 @@ def test_the_code_keeps_the_rule(check: Check, folders: tuple[str, ...]):
 
 
 BROKEN = [
-    (find_upward_imports, "manualpar.program", "from manualpar.fsdp import fsdp", "may not import"),
-    (find_upward_imports, "manualpar.mesh", "import manualpar.rng", "mesh may not import"),
-    (find_upward_imports, "manualpar.gradients", "from manualpar import program", "may not import"),
+    (
+        find_upward_imports,
+        "manualpar.core.program",
+        "from manualpar.strategies.fsdp import fsdp",
+        "may not import",
+    ),
+    (find_upward_imports, "manualpar.sharding.mesh", "import manualpar.rng", "mesh may not import"),
+    (
+        find_upward_imports,
+        "manualpar.core.gradients",
+        "from manualpar.core import program",
+        "may not import",
+    ),
     (find_upward_imports, "manualpar.models.mlp", "from manualpar import Batch", "may not import"),
     (find_upward_imports, "manualpar.training.loop", "import configs.fsdp", "may not import"),
     (
         find_upward_imports,
-        "manualpar.collectives",
-        "def f():\n    from manualpar.gradients import sync_gradients",
-        "manualpar.collectives:2",
+        "manualpar.core.collectives",
+        "def f():\n    from manualpar.core.gradients import sync_gradients",
+        "manualpar.core.collectives:2",
     ),
     (find_upward_imports, "manualpar.layers.dense", "from . import ring", "relative import"),
     (find_upward_imports, "manualpar.tricks", "", "no place in ORDER"),
-    (find_private_jax, "manualpar.mesh", "from jax._src import core", "jax._src"),
-    (find_private_jax, "manualpar.mesh", "import jax\njax._src.core.f()", ":2: uses jax._src"),
-    (find_private_jax, "manualpar.mesh", "from jax import _src", "jax._src"),
+    (find_private_jax, "manualpar.sharding.mesh", "from jax._src import core", "jax._src"),
     (
         find_private_jax,
-        "manualpar.program",
+        "manualpar.sharding.mesh",
+        "import jax\njax._src.core.f()",
+        ":2: uses jax._src",
+    ),
+    (find_private_jax, "manualpar.sharding.mesh", "from jax import _src", "jax._src"),
+    (
+        find_private_jax,
+        "manualpar.core.program",
         "from jax.experimental.shard_map import shard_map",
         "jax.experimental.shard_map",
     ),
     (
         find_unchecked_shard_maps,
-        "manualpar.program",
+        "manualpar.core.program",
         "import jax\njax.shard_map(f, mesh=mesh, in_specs=a, out_specs=b)",
         ":2: shard_map without",
     ),
     (
         find_unchecked_shard_maps,
-        "manualpar.program",
+        "manualpar.core.program",
         "from jax import shard_map as smap\nsmap(f, mesh=mesh, check_vma=check)",
         ":2: shard_map without",
     ),
     (
         find_unchecked_shard_maps,
-        "manualpar.program",
+        "manualpar.core.program",
         "from functools import partial\n@partial(jax.shard_map, mesh=mesh)\ndef f(): ...",
         ":2: shard_map without",
     ),
     (
         find_unchecked_shard_maps,
-        "manualpar.program",
+        "manualpar.core.program",
         "# Far away.\n\njax.shard_map(f, check_vma=False)",
         ":3: check_vma=False without saying why",
     ),
@@ -116,7 +131,7 @@ BROKEN = [
     (find_import_effects, "manualpar", "def f():\n    global a\n    a = 1", "global a"),
     (
         find_stray_collectives,
-        "manualpar.program",
+        "manualpar.core.program",
         "import jax\ndef f(x):\n    return jax.lax.psum(x, 'data')",
         ":3: jax.lax.psum outside",
     ),
@@ -126,7 +141,12 @@ BROKEN = [
         "from jax import lax\njax.tree.map(lax.pmean, x)",
         "jax.lax.pmean",
     ),
-    (find_stray_collectives, "manualpar.fsdp", "from jax.lax import all_gather", "all_gather"),
+    (
+        find_stray_collectives,
+        "manualpar.strategies.fsdp",
+        "from jax.lax import all_gather",
+        "all_gather",
+    ),
     (find_undocumented, "manualpar.rng", "import jax", "no module docstring"),
     (find_undocumented, "manualpar.rng", "'''Rng.'''\nclass A: ...", "A has no docstring"),
     (find_undocumented, "manualpar.rng", "def fold() -> None: ...", "fold has no docstring"),
@@ -142,7 +162,7 @@ BROKEN = [
         "class A:\n    '''A.'''\n    def m(self, x: int):\n        '''M.'''",
         "A.m leaves the result unannotated",
     ),
-    (find_misshapen_files, "manualpar.mesh", "\n" * 401, "401 lines"),
+    (find_misshapen_files, "manualpar.sharding.mesh", "\n" * 401, "401 lines"),
     (find_misshapen_files, "manualpar.training.utils", "", "says nothing"),
     (find_misshapen_files, "manualpar.mesh_helpers", "", "says nothing"),
 ]
@@ -155,26 +175,32 @@ def test_the_check_speaks(check: Check, module: str, source: str, expected: str)
 
 
 SOUND = [
-    ("manualpar", "from manualpar.fsdp import fsdp\nfrom manualpar.rng import fold_rng_over_axis"),
+    (
+        "manualpar",
+        "from manualpar.strategies.fsdp import fsdp\nfrom manualpar.rng import fold_rng_over_axis",
+    ),
     (
         "manualpar.training.loop",
-        "from manualpar.training.metrics import Metrics\nimport manualpar.mesh",
+        "from manualpar.training.metrics import Metrics\nimport manualpar.sharding.mesh",
     ),
-    ("manualpar.program", "from manualpar import gradients\nimport jax.numpy as jnp"),
+    ("manualpar.core.program", "from manualpar.core import gradients\nimport jax.numpy as jnp"),
     ("experiments.fsdp", "import manualpar\nfrom manualpar import Batch\nfrom absl import flags"),
     (
-        "manualpar.program",
+        "manualpar.core.program",
         "import jax\nstep = jax.shard_map(\n    f,\n    mesh=mesh,\n    check_vma=True,\n)",
     ),
     (
-        "manualpar.program",
+        "manualpar.core.program",
         "jax.shard_map(\n    f,\n    # Pallas kernels have no types yet.\n    check_vma=False,\n)",
     ),
-    ("manualpar.mesh", "import os\nimport jax\ndef _f():\n    jax.config.update('a', 1)"),
-    ("manualpar.mesh", "import os\nHOME = os.environ.get('HOME')\nUSER = os.environ['USER']"),
-    ("manualpar.collectives", "import jax\ndef _f(x):\n    return jax.lax.psum(x, 'data')"),
+    ("manualpar.sharding.mesh", "import os\nimport jax\ndef _f():\n    jax.config.update('a', 1)"),
+    (
+        "manualpar.sharding.mesh",
+        "import os\nHOME = os.environ.get('HOME')\nUSER = os.environ['USER']",
+    ),
+    ("manualpar.core.collectives", "import jax\ndef _f(x):\n    return jax.lax.psum(x, 'data')"),
     ("manualpar.layers.dense", "from jax.lax import ppermute"),
-    ("manualpar.program", "import jax\nindex = jax.lax.axis_index('data')"),
+    ("manualpar.core.program", "import jax\nindex = jax.lax.axis_index('data')"),
     (
         "manualpar.rng",
         "class A:\n    '''A.'''\n    def __init__(self, x: int):\n        self._f = lambda y: y\n"

@@ -35,8 +35,8 @@ def test_no_collective_is_overlooked():
     # Not called there but given rules; where they are called they are found.
     names = [(path, name) for path, _, name in missed]
     assert names == [
-        ("manualpar/collectives.py", "_gather"),
-        ("manualpar/collectives.py", "_gather_with_mean_grads"),
+        ("manualpar/core/collectives.py", "_gather"),
+        ("manualpar/core/collectives.py", "_gather_with_mean_grads"),
     ], missed
 
 
@@ -137,7 +137,7 @@ def test_the_report_counts():
     outcomes[chosen[3].name] = Outcome("", "", 1.0, "")
     text = report(SITES, outcomes, len(chosen), "the command")
     assert "**Killed 3 of 4 mutants: 75.0%.** Not run: 4 more." in text
-    row = "| `collectives:scatter_mean:psum_scatter` | K | K | K | **S** | ? | ? | ? | ? |"
+    row = "| `core.collectives:scatter_mean:psum_scatter` | K | K | K | **S** | ? | ? | ? | ? |"
     assert row in text.splitlines()
     assert f"- `{chosen[3].name}`" in text.splitlines()
     assert "- tests/a_test.py: 3" in text.splitlines()

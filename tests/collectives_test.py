@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import gather_array_with_mean_grads, gather_examples, make_mesh
-from manualpar.collectives import (
+from manualpar.core.collectives import (
     AS_STORED,
     Wire,
     cast_to_varying,
@@ -14,7 +14,7 @@ from manualpar.collectives import (
     scatter_mean,
     varying_axes,
 )
-from manualpar.mesh import axes_size, axis_tuple
+from manualpar.sharding.mesh import axes_size, axis_tuple
 
 AXIS_NAMES = ("data", ("data", "model"), ("model", "data"))
 AXIS_BY_AXIS = Wire(axis_by_axis=True)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from manualpar import Batch, TrainState, data_parallel, make_mesh
-from manualpar.dispatch import MAX_STEPS_AHEAD, guard_step
+from manualpar.guards.dispatch import MAX_STEPS_AHEAD, guard_step
 
 
 class Metric:

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from manualpar.donation import check_alive
+from manualpar.guards.donation import check_alive
 
 
 def test_what_is_gone_is_named():

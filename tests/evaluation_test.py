@@ -11,8 +11,8 @@ from flax import nnx
 from optax import sgd
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
-from manualpar.model import CarryingApply
-from manualpar.nnx_model import as_model
+from manualpar.nnx.model import as_model
+from manualpar.user_model.calling import CarryingApply
 
 X = jnp.ones((16, 8))
 BATCH = Batch(X, jnp.zeros(16))

@@ -20,9 +20,9 @@ from manualpar import (
     sync_gradients,
     sync_metrics,
 )
-from manualpar.gradients import sync_collections
-from manualpar.layout import strip_boxes
-from manualpar.mesh import axes_size
+from manualpar.core.gradients import sync_collections
+from manualpar.sharding.layout import strip_boxes
+from manualpar.sharding.mesh import axes_size
 
 PARAMS = {
     "w": jax.random.normal(jax.random.key(0), (4, 8)),

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
+from manualpar.core.strategy import MODES
 from manualpar.inspect import (
     Collective,
     CompiledCollective,
@@ -18,7 +19,6 @@ from manualpar.inspect import (
     total_bytes,
 )
 from manualpar.inspect.changes import hlo_dtype
-from manualpar.strategy import MODES
 from tests.inspect_compiled_test import module
 from tests.scopes_test import make
 from tests.strategies_test import STRATEGIES

@@ -14,6 +14,8 @@ import optax
 import pytest
 
 from manualpar import Batch, Program, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar.core.program import build_program
+from manualpar.core.strategy import Strategy
 from manualpar.inspect import (
     bytes_by_axes,
     count_by_kind,
@@ -23,9 +25,7 @@ from manualpar.inspect import (
     total_step_bytes,
     trace_collectives,
 )
-from manualpar.layout import Placement
-from manualpar.program import build_program
-from manualpar.strategy import Strategy
+from manualpar.sharding.layout import Placement
 
 SIZES = (16, 32, 64, 8)  # Of the inputs and of each layer's outputs.
 KERNELS = [math.prod(pair) for pair in itertools.pairwise(SIZES)]

@@ -1,6 +1,6 @@
 import pytest
 
-from manualpar.collectives import (
+from manualpar.core.collectives import (
     CAST_SCOPE,
     COUNT_SCOPE,
     GATHER_SCOPE,

@@ -10,9 +10,9 @@ import pytest
 from jax.ad_checkpoint import checkpoint_policies
 
 from manualpar import Batch, fsdp, hsdp, make_mesh
+from manualpar.core.partitioning import ShardedParameter
 from manualpar.inspect import count_by_kind, total_bytes, trace_collectives
 from manualpar.layers import prefetched_scan
-from manualpar.partitioning import ShardedParameter
 from tests.one_device import train_on_one_device, train_program
 
 LENGTH = 3

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
-from manualpar.collectives import Wire
-from manualpar.layout import (
+from manualpar.core.collectives import Wire
+from manualpar.sharding.layout import (
     ParameterInfo,
     Placement,
     describe_parameters,

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from manualpar.mesh import (
+from manualpar.sharding.mesh import (
     abstract_mesh,
     arrange_devices,
     axes_across_hosts,

@@ -20,7 +20,7 @@ import optax
 import pytest
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.strategy import MODES
+from manualpar.core.strategy import MODES
 
 STRATEGIES = {
     "data_parallel": data_parallel,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from manualpar import Batch
-from manualpar.model import CarryingApply, init_variables, initial_call
+from manualpar.user_model.calling import CarryingApply, init_variables, initial_call
 
 
 class Switched(nn.Module):

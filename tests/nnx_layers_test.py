@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from manualpar import Batch, fsdp, make_mesh
-from manualpar.nnx_model import as_model, for_evaluation
+from manualpar.nnx.model import as_model, for_evaluation
 from tests.nnx_model_test import in_modes, sent, train, with_params
 from tests.program_test import BATCHES, TOLERANCE, loss_fn
 

@@ -15,9 +15,9 @@ from flax import nnx
 
 from manualpar import abstract_mesh, data_parallel, fsdp, make_mesh
 from manualpar.checkpoints import Checkpoints
+from manualpar.core.strategy import MODES
 from manualpar.inspect import ledger, trace_collectives
-from manualpar.nnx_model import NNXModel, as_model
-from manualpar.strategy import MODES
+from manualpar.nnx.model import NNXModel, as_model
 from tests.program_test import BATCHES, TOLERANCE, Classifier, loss_fn
 from tests.strategies_test import STRATEGIES, build
 

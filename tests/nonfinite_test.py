@@ -12,10 +12,10 @@ import optax.contrib
 import pytest
 
 from manualpar import Batch, make_mesh
-from manualpar.gradients import find_nonfinite
+from manualpar.core.gradients import find_nonfinite
+from manualpar.core.strategy import MODES
+from manualpar.guards.replicas import ReplicaSentinel
 from manualpar.inspect.communication import count_by_kind, total_bytes, trace_collectives
-from manualpar.replicas import ReplicaSentinel
-from manualpar.strategy import MODES
 from tests.strategies_test import STRATEGIES, build
 
 ROWS = 64

@@ -16,9 +16,9 @@ from manualpar import (
     shard_params,
     sync_gradients,
 )
-from manualpar.collectives import cast_to_varying
-from manualpar.mesh import axes_size
-from manualpar.partitioning import boxed_axes, choose_shard_dim, is_box
+from manualpar.core.collectives import cast_to_varying
+from manualpar.core.partitioning import boxed_axes, choose_shard_dim, is_box
+from manualpar.sharding.mesh import axes_size
 
 REPLICATED = P()
 

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
-from manualpar.layout import strip_boxes
-from manualpar.model import init_variables
-from manualpar.probe import find_carried_collections
+from manualpar.sharding.layout import strip_boxes
+from manualpar.user_model.calling import init_variables
+from manualpar.user_model.probe import find_carried_collections
 
 BATCH = Batch(
     inputs=jax.ShapeDtypeStruct((16, 8), jnp.float32), labels=jax.ShapeDtypeStruct((16,), jnp.int32)

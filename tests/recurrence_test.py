@@ -13,9 +13,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh
-from manualpar.collectives import varying_axes
-from manualpar.nnx_model import as_model
-from manualpar.recurrence import varying_linen_carries
+from manualpar.core.collectives import varying_axes
+from manualpar.nnx.model import as_model
+from manualpar.user_model.recurrence import varying_linen_carries
 
 WIDTH = 8
 OVER_TIME = {

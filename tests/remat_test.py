@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, ShardedParameter, fsdp, make_mesh
 from manualpar.inspect import count_by_kind, trace_collectives
-from manualpar.remat import drop_gathered, regather_for_backward
+from manualpar.modes.remat import drop_gathered, regather_for_backward
 from tests.one_device import train_on_one_device, train_program
 
 WIDTH = 16

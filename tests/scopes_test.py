@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, fsdp, gather_examples, make_mesh
-from manualpar.collectives import (
+from manualpar.core.collectives import (
     CAST_SCOPE,
     COLLECTIONS_SCOPE,
     COUNT_SCOPE,
@@ -28,12 +28,12 @@ from manualpar.collectives import (
     cast_to_varying,
     purpose_of,
 )
+from manualpar.core.strategy import MODES
 from manualpar.inspect import ledger
 from manualpar.inspect.communication import trace_collectives
 from manualpar.inspect.compiled import compiled_collectives
 from manualpar.inspect.scopes import compiled_scopes, module_of
 from manualpar.models.transformer import Transformer
-from manualpar.strategy import MODES
 from tests.strategies_test import STRATEGIES, build
 
 

@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from manualpar.cluster import Cluster
 from manualpar.data import ArraySplit, Dataset, train_batch
-from manualpar.replicas import ReplicaError
+from manualpar.guards.replicas import ReplicaError
 from manualpar.training import loop
 from manualpar.training.loop import (
     MAX_ROLLBACKS,

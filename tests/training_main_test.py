@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manualpar.strategy import MODES
+from manualpar.core.strategy import MODES
 from manualpar.training import main
 from manualpar.training.command_line import CommandLine, parse_command_line
 from manualpar.training.config import STRATEGIES

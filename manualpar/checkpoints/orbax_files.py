@@ -21,7 +21,7 @@ from manualpar.checkpoints.plain_arrays import (
     state_leaves,
     to_plain,
 )
-from manualpar.program import Program
+from manualpar.core.program import Program
 from manualpar.train_state import TrainState
 from manualpar.untrusted import NotAFileError, parse_object, read_file, read_object
 

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from manualpar.layout import unpad_whole
+from manualpar.core.program import Program
 from manualpar.leaves import Leaf, leaves_of, list_some, show_array
-from manualpar.program import Program
+from manualpar.sharding.layout import unpad_whole
 from manualpar.train_state import TrainState
 
 

@@ -40,8 +40,8 @@ from manualpar.checkpoints.retention import (
     put_in_place,
     read_metrics,
 )
-from manualpar.donation import check_alive
-from manualpar.program import Program
+from manualpar.core.program import Program
+from manualpar.guards.donation import check_alive
 from manualpar.train_state import TrainState
 
 

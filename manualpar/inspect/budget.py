@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from manualpar.collectives import REGATHER, SCOPES
+from manualpar.core.collectives import REGATHER, SCOPES
 from manualpar.inspect.budget_file import (
     COMPILED,
     Budget,

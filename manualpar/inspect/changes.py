@@ -21,7 +21,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from manualpar.collectives import GATHER_SCOPE, REGATHER
+from manualpar.core.collectives import GATHER_SCOPE, REGATHER
 from manualpar.inspect.communication import Collective, Kind, as_number, ring_bytes
 from manualpar.inspect.compiled import CompiledCollective
 from manualpar.inspect.hlo import array_bytes

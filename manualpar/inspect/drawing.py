@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from manualpar.layout import path_name
-from manualpar.mesh import axes_size, axis_tuple
+from manualpar.sharding.layout import path_name
+from manualpar.sharding.mesh import axes_size, axis_tuple
 
 ALL = "all"
 

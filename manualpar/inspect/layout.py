@@ -7,7 +7,7 @@ import jax
 from rich import box
 from rich.table import Table
 
-from manualpar.program import Program
+from manualpar.core.program import Program
 
 
 def state_bytes(tree: Any) -> tuple[int, int]:

@@ -23,6 +23,7 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
+from manualpar.core.program import Program
 from manualpar.inspect.changes import Change, find_changes
 from manualpar.inspect.communication import (
     Collective,
@@ -44,7 +45,6 @@ from manualpar.inspect.formulas import step_bytes
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.scopes import PHASES
 from manualpar.inspect.walk import Around, Walk, equations
-from manualpar.program import Program
 
 T = TypeVar("T")
 

@@ -33,12 +33,12 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from manualpar.collectives import OPTIMIZER_SCOPE
+from manualpar.core.collectives import OPTIMIZER_SCOPE
+from manualpar.core.program import Program
+from manualpar.core.step import Step
 from manualpar.inspect.communication import KIND_OF_PRIMITIVE
 from manualpar.inspect.liveness import FUSIONS, Fusion, Peak, find_peak
 from manualpar.inspect.operations import Operation, Operations, Value
-from manualpar.program import Program
-from manualpar.step import Step
 
 # What leaves a parameter a parameter, besides all-gathers.
 _SAME_WEIGHT_WORDS = """

@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Literal
 
-from manualpar.collectives import (
+from manualpar.core.collectives import (
     CAST_SCOPE,
     NEW_PARAMS_SCOPE,
     NONFINITE_SCOPE,
@@ -105,7 +105,7 @@ def purpose_in(scope: str, axes: Collection[str], data_axes: Collection[str] = (
       data_axes: Those that split a program's batch, as far as they are known.
 
     Returns:
-      See `manualpar.collectives.purpose_of`; for what this package has not written
+      See `manualpar.core.collectives.purpose_of`; for what this package has not written
       `TENSOR_PARALLEL` if it goes over none of the data axes, else `OTHER`.
     """
     if ours := purpose_of(scope):

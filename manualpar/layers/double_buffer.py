@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
 
-from manualpar.collectives import cast_to_varying, varying_axes
+from manualpar.core.collectives import cast_to_varying, varying_axes
 
 Arrays = list[Any]
 # How the profile, and the ledger, tell what is gathered again: as what a `jax.checkpoint` computes

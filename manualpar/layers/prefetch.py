@@ -30,10 +30,10 @@ import jax
 from flax.core import lift, meta
 from flax.linen import transforms
 
+from manualpar.core.partitioning import ShardedParameter, is_box
 from manualpar.layers.double_buffer import DoubleBuffer
-from manualpar.mesh import is_axis_bound
-from manualpar.partitioning import ShardedParameter, is_box
-from manualpar.remat import drop_gathered
+from manualpar.modes.remat import drop_gathered
+from manualpar.sharding.mesh import is_axis_bound
 
 
 def prefetched_scan(

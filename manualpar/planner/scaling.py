@@ -12,7 +12,7 @@ import re
 
 import jax.numpy as jnp
 
-from manualpar.collectives import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
+from manualpar.core.collectives import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.inspect.communication import Collective
 from manualpar.planner.work import Work
 

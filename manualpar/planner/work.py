@@ -14,13 +14,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from manualpar.core.program import Program
 from manualpar.inspect.communication import Collective, collective_reader
 from manualpar.inspect.flops import flops_of
 from manualpar.inspect.layout import state_bytes
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.scopes import phase_of
 from manualpar.inspect.walk import Around, Reader, Walk
-from manualpar.program import Program
 
 REDUCTIONS = frozenset(
     {"argmax", "cumlogsumexp", "cumsum", "reduce_max", "reduce_min", "reduce_sum"}

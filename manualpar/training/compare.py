@@ -15,8 +15,8 @@ import ml_collections
 import rich.console
 from absl import logging
 
+from manualpar.core.strategy import MODES
 from manualpar.data import train_batch
-from manualpar.strategy import MODES
 from manualpar.training.command_line import CommandLine, UsageError
 from manualpar.training.comparison import Row, Trial, run_trials
 from manualpar.training.comparison_picture import draw_comparison

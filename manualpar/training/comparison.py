@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 
+from manualpar.core.program import Program
 from manualpar.inspect import (
     compiled_collectives,
     count_by_kind,
@@ -23,7 +24,6 @@ from manualpar.inspect import (
     total_step_bytes,
     trace_collectives,
 )
-from manualpar.program import Program
 from manualpar.train_state import Batch
 from manualpar.training.metrics import fetch_metrics
 

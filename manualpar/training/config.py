@@ -16,7 +16,7 @@ from typing import Any
 import ml_collections
 
 from manualpar.compiler_options import OVERLAPS
-from manualpar.strategy import COMMUNICATE_EVERY, MODES
+from manualpar.core.strategy import COMMUNICATE_EVERY, MODES
 
 DTYPES = ("bfloat16", "float16", "float32")
 # "" leaves it as it is. In float16 gradients overflow: they are summed before they are divided.

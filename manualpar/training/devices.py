@@ -4,7 +4,7 @@ import os
 
 import jax
 
-from manualpar.mesh import how_to_simulate
+from manualpar.sharding.mesh import how_to_simulate
 
 DEFAULT_COUNT = 8
 # Each takes a thread, and the stack of one; a machine has some tens of thousands.

@@ -9,18 +9,18 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.compiler_options import compiler_options
+from manualpar.core.program import Program
 from manualpar.data import abstract_batch
-from manualpar.data_parallel import data_parallel
-from manualpar.fsdp import fsdp
-from manualpar.hsdp import hsdp
 from manualpar.inspect.drawing import ALL
-from manualpar.mesh import abstract_mesh, axes_size, make_mesh
-from manualpar.program import Program
+from manualpar.sharding.mesh import abstract_mesh, axes_size, make_mesh
+from manualpar.strategies.data_parallel import data_parallel
+from manualpar.strategies.fsdp import fsdp
+from manualpar.strategies.hsdp import hsdp
+from manualpar.strategies.zero import zero
 from manualpar.training.config import check_config, nearest
 from manualpar.training.optimizer import adamw, warmup_cosine_schedule
 from manualpar.training.task import Task, make_task
 from manualpar.watching.profiling import parse_profile
-from manualpar.zero import zero
 
 # What a program does about a step that is not finite, where the loop does what a config says.
 NONFINITE = {"ignore": "ignore", "stop": "report", "skip": "skip", "rollback": "report"}

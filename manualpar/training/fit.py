@@ -11,8 +11,8 @@ from pathlib import Path
 
 import jax
 
+from manualpar.core.program import Program
 from manualpar.inspect import state_bytes, step_memory
-from manualpar.program import Program
 from manualpar.training.experiment import Experiment
 from manualpar.watching.progress import describe_bytes
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manualpar.collectives import (
+from manualpar.core.collectives import (
     CAST_SCOPE,
     COLLECTIONS_SCOPE,
     COUNT_SCOPE,

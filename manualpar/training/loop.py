@@ -18,9 +18,9 @@ import jax
 
 from manualpar.cluster import Cluster
 from manualpar.cluster.progress import UNWATCHED
+from manualpar.core.program import Program
 from manualpar.data import Dataset, evaluation_batches, train_batches
-from manualpar.program import Program
-from manualpar.replicas import ReplicaError, ReplicaSentinel
+from manualpar.guards.replicas import ReplicaError, ReplicaSentinel
 from manualpar.train_state import TrainState
 from manualpar.training.recorder import NonFiniteError, Recorder
 from manualpar.watching.profiling import StepProfiler

@@ -34,7 +34,7 @@ from manualpar.cluster import (
     initialize,
 )
 from manualpar.data import DamagedDataError
-from manualpar.replicas import ReplicaError
+from manualpar.guards.replicas import ReplicaError
 from manualpar.training.command_line import (
     FLAGS_HELP,
     CommandLine,

@@ -14,11 +14,11 @@ import rich.console
 from manualpar.checkpoints import Checkpoints, Restored
 from manualpar.checkpoints.agreement import first_failure
 from manualpar.cluster import Cluster
+from manualpar.core.program import Program
 from manualpar.inspect import layout_table, state_bytes
 from manualpar.inspect.drawing import draw_sharding
-from manualpar.layout import unpad_whole
-from manualpar.mesh import axes_size, axis_tuple, describe_hosts
-from manualpar.program import Program
+from manualpar.sharding.layout import unpad_whole
+from manualpar.sharding.mesh import axes_size, axis_tuple, describe_hosts
 from manualpar.train_state import TrainState
 from manualpar.training.command_line import UsageError
 from manualpar.training.devices import describe_mesh

@@ -14,12 +14,12 @@ import ml_collections
 import numpy as np
 
 from manualpar.data import ClassificationDataset, Dataset, LanguageDataset, load_dataset
-from manualpar.loss import LossFn
 from manualpar.models import Classifier, Transformer
 from manualpar.models.transformer import flops_per_token
 from manualpar.train_state import TrainState
 from manualpar.training.losses import classification_loss, language_model_loss
 from manualpar.training.sampling import sample_tokens
+from manualpar.user_model.loss import LossFn
 
 # A multiplication and an addition for each weight forward, and twice that backward.
 FLOPS_PER_WEIGHT = 6

@@ -17,8 +17,8 @@ import flax.linen as nn
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from manualpar.mesh import AxisName, axis_tuple, is_axis_bound
-from manualpar.module_fields import replace_fields
+from manualpar.sharding.mesh import AxisName, axis_tuple, is_axis_bound
+from manualpar.user_model.module_fields import replace_fields
 
 
 @dataclasses.dataclass(frozen=True)

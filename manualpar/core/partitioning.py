@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from absl import logging
 from jax.ad_checkpoint import checkpoint_name
 
-from manualpar.array_box import ArrayBox
-from manualpar.collectives import (
+from manualpar.core.collectives import (
     AS_STORED,
     NEW_PARAMS_SCOPE,
     Wire,
@@ -32,7 +31,8 @@ from manualpar.collectives import (
     gather_invariant,
     scatter_mean,
 )
-from manualpar.mesh import AxisName, axis_tuple, check_axes_bound, is_axis_bound
+from manualpar.sharding.mesh import AxisName, axis_tuple, check_axes_bound, is_axis_bound
+from manualpar.user_model.array_box import ArrayBox
 
 Names = tuple[AxisName | None, ...]
 

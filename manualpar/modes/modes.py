@@ -23,13 +23,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from manualpar.annotations import Rules
-from manualpar.collectives import AS_STORED, GATHER_SCOPE, SCATTER_SCOPE, Wire
-from manualpar.layout import Placement, names_to_spec
-from manualpar.mesh import axes_size, axis_tuple
-from manualpar.mesh_context import no_mesh
-from manualpar.partitioning import ShardedParameter, cast_floating
-from manualpar.strategy import Mode
+from manualpar.core.collectives import AS_STORED, GATHER_SCOPE, SCATTER_SCOPE, Wire
+from manualpar.core.partitioning import ShardedParameter, cast_floating
+from manualpar.core.strategy import Mode
+from manualpar.sharding.annotations import Rules
+from manualpar.sharding.layout import Placement, names_to_spec
+from manualpar.sharding.mesh import axes_size, axis_tuple
+from manualpar.sharding.mesh_context import no_mesh
 
 
 class GlobalParameter(ShardedParameter, eq=False):

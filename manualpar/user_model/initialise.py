@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from manualpar.mesh import axis_tuple, with_axis_types
-from manualpar.modes import on_explicit_axes
-from manualpar.nnx_model import Model, as_model
-from manualpar.partitioning import cast_floating, is_box
-from manualpar.step import batch_specs
-from manualpar.strategy import Mode
+from manualpar.core.partitioning import cast_floating, is_box
+from manualpar.core.step import batch_specs
+from manualpar.core.strategy import Mode
+from manualpar.modes.modes import on_explicit_axes
+from manualpar.nnx.model import Model, as_model
+from manualpar.sharding.mesh import axis_tuple, with_axis_types
 
 Init = Callable[[jax.Array], dict[str, Any]]
 

@@ -9,17 +9,17 @@ from typing import Unpack
 
 import optax
 
-from manualpar.layout import check_named, shard_state_only
-from manualpar.loss import LossFn
-from manualpar.nnx_model import Model
-from manualpar.program import Program, build_program
-from manualpar.strategy import (
+from manualpar.core.program import Program, build_program
+from manualpar.core.strategy import (
     ProgramOptions,
     Strategy,
     check_choice,
     check_min_weight_size,
     check_names,
 )
+from manualpar.nnx.model import Model
+from manualpar.sharding.layout import check_named, shard_state_only
+from manualpar.user_model.loss import LossFn
 
 
 def zero(
@@ -36,7 +36,7 @@ def zero(
     """Builds training with a sharded optimizer: gradients scattered, new parameters gathered.
 
     Args:
-      model: A Linen or NNX model, written for one device, see `manualpar.nnx_model.as_model`.
+      model: A Linen or NNX model, written for one device, see `manualpar.nnx.model.as_model`.
       tx: Any optax optimizer; its state is sharded.
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`: the mean over the
         examples it is given, and pairs `{"loss": (sum, count), ...}`, see `accumulate_gradients`.

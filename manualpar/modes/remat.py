@@ -34,7 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from manualpar.collectives import OWN_RESIDUAL, cast_to_varying
+from manualpar.core.collectives import OWN_RESIDUAL, cast_to_varying
 
 REMAT_PRIMITIVES = frozenset({"checkpoint", "remat", "remat2"})
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "sharding_constraint", "reshard"})

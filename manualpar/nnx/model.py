@@ -5,7 +5,7 @@ variables, which go by collection, named as in Linen: `nnx.Param` and its subcla
 `nnx.BatchStat` is `batch_stats`, and so on. A path is that of the attributes. Applying the model
 merges the two into a module that lives for one call.
 
-Keys and counts of random streams are no variables in this sense: see `manualpar.nnx_streams`.
+Keys and counts of random streams are no variables in this sense: see `manualpar.nnx.streams`.
 
 Invariants: nothing is materialised before `init`; parameters depend on the key alone, not on the
 mesh; a variable that several modules share is listed once, at the first of its paths.
@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from manualpar.axis_names import AliasedLinen, AxisAliases
-from manualpar.nnx_streams import stream_keys, stream_variable
-from manualpar.nnx_variables import Path, annotate, gathering_variable, path_name
-from manualpar.recurrence import vary_nnx_carries
+from manualpar.nnx.streams import stream_keys, stream_variable
+from manualpar.nnx.variables import Path, annotate, gathering_variable, path_name
+from manualpar.user_model.axis_names import AliasedLinen, AxisAliases
+from manualpar.user_model.recurrence import vary_nnx_carries
 
 # What every builder takes: a Linen module, an NNX one, or what makes one of `rngs`.
 Model = nn.Module | nnx.Module | Callable[..., nnx.Module]

@@ -14,11 +14,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from manualpar.evaluation import EVAL_SWITCHES, evaluate_linen, overrule, switches_of
-from manualpar.mesh import naming_unbound_axes
-from manualpar.module_fields import leave_out_annotations
-from manualpar.nnx_model import NNXModel, class_of, for_evaluation
-from manualpar.recurrence import varying_linen_carries
+from manualpar.nnx.model import NNXModel, class_of, for_evaluation
+from manualpar.sharding.mesh import naming_unbound_axes
+from manualpar.user_model.evaluation import EVAL_SWITCHES, evaluate_linen, overrule, switches_of
+from manualpar.user_model.module_fields import leave_out_annotations
+from manualpar.user_model.recurrence import varying_linen_carries
 
 # Makes the arguments of a model's call from a batch.
 InitArgs = Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]]
@@ -129,7 +129,8 @@ class CarryingApply:
           model: The Linen model.
           collections: Its other collections to begin with.
           train: Whether arguments and fields that say 'train' count. Otherwise one that is given
-            says the opposite, and one that is not is left to the model: see `manualpar.evaluation`.
+            says the opposite, and one that is not is left to the model: see
+            `manualpar.user_model.evaluation`.
           eval_dropout: Whether they count without `train` too, but for batch statistics, which come
             from the collections.
         """

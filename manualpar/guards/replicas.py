@@ -26,9 +26,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from manualpar.collectives import cast_to_varying
-from manualpar.layout import path_name
-from manualpar.mesh import axis_tuple
+from manualpar.core.collectives import cast_to_varying
+from manualpar.sharding.layout import path_name
+from manualpar.sharding.mesh import axis_tuple
 
 MAX_DEVICES_NAMED = 8
 

@@ -21,17 +21,23 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from manualpar.annotations import Rules
-from manualpar.array_box import ArrayBox
-from manualpar.collectives import cast_to_varying, varying_axes
-from manualpar.layout import is_inside, path_name
-from manualpar.loss import LossFn, call_loss
-from manualpar.model import CarryingApply, InitArgs, apply_model, initial_call, leaf_paths
-from manualpar.modes import model_context, run_on_mesh
-from manualpar.nnx_model import NNXModel
+from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.core.step import batch_specs
+from manualpar.core.strategy import Mode
+from manualpar.modes.modes import model_context, run_on_mesh
+from manualpar.nnx.model import NNXModel
 from manualpar.rng import fold_rng_over_axis
-from manualpar.step import batch_specs
-from manualpar.strategy import Mode
+from manualpar.sharding.annotations import Rules
+from manualpar.sharding.layout import is_inside, path_name
+from manualpar.user_model.array_box import ArrayBox
+from manualpar.user_model.calling import (
+    CarryingApply,
+    InitArgs,
+    apply_model,
+    initial_call,
+    leaf_paths,
+)
+from manualpar.user_model.loss import LossFn, call_loss
 
 # Collections that flax and its users sow values into, to be read where the model is applied.
 SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})

@@ -20,9 +20,9 @@ from typing import Any
 import flax.linen as nn
 from jax.sharding import Mesh, PartitionSpec
 
-from manualpar.mesh import AxisName, axes_size, axis_tuple, written_with
-from manualpar.nnx_variables import NNXAnnotated
-from manualpar.partitioning import Names
+from manualpar.core.partitioning import Names
+from manualpar.nnx.variables import NNXAnnotated
+from manualpar.sharding.mesh import AxisName, axes_size, axis_tuple, written_with
 
 Rules = tuple[tuple[str, AxisName | None], ...]
 

@@ -20,7 +20,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from manualpar.collectives import cast_to_varying, varying_axes
+from manualpar.core.collectives import cast_to_varying, varying_axes
 
 METHOD = "initialize_carry"
 

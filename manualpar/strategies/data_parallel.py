@@ -4,11 +4,11 @@ from typing import Unpack
 
 import optax
 
-from manualpar.layout import replicate
-from manualpar.loss import LossFn
-from manualpar.nnx_model import Model
-from manualpar.program import Program, build_program
-from manualpar.strategy import ProgramOptions, Strategy
+from manualpar.core.program import Program, build_program
+from manualpar.core.strategy import ProgramOptions, Strategy
+from manualpar.nnx.model import Model
+from manualpar.sharding.layout import replicate
+from manualpar.user_model.loss import LossFn
 
 
 def data_parallel(
@@ -20,7 +20,7 @@ def data_parallel(
     """Builds data-parallel training: the state is replicated, gradients are averaged.
 
     Args:
-      model: A Linen or NNX model, written for one device, see `manualpar.nnx_model.as_model`.
+      model: A Linen or NNX model, written for one device, see `manualpar.nnx.model.as_model`.
       tx: Any optax optimizer.
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`: the mean over the
         examples it is given, and pairs `{"loss": (sum, count), ...}`, see `accumulate_gradients`.

@@ -1,34 +1,29 @@
-"""Fully sharded data parallelism: every device holds a shard and sees a part of the batch.
+"""Hybrid sharded data parallelism: sharded within a group of devices, replicated across groups.
 
-ZeRO stage 3 (Rajbhandari et al., https://arxiv.org/abs/1910.02054; Zhao et al.,
-https://arxiv.org/abs/2304.11277).
+The gathers stay within a group, whose links are fast, and what crosses the slow links between
+groups is a shard of each gradient, once a step (Zhao et al., https://arxiv.org/abs/2304.11277,
+section 3.2.2).
 """
 
-import functools
 from typing import Unpack
 
 import optax
 
-from manualpar.layout import check_named, shard_largest_dim
-from manualpar.loss import LossFn
-from manualpar.nnx_model import Model
-from manualpar.program import Program, build_program
-from manualpar.strategy import (
-    COMMUNICATE_EVERY,
-    CommunicateEvery,
-    ProgramOptions,
-    Strategy,
-    check_choice,
-    check_min_weight_size,
-    check_names,
-)
+from manualpar.core.program import Program, build_program
+from manualpar.core.strategy import CommunicateEvery, ProgramOptions
+from manualpar.nnx.model import Model
+from manualpar.sharding.layout import check_named
+from manualpar.sharding.mesh import AxisName, axis_tuple
+from manualpar.strategies.fsdp import sharded_strategy
+from manualpar.user_model.loss import LossFn
 
 
-def fsdp(
+def hsdp(
     model: Model,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     *,
+    replica_axis: AxisName = "replica",
     min_weight_size: int = 2**18,
     reshard_after_forward: bool = True,
     communicate_every: CommunicateEvery = "minibatch",
@@ -37,14 +32,16 @@ def fsdp(
     pad: bool = False,
     **options: Unpack[ProgramOptions],
 ) -> Program:
-    """Builds fully sharded training: parameters gathered where used, gradients scattered back.
+    """Builds training that is fully sharded over `axis_name` and replicated over `replica_axis`.
 
     Args:
-      model: A Linen or NNX model, written for one device, see `manualpar.nnx_model.as_model`.
+      model: A Linen or NNX model, written for one device, see `manualpar.nnx.model.as_model`.
       tx: Any optax optimizer; its state is sharded like the parameters.
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`: the mean over the
         examples it is given, and pairs `{"loss": (sum, count), ...}`, see `accumulate_gradients`.
         `rng` is another key for every device, minibatch and step.
+      replica_axis: The mesh axis, or tuple of axes, over which the state is replicated. The batch
+        is split over it and over `axis_name`.
       min_weight_size: The fewest elements of a parameter that is sharded; smaller ones are
         replicated. A parameter is sharded along its largest divisible dimension, the first of
         equals, never along one that `nn.scan` or `nn.vmap` runs over.
@@ -67,8 +64,7 @@ def fsdp(
       **options: `mesh`, `batch` and others, see `ProgramOptions`.
 
     Returns:
-      A `Program`. Nothing has been compiled and no device touched. `inspect.layout_table(program)`
-      shows what is sharded how, and why not.
+      A `Program`. Nothing has been compiled and no device touched.
 
     Raises:
       ValueError: A field does not fit: a mesh without the axis, a batch that does not divide, a
@@ -76,56 +72,19 @@ def fsdp(
       TypeError: A field is of the wrong kind.
 
     Communication:
-      For every use of a parameter and every minibatch one all-gather, one more for the backward
-      pass unless it is kept, and one reduce-scatter of its gradient: a device sends
-      `3 m b P (N - 1) / N` bytes a step for `P` parameters of `b` bytes, each used once, on `N`
-      devices, in `m` minibatches; `2 m b P (N - 1) / N` if kept, `2 b P (N - 1) / N` with
-      `communicate_every="step"`, `(m + 1) b P (N - 1) / N` with `"gather-step"`. Replicated
-      parameters cost one all-reduce.
+      Within a group of `S` devices as `fsdp`: `3 m b P (S - 1) / S` bytes a step. Across `R` groups
+      one all-reduce of each gradient's shard: `2 b (P / S) (R - 1) / R` bytes a device.
     """
     strategy = sharded_strategy(
-        "fsdp",
+        "hsdp",
         min_weight_size=min_weight_size,
         reshard_after_forward=reshard_after_forward,
         communicate_every=communicate_every,
         keep_gathered=keep_gathered,
         replicate=replicate,
         pad=pad,
+        replica_axes=axis_tuple(replica_axis),
     )
     program = build_program(strategy, model, tx, loss_fn, **options)
-    check_named("fsdp", program.parameters, keep_gathered=keep_gathered, replicate=replicate)
+    check_named("hsdp", program.parameters, keep_gathered=keep_gathered, replicate=replicate)
     return program
-
-
-def sharded_strategy(
-    name: str,
-    *,
-    min_weight_size: int,
-    reshard_after_forward: bool,
-    communicate_every: CommunicateEvery,
-    keep_gathered: tuple[str, ...],
-    replicate: tuple[str, ...],
-    pad: bool,
-    replica_axes: tuple[str, ...] = (),
-) -> Strategy:
-    """The strategy of `fsdp` and, with axes to replicate over, of `hsdp`."""
-    check_min_weight_size(name, min_weight_size)
-    check_choice(name, "pad", pad, (True, False))
-    check_choice(name, "reshard_after_forward", reshard_after_forward, (True, False))
-    check_choice(name, "communicate_every", communicate_every, COMMUNICATE_EVERY)
-    check_names(name, "keep_gathered", keep_gathered)
-    check_names(name, "replicate", replicate)
-    return Strategy(
-        name,
-        functools.partial(
-            shard_largest_dim,
-            min_weight_size=min_weight_size,
-            pad=pad,
-            keep_gathered=keep_gathered,
-            replicated=replicate,
-        ),
-        replica_axes=replica_axes,
-        gather_every="minibatch" if communicate_every == "minibatch" else "step",
-        reduce_every="step" if communicate_every == "step" else "minibatch",
-        reshard_after_forward=reshard_after_forward and communicate_every == "minibatch",
-    )

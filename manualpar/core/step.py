@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from manualpar.collection_sync import CollectionSync
-from manualpar.collectives import AS_STORED, Wire
 from manualpar.combined import gather_boxes, scatter_boxes
-from manualpar.gradients import (
+from manualpar.core.collectives import AS_STORED, Wire
+from manualpar.core.gradients import (
     CarryingLossFn,
     accumulate,
     check_minibatches,
@@ -33,23 +33,23 @@ from manualpar.gradients import (
     sync_gradients,
     sync_metrics,
 )
-from manualpar.layout import Placement, pad_leaf, param_specs, state_specs, strip_boxes
-from manualpar.loss import LossFn, Metrics, call_loss
-from manualpar.mesh import axes_size
-from manualpar.model import CarryingApply
-from manualpar.modes import (
+from manualpar.core.partitioning import boxed_axes, is_box, wire_dtype
+from manualpar.core.strategy import Mode, Nonfinite, Strategy
+from manualpar.modes.modes import (
     box_parameter,
     constrain,
     model_context,
     run_on_mesh,
     split_global_minibatches,
 )
-from manualpar.partitioning import boxed_axes, is_box, wire_dtype
-from manualpar.remat import regather_for_backward
+from manualpar.modes.remat import regather_for_backward
 from manualpar.rng import fold_rng_over_axis
-from manualpar.strategy import Mode, Nonfinite, Strategy
+from manualpar.sharding.layout import Placement, pad_leaf, param_specs, state_specs, strip_boxes
+from manualpar.sharding.mesh import axes_size
 from manualpar.train_state import TrainState
 from manualpar.update import Update, map_in_scopes
+from manualpar.user_model.calling import CarryingApply
+from manualpar.user_model.loss import LossFn, Metrics, call_loss
 
 # Metrics that no loss function can return by accident.
 OBJECTIVE = "objective of the optimizer"

@@ -1,7 +1,7 @@
 """What makes a strategy: where parameters and their state live, and when they are communicated.
 
-A strategy is data. One program (`manualpar.program`) and one step (`manualpar.step`) read it, and
-no strategy has code of its own beside the function that builds it.
+A strategy is data. One program (`manualpar.core.program`) and one step (`manualpar.core.step`) read
+it, and no strategy has code of its own beside the function that builds it.
 """
 
 import dataclasses
@@ -12,11 +12,11 @@ from typing import Any, Literal, Required, TypedDict
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from manualpar.annotations import Rules
 from manualpar.collection_sync import CollectionSync
-from manualpar.collectives import Wire
-from manualpar.layout import PlaceFn
-from manualpar.mesh import AxisName
+from manualpar.core.collectives import Wire
+from manualpar.sharding.annotations import Rules
+from manualpar.sharding.layout import PlaceFn
+from manualpar.sharding.mesh import AxisName
 
 Mode = Literal["manual", "auto", "explicit", "auto-unconstrained"]
 MODES: tuple[Mode, ...] = ("manual", "auto", "explicit", "auto-unconstrained")

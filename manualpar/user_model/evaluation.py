@@ -3,7 +3,7 @@
 Linen modules are told by arguments (`model(x, train=True)`) or by fields (`MyModel(train=True)`,
 `nn.Dropout(0.1, deterministic=False)` inside of another module). A loss function says what it says
 in training; in evaluation the arguments of every module's call, and its fields while it runs, say
-the opposite. NNX models have a switch of their own, see `manualpar.nnx_model`.
+the opposite. NNX models have a switch of their own, see `manualpar.nnx.model`.
 
 Invariant: nothing in a Linen model draws from the stream `dropout` in evaluation. What cannot be
 switched, such as dropout that is written by hand, is refused with its module's path.
@@ -17,7 +17,7 @@ from typing import Any
 import flax.linen as nn
 from flax.errors import InvalidRngError
 
-from manualpar.module_fields import replace_fields
+from manualpar.user_model.module_fields import replace_fields
 
 # By what names Linen's models are told to train, and what they get in evaluation.
 EVAL_SWITCHES = {"train": False, "training": False, "is_training": False, "deterministic": True}

@@ -2,7 +2,7 @@
 
 The state is a plain tree of global arrays, initialised in one jitted call whose outputs have the
 layout's shardings, so that no device ever holds more than its part. A step is one jitted call too:
-see `manualpar.step`.
+see `manualpar.core.step`.
 """
 
 import dataclasses
@@ -15,19 +15,23 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from manualpar.annotations import check_rules
-from manualpar.axis_names import with_axis_aliases
 from manualpar.collection_sync import check_sync_collections
-from manualpar.collectives import EXAMPLES_SCOPE, GATHER_SCOPE, Wire
-from manualpar.dispatch import check_state, guard_step
-from manualpar.divergence import (
+from manualpar.core.collectives import EXAMPLES_SCOPE, GATHER_SCOPE, Wire
+from manualpar.core.partitioning import is_box
+from manualpar.core.step import Step, abstract_batch, batch_specs, check_batch
+from manualpar.core.strategy import Mode, ProgramOptions, Strategy, check_options, check_wire
+from manualpar.guards.dispatch import check_state, guard_step
+from manualpar.guards.divergence import (
     check_conditions,
     check_constraints,
     check_derivatives,
     check_gathered_order,
 )
-from manualpar.initialise import initialisation, model_on_mesh, typed_specs
-from manualpar.layout import (
+from manualpar.modes.modes import on_auto_axes
+from manualpar.nnx.model import Model, NNXModel, with_loop_dims
+from manualpar.rng import typed_key
+from manualpar.sharding.annotations import check_rules
+from manualpar.sharding.layout import (
     ParameterInfo,
     Placement,
     check_unmixed,
@@ -39,20 +43,16 @@ from manualpar.layout import (
     state_specs,
     strip_boxes,
 )
-from manualpar.loss import LossFn
-from manualpar.mesh import axes_size, axis_tuple, check_mesh_has, given_and_auto_mesh
-from manualpar.mesh_context import OutsideMeshes, explain_shardings, no_mesh
-from manualpar.model import init_variables
-from manualpar.modes import on_auto_axes
-from manualpar.nnx_model import Model, NNXModel, with_loop_dims
-from manualpar.partitioning import is_box
-from manualpar.probe import find_carried_collections, find_loop_dims
-from manualpar.rng import typed_key
+from manualpar.sharding.mesh import axes_size, axis_tuple, check_mesh_has, given_and_auto_mesh
+from manualpar.sharding.mesh_context import OutsideMeshes, explain_shardings, no_mesh
 from manualpar.starting import StartsFromArrays, check_has_devices
-from manualpar.step import Step, abstract_batch, batch_specs, check_batch
-from manualpar.strategy import Mode, ProgramOptions, Strategy, check_options, check_wire
 from manualpar.train_state import TrainState
 from manualpar.update import Update
+from manualpar.user_model.axis_names import with_axis_aliases
+from manualpar.user_model.calling import init_variables
+from manualpar.user_model.initialise import initialisation, model_on_mesh, typed_specs
+from manualpar.user_model.loss import LossFn
+from manualpar.user_model.probe import find_carried_collections, find_loop_dims
 
 REPLICATED = Placement(())
 
@@ -123,7 +123,7 @@ def build_program(
 
     Args:
       strategy: The strategy.
-      model: The Linen model, or an NNX one: see `manualpar.nnx_model.as_model`.
+      model: The Linen model, or an NNX one: see `manualpar.nnx.model.as_model`.
       tx: The optimizer.
       loss_fn: The loss.
       **options: See `ProgramOptions`.

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from manualpar.nnx_variables import Path, path_name
+from manualpar.nnx.variables import Path, path_name
 
 
 def stream_keys(module: nnx.Module, rngs: Any) -> dict[Path, Any]:

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from manualpar.annotations import Rules, mesh_names
-from manualpar.collectives import AS_STORED, Wire
-from manualpar.mesh import axes_size, axis_tuple
-from manualpar.partitioning import Names, choose_shard_dim, is_box
+from manualpar.core.collectives import AS_STORED, Wire
+from manualpar.core.partitioning import Names, choose_shard_dim, is_box
+from manualpar.sharding.annotations import Rules, mesh_names
+from manualpar.sharding.mesh import axes_size, axis_tuple
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from manualpar.donation import check_alive, is_deleted
-from manualpar.layout import path_name
+from manualpar.guards.donation import check_alive, is_deleted
 from manualpar.leaves import list_some
+from manualpar.sharding.layout import path_name
 from manualpar.train_state import TrainState
 
 MAX_STEPS_AHEAD = 8

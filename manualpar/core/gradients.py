@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.collection_sync import CollectionSync, choose_sync
-from manualpar.collectives import (
+from manualpar.core.collectives import (
     COLLECTIONS_SCOPE,
     COUNT_SCOPE,
     METRICS_SCOPE,
@@ -30,9 +30,9 @@ from manualpar.collectives import (
     is_vma_checked,
     varying_axes,
 )
-from manualpar.loss import LossFn, Metrics, call_loss
-from manualpar.mesh import AxisName, axis_tuple, check_axes_bound
-from manualpar.partitioning import boxed_axes, is_box, wire_dtype
+from manualpar.core.partitioning import boxed_axes, is_box, wire_dtype
+from manualpar.sharding.mesh import AxisName, axis_tuple, check_axes_bound
+from manualpar.user_model.loss import LossFn, Metrics, call_loss
 
 # What accumulate differentiates: (params, collections, minibatch, rng) -> (loss, metrics, updated
 # collections).

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from manualpar.mesh import AxisName, axis_tuple, check_axes_bound
+from manualpar.sharding.mesh import AxisName, axis_tuple, check_axes_bound
 
 # The named scopes of what this package sends, for what purpose: they stand in the jaxpr, in the
 # metadata of the compiled program, and in profiles. Before them stands the path of the module or of
@@ -44,7 +44,7 @@ SCOPES = (
     OPTIMIZER_SCOPE,
 )
 # The name, as in `jax.ad_checkpoint.checkpoint_name`, of what is kept for the backward pass even if
-# it has the size of a parameter that is gathered again for it, see `manualpar.remat`.
+# it has the size of a parameter that is gathered again for it, see `manualpar.modes.remat`.
 OWN_RESIDUAL = "own_residual"
 REGATHER = "regather_params"  # A purpose without a scope of its own, see `purpose_of`.
 _RECOMPUTED = "rematted_computation"  # JAX's name for what a `jax.checkpoint` computes again.

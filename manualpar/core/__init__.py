@@ -1,0 +1,1 @@
+"""The core, in reading order: collectives, partitioning, gradients, strategy, step, program."""

@@ -1,0 +1,1 @@
+"""NNX models as an adapter: they are called as Linen models are."""

@@ -1,0 +1,1 @@
+"""Meshes, annotations, and the layout that follows from them."""

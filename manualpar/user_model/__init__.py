@@ -1,0 +1,1 @@
+"""What is known of the user's model and loss: how they are called, what they do with variables."""
