@@ -307,7 +307,13 @@ def test_what_is_sown_is_not_carried(devices8):
     assert {"growing", "losses"} <= set(variables)
     mesh = make_mesh({"data": 8})
     carried = find_carried_collections(
-        Model(), variables, BATCH, mesh, mode="manual", data_axes=("data",)
+        Model(),
+        variables,
+        BATCH,
+        mesh,
+        batch_specs=P("data"),
+        mode="manual",
+        data_axes=("data",),
     )
     assert set(carried) == {"batch_stats"}
     assert set(carried["batch_stats"]["BatchNorm_0"]) == {"mean", "var"}

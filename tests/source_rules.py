@@ -27,9 +27,9 @@ ORDER = """
     strategies reference
     core.program guards.replicas
     starting
-    user_model.probe user_model.initialise
     core.step
-    update
+    update user_model.study
+    user_model.probe user_model.initialise
     modes guards.dispatch
     core.strategy leaves
     core.gradients sharding.layout combined

@@ -7,17 +7,14 @@ see `manualpar.core.step`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Unpack, cast
 
-import flax.linen as nn
 import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from manualpar.collection_sync import check_sync_collections
 from manualpar.core.collectives import EXAMPLES_SCOPE, GATHER_SCOPE, Wire
-from manualpar.core.partitioning import is_box
 from manualpar.core.step import Step, abstract_batch, batch_specs, check_batch
 from manualpar.core.strategy import Mode, ProgramOptions, Strategy, check_options, check_wire
 from manualpar.guards.dispatch import check_state, guard_step
@@ -28,31 +25,23 @@ from manualpar.guards.divergence import (
     check_gathered_order,
 )
 from manualpar.modes.modes import on_auto_axes
-from manualpar.nnx.model import Model, NNXModel, with_loop_dims
 from manualpar.rng import typed_key
-from manualpar.sharding.annotations import check_rules
 from manualpar.sharding.layout import (
     ParameterInfo,
     Placement,
-    check_unmixed,
-    describe_parameters,
     gathered_sizes,
     like_params,
     pad_leaf,
     param_specs,
     state_specs,
-    strip_boxes,
 )
 from manualpar.sharding.mesh import axes_size, axis_tuple, check_mesh_has, given_and_auto_mesh
 from manualpar.sharding.mesh_context import OutsideMeshes, explain_shardings, no_mesh
 from manualpar.starting import StartsFromArrays, check_has_devices
 from manualpar.train_state import TrainState
 from manualpar.update import Update
-from manualpar.user_model.axis_names import with_axis_aliases
-from manualpar.user_model.calling import init_variables
-from manualpar.user_model.initialise import initialisation, model_on_mesh, typed_specs
 from manualpar.user_model.loss import LossFn
-from manualpar.user_model.probe import find_carried_collections, find_loop_dims
+from manualpar.user_model.study import Model, study
 
 REPLICATED = Placement(())
 
@@ -152,69 +141,50 @@ def _build(
     has_devices = not isinstance(options["mesh"], AbstractMesh)
     axes = (*strategy.replica_axes, *axis_tuple(options.get("axis_name", "data")))
     mode = options.get("mode", "manual")
-    applied = model_on_mesh(model, mode=mode, mesh=options["mesh"])
-    _check_arguments(name, applied, tx, loss_fn, options["mesh"], axes)
+    _check_arguments(name, tx, loss_fn, options["mesh"], axes)
     # Building asks for nothing that an abstract mesh lacks. States and batches lie on the mesh that
     # was given, whose axes may be explicit; a step runs on the same one with automatic axes.
     given, mesh = cast("tuple[Mesh, Mesh]", given_and_auto_mesh(options["mesh"]))
-    aliases = options.get("axis_aliases", {})
-    applied = with_axis_aliases(
-        name, applied, aliases, is_manual=mode == "manual", mesh=mesh, data_axes=axes
-    )
-    rules = check_rules(name, options.get("rules", ()), mesh)
     param_dtype, wire = check_wire(name, mode, options)
     batch = abstract_batch(f"{name}: batch", batch)
     check_batch(f"{name}: batch", batch, mesh, axes)
 
     key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building touches no device.
-    init_model, variables = initialisation(
-        functools.partial(init_variables, applied, init_args=options.get("init_args")),
+    shard_axes = tuple(axis for axis in axes if axis not in strategy.replica_axes)
+
+    def place(info: ParameterInfo) -> Placement:
+        return strategy.place(info, shard_axes, axes_size(mesh, shard_axes))
+
+    def is_gathered(info: ParameterInfo) -> bool:
+        placement = place(info)
+        return len(placement.spec) > 0 or (wire.casts and not placement.keep)
+
+    user_model = study(
+        name,
+        model,
+        loss_fn,
         batch,
-        mode=mode,
+        batch_specs=batch_specs(batch, axes),
         mesh=mesh,
-        data_axes=axes,
-        dtype=param_dtype,
-    )
-    if not jax.tree.leaves(variables["params"]):
-        expected = "expected some to train; in NNX those that an nnx.Param holds"
-        raise ValueError(f"{name}: model {applied!r} has no parameters, {expected}.")
-    collections = find_carried_collections(
-        applied,
-        strip_boxes(variables),
-        batch,
-        mesh,
         mode=mode,
         data_axes=axes,
-        init_args=options.get("init_args"),
+        param_dtype=param_dtype,
+        options=options,
+        is_gathered=is_gathered,
+        gathers_in_loss=mode == "manual" and strategy.gather_every == "minibatch",
     )
-    sync = check_sync_collections(name, options.get("sync_collections", {}), collections)
-    step = Step(
-        strategy=strategy,
-        model=applied,
-        loss_fn=loss_fn,
-        mesh=mesh,
-        data_axes=axes,
-        num_minibatches=options.get("num_minibatches", 1),
-        use_scan=options.get("use_scan", False),
-        mode=mode,
-        rules=rules,
-        wire=wire,
-        nonfinite=options.get("nonfinite", "ignore"),
-        sync_collections=sync,
-        keep_types=any(jax.tree.leaves(typed_specs(variables["params"]))),
-        eval_dropout=options.get("eval_dropout", False),
-    )
-    infos, placements = _place_parameters(step, variables["params"], collections, batch)
+    infos = user_model.parameters
+    placements = jax.tree.map(place, infos)
 
     def create_whole_state(rng: jax.Array) -> TrainState:
         init_rng, rng = jax.random.split(rng)
-        variables = strip_boxes(init_model(init_rng))
+        collections = user_model.create_variables(init_rng)
         return TrainState.create(
-            apply_fn=applied.apply,
-            params=variables["params"],
+            apply_fn=user_model.apply_fn,
+            params=collections.pop("params"),
             tx=tx,
             rng=rng,
-            collections={name: variables[name] for name in collections},
+            collections=collections,
         )
 
     whole = jax.eval_shape(create_whole_state, key)
@@ -230,10 +200,16 @@ def _build(
         wire=wire,
     )
     sizes = jax.tree.map(lambda i, p: gathered_sizes(i, p, mesh, wire), infos, placements)
-    loop_dims = {info.path: info.loop_dims for info in jax.tree.leaves(infos)}
-    step = dataclasses.replace(
-        step,
-        model=with_loop_dims(applied, loop_dims),
+    step = Step(
+        strategy=strategy,
+        model=user_model,
+        mesh=mesh,
+        data_axes=axes,
+        num_minibatches=options.get("num_minibatches", 1),
+        use_scan=options.get("use_scan", False),
+        mode=mode,
+        wire=wire,
+        nonfinite=options.get("nonfinite", "ignore"),
         placements=placements,
         update=update,
         gathered_sizes=frozenset().union(
@@ -309,66 +285,19 @@ def _build(
     return program
 
 
-def _place_parameters(
-    step: Step, params: Any, collections: dict[str, Any], batch: Any
-) -> tuple[Any, Any]:
-    """The tree of parameters with a `ParameterInfo` and with a `Placement` at each leaf."""
-    strategy, mesh = step.strategy, step.mesh
-    shard_axes = tuple(axis for axis in step.data_axes if axis not in strategy.replica_axes)
-    axis_size = axes_size(mesh, shard_axes)
-
-    def place_all(params: Any, loop_dims: Mapping[str, frozenset[int]]) -> tuple[Any, Any]:
-        infos = describe_parameters(params, loop_dims, mesh, step.rules)
-        jax.tree.map(lambda info: check_unmixed(info, step.data_axes), infos)
-        return infos, jax.tree.map(lambda info: strategy.place(info, shard_axes, axis_size), infos)
-
-    # Whatever would be sharded if no loop ran over it is looked at, and what is annotated or cast.
-    whole = strip_boxes(params)
-    casts = step.wire.casts
-    boxed = jax.tree.map(
-        lambda x, place: is_box(x) or len(place.spec) > 0 or (casts and not place.keep),
-        params,
-        place_all(whole, {})[1],
-        is_leaf=is_box,
-    )
-    if not any(jax.tree.leaves(boxed)):
-        return place_all(params, {})
-    loop_dims = find_loop_dims(
-        strategy.name,
-        model=step.model,
-        loss_fn=step.loss_fn,
-        params=whole,
-        boxed=boxed,
-        collections=collections,
-        batch=batch,
-        mode=step.mode,
-        mesh=mesh,
-        data_axes=step.data_axes,
-        rules=step.rules,
-        param_specs=typed_specs(params),
-        gathers_in_loss=step.mode == "manual" and strategy.gather_every == "minibatch",
-    )
-    return place_all(params, loop_dims)
-
-
 def _check_arguments(
-    strategy: str, model: Any, tx: Any, loss_fn: Any, mesh: Any, axes: tuple[str, ...]
+    strategy: str, tx: Any, loss_fn: Any, mesh: Any, axes: tuple[str, ...]
 ) -> None:
     """Refuses arguments of the wrong kind."""
     loss_form = "a function (params, apply_fn, batch, rng) -> (loss, metrics)"
     is_optimizer = hasattr(tx, "init") and hasattr(tx, "update")
-    is_model = isinstance(model, nn.Module | NNXModel)
-    a_model = "an instance of a flax.linen.Module, or an nnx.Module or what makes one of rngs"
     for name, value, expected, fits in (
-        ("model", model, a_model, is_model),
         ("tx", tx, "an optax.GradientTransformation", is_optimizer),
         ("loss_fn", loss_fn, loss_form, callable(loss_fn)),
         ("mesh", mesh, "a jax.sharding.Mesh, see make_mesh", isinstance(mesh, Mesh | AbstractMesh)),
     ):
         if not fits:
-            wraps = name == "model" and isinstance(getattr(value, "module", None), nn.Module)
-            hint = " Pass its .module." if wraps else ""
-            raise TypeError(f"{strategy}: {name} is {value!r}, expected {expected}.{hint}")
+            raise TypeError(f"{strategy}: {name} is {value!r}, expected {expected}.")
     check_mesh_has(strategy, mesh, axes)
 
 

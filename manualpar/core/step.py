@@ -12,15 +12,13 @@ and gathered after it.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from manualpar.collection_sync import CollectionSync
 from manualpar.combined import gather_boxes, scatter_boxes
 from manualpar.core.collectives import AS_STORED, Wire
 from manualpar.core.gradients import (
@@ -38,7 +36,6 @@ from manualpar.core.strategy import Mode, Nonfinite, Strategy
 from manualpar.modes.modes import (
     box_parameter,
     constrain,
-    model_context,
     run_on_mesh,
     split_global_minibatches,
 )
@@ -48,8 +45,8 @@ from manualpar.sharding.layout import Placement, pad_leaf, param_specs, state_sp
 from manualpar.sharding.mesh import axes_size
 from manualpar.train_state import TrainState
 from manualpar.update import Update, map_in_scopes
-from manualpar.user_model.calling import CarryingApply
-from manualpar.user_model.loss import LossFn, Metrics, call_loss
+from manualpar.user_model.loss import Metrics
+from manualpar.user_model.study import UserModel
 
 # Metrics that no loss function can return by accident.
 OBJECTIVE = "objective of the optimizer"
@@ -62,41 +59,31 @@ class Step:
 
     Attributes:
       strategy: The strategy.
-      model: The Linen model.
-      loss_fn: The loss.
+      model: The model with its loss.
       mesh: The mesh.
       data_axes: The mesh axes that examples are split over.
       num_minibatches: Parts that a device takes its share of a batch in.
       use_scan: Whether they run in a scan.
       mode: Who writes the collectives.
-      rules: What logical names mean.
       wire: The dtypes that travel, and which way.
       nonfinite: What is done about a loss or a gradient that is not finite.
-      sync_collections: What becomes of collections that differ between devices.
-      eval_dropout: Whether dropout stays on in evaluation.
       update: What the optimizer does with the gradients.
       placements: The tree of parameters with a `Placement` at each leaf.
       gathered_sizes: The numbers of elements of what is gathered.
-      keep_types: Whether the model's initialisers type its parameters, see `box_parameter`.
     """
 
     strategy: Strategy
-    model: nn.Module
-    loss_fn: LossFn
+    model: UserModel
     mesh: Mesh
     data_axes: tuple[str, ...]
     num_minibatches: int = 1
     use_scan: bool = False
     mode: Mode = "manual"
-    rules: Any = ()
     wire: Wire = AS_STORED
     nonfinite: Nonfinite = "ignore"
-    sync_collections: Mapping[str, CollectionSync] = dataclasses.field(default_factory=dict)
-    eval_dropout: bool = False
     placements: Any = None
     gathered_sizes: frozenset[int] = frozenset()
     update: Update | None = None
-    keep_types: bool = False
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Takes one step of the optimizer; returns the new state and the metrics of the batch."""
@@ -199,7 +186,7 @@ class Step:
         if is_manual:
             metrics = sync_metrics(metrics, self.data_axes)
             collections = sync_collections(
-                collections, self.data_axes, before=before, rules=self.sync_collections
+                collections, self.data_axes, before=before, rules=self.model.sync_collections
             )
         return grads, metrics, collections
 
@@ -219,25 +206,19 @@ class Step:
         """An evaluation step."""
         boxes = self._map(functools.partial(self._box, state=False), params)
         boxes = self._map(functools.partial(self._unbox_kept, False), boxes)
-        apply_fn = CarryingApply(
-            self.model, collections, train=False, eval_dropout=self.eval_dropout
-        )
         if self.mode == "manual":
             rng = fold_rng_over_axis(rng, self.data_axes)
-        with model_context(self.mode, self.mesh, self.rules):
-            _, metrics = call_loss(self.loss_fn, boxes, apply_fn, batch, rng)
+        metrics = self.model.eval_metrics(boxes, collections, batch, rng)
         return sync_metrics(metrics, self.data_axes) if self.mode == "manual" else metrics
 
     def carrying_loss(
         self, params: Any, collections: Any, minibatch: Any, rng: jax.Array
     ) -> tuple[Any, Any, Any]:
         """The user's loss, with the model's other collections passed in and out."""
-        apply_fn = CarryingApply(self.model, collections, train=True)
-        with model_context(self.mode, self.mesh, self.rules):
-            loss, metrics = call_loss(self.loss_fn, params, apply_fn, minibatch, rng)
+        loss, metrics, collections = self.model.train_loss(params, collections, minibatch, rng)
         count = metrics["loss"][1].astype(jnp.float32)
         objective = jax.lax.stop_gradient(loss).astype(jnp.float32) * count
-        return loss, {**metrics, OBJECTIVE: (objective, count)}, apply_fn.collections
+        return loss, {**metrics, OBJECTIVE: (objective, count)}, collections
 
     def _keeping(self, loss: CarryingLossFn) -> CarryingLossFn:
         """The loss with what is kept gathered before it, and so outside of what drops."""
@@ -276,7 +257,7 @@ class Step:
             mesh=self.mesh,
             data_axes=self.data_axes,
             wire=self.wire,
-            keep_types=self.keep_types,
+            keep_types=self.model.keeps_types,
         )
 
     def _scatter(self, shards: Any, grads: Any) -> Any:

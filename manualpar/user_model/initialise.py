@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from manualpar.core.partitioning import cast_floating, is_box
-from manualpar.core.step import batch_specs
 from manualpar.core.strategy import Mode
 from manualpar.modes.modes import on_explicit_axes
 from manualpar.nnx.model import Model, as_model
@@ -47,9 +46,9 @@ def initialisation(
     init_variables: Callable[..., dict[str, Any]],
     batch: Any,
     *,
+    batch_specs: Any,
     mode: Mode,
     mesh: Mesh,
-    data_axes: tuple[str, ...],
     dtype: str | None,
 ) -> tuple[Init, dict[str, Any]]:
     """Makes a model's initialisation a function of a key.
@@ -57,9 +56,9 @@ def initialisation(
     Args:
       init_variables: Makes the variables of a key and a batch.
       batch: The abstract global batch.
+      batch_specs: The spec of each leaf of it.
       mode: The mode.
       mesh: The mesh, all axes of `AxisType.Auto`.
-      data_axes: The mesh axes that the batch is split over.
       dtype: What floating-point parameters are cast to, if not `None`.
 
     Returns:
@@ -79,7 +78,7 @@ def initialisation(
             return init(rng)
 
     def init_on_explicit_axes(rng: jax.Array) -> dict[str, Any]:
-        specs = (PartitionSpec(), batch_specs(batch, data_axes))
+        specs = (PartitionSpec(), batch_specs)
         run = on_explicit_axes(init, mesh=mesh, in_specs=specs)
         return run(rng, jax.tree.map(jnp.zeros_like, batch))
 

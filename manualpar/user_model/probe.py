@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
-from manualpar.core.step import batch_specs
 from manualpar.core.strategy import Mode
 from manualpar.modes.modes import model_context, run_on_mesh
 from manualpar.nnx.model import NNXModel
@@ -51,6 +50,7 @@ def find_carried_collections(
     batch: Any,
     mesh: Mesh,
     *,
+    batch_specs: Any,
     mode: Mode,
     data_axes: tuple[str, ...],
     init_args: InitArgs | None = None,
@@ -65,6 +65,7 @@ def find_carried_collections(
       variables: Its abstract variables, no boxes among them.
       batch: The abstract global batch.
       mesh: The mesh.
+      batch_specs: The spec of each leaf of the batch.
       mode: The mode.
       data_axes: The mesh axes that the batch is split over.
       init_args: How the model is called, see `initial_call`.
@@ -85,7 +86,7 @@ def find_carried_collections(
         updated.update({name: leaf_paths(tree) for name, tree in updates.items()})
 
     if others and not isinstance(model, NNXModel):
-        specs = (PartitionSpec(), PartitionSpec(), batch_specs(batch, data_axes))
+        specs = (PartitionSpec(), PartitionSpec(), batch_specs)
         key = jax.eval_shape(lambda: jax.random.key(0))
         _trace(on_device, mode, mesh, (), specs, variables, key, batch)
     return {
@@ -104,6 +105,7 @@ def find_loop_dims(
     boxed: Any,
     collections: dict[str, Any],
     batch: Any,
+    batch_specs: Any,
     mode: Mode,
     mesh: Mesh,
     data_axes: tuple[str, ...],
@@ -121,6 +123,7 @@ def find_loop_dims(
       boxed: The same tree with a bool at each leaf: whether to look at the parameter.
       collections: The model's other abstract collections.
       batch: The abstract global batch.
+      batch_specs: The spec of each leaf of it.
       mode: The mode.
       mesh: The mesh.
       data_axes: The mesh axes that the batch is split over.
@@ -173,7 +176,7 @@ def find_loop_dims(
     def on_device_plain(params: Any, *args: Any) -> None:
         on_device(cast_to_varying(params, varying), *args)
 
-    specs = (param_specs, PartitionSpec(), PartitionSpec(), batch_specs(batch, data_axes))
+    specs = (param_specs, PartitionSpec(), PartitionSpec(), batch_specs)
     _trace(on_device_plain, mode, mesh, rules, specs, params, collections, key, batch)
     try:
         trace_boxed(boxed)
