@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+INSTALLED_TO_TRAIN := $(VENV)/installed-to-train
 
 .PHONY: help train test test-slow test-minimum lint format lock clean
 
@@ -19,7 +20,7 @@ help:
 	@echo 'make lock          write constraints/ci.txt anew: the versions of continuous integration'
 	@echo 'make clean         remove the environment, builds and caches'
 
-train: $(INSTALLED)
+train: $(INSTALLED_TO_TRAIN)
 	$(BIN)/python -m experiments.fsdp --config=configs/fsdp.py $(ARGS)
 
 test: $(INSTALLED)
@@ -37,13 +38,15 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The stamp is younger than both files exactly when the environment holds what they ask for.
-$(INSTALLED): setup.cfg pyproject.toml
+# A stamp is younger than both files exactly when the environment holds what they ask for.
+$(INSTALLED): EXTRAS := dev
+$(INSTALLED_TO_TRAIN): EXTRAS := train,examples,plots
+$(INSTALLED) $(INSTALLED_TO_TRAIN): setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo 'manualpar needs Python 3.11 or newer, and `$(PYTHON)` is not:' \
 	       'name another with `make PYTHON=python3.12`.' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	@touch $@
 
 $(VENV): $(INSTALLED)

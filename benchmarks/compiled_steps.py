@@ -13,8 +13,8 @@ import jax
 from manualpar.core.program import Program
 from manualpar.guards.dispatch import MAX_STEPS_AHEAD
 from manualpar.inspect import compiled_collectives, count_by_kind, state_bytes, total_bytes
+from manualpar.metrics import fetch_metrics
 from manualpar.train_state import Batch
-from manualpar.training.metrics import fetch_metrics
 
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", re.MULTILINE)
 

@@ -1,1 +1,11 @@
 """Who runs it: thin mains from flags to the library."""
+
+import sys
+
+from manualpar.extras import TRAIN, MissingExtraError, require
+
+try:
+    require("python -m experiments", *TRAIN)
+except MissingExtraError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -9,6 +9,7 @@ from manualpar.core.partitioning import (
     shard_params,
 )
 from manualpar.core.program import Program
+from manualpar.metrics import print_metrics
 from manualpar.reference import assert_same_as_one_device
 from manualpar.rng import fold_rng_over_axis
 from manualpar.sharding.mesh import abstract_mesh, make_mesh
@@ -17,7 +18,6 @@ from manualpar.strategies.fsdp import fsdp
 from manualpar.strategies.hsdp import hsdp
 from manualpar.strategies.zero import zero
 from manualpar.train_state import Batch, TrainState
-from manualpar.training.metrics import print_metrics
 
 __all__ = [
     "Batch",

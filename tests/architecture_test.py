@@ -181,7 +181,7 @@ SOUND = [
     ),
     (
         "manualpar.training.loop",
-        "from manualpar.training.metrics import Metrics\nimport manualpar.sharding.mesh",
+        "from manualpar.metrics import Metrics\nimport manualpar.sharding.mesh",
     ),
     ("manualpar.core.program", "from manualpar.core import gradients\nimport jax.numpy as jnp"),
     ("experiments.fsdp", "import manualpar\nfrom manualpar import Batch\nfrom absl import flags"),

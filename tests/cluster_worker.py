@@ -23,8 +23,8 @@ from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh
 from manualpar.cluster import LOST_PROCESS_EXIT_CODE, initialize
 from manualpar.guards.replicas import ReplicaSentinel
 from manualpar.inspect import draw_sharding, layout_table
+from manualpar.metrics import mean_metrics
 from manualpar.sharding.mesh import describe_hosts
-from manualpar.training.metrics import mean_metrics
 
 BUILDERS = {"dp": data_parallel, "fsdp": fsdp, "hsdp": hsdp}
 

@@ -92,13 +92,39 @@ def test_the_lower_bounds_are_the_tried_ones(wheel: Path):
     assert not_tried == {}, f"bounds {bounds}, tried {tried}"
 
 
+STEP = """
+import jax, jax.numpy as jnp, flax.linen as nn, optax
+import manualpar
+
+def loss_fn(params, apply_fn, batch, rng):
+    error = apply_fn({"params": params}, batch.inputs) - batch.labels
+    return (error**2).mean(), {"loss": ((error**2).sum(), jnp.float32(error.size))}
+
+batch = manualpar.Batch(jnp.ones((4, 3)), jnp.ones((4, 2)))
+mesh = manualpar.make_mesh({"data": -1})
+program = manualpar.fsdp(nn.Dense(2), optax.sgd(0.1), loss_fn, mesh=mesh, batch=batch)
+state, metrics = program.train_step(program.init(jax.random.key(0)), batch)
+manualpar.print_metrics(metrics)
+print(manualpar.__file__)
+"""
+
+
 @pytest.mark.slow
-def test_a_clean_environment_imports_the_installed_wheel(wheel: Path, tmp_path: Path):
+def test_the_package_alone_trains_a_step_and_names_the_extra_for_more(wheel: Path, tmp_path: Path):
     venv.create(tmp_path / "venv", with_pip=True)
     binaries = "Scripts" if sys.platform == "win32" else "bin"
     python = tmp_path / "venv" / binaries / "python"
     _run(python, "-m", "pip", "install", wheel, cwd=tmp_path)
-    script = "import manualpar, manualpar.training, manualpar.models; print(manualpar.__file__)"
-    location = Path(_run(python, "-c", script, cwd=tmp_path).strip())
-    assert "site-packages" in location.parts
-    assert location.is_relative_to(tmp_path / "venv")
+    loss, location = _run(python, "-c", STEP, cwd=tmp_path).splitlines()
+    assert loss.startswith("loss: ")
+    assert "site-packages" in Path(location).parts
+    assert Path(location).is_relative_to(tmp_path / "venv")
+    packages = _run(python, "-m", "pip", "list", cwd=tmp_path).lower()
+    optional = "grain ml_collections tensorboardx scikit-learn tokenizers matplotlib pytest"
+    assert [name for name in optional.split() if re.search(rf"^{name} ", packages, re.M)] == []
+    command = (python, "-c", "import manualpar.training")
+    refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    sentence = "needs grain and ml-collections and tensorboardX, which are not installed: "
+    assert f"{sentence}pip install 'manualpar[train]'" in refused.stderr.splitlines()[-1]
+    _run(python, "-m", "pip", "install", f"{wheel}[train]", cwd=tmp_path)
+    _run(python, "-c", "import manualpar.training.main, manualpar.models", cwd=tmp_path)

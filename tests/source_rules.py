@@ -41,7 +41,7 @@ ORDER = """
     core.collectives user_model.array_box user_model.module_fields
     rng train_state user_model.loss
     sharding.mesh sharding.mesh_context collection_sync guards.donation guards.divergence
-    compiler_options untrusted usage core sharding user_model nnx guards
+    compiler_options extras metrics untrusted usage core sharding user_model nnx guards
 """
 RANKS = {
     unit: rank

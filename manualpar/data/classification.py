@@ -3,6 +3,7 @@
 import numpy as np
 
 from manualpar.data.dataset import ArraySplit, ClassificationDataset, make_fingerprint
+from manualpar.extras import require
 
 # The split is part of the data: it stays when the seed of a run changes.
 DIGITS_SPLIT_SEED = 0
@@ -16,6 +17,7 @@ def load_digits() -> ClassificationDataset:
     Of these 1,293 are for training, 144 for evaluation and 360 for the test. The split is always
     the same one, and in each part the ten digits have the share they have in the whole.
     """
+    require("config.data.source='digits'", "sklearn")
     # scikit-learn takes a second to import.
     import sklearn.datasets
     from sklearn.model_selection import train_test_split

@@ -25,6 +25,7 @@ import numpy as np
 from manualpar.data.dataset import Split
 from manualpar.data.packing import TokenSplit
 from manualpar.data.placement import place, rows_of_this_process
+from manualpar.extras import require
 from manualpar.train_state import Batch
 
 
@@ -192,6 +193,7 @@ def _read_ahead(
     prefetch: int,
 ) -> Generator[Batch, None, None]:
     """Batches read by threads, each put on the devices while the one before is being used."""
+    require("manualpar.data", "grain")
     import grain
 
     indices = grain.MapDataset.range(starts.start, starts.stop, starts.step)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from manualpar.extras import require
+
 if TYPE_CHECKING:
     import tokenizers
 
@@ -132,6 +134,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     file = pathlib.Path(os.path.expanduser(path))
     if not os.path.isfile(file):
         raise ValueError(f"config.data.tokenizer is {path!r}, which is no file; {expected}.")
+    require("config.data.tokenizer", "tokenizers")
     import tokenizers
 
     try:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from manualpar.extras import require
 from manualpar.planner.plan import Plan
 from manualpar.planner.plan_report import seconds
 from manualpar.planner.sweep import Outcome
@@ -82,6 +83,7 @@ def draw_sweep(
 
 def _figure(width: float, height: float) -> Any:
     """An empty figure."""
+    require("the picture of a plan", "matplotlib")
     # Matplotlib takes a second to import.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,8 @@
-"""The loop around a program: data, loss, optimizer, metrics, progress and the command line.
+"""The loop around a program: data, loss, optimizer, progress and the command line.
 
-Nothing of the core depends on it; use it, copy from it or leave it.
+Nothing of the core depends on it; use it, copy from it or leave it. It needs the extra `train`.
 """
+
+from manualpar.extras import TRAIN, require
+
+require("manualpar.training", *TRAIN)

@@ -24,8 +24,8 @@ from manualpar.inspect import (
     total_step_bytes,
     trace_collectives,
 )
+from manualpar.metrics import fetch_metrics
 from manualpar.train_state import Batch
-from manualpar.training.metrics import fetch_metrics
 
 Reading = Literal["traced", "compiled"]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from manualpar.extras import require
 from manualpar.training.comparison import Row
 
 # Okabe and Ito's colours, which those who see fewer of them tell apart.
@@ -35,6 +36,7 @@ def draw_comparison(rows: Sequence[Row], path: Path) -> None:
       rows: The rows, the single device's last.
       path: The file.
     """
+    require(path.name, "matplotlib")
     # Matplotlib takes a second to import.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -23,6 +23,7 @@ from manualpar.core.collectives import (
     REGATHER,
     SCATTER_SCOPE,
 )
+from manualpar.extras import require
 from manualpar.inspect.scopes import TENSOR_PARALLEL
 from manualpar.training.inspection_report import compiled_bytes, describe_fit, read_collectives
 from manualpar.watching.progress import describe_bytes
@@ -88,6 +89,7 @@ def draw_ledgers(
       path: The file.
       bounds: For each, the bounds of its memory.
     """
+    require(path.name, "matplotlib")
     # Matplotlib takes a second to import.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

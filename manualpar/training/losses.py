@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from manualpar.metrics import Metrics
 from manualpar.train_state import Batch
-
-Metrics = dict[str, tuple[jax.Array, jax.Array]]
 
 
 def classification_loss(

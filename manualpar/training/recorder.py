@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from manualpar.training.metrics import Metrics, add_metrics, fetch_metrics, mean_metrics
+from manualpar.metrics import Metrics, add_metrics, fetch_metrics, mean_metrics
 from manualpar.watching.writers import Writer
 
 # Small also because of simulated devices: XLA:CPU takes no more than 32 computations in flight, and

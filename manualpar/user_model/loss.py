@@ -27,9 +27,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from manualpar.metrics import Metrics
 from manualpar.sharding.mesh import naming_unbound_axes
 
-Metrics = dict[str, tuple[jax.Array, jax.Array]]
 LossFn = Callable[[Any, Callable[..., Any], Any, jax.Array], tuple[jax.Array, Mapping[str, Any]]]
 
 

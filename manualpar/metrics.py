@@ -4,13 +4,12 @@ The mean is taken once, at the end: the mean of means over unequal parts is anot
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-# A sum and a count: scalars on the device, or floats once fetched.
-Metrics = Mapping[str, tuple[Any, Any]]
+# A sum and a count by name: scalars on the device, or floats once fetched.
+Metrics = dict[str, tuple[Any, Any]]
 
 
 def fetch_metrics(metrics: Metrics) -> dict[str, tuple[float, float]]:

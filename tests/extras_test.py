@@ -1,0 +1,95 @@
+"""Importing the package needs little, and what needs more says what to install."""
+
+import configparser
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manualpar.data import load_dataset, load_tokenizer
+from manualpar.extras import MODULES, MissingExtraError, require
+
+ROOT = Path(__file__).parent.parent
+# What jax, flax, optax and absl-py import themselves, some of it only where it is installed.
+LOADED = frozenset(
+    [
+        "absl",
+        "cloudpickle",
+        "etils",
+        "filelock",
+        "flax",
+        "jax",
+        "jaxlib",
+        "ml_dtypes",
+        "msgpack",
+        "numpy",
+        "opt_einsum",
+        "optax",
+        "pygments",
+        "rich",
+        "treescope",
+        "typing_extensions",
+        "yaml",
+    ]
+)
+SCRIPT = """
+import importlib.metadata, json, sys
+before = set(sys.modules)
+import manualpar
+loaded = {name.split(".")[0] for name in sys.modules.keys() - before}
+ours = sorted(name for name in sys.modules if name.startswith("manualpar."))
+print(json.dumps([sorted(loaded & importlib.metadata.packages_distributions().keys()), ours]))
+"""
+
+
+def test_importing_the_package_loads_what_jax_and_flax_load_and_none_of_the_loop():
+    output = subprocess.run([sys.executable, "-c", SCRIPT], check=True, capture_output=True)
+    third_party, ours = json.loads(output.stdout)
+    assert {"absl", "flax", "jax", "numpy", "optax"} <= set(third_party)
+    assert set(third_party) - LOADED - {"manualpar"} == set()
+    # flax imports rich; manualpar does not.
+    assert LOADED & set(MODULES) == {"rich"}
+    rooms = {name.split(".")[1] for name in ours}
+    assert rooms & {"training", "data", "watching", "checkpoints", "cluster", "planner"} == set()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_each_optional_module_is_in_the_extra_that_is_named(module, monkeypatch):
+    extra, package = MODULES[module]
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert f"{package} >=" in setup["options.extras_require"][extra]
+    assert package not in setup["options"]["install_requires"]
+    monkeypatch.setitem(sys.modules, module, None)
+    sentence = rf"^this needs {package}, which is not .*: pip install 'manualpar\[{extra}\]'$"
+    with pytest.raises(MissingExtraError, match=sentence):
+        require("this", module)
+
+
+def test_what_needs_an_extra_asks_for_it(monkeypatch, tmp_path):
+    training = importlib.import_module("manualpar.training")
+    for module in ("grain", "sklearn", "tokenizers"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=r"manualpar\.training needs grain"):
+        importlib.reload(training)
+    with pytest.raises(
+        MissingExtraError, match=r"config\.data\.source='digits' needs scikit-learn"
+    ):
+        load_dataset("digits", seed=0)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(MissingExtraError, match=r"config\.data\.tokenizer needs tokenizers"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+def test_a_command_without_its_extra_prints_one_sentence():
+    script = "import sys; sys.modules['grain'] = None; import experiments"
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "error: python -m experiments needs grain, which is not installed: "
+        "pip install 'manualpar[train]'\n"
+    )
