@@ -1,20 +1,17 @@
-"""What a compiled program sends, read from its optimised HLO.
+"""What a compiled program sends and holds, read from its optimised HLO.
 
-Where XLA decides what is sent, as in a plain `jax.jit` over sharded arrays, the collectives stand
-in no jaxpr: they appear when the program is compiled. So do the changes XLA makes to those that are
-written out: it merges some into one with several operands, moves others out of loops, and drops
-what nobody uses. This is therefore what runs, and `manualpar.inspect.communication` what was meant.
-Bytes are counted as there.
+Where XLA decides what is sent, as in a plain `jax.jit` over sharded arrays, no jaxpr contains the
+collectives: they appear when the program is compiled. XLA also changes those that are written out:
+it merges several into one with several operands, moves others out of loops, and drops those whose
+result nobody uses. So this module reads what runs, and `manualpar.inspect.communication` reads what
+was written. Both count bytes in the same way.
 
-The text is the only public form of a compiled program, and its backend's own: XLA:CPU turns
-collectives of bfloat16 into float32, so on the CPU the dtype on the wire is to be read from the
-traced program; a GPU splits collectives into a start and a done, which are one. Kernels that send
-by themselves, and what a callback does on the host, are not seen.
+The text is specific to the backend. XLA:CPU turns collectives of bfloat16 into float32, so on the
+CPU read the dtype on the wire from the traced program. A GPU splits a collective into a start and a
+done, which count as one. Kernels that send by themselves, and callbacks on the host, are not seen.
 """
 
 import dataclasses
-import math
-import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
@@ -29,11 +26,12 @@ from manualpar.inspect.communication import (
     total_bytes,
 )
 from manualpar.inspect.hlo import (
-    Computation,
+    HloModule,
     Instruction,
-    Module,
+    Instructions,
     array_bytes,
     arrays,
+    device_groups,
     parse_module,
     trip_count,
 )
@@ -46,12 +44,13 @@ KIND_OF_OPCODE: Mapping[str, Kind] = {
     "collective-permute": "permute",
 }
 
-# They send what cannot be told from the text, or by no formula known here.
-UNKNOWN_OPCODES = frozenset({"collective-broadcast", "ragged-all-to-all", "send"})
+# The text does not say how much these send, or there is no formula for it here.
+UNKNOWN_OPCODES = frozenset({"collective-broadcast", "ragged-all-to-all", "recv", "send"})
 
-# How XLA:TPU writes a reduce-scatter, and the start of a collective that is fused with compute.
+# The beginning of the name of a fusion that is XLA:TPU's reduce-scatter: an all-reduce and a slice.
 SCATTER_FUSION = "all-reduce-scatter"
-ASYNC_START = 'custom_call_target="AsyncCollectiveStart"'
+# The custom call that starts a collective which XLA:TPU has fused with compute.
+FUSED_START = "AsyncCollectiveStart"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +58,13 @@ class CompiledCollective:
     """A collective of a compiled program.
 
     Attributes:
-      kind: Which one.
-      group_size: How many devices take part in each of its groups, in the largest if they differ;
-        of a permutation those that pass something on to one another.
+      kind: Its kind.
+      group_size: The number of devices in its largest group; of a permutation the devices that pass
+        something on to one another.
       shapes: The shape of each operand on one device.
       dtypes: The dtype of each operand, as HLO writes it: `"f32"`, `"bf16"`, `"pred"`.
       times: How often a step runs it.
-      scope: The name stack of what it was made from, "" where XLA has kept none.
+      scope: The name stack of the operation that it was made from, "" where XLA has kept none.
     """
 
     kind: Kind
@@ -76,25 +75,41 @@ class CompiledCollective:
     scope: str
 
     @property
+    def operand_bytes(self) -> int:
+        """The bytes of all operands on one device, with XLA's padding."""
+        return sum(map(array_bytes, self.dtypes, self.shapes))
+
+    @property
     def bytes_sent(self) -> Fraction:
         """The bytes that a device sends for it in a step, all operands together."""
-        operand_bytes = sum(map(array_bytes, self.dtypes, self.shapes))
-        return self.times * ring_bytes(self.kind, operand_bytes, self.group_size)
+        return self.times * ring_bytes(self.kind, self.operand_bytes, self.group_size)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers and names."""
+        return {
+            "kind": self.kind,
+            "group_size": self.group_size,
+            "shapes": [list(shape) for shape in self.shapes],
+            "dtypes": list(self.dtypes),
+            "times": self.times,
+            "bytes": as_number(self.bytes_sent),
+            "scope": self.scope,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What XLA has made of a program, all figures a device's.
+    """What XLA has made of a program; all figures are one device's.
 
     Attributes:
       collectives: What it sends.
       arguments: The bytes of its arguments.
       outputs: The bytes of its results.
-      aliased: Those of the results that lie where arguments were, for the arguments are donated.
-      temporaries: The bytes of all else that it holds at once.
+      aliased: The bytes of the results that reuse the memory of donated arguments.
+      temporaries: The bytes of everything else that it holds at once.
       peak: Arguments, results that are not aliased, and temporaries together.
-      flops: The floating point operations by XLA's own count, elementwise ones too, in which the
-        body of a loop counts once; `None` where the backend does not count.
+      flops: XLA's count of floating point operations, which includes elementwise ones and counts
+        the body of a loop once; `None` where the backend does not count.
     """
 
     collectives: tuple[CompiledCollective, ...]
@@ -107,32 +122,17 @@ class Compiled:
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers and names."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             "bytes": as_number(total_bytes(self.collectives)),
             "counts": count_by_kind(self.collectives),
-            "collectives": [
-                {
-                    "kind": one.kind,
-                    "group_size": one.group_size,
-                    "shapes": [list(shape) for shape in one.shapes],
-                    "dtypes": list(one.dtypes),
-                    "times": one.times,
-                    "bytes": as_number(one.bytes_sent),
-                    "scope": one.scope,
-                }
-                for one in self.collectives
-            ],
-            "arguments": self.arguments,
-            "outputs": self.outputs,
-            "aliased": self.aliased,
-            "temporaries": self.temporaries,
-            "peak": self.peak,
-            "flops": self.flops,
+            **plain,
+            "collectives": [one.to_json() for one in self.collectives],
         }
 
 
 def read_compiled(compiled: jax.stages.Compiled) -> Compiled:
-    """Reads what XLA has made of a program: what it sends, and what it holds.
+    """Reads what a compiled program sends, and what it holds.
 
     Args:
       compiled: What `jax.jit(f).lower(*args).compile()` returns.
@@ -171,8 +171,8 @@ def compiled_collectives(compiled: jax.stages.Compiled | str) -> tuple[CompiledC
 
     Returns:
       A `CompiledCollective` for each one, in the order of the program. One in a loop is listed
-      once, `times` the loop's trip count. Of a conditional that branch is listed that sends the
-      most bytes, the first of equals.
+      once, `times` the loop's trip count. Of the branches of a conditional, only the one that sends
+      the most bytes is listed, the first of equals.
 
     Raises:
       ValueError: A loop with a collective has no known trip count; a collective's bytes or groups
@@ -183,49 +183,40 @@ def compiled_collectives(compiled: jax.stages.Compiled | str) -> tuple[CompiledC
     return tuple(_of_computation(module, module.entry, 1))
 
 
-def _of_computation(module: Module, name: str, times: int) -> Iterator[CompiledCollective]:
-    """The collectives of a computation that runs so many times, with those it calls."""
+def _of_computation(module: HloModule, name: str, times: int) -> Iterator[CompiledCollective]:
+    """The collectives of a computation that runs so many times, and of those that it calls."""
     computation = module.computations[name]
     for instruction in computation.values():
         opcode = instruction.opcode.removesuffix("-start")
-        called = instruction.called
         if opcode in KIND_OF_OPCODE:
             if not _is_part(computation, instruction):
-                operands = [computation[operand].shape for operand in instruction.operands]
-                yield _read(module, instruction, operands, times)
+                yield read_collective(module, computation, instruction, times)
         elif opcode in UNKNOWN_OPCODES and "is_host_transfer=true" not in instruction.attributes:
-            raise ValueError(
-                f"compiled_collectives: the program contains {opcode} (scope: "
-                f"{instruction.op_name or 'none'}), expected one of {', '.join(KIND_OF_OPCODE)}: "
-                "what others send is not known here. Write the program with those."
-            )
+            refuse_unknown("compiled_collectives", instruction)
         elif opcode == "while":
             yield from _of_loop(module, computation, instruction, times)
         elif opcode == "conditional":
-            branches = [tuple(_of_computation(module, branch, times)) for branch in called]
+            branches = [tuple(_of_computation(module, x, times)) for x in instruction.called]
             yield from max(branches, key=total_bytes)
-        elif opcode == "fusion" and called[0].startswith(SCATTER_FUSION):
-            for found in _of_computation(module, called[0], times):
-                is_sum = found.kind == "all_reduce"
-                yield dataclasses.replace(found, kind="reduce_scatter") if is_sum else found
-        elif not opcode.endswith(("-update", "-done")):  # The start has called it already.
-            for other in called:
-                yield from _of_computation(module, other, times)
+        elif not opcode.endswith(("-update", "-done")):  # Their start has called it already.
+            for called in instruction.called:
+                for found in _of_computation(module, called, times):
+                    yield as_scatter(found) if called.startswith(SCATTER_FUSION) else found
 
 
-def _is_part(computation: Computation, instruction: Instruction) -> bool:
-    """Whether an instruction stands for a collective that runs while others compute, again.
+def _is_part(computation: Instructions, instruction: Instruction) -> bool:
+    """Whether an instruction repeats a collective that has been started elsewhere.
 
-    XLA:TPU starts such a collective in one fusion, carries it on in others and ends it in a last
-    one, each of which has a copy of the instruction with the number of the same chain.
+    XLA:TPU starts a collective in one fusion, carries it on in others, and ends it in a last one.
+    Each of them has a copy of the instruction, with the number of the same chain.
     """
     return "chain_id=" in instruction.attributes and not any(
-        ASYNC_START in other.attributes for other in computation.values()
+        other.target == FUSED_START for other in computation.values()
     )
 
 
 def _of_loop(
-    module: Module, computation: Computation, loop: Instruction, times: int
+    module: HloModule, computation: Instructions, loop: Instruction, times: int
 ) -> Iterator[CompiledCollective]:
     """The collectives of a `while`, whose condition runs once more than its body."""
     condition, body = loop.loop
@@ -244,54 +235,31 @@ def _of_loop(
         )
 
 
-def _read(
-    module: Module, instruction: Instruction, operands: list[str], times: int
+def read_collective(
+    module: HloModule, computation: Instructions, instruction: Instruction, times: int
 ) -> CompiledCollective:
-    """An instruction that is a collective of operands of these shapes."""
+    """Reads one collective of a computation that runs so many times.
+
+    Raises:
+      ValueError: Its groups are written in a form that is not known here.
+    """
     kind = KIND_OF_OPCODE[instruction.opcode.removesuffix("-start")]
-    size = _num_passing(instruction) if kind == "permute" else _group_size(module, instruction)
-    found = [array for operand in operands for array in arrays(operand)]
+    size = max(map(len, device_groups(module, instruction)), default=1)
+    found = [array for name in instruction.operands for array in arrays(computation[name].shape)]
     dtypes, shapes = zip(*found, strict=True)
     return CompiledCollective(kind, size, shapes, dtypes, times, instruction.op_name)
 
 
-def _group_size(module: Module, instruction: Instruction) -> int:
-    """How many devices a collective's largest group has, in each form that XLA writes groups in."""
-    groups = _attribute(instruction, "replica_groups")
-    if groups.startswith("{}"):
-        return module.num_devices
-    if groups.startswith("{{"):  # {{0,1},{2,3}}
-        listed = groups[1 : groups.index("}}") + 1]
-        return max(len(group.split(",")) for group in re.findall(r"\{([\d,]+)\}", listed))
-    if iota := re.match(r"\[\d+,(\d+)\]<=", groups):  # [2,4]<=[4,2]T(1,0): two groups of four
-        return int(iota[1])
-    if mesh := re.match(r"mesh\[([^\]]*)\][^{]*\{([^}]*)\}", groups):
-        # mesh['a'=4,'b'=2] {'a'}, or, for a part of an axis, {'a':(1)2}: 2 of its 4.
-        sizes = dict(re.findall(r"'?([^',=]+)'?=(\d+)", mesh[1]))
-        axes = re.findall(r"'?([^',:]+)'?(?::\(\d+\)(\d+))?", mesh[2])
-        return math.prod(int(part or sizes[axis]) for axis, part in axes)
+def as_scatter(found: CompiledCollective) -> CompiledCollective:
+    """A collective inside a `SCATTER_FUSION`: an all-reduce there is a reduce-scatter."""
+    is_sum = found.kind == "all_reduce"
+    return dataclasses.replace(found, kind="reduce_scatter") if is_sum else found
+
+
+def refuse_unknown(reader: str, instruction: Instruction) -> None:
+    """Raises a `ValueError` that says that nobody knows how much an instruction sends."""
     raise ValueError(
-        f"compiled_collectives: {instruction.opcode} has replica_groups={groups[:60]}, expected "
-        "{{0,1}}, [1,2]<=[2] or mesh['a'=2] {'a'}. Teach manualpar/inspect/compiled.py the form."
+        f"{reader}: the program contains {instruction.opcode} (scope: "
+        f"{instruction.op_name or 'none'}), expected one of {', '.join(KIND_OF_OPCODE)}: what "
+        "others send is not known here. Write the program with those."
     )
-
-
-def _num_passing(permute: Instruction) -> int:
-    """How many devices the longest chain or ring of a permutation has."""
-    pairs = _attribute(permute, "source_target_pairs").partition(", ")[0]
-    connected: dict[str, frozenset[str]] = {}
-    for source, target in re.findall(r"(\d+),(\d+)", pairs):
-        both = connected.get(source, {source}) | connected.get(target, {target})
-        connected |= dict.fromkeys(both, frozenset(both))
-    return max(map(len, connected.values()), default=1)
-
-
-def _attribute(instruction: Instruction, name: str) -> str:
-    """The attributes of an instruction from the value of one that it must have."""
-    found = re.search(rf"\b{name}=(.*)", instruction.attributes)
-    if not found:
-        raise ValueError(
-            f"compiled_collectives: {instruction.opcode} has no {name}, expected it in "
-            f"{instruction.attributes!r}. Teach manualpar/inspect/compiled.py the form."
-        )
-    return found[1]

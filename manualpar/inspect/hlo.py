@@ -1,51 +1,59 @@
-"""The text of an optimised HLO module: its computations, and what calls what how often.
+"""Reads the text of an optimised HLO module: its computations, its loops, its groups of devices.
 
-The text is the only public form of a compiled program. Its computations begin in the first column,
-each instruction stands on a line further in: `name = shape opcode(operands), attributes`.
+The text is the only public form of a compiled program. A computation begins in the first column;
+each of its instructions is one indented line, `name = shape opcode(operands), attributes`.
 
-How often a loop runs XLA:CPU and XLA:GPU write at the loop. XLA:TPU does not, but a loop that
-counts says it all the same: it begins with a constant, adds a constant, and goes on while it is
-less than a third.
+XLA:CPU and XLA:GPU write the trip count of a loop next to it. XLA:TPU does not, so `trip_count`
+derives it from a counter that starts at a constant, grows by a constant, and is compared with a
+constant.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-# A tuple's shape has spaces, none of them before a word and a parenthesis.
-_INSTRUCTION = r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\(([^)]*)\)(.*)"
+import numpy as np
 
-# They hand a value on as it is.
-_COPIES = frozenset({"copy", "bitcast", "opt-barrier"})
+Groups = tuple[tuple[int, ...], ...]
+
+# A tuple's shape contains spaces, but none of them stands before a word and a parenthesis.
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\(([^)]*)\)(.*)")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
+# These pass a counter on unchanged.
+_COPIES = frozenset({"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier"})
+MAX_SCOPE_STEPS = 64
 
 
 class Instruction(NamedTuple):
-    """What a line of HLO says, but for its name.
+    """One line of a computation.
 
     Attributes:
+      name: Its name, unique in its computation.
       shape: The shape of its result, as HLO writes it.
       opcode: What it does.
-      operands: The names of what it does that to; of a constant its value.
+      operands: The names of its operands; of a constant its value.
       attributes: The rest of the line.
-      is_root: Whether its result is that of its computation.
+      is_root: Whether its result is the result of the computation.
     """
 
+    name: str
     shape: str
     opcode: str
     operands: tuple[str, ...]
     attributes: str
-    is_root: bool
+    is_root: bool = False
 
     @property
     def op_name(self) -> str:
-        """The name stack and primitive that it comes from, "" where XLA has kept none."""
+        """The scope and primitive that it was made from, "" where XLA has kept none."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ""
 
     @property
     def called(self) -> list[str]:
-        """The computations that it runs, but for a loop's."""
+        """The computations that it runs, without those of a loop."""
         one = r"\b(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)"
         several = r"\b(?:branch_computations|called_computations)=\{([^}]*)\}"
         listed = ",".join(re.findall(several, self.attributes))
@@ -57,19 +65,35 @@ class Instruction(NamedTuple):
         found = dict(re.findall(r"\b(body|condition)=%?([\w.\-]+)", self.attributes))
         return found["condition"], found["body"]
 
+    @property
+    def target(self) -> str:
+        """What a custom call calls, "" for everything else."""
+        return self.attribute("custom_call_target").strip('"').partition('"')[0]
 
-Computation = Mapping[str, Instruction]  # By name, in the order of the text.
+    @property
+    def cycles(self) -> int | None:
+        """The cycles that XLA:TPU estimates for it, `None` where there is no estimate."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return int(found[1]) if found else None
+
+    def attribute(self, name: str) -> str:
+        """The rest of the line after `name=`, "" if it is not there."""
+        found = re.search(rf"\b{name}=(.*)", self.attributes)
+        return found[1] if found else ""
 
 
-class Module(NamedTuple):
-    """A program: its computations by name, which one is run, and on how many devices."""
+Instructions = Mapping[str, Instruction]  # Of one computation, by name, in the order of the text.
 
-    computations: Mapping[str, Computation]
+
+class HloModule(NamedTuple):
+    """A program: its computations by name, the one that is run, and the number of devices."""
+
+    computations: Mapping[str, Instructions]
     entry: str
     num_devices: int
 
 
-def parse_module(text: str) -> Module:
+def parse_module(text: str) -> HloModule:
     """Reads a module.
 
     Raises:
@@ -78,14 +102,14 @@ def parse_module(text: str) -> Module:
     computations: dict[str, dict[str, Instruction]] = {}
     entries, current = [], ""
     for line in text.splitlines():
-        if header := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
+        if header := _COMPUTATION.match(line):
             current = header[2]
             computations[current] = {}
             entries += [current] if header[1] else []
-        elif current and (parts := re.match(_INSTRUCTION, line)):
+        elif current and (parts := _INSTRUCTION.match(line)):
             root, name, shape, opcode, operands, attributes = parts.groups()
-            names = re.findall(r"[\w.\-]+", re.sub(r"/\*.*?\*/", "", operands))
-            one = Instruction(shape, opcode, tuple(names), attributes, bool(root))
+            names = tuple(re.findall(r"[\w.\-]+", re.sub(r"/\*.*?\*/", "", operands)))
+            one = Instruction(name, shape, opcode, names, attributes, bool(root))
             computations[current][name] = one
     if len(entries) != 1:
         raise ValueError(
@@ -94,7 +118,7 @@ def parse_module(text: str) -> Module:
             "yet."
         )
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.splitlines()[0])
-    return Module(computations, entries[0], math.prod(map(int, counts)))
+    return HloModule(computations, entries[0], math.prod(map(int, counts)))
 
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -104,13 +128,13 @@ def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """The bytes of an array: HLO's dtypes carry their bits in their names, but for `pred`."""
+    """The bytes of an array. HLO's dtypes, except `pred`, have their number of bits in the name."""
     bits = re.match(r"[a-z]+(\d+)", dtype.replace("pred", "pred8"))
     return -(-math.prod(shape) * int(bits[1]) // 8) if bits else 0
 
 
-def trip_count(module: Module, around: Computation, loop: Instruction) -> int | None:
-    """How often the body of a loop runs, as far as the text says it.
+def trip_count(module: HloModule, around: Instructions, loop: Instruction) -> int | None:
+    """How often the body of a loop runs.
 
     Args:
       module: The module.
@@ -139,43 +163,42 @@ def trip_count(module: Module, around: Computation, loop: Instruction) -> int | 
     return max(0, -((first - last) // step))
 
 
-def _root(computation: Computation) -> Instruction | None:
-    """What a computation results in."""
+def _root(computation: Instructions) -> Instruction | None:
     return next((one for one in computation.values() if one.is_root), None)
 
 
-def _origin(computation: Computation, name: str) -> Instruction | None:
-    """The instruction of that name, or what it is a copy of."""
+def _origin(computation: Instructions, name: str) -> Instruction | None:
+    """The instruction of that name, or the one that it is a copy of."""
     found = computation.get(name)
     while found and found.opcode in _COPIES:
         found = computation.get(found.operands[0])
     return found
 
 
-def _element(computation: Computation, given: Instruction | None, index: int) -> Instruction | None:
-    """What stands in a tuple."""
+def _element(
+    computation: Instructions, given: Instruction | None, index: int
+) -> Instruction | None:
+    """The element at an index, if `given` is a tuple."""
     is_tuple = given is not None and given.opcode == "tuple"
     return _origin(computation, given.operands[index]) if given and is_tuple else None
 
 
 def _index(element: Instruction) -> int:
-    """Which element of a tuple is taken."""
     found = re.search(r"\bindex=(\d+)", element.attributes)
     return int(found[1]) if found else -1
 
 
 def _integer(constant: Instruction | None) -> int | None:
-    """The value of an integer constant."""
     if constant is None or constant.opcode != "constant" or len(constant.operands) != 1:
         return None
     return int(constant.operands[0]) if re.fullmatch(r"-?\d+", constant.operands[0]) else None
 
 
-def _increment(body: Computation, step: Instruction | None, index: int) -> int | None:
-    """What is added to the counter in each round, `None` if something else is done to it."""
+def _increment(body: Instructions, step: Instruction | None, index: int) -> int | None:
+    """The constant that each turn adds to the counter, `None` if it does something else."""
     if step is None or step.opcode != "add":
         return None
-    terms = list(_terms(body, step))
+    terms = [term for name in step.operands if (term := _origin(body, name)) is not None]
     numbers = [number for term in terms if (number := _integer(term)) is not None]
     counters = [
         term for term in terms if term.opcode == "get-tuple-element" and _index(term) == index
@@ -183,7 +206,136 @@ def _increment(body: Computation, step: Instruction | None, index: int) -> int |
     return numbers[0] if len(numbers) == len(counters) == 1 else None
 
 
-def _terms(computation: Computation, sum_: Instruction) -> Iterator[Instruction]:
-    """What a sum consists of."""
-    found = (_origin(computation, name) for name in sum_.operands)
-    yield from (term for term in found if term is not None)
+def device_groups(module: HloModule, collective: Instruction) -> Groups:
+    """The groups of devices that a collective joins, by the devices' positions in the program.
+
+    Args:
+      module: The module.
+      collective: A collective. A permutation joins the devices that pass something on to one
+        another.
+
+    Returns:
+      The groups; none for a permutation without pairs.
+
+    Raises:
+      ValueError: They are missing, or written in a form that is not known here.
+    """
+    is_permute = collective.opcode.startswith("collective-permute")
+    name = "source_target_pairs" if is_permute else "replica_groups"
+    groups = collective.attribute(name)
+    if not groups:
+        raise ValueError(
+            f"compiled_collectives: {collective.opcode} has no {name}, expected it in "
+            f"{collective.attributes!r}. Teach manualpar/inspect/hlo.py the form."
+        )
+    if is_permute:
+        return _connected(re.findall(r"(\d+),(\d+)", groups.partition(", ")[0]))
+    if groups.startswith("{}"):
+        return (tuple(range(module.num_devices)),)
+    if groups.startswith("{{"):  # {{0,1},{2,3}}
+        listed = re.findall(r"\{([\d,]+)\}", groups[1 : groups.index("}}") + 1])
+        return tuple(tuple(map(int, group.split(","))) for group in listed)
+    if iota := re.match(r"\[\d+,(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", groups):
+        return _rows(_listed(iota[2]), int(iota[1]))  # [2,4]<=[4,2]T(1,0)
+    if mesh := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\((\S*)\))? \{([^}]*)\}", groups):
+        return _groups_on_mesh(sizes=mesh[1], device_ids=mesh[2], axes=mesh[3])
+    raise ValueError(
+        f"compiled_collectives: {collective.opcode} has replica_groups={groups[:60]}, expected "
+        "{{0,1}}, [1,2]<=[2] or mesh['a'=2] {'a'}. Teach manualpar/inspect/hlo.py the form."
+    )
+
+
+def _rows(ids: np.ndarray, size: int) -> Groups:
+    return tuple(map(tuple, ids.reshape(-1, size).tolist()))
+
+
+def _listed(text: str) -> np.ndarray:
+    """Devices in order: `0,2,1,3`, or the same as the transpose of an array, `[2,2]T(1,0)`."""
+    numbers, *order = (list(map(int, re.findall(r"\d+", part))) for part in text.split("T"))
+    if not text.startswith("["):
+        return np.array(numbers)
+    ids = np.arange(math.prod(numbers)).reshape(numbers)
+    return ids.transpose(order[0] if order else None).ravel()
+
+
+def _groups_on_mesh(*, sizes: str, device_ids: str | None, axes: str) -> Groups:
+    """The groups along axes, `'a'`, of a mesh, `'a'=4,'b'=2`; `'a':(2)2` is the inner half."""
+    wanted = {
+        name: (int(before or 0), int(part or 0))
+        for name, before, part in re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?", axes)
+    }
+    dims: list[int] = []
+    joined: list[int] = []
+    for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", sizes):
+        before, part = wanted.get(name, (0, 0))
+        outer, inner = (before, part) if part else (1, int(size))
+        joined += [len(dims) + 1] if name in wanted else []
+        dims += [outer, inner, int(size) // (outer * inner)]
+    rest = [dim for dim in range(len(dims)) if dim not in joined]
+    ids = _listed(device_ids) if device_ids else np.arange(math.prod(dims))
+    along = ids.reshape(dims).transpose(rest + joined)
+    return _rows(along, math.prod(dims[dim] for dim in joined))
+
+
+def _connected(pairs: list[tuple[str, str]]) -> Groups:
+    """The sets of devices that pairs connect."""
+    joined: dict[int, frozenset[int]] = {}
+    for source, target in ((int(a), int(b)) for a, b in pairs):
+        both = joined.get(source, frozenset({source})) | joined.get(target, frozenset({target}))
+        joined |= dict.fromkeys(both, both)
+    return tuple(tuple(sorted(group)) for group in dict.fromkeys(joined.values()))
+
+
+def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which groups of devices lie.
+
+    Args:
+      groups: The groups, see `device_groups`.
+      mesh: The sizes of the axes.
+
+    Returns:
+      The fewest axes whose devices contain the groups; none if every group is one device.
+    """
+    largest = max(groups, key=len, default=())
+    if len(largest) < 2:
+        return ()
+    axes = [axis for axis, size in mesh.items() if size > 1]
+    ids = np.arange(math.prod(mesh.values())).reshape([mesh[axis] for axis in axes])
+    [first] = np.argwhere(ids == largest[0]).tolist()
+    for count in range(1, len(axes) + 1):
+        for chosen in itertools.combinations(axes, count):
+            where = tuple(
+                slice(None) if axis in chosen else place
+                for axis, place in zip(axes, first, strict=True)
+            )
+            if set(largest) <= set(ids[where].ravel().tolist()):
+                return chosen
+    return ()
+
+
+def scope_of(module: HloModule, computation: Instructions, instruction: Instruction) -> str:
+    """Where an instruction comes from: its scope, or that of what it calls, or its operands'.
+
+    What the compiler adds by itself, such as padding, has no scope of its own; it serves what it
+    is made from.
+    """
+    waiting, seen = [instruction], {instruction.name}
+    for _ in range(MAX_SCOPE_STEPS):
+        if not waiting:
+            return ""
+        current = waiting.pop(0)
+        names = itertools.chain([current.op_name], _called_scopes(module, current))
+        if found := next(filter(None, names), ""):
+            return found
+        for name in current.operands:
+            if name in computation and name not in seen:
+                seen.add(name)
+                waiting.append(computation[name])
+    return ""
+
+
+def _called_scopes(module: HloModule, instruction: Instruction) -> Iterator[str]:
+    for name in instruction.called:
+        for inner in module.computations[name].values():
+            yield inner.op_name
+            yield from _called_scopes(module, inner)

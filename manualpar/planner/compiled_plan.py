@@ -10,7 +10,7 @@ from manualpar.planner.hardware import Chip
 from manualpar.planner.out_of_memory import OutOfMemory
 from manualpar.planner.plan import Plan, PlannedCollective, rates
 from manualpar.planner.schedule import Schedule, ScheduledCollective
-from manualpar.planner.timeline import Timeline
+from manualpar.planner.schedule_time import ScheduleTime
 from manualpar.planner.topology import Topology
 
 NUM_NOTED = 5
@@ -35,7 +35,7 @@ class CompiledStep:
     facts: Mapping[str, Any]
     memory: Mapping[str, int]
     schedule: Schedule | None
-    timeline: Timeline | None
+    timeline: ScheduleTime | None
     out_of_memory: OutOfMemory | None
     options: Mapping[str, str]
 
@@ -112,7 +112,9 @@ def module_and_purpose(collective: ScheduledCollective) -> tuple[str, str]:
     return module_of(scope, root="Transformer"), purpose_in(scope, collective.axes)
 
 
-def _planned(schedule: Schedule, timeline: Timeline, chip: Chip) -> tuple[PlannedCollective, ...]:
+def _planned(
+    schedule: Schedule, timeline: ScheduleTime, chip: Chip
+) -> tuple[PlannedCollective, ...]:
     """The collectives, those that are alike in one, the longest first."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, each in enumerate(schedule.collectives):
@@ -156,7 +158,7 @@ def _assumptions(step: CompiledStep) -> tuple[str, ...]:
     )
 
 
-def _notes(schedule: Schedule, timeline: Timeline) -> tuple[str, ...]:
+def _notes(schedule: Schedule, timeline: ScheduleTime) -> tuple[str, ...]:
     """What is to be noticed: what is waited for most, and what has no estimate."""
     exposed: Counter[tuple[str, str, str]] = Counter()
     for index, each in enumerate(schedule.collectives):

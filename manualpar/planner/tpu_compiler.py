@@ -24,9 +24,8 @@ from manualpar.planner.compiled_plan import CompiledStep, plan_of
 from manualpar.planner.hardware import Chip
 from manualpar.planner.out_of_memory import read_out_of_memory
 from manualpar.planner.plan import Plan
-from manualpar.planner.schedule import ScheduledCollective
-from manualpar.planner.schedule_reader import read_schedule
-from manualpar.planner.timeline import follow
+from manualpar.planner.schedule import ScheduledCollective, read_schedule
+from manualpar.planner.schedule_time import follow
 from manualpar.planner.topology import Topology, parse_topology, path_over
 from manualpar.planner.tpu_worker import (
     COMPILE,

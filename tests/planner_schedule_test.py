@@ -19,9 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from manualpar.planner.hlo import parse_module
-from manualpar.planner.schedule import Compute, Loop, Schedule, Start, Wait
-from manualpar.planner.schedule_reader import read_schedule
+from manualpar.inspect.hlo import parse_module
+from manualpar.planner.schedule import Compute, Repeat, Schedule, Start, Wait, read_schedule
 
 DATA = Path(__file__).parent / "data" / "tpu"
 TWO_AXES = {"data": 4, "data_minor": 4}
@@ -56,7 +55,7 @@ def test_fused_collective_is_asynchronous_and_the_product_it_is_fused_with_lies_
     assert first.cycles_between == 0
     assert second.is_async
     assert any(scope.endswith("dot_general") for scope in second.between)
-    (loop,) = (event for event in gathers.events if isinstance(event, Loop))
+    (loop,) = (event for event in gathers.events if isinstance(event, Repeat))
     assert loop.times == 3
     start, wait = loop.events.index(Start(1)), loop.events.index(Wait(1))
     between = [each.cycles for each in loop.events[start:wait] if isinstance(each, Compute)]
@@ -70,12 +69,12 @@ def test_estimates_are_of_compute_alone(gathers: Schedule) -> None:
     collectives = [
         instruction
         for computation in module.computations.values()
-        for instruction in computation.instructions.values()
+        for instruction in computation.values()
         if instruction.opcode == "all-gather" or "AsyncCollective" in instruction.attributes
     ]
     assert len(collectives) > 3
     assert all(instruction.cycles is None for instruction in collectives)
-    (loop,) = (event for event in gathers.events if isinstance(event, Loop))
+    (loop,) = (event for event in gathers.events if isinstance(event, Repeat))
     computes = [each for each in loop.events if isinstance(each, Compute)]
     carrying, plain = sorted(each.cycles for each in computes)[-2:]
     # Both products are of 2048 x 1024 x 4096; the chip does 4 x 128 x 128 such steps a cycle.
@@ -223,4 +222,34 @@ ENTRY %main (p: pred[], x: f32[4]) -> f32[4] {
 def test_what_sends_an_unknown_amount_is_refused() -> None:
     text = PAIR.replace("f32[4] negate(%x)", "f32[4] ragged-all-to-all(%x)")
     with pytest.raises(ValueError, match="contains ragged-all-to-all"):
+        read_schedule(text, {"data": 2})
+
+
+def test_end_of_what_the_turn_before_began_is_passed_over() -> None:
+    done = "  %late = f32[8] all-gather-done(%elsewhere)\n"
+    text = PAIR.replace("  %busy =", f"{done}  %busy =")
+    assert read_schedule(text, {"data": 2}).events == read_schedule(PAIR, {"data": 2}).events
+
+
+@pytest.mark.parametrize("text", ["", "module @jit_f {}", "HloModule jit_f, num_partitions=8"])
+def test_text_that_is_not_scheduled_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected an HloModule that is scheduled"):
+        read_schedule(text, {"data": 8})
+
+
+def test_loop_that_does_not_count_is_refused() -> None:
+    loop = """
+%test (c: f32[4]) -> pred[] {
+  %c = f32[4] parameter(0)
+  ROOT %more = pred[] custom-call(%c), custom_call_target="More"
+}
+
+%turn (t: f32[4]) -> f32[4] {
+  ROOT %t = f32[4] parameter(0)
+}
+
+ENTRY"""
+    while_ = '%while.1 = f32[4] while(%x), condition=%test, body=%turn, metadata={op_name="scan"}'
+    text = PAIR.replace("\nENTRY", loop).replace("  %busy =", f"  {while_}\n  %busy =")
+    with pytest.raises(ValueError, match=r"loop while\.1 \(scope: scan\).*Write it as a jax\.lax"):
         read_schedule(text, {"data": 2})

@@ -5,19 +5,28 @@ import pytest
 from manualpar.planner.schedule import (
     Compute,
     Event,
-    Loop,
+    Repeat,
     Schedule,
     ScheduledCollective,
     Start,
     Wait,
 )
-from manualpar.planner.timeline import Timeline, follow
+from manualpar.planner.schedule_time import ScheduleTime, follow
 
 
-def times(*events: Event, wire: list[float], runs: list[int] | None = None) -> Timeline:
+def times(*events: Event, wire: list[float], runs: list[int] | None = None) -> ScheduleTime:
     """Follows events whose collectives take so long."""
     collectives = tuple(
-        ScheduledCollective(str(i), "all_gather", ("data",), 2, 8, ("f32",), count, "")
+        ScheduledCollective(
+            name=str(i),
+            kind="all_gather",
+            axes=("data",),
+            group_size=2,
+            shapes=((2,),),
+            dtypes=("f32",),
+            times=count,
+            scope="",
+        )
         for i, count in enumerate(runs or [1] * len(wire))
     )
     return follow(
@@ -51,8 +60,8 @@ def test_links_carry_one_collective_at_a_time() -> None:
 
 
 def test_turns_of_a_loop_add_up_also_of_loops_in_loops() -> None:
-    inner = Loop(3, (Compute(2, ""), Start(0), Compute(1, ""), Wait(0)))
-    found = times(Loop(2, (inner, Compute(10, ""))), Compute(7, ""), wire=[4], runs=[6])
+    inner = Repeat(3, (Compute(2, ""), Start(0), Compute(1, ""), Wait(0)))
+    found = times(Repeat(2, (inner, Compute(10, ""))), Compute(7, ""), wire=[4], runs=[6])
     assert found.compute_seconds == 2 * (3 * 3 + 10) + 7
     assert found.exposed_seconds == 6 * 3
     assert found.wire_seconds == (24,)
@@ -60,13 +69,13 @@ def test_turns_of_a_loop_add_up_also_of_loops_in_loops() -> None:
 
 
 def test_loop_runs_behind_what_was_begun_before_it_and_its_collectives_delay_what_follows() -> None:
-    found = times(Start(0), Loop(4, (Compute(1, ""),)), Wait(0), wire=[5])
+    found = times(Start(0), Repeat(4, (Compute(1, ""),)), Wait(0), wire=[5])
     assert found.exposed_seconds == 1
-    sending = Loop(2, (Start(1), Wait(1)))
+    sending = Repeat(2, (Start(1), Wait(1)))
     found = times(sending, Start(0), Wait(0), wire=[5, 3], runs=[1, 2])
     assert found.step_seconds == 11
 
 
 def test_rounding_hides_nothing() -> None:
-    found = times(Loop(10, (Start(0), Wait(0))), wire=[0.1], runs=[10])
+    found = times(Repeat(10, (Start(0), Wait(0))), wire=[0.1], runs=[10])
     assert found.overlapped_seconds == 0
