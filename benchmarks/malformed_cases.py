@@ -137,8 +137,6 @@ def size_cases(folder: Path) -> Iterator[Case]:
     yield fsdp_case(
         "sizes", "scanned", *scanned, "--config.model.num_layers=1000000000", config="fsdp_lm"
     )
-    unrolled = (*scanned, "--config.model.num_layers=5000", "--config.model.scan_unroll=5000")
-    yield fsdp_case("sizes", "unrolled", *unrolled, config="fsdp_lm")
     for devices in (5000, 100000, int("9" * 30)):
         yield fsdp_case("sizes", f"devices={devices}", f"--devices={devices}")
 
@@ -236,8 +234,6 @@ def flag_cases(folder: Path) -> Iterator[Case]:
         ("model.num_kv_heads", "4"),
         ("model.hidden_size", "15"),
         ("model.attention", "cudnn"),
-        ("model.scan_unroll", "7"),
-        ("model.prefetch", "True"),
         ("data.path", "/nope"),
         ("data.tokenizer", "/nope"),
     ):

@@ -36,7 +36,6 @@ NOT_COPIED = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
 
 COUNTS = "tests/inspect_formulas_test.py::test_every_row_of_the_table"
 STEPS = "tests/strategies_test.py::test_ten_steps_equal_the_single_device"
-SENDING = "tests/strategies_test.py::test_however_it_is_sent_it_is_the_same_training"
 TUPLES = "tests/strategies_test.py::test_axes_may_be_tuples_and_the_mesh_larger"
 DROPOUT = "tests/program_test.py::test_dropout_masks_differ_on_every_example_minibatch_and_step"
 # In this order every mutant is tried on them.
@@ -68,7 +67,6 @@ FIRST = {
     "core.partitioning:*:axis_index:*": ("tests/partitioning_test.py",),
     "core.partitioning:*:gather_params:*": ("tests/partitioning_test.py",),
     "core.partitioning:gather_params.*": ("tests/partitioning_test.py",),
-    "combined:*": (SENDING, STEPS),
     "user_model.recurrence:*": ("tests/unmodified_models_test.py",),
     "guards.replicas:*": ("tests/replicas_test.py",),
     "core.step:*:regather_for_backward:*": (COUNTS,),

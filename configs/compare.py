@@ -69,7 +69,6 @@ def get_config() -> ConfigDict:
     config.parallel.keep_gathered = ()  # fsdp, hsdp: what is kept all the same, such as ("head",)
     config.parallel.axis_by_axis = False  # over a mesh of data and data_minor: as a torus wants it
     config.parallel.overlap = "default"  # or "asynchronous": compiler options for TPUs
-    config.parallel.combine_bytes = 0  # of parameters in a collective, where done at one time
     config.parallel.pad = False  # whether to shard, padded, what does not divide
     config.parallel.param_dtype = ""  # "bfloat16", "float32"; "": what the model makes
     config.parallel.gather_dtype = ""  # likewise; "": param_dtype

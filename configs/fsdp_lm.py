@@ -42,8 +42,6 @@ def get_config() -> ConfigDict:
     config.model.dtype = "bfloat16"  # what is computed in; parameters are float32
     config.model.remat = "none"  # or "dots", "full": what is computed again for the backward pass
     config.model.scan_layers = False  # True: one layer is compiled, and run in a loop
-    config.model.scan_unroll = 1  # layers in an iteration of that loop
-    config.model.prefetch = False  # whether it gathers the next layer's weights meanwhile
     config.model.attention = ""  # "xla", "cudnn"; "": what jax chooses
 
     config.optimizer = ConfigDict()
@@ -65,7 +63,6 @@ def get_config() -> ConfigDict:
     config.parallel.keep_gathered = ()  # fsdp, hsdp: what is kept all the same, such as ("head",)
     config.parallel.axis_by_axis = False  # over a mesh of data and data_minor: as a torus wants it
     config.parallel.overlap = "default"  # or "asynchronous": compiler options for TPUs
-    config.parallel.combine_bytes = 0  # of parameters in a collective, where done at one time
     config.parallel.pad = False  # whether to shard, padded, what does not divide
     config.parallel.param_dtype = ""  # "bfloat16", "float32"; "": what the model makes
     config.parallel.gather_dtype = ""  # likewise; "": param_dtype

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from manualpar.combined import replicate_boxes
 from manualpar.core.collectives import AS_STORED, NEW_PARAMS_SCOPE, OPTIMIZER_SCOPE, Wire
+from manualpar.core.partitioning import replicate_shards
 from manualpar.core.strategy import Mode
 from manualpar.modes.modes import box_parameter, run_on_mesh
 from manualpar.sharding.layout import Placement, pad_leaf, param_specs, state_specs, unpad_leaf
@@ -79,9 +79,8 @@ class Update:
           The parameters and the state as they are stored, and the norms by name.
 
         Communication:
-          Of ours, one all-gather for each parameter that is whole while its state is sharded, or
-          for several together, see `manualpar.combined`; of the compiler's, what the optimizer
-          needs to know of more than an element.
+          Of ours, one all-gather for each parameter that is whole while its state is sharded; of
+          the compiler's, what the optimizer needs to know of more than an element.
         """
         with jax.named_scope(OPTIMIZER_SCOPE):
             params = self._map(self._shard, params)
@@ -130,18 +129,18 @@ class Update:
             return self._map(self._replicate, params)
         gather = run_on_mesh(
             "manual",
-            lambda params: replicate_boxes(self._map(self._box, params)),
+            lambda params: self._map(self._gather, params),
             mesh=self.mesh,
             in_specs=(specs,),
             out_specs=param_specs(self.placements),
         )
         return gather(params)
 
-    def _box(self, place: Placement, x: jax.Array) -> Any:
-        """Boxes an updated parameter if it is kept whole, inside `shard_map`."""
+    def _gather(self, place: Placement, x: jax.Array) -> Any:
+        """Gathers an updated parameter if it is kept whole, inside `shard_map`."""
         if place.state_names is None:
             return x
-        return box_parameter(
+        box = box_parameter(
             self.mode,
             x,
             place,
@@ -150,6 +149,7 @@ class Update:
             data_axes=self.data_axes,
             wire=self.wire.uncast,
         )
+        return replicate_shards(box)
 
     def _replicate(self, place: Placement, x: jax.Array) -> jax.Array:
         """Has the compiler gather an updated parameter if it is kept whole."""

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from manualpar.checkpoints import check_resumable
+from manualpar.checkpoints.compatibility import REMOVED
 
 SAVED = {
     "seed": 0,
@@ -70,4 +71,22 @@ def test_every_difference_is_shown():
         "  data.source: 'text' -> (absent)",
         "  model.hidden_size: 128 -> 1",
         "  seed: 0 -> 1",
+    ]
+
+
+def test_a_removed_field_that_did_nothing_is_passed_over():
+    unused = {name: value for name, (value, _) in REMOVED.items()}
+    assert check_resumable(SAVED | unused, SAVED) == []
+    assert check_resumable(SAVED, SAVED | unused) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("model.prefetch", True), ("model.scan_unroll", 2), ("parallel.combine_bytes", 2**20)],
+)
+def test_a_removed_field_that_was_in_use_is_explained(name, value):
+    changed = SAVED | {"training.num_steps": 200}
+    assert check_resumable(SAVED | {name: value}, changed) == [
+        f"{name} was {value!r} and has been removed: {REMOVED[name][1]}",
+        "training.num_steps: 100 -> 200",
     ]

@@ -93,7 +93,7 @@ def slow(*args):
         slow(fsdp, PLAIN, {"data": 4, "model": 2}, {}),
         slow(fsdp, PLAIN, {"data": 2, "model": 4}, {"num_minibatches": 2}),
         slow(fsdp, PLAIN, {"data": 8}, {"reshard_after_forward": False}),
-        slow(fsdp, PLAIN, {"data": 8}, {"communicate_every": "step", "combine_bytes": 4096}),
+        slow(fsdp, PLAIN, {"data": 8}, {"communicate_every": "step"}),
         slow(fsdp, SCANNED, {"data": 8}, {"reduce_dtype": "float32"}),
         slow(fsdp, Operator(scan=True, remat=True), {"data": 8}, {}),
         slow(fsdp, Operator(remat=True), {"data": 8}, {}),

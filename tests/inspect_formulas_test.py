@@ -314,40 +314,6 @@ def _without_zeros(sent: dict[tuple[str, ...], Fraction]) -> dict[tuple[str, ...
     return {axes: x for axes, x in sent.items() if x}
 
 
-# The kernels have 2048, 8192 and 2048 bytes, or half of that: how many collectives a limit of so
-# many bytes makes of them.
-FLOAT32 = {1: 3, 4096: 3, 10240: 2, 12288: 1}
-BFLOAT16 = {1: 3, 4096: 3, 10240: 1, 12288: 1}
-
-
-@pytest.mark.parametrize("limit", FLOAT32)
-@pytest.mark.parametrize("wire", ["float32", "gather-bfloat16"])
-@pytest.mark.parametrize("name", [n for n in BUILDERS if n.startswith("zero") or "step" in n])
-def test_fewer_collectives_send_as_much(devices8, name, wire, limit):
-    options = {"num_minibatches": 2, **WIRES[wire][0]}
-    single = build(name, **options)
-    program = build(name, combine_bytes=limit, **options)
-    assert step_bytes(program) == step_bytes(single)
-    assert bytes_by_axes(read(program)) == step_bytes(program)
-    counts = count_by_kind(read(single))
-    number = FLOAT32[limit] if wire == "float32" else BFLOAT16[limit]
-    counts["reduce_scatter"] = counts["reduce_scatter"] // LAYERS * number
-    # New parameters travel as they are stored.
-    number = FLOAT32[limit] if name.startswith("zero") else number
-    counts["all_gather"] = counts["all_gather"] // LAYERS * number
-    assert count_by_kind(read(program)) == counts
-
-
-@pytest.mark.parametrize("name", ["zero1", "fsdp-step"])
-def test_what_varies_over_other_axes_travels_apart(devices8, name):
-    mesh = make_mesh({"data": 2, "model": 2})
-    program = build(name, Annotated(), mesh=mesh, combine_bytes=2**20)
-    assert bytes_by_axes(read(program)) == step_bytes(program)
-    # Of two kernels a device has half, of the third all: two rows of both, and one by itself.
-    shapes = [collective.shape for collective in read(program) if collective.kind != "all_gather"]
-    assert shapes == [(2, (KERNELS[0] + KERNELS[1]) // 2 // 2), SIZES[2:]]
-
-
 @pytest.mark.parametrize("keep", [("Dense_1",), ("Dense_1/kernel",), ("Dense_1", "Dense_2")])
 @pytest.mark.parametrize("name", ["fsdp-reshard", "hsdp-reshard"])
 def test_what_is_kept_is_not_gathered_again(devices8, name, keep):

@@ -353,10 +353,6 @@ def test_dropout_is_for_training_and_follows_its_key():
         ({"bos_token": 16}, "bos_token is 16, expected less than vocab_size=16"),
         ({"bos_token": -2}, "bos_token is -2, expected less than vocab_size=16, or -1"),
         ({"dtype": "int32"}, "dtype is 'int32', expected a floating dtype"),
-        ({"scan_unroll": 0}, "scan_unroll is 0, expected from 1 to num_layers"),
-        ({"scan_unroll": 3}, "scan_unroll is 3, expected from 1 to num_layers"),
-        ({"scan_unroll": 2, "scan_layers": False}, "scan_unroll is 2, .* and 1 if scan_layers is"),
-        ({"prefetch": True, "scan_layers": False}, "prefetch is True, expected False if scan_lay"),
     ],
 )
 def test_fields_that_do_not_fit_are_refused(fields, message):
@@ -421,30 +417,6 @@ def test_it_trains_under_every_strategy_as_on_one_device(devices8, name, mode, r
         # Never along the layers that a loop runs over.
         assert program.layout.params["layers"]["mlp"]["up"]["kernel"][0] is None
     _train_and_compare(program, model, batches)
-
-
-@pytest.mark.parametrize(
-    ("name", "remat"),
-    [
-        ("fsdp", "full"),
-        *(pytest.param("fsdp", remat, marks=pytest.mark.slow) for remat in ("none", "dots")),
-        pytest.param("hsdp", "full", marks=pytest.mark.slow),
-    ],
-)
-def test_with_weights_gathered_ahead_it_trains_as_on_one_device(devices8, name, remat):
-    model = SMALL.clone(remat=remat, bos_token=BOS, num_layers=3, prefetch=True, scan_unroll=2)
-    batches = list(_packed_batches())
-    mesh = make_mesh({"replica": 2, "data": 4} if name == "hsdp" else {"data": 8}, devices8)
-    _train_and_compare(_build(name, model, batches[0], mesh), model, batches)
-
-
-@pytest.mark.parametrize("fields", [{"scan_unroll": 2}, {"prefetch": True}, {"scan_unroll": 3}])
-def test_how_its_loop_runs_changes_no_parameter_and_no_logit(fields):
-    model = SMALL.clone(num_layers=3, bos_token=BOS)
-    params = _init(model)
-    chex.assert_trees_all_equal(params, _init(model.clone(**fields)))
-    logits = _logits(model.clone(**fields), params, PACKED)
-    chex.assert_trees_all_close(logits, _logits(model, params, PACKED), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["manual", pytest.param("auto", marks=pytest.mark.slow)])

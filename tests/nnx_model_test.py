@@ -104,7 +104,6 @@ def test_twins_train_and_send_alike(devices8, name, mode):
         {"param_dtype": "bfloat16"},
         {"keep_gathered": ("output_dense",)},
         {"communicate_every": "gather-step"},
-        {"combine_bytes": 2**20},
     ],
     ids=str,
 )

@@ -22,7 +22,6 @@ ORDER = """
     training launch
     checkpoints data cluster watching
     models
-    layers
     inspect
     strategies reference
     core.program guards.replicas
@@ -32,7 +31,7 @@ ORDER = """
     user_model.probe user_model.initialise
     modes guards.dispatch
     core.strategy leaves
-    core.gradients sharding.layout combined
+    core.gradients sharding.layout
     sharding.annotations
     core.partitioning user_model.calling
     nnx.model

@@ -126,24 +126,24 @@ def test_axes_may_be_tuples_and_the_mesh_larger(devices8, reference, name, axis_
     np.testing.assert_allclose(losses, expected.losses, **TOLERANCE)
 
 
-AXES, BUCKETS = {"axis_by_axis": True}, {"combine_bytes": 2**20}
+AXES = {"axis_by_axis": True}
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "options"),
     [
-        ("dp", (4, 2), AXES | BUCKETS),
+        ("dp", (4, 2), AXES),
         ("zero1", (2, 4), AXES),
-        ("zero1, pad", (8, 1), BUCKETS),
-        ("zero2", (4, 2), AXES | {"combine_bytes": 1024}),
+        ("zero1, pad", (8, 1), {}),
+        ("zero2", (4, 2), AXES),
         ("fsdp", (4, 2), AXES),
         ("fsdp", (2, 4), AXES | {"keep_gathered": ("output_dense", "input_dense/kernel")}),
         ("fsdp", (1, 8), AXES),
         ("fsdp, keep", (8, 1), AXES),
         ("fsdp, pad", (2, 4), AXES | {"communicate_every": "gather-step"}),
-        ("fsdp, pad, step", (4, 2), AXES | BUCKETS),
+        ("fsdp, pad, step", (4, 2), AXES),
         ("hsdp", (2, 2), AXES | {"keep_gathered": ("output_dense",)}),
-        ("hsdp", (2, 2), AXES | BUCKETS | {"communicate_every": "gather-step"}),
+        ("hsdp", (2, 2), AXES | {"communicate_every": "gather-step"}),
     ],
 )
 def test_however_it_is_sent_it_is_the_same_training(devices8, reference, name, shape, options):
@@ -282,8 +282,6 @@ def test_norms_are_the_global_ones(devices8):
         ),
         ("fsdp", {"axis_by_axis": 1}, r"fsdp: axis_by_axis=1, expected one of True, False"),
         ("dp", {"axis_by_axis": True, "mode": "auto"}, r"=True with mode='auto', expected False"),
-        ("zero1", {"combine_bytes": -1}, r"zero1: combine_bytes=-1, expected a number of bytes"),
-        ("zero2", {"combine_bytes": 8, "mode": "explicit"}, r"=8 with mode='explicit', expected 0"),
         ("fsdp", {"reshard_after_forward": 1}, r"reshard_after_forward=1, expected one of True"),
         ("hsdp", {"min_weight_size": -1}, r"hsdp: min_weight_size=-1, expected a number of"),
         ("fsdp", {"gather_dtype": "float16"}, r"fsdp: gather_dtype='float16', expected one of"),

@@ -6,6 +6,7 @@ import ml_collections
 import pytest
 
 from configs import fsdp, fsdp_lm
+from manualpar.checkpoints.compatibility import REMOVED
 from manualpar.training.config import (
     FIELDS,
     MODEL_FIELDS,
@@ -91,7 +92,6 @@ def _set(config: ml_collections.ConfigDict, name: str, value):
         ),
         ("parallel.keep_gathered", ("",), "config.parallel.keep_gathered is ('',), expected a"),
         ("parallel.axis_by_axis", 1, "config.parallel.axis_by_axis is 1, expected True or False."),
-        ("parallel.combine_bytes", -1, "is -1, expected an integer, at least 0."),
         (
             "parallel.gather_dtype",
             "float16",
@@ -178,8 +178,15 @@ def test_as_many_layers_as_one_likes_are_scanned():
         check_config(config)
     config.model.scan_layers = True
     check_config(config)
-    config.model.scan_unroll = 2000
-    with pytest.raises(ValueError, match=r"config\.model\.scan_unroll is 2000, expected at most"):
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_field_is_explained(name):
+    config = fsdp_lm.get_config()
+    group, field = name.split(".")
+    with config.unlocked():
+        config[group][field] = REMOVED[name][0]
+    with pytest.raises(ValueError, match=f"config.{name} was removed: it .*; delete the field"):
         check_config(config)
 
 

@@ -18,7 +18,6 @@ SHARED = {
     "gather_dtype": "bfloat16",
     "reduce_dtype": None,
     "axis_by_axis": False,
-    "combine_bytes": 0,
     "compiler_options": {},
     "norm_metrics": True,
     "nonfinite": "skip",
@@ -98,7 +97,7 @@ def test_every_option_reaches_the_builder_that_has_it(
 def test_how_it_is_sent_reaches_the_builder(strategy, replica, expected, monkeypatch, devices8):
     builder = "data_parallel" if strategy == "dp" else strategy
     monkeypatch.setattr(experiment, builder, lambda *args, **options: options)
-    parallel = {"strategy": strategy, "axis_by_axis": True, "combine_bytes": 2**20}
+    parallel = {"strategy": strategy, "axis_by_axis": True}
     config = _small(fsdp.get_config(), **parallel)
     with config.unlocked():
         config.parallel.mesh = {"data_minor": 2, "data": -1}
@@ -107,7 +106,7 @@ def test_how_it_is_sent_reaches_the_builder(strategy, replica, expected, monkeyp
     options = build_program(config, make_task(config), _schedule)
     assert options["axis_name"] == expected
     assert [*options["mesh"].shape] == (["replica"] if replica > 1 else []) + ["data", "data_minor"]
-    assert (options["axis_by_axis"], options["combine_bytes"]) == (True, 2**20)
+    assert options["axis_by_axis"] is True
 
 
 @pytest.mark.parametrize(
@@ -137,10 +136,6 @@ def test_a_config_builds_its_strategy(config, name, devices8):
             {"mode": "auto", "axis_by_axis": True},
             "config.parallel.axis_by_axis is True and config.parallel.mode is 'auto', expected "
             "False, for XLA chooses how it sends, or mode 'manual'.",
-        ),
-        (
-            {"mode": "explicit", "combine_bytes": 7},
-            "config.parallel.combine_bytes is 7 and config.parallel.mode is 'explicit', expected 0",
         ),
         (
             {"keep_gathered": ("output_dens",)},

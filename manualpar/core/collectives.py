@@ -102,14 +102,11 @@ class Wire(NamedTuple):
       reduce_dtype: What gradients are summed in; `None`: the dtype in which they arrive.
       axis_by_axis: Whether what is sharded over a tuple of axes is gathered, and its gradient
         scattered, over one of them after the other, and not over their product at once.
-      combine_bytes: How many bytes of parameters share a collective where several are gathered or
-        scattered at one time; 0: each has its own.
     """
 
     gather_dtype: str | None = None
     reduce_dtype: str | None = None
     axis_by_axis: bool = False
-    combine_bytes: int = 0
 
     @property
     def casts(self) -> bool:

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from manualpar.combined import gather_boxes, scatter_boxes
 from manualpar.core.collectives import AS_STORED, Wire
 from manualpar.core.gradients import (
     CarryingLossFn,
@@ -31,7 +30,7 @@ from manualpar.core.gradients import (
     sync_gradients,
     sync_metrics,
 )
-from manualpar.core.partitioning import boxed_axes, is_box, wire_dtype
+from manualpar.core.partitioning import boxed_axes, is_box, scatter_gradients, wire_dtype
 from manualpar.core.strategy import Mode, Nonfinite, Strategy
 from manualpar.modes.modes import (
     box_parameter,
@@ -149,7 +148,7 @@ class Step:
         boxes = self._map(functools.partial(self._box, state=False), params)
         shards = self._map(functools.partial(self._box, state=True), params)
         if self.strategy.gather_every == "step":
-            boxes = gather_boxes(boxes)
+            boxes = self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
         scatter = functools.partial(self._scatter, shards)
         every_minibatch = self.strategy.reduce_every == "minibatch"
         if is_manual:
@@ -262,14 +261,13 @@ class Step:
 
     def _scatter(self, shards: Any, grads: Any) -> Any:
         """Leaves each device its shard of gradients that are whole; others have been scattered."""
-        if self.mode == "manual":
-            return scatter_boxes(grads, shards)
-        return self._map(self._constrain_scattered, shards, grads)
+        return self._map(self._scatter_one, shards, grads)
 
-    def _constrain_scattered(self, place: Placement, shard: Any, g: Any) -> Any:
-        """Has the compiler leave each device its shard of a gradient."""
+    def _scatter_one(self, place: Placement, shard: Any, g: Any) -> Any:
         if boxed_axes(g) == boxed_axes(shard):
             return g
+        if self.mode == "manual":
+            return scatter_gradients(g, shard)
         g = pad_leaf(g.value if is_box(g) else g, place.padding)
         return shard.replace(value=constrain(self.mode, g, self.mesh, place.state_spec))
 

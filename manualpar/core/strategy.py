@@ -72,10 +72,6 @@ class ProgramOptions(TypedDict, total=False):
         that fills a square torus, which is twice the bytes; over one side of the torus after the
         other it does not (`axis_name=("x", "y")` on a mesh of (16, 16)). Where some links are slow,
         name their axis last. All-reduces are over all axes at once either way. For mode `"manual"`.
-      combine_bytes: How many bytes of parameters share a collective where several are gathered or
-        scattered at one time: with `communicate_every="step"` or `"gather-step"`, by `zero`; each
-        that is larger has its own, and with 0 (the default) all have. The bytes are as many. All
-        are copied once more, before and after. For mode `"manual"`.
       norm_metrics: Whether training reports `gradient_norm`, `update_norm` and `parameter_norm`:
         the global norms of the gradient, of the optimizer's update and of the new parameters.
       nonfinite: What a training step does about a loss or a gradient that is not finite (an element
@@ -130,7 +126,6 @@ class ProgramOptions(TypedDict, total=False):
     gather_dtype: str | None
     reduce_dtype: str | None
     axis_by_axis: bool
-    combine_bytes: int
     norm_metrics: bool
     nonfinite: Nonfinite
     sync_collections: Mapping[str, CollectionSync]
@@ -190,7 +185,6 @@ def check_options(builder: str, options: Mapping[str, Any]) -> None:
             f"{builder}: compiler_options={compiler_options!r}, expected a dict of names and "
             "values."
         )
-    check_number(builder, "combine_bytes", options.get("combine_bytes", 0), "bytes")
 
 
 def check_wire(strategy: str, mode: str, options: Mapping[str, Any]) -> tuple[str | None, Wire]:
@@ -216,14 +210,12 @@ def check_wire(strategy: str, mode: str, options: Mapping[str, Any]) -> tuple[st
         names["gather_dtype"],
         names["reduce_dtype"],
         axis_by_axis=options.get("axis_by_axis", False),
-        combine_bytes=options.get("combine_bytes", 0),
     )
-    for field in ("axis_by_axis", "combine_bytes"):
-        if getattr(wire, field) and mode != "manual":
-            raise ValueError(
-                f"{strategy}: {field}={getattr(wire, field)!r} with mode={mode!r}, expected "
-                f"{Wire()._asdict()[field]!r}: XLA chooses how it sends. Use mode='manual'."
-            )
+    if wire.axis_by_axis and mode != "manual":
+        raise ValueError(
+            f"{strategy}: axis_by_axis=True with mode={mode!r}, expected False: XLA chooses how it "
+            "sends. Use mode='manual'."
+        )
     return names["param_dtype"], wire
 
 

@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from manualpar.layers import prefetched_scan
 from manualpar.models.rotary import rotary_angles, rotate
 
 # What of a layer is kept for its backward pass. `dots` are the products with weights; those of
@@ -67,9 +66,6 @@ class Transformer(nn.Module):
       remat: What of a layer is computed again in the backward pass: `"none"`, `"full"` for all of
         it, `"dots"` for all but its products with weights.
       scan_layers: Whether one layer is compiled and run in a loop, or each by itself.
-      scan_unroll: Layers in one iteration of that loop, from 1 to `num_layers`.
-      prefetch: Whether that loop gathers the next layer's weights, where they are sharded, while it
-        computes with this one's, see `manualpar.layers.prefetched_scan`.
       attention: The implementation that `jax.nn.dot_product_attention` is asked for: `"xla"`,
         `"cudnn"` (on an NVIDIA GPU, in 16 bits), or `""` for the one that jax chooses.
       bos_token: The token that a document begins with, across which attention does not look. What
@@ -91,8 +87,6 @@ class Transformer(nn.Module):
     dtype: DTypeLike = "float32"
     remat: str = "none"
     scan_layers: bool = True
-    scan_unroll: int = 1
-    prefetch: bool = False
     attention: str = ""
     bos_token: int = -1
     annotate: bool = False
@@ -152,22 +146,19 @@ class Transformer(nn.Module):
             annotate=self.annotate,
         )
         layer: Any = Layer
-        loop: dict[str, Any] = {
-            "length": self.num_layers,
-            "unroll": self.scan_unroll,
-            "split_rngs": {"params": True, "dropout": True},
-            "metadata_params": {nn.PARTITION_NAME: "layers"},
-        }
-        if self.prefetch:
-            policy = REMAT_POLICIES[self.remat] if self.remat != "none" else None
-            layers = prefetched_scan(Layer, policy=policy, **loop)
-            return layers(config, name="layers")(x_BSD, angles_SH, mask)[0]
         if self.remat != "none":
             # Inside of a loop nothing can be merged across iterations.
             policy = REMAT_POLICIES[self.remat]
             layer = nn.remat(Layer, policy=policy, prevent_cse=not self.scan_layers)
         if self.scan_layers:
-            layers = nn.scan(layer, variable_axes={"params": 0}, in_axes=nn.broadcast, **loop)
+            layers = nn.scan(
+                layer,
+                variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True},
+                in_axes=nn.broadcast,
+                length=self.num_layers,
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )
             return layers(config, name="layers")(x_BSD, angles_SH, mask)[0]
         for index in range(self.num_layers):
             x_BSD, _ = layer(config, name=f"layer_{index}")(x_BSD, angles_SH, mask)
@@ -344,10 +335,6 @@ def check_transformer(model: Transformer) -> None:
         refuse("dropout_rate", "from 0 to less than 1")
     if not -1 <= model.bos_token < model.vocab_size:
         refuse("bos_token", f"less than vocab_size={model.vocab_size}, or -1 for none")
-    if not 1 <= model.scan_unroll <= (model.num_layers if model.scan_layers else 1):
-        refuse("scan_unroll", "from 1 to num_layers, and 1 if scan_layers is False")
-    if model.prefetch and not model.scan_layers:
-        refuse("prefetch", "False if scan_layers is False, for there is no loop to carry weights")
     for field, known in (("remat", REMAT_POLICIES), ("attention", ATTENTIONS)):
         if getattr(model, field) not in known:
             refuse(field, f"one of {', '.join(map(repr, known))}")

@@ -18,6 +18,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
+from manualpar.checkpoints.compatibility import REMOVED
 from manualpar.training.config import flatten_config, nearest, one_line
 
 FLAGS_HELP = {
@@ -216,6 +217,8 @@ def _check_overrides(config: ml_collections.ConfigDict, overrides: Sequence[str]
     mesh_sizes = {f"parallel.mesh.{axis}" for axis in axes}
     for argument in overrides:
         field = argument.split("=")[0].split(".", 1)[1]
+        if field in REMOVED and field not in values:
+            raise UsageError(f"{argument}: {field} was removed: {REMOVED[field][1]}; leave it out.")
         if field not in groups | mesh_sizes:
             near = nearest(field, values.keys() | mesh_sizes)
             mend = ""

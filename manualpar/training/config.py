@@ -15,6 +15,7 @@ from typing import Any
 
 import ml_collections
 
+from manualpar.checkpoints.compatibility import REMOVED
 from manualpar.compiler_options import OVERLAPS
 from manualpar.core.strategy import COMMUNICATE_EVERY, MODES
 
@@ -103,7 +104,6 @@ FIELDS: Mapping[str, Field] = {
     "parallel.communicate_every": Field(str, choices=COMMUNICATE_EVERY),
     "parallel.keep_gathered": Field(tuple, holds_names=True),
     "parallel.axis_by_axis": Field(bool),
-    "parallel.combine_bytes": Field(int, 0),
     "parallel.overlap": Field(str, choices=OVERLAPS),
     "parallel.pad": Field(bool),
     "parallel.param_dtype": Field(str, choices=WIRE_DTYPES),
@@ -151,8 +151,6 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "model.dtype": Field(str, choices=DTYPES),
         "model.remat": Field(str, choices=("none", "dots", "full")),
         "model.scan_layers": Field(bool),
-        "model.scan_unroll": Field(int, 1),
-        "model.prefetch": Field(bool),
         "model.attention": Field(str, choices=("", "xla", "cudnn")),
         "sample.num_tokens": Field(int, 0, below=10**6),  # Each is a pass of the whole model.
         "sample.prompt": Field(str),
@@ -228,6 +226,8 @@ def check_config(config: Any) -> None:
             raise ValueError(f"config.{name} is missing, expected {fields[name].expectation()}.")
     # The model's name first: which other fields there are depends on it.
     for name, value in sorted(values.items(), key=lambda item: item[0] != "model.name"):
+        if name in REMOVED:
+            raise ValueError(f"config.{name} was removed: {REMOVED[name][1]}; delete the field.")
         if name not in fields:
             raise ValueError(
                 f"config.{name} is not a known field{_of_model(config)}; the nearest one is "
@@ -257,8 +257,8 @@ def check_config(config: Any) -> None:
 
 def _check_written_out(config: ml_collections.ConfigDict) -> None:
     """Refuses a program that would take hours to trace and to compile."""
-    scans = config.model.get("scan_layers", False)
-    for name in ("model.scan_unroll" if scans else "model.num_layers", "optimizer.num_minibatches"):
+    layers = () if config.model.get("scan_layers", False) else ("model.num_layers",)
+    for name in (*layers, "optimizer.num_minibatches"):
         group, field = name.split(".")
         if config[group][field] > MOST_WRITTEN_OUT:
             mend = "; or set config.model.scan_layers=True" if "scan_layers" in config.model else ""

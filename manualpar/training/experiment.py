@@ -139,13 +139,11 @@ def build_program(
             f"config.parallel.reduce_dtype is {parallel.reduce_dtype!r} and config.parallel.mode "
             f"is {parallel.mode!r}, expected '', for XLA chooses where it sums, or mode 'manual'."
         )
-    for field, unused in (("axis_by_axis", False), ("combine_bytes", 0)):
-        if parallel[field] and parallel.mode != "manual":
-            raise ValueError(
-                f"config.parallel.{field} is {parallel[field]!r} and config.parallel.mode is "
-                f"{parallel.mode!r}, expected {unused!r}, for XLA chooses how it sends, or mode "
-                "'manual'."
-            )
+    if parallel.axis_by_axis and parallel.mode != "manual":
+        raise ValueError(
+            f"config.parallel.axis_by_axis is True and config.parallel.mode is {parallel.mode!r}, "
+            "expected False, for XLA chooses how it sends, or mode 'manual'."
+        )
     data_axes = tuple(axis for axis in DATA_AXES if axis in mesh.shape)
     along, devices = " and ".join(map(repr, data_axes)), axes_size(mesh, data_axes)
     parts = devices * optimizer.num_minibatches
@@ -173,7 +171,6 @@ def build_program(
         "gather_dtype": parallel.gather_dtype or None,
         "reduce_dtype": parallel.reduce_dtype or None,
         "axis_by_axis": parallel.axis_by_axis,
-        "combine_bytes": parallel.combine_bytes,
         "compiler_options": compiler_options(_device_kind(mesh), parallel.overlap),
         "norm_metrics": config.training.norm_metrics,
         "nonfinite": NONFINITE[config.training.on_nonfinite],
