@@ -73,7 +73,7 @@ BROKEN = [
         "def f():\n    from manualpar.core.gradients import sync_gradients",
         "manualpar.core.collectives:2",
     ),
-    (find_upward_imports, "manualpar.layers.dense", "from . import ring", "relative import"),
+    (find_upward_imports, "manualpar.models.dense", "from . import ring", "relative import"),
     (find_upward_imports, "manualpar.tricks", "", "no place in ORDER"),
     (find_private_jax, "manualpar.sharding.mesh", "from jax._src import core", "jax._src"),
     (
@@ -199,7 +199,7 @@ SOUND = [
         "import os\nHOME = os.environ.get('HOME')\nUSER = os.environ['USER']",
     ),
     ("manualpar.core.collectives", "import jax\ndef _f(x):\n    return jax.lax.psum(x, 'data')"),
-    ("manualpar.layers.dense", "from jax.lax import ppermute"),
+    ("manualpar.core.collectives", "from jax.lax import ppermute"),
     ("manualpar.core.program", "import jax\nindex = jax.lax.axis_index('data')"),
     (
         "manualpar.rng",

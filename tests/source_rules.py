@@ -63,7 +63,7 @@ COLLECTIVES = frozenset(
         "ragged_all_to_all",
     }
 )
-MAY_COMMUNICATE = frozenset({"core.collectives", "core.gradients", "core.partitioning", "layers"})
+MAY_COMMUNICATE = frozenset({"core.collectives", "core.gradients", "core.partitioning"})
 EMPTY_NAMES = frozenset({"common", "helper", "helpers", "manager", "misc", "util", "utils"})
 CHANGES_ENVIRONMENT = (
     "os.environ",
