@@ -85,7 +85,7 @@ def test_true_or_false_and_tuples_are_understood(argument, field, value):
         ),
         (["--config.nonsense=1"], "has no field 'nonsense'; the nearest one is --config.seed."),
         (["--config.optimizer.learning_rat=1"], "nearest one is --config.optimizer.learning_rate."),
-        (["--config.model.prefetch=True"], "=True: model.prefetch was removed: it made a step slower"),
+        (["--config.model.prefetch=True"], "=True: model.prefetch was removed: it made"),
         (["--config.seed.x=1"], "no field 'seed.x'"),
         (["--config.parallel.mesh.date=1"], "the nearest one is --config.parallel.mesh.data"),
         (["--config.=1"], "no field ''"),
