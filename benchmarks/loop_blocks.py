@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
-from unittest import mock
 
 import jax
 import rich.console
@@ -24,12 +23,13 @@ from manualpar.data import train_batches
 from manualpar.guards.dispatch import MAX_STEPS_AHEAD
 from manualpar.inspect import state_bytes
 from manualpar.train_state import Batch, TrainState
-from manualpar.training import loop as loop_module
 from manualpar.training.command_line import load_config
 from manualpar.training.experiment import prepare
-from manualpar.training.loop import Loop, Place
+from manualpar.training.hooks import profiled
+from manualpar.training.loop import Loop, Position
 from manualpar.training.recorder import Recorder
 from manualpar.training.saving import RunSaver
+from manualpar.watching.profiling import StepProfiler
 from manualpar.watching.progress import TrainingProgress
 from manualpar.watching.stalls import StallDetector
 from manualpar.watching.throughput import Throughput
@@ -79,65 +79,42 @@ class FinishError(Exception):
     """The last step of a block is done: ends a loop before it tests what it has trained."""
 
 
-class NumberedSaver:
-    """Saves under a number of its own: every block has the same steps, a checkpoint another."""
-
-    def __init__(self, saver: RunSaver, step: int) -> None:
-        """Takes who saves, and as which step."""
-        self._saver = saver
-        self._step = step
-
-    def save(self, state: TrainState, place: Place) -> None:
-        """Saves."""
-        self._saver.save(state, place._replace(step=self._step))
-
-    def wait(self) -> None:
-        """Waits until it is on disk."""
-        self._saver.wait()
-
-
 class FinishLine:
-    """Ends a block after its last step, in the place of who keeps checkpoints, who is asked too.
+    """A hook in the place of the one that saves: it saves one step, and ends a block.
 
     Attributes:
       finished: When the last state was there and all that was saved was on disk.
       state: That state.
-      blocked: How many seconds the saver had the loop wait for it.
-      saved_at: Until when, by the clock on the wall.
+      blocked: How many seconds the loop waited for the save.
+      saved_at: When it did, by the clock on the wall.
     """
 
-    def __init__(self, num_steps: int, saver: NumberedSaver | None) -> None:
-        """Takes the number of steps, and who saves one of them, if anybody."""
+    def __init__(self, num_steps: int, saver: RunSaver, save_as: int | None) -> None:
+        """Takes the number of steps, and as which step to save the state after `SAVED_AFTER`.
+
+        Blocks have the same steps, so a checkpoint needs a number of its own.
+        """
         self._num_steps = num_steps
         self._saver = saver
+        self._save_as = save_as
         self.finished = 0.0
         self.state: TrainState | None = None
         self.blocked = self.saved_at = 0.0
 
-    def is_due(self, step: int) -> bool:
-        """Whether to save."""
-        return self._saver is not None and step == SAVED_AFTER
-
-    def save(self, state: TrainState, place: Place) -> None:
+    def __call__(self, state: TrainState, position: Position) -> None:
         """Saves, or ends the block."""
-        if place.step < self._num_steps:
-            assert self._saver is not None
+        self._saver.cluster.should_stop(position.step)
+        if self._save_as is not None and position.step == SAVED_AFTER:
             started = time.perf_counter()
-            self._saver.save(state, place)
+            self._saver.save(state, position._replace(step=self._save_as))
             self.blocked, self.saved_at = time.perf_counter() - started, time.time()
-            return
-        jax.block_until_ready(state)
-        self.wait()
-        self.finished, self.state = time.perf_counter(), state
-        raise FinishError
-
-    def wait(self) -> None:
-        """Waits for what was saved."""
-        if self._saver is not None:
-            self._saver.wait()
-
-    def go_back(self) -> None:
-        """Has nothing to go back to."""
+        if position.step == self._num_steps:
+            self._saver.recorder.drain()
+            jax.block_until_ready(state)
+            if self._save_as is not None:
+                self._saver.checkpoints.wait()
+            self.finished, self.state = time.perf_counter(), state
+            raise FinishError
 
 
 class Bench:
@@ -224,30 +201,29 @@ class Bench:
         terminal = show == "bar"
         console = rich.console.Console(file=io.StringIO(), width=120, force_terminal=terminal)
         config, cluster = self.config, Cluster()
-        with TrainingProgress(console, num_steps=num_steps) as progress:
+        detector = StallDetector(config.watch.stall_seconds, others=cluster.steps, num_processes=1)
+        checkpoints: Any
+        checkpoints, save_as = saver or (None, None)
+        with TrainingProgress(console, num_steps=num_steps) as progress, detector:
             recorder = self._recorder(progress)
-            line = FinishLine(num_steps, self._saver(recorder, *saver) if saver else None)
+            run_saver = RunSaver(
+                checkpoints, self.experiment, recorder, self.writer, cluster, detector, print
+            )
+            line = FinishLine(num_steps, run_saver, save_as)
             batches = self.batches(source)
             loop = Loop(
-                program=self.program,
-                dataset=self.experiment.task.dataset,
+                take_step=profiled(self.program, StepProfiler(None, self.folder), cluster),
+                read_from=lambda examples: contextlib.closing(batches),
                 recorder=recorder,
                 cluster=cluster,
-                seed=config.seed,
                 batch_size=config.data.batch_size,
                 num_steps=num_steps,
-                eval_every_steps=0,
                 log_every_steps=config.training.log_every_steps,
-                prefetch=config.data.prefetch,
-                saver=line,
-                detector=StallDetector(
-                    config.watch.stall_seconds, others=cluster.steps, num_processes=1
-                ),
             )
+            loop.every(1, lambda state, position: detector.beat(position.step))
+            loop.every(1, line)
             jax.block_until_ready(self.state)
-            # The loop closes them.
-            replaced = mock.patch.object(loop_module, "train_batches", return_value=batches)
-            with replaced, contextlib.suppress(FinishError):
+            with contextlib.suppress(FinishError):
                 loop.run(self.state)
         assert line.state is not None
         assert batches.started is not None
@@ -288,13 +264,6 @@ class Bench:
             derive=task.derive,
             skips_nonfinite=self.config.training.on_nonfinite == "skip",
         )
-
-    def _saver(self, recorder: Recorder, checkpoints: Checkpoints, step: int) -> NumberedSaver:
-        """Who saves as a run does."""
-        saver = RunSaver(
-            checkpoints, self.experiment, recorder=recorder, writer=self.writer, report=print
-        )
-        return NumberedSaver(saver, step)
 
     def __enter__(self) -> Self:
         return self

@@ -36,8 +36,8 @@ from manualpar.train_state import TrainState
 from manualpar.training.command_line import parse_command_line
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import Experiment, prepare
-from manualpar.training.loop import Loop
 from manualpar.training.run import run
+from manualpar.watching.stalls import StallDetector
 
 CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
 SMALL = {"model.hidden_size": 16, "model.num_layers": 1, "data.batch_size": 32}
@@ -96,13 +96,13 @@ def _measure(kind: str, steps: int) -> list[tuple[int, float, int]]:
     if kind in BARE:
         _run_bare(experiment, steps, saves, note)
         return found
-    beat = Loop._beat
+    beat = StallDetector.beat
 
-    def noted(loop: Loop, step: int) -> None:
+    def noted(detector: StallDetector, step: int) -> None:
         note(step)
-        beat(loop, step)
+        beat(detector, step)
 
-    setattr(Loop, "_beat", noted)  # noqa: B010  (a type checker refuses the assignment)
+    setattr(StallDetector, "beat", noted)  # noqa: B010  (a type checker refuses the assignment)
     cluster = initialize(timeout_seconds=10)
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, cluster:
         console = rich.console.Console(file=nowhere)

@@ -2,27 +2,25 @@
 
 import itertools
 import signal
+import types
 from pathlib import Path
 
 import jax
+import ml_collections
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from manualpar.checkpoints import Restored
 from manualpar.cluster import Cluster
 from manualpar.data import ArraySplit, Dataset, train_batch
 from manualpar.guards.replicas import ReplicaError
-from manualpar.training import loop
-from manualpar.training.loop import (
-    MAX_ROLLBACKS,
-    START,
-    Loop,
-    Place,
-    StoppedError,
-    postponed_interrupt,
-)
+from manualpar.training import hooks
+from manualpar.training.loop import START, Position, StoppedError, postponed_interrupt
 from manualpar.training.recorder import LAG, NonFiniteError, Recorder
+from manualpar.training.saving import MAX_ROLLBACKS, RunSaver
 from manualpar.watching.profiling import StepProfiler
+from manualpar.watching.stalls import StallDetector
 
 BATCH_SIZE = 4
 
@@ -90,35 +88,36 @@ class Reports:
     def advance(self, step):
         self.steps.append(step)
 
+    workdir = Path("unused")
 
-class FakeSaver:
-    """Keeps states in memory, with how much had been reported."""
+    def place(self):
+        return {"metrics.jsonl": len(self.written), "throughput.jsonl": 0}
 
-    def __init__(self, program, reports, *, every) -> None:
-        self.saved: list[tuple[int, Place]] = []
-        self.reported: list[int] = []
-        self.recorder: Recorder | None = None
-        self._states: list[dict] = []
-        self._program, self._reports, self._every = program, reports, every
+    def go_back(self, place, *, step, report):
+        del self.written[place["metrics.jsonl"] :]
 
-    def is_due(self, step):
-        return step % self._every == 0
 
-    def save(self, state, place):
-        self._program.log.append(("save", state))
-        self._states.append(self.recorder.state())
-        self.saved.append((state, place))
-        self.reported.append(len(self._reports.written))
+class FakeCheckpoints:
+    """Keeps states in memory."""
+
+    def __init__(self, log) -> None:
+        self.saved: list[tuple[int, dict]] = []
+        self._log = log
+
+    def save(self, program, state, *, step, extra, metrics):
+        self._log.append(("save", state))
+        self.saved.append((state, extra))
 
     def wait(self):
-        self._program.log.append(("saved", self.saved[-1][0]))
+        if self.saved:
+            self._log.append(("saved", self.saved[-1][0]))
 
-    def go_back(self):
-        if not self.saved:
-            return None
-        self.recorder.resume(self._states[-1])
-        del self._reports.written[self.reported[-1] :]
-        return self.saved[-1]
+    def latest_step(self):
+        return self.saved[-1][0] if self.saved else None
+
+    def restore(self, program, *, on_corruption, report):
+        state, extra = self.saved[-1]
+        return Restored(state, state, extra)
 
 
 def _split(num_examples: int, first_label: int) -> ArraySplit:
@@ -130,39 +129,71 @@ DATASET = Dataset(train=_split(30, 0), eval=_split(6, 100), test=_split(7, 200),
 
 
 class Run:
-    """A loop over a fake program, and all that came of it."""
+    """The training of a fake program, and all that came of it."""
 
-    def __init__(self, program=None, *, save_every=0, place=START, **options) -> None:
+    def __init__(self, program=None, *, save_every=0, position=START, profile=None, **options):
         self.program = program or FakeProgram()
         self.reports, self.cluster, self.lines = Reports(), Cluster(), []
+        self.checkpoints = FakeCheckpoints(self.program.log)
+        self.config = ml_collections.ConfigDict(
+            {
+                "seed": 5,
+                "data": {"batch_size": BATCH_SIZE, "prefetch": 2},
+                "training": {"num_steps": 7, "eval_every_steps": 3, "log_every_steps": 2}
+                | {"eval_batches": 0, "on_nonfinite": "stop"},
+                "checkpoint": {"every_steps": save_every, "on_corruption": "stop"},
+                "debug": {"check_replicas_every": options.pop("check_replicas_every", 0)},
+            }
+        )
+        self.config.training.update(options)
+        self.error: BaseException | None = None
+        self.position = position
+        self.profiler = StepProfiler(profile, Path("unused"))
+
+    @property
+    def saved(self) -> list[Position]:
+        """The position of every checkpoint."""
+        return [Position(state, extra["position"]) for state, extra in self.checkpoints.saved]
+
+    @property
+    def reported(self) -> list[int]:
+        """How many reports were written before every checkpoint."""
+        return [extra["files"]["metrics.jsonl"] for _, extra in self.checkpoints.saved]
+
+    def _train(self):
         recorder = Recorder(
             self.reports,
             self.reports,
             learning_rate=lambda step: step / 10,
             rates=lambda steps, seconds: {},
         )
-        self.saver = None
-        if save_every:
-            self.saver = FakeSaver(self.program, self.reports, every=save_every)
-            self.saver.recorder = recorder
-        defaults = {"num_steps": 7, "eval_every_steps": 3, "log_every_steps": 2}
-        self.loop = Loop(
-            program=self.program,
-            dataset=DATASET,
+        task = types.SimpleNamespace(dataset=DATASET)
+        experiment = types.SimpleNamespace(config=self.config, program=self.program, task=task)
+        detector = StallDetector(0)
+        return hooks.train(
+            self.config,
+            self.program,
+            DATASET,
+            state=self.position.step,
+            position=self.position,
             recorder=recorder,
+            saver=RunSaver(
+                self.checkpoints,
+                experiment,
+                recorder,
+                self.reports,
+                self.cluster,
+                detector,
+                self.lines.append,
+            ),
             cluster=self.cluster,
-            seed=5,
-            batch_size=BATCH_SIZE,
-            saver=self.saver,
-            report=self.lines.append,
-            **(defaults | options),
+            detector=detector,
+            profiler=self.profiler,
         )
-        self.error: BaseException | None = None
-        self._place = place
 
     def __call__(self) -> "Run":
         try:
-            self.state = self.loop.run(self._place.step, self._place)
+            self.state = self._train()
         except (KeyboardInterrupt, ReplicaError, StoppedError, NonFiniteError) as error:
             self.error = error
         return self
@@ -224,21 +255,21 @@ def test_an_evaluation_may_be_cut_short_and_the_test_is_not():
 @pytest.mark.parametrize("step", range(1, 7))
 def test_a_run_that_goes_on_sees_the_batches_that_are_left(step):
     whole = Run()()
-    run = Run(place=Place(step, 4 * step))()
+    run = Run(position=Position(step, 4 * step))()
     assert run.program.labels == whole.program.labels[step:]
     assert (0, "eval") not in [entry[:2] for entry in run.reports.written]
 
 
 def test_a_run_that_was_at_its_end_is_tested_again():
-    run = Run(place=Place(7, 28))()
+    run = Run(position=Position(7, 28))()
     assert run.program.labels == []
     assert [entry[:2] for entry in run.reports.written] == [(7, "test")]
 
 
 def test_a_checkpoint_comes_after_all_that_is_reported_of_its_step():
     run = Run(save_every=3)()
-    assert run.saver.saved == [(3, Place(3, 12)), (6, Place(6, 24)), (7, Place(7, 28))]
-    last = [run.reports.written[number - 1][:2] for number in run.saver.reported]
+    assert run.saved == [Position(3, 12), Position(6, 24), Position(7, 28)]
+    last = [run.reports.written[number - 1][:2] for number in run.reported]
     assert last == [(3, "eval"), (6, "eval"), (7, "eval")]
 
 
@@ -254,7 +285,7 @@ def test_a_request_to_stop_is_followed_after_the_step_and_saved(save_every):
     assert run.reports.written[-1][:2] == (4, "train")
     assert ("train", 5) not in run.program.log
     if save_every:
-        assert run.saver.saved == [(4, Place(4, 16))]
+        assert run.saved == [Position(4, 16)]
 
 
 @pytest.mark.parametrize("save_every", [0, 5])
@@ -267,7 +298,7 @@ def test_ctrl_c_ends_after_the_step_with_everything_reported_and_saved(save_ever
     assert run.reports.written[-1][:2] == (4, "train")
     assert ("train", 5) not in program.log
     if save_every:
-        assert run.saver.saved == [(4, Place(4, 16))]
+        assert run.saved == [Position(4, 16)]
 
 
 def test_a_step_that_is_not_finite_ends_a_run_before_it_is_saved():
@@ -276,7 +307,7 @@ def test_a_step_that_is_not_finite_ends_a_run_before_it_is_saved():
     run = Run(FakeProgram(poison=[poison]), save_every=1)()
     assert isinstance(run.error, NonFiniteError)
     assert run.error.step == first
-    assert [place.step for _, place in run.saver.saved] == list(range(1, first))
+    assert [position.step for position in run.saved] == list(range(1, first))
 
 
 def _poisoned_run(*, steps, **options) -> Run:
@@ -297,7 +328,7 @@ def _poisoned_run(*, steps, **options) -> Run:
 
 @pytest.mark.parametrize("bad_step", range(3, 8))
 def test_a_rollback_goes_to_the_checkpoint_and_past_the_bad_batch(bad_step):
-    run = _poisoned_run(steps=[bad_step], save_every=2, rolls_back=True, num_steps=8)()
+    run = _poisoned_run(steps=[bad_step], save_every=2, on_nonfinite="rollback", num_steps=8)()
     assert run.error is None
     back = (bad_step - 1) // 2 * 2
     # What led to the final state, by position in the data.
@@ -313,7 +344,7 @@ def test_a_rollback_goes_to_the_checkpoint_and_past_the_bad_batch(bad_step):
 
 
 def test_bad_batches_one_after_the_other_are_all_passed():
-    run = _poisoned_run(steps=[3, 4], save_every=2, rolls_back=True)()
+    run = _poisoned_run(steps=[3, 4], save_every=2, on_nonfinite="rollback")()
     assert run.error is None
     kept = run.program.labels[:2] + run.program.labels[-5:]
     assert kept == [_batch_labels(4 * (step - 1)) for step in (1, 2, 5, 6, 7, 8, 9)]
@@ -321,19 +352,19 @@ def test_bad_batches_one_after_the_other_are_all_passed():
 
 def test_rollbacks_with_checkpoints_between_them_are_not_counted_together():
     bad = range(3, 3 + 3 * (MAX_ROLLBACKS + 2), 3)
-    run = _poisoned_run(steps=bad, save_every=1, rolls_back=True, num_steps=12)()
+    run = _poisoned_run(steps=bad, save_every=1, on_nonfinite="rollback", num_steps=12)()
     assert run.error is None
     assert len(run.lines) == MAX_ROLLBACKS + 2
 
 
 def test_a_rollback_without_a_checkpoint_is_not_possible():
-    run = _poisoned_run(steps=[1], save_every=2, rolls_back=True)()
+    run = _poisoned_run(steps=[1], save_every=2, on_nonfinite="rollback")()
     assert isinstance(run.error, NonFiniteError)
     assert run.lines == []
 
 
 def test_a_run_that_does_not_get_better_is_not_rolled_back_for_ever():
-    run = _poisoned_run(steps=range(3, 100), save_every=2, rolls_back=True)()
+    run = _poisoned_run(steps=range(3, 100), save_every=2, on_nonfinite="rollback")()
     assert isinstance(run.error, NonFiniteError)
     assert len(run.lines) == MAX_ROLLBACKS
 
@@ -352,7 +383,7 @@ def fail_at(monkeypatch) -> dict[str, int | None]:
             if state == failing["step"]:
                 raise ReplicaError("'params/x' is not the same, ...")
 
-    monkeypatch.setattr(loop, "ReplicaSentinel", Sentinel)
+    monkeypatch.setattr(hooks, "ReplicaSentinel", Sentinel)
     return failing
 
 
@@ -398,8 +429,8 @@ def test_a_process_told_to_ignore_ctrl_c_keeps_ignoring_it():
 def test_every_process_goes_through_the_same_phases_and_is_watched_no_more_at_the_end():
     """Who has entered fewer phases than the others is behind, so none may depend on the process."""
     entered = []
-    for profiler in (None, StepProfiler(None, Path("unused"))):
-        run = Run(num_steps=2, eval_every_steps=2, save_every=1, profiler=profiler)
+    for profile in (None, range(90, 91)):
+        run = Run(num_steps=2, eval_every_steps=2, save_every=1, profile=profile)
         phases = []
         run.cluster.enter = phases.append
         run()
@@ -409,6 +440,7 @@ def test_every_process_goes_through_the_same_phases_and_is_watched_no_more_at_th
     test = ["evaluating"] * 3
     assert entered[0] == [
         *evaluation,
+        "between two steps",
         *step,
         "saving",
         *step,

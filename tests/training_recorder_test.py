@@ -114,13 +114,14 @@ def test_rates_leave_out_what_is_said_to_be_idle(monkeypatch):
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     reports = Reports()
     recorder = _recorder(reports)
-    recorder.leave_out(7.0)  # Nothing to leave it out of.
+    with recorder.leave_out():
+        now[0] += 7.0  # Nothing to leave it out of.
     for step in range(1, 4):
         recorder.put("train", step, _loss(1), report=step == 3)
         now[0] += 1.0
         recorder.drain()
-        now[0] += 100.0
-        recorder.leave_out(100.0)
+        with recorder.leave_out():
+            now[0] += 100.0
     assert reports.written[0][3] == {"steps_per_second": 1.0}
 
 

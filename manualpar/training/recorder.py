@@ -10,8 +10,9 @@ rates, which depend on the machine and the moment.
 """
 
 import collections
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from manualpar.metrics import Metrics, add_metrics, fetch_metrics, mean_metrics
@@ -140,10 +141,13 @@ class Recorder:
         while self._queue:
             self._fetch_oldest()
 
-    def leave_out(self, seconds: float) -> None:
-        """Says that the device had nothing to do for as long, since all queued steps were done."""
+    @contextlib.contextmanager
+    def leave_out(self) -> Iterator[None]:
+        """Leaves the time within out of the rates, because the device has nothing to do."""
+        started = time.perf_counter()
+        yield
         if self._fetched_at is not None:
-            self._fetched_at += seconds
+            self._fetched_at += time.perf_counter() - started
 
     def latest(self, split: str) -> dict[str, float]:
         """The latest report of `split`; nothing if there was none."""

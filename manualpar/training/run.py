@@ -23,9 +23,10 @@ from manualpar.train_state import TrainState
 from manualpar.training.command_line import UsageError
 from manualpar.training.devices import describe_mesh
 from manualpar.training.experiment import Experiment
-from manualpar.training.loop import START, Loop
+from manualpar.training.hooks import train
+from manualpar.training.loop import START
 from manualpar.training.recorder import Recorder
-from manualpar.training.saving import RunSaver, open_checkpoints, place_of, restore
+from manualpar.training.saving import RunSaver, open_checkpoints, position_of, restore
 from manualpar.training.workdir import check_folder
 from manualpar.training.workdir_lock import lock_workdir
 from manualpar.watching.durable_files import WriteError
@@ -36,13 +37,15 @@ from manualpar.watching.stalls import StallDetector
 from manualpar.watching.throughput import Throughput, lowest_peak, memory_in_use
 from manualpar.watching.writers import METRICS_FILE, PLACED_FILES, RunWriter, SilentWriter, Writer
 
+Say = Callable[[str], None]
+
 
 class Result(NamedTuple):
-    """What a run comes to.
+    """The outcome of a run.
 
     Attributes:
-      metrics: The metrics on the test examples.
-      sample: What the trained model makes, if it makes anything.
+      metrics: The metrics of the test examples.
+      sample: A text that the trained model generated, if it generates any.
     """
 
     metrics: dict[str, float]
@@ -57,34 +60,35 @@ def run(
     console: rich.console.Console,
     on_error: Callable[[Exception], None] = lambda error: None,
 ) -> Result:
-    """Trains and tests, showing the mesh, the layout and how far it is.
+    """Trains and tests, and shows the mesh, the layout and the progress.
 
     Args:
       experiment: What to run.
       workdir: The folder of the run. If it holds a checkpoint, the run goes on from there.
       cluster: The processes that run it together.
       console: Where to show it.
-      on_error: Told of an error before anything is closed: with several processes closing waits
-        for the others, which may wait for this one.
+      on_error: Called with an error before anything is closed, because with several processes
+        closing waits for the others, which may wait for this one.
 
     Returns:
       The result.
 
     Raises:
-      CheckpointError: A checkpoint cannot be read, or not be written.
+      CheckpointError: A checkpoint cannot be read or written.
       UsageError: The folder holds the run of another config, or another run is using it.
       WriteError: The folder cannot be written to.
-      StoppedError, KeyboardInterrupt, NonFiniteError, ReplicaError: See `Loop.run`.
+      StoppedError, KeyboardInterrupt, NonFiniteError, ReplicaError: See `hooks.train`.
     """
+    say = functools.partial(print_line, console)
     with contextlib.ExitStack() as stack:
         try:
             failure = ""
             if cluster.is_main:
                 try:
-                    say = functools.partial(print_line, console)
                     stack.enter_context(lock_workdir(workdir, report=say))
-                    _check_again(experiment, workdir)
-                except UsageError as error:
+                    # Another run may have used it since the command line was checked.
+                    check_folder(experiment.config, workdir)
+                except (UsageError, ValueError) as error:
                     failure = str(error)
             if failure := first_failure(failure):
                 raise UsageError(failure)
@@ -92,31 +96,10 @@ def run(
             checkpoints = stack.enter_context(open_checkpoints(experiment.config, workdir))
             return _run(experiment, workdir, checkpoints, cluster=cluster, console=console)
         except UsageError:
-            raise  # Every process has it.
+            raise  # Every process raises it.
         except Exception as error:
             on_error(error)
             raise
-
-
-def _check_again(experiment: Experiment, workdir: Path) -> None:
-    """Checks a folder that may have been another run's since the command line was checked."""
-    try:
-        check_folder(experiment.config, workdir)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console.Console) -> None:
-    """Shows where the run runs, and what is where."""
-    config, program = experiment.config, experiment.program
-    say = functools.partial(print_line, console)
-    hosts = describe_hosts(program.mesh)
-    say(f"mesh: {describe_mesh(program.mesh)}{hosts and f' ({hosts})'}")
-    console.print(layout_table(program))
-    if config.debug.draw_sharding and cluster.is_main:
-        draw_sharding(program.abstract_state.params, config.debug.draw_sharding)
-    if config.debug.check_replicas_every:
-        say(_describe_check(program, config.debug.check_replicas_every))
 
 
 def _run(
@@ -127,39 +110,63 @@ def _run(
     cluster: Cluster,
     console: rich.console.Console,
 ) -> Result:
-    """Restores what there is, and runs."""
+    """Restores the latest checkpoint if there is one, trains, tests and samples."""
     config, program, task = experiment.config, experiment.program, experiment.task
     say = functools.partial(print_line, console)
     restored: Restored | None = None
     if checkpoints.latest_step() is not None:
         restored = restore(checkpoints, experiment, workdir, report=say)
         say(f"going on from the checkpoint of step {restored.step} in {workdir}")
-    place = place_of(restored) if restored else START
+    position = position_of(restored) if restored else START
     with contextlib.ExitStack() as stack:
         writer = _open_writer(experiment, workdir, restored, is_main=cluster.is_main, say=say)
         stack.enter_context(writer)
         if cluster.is_main:
             stack.push(_report_at_end(experiment, workdir, say))
-        progress = stack.enter_context(
-            TrainingProgress(
-                console,
-                num_steps=config.training.num_steps,
-                first_step=place.step,
-                state_bytes=state_bytes(program.abstract_state)[0],
-            )
+        progress = TrainingProgress(
+            console,
+            num_steps=config.training.num_steps,
+            first_step=position.step,
+            state_bytes=state_bytes(program.abstract_state)[0],
         )
-        recorder = _make_recorder(experiment, writer, progress)
+        recorder = _make_recorder(experiment, writer, stack.enter_context(progress))
         if restored:
             recorder.resume(restored.extra["recorder"])
-        saver = RunSaver(checkpoints, experiment, recorder=recorder, writer=writer, report=say)
-        loop = _make_loop(experiment, recorder, saver, cluster=cluster, workdir=workdir, say=say)
+        detector = StallDetector(
+            config.watch.stall_seconds, others=cluster.steps, num_processes=cluster.num_processes
+        )
+        # Processes of one host would write to the same file.
+        profiled = parse_profile(config.profile) if cluster.is_main else None
         state = restored.state if restored else program.init(jax.random.key(config.seed))
         restored = None  # Its state is donated to the first step.
-        state = loop.run(state, place)
+        state = train(
+            config,
+            program,
+            task.dataset,
+            state=state,
+            position=position,
+            recorder=recorder,
+            saver=RunSaver(checkpoints, experiment, recorder, writer, cluster, detector, say),
+            cluster=cluster,
+            detector=detector,
+            profiler=StepProfiler(profiled, workdir / "profile", say=say),
+        )
         sample = ""
         if task.sample:
             sample = task.sample(_without_padding(program, state), jax.random.key(config.seed))
     return Result(recorder.latest("test"), sample)
+
+
+def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console.Console) -> None:
+    """Shows the mesh and the layout."""
+    config, program = experiment.config, experiment.program
+    hosts = describe_hosts(program.mesh)
+    print_line(console, f"mesh: {describe_mesh(program.mesh)}{hosts and f' ({hosts})'}")
+    console.print(layout_table(program))
+    if config.debug.draw_sharding and cluster.is_main:
+        draw_sharding(program.abstract_state.params, config.debug.draw_sharding)
+    if config.debug.check_replicas_every:
+        print_line(console, _describe_check(program, config.debug.check_replicas_every))
 
 
 def _open_writer(
@@ -168,9 +175,9 @@ def _open_writer(
     restored: Restored | None,
     *,
     is_main: bool,
-    say: Callable[[str], None],
+    say: Say,
 ) -> RunWriter | SilentWriter:
-    """Opens the files of a run where its checkpoint found them, or where a run begins."""
+    """Opens the files of a run, cut back to what they were at its checkpoint."""
     config = experiment.config.to_dict()
     if not is_main:
         return SilentWriter(workdir)
@@ -184,7 +191,7 @@ def _open_writer(
 
 
 def _without_padding(program: Program, state: TrainState) -> TrainState:
-    """A state whose parameters have the shapes that the model gives them."""
+    """The state with parameters of the shapes that the model gives them."""
 
     def take_off(x: jax.Array, whole: jax.ShapeDtypeStruct) -> jax.Array:
         if x.shape == whole.shape:
@@ -195,10 +202,8 @@ def _without_padding(program: Program, state: TrainState) -> TrainState:
     return state.replace(params=jax.tree.map(take_off, state.params, program.whole_state.params))
 
 
-def _report_at_end(
-    experiment: Experiment, workdir: Path, say: Callable[[str], None]
-) -> Callable[..., None]:
-    """What draws and tabulates, when a run has ended in whichever way, what it has written."""
+def _report_at_end(experiment: Experiment, workdir: Path, say: Say) -> Callable[..., None]:
+    """A function that writes the report of a run, however that ended."""
     program = experiment.program
 
     def write(
@@ -223,45 +228,7 @@ def _report_at_end(
     return write
 
 
-def _make_loop(
-    experiment: Experiment,
-    recorder: Recorder,
-    saver: RunSaver,
-    *,
-    cluster: Cluster,
-    workdir: Path,
-    say: Callable[[str], None],
-) -> Loop:
-    """The loop that a config asks for."""
-    config = experiment.config
-    training, stall_seconds = config.training, config.watch.stall_seconds
-    # Processes of one host would write to the same file.
-    profiled = parse_profile(config.profile) if cluster.is_main else None
-    return Loop(
-        program=experiment.program,
-        dataset=experiment.task.dataset,
-        recorder=recorder,
-        cluster=cluster,
-        seed=config.seed,
-        batch_size=config.data.batch_size,
-        num_steps=training.num_steps,
-        eval_every_steps=training.eval_every_steps,
-        eval_batches=training.eval_batches,
-        log_every_steps=training.log_every_steps,
-        check_replicas_every=config.debug.check_replicas_every,
-        prefetch=config.data.prefetch,
-        saver=saver if config.checkpoint.every_steps else None,
-        detector=StallDetector(
-            stall_seconds, others=cluster.steps, num_processes=cluster.num_processes
-        ),
-        profiler=StepProfiler(profiled, workdir / "profile", say=say) if profiled else None,
-        rolls_back=training.on_nonfinite == "rollback",
-        report=say,
-    )
-
-
 def _make_recorder(experiment: Experiment, writer: Writer, progress: TrainingProgress) -> Recorder:
-    """What takes the metrics in."""
     config, task = experiment.config, experiment.task
     mesh = experiment.program.mesh
     throughput = Throughput(
@@ -288,7 +255,7 @@ def _make_recorder(experiment: Experiment, writer: Writer, progress: TrainingPro
 
 
 def _describe_check(program: Program, every: int) -> str:
-    """A line that says how much of the state the replica sentinel can compare."""
+    """A line about how much of the state there are copies of to compare."""
     mesh, specs = program.mesh, jax.tree.leaves(program.layout)
     parts = [math.prod(axes_size(mesh, axis_tuple(entry)) for entry in spec) for spec in specs]
     copied = sum(number < mesh.size for number in parts)

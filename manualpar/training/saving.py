@@ -6,6 +6,7 @@ reported yet, and how long the files of metrics were, so that what was written a
 off and is written again, the same.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -18,17 +19,21 @@ from manualpar.checkpoints import CheckpointError, Checkpoints, Restored, check_
 from manualpar.checkpoints.failures import explain
 from manualpar.checkpoints.orbax_files import read_extra
 from manualpar.checkpoints.retention import list_steps
+from manualpar.cluster import Cluster
 from manualpar.train_state import TrainState
 from manualpar.training.command_line import UsageError
 from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
-from manualpar.training.loop import Place
-from manualpar.training.recorder import Recorder, parse_state
+from manualpar.training.loop import Loop, Position, StoppedError
+from manualpar.training.recorder import NonFiniteError, Recorder, parse_state
 from manualpar.untrusted import parse_object, read_object
 from manualpar.watching.rewinding import PLACED_FILES
+from manualpar.watching.stalls import StallDetector
 from manualpar.watching.writers import CONFIG_FILE, Writer
 
 FOLDER = "checkpoints"
+# So many rollbacks without a new checkpoint between them, and it is not the data.
+MAX_ROLLBACKS = 3
 # Metrics of which the best is the largest.
 LARGE_IS_GOOD = frozenset({"accuracy"})
 
@@ -107,69 +112,129 @@ def _compare(
         ) from error
 
 
+@dataclasses.dataclass
 class RunSaver:
-    """Saves a run as its loop goes, and takes it back."""
+    """A hook, called after every step, that saves a run and stops it; it also rolls it back.
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        experiment: Experiment,
-        *,
-        recorder: Recorder,
-        writer: Writer,
-        report: Callable[[str], None],
-    ) -> None:
-        """Takes what a checkpoint is made of, and who is told of what went wrong."""
-        self._checkpoints = checkpoints
-        self._experiment = experiment
-        self._recorder = recorder
-        self._writer = writer
-        self._report = report
+    It saves as often as the config says, after the last step, and where the run is asked to stop.
 
-    def is_due(self, step: int) -> bool:
-        """Whether the config asks for a checkpoint after `step` updates."""
-        return step % self._experiment.config.checkpoint.every_steps == 0
+    Attributes:
+      checkpoints: Where to.
+      experiment: What is running.
+      recorder: Holds the metrics that are not reported yet.
+      writer: Writes the files of the run.
+      cluster: The processes that train together.
+      detector: Is not to take a save for a stall.
+      report: Is told of what went wrong.
+    """
 
-    def save(self, state: TrainState, place: Place) -> None:
-        """Saves a state; all metrics up to it must have been reported.
+    checkpoints: Checkpoints
+    experiment: Experiment
+    recorder: Recorder
+    writer: Writer
+    cluster: Cluster
+    detector: StallDetector
+    report: Callable[[str], None]
+
+    def __call__(self, state: TrainState, position: Position) -> None:
+        """Saves if it is time to, and ends the loop if the run is asked to stop.
+
+        Raises:
+          StoppedError: The run is asked to stop.
+          CheckpointError: This checkpoint or the one before it cannot be written.
+          NonFiniteError: A step up to this one was not finite; it is not saved.
+        """
+        step = position.step
+        stops = self.cluster.should_stop(step)
+        is_last = step == self.experiment.config.training.num_steps
+        saves = self._is_due(step) or (self._every > 0 and (stops or is_last))
+        if saves:
+            self.save(state, position)
+        if stops:
+            self.recorder.drain()
+            self.checkpoints.wait()
+            raise StoppedError(step, is_saved=saves)
+
+    def save(self, state: TrainState, position: Position) -> None:
+        """Saves a state once everything that is reported of it is on disk.
+
+        It may return before the checkpoint is on disk.
 
         Raises:
           CheckpointError: This checkpoint or the one before it cannot be written.
+          NonFiniteError: A step up to this one was not finite; nothing is saved.
         """
-        extra = {
-            "position": place.position,
-            "config": self._experiment.config.to_dict(),
-            "data": self._experiment.task.dataset.fingerprint,
-            "recorder": self._recorder.state(),
-            "files": self._writer.place(),
-        }
-        self._checkpoints.save(
-            self._experiment.program,
-            state,
-            step=place.step,
-            extra=extra,
-            metrics=self._recorder.latest("eval"),
-        )
+        self.cluster.enter("saving")
+        self.recorder.drain()
+        with self.recorder.leave_out(), self.detector.pause():
+            extra = {
+                "position": position.examples,
+                "config": self.experiment.config.to_dict(),
+                "data": self.experiment.task.dataset.fingerprint,
+                "recorder": self.recorder.state(),
+                "files": self.writer.place(),
+            }
+            self.checkpoints.save(
+                self.experiment.program,
+                state,
+                step=position.step,
+                extra=extra,
+                metrics=self.recorder.latest("eval"),
+            )
 
-    def wait(self) -> None:
-        """Waits until the latest save is on disk.
+    def train(self, loop: Loop, state: TrainState, position: Position) -> TrainState:
+        """Runs a loop; if the config says so, a step that is not finite rolls it back.
+
+        A rollback goes back to the latest checkpoint, and past the batch of the step that failed.
 
         Raises:
-          CheckpointError: It cannot be written.
+          NonFiniteError: The config does not ask for rollbacks, there is no checkpoint, or
+            `MAX_ROLLBACKS` in a row did not help.
         """
-        self._checkpoints.wait()
+        rollbacks = 0
+        while True:
+            try:
+                return loop.run(state, position)
+            except NonFiniteError as error:
+                if any(map(self._is_due, range(position.step + 1, error.step))):
+                    rollbacks = 0
+                rollbacks += 1
+                restored = None
+                rolls_back = self.experiment.config.training.on_nonfinite == "rollback"
+                if rolls_back and self._every and rollbacks <= MAX_ROLLBACKS:
+                    self.cluster.enter("going back to a checkpoint")
+                    with self.recorder.leave_out(), self.detector.pause():
+                        restored = self.go_back()
+                if restored is None:
+                    raise
+                state, (step, earlier) = restored
+                # An earlier rollback may have begun this stretch beyond the checkpoint's position.
+                failed = position.examples + (error.step - position.step) * loop.batch_size
+                position = Position(step, failed)
+                self.report(
+                    f"{error}: back to the checkpoint of step {step}, past the "
+                    f"{(failed - earlier) // loop.batch_size} batches since then"
+                )
 
-    def go_back(self) -> tuple[TrainState, Place] | None:
-        """Takes the run back to its latest checkpoint; `None` if there is none."""
-        self._checkpoints.wait()
-        if self._checkpoints.latest_step() is None:
+    def go_back(self) -> tuple[TrainState, Position] | None:
+        """Takes recorder and files back to the latest checkpoint; `None` if there is none."""
+        self.checkpoints.wait()
+        if self.checkpoints.latest_step() is None:
             return None
         restored = restore(
-            self._checkpoints, self._experiment, self._writer.workdir, report=self._report
+            self.checkpoints, self.experiment, self.writer.workdir, report=self.report
         )
-        self._recorder.resume(restored.extra["recorder"])
-        self._writer.go_back(restored.extra["files"], step=restored.step, report=self._report)
-        return restored.state, place_of(restored)
+        self.recorder.resume(restored.extra["recorder"])
+        self.writer.go_back(restored.extra["files"], step=restored.step, report=self.report)
+        return restored.state, position_of(restored)
+
+    @property
+    def _every(self) -> int:
+        every: int = self.experiment.config.checkpoint.every_steps
+        return every
+
+    def _is_due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
 
 
 def restore(
@@ -235,6 +300,6 @@ def _check_extra(restored: Restored) -> None:
         ) from error
 
 
-def place_of(restored: Restored) -> Place:
-    """How far a run was that saved a checkpoint."""
-    return Place(restored.step, int(restored.extra["position"]))
+def position_of(restored: Restored) -> Position:
+    """How far the run was that saved a checkpoint."""
+    return Position(restored.step, int(restored.extra["position"]))
