@@ -12,7 +12,7 @@ import pytest
 from absl import flags
 
 from experiments import inspect as experiment
-from manualpar.inspect.budget_file import read_budgets
+from manualpar.inspect.budgets import read_budgets
 from manualpar.training import inspection
 from manualpar.training.command_line import UsageError
 from manualpar.training.inspection import inspect_command

@@ -1,107 +1,119 @@
-"""A budget written from what a ledger measures, into a file that may hold others.
+"""Budgets written from what a ledger measures, into a file that may hold others.
 
-What the traced step says is written as it is: it is the same on every machine, and the same with
-the oldest versions of jax and flax that this package runs with as with today's. What is compiled
-is given some room: from jax 0.10.0 to 0.10.2 the temporaries of `configs/fsdp_lm.py` grew from 28.6
-to 32.7 MiB.
+The numbers of a traced step are the same on every machine and with every supported version of jax
+and flax, so they are written exactly. Those of a compiled step are not, so they are given room:
+from jax 0.10.0 to 0.10.2 the temporaries of `configs/fsdp_lm.py` grew from 28.6 to 32.7 MiB.
 """
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from manualpar.inspect.budget import Measured, matches
-from manualpar.inspect.budget_file import COMPILED, Budget, BudgetError, parse_budgets, quoted
+from manualpar.inspect.budgets import (
+    COMPILED,
+    TOTALS,
+    Budget,
+    BudgetError,
+    Key,
+    amounts,
+    matches,
+    parse_budgets,
+    quoted,
+    whole,
+)
+from manualpar.inspect.ledger_difference import Json, sent_by
 
 COMPILED_ROOM = 1.2
-ROUNDED_TO = 1024  # Bytes of what is compiled.
+ROUNDED_TO = 1024  # Bytes of a compiled step.
+
+# The first line of a table, with the empty lines and comments above it.
+_HEADER = re.compile(
+    r'(?P<above>(?:^[ \t]*(?:#.*)?\n)*)^[ \t]*\[[ \t]*(?:"(?P<quoted>[^"]*)"|(?P<bare>[\w-]+))'
+    r"[ \t]*[.\]]",
+    re.MULTILINE,
+)
 
 
-def budget_text(name: str, ledger: Mapping[str, Any], earlier: Budget | None = None) -> str:
-    """Writes what is measured as a budget.
+def budget_text(name: str, ledger: Json, earlier: Budget | None = None) -> str:
+    """Writes what a ledger measures as a budget.
 
     Args:
-      name: The program's name in the file.
-      ledger: What `Ledger.to_json` returns.
-      earlier: The budget that it takes the place of. Its limits on what is compiled stay as they
-        are where nothing was compiled.
+      name: The name of the program in the file.
+      ledger: The `Ledger.to_json` of its step.
+      earlier: The budget to replace. Its limits on the compiled step are kept where the ledger has
+        no compiled step.
 
     Returns:
-      The tables of the program, in TOML: all totals that are known, and the bytes and collectives
-      of every purpose, the bytes of every axis and of every module. Modules that differ in a number
-      alone, as the layers of a model do, share a line if they send the same. What the compiled step
-      sends is written where the compiler is who writes collectives, or if it was limited before.
+      The tables of the program, in TOML: all known totals, the bytes and collectives of every
+      purpose, and the bytes of all axes and modules. Modules whose names differ in a number alone,
+      such as the layers of a model, share a line if they send the same. The bytes and collectives
+      of the compiled step are written if the compiler inserts the collectives, or if `earlier`
+      limits them.
     """
-    measured = Measured(ledger)
-    key = quoted(name)
-    lines = [f"[{key}]", f"devices = {math.prod(ledger['mesh'].values())}"]
-    for quantity in ("bytes", "collectives", "flops", "peak_memory"):
-        if (amount := measured.total(quantity)) is not None:
-            lines.append(f"{quantity} = {amount:_}")
-    lines += _compiled_lines(ledger, measured, earlier)
-    counts = measured.by("purposes", "collectives")
-    sent = measured.by("purposes", "bytes")
-    purposes = {
-        purpose: f"{{bytes = {sent[purpose]:_}, collectives = {counts[purpose]:_}}}"
-        for purpose in sorted(sent)
+    measured = amounts(ledger)
+    lines = [f"[{quoted(name)}]", f"devices = {math.prod(ledger['mesh'].values())}"]
+    for quantity in TOTALS:
+        amount = measured.get(Key("", "", quantity))
+        before = earlier.most(quantity) if earlier else None
+        if quantity not in COMPILED:
+            lines += [] if amount is None else [f"{quantity} = {amount:_}"]
+        elif amount is None:
+            kept = f"{quantity} = {before or 0:_}  # as before: nothing was compiled"
+            lines += [] if before is None else [kept]
+        elif quantity == "temporaries" or not ledger["collectives"] or before is not None:
+            unit = 1 if quantity == "compiled_collectives" else ROUNDED_TO
+            room = math.ceil(amount * COMPILED_ROOM / unit) * unit
+            lines.append(f"{quantity} = {room:_}  # as compiled, and {COMPILED_ROOM - 1:.0%}")
+    collectives = ledger["collectives"]
+    by_module = {key.name: x for key, x in measured.items() if key[0::2] == ("modules", "bytes")}
+    tables = {
+        "purposes": [
+            (purpose, f"bytes = {whole(sent.bytes):_}, collectives = {sent.times:_}")
+            for (purpose,), sent in sorted(sent_by(collectives, "purpose").items())
+        ],
+        "axes": [
+            (axes, f"bytes = {whole(sent.bytes):_}")
+            for (axes,), sent in sent_by(collectives, "axes").items()
+        ],
+        "modules": [(glob, f"bytes = {sent:_}") for glob, sent in _globs(by_module) if sent],
     }
-    axes = {axes: f"{{bytes = {sent:_}}}" for axes, sent in measured.by("axes", "bytes").items()}
-    by_module = measured.by("modules", "bytes")
-    modules = {
-        glob: f"{{bytes = {sent:_}}}"
-        for glob, sent in _globs(by_module, measured.known("modules")).items()
-    }
-    for group, table in (("purposes", purposes), ("axes", axes), ("modules", modules)):
-        if table:
-            lines += ["", f"[{key}.{group}]"]
-            lines += [f"{quoted(member)} = {amounts}" for member, amounts in table.items()]
+    for group, table in tables.items():
+        lines += ["", f"[{quoted(name)}.{group}]"] if table else []
+        lines += [f"{quoted(member)} = {{{limits}}}" for member, limits in table]
     return "\n".join(lines) + "\n"
 
 
-def _compiled_lines(
-    ledger: Mapping[str, Any], measured: Measured, earlier: Budget | None
-) -> Iterator[str]:
-    """The limits on what is compiled."""
-    for quantity in COMPILED:
-        amount = measured.total(quantity)
-        before = earlier.most(quantity) if earlier else None
-        is_wanted = quantity == "temporaries" or not ledger["collectives"]
-        if amount is not None and (is_wanted or before is not None):
-            unit = 1 if quantity == "compiled_collectives" else ROUNDED_TO
-            room = math.ceil(amount * COMPILED_ROOM / unit) * unit
-            yield f"{quantity} = {room:_}  # as compiled, and {COMPILED_ROOM - 1:.0%}"
-        elif amount is None and before is not None:
-            yield f"{quantity} = {before:_}  # as before: nothing was compiled"
-
-
 def replace_budget(text: str, name: str, budget: str) -> str:
-    """Puts a program's budget into the text of a file, in the place of the one it had.
+    """Puts a program's budget into the text of a file, in place of the one that it had.
 
     Args:
       text: The file as it is; `""` for a new one.
-      name: The program's name in the file.
+      name: The name of the program in the file.
       budget: See `budget_text`.
 
     Returns:
-      The file with that budget; other budgets and the comments above them are as they were.
+      The file with that budget. Other budgets, the comments above them, and the comments above the
+      replaced one stay.
 
     Raises:
-      BudgetError: The program's budget stands there in a form that is not replaced by lines, such
-        as one inline table.
+      BudgetError: The budget of the program stands there in a form that cannot be replaced line by
+        line, such as one inline table.
     """
-    blocks = _blocks(text)
-    own = [i for i, (owner, _) in enumerate(blocks) if owner == name]
-    if not own:
-        separator = "\n" if text.strip() else ""
-        changed = text.rstrip("\n") + ("\n" if text.strip() else "") + separator + budget
-    else:
-        # Comments above the first table are about the whole of it, and a person's.
-        above = re.match(r"(?:[ \t]*(?:#[^\n]*)?\n)*", blocks[own[0]][1])
-        blocks[own[0]] = (name, (above[0] if above else "") + budget)
-        kept = [block for i, (_, block) in enumerate(blocks) if i not in own[1:]]
-        changed = "".join(_separated(kept))
+    headers = list(_HEADER.finditer(text))
+    starts = [found.start() for found in headers]
+    pieces = [text[: starts[0]] if starts else text]
+    is_placed = False
+    for found, end in zip(headers, [*starts[1:], len(text)], strict=False):
+        if (found["quoted"] or found["bare"]) != name:
+            pieces.append(text[found.start() : end])
+        elif not is_placed:
+            pieces.append(found["above"] + budget)
+            is_placed = True
+    if not is_placed:
+        pieces.append(budget)
+    stripped = [piece.strip("\n") for piece in pieces]
+    changed = "\n\n".join(piece for piece in stripped if piece) + "\n"
     try:
         parse_budgets(changed, name)
     except BudgetError as error:
@@ -112,45 +124,16 @@ def replace_budget(text: str, name: str, budget: str) -> str:
     return changed
 
 
-def _globs(amounts: Mapping[str, int], known: set[str]) -> dict[str, int]:
-    """The amounts by module, modules that are alike together."""
+def _globs(by_module: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Amounts by module, with one glob for modules that differ in a number alone."""
     alike: defaultdict[str, set[str]] = defaultdict(set)
-    for module in known:
+    for module in by_module:
         alike[re.sub(r"\d+", "*", module)].add(module)
-    globs = {}
     for glob, modules in sorted(alike.items()):
-        found = {amounts.get(module, 0) for module in modules}
-        reached = {module for module in known if matches(glob, module)}
-        # Where the stars reach further than the numbers, or amounts differ, each stands for itself.
-        if len(found) == 1 and reached == modules and len(modules) > 1:
-            globs[glob] = found.pop()
+        found = {by_module[module] for module in modules}
+        # One line each where the amounts differ, or where the stars match other modules, too.
+        is_exact = modules == {module for module in by_module if matches(glob, module)}
+        if len(found) == 1 and is_exact and len(modules) > 1:
+            yield glob, found.pop()
         else:
-            globs |= {module: amounts[module] for module in sorted(modules) if module in amounts}
-    return {glob: amount for glob, amount in globs.items() if amount}
-
-
-def _blocks(text: str) -> list[tuple[str, str]]:
-    """The text in pieces, each with the name of the program whose table it is.
-
-    A comment above a table belongs to it, not to the one before. The first piece has no name.
-    """
-    blocks: list[tuple[str, list[str]]] = [("", [])]
-    for line in text.splitlines(keepends=True):
-        header = re.match(r"\s*\[\s*(?:\"([^\"]*)\"|([\w-]+))\s*[.\]]", line)
-        if header:
-            above = blocks[-1][1]
-            start = len(above)
-            while start and re.match(r"\s*(#.*)?$", above[start - 1]):
-                start -= 1
-            blocks[-1] = (blocks[-1][0], above[:start])
-            blocks.append((header[1] if header[1] is not None else header[2], above[start:]))
-        blocks[-1][1].append(line)
-    return [(name, "".join(lines)) for name, lines in blocks]
-
-
-def _separated(blocks: list[str]) -> list[str]:
-    """Pieces with an empty line between any two."""
-    kept = [block for block in blocks if block]
-    return [
-        block if i == 0 or block.startswith("\n") else f"\n{block}" for i, block in enumerate(kept)
-    ]
+            yield from ((module, by_module[module]) for module in sorted(modules))

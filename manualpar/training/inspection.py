@@ -1,10 +1,10 @@
 """What the steps of configs send, hold and compute, before one of them runs.
 
-Each config is traced, and compiled unless there are more devices than one would simulate; nothing
-is trained. What is found out is printed, written as JSON, drawn, compared with what was found
-before, and held against budgets. The results folder has
+Each config is traced and, unless it is for too many devices to simulate, compiled; nothing is
+trained. The ledgers are printed, written as JSON, drawn, compared with older ones, and held against
+budgets. The folder of the results has
 
-    <config>.json   the ledger, see `manualpar.inspect.ledger`, with the config that it is of
+    <config>.json   the ledger, see `manualpar.inspect.ledger`, and the config
     inspect.png     all of them, see `manualpar.training.inspection_picture`
 
 Exit codes: 0 if all went well, 1 if a budget is broken, 2 for a mistake of the user's, 130 for
@@ -21,26 +21,26 @@ import jax
 import rich.console
 from absl import logging
 
-from manualpar.inspect.budget import Verdict, check_budget
-from manualpar.inspect.budget_file import (
+from manualpar.inspect.budget_writing import budget_text, replace_budget
+from manualpar.inspect.budgets import (
     Budget,
     BudgetError,
     budget_for,
+    check_budget,
     parse_budgets,
     read_budgets,
 )
-from manualpar.inspect.budget_writing import budget_text, replace_budget
-from manualpar.inspect.difference import difference
 from manualpar.inspect.ledger import ledger
+from manualpar.inspect.ledger_difference import Json, compare_ledgers
 from manualpar.inspect.scopes import compiled_scopes, module_of, purpose_in
 from manualpar.training.command_line import UsageError
 from manualpar.training.devices import simulate_devices
-from manualpar.training.experiment import Experiment, prepare
-from manualpar.training.inspection_difference import print_difference
+from manualpar.training.experiment import prepare
 from manualpar.training.inspection_flags import InspectCommand, Named
 from manualpar.training.inspection_picture import Bound, draw_ledgers
 from manualpar.training.inspection_report import (
     describe_fit,
+    print_difference,
     print_ledger,
     print_summary,
     print_verdict,
@@ -52,10 +52,8 @@ from manualpar.watching.writers import check_workdir, create_numbered_folder
 
 BROKEN_EXIT_CODE = 1
 PICTURE = "inspect.png"
-# What a file needs to be compared with.
+# The keys without which a ledger from a file cannot be compared.
 NEEDED = ("mesh", "bytes", "counts", "collectives", "flops", "memory", "compiled")
-
-Json = Mapping[str, Any]
 
 
 def inspect_command(command: InspectCommand) -> int:
@@ -71,112 +69,115 @@ def inspect_command(command: InspectCommand) -> int:
     logging.set_verbosity(logging.WARNING)  # At its default absl shows jax's notes on backends.
     console = make_console()
     try:
-        return _inspect(command, console, started=started)
+        output, broken = _inspect(command, console)
     except (UsageError, BudgetError) as error:
         print_error(error)
         return USAGE_EXIT_CODE
     except KeyboardInterrupt:
         print_error("interrupted")
         return INTERRUPTED_EXIT_CODE
+    print_line(console, f"time: {time.perf_counter() - started:.1f} s")
+    print_line(console, f"results: {output}")
+    for sentence in broken:
+        print_error(f"over budget: {sentence}")
+    return BROKEN_EXIT_CODE if broken else 0
 
 
 def read_ledger(named: Named, *, devices: int | None, compile: bool) -> dict[str, Any]:
-    """Traces the step of a config, compiles it if asked to, and says what is in it.
+    """Traces the step of a config, and compiles it if asked to.
 
     Args:
       named: The config.
       devices: How many devices it is for; `None`: those there are.
-      compile: Whether to compile it, for devices that there must be.
+      compile: Whether to compile it; its devices must exist then.
 
     Returns:
       `Ledger.to_json()`, and `config_file`, `config`, `devices`, `jax`, and `predicted_is_bound`:
-      whether the closed form is the most that is sent. Compiled collectives have their `purpose`
-      and `module` as far as XLA has kept them.
+      whether the closed form is the most that is sent. Compiled collectives have a `purpose` and a
+      `module` as far as XLA has kept them, joined with `+` where XLA merged several.
 
     Raises:
-      UsageError: The config does not fit itself or the devices, or the step cannot be read.
+      UsageError: The config contradicts itself or the devices, or the step cannot be read.
     """
     try:
         experiment = prepare(named.config, devices=None if compile else devices)
-        found = ledger(experiment.program, compile=compile)
+        found = ledger(experiment.program, compile=compile).to_json()
     except ValueError as error:
         raise UsageError(f"{named.path}: {error}") from error
-    plain = found.to_json()
-    if plain["compiled"] is not None:
-        _name_compiled(plain["compiled"]["collectives"], experiment)
+    root = type(experiment.task.model).__name__
+    for collective in found["compiled"]["collectives"] if found["compiled"] else ():
+        scopes = compiled_scopes(collective["scope"])
+        purposes = dict.fromkeys(purpose_in(scope, ()) for scope in scopes)
+        modules = dict.fromkeys(module_of(scope, root) for scope in scopes)
+        collective["purpose"] = "+".join(purposes)
+        collective["module"] = "+".join(filter(None, modules))
     return {
         "config_file": str(named.path),
         "config": named.config.to_dict(),
         "devices": experiment.program.mesh.size,
         "jax": jax.__version__,
         "predicted_is_bound": experiment.program.strategy.reshard_after_forward,
-        **plain,
+        **found,
     }
 
 
-def _inspect(command: InspectCommand, console: rich.console.Console, *, started: float) -> int:
-    """Reads all files that are named, so that mistakes show at once; then does the work."""
-    budgets = _read_budgets(command)
-    earlier = {named.name: _read_earlier(command.against, named.name) for named in command.configs}
+def _inspect(command: InspectCommand, console: rich.console.Console) -> tuple[Path, list[str]]:
+    """Returns the folder of the results, and a sentence for each broken limit."""
+    names = [named.name for named in command.configs]
+    # All files are read first, so that mistakes show at once.
+    budgets = _read_budgets(command.budget, names) if not command.write_budget else {}
+    earlier = {name: _read_earlier(command.against, name) for name in names if command.against}
     if command.output:
-        _refuse_run(command.output)
-    if command.compile or command.devices is None:  # Else nobody asks for a device.
+        try:
+            check_workdir(command.output)  # What this command wrote there it may write again.
+        except ValueError as error:
+            raise UsageError(str(error).replace("--workdir", "--output")) from error
+    if command.compile or command.devices is None:  # Otherwise no device is needed.
         try:
             simulate_devices(command.devices)
         except RuntimeError as error:
             raise UsageError(f"--devices={command.devices}: {error}.") from error
         except ValueError as error:
             raise UsageError(f"{error} --nocompile needs no devices, however many.") from error
-    ledgers: dict[str, dict[str, Any]] = {}
+    ledgers: dict[str, Json] = {}
     for named in command.configs:
-        ledgers[named.name] = read_ledger(named, devices=command.devices, compile=command.compile)
-        print_ledger(console, named.name, ledgers[named.name])
-        memory = ledgers[named.name]["memory"]
-        if memory and command.memory is not None:
-            words = describe_fit(memory["peak"], command.memory_name, command.memory)
+        found = read_ledger(named, devices=command.devices, compile=command.compile)
+        ledgers[named.name] = found
+        print_ledger(console, named.name, found)
+        if found["memory"] and command.memory is not None:
+            words = describe_fit(found["memory"]["peak"], command.memory_name, command.memory)
             print_line(console, f"{named.name}: {words}\n")
     if len(ledgers) > 1:
         print_summary(console, ledgers)
-    for name, (path, before) in _given(earlier):
-        print_difference(console, name, difference(before, ledgers[name]), path)
+    for name, (path, before) in earlier.items():
+        print_difference(console, name, compare_ledgers(before, ledgers[name]), path)
+    broken: list[str] = []
     verdicts = {
         name: check_budget(budget, ledgers[name], command.budget)
         for name, budget in budgets.items()
     }
     for name, verdict in verdicts.items():
         print_verdict(console, name, verdict)
+        broken += verdict.broken
     output = _write(command, ledgers, budgets)
     if command.write_budget and command.budget:
         _write_budgets(command.budget, ledgers)
         print_line(console, f"budgets: {command.budget}")
-    print_line(console, f"time: {time.perf_counter() - started:.1f} s")
-    print_line(console, f"results: {output}")
-    return _report_broken(verdicts)
+    return output, broken
 
 
-def _report_broken(verdicts: Mapping[str, Verdict]) -> int:
-    """Says which limits are broken, each in a sentence, and which exit code that is."""
-    broken = [finding for verdict in verdicts.values() for finding in verdict.broken]
-    for finding in broken:
-        print_error(f"over budget: {finding.sentence()}")
-    return BROKEN_EXIT_CODE if broken else 0
-
-
-def _read_budgets(command: InspectCommand) -> dict[str, Budget]:
-    """The budgets that the configs are held against; each must have one."""
-    if command.budget is None or command.write_budget:
+def _read_budgets(path: Path | None, names: list[str]) -> dict[str, Budget]:
+    """The budgets of some configs, each of which must have one."""
+    if path is None:
         return {}
     try:
-        budgets = read_budgets(command.budget)
+        budgets = read_budgets(path)
     except BudgetError as error:
-        raise UsageError(f"--budget={command.budget}: {error}") from error
-    return {
-        named.name: budget_for(budgets, named.name, command.budget) for named in command.configs
-    }
+        raise UsageError(f"--budget={path}: {error}") from error
+    return {name: budget_for(budgets, name, path) for name in names}
 
 
 def _write_budgets(path: Path, ledgers: Mapping[str, Json]) -> None:
-    """Puts what was measured into a file of budgets."""
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         earlier = parse_budgets(text, path)
@@ -187,10 +188,8 @@ def _write_budgets(path: Path, ledgers: Mapping[str, Json]) -> None:
         raise UsageError(f"--budget={path} cannot be written: {error}.") from error
 
 
-def _read_earlier(against: Path | None, name: str) -> tuple[Path, Json] | None:
-    """The ledger to compare with, and where it is from; `None` if there is nothing to compare."""
-    if against is None:
-        return None
+def _read_earlier(against: Path, name: str) -> tuple[Path, Json]:
+    """The ledger to compare with, and its file."""
     path = against / f"{name}.json" if against.is_dir() else against
     try:
         found = read_object(path, follow_links=True)
@@ -210,29 +209,16 @@ def _read_earlier(against: Path | None, name: str) -> tuple[Path, Json] | None:
     return path, found
 
 
-def _given(earlier: Mapping[str, tuple[Path, Json] | None]) -> list[tuple[str, tuple[Path, Json]]]:
-    """Those that there are."""
-    return [(name, found) for name, found in earlier.items() if found is not None]
-
-
-def _refuse_run(output: Path) -> None:
-    """Refuses the folder of a training run; what this command wrote there it may write again."""
-    try:
-        check_workdir(output)
-    except ValueError as error:
-        raise UsageError(str(error).replace("--workdir", "--output")) from error
-
-
 def _write(
     command: InspectCommand, ledgers: Mapping[str, Json], budgets: Mapping[str, Budget]
 ) -> Path:
     """Writes the ledgers and the picture; returns the folder."""
-    bounds = {}
-    for name in ledgers:
-        allowed = budgets[name].most("peak_memory") if name in budgets else None
-        bounds[name] = [] if allowed is None else [Bound("budget", allowed)]
+    bounds: dict[str, list[Bound]] = {name: [] for name in ledgers}
+    for name, bound in bounds.items():
+        if name in budgets and (allowed := budgets[name].most("peak_memory")) is not None:
+            bound.append(Bound("budget", allowed))
         if command.memory is not None:
-            bounds[name].append(Bound(command.memory_name, command.memory))
+            bound.append(Bound(command.memory_name, command.memory))
     try:
         output = command.output or create_numbered_folder(Path("runs") / "inspect")
         output.mkdir(parents=True, exist_ok=True)
@@ -245,14 +231,3 @@ def _write(
             f"the results cannot be written: {error}; name another folder with --output."
         ) from error
     return output
-
-
-def _name_compiled(collectives: list[dict[str, Any]], experiment: Experiment) -> None:
-    """Adds to compiled collectives what they are for and whose; several of each if XLA merged."""
-    root = type(experiment.task.model).__name__
-    for found in collectives:
-        scopes = compiled_scopes(found["scope"])
-        purposes = dict.fromkeys(purpose_in(scope, ()) for scope in scopes)
-        modules = dict.fromkeys(module_of(scope, root) for scope in scopes)
-        found["purpose"] = "+".join(purposes)
-        found["module"] = "+".join(filter(None, modules))

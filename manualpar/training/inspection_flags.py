@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import flags
 
-from manualpar.inspect.budget_file import parse_size
+from manualpar.inspect.budgets import parse_size
 from manualpar.training.command_line import UsageError, parse_command_line
 from manualpar.training.config import nearest
 from manualpar.training.main import ending_parser

@@ -1,161 +1,142 @@
-"""Ledgers as tables: what a step sends, computes and holds, by what people ask of it.
+"""Ledgers and their differences as tables; every number is of one device in one step.
 
-Everything is of one device in one step. Read are the plain values that are also written to files,
-see `manualpar.training.inspection`.
+What is printed is the JSON that is also written to files, see `manualpar.training.inspection`.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
 
 import rich.console
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from manualpar.inspect.budget import Verdict, name_module
+from manualpar.inspect.budgets import Verdict
 from manualpar.inspect.formulas import OTHER_SCOPES
+from manualpar.inspect.ledger_difference import Difference, Json, Sent, name_module, sent_by
 from manualpar.watching.progress import describe_bytes, print_line
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
-MOST_MODULES = 24  # Of a table; the file has all.
-LEFT: frozenset[str] = frozenset({"", "axes", "kind", "purpose", "module"})
-
-Json = Mapping[str, Any]
-
-
-def print_table(
-    console: rich.console.Console,
-    headers: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    last: Sequence[str] | None = None,
-) -> None:
-    """Prints a table: words to the left, numbers to the right, a last row below a line."""
-    if not rows:
-        return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
-    for index, header in enumerate(headers):
-        is_left = index == 0 or header in LEFT
-        justify: Literal["left", "right"] = "left" if is_left else "right"
-        table.add_column(header, justify=justify, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    if last:
-        table.add_section()
-        table.add_row(*map(Text, last))
-    console.print(table)
-    console.print()
+MOST_MODULES = 24  # In a table; the file has all.
+MOST_CHANGES = 40
+LEFT = frozenset({"", "axes", "kind", "purpose", "module"})  # The columns of words.
 
 
 def print_ledger(console: rich.console.Console, name: str, ledger: Json) -> None:
     """Prints the tables of a step.
 
     Args:
-      console: Where to.
-      name: What the config is called.
+      console: The console.
+      name: The name of the config.
       ledger: What was read of its step.
     """
     mesh = ", ".join(f"{axis}={size}" for axis, size in ledger["mesh"].items())
     title = Text(f"{name}: {ledger['name']} on {mesh}; of a device in a step", style="bold")
     console.print(title, soft_wrap=True)
-    rows = sent_by_purpose(ledger)
-    print_table(
-        console,
-        ("purpose", "axes", "collectives", "sent", "share"),
-        [
-            (purpose, axes, f"{times:,}", describe_bytes(sent), _share(sent, total(rows)))
-            for purpose, axes, times, sent in rows
-        ],
-        last=("total", "", f"{sum(row[2] for row in rows):,}", describe_bytes(total(rows)), ""),
-    )
+    _print_purposes(console, ledger)
     _print_axes(console, ledger)
     _print_modules(console, ledger)
-    _print_flops(console, ledger)
-    _print_memory(console, ledger)
+    flops, memory = ledger["flops"], ledger["memory"]
+    _print_parts(console, "FLOPs", {**flops["by_phase"], "total": flops["total"]})
+    if memory:
+        _print_parts(console, "memory", memory)
     _print_readings(console, ledger)
-
-
-def sent_by_purpose(ledger: Json) -> list[tuple[str, str, int, float]]:
-    """What is sent by purpose and axes: (purpose, axes, times, bytes), most bytes first.
-
-    Where the compiler writes the collectives they are those of the compiled program.
-    """
-    totals: dict[tuple[str, str], tuple[int, float]] = {}
-    for found in read_collectives(ledger):
-        key = (found["purpose"], axes_text(found))
-        times, sent = totals.get(key, (0, 0.0))
-        totals[key] = (times + found["times"], sent + found["bytes"])
-    rows = [(*key, *amounts) for key, amounts in totals.items()]
-    return sorted(rows, key=lambda row: -row[3])
-
-
-def total(rows: Iterable[Sequence[Any]]) -> float:
-    """The bytes of rows that end with them."""
-    return sum(float(row[-1]) for row in rows)
-
-
-def read_collectives(ledger: Json) -> list[Json]:
-    """The collectives to show: as written, or as compiled where none is written."""
-    compiled = ledger["compiled"]
-    if not ledger["collectives"] and compiled:
-        return list(compiled["collectives"])
-    return list(ledger["collectives"])
-
-
-def axes_text(found: Json) -> str:
-    """The axes of a collective; those of a compiled one are known as a number of devices alone."""
-    axes = found.get("axes")
-    if axes is None:
-        return f"{found['group_size']} devices"
-    return axes if isinstance(axes, str) else ",".join(axes)
+    if words := explain_closed_form(ledger):
+        print_line(console, f"  {words}")
+    for change in ledger["changes"]:
+        print_line(console, f"  {change['kind']}: {change['words']}")
+    for note in ledger["notes"]:
+        print_line(console, f"  note: {note}")
+    if ledger["compiled"]:
+        print_line(
+            console, "  FLOPs compiled: XLA's count, elementwise ones too, a loop's body once"
+        )
+    print_line(console, "")
 
 
 def print_summary(console: rich.console.Console, ledgers: Mapping[str, Json]) -> None:
-    """Prints one line for each config, side by side."""
+    """Prints a line for each config, side by side."""
     rows = []
     for name, ledger in ledgers.items():
-        predicted, compiled, memory = (
-            ledger[key] for key in ("predicted_bytes", "compiled", "memory")
-        )
+        compiled, memory = ledger["compiled"], ledger["memory"]
         rows.append(
             (
                 name,
                 f"{sum(ledger['counts'].values()):,}",
                 describe_bytes(ledger["bytes"]["total"]),
-                _bound(ledger) + describe_bytes(predicted["total"]) if predicted else "-",
-                describe_bytes(compiled_bytes(compiled)) if compiled else "-",
+                _closed_form(ledger),
+                describe_bytes(compiled["bytes"]) if compiled else "-",
                 describe_flops(ledger["flops"]["total"]),
                 describe_bytes(memory["peak"]) if memory else "-",
-                _size(compiled and compiled["temporaries"]),
+                describe_bytes(compiled["temporaries"]) if compiled else "-",
             )
         )
-    headers = (
-        "",
-        "collectives",
-        "sent",
-        "closed form",
-        "compiled",
-        "FLOPs",
-        "memory",
-        "temporaries",
-    )
+    sent = ("collectives", "sent", "closed form", "compiled")
     print_line(console, "side by side")
-    print_table(console, headers, rows)
+    _print_table(console, ("", *sent, "FLOPs", "memory", "temporaries"), rows)
+
+
+def print_difference(
+    console: rich.console.Console, name: str, found: Difference, against: object
+) -> None:
+    """Prints how a ledger differs from one that was written earlier."""
+    if found.is_empty:
+        print_line(console, f"{name}: no difference to {against}")
+        return
+    print_line(console, f"{name}: difference to {against}")
+    rows = [
+        (
+            change.what,
+            change.purpose,
+            name_module(change.module),
+            change.kind,
+            change.axes,
+            _describe_sent(change.before, change.after),
+            _describe_sent(change.after, change.before),
+            _signed(change.bytes_more, describe_bytes(abs(change.bytes_more))),
+        )
+        for change in found.collectives[:MOST_CHANGES]
+    ]
+    names = ("purpose", "module", "kind", "axes")
+    _print_table(console, ("", *names, "before", "after", "bytes"), rows)
+    if (left_out := len(found.collectives) - MOST_CHANGES) > 0:
+        print_line(console, f"and {left_out} more, which are in the files")
+    numbers = [
+        (
+            total,
+            _describe(total, before),
+            _describe(total, after),
+            _describe_difference(total, before, after),
+        )
+        for total, (before, after) in found.totals.items()
+    ]
+    _print_table(console, ("", "before", "after", "difference"), numbers)
 
 
 def print_verdict(console: rich.console.Console, name: str, verdict: Verdict) -> None:
-    """Prints that a budget is kept, and softly what of it has slack; what is broken is an error."""
+    """Prints whether a budget is kept, and what of it has slack; broken limits are errors."""
     if not verdict.broken:
         print_line(console, f"{name}: the budget is kept")
     for key in verdict.unchecked:
         print_line(console, f"  not checked, for nothing was compiled or it is not known: {key}")
-    for finding in verdict.slack:
-        print_line(console, f"  slack: {finding.sentence()}")
+    for sentence in verdict.slack:
+        print_line(console, f"  slack: {sentence}")
+
+
+def read_collectives(ledger: Json) -> list[Json]:
+    """The collectives to show: the traced ones or, where the compiler inserts them, the compiled.
+
+    The axes of a compiled collective are not known, only their number of devices.
+    """
+    if ledger["collectives"] or not ledger["compiled"]:
+        return list(ledger["collectives"])
+    compiled = ledger["compiled"]["collectives"]
+    return [{"axes": f"{found['group_size']} devices", **found} for found in compiled]
 
 
 def describe_fit(peak: int, name: str, size: int) -> str:
-    """Whether a step's memory fits into what there is, and how well."""
+    """Whether the memory of a step fits into a device's, and how well."""
     there = f"the {name}'s {describe_bytes(size)}"
     if peak > size:
         return f"memory: does not fit {there}, by {describe_bytes(peak - size)}"
@@ -174,26 +155,21 @@ def describe_flops(flops: float) -> str:
     return f"{flops:.3g} {units[index]}"
 
 
-def compiled_bytes(compiled: Json) -> float:
-    """What a device sends in a compiled step."""
-    sent = compiled["bytes"]
-    return float(sent["total"] if isinstance(sent, Mapping) else sent)
-
-
 def explain_closed_form(ledger: Json) -> str:
-    """How the closed form and what is written come to differ; `""` if there is nothing to say."""
+    """Why the closed form and the traced step differ; `""` if there is nothing to compare."""
     predicted = ledger["predicted_bytes"]
     if predicted is None or not ledger["collectives"]:
         return ""
-    others: dict[str, float] = {}
-    for found in ledger["collectives"]:
-        if found["purpose"] in OTHER_SCOPES:
-            others[found["purpose"]] = others.get(found["purpose"], 0) + found["bytes"]
+    others = {
+        purpose: sent.bytes
+        for (purpose,), sent in sent_by(ledger["collectives"], "purpose").items()
+        if purpose in OTHER_SCOPES
+    }
     sent = ledger["bytes"]["total"] - sum(others.values())
-    formula = f"{_bound(ledger)}{predicted['total']:,.0f} bytes"
+    bound = "≤ " if ledger["predicted_is_bound"] else ""
     words = (
-        f"the closed form is of parameters and gradients: {formula}, of which the step sends "
-        f"{sent:,.0f}"
+        f"the closed form is of parameters and gradients: {bound}{predicted['total']:,.0f} bytes, "
+        f"of which the step sends {sent:,.0f}"
     )
     less = predicted["total"] - sent
     if less > 0 and ledger["predicted_is_bound"]:
@@ -206,161 +182,160 @@ def explain_closed_form(ledger: Json) -> str:
     return words
 
 
+def _print_purposes(console: rich.console.Console, ledger: Json) -> None:
+    sums = sent_by(read_collectives(ledger), "purpose", "axes")
+    largest = sorted(sums.items(), key=lambda item: -item[1].bytes)
+    times, total = sum(x.times for x in sums.values()), sum(x.bytes for x in sums.values())
+    rows = [
+        (*names, f"{x.times:,}", describe_bytes(x.bytes), _share(x.bytes, total))
+        for names, x in largest
+    ]
+    last = ("total", "", f"{times:,}", describe_bytes(total), "")
+    _print_table(console, ("purpose", "axes", "collectives", "sent", "share"), rows, last)
+
+
 def _print_axes(console: rich.console.Console, ledger: Json) -> None:
-    """Prints what goes over which axis, and what the closed form says of it."""
-    sent = dict(ledger["bytes"]["by_axes"])
-    predicted = ledger["predicted_bytes"]
-    formula = predicted["by_axes"] if predicted else {}
-    if not sent and not formula:
-        return
+    """Prints what goes over which axes, and what the closed form says of it."""
+    sent = ledger["bytes"]["by_axes"]
+    predicted = (ledger["predicted_bytes"] or {}).get("by_axes", {})
     rows = [
         (
             axes,
-            f"{_axes_size(ledger, axes):,}",
+            f"{math.prod(ledger['mesh'].get(axis, 1) for axis in axes.split(',')):,}",
             describe_bytes(sent.get(axes, 0)),
             _share(sent.get(axes, 0), ledger["bytes"]["total"]),
-            _bound(ledger) + describe_bytes(formula[axes]) if axes in formula else "-",
+            _closed_form(ledger, axes) if axes in predicted else "-",
         )
-        for axes in sorted(sent.keys() | formula.keys(), key=lambda x: -sent.get(x, 0))
+        for axes in sorted(sent.keys() | predicted.keys(), key=lambda x: -sent.get(x, 0))
     ]
-    print_table(console, ("axes", "devices", "sent", "share", "closed form"), rows)
+    _print_table(console, ("axes", "devices", "sent", "share", "closed form"), rows)
 
 
 def _print_modules(console: rich.console.Console, ledger: Json) -> None:
     """Prints what each module sends and computes, the largest first; those alike in one line."""
-    amounts: dict[str, tuple[int, float, int]] = dict.fromkeys(
-        ledger["flops"]["by_module"], (0, 0.0, 0)
-    )
-    for found in read_collectives(ledger):
-        count, sent, _ = amounts.get(found["module"], (0, 0.0, 0))
-        amounts[found["module"]] = (count + found["times"], sent + found["bytes"], 0)
-    for module, flops in ledger["flops"]["by_module"].items():
-        amounts[module] = (*amounts[module][:2], flops)
-    rows = sorted(_alike_together(amounts), key=lambda row: (-row[2], -row[3], row[0]))
-    all_sent, all_flops = sum(row[2] for row in rows), ledger["flops"]["total"]
-    print_table(
-        console,
-        ("module", "collectives", "sent", "share", "FLOPs", "share"),
-        [
-            (
-                module,
-                f"{count:,}",
-                describe_bytes(sent),
-                _share(sent, all_sent),
-                describe_flops(flops),
-                _share(flops, all_flops),
-            )
-            for module, count, sent, flops in rows[:MOST_MODULES]
-        ],
-    )
+    sums = {module: sent for (module,), sent in sent_by(read_collectives(ledger), "module").items()}
+    flops: Mapping[str, int] = ledger["flops"]["by_module"]
+    alike: dict[tuple[str, int, float, int], list[str]] = {}
+    for module in sums.keys() | flops.keys():
+        sent, own_flops = sums.get(module, Sent(0, 0.0)), flops.get(module, 0)
+        key = (re.sub(r"\d+", "*", module), sent.times, sent.bytes, own_flops)
+        alike.setdefault(key, []).append(module)
+    rows = []
+    for (glob, times, sent_bytes, own_flops), modules in alike.items():
+        n = len(modules)
+        name = f"{glob} ({n})" if n > 1 else name_module(modules[0])
+        rows.append((name, n * times, n * sent_bytes, n * own_flops))
+    rows.sort(key=lambda row: (-row[2], -row[3], row[0]))
+    total = sum(row[2] for row in rows)
+    texts = [
+        (
+            name,
+            f"{times:,}",
+            describe_bytes(sent_bytes),
+            _share(sent_bytes, total),
+            describe_flops(own_flops),
+            _share(own_flops, ledger["flops"]["total"]),
+        )
+        for name, times, sent_bytes, own_flops in rows[:MOST_MODULES]
+    ]
+    _print_table(console, ("module", "collectives", "sent", "share", "FLOPs", "share"), texts)
     if (left_out := len(rows) - MOST_MODULES) > 0:
         print_line(console, f"and {left_out} more lines of modules, which are in the file")
 
 
-def _alike_together(
-    amounts: Mapping[str, tuple[int, float, int]],
-) -> list[tuple[str, int, float, int]]:
-    """Amounts by module, the sum for those of which only a number in the name differs."""
-    alike: dict[tuple[str, tuple[int, float, int]], list[str]] = {}
-    for module, own in amounts.items():
-        alike.setdefault((re.sub(r"\d+", "*", module), own), []).append(module)
-    rows = []
-    for (glob, (count, sent, flops)), modules in alike.items():
-        n = len(modules)
-        name = f"{glob} ({n})" if n > 1 else name_module(modules[0])
-        rows.append((name, n * count, n * sent, n * flops))
-    return rows
-
-
-def _print_flops(console: rich.console.Console, ledger: Json) -> None:
-    """Prints what is computed in which phase."""
-    flops = ledger["flops"]
-    rows = [
-        (phase, describe_flops(x), _share(x, flops["total"]))
-        for phase, x in flops["by_phase"].items()
-    ]
-    print_table(
-        console, ("FLOPs", "", "share"), rows, last=("total", describe_flops(flops["total"]), "")
-    )
-
-
-def _print_memory(console: rich.console.Console, ledger: Json) -> None:
-    """Prints what is held at the fullest moment, by class."""
-    memory = ledger["memory"]
-    if memory is None:
-        return
-    rows = [
-        (name, describe_bytes(size), _share(size, memory["peak"]))
-        for name, size in memory.items()
-        if name != "peak"
-    ]
-    last = ("peak", describe_bytes(memory["peak"]), "")
-    print_table(console, ("memory", "", "share"), rows, last=last)
+def _print_parts(console: rich.console.Console, title: str, numbers: Mapping[str, int]) -> None:
+    """Prints numbers of which the last one is the sum of the others."""
+    describe = describe_flops if title == "FLOPs" else describe_bytes
+    *parts, (last, whole) = numbers.items()
+    rows = [(name, describe(part), _share(part, whole)) for name, part in parts]
+    _print_table(console, (title, "", "share"), rows, (last, describe(whole), ""))
 
 
 def _print_readings(console: rich.console.Console, ledger: Json) -> None:
-    """Prints the three readings of the step, and what makes them differ."""
-    predicted, compiled, memory = (ledger[key] for key in ("predicted_bytes", "compiled", "memory"))
+    """Prints the closed form, the traced step and the compiled step side by side."""
+    compiled, memory = ledger["compiled"], ledger["memory"]
     counted = [ledger["counts"], compiled["counts"] if compiled else {}]
     kinds = [kind for kind in KINDS if any(kind in counts for counts in counted)]
     rows = []
-    if predicted:
-        sent = _bound(ledger) + describe_bytes(predicted["total"])
-        rows.append(("closed form", sent, *["-"] * len(kinds), "-", "-"))
-    rows.append(
-        (
-            "jaxpr",
-            describe_bytes(ledger["bytes"]["total"]),
-            *(f"{ledger['counts'].get(kind, 0):,}" for kind in kinds),
-            describe_flops(ledger["flops"]["total"]),
-            f"{describe_bytes(memory['peak'])} peak" if memory else "-",
-        )
-    )
+    if ledger["predicted_bytes"]:
+        rows.append(("closed form", _closed_form(ledger), *["-"] * len(kinds), "-", "-"))
+    sent, flops = ledger["bytes"]["total"], ledger["flops"]["total"]
+    held = f"{describe_bytes(memory['peak'])} peak" if memory else "-"
+    readings = [("jaxpr", sent, ledger["counts"], flops, held)]
     if compiled:
-        arguments, temporaries = compiled["arguments"], compiled["temporaries"]
-        held = None if temporaries is None else f"{_size(arguments)} + {_size(temporaries)}"
-        rows.append(
-            (
-                "compiled",
-                describe_bytes(compiled_bytes(compiled)),
-                *(f"{compiled['counts'].get(kind, 0):,}" for kind in kinds),
-                "-" if compiled["flops"] is None else describe_flops(compiled["flops"]),
-                f"{held} temporaries" if held else "-",
-            )
-        )
+        held = " + ".join(describe_bytes(compiled[name]) for name in ("arguments", "temporaries"))
+        held += " temporaries"
+        sent, flops = compiled["bytes"], compiled["flops"]
+        readings.append(("compiled", sent, compiled["counts"], flops, held))
+    for name, sent, counts, flops, held in readings:
+        times = (f"{counts.get(kind, 0):,}" for kind in kinds)
+        operations = "-" if flops is None else describe_flops(flops)
+        rows.append((name, describe_bytes(sent), *times, operations, held))
     headers = [kind.replace("_", "-\n", 1) for kind in kinds]
-    print_table(console, ("reading", "sent", *headers, "FLOPs", "memory"), rows)
-    if words := explain_closed_form(ledger):
-        print_line(console, f"  {words}")
-    for change in ledger["changes"]:
-        print_line(console, f"  {change['kind']}: {change['words']}")
-    for note in ledger["notes"]:
-        print_line(console, f"  note: {note}")
-    if compiled:
-        print_line(
-            console, "  FLOPs compiled: XLA's count, elementwise ones too, a loop's body once"
-        )
-    print_line(console, "")
+    _print_table(console, ("reading", "sent", *headers, "FLOPs", "memory"), rows)
 
 
-def _axes_size(ledger: Json, axes: str) -> int:
-    """How many devices axes span together."""
-    size = 1
-    for axis in axes.split(","):
-        size *= ledger["mesh"].get(axis, 1)
-    return size
+def _print_table(
+    console: rich.console.Console,
+    headers: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    last: Sequence[str] | None = None,
+) -> None:
+    """Prints a table, if it has rows: words to the left, numbers to the right, `last` below."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    for index, header in enumerate(headers):
+        is_left = index == 0 or header in LEFT
+        table.add_column(header, justify="left" if is_left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    if not table.row_count:
+        return
+    if last:
+        table.add_section()
+        table.add_row(*map(Text, last))
+    console.print(table)
+    console.print()
 
 
-def _bound(ledger: Json) -> str:
-    """What stands before a prediction that is the most that is sent."""
-    return "≤ " if ledger["predicted_is_bound"] else ""
+def _closed_form(ledger: Json, axes: str = "") -> str:
+    """The bytes of the closed form, in all or over some axes."""
+    if not (predicted := ledger["predicted_bytes"]):
+        return "-"
+    bound = "≤ " if ledger["predicted_is_bound"] else ""
+    return bound + describe_bytes(predicted["by_axes"][axes] if axes else predicted["total"])
+
+
+def _describe(name: str, number: float | None) -> str:
+    """One of the totals of a ledger."""
+    if number is None:
+        return "-"
+    if name.startswith("FLOPs"):
+        return describe_flops(number)
+    return f"{number:,.0f}" if name.endswith("collectives") else describe_bytes(number)
+
+
+def _describe_difference(name: str, before: float | None, after: float | None) -> str:
+    if before == after:
+        return "="
+    if before is None or after is None:
+        return "-"
+    part = f" ({(after - before) / before:+.1%})" if before else ""
+    return _signed(after - before, _describe(name, abs(after - before))) + part
+
+
+def _describe_sent(sent: Sent | None, other: Sent | None) -> str:
+    """What some collectives carry, with as much of it as tells them from the others."""
+    if sent is None:
+        return "-"
+    text = f"{sent.times:,} x {', '.join(sent.dtypes)}"
+    if other and other.shapes != sent.shapes:
+        text += " " + ", ".join("x".join(map(str, shape)) or "()" for shape in sent.shapes)
+    return text
+
+
+def _signed(more: float, text: str) -> str:
+    return f"+{text}" if more > 0 else f"-{text}" if more < 0 else "="
 
 
 def _share(part: float, whole: float) -> str:
-    """A share in percent."""
     return f"{part / whole:.1%}" if whole else "-"
-
-
-def _size(size: float | None) -> str:
-    """Bytes, where they are known."""
-    return "-" if size is None else describe_bytes(size)

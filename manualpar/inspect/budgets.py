@@ -1,0 +1,369 @@
+"""Budgets: the most that a step may send, hold and compute, in a file that is checked in.
+
+A budget is an older ledger of which less was written down, and it turns a newer one into a test:
+more than the budget says is an error. The file is TOML with a table for each program. Every number
+is the most for one device in one step:
+
+    [fsdp]
+    devices = 8                  # the numbers are for this many; other numbers are refused
+    bytes = 3_022_180            # sent by the traced step; "2.9 MiB" is allowed, too
+    collectives = 53             # run by the traced step
+    flops = 40_000_000
+    peak_memory = "1 MiB"        # of all classes together, see `manualpar.inspect.memory`
+    temporaries = 900_000        # of the compiled step, as are the next two
+    compiled_bytes = 3_100_000
+    compiled_collectives = 60
+
+    [fsdp.purposes]
+    gather_params = {bytes = 1_100_000, collectives = 20}
+
+    [fsdp.axes]
+    data = {bytes = 3_022_180}   # "replica,data" for a tuple of axes
+
+    [fsdp.modules]
+    "layers_*/mlp" = {bytes = 600_000, flops = 9_000_000}
+
+The name of a module is a glob: `*` stands for anything but a slash, `**` for anything. Its limit
+holds for each module that it matches, not for their sum. No key is required. An unknown key is an
+error, and so is a name that matches nothing in the step, because such a limit would never fail.
+"""
+
+import dataclasses
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from manualpar.core.collectives import REGATHER, SCOPES
+from manualpar.inspect.ledger_difference import Json, Sent, name_module, sent_by, totals
+from manualpar.inspect.scopes import OTHER, TENSOR_PARALLEL
+
+# The limits on the whole step, each with its name among the totals of a ledger.
+TOTALS = {
+    "bytes": "bytes sent",
+    "collectives": "collectives",
+    "flops": "FLOPs",
+    "peak_memory": "memory: peak",
+    "temporaries": "compiled: temporaries",
+    "compiled_bytes": "compiled: bytes sent",
+    "compiled_collectives": "compiled: collectives",
+}
+COMPILED = ("temporaries", "compiled_bytes", "compiled_collectives")
+# The groups of other limits: what they are called in a ledger, and what may be limited.
+FIELDS = {"purposes": "purpose", "axes": "axes", "modules": "module"}
+QUANTITIES = {
+    "purposes": ("bytes", "collectives"),
+    "axes": ("bytes", "collectives"),
+    "modules": ("bytes", "collectives", "flops"),
+}
+IN_BYTES = ("bytes", "peak_memory", "temporaries", "compiled_bytes")
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+SLACK = 1.25  # A limit that is further above what is measured may as well be lowered.
+NUM_NAMED = 3  # How many modules a message names.
+
+
+class BudgetError(ValueError):
+    """A budget that cannot be read, or does not fit the ledger that it is compared with."""
+
+
+class Key(NamedTuple):
+    """What a number of a budget is about, and where it stands below the name of the program.
+
+    Attributes:
+      group: `"purposes"`, `"axes"`, `"modules"`, or `""` for the whole step.
+      name: The purpose, the axes or the modules; `""` for the whole step.
+      quantity: One of `TOTALS`, or of `QUANTITIES[group]`.
+    """
+
+    group: str
+    name: str
+    quantity: str
+
+    def __str__(self) -> str:
+        inside = [self.group, quoted(self.name)] if self.group else []
+        return ".".join([*inside, self.quantity])
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """The limits of a program.
+
+    Attributes:
+      name: The name of the program.
+      devices: The number of devices that it is for; `None` for any number.
+      limits: The most of each number, in the order of the file.
+    """
+
+    name: str
+    devices: int | None
+    limits: Mapping[Key, int]
+
+    def most(self, quantity: str) -> int | None:
+        """The limit on the whole step; `None` if there is none."""
+        return self.limits.get(Key("", "", quantity))
+
+
+class Verdict(NamedTuple):
+    """What came of holding a ledger against a budget.
+
+    Attributes:
+      broken: A sentence for each limit that does not hold.
+      slack: A sentence for each limit that holds by far, and would not notice a change.
+      unchecked: The keys of limits on numbers that the ledger does not know, because nothing was
+        compiled or the memory is unknown.
+    """
+
+    broken: tuple[str, ...]
+    slack: tuple[str, ...]
+    unchecked: tuple[str, ...]
+
+
+def read_budgets(path: Path) -> dict[str, Budget]:
+    """Reads a file of budgets.
+
+    Args:
+      path: The TOML file.
+
+    Returns:
+      The budgets by name.
+
+    Raises:
+      BudgetError: The file does not exist, is not TOML, or has an entry that is not a budget; the
+        message names the key.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BudgetError(f"{path}: {error.strerror or error}.") from error
+    return parse_budgets(text, path)
+
+
+def parse_budgets(text: str, source: object) -> dict[str, Budget]:
+    """Reads the text of a file of budgets, see `read_budgets`."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise BudgetError(f"{source}: {error}.") from error
+    budgets = {}
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise BudgetError(
+                f"{source}: {name} = {table!r} stands outside of a table, expected it below the "
+                f"name of a program such as [fsdp]."
+            )
+        where = f"{source}: [{name}]"
+        devices = table.pop("devices", None)
+        if devices is not None and (type(devices) is not int or devices < 1):
+            raise BudgetError(f"{where} devices is {devices!r}, expected a number of devices.")
+        budgets[name] = Budget(name, devices, dict(_read_limits(table, where)))
+    return budgets
+
+
+def budget_for(budgets: Mapping[str, Budget], name: str, source: object) -> Budget:
+    """The budget of a program.
+
+    Raises:
+      BudgetError: There is none; the message has the nearest name.
+    """
+    if name not in budgets:
+        nearest = f"; the nearest one is [{_nearest(name, budgets)}]" if budgets else ""
+        raise BudgetError(
+            f"{source} has no budget [{name}]{nearest}. Write one with --write_budget."
+        )
+    return budgets[name]
+
+
+def check_budget(budget: Budget, ledger: Json, source: object) -> Verdict:
+    """Holds a ledger against a budget.
+
+    Args:
+      budget: The budget.
+      ledger: The `Ledger.to_json` of the step.
+      source: The file of the budget, for messages.
+
+    Returns:
+      What is broken, what has slack, and what could not be checked.
+
+    Raises:
+      BudgetError: The budget is for another number of devices, or limits a purpose, axes or a
+        module that the step does not have.
+    """
+    devices, where = math.prod(ledger["mesh"].values()), f"{source}: [{budget.name}]"
+    if budget.devices not in (None, devices):
+        raise BudgetError(
+            f"{where} is for devices={budget.devices}, and the step is one for {devices}; inspect "
+            f"it with --devices={budget.devices}."
+        )
+    measured = amounts(ledger)
+    verdict: tuple[list[str], list[str], list[str]] = ([], [], [])
+    broken, slack, unchecked = verdict
+    for key, most in budget.limits.items():
+        members = sorted(found for found in measured if _is_about(key, found))
+        over = [found for found in members if measured[found] > most]
+        label = f"{budget.name}: {key}"
+        for found in over:
+            more = measured[found] - most
+            part = f" (+{more / most:.1%})" if most else ""
+            whose = f": {name_module(found.name)} has" if key.group == "modules" else " is"
+            where_to_look = "" if key.group == "modules" else _offenders(budget, key, ledger)
+            broken.append(
+                f"{label}{whose} {measured[found]:,}, expected at most {most:,}: {more:,} too many"
+                f"{part}{where_to_look}."
+            )
+        if not members and key.group:
+            raise BudgetError(f"{where} {key}: {_no_such_name(key, measured)}")
+        if not members:
+            unchecked.append(str(key))
+        elif not over:
+            # Of modules that are alike the largest shows how far the limit could come down.
+            largest = max(members, key=lambda found: measured[found])
+            if most > SLACK * measured[largest]:
+                whose = f" of {name_module(largest.name)}" if key.group == "modules" else ""
+                slack.append(f"{label} allows {most:,}, {measured[largest]:,}{whose} would do")
+    return Verdict(*map(tuple, verdict))
+
+
+def amounts(ledger: Json) -> dict[Key, int]:
+    """Every number of a ledger that a budget may limit; 0 for known names that send nothing."""
+    numbers = totals(ledger)
+    found = {Key("", "", key): whole(numbers[x]) for key, x in TOTALS.items() if x in numbers}
+    flops = ledger["flops"]["by_module"]
+    purposes = (*SCOPES, REGATHER, TENSOR_PARALLEL, OTHER)
+    known = {"purposes": purposes, "axes": tuple(ledger["mesh"]), "modules": tuple(flops)}
+    for group, field in FIELDS.items():
+        sums = sent_by(ledger["collectives"], field)
+        for (name,) in dict.fromkeys([*sums, *((name,) for name in known[group])]):
+            sent = sums.get((name,), Sent(0, 0.0))
+            found[Key(group, name, "bytes")] = whole(sent.bytes)
+            found[Key(group, name, "collectives")] = sent.times
+            if group == "modules":
+                found[Key(group, name, "flops")] = whole(flops.get(name, 0))
+    return found
+
+
+def parse_size(text: str) -> int | None:
+    """The bytes of a size such as `"1.5 MiB"`, rounded down; `None` if it is not a size."""
+    found = re.fullmatch(rf"\s*([\d_]+(?:\.\d+)?)\s*({'|'.join(UNITS)})\s*", text)
+    return math.floor(float(found[1]) * UNITS[found[2]]) if found else None
+
+
+def matches(glob: str, module: str) -> bool:
+    """Whether a glob matches the path of a module; only `**` matches slashes."""
+    parts = re.split(r"(\*\*|\*|\?)", glob)
+    wild = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return bool(re.fullmatch("".join(wild.get(part, re.escape(part)) for part in parts), module))
+
+
+def quoted(name: str) -> str:
+    """A name as a key of TOML."""
+    return name if re.fullmatch(r"[\w-]+", name) else f'"{name}"'
+
+
+def whole(amount: float) -> int:
+    """Rounds up, so that a part of a byte keeps the limit that it was written as."""
+    return math.ceil(amount - 1e-6)
+
+
+def _read_limits(table: Mapping[str, Any], where: str) -> Iterator[tuple[Key, int]]:
+    example = ", expected a table such as {bytes = 1_000}."
+    for key, value in table.items():
+        if key not in QUANTITIES:
+            _check_key(key, ("devices", *TOTALS, *QUANTITIES), where)
+            yield Key("", "", key), _read_amount(key, value, f"{where} {key}")
+            continue
+        if not isinstance(value, dict):
+            raise BudgetError(f"{where} {key} is {value!r}{example}")
+        for name, limits in value.items():
+            inside = f"{where} {key}.{quoted(name)}"
+            if not isinstance(limits, dict):
+                raise BudgetError(f"{inside} is {limits!r}{example}")
+            for quantity, most in limits.items():
+                _check_key(quantity, QUANTITIES[key], inside)
+                yield Key(key, name, quantity), _read_amount(quantity, most, f"{inside}.{quantity}")
+
+
+def _read_amount(quantity: str, value: Any, where: str) -> int:
+    size = parse_size(value) if isinstance(value, str) and quantity in IN_BYTES else value
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        expected = "an integer, at least 0"
+        expected += ", or a size such as '1.5 MiB'" if quantity in IN_BYTES else ""
+        raise BudgetError(f"{where} is {value!r}, expected {expected}.")
+    return size
+
+
+def _check_key(key: str, known: tuple[str, ...], where: str) -> None:
+    if key not in known:
+        raise BudgetError(
+            f"{where} {key} is not a known key, expected one of {', '.join(known)}; the nearest "
+            f"one is {_nearest(key, known)}."
+        )
+
+
+def _is_about(limit: Key, found: Key) -> bool:
+    is_same = (limit.group, limit.quantity) == (found.group, found.quantity)
+    return is_same and (
+        matches(limit.name, found.name) if limit.group == "modules" else limit.name == found.name
+    )
+
+
+def _no_such_name(key: Key, measured: Iterable[Key]) -> str:
+    what = {"purposes": "purpose", "axes": "axis", "modules": "module"}[key.group]
+    known = {found.name for found in measured if found.group == key.group}
+    near = f"; the nearest one is {quoted(_nearest(key.name, known))}" if known else ""
+    return f"the step has no {what} {quoted(key.name)}{near}."
+
+
+def _offenders(budget: Budget, limit: Key, ledger: Json) -> str:
+    """Which modules to look at: those that exceed limits of their own, or else the largest ones."""
+    if limit.quantity in ("peak_memory", "temporaries"):
+        classes = ledger["memory"] or {}
+        return _most_of_it({name: size for name, size in classes.items() if name != "peak"})
+    collectives = ledger["collectives"]
+    if limit.quantity in COMPILED:  # XLA keeps names of most of them.
+        collectives = [x for x in ledger["compiled"]["collectives"] if "module" in x]
+    if limit.group:
+        collectives = [x for x in collectives if x[FIELDS[limit.group]] == limit.name]
+    quantity = limit.quantity.removeprefix("compiled_")
+    by_module = {
+        module: sent.times if quantity == "collectives" else whole(sent.bytes)
+        for (module,), sent in sent_by(collectives, "module").items()
+    }
+    if quantity == "flops":
+        by_module = ledger["flops"]["by_module"]
+    everywhere = amounts(ledger)
+    own = {
+        key: most
+        for key, most in budget.limits.items()
+        if (key.group, key.quantity) == ("modules", limit.quantity)
+    }
+    to_blame = []
+    for module, amount in _largest_first(by_module):
+        key = Key("modules", module, quantity)
+        mosts = [most for glob, most in own.items() if _is_about(glob, key)]
+        if mosts and everywhere[key] > min(mosts):
+            to_blame.append(f"{name_module(module)} {amount:,} (over its own limit)")
+        elif own and not mosts:
+            to_blame.append(f"{name_module(module)} {amount:,} (without a limit of its own)")
+    if not to_blame:
+        return _most_of_it(by_module)
+    left_out = len(to_blame) - NUM_NAMED
+    more = f" and {left_out} more" if left_out > 0 else ""
+    return f"; look at {', '.join(to_blame[:NUM_NAMED])}{more}"
+
+
+def _most_of_it(by_name: Mapping[str, int]) -> str:
+    largest = _largest_first(by_name)[:NUM_NAMED]
+    named = ", ".join(f"{name_module(name)} {amount:,}" for name, amount in largest)
+    return f"; most of it: {named}" if named else ""
+
+
+def _largest_first(by_name: Mapping[str, int]) -> list[tuple[str, int]]:
+    found = [(name, amount) for name, amount in by_name.items() if amount]
+    return sorted(found, key=lambda item: (-item[1], item[0]))
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    return max(sorted(known), key=lambda x: difflib.SequenceMatcher(None, name, x).ratio())

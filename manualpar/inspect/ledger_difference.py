@@ -1,0 +1,154 @@
+"""The numbers of a ledger, and how those of two ledgers differ.
+
+Everything here reads `Ledger.to_json`, because one of the two ledgers often comes from a file.
+`totals` are numbers of the whole step; `sent_by` adds up collectives by purpose, module, or
+whatever else they have. A budget (`manualpar.inspect.budgets`) limits the same numbers.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+Json = Mapping[str, Any]
+
+
+class Sent(NamedTuple):
+    """What some collectives amount to.
+
+    Attributes:
+      times: How many of them a step runs.
+      bytes: The bytes that a device sends for them in a step.
+      dtypes: The dtypes on the wire, sorted; empty for compiled collectives, likewise the shapes.
+      shapes: The shapes of the operands on a device, sorted.
+    """
+
+    times: int
+    bytes: float
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Changed:
+    """Collectives of one purpose, module, kind and axes that differ between two ledgers.
+
+    Attributes:
+      purpose: Their purpose.
+      module: Their module.
+      kind: Their kind.
+      axes: The mesh axes that they run over, joined with commas.
+      before: What the old ledger has of them; `None` if nothing.
+      after: What the new ledger has of them; `None` if nothing.
+    """
+
+    purpose: str
+    module: str
+    kind: str
+    axes: str
+    before: Sent | None
+    after: Sent | None
+
+    @property
+    def what(self) -> str:
+        """`"added"`, `"removed"` or `"changed"`."""
+        if self.before is None:
+            return "added"
+        return "removed" if self.after is None else "changed"
+
+    @property
+    def bytes_more(self) -> float:
+        """The bytes that a device sends for them now, less the bytes that it sent before."""
+        return (self.after.bytes if self.after else 0) - (self.before.bytes if self.before else 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How a ledger differs from an older one.
+
+    Attributes:
+      collectives: The collectives that differ, the largest difference in bytes first.
+      totals: Every number before and after, by name, whether it differs or not; `None` where the
+        ledger does not know it.
+    """
+
+    collectives: tuple[Changed, ...]
+    totals: Mapping[str, tuple[float | None, float | None]]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the two ledgers say the same."""
+        return not self.collectives and all(old == new for old, new in self.totals.values())
+
+
+def compare_ledgers(before: Json, after: Json) -> Difference:
+    """Compares two ledgers.
+
+    Args:
+      before: The `Ledger.to_json` of the old one.
+      after: That of the new one.
+
+    Returns:
+      Their difference.
+    """
+    names = ("purpose", "module", "kind", "axes")
+    old, new = (sent_by(ledger["collectives"], *names) for ledger in (before, after))
+    changed = [
+        Changed(*name, before=old.get(name), after=new.get(name))
+        for name in dict.fromkeys([*new, *old])
+        if old.get(name) != new.get(name)
+    ]
+    changed.sort(key=lambda change: -abs(change.bytes_more))
+    was, now = totals(before), totals(after)
+    pairs = {name: (was.get(name), now.get(name)) for name in dict.fromkeys([*was, *now])}
+    return Difference(tuple(changed), pairs)
+
+
+def sent_by(collectives: Iterable[Json], *names: str) -> dict[tuple[str, ...], Sent]:
+    """Adds up collectives that have the same values under some names.
+
+    Args:
+      collectives: Those of a ledger, traced or compiled.
+      *names: What to tell them apart by, such as `"purpose"`.
+
+    Returns:
+      The sums, by the values under the names, in the order in which the values first appear.
+    """
+    alike: defaultdict[tuple[str, ...], list[Json]] = defaultdict(list)
+    for found in collectives:
+        alike[tuple(found[name] for name in names)].append(found)
+    return {
+        values: Sent(
+            times=sum(found["times"] for found in group),
+            # As fractions, because parts of bytes would add up differently in another order.
+            bytes=float(sum(Fraction(found["bytes"]) for found in group)),
+            dtypes=tuple(sorted({found["dtype"] for found in group if "dtype" in found})),
+            shapes=tuple(sorted({tuple(found["shape"]) for found in group if "shape" in found})),
+        )
+        for values, group in alike.items()
+    }
+
+
+def totals(ledger: Json) -> dict[str, float]:
+    """The numbers of the whole step by name, as far as the ledger knows them."""
+    numbers: dict[str, float | None] = {
+        "bytes sent": ledger["bytes"]["total"],
+        "collectives": sum(ledger["counts"].values()),
+        "FLOPs": ledger["flops"]["total"],
+    }
+    numbers |= {f"FLOPs {phase}": flops for phase, flops in ledger["flops"]["by_phase"].items()}
+    numbers |= {f"memory: {name}": size for name, size in (ledger["memory"] or {}).items()}
+    if compiled := ledger["compiled"]:
+        numbers |= {
+            "compiled: bytes sent": compiled["bytes"],
+            "compiled: collectives": sum(compiled["counts"].values()),
+            "compiled: temporaries": compiled["temporaries"],
+            "compiled: peak": compiled["peak"],
+        }
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def name_module(module: str) -> str:
+    """The path of a module for people."""
+    return module or "(no module)"
