@@ -61,7 +61,11 @@ LINE = 0.33  # The height of a line in inches.
 ROOM = 1.32  # The length of an axis, as a multiple of the longest bar: words stand behind bars.
 ONE_SCALE = 12.0  # Beyond this ratio the smallest step could not be seen on one scale.
 NEAR = 2.5  # A bound that is this many times larger is written, not drawn.
-LABELS = {"-": "by the closed form of the strategy", ":": "as compiled", "--": "bound"}
+LABELS: Mapping[Any, str] = {
+    "-": "by the closed form of the strategy",
+    ":": "as compiled",
+    "--": "bound",
+}
 
 
 class Bound(NamedTuple):
@@ -136,7 +140,7 @@ def draw_ledgers(
     for row, (name, ledger) in enumerate(ledgers.items()):
         mesh = " x ".join(f"{axis}={size:,}" for axis, size in ledger["mesh"].items())
         title = f"{name}: {ledger['name']}, {mesh}"
-        style = {"fontsize": 11, "loc": "left", "color": INK, "fontweight": "bold", "pad": 20}
+        style: Any = {"fontsize": 11, "loc": "left", "color": INK, "fontweight": "bold", "pad": 20}
         figure.axes[row].set_title(title, **style)
     figure.suptitle(
         "Of a device in a step: what it sends (left), and what it holds at the peak (right)"
@@ -150,8 +154,13 @@ def draw_ledgers(
         for style, label in LABELS.items()
         if style in styles
     ]
-    place = {"loc": "outside lower center", "ncols": len(LABELS)}
-    figure.legend(handles=handles, fontsize=9, frameon=False, **place)
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(LABELS),
+        fontsize=9,
+        frameon=False,
+    )
     figure.savefig(path, dpi=120)
 
 
