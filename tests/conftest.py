@@ -14,6 +14,7 @@ import hypothesis
 import jax
 import pytest
 
+from tests import compiling
 from tests.cluster_processes import Processes
 
 NUM_DEVICES = 8
@@ -27,7 +28,6 @@ FACTORISATIONS: tuple[dict[str, int], ...] = (
     {"replica": 2, "data": 2, "model": 2},
 )
 
-
 # A first example compiles, which no deadline allows for; the same examples are drawn on every run.
 hypothesis.settings.register_profile("house", deadline=None, derandomize=True, max_examples=25)
 
@@ -35,8 +35,10 @@ hypothesis.settings.register_profile("house", deadline=None, derandomize=True, m
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses the devices, before anything has asked jax for them."""
     del config
-    if "JAX_PLATFORMS" not in os.environ:
+    if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
         jax.config.update("jax_platforms", "cpu")
+        # The last of two that set the same counts.
+        os.environ["XLA_FLAGS"] = f"{compiling.XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
     # Most of the suite's time is XLA's; tests of what XLA makes of a program are `optimized`.

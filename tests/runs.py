@@ -21,6 +21,7 @@ from manualpar.cluster import Cluster
 from manualpar.training.command_line import parse_command_line
 from manualpar.training.main import run_command
 from tests.cluster_processes import HANG_SECONDS, free_port
+from tests.compiling import ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "tests" / "runs_config.py"
@@ -45,9 +46,7 @@ def arguments(workdir, *more, config=CONFIG):
 def environment_of(**faults):
     """What a process's environment has besides ours; see `runs_config`."""
     return {
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
+        **ENVIRONMENT,
         "PYTHONUNBUFFERED": "1",
         "FAULTS": json.dumps(faults),
     }
