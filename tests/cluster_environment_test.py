@@ -1,6 +1,6 @@
 import pytest
 
-from manualpar.cluster.environment import Place, find_place
+from manualpar.cluster.environment import Assignment, find_assignment
 
 OURS = {
     "MANUALPAR_COORDINATOR_ADDRESS": "a:1",
@@ -16,8 +16,8 @@ SLURM = {
     "SLURM_STEP_NUM_NODES": "2",
 }
 OPEN_MPI = {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://h:2", "OMPI_COMM_WORLD_SIZE": "4"}
-ALL_DEVICES = Place(None, None, None, sees_all_devices=True)
-JAX_CHOOSES = Place(None, None, None, sees_all_devices=False)
+ALL_DEVICES = Assignment(None, None, None, sees_all_devices=True)
+JAX_CHOOSES = Assignment(None, None, None, sees_all_devices=False)
 
 
 @pytest.mark.parametrize(
@@ -26,10 +26,10 @@ JAX_CHOOSES = Place(None, None, None, sees_all_devices=False)
         ((None, None, None), {}, None),
         ((None, 1, None), OURS, None),
         ((None, 1, None), SLURM, None),
-        (("h:5", 3, 2), OURS, Place("h:5", 3, 2, True)),
-        (("[::1]:5", 1, 0), {}, Place("[::1]:5", 1, 0, True)),
-        ((None, None, None), OURS, Place("a:1", 2, 1, True)),
-        ((None, None, None), OURS | {"JAX_LOCAL_DEVICE_IDS": "1"}, Place("a:1", 2, 1, False)),
+        (("h:5", 3, 2), OURS, Assignment("h:5", 3, 2, True)),
+        (("[::1]:5", 1, 0), {}, Assignment("[::1]:5", 1, 0, True)),
+        ((None, None, None), OURS, Assignment("a:1", 2, 1, True)),
+        ((None, None, None), OURS | {"JAX_LOCAL_DEVICE_IDS": "1"}, Assignment("a:1", 2, 1, False)),
         ((None, None, None), SLURM, ALL_DEVICES),
         ((None, None, None), SLURM | {"SLURM_STEP_NUM_NODES": "1"}, JAX_CHOOSES),
         ((None, None, None), SLURM | {"SLURM_NTASKS": "1"}, None),
@@ -41,7 +41,7 @@ JAX_CHOOSES = Place(None, None, None, sees_all_devices=False)
     ],
 )
 def test_who_the_processes_are(given, environment, place):
-    assert find_place(*given, environment) == place
+    assert find_assignment(*given, environment) == place
 
 
 @pytest.mark.parametrize(
@@ -65,4 +65,4 @@ def test_who_the_processes_are(given, environment, place):
 )
 def test_what_does_not_fit_is_refused(given, environment, message):
     with pytest.raises(ValueError, match=message):
-        find_place(*given, environment)
+        find_assignment(*given, environment)

@@ -10,11 +10,11 @@ import time
 import pytest
 
 from manualpar.cluster import DisagreementError
-from manualpar.cluster.agreement import StopGate
 from manualpar.cluster.channel import Channel
 from manualpar.cluster.hub import Hub
+from manualpar.cluster.lost import Pace
 from manualpar.cluster.meeting import knock, listen, split_address
-from manualpar.cluster.progress import Pace
+from manualpar.cluster.stopping import StopGate
 
 HANG_SECONDS = 60
 
@@ -23,10 +23,10 @@ class Meeting:
     """A hub, and the processes that knock at it, each from a thread as from a process."""
 
     def __init__(self, num_processes=2, *, token="secret", timeout_seconds=30.0, join_seconds=60.0):
-        listener = listen("127.0.0.1:0", backlog=num_processes)
+        listener = listen("127.0.0.1:0")
         self.port = listener.getsockname()[1]
         self.num_processes, self.timeout_seconds = num_processes, timeout_seconds
-        self.said, self.lost, self.channels = [], {}, {}
+        self.said, self.lost, self.channels, self.gates = [], {}, {}, {}
         self.hub = Hub(
             listener,
             num_processes=num_processes,
@@ -35,7 +35,6 @@ class Meeting:
             join_seconds=join_seconds,
             announce=self.said.append,
         )
-        self.hub.thread.start()
 
     def join(self, process, *, token="secret", num_processes=None):
         connection = knock(
@@ -50,9 +49,8 @@ class Meeting:
         )
         self.channels[process] = Channel(
             connection,
-            process=process,
             timeout_seconds=self.timeout_seconds,
-            gate=StopGate(),
+            gate=self.gates.setdefault(process, StopGate()),
             pace=Pace(),
             on_loss=lambda loss: self.lost.__setitem__(process, loss),
             announce=self.said.append,
@@ -119,6 +117,21 @@ def test_what_differs_is_told_to_all_and_ends_the_hub_without_a_loss():
     meeting.hub.thread.join(HANG_SECONDS)
     assert not meeting.hub.thread.is_alive()
     assert not meeting.lost
+
+
+def test_all_stop_in_the_call_after_the_largest_number():
+    meeting, calls = Meeting(3), (4, 7, 5)
+    meeting.join_all()
+    for gate, number in zip(meeting.gates.values(), calls, strict=True):
+        assert not any(gate.should_stop() for _ in range(number))
+    meeting.channels[1].send({"kind": "stop"})
+    meeting.channels[2].send({"kind": "stop"})
+    # Every process has heard of it when all have agreed on something after it.
+    assert meeting.agree({process: {} for process in range(3)}) == dict.fromkeys(range(3))
+    for gate, number in zip(meeting.gates.values(), calls, strict=True):
+        told = [gate.should_stop() for _ in range(9 - number)]
+        assert told == [False] * (7 - number) + [True] * 2
+    meeting.end()
 
 
 STRANGERS = [
@@ -197,7 +210,7 @@ def test_after_all_have_met_the_port_is_closed(connect):
     meeting.join_all()
     with pytest.raises(ConnectionRefusedError):
         connect(meeting.port)
-    listen(f"127.0.0.1:{meeting.port}", backlog=1).close()  # JAX's service takes it.
+    listen(f"127.0.0.1:{meeting.port}").close()  # JAX's service takes it.
     meeting.end()
 
 
@@ -274,15 +287,14 @@ def test_process_0_may_come_last():
     while not said and time.monotonic() < deadline:
         time.sleep(0.02)
     assert said[0].startswith(f"process 0 is not there after 0.3 s, at port {port} (127.0.0.1: ")
-    hub = Hub(
-        listen(f"127.0.0.1:{port}", backlog=2),
+    Hub(
+        listen(f"127.0.0.1:{port}"),
         num_processes=2,
         token="",
         timeout_seconds=30.0,
         join_seconds=60.0,
         announce=said.append,
     )
-    hub.thread.start()
     thread.join(HANG_SECONDS)
     assert joined
     joined[0].close()
@@ -307,7 +319,7 @@ def test_process_0_that_never_comes_is_an_error():
 @pytest.mark.parametrize("address", ["203.0.113.77:0", "no.such.host.invalid:1234"])
 def test_an_address_that_is_not_ours_is_refused(address):
     with pytest.raises(ConnectionError, match="expected an address of this host") as caught:
-        listen(address, backlog=1)
+        listen(address)
     assert "JAX_COORDINATOR_BIND_ADDRESS" in str(caught.value)
 
 
@@ -315,7 +327,7 @@ def test_a_port_that_is_taken_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(ConnectionError, match="another program has that port"):
-            listen(f"127.0.0.1:{port}", backlog=1)
+            listen(f"127.0.0.1:{port}")
 
 
 def test_addresses():

@@ -20,7 +20,8 @@ ORDER = """
     manualpar
     planner
     training launch
-    checkpoints data cluster watching
+    checkpoints
+    data cluster watching
     models
     inspect
     strategies reference

@@ -1,14 +1,14 @@
-"""Whether a run may go on with another config than it began with.
+"""Whether a run may go on with a config other than its own.
 
-What says which function is trained, and in which order it sees which examples, must stay: the rest
-of the run would belong to another experiment. How the work is split, how long it lasts and what is
-reported may change.
+Fields that say which function is trained, and in which order it sees which examples, must stay:
+the rest of the run would belong to another experiment. How the work is split, how long it lasts and
+what is reported may change.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-# A prefix ends in a dot. What is in FREE may change though a prefix is in FIXED.
+# A prefix ends in a dot. The fields in FREE may change although a prefix is in FIXED.
 FIXED = ("model.", "data.", "seed", "parallel.param_dtype")
 FREE = (
     "data.batch_size",
@@ -51,37 +51,27 @@ def check_resumable(saved: Mapping[str, Any], current: Mapping[str, Any]) -> lis
         for name, (unused, why) in REMOVED.items()
         if saved.get(name, unused) != unused
     ]
-    names = sorted({*saved, *current} - REMOVED.keys())
-    differences = {
-        name: f"{name}: {_show(saved, name)} -> {_show(current, name)}"
-        for name in names
-        if _comparable(saved.get(name, ABSENT)) != _comparable(current.get(name, ABSENT))
-    }
-    refused = [line for name, line in differences.items() if _is_fixed(name)]
+    allowed, refused = [], []
+    for name in sorted({*saved, *current} - REMOVED.keys()):
+        before, after = saved.get(name, ABSENT), current.get(name, ABSENT)
+        if _as_json(before) != _as_json(after):
+            old, new = (repr(c[name]) if name in c else ABSENT for c in (saved, current))
+            is_fixed = any(name == f or (f.endswith(".") and name.startswith(f)) for f in FIXED)
+            lines = refused if is_fixed and name not in FREE else allowed
+            lines.append(f"{name}: {old} -> {new}")
     if refused:
         raise ValueError(
             "config: it changes the model or the data of the run in the workdir; expected the "
             "values that it was saved with. Take them back, or choose another workdir (saved -> "
             "asked for):\n" + "\n".join(f"  {line}" for line in refused)
         )
-    return gone + list(differences.values())
+    return gone + allowed
 
 
-def _is_fixed(name: str) -> bool:
-    """Whether a field may not change."""
-    fixed = any(name.startswith(f) if f.endswith(".") else name == f for f in FIXED)
-    return fixed and name not in FREE
-
-
-def _comparable(value: Any) -> Any:
-    """A value as JSON holds it: tuples are lists there, and the kinds of numbers stay apart."""
+def _as_json(value: Any) -> Any:
+    """The value as JSON holds it: a tuple is a list, and True is not 1."""
     if isinstance(value, list | tuple):
-        return [_comparable(item) for item in value]
+        return [_as_json(item) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): _comparable(item) for key, item in value.items()}
+        return {str(key): _as_json(item) for key, item in value.items()}
     return (isinstance(value, bool), value)
-
-
-def _show(config: Mapping[str, Any], name: str) -> str:
-    """A value as people write it."""
-    return repr(config[name]) if name in config else ABSENT

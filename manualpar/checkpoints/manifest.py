@@ -1,16 +1,16 @@
 """The manifest of a checkpoint: the size and the checksum of every file, in `manifest.json`.
 
 Neither Orbax nor its array files notice a flipped byte in an array. So once everything is written,
-every file is read again, hashed and forced to the disk, and the result is written beside them. The
-manifest is protected too: it holds a checksum of its own content and has one way to be written
-down, so that a byte that changes anywhere in it shows.
+every file is read again, hashed and forced to the disk, and the result is written beside the files.
+The manifest is protected too: it holds a checksum of its own content, and there is only one way to
+write it down, so that any changed byte in it shows.
 
-SHA-256 is the fastest of the strong hashes in Python's library where the processor helps (1.4 GB/s
-against BLAKE2b's 0.8 on the machine it was chosen on), faster than most disks, and can be checked
-by hand: `sha256sum`. A CRC of 32 bits is three times as fast and misses one damage in four billion.
+SHA-256 is the fastest of the strong hashes in Python's library on processors that support it (1.4
+GB/s against BLAKE2b's 0.8, measured). It is faster than most disks, and `sha256sum` checks it by
+hand. A 32-bit CRC is three times as fast and misses one damage in four billion.
 
-The checksums do not help against somebody who writes a manifest on purpose, so nothing that it says
-is trusted: a checkpoint consists of folders and files, none of them a link, and its manifest names
+Checksums do not help against somebody who writes a manifest on purpose. So nothing that it says is
+trusted: a checkpoint consists of folders and files, none of them a link, and its manifest names
 files below its folder. Nothing else is ever opened.
 """
 
@@ -54,19 +54,16 @@ class Manifest:
 
 
 class DamagedError(Exception):
-    """A file of a checkpoint is not what was written; the message names it and says how."""
+    """A file of a checkpoint is not as it was written; the message names it and says how."""
 
 
 def write_manifest(folder: Path, *, step: int, metrics: Mapping[str, float]) -> None:
     """Hashes every file of a checkpoint, forces it to the disk and writes the manifest.
 
-    Args:
-      folder: The checkpoint, complete; nothing may be writing to it.
-      step: The step it is of.
-      metrics: What is known of it; metrics that are not finite are left out.
+    Nothing may be writing to the folder. Metrics that are not finite are left out.
 
     Raises:
-      OSError: The disk is full, or does not let itself be written to.
+      OSError: The disk is full, or cannot be written to.
     """
     files = {}
     for root, _, names in os.walk(folder, onerror=_raise):
@@ -74,26 +71,23 @@ def write_manifest(folder: Path, *, step: int, metrics: Mapping[str, float]) -> 
             path = Path(root, name)
             # A manifest that a killed process left behind is about to be replaced.
             if path not in (folder / MANIFEST, folder / f"{MANIFEST}.tmp"):
-                files[path.relative_to(folder).as_posix()] = _measure(path)
+                with open_file(path) as file:
+                    size, digest = os.fstat(file.fileno()).st_size, _hash(file)
+                    os.fsync(file.fileno())
+                files[path.relative_to(folder).as_posix()] = (size, digest)
         sync_folder(Path(root))
     finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
     temporary = folder / f"{MANIFEST}.tmp"
-    with create_file(temporary) as file:
-        file.write(_to_text(Manifest(step, finite, files)).encode("ascii"))
-        file.flush()
-        os.fsync(file.fileno())
+    with create_file(temporary) as out:
+        out.write(_to_text(Manifest(step, finite, files)).encode("ascii"))
+        out.flush()
+        os.fsync(out.fileno())
     os.replace(temporary, folder / MANIFEST)
     sync_folder(folder)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads a manifest and checks that it is as it was written.
-
-    Args:
-      folder: The checkpoint.
-
-    Returns:
-      The manifest.
+    """Reads the manifest of a checkpoint and checks that it is as it was written.
 
     Raises:
       DamagedError: It is missing or was changed.
@@ -116,20 +110,16 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> None:
-    """Checks files of a checkpoint against its manifest.
+    """Checks one part of a checkpoint's files against its manifest.
 
-    Args:
-      folder: The checkpoint.
-      manifest: Its manifest.
-      part: Which of the parts to check.
-      parts: How many parts the files are checked in. Sizes differ, so the largest are dealt first.
+    Sizes differ, so the files are dealt to the parts from the largest to the smallest.
 
     Raises:
       DamagedError: A file is missing or was changed, or something in the folder is neither a file
         nor a folder, whether the manifest names it or not.
       OSError: A file can't be read.
     """
-    _refuse_others(folder)
+    _refuse_other_kinds(folder)
     by_size = sorted(manifest.files.items(), key=lambda item: (-item[1][0], item[0]))
     for name, (size, digest) in by_size[part::parts]:
         try:
@@ -137,14 +127,14 @@ def verify_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int 
                 found_size = os.fstat(file.fileno()).st_size
                 if found_size != size:
                     raise DamagedError(f"{name} has {found_size} bytes, expected {size}")
-                found_digest = hashlib.file_digest(file, "sha256").hexdigest()
+                found = _hash(file)
         except (FileNotFoundError, NotADirectoryError):
             raise DamagedError(f"{name} is missing") from None
         except NotAFileError as error:
             raise DamagedError(f"{name} {error}") from None
-        if found_digest != digest:
+        if found != digest:
             raise DamagedError(
-                f"{name} is not as it was written: its SHA-256 is {found_digest[:12]}…, expected "
+                f"{name} is not as it was written: its SHA-256 is {found[:12]}…, expected "
                 f"{digest[:12]}…"
             )
 
@@ -158,24 +148,19 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _measure(path: Path) -> tuple[int, str]:
-    """The size and the checksum of a file, which is forced to the disk."""
-    with open_file(path) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        os.fsync(file.fileno())
-        return os.fstat(file.fileno()).st_size, digest
+def _hash(file: Any) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _to_text(manifest: Manifest) -> str:
     """The one way to write a manifest down."""
-    content = {"step": manifest.step, "metrics": manifest.metrics, "files": manifest.files}
+    content = dataclasses.asdict(manifest)
     checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({"sha256": checksum, **content}, indent=1, sort_keys=True) + "\n"
 
 
 def _from_object(content: dict[str, Any]) -> Manifest:
-    """The manifest that a JSON object is, or a `ValueError` that says why it is none."""
-    step: Any
+    """The manifest in a JSON object, or a `ValueError` that says why there is none."""
     step, metrics, files = (content.get(name) for name in ("step", "metrics", "files"))
     if not _is_count(step):
         raise ValueError(f"step is {step!r:.40}")
@@ -193,14 +178,12 @@ def _from_object(content: dict[str, Any]) -> Manifest:
 
 
 def _is_count(value: Any) -> bool:
-    """Whether a value is an integer that a file could have as its size."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    """Whether a value is an integer that could be the size of a file."""
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether a value is a number that a float can hold."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _is_below(name: str) -> bool:
@@ -210,7 +193,7 @@ def _is_below(name: str) -> bool:
     return is_plain and name.isprintable() and name not in (".", MANIFEST)
 
 
-def _refuse_others(folder: Path) -> None:
+def _refuse_other_kinds(folder: Path) -> None:
     """Refuses links and whatever else is neither a file nor a folder, anywhere below a folder."""
     pending = [folder]
     while pending:
@@ -226,5 +209,5 @@ def _refuse_others(folder: Path) -> None:
 
 
 def _raise(error: OSError) -> None:
-    """What `os.walk` would otherwise pass over."""
+    """Raises an error that `os.walk` would otherwise pass over."""
     raise error

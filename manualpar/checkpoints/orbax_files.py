@@ -1,7 +1,7 @@
 """A training state in a folder that Orbax writes and reads.
 
-`state` in the folder holds the arrays, `extra` what the caller adds, `keys` the names of the keys'
-implementations; see `plain_arrays`. Orbax alone, without this package, reads all three.
+In the folder, `state` holds the arrays, `extra` what the caller adds, and `keys` the names of the
+keys' implementations; see `plain_arrays`. Orbax alone, without this package, reads all three.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from manualpar.checkpoints.agreement import JSON
 from manualpar.checkpoints.orbax_log import mute
 from manualpar.checkpoints.plain_arrays import (
     find_differences,
@@ -21,23 +20,18 @@ from manualpar.checkpoints.plain_arrays import (
     state_leaves,
     to_plain,
 )
+from manualpar.cluster.agreement import JSON
 from manualpar.core.program import Program
 from manualpar.train_state import TrainState
 from manualpar.untrusted import NotAFileError, parse_object, read_file, read_object
 
-# An array is stored in pieces of at most this, the least that is read of it: small enough that a
-# device of another mesh reads little besides its own part, large enough to be read in one go.
+# An array is stored in chunks of at most this size, and a read takes whole chunks: small enough
+# that a device of another mesh reads little besides its own part, large enough for one read.
 CHUNK_BYTES = 1 << 20
 
 
 def read_extra(path: Path) -> dict[str, JSON]:
-    """What the caller added to a checkpoint, without Orbax and without a check of its checksum.
-
-    Args:
-      path: The folder that `OrbaxFiles.save` wrote.
-
-    Returns:
-      The object.
+    """What the caller added to the checkpoint in a folder, without Orbax and without a checksum.
 
     Raises:
       ValueError: It is not a JSON object.
@@ -54,7 +48,7 @@ class OtherModelError(Exception):
 
 
 class OrbaxFiles:
-    """Writes in the background and reads; raises whatever Orbax and tensorstore do."""
+    """Writes in the background and reads; raises whatever Orbax and tensorstore raise."""
 
     def __init__(self) -> None:
         self._made: Any = None
@@ -63,17 +57,7 @@ class OrbaxFiles:
     def save(
         self, path: Path, program: Program, state: TrainState, *, extra: Mapping[str, JSON]
     ) -> None:
-        """Starts to write a folder; returns once the arrays are copied.
-
-        Args:
-          path: The folder; it must not exist.
-          program: The program that the state is of.
-          state: The state.
-          extra: What else to write.
-
-        Raises:
-          Exception: Whatever it is.
-        """
+        """Starts to write a folder, which must not exist; returns once the arrays are copied."""
         import orbax.checkpoint as ocp
 
         leaves = state_leaves(program)
@@ -87,26 +71,14 @@ class OrbaxFiles:
         self._checkpointer().save(path, args=content)
 
     def wait(self) -> None:
-        """Waits until every process has written its part.
-
-        Raises:
-          Exception: What went wrong with this process's.
-        """
+        """Waits until every process has written its part."""
         self._checkpointer().wait_until_finished()
 
     def read(self, path: Path, program: Program) -> tuple[TrainState, dict[str, JSON]]:
-        """Reads a folder; each device its own part of the arrays.
-
-        Args:
-          path: The folder.
-          program: The program that the state is for.
-
-        Returns:
-          The state and what else was written.
+        """Reads the state and what the caller added; each device reads its own part of the arrays.
 
         Raises:
           OtherModelError: The arrays are not those of the program; none has been read.
-          Exception: Whatever else it is.
         """
         import orbax.checkpoint as ocp
 
@@ -130,7 +102,7 @@ class OrbaxFiles:
                 restore_type=jax.Array,
                 sharding=leaf.abstract.sharding,
                 global_shape=leaf.held_shape,
-                # Otherwise Orbax appends zeros, which is what padding is.
+                # If not strict, Orbax appends zeros, which is what padding is.
                 strict=not any(leaf.padding),
             ),
         )
@@ -145,7 +117,7 @@ class OrbaxFiles:
                 self._made.close()
             finally:
                 self._made = None
-                gc.collect()  # What failed writes have left speaks up when it is collected.
+                gc.collect()  # Failed writes leave objects that report when they are collected.
                 self._muted.close()
 
     def _checkpointer(self) -> Any:
@@ -160,7 +132,7 @@ class OrbaxFiles:
                     extra=ocp.JsonCheckpointHandler(),
                     keys=ocp.JsonCheckpointHandler(),
                 ),
-                # A folder that can't be made is an error here and now, not after a time-out.
+                # So a folder that can't be made is an error here and now, not after a time-out.
                 async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
             )
         return self._made

@@ -1,10 +1,9 @@
-"""Keeps Orbax's talk off the screen.
+"""Keeps Orbax's messages off the screen.
 
 Orbax reports every phase of a save through absl's log, and an error with its traceback. When a
-write fails, the hundreds of others under way each leave a message of asyncio that nobody waits for
-them, and, as an exception that can't be raised, that their event loop is closed. What a user has to
-know of all that reaches them as one `CheckpointError`. Whoever wants the rest sets absl's verbosity
-to DEBUG (`--verbosity=1`, or `absl.logging.set_verbosity(1)`).
+write fails, asyncio reports hundreds of others, because nobody waits for them and their event loop
+is closed. All that a user has to know arrives as one `CheckpointError`. Setting absl's verbosity to
+DEBUG (`--verbosity=1`, or `absl.logging.set_verbosity(1)`) shows the rest.
 """
 
 import contextlib
@@ -18,9 +17,9 @@ from absl import logging as absl_logging
 
 @contextlib.contextmanager
 def mute() -> Iterator[None]:
-    """Drops what Orbax would say, from any thread, while the context lasts; others' is let through.
+    """Drops Orbax's messages, from any thread, while the context lasts; others pass.
 
-    It lasts as long as Orbax may be at work, since its threads outlive the calls.
+    It must last as long as Orbax may be at work, because its threads outlive the calls.
     """
 
     def let_through(record: logging.LogRecord) -> bool:
@@ -32,7 +31,7 @@ def mute() -> Iterator[None]:
 
     def hook(unraisable: Any) -> None:
         is_late = str(unraisable.exc_value) == "Event loop is closed"
-        # What was being read or written beside what failed.
+        # Another read or write that was under way when one failed.
         code = getattr(getattr(unraisable, "object", None), "cr_code", None)
         by_orbax = code is not None and "/orbax/checkpoint/" in code.co_filename
         if _is_verbose() or not (is_late or by_orbax):
@@ -52,5 +51,4 @@ def mute() -> Iterator[None]:
 
 
 def _is_verbose() -> bool:
-    """Whether the user has asked for everything."""
     return absl_logging.get_verbosity() >= absl_logging.DEBUG

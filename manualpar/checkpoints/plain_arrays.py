@@ -7,11 +7,12 @@ device, and a key is stored as its data, with the name of its implementation bes
 on any mesh, and any other program, can read that.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from manualpar.core.program import Program
 from manualpar.leaves import Leaf, leaves_of, list_some, show_array
@@ -24,45 +25,36 @@ def state_leaves(program: Program) -> list[Leaf]:
     return leaves_of(program.abstract_state, program.whole_state)
 
 
+def nest(leaves: list[Leaf], function: Callable[[Leaf], Any]) -> dict[str, Any]:
+    """The nested dict with the function's value for each leaf."""
+    nested: dict[str, Any] = unflatten_dict({leaf.keys: function(leaf) for leaf in leaves})
+    return nested
+
+
 def to_plain(leaves: list[Leaf], state: TrainState) -> tuple[dict[str, Any], dict[str, str]]:
-    """The arrays to store.
-
-    Args:
-      leaves: What the state consists of.
-      state: The state.
-
-    Returns:
-      The nested dict of arrays, and the name of the implementation of each key by the key's name.
+    """The nested dict of arrays to store, and each key's implementation by the key's name.
 
     Communication:
       One all-gather for each leaf that is padded, one leaf at a time: an array whose shape does not
       divide can't be sharded, so process 0 writes it from its own memory. Devices hold one such
       leaf whole for a moment, as they do in every training step.
     """
-    plain: dict[str, Any] = {}
-    implementations = {}
+    arrays, implementations = {}, {}
     for leaf, x in zip(leaves, jax.tree.leaves(state), strict=True):
         if leaf.is_key:
             implementations[leaf.name] = str(jax.random.key_impl(x))
             x = jax.random.key_data(x)
         elif any(leaf.padding):
             x = _take_off_padding(leaf, x)
-        _put(plain, leaf.keys, x)
-    return plain, implementations
+        arrays[leaf.keys] = x
+    return unflatten_dict(arrays), implementations
 
 
 def from_plain(
     program: Program, leaves: list[Leaf], plain: Mapping[str, Any], keys: Mapping[str, str]
 ) -> TrainState:
-    """The state, from arrays as the program holds them.
-
-    Args:
-      program: The program it is for.
-      leaves: What its state consists of.
-      plain: The nested dict of arrays, padded and sharded.
-      keys: The name of the implementation of each key, by the key's name.
-    """
-    arrays = dict(_flatten(plain))
+    """The state, from the nested dict of arrays as the program holds them, padded and sharded."""
+    arrays = flatten_dict(plain)
     values = [
         jax.random.wrap_key_data(arrays[leaf.keys], impl=keys[leaf.name])
         if leaf.is_key
@@ -80,12 +72,12 @@ def find_differences(
     Args:
       leaves: What the program's state consists of.
       stored: The nested dict with something that has a shape and a dtype at each leaf.
-      keys: The name of the implementation of each key that is stored.
+      keys: The implementation of each stored key, by its name.
 
     Returns:
       A line for each array that is missing, not expected, or of another shape or dtype.
     """
-    found = dict(_flatten(stored))
+    found = flatten_dict(stored)
     lines = []
     for leaf in leaves:
         expected = show_array(leaf.dtype, leaf.shape)
@@ -108,14 +100,6 @@ def find_differences(
     return list_some(lines)
 
 
-def nest(leaves: list[Leaf], function: Callable[[Leaf], Any]) -> dict[str, Any]:
-    """The nested dict with a function of each leaf."""
-    nested: dict[str, Any] = {}
-    for leaf in leaves:
-        _put(nested, leaf.keys, function(leaf))
-    return nested
-
-
 def _take_off_padding(leaf: Leaf, x: jax.Array) -> np.ndarray:
     """A padded array whole and without its padding, in the memory of process 0."""
     whole = unpad_whole(x, leaf.padding, leaf.abstract.sharding.mesh)
@@ -125,28 +109,12 @@ def _take_off_padding(leaf: Leaf, x: jax.Array) -> np.ndarray:
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
-def _put(nested: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
-    """Puts a value into a nested dict."""
-    for key in keys[:-1]:
-        nested = nested.setdefault(key, {})
-    nested[keys[-1]] = value
-
-
-def _flatten(nested: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The leaves of a nested dict, with the keys that lead to them."""
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            yield from (((key, *rest), leaf) for rest, leaf in _flatten(value))
-        else:
-            yield (key,), value
-
-
 def _key_dtype(leaf: Leaf, implementation: str) -> Any:
-    """The dtype of the key that stored data would become; None for an unknown implementation."""
+    """The dtype of the key that the stored data would become; None if it can't become one."""
     data = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     try:
         return jax.eval_shape(
             lambda data: jax.random.wrap_key_data(data, impl=implementation), data
         ).dtype
-    except (TypeError, ValueError):  # The stored data or its implementation is no key's.
+    except (TypeError, ValueError):
         return None

@@ -1,9 +1,13 @@
 """Which checkpoints stay, and how the others go.
 
-A folder of checkpoints holds one folder a step, named by the number alone: it gets that name, in
-one atomic renaming, when everything in it is written, hashed and on the disk. Whatever a killed
-process leaves has another name (`12.unfinished...`, `12.deleted`) and goes with the next save. A
-checkpoint that is to go loses its name first, so that a half-deleted one is never taken for one.
+A folder of checkpoints holds one folder per step, named by the number alone. A checkpoint gets that
+name in one atomic renaming, when everything in it is written, hashed and on the disk. Whatever a
+killed process leaves has another name (`12.unfinished...`, `12.deleted`) and goes with the next
+save. A checkpoint loses its name before it is deleted, so a half-deleted one is never listed.
+
+`ocp.CheckpointManager`, tried under our manifest, is not kill-safe: it deletes a checkpoint under
+its own name, so a kill leaves `1` listed and damaged (and with `todelete_subdir` never deletes it).
+Having gone back to 10 of [10, 20, 30], it skips a save of 11 and refuses one of 20.
 """
 
 import dataclasses
@@ -20,24 +24,6 @@ from manualpar.untrusted import kind_of
 UNFINISHED = ".unfinished"
 DELETED = ".deleted"
 SUPERSEDED = ".superseded"
-
-
-def list_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, ascending; none if there is no such folder.
-
-    Raises:
-      OSError: The folder can't be listed.
-    """
-    try:
-        with os.scandir(folder) as entries:
-            # "007" is no name that was given here.
-            return sorted(
-                int(entry.name)
-                for entry in entries
-                if entry.name.isdecimal() and str(int(entry.name)) == entry.name
-            )
-    except FileNotFoundError:
-        return []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +46,7 @@ class Retention:
     def __post_init__(self) -> None:
         for name, least in (("keep", 1), ("keep_every_steps", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if type(value) is not int or value < least:
                 raise ValueError(f"{name}={value!r}, expected an integer, at least {least}.")
         if self.best_mode not in ("min", "max"):
             raise ValueError(f"best_mode={self.best_mode!r}, expected 'min' or 'max'.")
@@ -80,6 +66,16 @@ class Retention:
         return kept | ({max(scored)[1]} if scored else set())
 
 
+def list_steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder, ascending; none if there is no such folder.
+
+    Raises:
+      OSError: The folder can't be listed.
+    """
+    # "007" is not a name that was given here.
+    return sorted(int(n) for n in _names(folder) if n.isdecimal() and str(int(n)) == n)
+
+
 def read_metrics(folder: Path, steps: list[int]) -> dict[int, Mapping[str, float]]:
     """The metrics of checkpoints by step, without those whose manifest can't be relied on."""
     metrics = {}
@@ -87,34 +83,30 @@ def read_metrics(folder: Path, steps: list[int]) -> dict[int, Mapping[str, float
         try:
             metrics[step] = read_manifest(folder / str(step)).metrics
         except (DamagedError, OSError):
-            continue  # Restoring speaks of it; here it neither counts nor goes.
+            continue  # `restore` reports it; here it neither counts nor goes.
     return metrics
 
 
 def put_in_place(folder: Path, step: int, *, after: int) -> None:
-    """Gives a checkpoint that is complete its name.
+    """Gives a complete checkpoint its name.
 
-    Those of steps after the one that it goes on from belong to a course of training that was given
-    up, by going on from an earlier checkpoint. They are renamed, not deleted, since that may have
-    been for a try; the new one must be the newest, or the next start would go on there.
-
-    Args:
-      folder: The folder.
-      step: The step of the checkpoint.
-      after: The step that it goes on from.
+    Checkpoints of steps later than `after`, the step that this one goes on from, belong to a course
+    of training that was given up. They are renamed, not deleted, because going back may have been
+    only a try. But the new one must be the newest, because the next start goes on from the newest.
 
     Raises:
       OSError: Something can't be renamed.
     """
     for other in list_steps(folder):
         if other > after:
-            _rename_to_free_name(folder, other)
+            names = (folder / f"{other}{SUPERSEDED}-{number}" for number in itertools.count(1))
+            os.rename(folder / str(other), next(n for n in names if not os.path.lexists(n)))
     os.rename(folder / f"{step}{UNFINISHED}", folder / str(step))
     sync_folder(folder)
 
 
 def delete_steps(folder: Path, steps: list[int]) -> None:
-    """Deletes checkpoints, so that at no moment a part of one has a checkpoint's name.
+    """Deletes checkpoints, so that no part of one ever has a checkpoint's name.
 
     Raises:
       OSError: Something can't be renamed or deleted.
@@ -128,26 +120,22 @@ def find_leftovers(folder: Path) -> list[Path]:
     """What killed saves and deletions have left in a folder; none if there is no such folder.
 
     Raises:
-      ValueError: Something has such a name and is no folder. No save leaves it, so it is somebody's
-        and not deleted; and a draft that is written under a link's name would end elsewhere.
+      ValueError: Something has such a name and is not a folder. No save leaves that, so it belongs
+        to somebody and is not deleted; and writing under the name of a link would end elsewhere.
       OSError: The folder can't be listed.
     """
     leftovers = []
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                step, _, rest = entry.name.partition(".")
-                if not step.isdecimal() or not rest.startswith((UNFINISHED[1:], DELETED[1:])):
-                    continue
-                mode = entry.stat(follow_symlinks=False).st_mode
-                if not stat.S_ISDIR(mode):
-                    raise ValueError(
-                        f"{entry.path} is {kind_of(mode)}, and a save needs the name for a folder "
-                        "of its own; move it away"
-                    )
-                leftovers.append(Path(entry.path))
-    except FileNotFoundError:
-        pass
+    for name in _names(folder):
+        step, _, rest = name.partition(".")
+        if step.isdecimal() and f".{rest}".startswith((UNFINISHED, DELETED)):
+            path = folder / name
+            mode = path.lstat().st_mode
+            if not stat.S_ISDIR(mode):
+                raise ValueError(
+                    f"{path} is {kind_of(mode)}, and a save needs the name for a folder of its "
+                    "own; move it away"
+                )
+            leftovers.append(path)
     return leftovers
 
 
@@ -162,10 +150,8 @@ def delete_leftovers(folder: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def _rename_to_free_name(folder: Path, step: int) -> None:
-    """Takes the name from a checkpoint that another course of training has left."""
-    for number in itertools.count(1):
-        aside = folder / f"{step}{SUPERSEDED}-{number}"
-        if not os.path.lexists(aside):
-            os.rename(folder / str(step), aside)
-            return
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []

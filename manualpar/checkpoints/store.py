@@ -1,28 +1,28 @@
 """A folder of checkpoints: saving in the background, restoring on any mesh, noticing damage.
 
-Orbax copies the arrays off the devices and writes them while training goes on, every process its
-own shards. It writes to `12.unfinished`. When all processes have finished, process 0 hashes every
-file, forces it to the disk, adds the manifest and renames the folder to `12`: so a folder with a
-number for a name is a complete checkpoint, whenever a process was killed. Only then do older ones
-go. See `plain_arrays` for what is stored and `manifest` for what is checked.
+Orbax copies the arrays off the devices and writes them while training goes on, each process its own
+shards. It writes to `12.unfinished`. When all processes have finished, process 0 hashes every file,
+forces it to the disk, adds the manifest and renames the folder to `12`. So a folder whose name is a
+number is a complete checkpoint, whenever a process was killed. Only then are older ones deleted.
+See `plain_arrays` for what is stored and `manifest` for what is checked.
 
-Several processes share one folder. Every method is collective: all of them call it. Whatever waits
-for another process, apart from Orbax's own barriers, does so in the calling thread; the exception
-is leaving the context by an error, which waits for this process's writes alone.
+Several processes share one folder. Every method is collective: all processes call it. Whatever
+waits for another process, apart from Orbax's own barriers, does so in the calling thread. Only
+leaving the context by an error waits for this process's writes alone.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
 import jax
 
-from manualpar.checkpoints.agreement import JSON, first_failure, from_first
-from manualpar.checkpoints.failures import CheckpointError, cannot_list, cannot_write, explain
+from manualpar.checkpoints.failures import CheckpointError, cannot_write, explain
 from manualpar.checkpoints.manifest import (
     MANIFEST,
     DamagedError,
@@ -40,6 +40,7 @@ from manualpar.checkpoints.retention import (
     put_in_place,
     read_metrics,
 )
+from manualpar.cluster.agreement import JSON, first_failure, from_first
 from manualpar.core.program import Program
 from manualpar.guards.donation import check_alive
 from manualpar.train_state import TrainState
@@ -63,7 +64,7 @@ class Restored:
 class Checkpoints:
     """The checkpoints in one folder; a context manager.
 
-    Leaving the context waits until everything is on the disk; a process that ends without, or
+    Leaving the context waits until everything is on the disk. A process that ends without that, and
     without `close`, leaves behind half of what it was saving, which is not a checkpoint.
     """
 
@@ -85,8 +86,8 @@ class Checkpoints:
           keep: How many of the last to keep.
           keep_every_steps: Those of a step that is a multiple of this are kept for good; 0 for
             none.
-          best_metric: The metric by which the best one is kept besides; '' for none.
-          best_mode: Whether small or large values are the better ones.
+          best_metric: The metric by which the best one is kept as well; '' for none.
+          best_mode: Whether small or large values are better.
           asynchronous: Whether `save` returns before everything is on the disk.
 
         Raises:
@@ -111,7 +112,7 @@ class Checkpoints:
             try:
                 steps = list_steps(self._folder)
             except OSError as error:
-                failure = str(cannot_list(self._folder, error))
+                failure = f"checkpoints in {self._folder} can't be listed: {explain(error)}."
         steps, failure = from_first([steps, failure])
         if failure:
             raise CheckpointError(failure)
@@ -132,12 +133,12 @@ class Checkpoints:
     ) -> None:
         """Saves a state; returns once it has been copied off the devices.
 
-        First waits for the save before. A step that this object has just saved, or restored, is
-        there already and not written again. Later ones than that, which another course of training
-        has left, are renamed to `<step>.superseded-1`: what is saved last has to be the newest.
+        First waits for the save before. The step that this object has just saved or restored is
+        not written again. Checkpoints of later steps, left by another course of training, are
+        renamed to `<step>.superseded-1`, because what is saved last has to be the newest.
 
         Args:
-          program: The program it is of.
+          program: The program that the state is of.
           state: The state. It may be donated to the next step as soon as this returns.
           step: The number of updates it has seen.
           extra: What else to keep, such as the data's position and the config.
@@ -171,11 +172,8 @@ class Checkpoints:
                 failure = str(cannot_write(path, error))
         if failure := first_failure(failure):
             raise CheckpointError(failure)
-
-        try:
+        with _writing(path):
             self._orbax.save(self._folder / f"{step}{UNFINISHED}", program, state, extra=extra)
-        except Exception as error:  # Orbax and tensorstore raise any.
-            raise cannot_write(path, error) from error.with_traceback(None)
         future = None
         if jax.process_index() == 0:
             after = step - 1 if self._current is None else min(step - 1, self._current)
@@ -193,8 +191,8 @@ class Checkpoints:
         if self._pending is None:
             return
         step, failure = self._join()
-        # Where arrays could not be written, the error was raised at once: the other processes are
-        # held up in Orbax's barrier and would not answer. Here all have written theirs.
+        # If arrays could not be written, `_join` has raised: the other processes are held up in
+        # Orbax's barrier and would not answer. Here all processes have written theirs.
         if failure := first_failure(failure):
             raise CheckpointError(failure)
         self._current = step
@@ -209,8 +207,8 @@ class Checkpoints:
     ) -> Restored:
         """Restores a state as a program on any mesh, under any strategy, holds it.
 
-        Every file is checked first, by one process each. Then a device reads its own part of every
-        array. Later checkpoints than the one restored are set aside by the next save.
+        First the processes share out the files and check each of them. Then a device reads its own
+        part of every array. The next save sets aside any checkpoints later than the restored one.
 
         Args:
           program: The program; its shapes and dtypes are those of the checkpoint.
@@ -294,27 +292,21 @@ class Checkpoints:
         (step, future), self._pending = self._pending, None
         if future is not None:
             return step, future.result()
-        try:
+        with _writing(self._folder / str(step)):
             self._orbax.wait()
-        except Exception as error:  # As above.
-            raise cannot_write(self._folder / str(step), error) from error.with_traceback(None)
         return step, ""
 
     def _end_threads(self) -> None:
-        """Waits until no thread is at work and lets go of them."""
         self._background.shutdown()
         self._orbax.close()
 
     def _finish(self, step: int, after: int, metrics: Mapping[str, float]) -> str:
         """What process 0 does in the background; returns why it could not."""
         path = self._folder / str(step)
-        unfinished = self._folder / f"{step}{UNFINISHED}"
-        try:
+        with _writing(path):
             self._orbax.wait()
-        except Exception as error:  # As above.
-            raise cannot_write(path, error) from error.with_traceback(None)
         try:
-            write_manifest(unfinished, step=step, metrics=metrics)
+            write_manifest(self._folder / f"{step}{UNFINISHED}", step=step, metrics=metrics)
             put_in_place(self._folder, step, after=after)
         except OSError as error:
             return str(cannot_write(path, error))
@@ -326,7 +318,7 @@ class Checkpoints:
         return ""
 
     def _find_damage(self, step: int) -> str:
-        """What is wrong with a checkpoint, found out by all processes together; '' if nothing."""
+        """What is wrong with a checkpoint, found by all processes together; '' if nothing."""
         path, failure = self._folder / str(step), ""
         try:
             manifest = read_manifest(path)
@@ -349,9 +341,18 @@ class Checkpoints:
                 f"checkpoint {path} is of another model: {error}. Choose another workdir, or the "
                 "config that it was saved with."
             ) from None
-        except Exception as error:  # As above.
+        except Exception as error:  # Orbax and tensorstore raise any.
             raise CheckpointError(
                 f"checkpoint {path} can't be read, though its files are as they were written: "
                 f"{explain(error)}."
             ) from error.with_traceback(None)
         return Restored(step, state, extra)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turns whatever Orbax and tensorstore raise into a `CheckpointError`."""
+    try:
+        yield
+    except Exception as error:
+        raise cannot_write(path, error) from error.with_traceback(None)

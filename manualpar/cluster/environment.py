@@ -1,7 +1,7 @@
 """Which processes train together: from flags, from our own variables, or from a cluster's.
 
-A cluster's environment is only looked at for whether there are several processes; who they are JAX
-finds out (`jax.distributed.initialize`). It knows Slurm, Open MPI 4, Kubernetes jobs and TPU pods.
+A cluster's environment only tells us whether there are several processes; JAX finds out who they
+are (`jax.distributed.initialize`). It knows Slurm, Open MPI 4, Kubernetes jobs and TPU pods.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ MEND = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """A process's place among others.
+class Assignment:
+    """Which process of a run this one is.
 
     Attributes:
-      coordinator_address: `host:port` of JAX's coordination service; `None` where JAX finds it.
-      num_processes: How many processes there are; `None` where JAX finds it.
-      process_id: Which of them this is; `None` where JAX finds it.
+      coordinator_address: `host:port` of JAX's coordination service; `None` if JAX finds it.
+      num_processes: How many processes there are; `None` if JAX finds it.
+      process_id: Which of them this is; `None` if JAX finds it.
       sees_all_devices: Whether this process is to see all devices of its host. Otherwise JAX
         chooses: in Slurm and Open MPI one device a process.
     """
@@ -37,27 +37,22 @@ class Place:
     sees_all_devices: bool
 
 
-def find_place(
+def find_assignment(
     coordinator_address: str | None,
     num_processes: int | None,
     process_id: int | None,
     environment: Mapping[str, str],
-) -> Place | None:
-    """Finds out which processes there are.
-
-    Args:
-      coordinator_address: `host:port` of process 0, or `"auto"`.
-      num_processes: How many processes there are. `1` alone says that there is only this one.
-      process_id: Which of them this is.
-      environment: The environment's variables.
+) -> Assignment | None:
+    """Finds out which process this is; for the arguments see `manualpar.cluster.initialize`.
 
     Returns:
-      The place; `None` if this process is the only one.
+      The assignment; `None` if this process is the only one.
 
     Raises:
       ValueError: Only some of what is needed is given, or it does not fit together.
     """
     sees_all = "JAX_LOCAL_DEVICE_IDS" not in environment
+    found_by_jax = Assignment(None, None, None, sees_all and _is_alone_on_host(environment))
     if coordinator_address == AUTO:
         if num_processes is not None or process_id is not None:
             raise ValueError(
@@ -65,26 +60,29 @@ def find_place(
                 f"{num_processes} and process_id={process_id}, expected neither: JAX finds all "
                 "three. Leave them out, or give an address."
             )
-        return Place(None, None, None, sees_all and _is_alone_on_host(environment))
-    given = {
+        return found_by_jax
+    if num_processes == 1 and coordinator_address is None and process_id in (None, 0):
+        return None
+    flags = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,
         "process_id": process_id,
     }
-    if num_processes == 1 and coordinator_address is None and process_id in (None, 0):
-        return None
-    if any(value is not None for value in given.values()):
-        return _explicit_place(given, sees_all)
-    given = {name: environment.get(name) for name in (COUNT_VARIABLE, ID_VARIABLE)}
-    if any(given.values()) or COORDINATOR_VARIABLE in environment:
+    if any(value is not None for value in flags.values()):
+        return _check(flags, sees_all)
+    if any(environment.get(name) for name in (COUNT_VARIABLE, ID_VARIABLE)) or (
+        COORDINATOR_VARIABLE in environment
+    ):
         address = environment.get(COORDINATOR_VARIABLE) or environment.get(
             "JAX_COORDINATOR_ADDRESS"
         )
-        if given == {COUNT_VARIABLE: "1", ID_VARIABLE: None} and not address:
+        count, process = environment.get(COUNT_VARIABLE), environment.get(ID_VARIABLE)
+        if (count, process) == ("1", None) and not address:
             return None
-        return _explicit_place({COORDINATOR_VARIABLE: address, **given}, sees_all)
+        variables = {COORDINATOR_VARIABLE: address, COUNT_VARIABLE: count, ID_VARIABLE: process}
+        return _check(variables, sees_all)
     if _is_known_cluster(environment):
-        return Place(None, None, None, sees_all and _is_alone_on_host(environment))
+        return found_by_jax
     if environment.get("JAX_COORDINATOR_ADDRESS"):
         raise ValueError(
             "initialize: JAX_COORDINATOR_ADDRESS is set, but nothing says how many processes there "
@@ -99,8 +97,8 @@ def find_place(
     return None
 
 
-def _explicit_place(given: Mapping[str, str | int | None], sees_all: bool) -> Place:
-    """The place that is given under these names; address, count and id in this order."""
+def _check(given: Mapping[str, str | int | None], sees_all: bool) -> Assignment:
+    """The assignment from the address, the count and the id, given in this order by their names."""
     missing = [name for name, value in given.items() if value in (None, "")]
     present = [name for name in given if name not in missing]
     if missing:
@@ -126,11 +124,11 @@ def _explicit_place(given: Mapping[str, str | int | None], sees_all: bool) -> Pl
             f"initialize: {id_name}={process} with {count_name}={count}, expected one of 0 to "
             f"{count_name} - 1, each in one process."
         )
-    return Place(str(address), count, process, sees_all)
+    return Assignment(str(address), count, process, sees_all)
 
 
 def _is_known_cluster(environment: Mapping[str, str]) -> bool:
-    """Whether the environment is that of several processes which JAX can find."""
+    """Whether the environment is that of several processes that JAX can find."""
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
     in_slurm = all(name in environment for name in slurm)
     in_open_mpi = "OMPI_MCA_orte_hnp_uri" in environment
@@ -154,6 +152,6 @@ def _is_alone_on_host(environment: Mapping[str, str]) -> bool:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
-    """A variable's number, 0 where it has none."""
+    """The number that a variable holds, or 0."""
     value = environment.get(name, "")
     return int(value) if value.isdigit() else 0

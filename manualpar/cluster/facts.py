@@ -1,21 +1,20 @@
-"""In what the processes of a run differ, in sentences.
+"""How the processes of a run differ, in sentences.
 
 A fact is anything that has to be the same in every process: a field of the config, a version, the
-fingerprint of the data. Its name is what a user knows it by, its value is text.
+fingerprint of the data. Its name is one that a user knows; its value is text.
 """
 
 from collections.abc import Mapping
 
-# So many differences are told; the first few say what went wrong.
+# The first differences say what went wrong; more would only hide them.
 MAX_DIFFERENCES = 5
 MAX_VALUE_CHARACTERS = 200
-ABSENT = "absent"
 
 Facts = Mapping[str, str]
 
 
 class DisagreementError(ValueError):
-    """The processes of a run differ in what has to be the same; each of them has this error."""
+    """The processes of a run differ in what has to be the same; each of them raises this error."""
 
     def __init__(self, differences: list[str]) -> None:
         super().__init__(
@@ -25,30 +24,22 @@ class DisagreementError(ValueError):
 
 
 def describe_differences(facts: Mapping[int, Facts]) -> list[str]:
-    """Compares what the processes say.
-
-    Args:
-      facts: The facts of each process, by its number.
+    """Compares the facts of the processes, given by process number.
 
     Returns:
       A sentence for each fact that differs, such as `config.seed is 42 in process 0 and 3 in
-      process 1`, at most `MAX_DIFFERENCES` and one that counts the rest.
+      process 1`: at most `MAX_DIFFERENCES`, and one that counts the rest.
     """
-    names = dict.fromkeys(name for process in sorted(facts) for name in facts[process])
     sentences = []
-    for name in names:
+    for name in dict.fromkeys(name for process in sorted(facts) for name in facts[process]):
         holders: dict[str, list[int]] = {}
         for process in sorted(facts):
-            holders.setdefault(facts[process].get(name, ABSENT), []).append(process)
+            holders.setdefault(facts[process].get(name, "absent"), []).append(process)
         if len(holders) > 1:
-            parts = [
-                f"{_shorten(value)} in {name_processes(who)}" for value, who in holders.items()
-            ]
+            parts = [f"{_shorten(value)} in {name_processes(p)}" for value, p in holders.items()]
             sentences.append(f"{name} is {' and '.join(parts)}")
-    if len(sentences) > MAX_DIFFERENCES:
-        rest = len(sentences) - MAX_DIFFERENCES
-        return [*sentences[:MAX_DIFFERENCES], f"and {rest} more"]
-    return sentences
+    rest = len(sentences) - MAX_DIFFERENCES
+    return sentences[:MAX_DIFFERENCES] + ([f"and {rest} more"] if rest > 0 else [])
 
 
 def name_processes(processes: list[int]) -> str:
@@ -59,5 +50,4 @@ def name_processes(processes: list[int]) -> str:
 
 
 def _shorten(value: str) -> str:
-    """A value that fits into a sentence."""
     return value if len(value) <= MAX_VALUE_CHARACTERS else f"{value[:MAX_VALUE_CHARACTERS]}..."

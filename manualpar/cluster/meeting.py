@@ -1,34 +1,69 @@
-"""How the processes find the hub: process 0 listens, and the others knock until it answers.
+"""How the processes find the hub, and prove that they belong to the run.
 
-Where the coordinator's address is given, they meet there before JAX does: the hub listens on the
-coordinator's own port, and frees it for JAX's coordination service when all have come. So one port
-is enough, and no stranger can reach the hub while the run trains.
+Process 0 listens, and every process knocks until the hub answers. Where the coordinator's address
+is given, they meet there before JAX does: the hub listens on the coordinator's own port, and frees
+it for JAX's coordination service when all processes have come. So one port is enough, and no
+stranger can reach the hub while the run trains.
+
+The hub sends every new connection a challenge, a number that it uses once. The process answers with
+an HMAC of it under the token that all processes of the run share (`MANUALPAR_TOKEN`). The token
+itself never travels, and an overheard answer is useless. Without a token, anybody who can reach the
+port may answer. Until its proof is right, a hello comes from a stranger: every field is checked.
 """
 
+import dataclasses
 import errno
+import hashlib
+import hmac
 import json
 import os
 import socket
 import time
 from collections.abc import Callable, Sequence
 
-from manualpar.cluster.admission import Hello, make_hello, receive_line
 from manualpar.cluster.facts import DisagreementError
+from manualpar.cluster.link import Message
 
+TOKEN_VARIABLE = "MANUALPAR_TOKEN"
+BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
+MAX_HELLO_BYTES = 4096
+MAX_NAME_CHARACTERS = 255
 CONNECT_SECONDS = 5.0
 KNOCK_SECONDS = 0.1
-BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
 
 
-def listen(address: str, *, backlog: int) -> socket.socket:
-    """Opens the port that the processes meet at, on that address only.
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """What a process says of itself: its number, how many it expects, its host and process id."""
 
-    Args:
-      address: `host:port`, the host being this one.
-      backlog: How many may connect at once.
+    process: int
+    num_processes: int
+    host: str
+    pid: int
 
-    Returns:
-      The socket, listening.
+
+def make_hello(hello: Hello, *, token: str, challenge: str) -> Message:
+    """The message with which a process answers a challenge."""
+    proof = _prove(hello, token, challenge)
+    return {"kind": "hello", **dataclasses.asdict(hello), "proof": proof}
+
+
+def read_hello(message: Message, *, token: str, challenge: str) -> Hello | None:
+    """Reads the answer to a challenge; `None` if it is not a hello, or its proof is wrong."""
+    process, count = message.get("process"), message.get("num_processes")
+    host, pid, proof = message.get("host"), message.get("pid"), message.get("proof")
+    if type(process) is not int or type(count) is not int or type(pid) is not int:
+        return None
+    if not isinstance(host, str) or len(host) > MAX_NAME_CHARACTERS or not isinstance(proof, str):
+        return None
+    hello = Hello(process, count, host, pid)
+    expected = _prove(hello, token, challenge)
+    is_right = hmac.compare_digest(proof.encode(errors="replace"), expected.encode())
+    return hello if is_right else None
+
+
+def listen(address: str) -> socket.socket:
+    """Opens the port `host:port` that the processes meet at, on that address only.
 
     Raises:
       ConnectionError: The address is not one of this host's, or its port is taken.
@@ -42,9 +77,7 @@ def listen(address: str, *, backlog: int) -> socket.socket:
     for family, _, _, _, where in found:
         is_all = where[0] == "::" and socket.has_dualstack_ipv6()
         try:
-            return socket.create_server(
-                where[:2], family=family, backlog=max(backlog, 128), dualstack_ipv6=is_all
-            )
+            return socket.create_server(where[:2], family=family, dualstack_ipv6=is_all)
         except OSError as error:
             failure = error
     if failure is not None and failure.errno == errno.EADDRINUSE:
@@ -68,7 +101,7 @@ def knock(
     give_up_seconds: float,
     announce: Callable[[str], None],
 ) -> socket.socket:
-    """Connects to the hub, as soon as it is there, and says who this is.
+    """Connects to the hub as soon as it is there, and says who this is.
 
     Args:
       hosts: Names and addresses of process 0, any of which may work.
@@ -76,8 +109,8 @@ def knock(
       process: Which process this is.
       num_processes: How many it expects.
       token: The token of the run, or nothing.
-      warn_seconds: After how long it is said that process 0 is not there yet.
-      give_up_seconds: After how long it is given up.
+      warn_seconds: When to announce that process 0 is not there yet.
+      give_up_seconds: When to give up.
       announce: Shows a sentence.
 
     Returns:
@@ -120,9 +153,29 @@ def knock(
         time.sleep(KNOCK_SECONDS)
 
 
+def receive_line(connection: socket.socket) -> bytes:
+    """Takes one line from a blocking socket, and nothing that comes after it.
+
+    Raises:
+      OSError: The connection ended, it timed out, or the line is too long.
+    """
+    with connection.makefile("rb", buffering=0) as stream:
+        line = stream.readline(MAX_HELLO_BYTES + 1)
+    if len(line) > MAX_HELLO_BYTES:
+        raise ConnectionError("what answers there is no process of this run")
+    if not line.endswith(b"\n"):
+        raise ConnectionResetError("the connection was closed")
+    return line
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """The host, without brackets, and the port of `host:port`."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def _introduce(connection: socket.socket, hello: Hello, token: str) -> None:
     """Answers the hub's challenge, and waits to be admitted."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     challenge = json.loads(receive_line(connection))["challenge"]
     message = make_hello(hello, token=token, challenge=str(challenge))
     connection.sendall(json.dumps(message).encode() + b"\n")
@@ -136,7 +189,6 @@ def _introduce(connection: socket.socket, hello: Hello, token: str) -> None:
         )
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """The host, without brackets, and the port of `host:port`."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+def _prove(hello: Hello, token: str, challenge: str) -> str:
+    text = f"{challenge} {hello.process} {hello.num_processes} {hello.pid} {hello.host}"
+    return hmac.new(token.encode(), text.encode(errors="replace"), hashlib.sha256).hexdigest()

@@ -1,36 +1,30 @@
 """Brings the processes of a run together.
 
-Where the coordinator's address is given, the processes meet at the hub of `manualpar.cluster.hub`
-first, and JAX introduces them to each other then (`jax.distributed.initialize`). Where JAX finds
-the coordinator itself, it goes first, and process 0 tells the others by a collective where the hub
-is. JAX's own watch over the processes stays as the second line, for when a process's threads do not
-run.
+If the coordinator's address is given, the processes first meet at the hub (`manualpar.cluster.hub`)
+and then JAX introduces them to each other (`jax.distributed.initialize`). If JAX finds the
+coordinator itself, it goes first, and process 0 tells the others by a collective where the hub is.
+JAX's own watch over the processes stays as the second line, for a process whose threads do not run.
 """
 
-import json
 import math
 import os
 import secrets
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
-from manualpar.cluster.admission import TOKEN_VARIABLE
+from manualpar.cluster.agreement import from_first
 from manualpar.cluster.cluster import Cluster, print_announcement
-from manualpar.cluster.environment import Place, find_place
+from manualpar.cluster.environment import Assignment, find_assignment
 from manualpar.cluster.facts import Facts
 from manualpar.cluster.hub import Hub
-from manualpar.cluster.meeting import BIND_VARIABLE, knock, listen, split_address
+from manualpar.cluster.meeting import BIND_VARIABLE, TOKEN_VARIABLE, knock, listen, split_address
 
-# JAX's own timeouts are so much longer than ours.
+# JAX's own timeouts are longer than ours by this.
 JAX_EXTRA_SECONDS = 20
-BROADCAST_BYTES = 2048
-# JAX tries a connection that was refused again after a second only, so process 0 goes first.
+# JAX retries a refused connection only after a second, so process 0 goes first.
 HEAD_START_SECONDS = 0.2
 LOOPBACK = ("localhost", "127.", "::1")
 
@@ -53,7 +47,7 @@ def initialize(
 
     If `MANUALPAR_TOKEN` is set, only processes that have it may join.
 
-    JAX's preemption service is turned off, for it would swallow SIGTERM: use
+    JAX's preemption service is turned off because it would swallow SIGTERM: use
     `Cluster.stop_on_sigterm`.
 
     Args:
@@ -63,9 +57,9 @@ def initialize(
       process_id: Which of them this is, from 0.
       timeout_seconds: How long a process may be silent before the others end.
       start_timeout_seconds: How long to wait for all processes to start.
-      environment: The variables to go by, by default `os.environ`.
+      environment: The environment variables, by default `os.environ`.
       facts: What has to be the same in all processes, by a name that a user knows. Compared before
-        JAX connects them, where the coordinator's address is given.
+        JAX connects them, if the coordinator's address is given.
 
     Returns:
       The cluster, its processes connected.
@@ -77,7 +71,7 @@ def initialize(
       RuntimeError: jax already has its devices.
 
     Communication:
-      Where JAX finds the coordinator, one all-reduce of 2 KiB over all devices; else none.
+      Two small all-gathers over all devices if JAX finds the coordinator; else none.
     """
     for name, value in (
         ("timeout_seconds", timeout_seconds),
@@ -86,56 +80,54 @@ def initialize(
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"initialize: {name}={value}, expected a positive number of seconds.")
     environment = os.environ if environment is None else environment
-    place = find_place(coordinator_address, num_processes, process_id, environment)
-    if place is None or place.num_processes == 1:
+    own = find_assignment(coordinator_address, num_processes, process_id, environment)
+    if own is None or own.num_processes == 1:
         return Cluster(timeout_seconds=timeout_seconds)
-    token = environment.get(TOKEN_VARIABLE, "")
     timeouts = {"timeout_seconds": timeout_seconds, "start_timeout_seconds": start_timeout_seconds}
-    if place.coordinator_address is None:
-        _initialize_jax(place, None, **timeouts)
+    token = environment.get(TOKEN_VARIABLE, "")
+    if own.coordinator_address is None:
+        _initialize_jax(own, None, **timeouts)
         cluster = Cluster(
             process_id=jax.process_index(),
             num_processes=jax.process_count(),
             timeout_seconds=timeout_seconds,
         )
-        if cluster.num_processes > 1:
-            _meet_after_jax(cluster, token, start_timeout_seconds)
-            cluster.agree(facts or {})
+        if cluster.num_processes == 1:
+            return cluster
+        _meet_after_jax(cluster, token, start_timeout_seconds)
+        cluster.agree(facts or {})
     else:
-        assert place.process_id is not None
-        assert place.num_processes is not None
+        assert own.process_id is not None
+        assert own.num_processes is not None
         cluster = Cluster(
-            process_id=place.process_id,
-            num_processes=place.num_processes,
+            process_id=own.process_id,
+            num_processes=own.num_processes,
             timeout_seconds=timeout_seconds,
         )
+        listen_at = environment.get(BIND_VARIABLE) or own.coordinator_address
         bind_address = _meet_before_jax(
-            cluster, place, token, environment.get(BIND_VARIABLE), start_timeout_seconds
+            cluster, own.coordinator_address, listen_at, token, start_timeout_seconds
         )
         cluster.agree(facts or {})
         try:
-            _initialize_jax(place, bind_address, **timeouts)
+            _initialize_jax(own, bind_address, **timeouts)
         except Exception as error:
-            # Mostly it does not return: another process is gone, and this one ends for its sake.
+            # Usually it does not return: another process is gone, and this one ends because of it.
             cluster.explain_failure(error)
             cluster.failed(error)
             raise
-    if cluster.num_processes > 1:
-        cluster.agree(_device_facts())
+    devices = jax.local_devices()
+    cluster.agree(
+        {
+            "the number of devices": str(len(devices)),
+            "the kind of device": devices[0].device_kind,
+        }
+    )
     return cluster
 
 
-def _device_facts() -> Facts:
-    """What the devices of this process must have in common with those of the others."""
-    devices = jax.local_devices()
-    return {
-        "the number of devices": str(len(devices)),
-        "the kind of device": devices[0].device_kind,
-    }
-
-
 def _initialize_jax(
-    place: Place,
+    own: Assignment,
     bind_address: str | None,
     *,
     timeout_seconds: float,
@@ -143,15 +135,15 @@ def _initialize_jax(
 ) -> None:
     """Has JAX introduce the processes to each other, and show each other their devices."""
     jax.config.update("jax_enable_preemption_service", False)
-    is_given = place.coordinator_address is not None
+    is_given = own.coordinator_address is not None
     jax_timeout = math.ceil(timeout_seconds) + JAX_EXTRA_SECONDS
     try:
         jax.distributed.initialize(
-            place.coordinator_address,
-            place.num_processes,
-            place.process_id,
+            own.coordinator_address,
+            own.num_processes,
+            own.process_id,
             # An empty list restricts nothing, and keeps JAX from choosing one device a process.
-            local_device_ids=[] if place.sees_all_devices else None,
+            local_device_ids=[] if own.sees_all_devices else None,
             cluster_detection_method="deactivate" if is_given else None,
             initialization_timeout=math.ceil(start_timeout_seconds),
             heartbeat_timeout_seconds=jax_timeout,
@@ -160,108 +152,89 @@ def _initialize_jax(
         )
         jax.devices()
     except jax.errors.JaxRuntimeError as error:
-        who = f"all {place.num_processes} processes" if is_given else "the processes"
+        who = f"all {own.num_processes} processes" if is_given else "the processes"
         raise ConnectionError(
-            f"initialize: not {who} met at {place.coordinator_address or 'the coordinator'} within "
+            f"initialize: not {who} met at {own.coordinator_address or 'the coordinator'} within "
             f"{start_timeout_seconds:g} s; see that all were started, with the same address, which "
             f"the others can reach ({' '.join(str(error).split())[:300]})"
         ) from error
 
 
 def _meet_before_jax(
-    cluster: Cluster, place: Place, token: str, bind_address: str | None, join_seconds: float
+    cluster: Cluster, address: str, listen_at: str, token: str, join_seconds: float
 ) -> str | None:
-    """Has the processes meet at the coordinator's address; returns where its service is to listen.
+    """Has the processes meet at the coordinator's address.
 
-    Process 0 alone gets an address: the hub's, which is free by then.
+    Returns the address that JAX's service is to listen at, in process 0: the hub's, by then free.
     """
-    assert place.coordinator_address is not None
-    host, port = split_address(place.coordinator_address)
+    host, port = split_address(address)
     if not cluster.is_main:
         _connect(cluster, [host], port, token, join_seconds)
         time.sleep(HEAD_START_SECONDS)
         return None
-    listener = listen(bind_address or place.coordinator_address, backlog=cluster.num_processes)
+    listener = listen(listen_at)
     is_ipv6 = listener.family == socket.AF_INET6
     name, port = listener.getsockname()[:2]
     if not token and not host.startswith(LOOPBACK):
         print_announcement(
-            f"{TOKEN_VARIABLE} is not set: whoever can reach {place.coordinator_address} can join "
-            "this run, or end it; see SECURITY.md"
+            f"{TOKEN_VARIABLE} is not set: whoever can reach {address} can join this run, or end "
+            "it; see SECURITY.md"
         )
-    _serve(cluster, listener, token, join_seconds)
-    _connect(cluster, [_reachable(name)], port, token, join_seconds)
+    # Where a listener at all addresses can be reached from this host.
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(name, name)
+    _connect(cluster, [reachable], port, token, join_seconds, listener)
     return f"[{name}]:{port}" if is_ipv6 else f"{name}:{port}"
 
 
 def _meet_after_jax(cluster: Cluster, token: str, join_seconds: float) -> None:
     """Has the processes meet at an address that process 0 tells the others by a collective."""
-    address: dict[str, Any] = {}
+    own_name, listener = socket.gethostname(), None
     if cluster.is_main:
-        dual = socket.has_dualstack_ipv6()
-        listener = listen("[::]:0" if dual else "0.0.0.0:0", backlog=cluster.num_processes)
+        listener = listen("[::]:0" if socket.has_dualstack_ipv6() else "0.0.0.0:0")
         token = token or secrets.token_hex(16)
-        _serve(cluster, listener, token, join_seconds)
-        port = listener.getsockname()[1]
-        address = {"token": token, "port": port, "hosts": _own_hosts(), "name": _host_name()}
-    address = _broadcast(address)
-    hosts = [str(host) for host in address["hosts"]]
-    if address["name"] == _host_name():
+    port = listener.getsockname()[1] if listener else 0
+    token, port, name, hosts = from_first([token, port, own_name, _own_hosts()])
+    if name == own_name:
         hosts.append("localhost")
-    _connect(cluster, hosts, int(address["port"]), str(address["token"]), join_seconds)
+    _connect(cluster, hosts, port, token, join_seconds, listener)
 
 
-def _serve(cluster: Cluster, listener: socket.socket, token: str, join_seconds: float) -> None:
-    """Runs the hub in this process."""
-    cluster.serve(
-        Hub(
+def _connect(
+    cluster: Cluster,
+    hosts: list[str],
+    port: int,
+    token: str,
+    join_seconds: float,
+    listener: socket.socket | None = None,
+) -> None:
+    """Connects this process to the hub, which it runs first if it has the listener."""
+    join_seconds = max(join_seconds, cluster.timeout_seconds)
+    hub = None
+    if listener:
+        hub = Hub(
             listener,
             num_processes=cluster.num_processes,
             token=token,
             timeout_seconds=cluster.timeout_seconds,
-            join_seconds=max(join_seconds, cluster.timeout_seconds),
+            join_seconds=join_seconds,
             announce=print_announcement,
         )
+    connection = knock(
+        hosts,
+        port,
+        process=cluster.process_id,
+        num_processes=cluster.num_processes,
+        token=token,
+        warn_seconds=cluster.timeout_seconds / 2,
+        give_up_seconds=join_seconds,
+        announce=print_announcement,
     )
-
-
-def _connect(
-    cluster: Cluster, hosts: list[str], port: int, token: str, join_seconds: float
-) -> None:
-    """Connects this process to the hub."""
-    cluster.connect(
-        knock(
-            hosts,
-            port,
-            process=cluster.process_id,
-            num_processes=cluster.num_processes,
-            token=token,
-            warn_seconds=cluster.timeout_seconds / 2,
-            give_up_seconds=max(join_seconds, cluster.timeout_seconds),
-            announce=print_announcement,
-        )
-    )
-
-
-def _reachable(name: str) -> str:
-    """An address under which this process reaches itself, where it listens at `name`."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(name, name)
-
-
-def _broadcast(value: dict[str, Any]) -> dict[str, Any]:
-    """What process 0 passes, in every process."""
-    text = json.dumps(value).encode().ljust(BROADCAST_BYTES)
-    if len(text) > BROADCAST_BYTES:
-        raise AssertionError(f"{len(text)} bytes to broadcast, expected {BROADCAST_BYTES} at most")
-    received = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
-    result = json.loads(np.asarray(received, np.uint8).tobytes())
-    assert isinstance(result, dict)
-    return result
+    cluster.connect(connection, hub)
 
 
 def _own_hosts() -> list[str]:
-    """Names and addresses under which the others may reach this host, the likeliest first."""
-    hosts = [_host_name()]
+    """Names and addresses at which the others may reach this host, the likeliest first."""
+    hosts = [socket.gethostname()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # Sends nothing; the kernel chooses the interface.
@@ -269,8 +242,3 @@ def _own_hosts() -> list[str]:
         except OSError:
             hosts.append(socket.getfqdn())  # A host without a route to anywhere.
     return hosts
-
-
-def _host_name() -> str:
-    """What this host calls itself."""
-    return socket.gethostname()

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import ml_collections
 
-from manualpar.cluster import Cluster
-from manualpar.cluster.progress import UNWATCHED
+from manualpar.cluster import UNWATCHED, Cluster
 from manualpar.core.program import Program
 from manualpar.data import Dataset, evaluation_batches, train_batches
 from manualpar.guards.replicas import ReplicaError, ReplicaSentinel

@@ -12,8 +12,8 @@ import jax
 import rich.console
 
 from manualpar.checkpoints import Checkpoints, Restored
-from manualpar.checkpoints.agreement import first_failure
 from manualpar.cluster import Cluster
+from manualpar.cluster.agreement import first_failure
 from manualpar.core.program import Program
 from manualpar.inspect import layout_table, state_bytes
 from manualpar.inspect.drawing import draw_sharding

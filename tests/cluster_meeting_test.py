@@ -2,10 +2,9 @@ import socket
 
 import pytest
 
-from manualpar.cluster.admission import (
+from manualpar.cluster.meeting import (
     MAX_HELLO_BYTES,
     Hello,
-    make_challenge,
     make_hello,
     read_hello,
     receive_line,
@@ -15,18 +14,18 @@ HELLO = Hello(1, 2, "node7", 1234)
 
 
 def test_who_has_the_token_is_let_in():
-    challenge = make_challenge()
+    challenge = "c0ffee"
     message = make_hello(HELLO, token="secret", challenge=challenge)
     assert read_hello(message, token="secret", challenge=challenge) == HELLO
     assert "secret" not in str(message)
 
 
 def test_an_answer_is_of_no_use_for_another_challenge_token_or_process():
-    challenge = make_challenge()
+    challenge = "c0ffee"
     message = make_hello(HELLO, token="secret", challenge=challenge)
     assert read_hello(message, token="other", challenge=challenge) is None
     assert read_hello(message, token="", challenge=challenge) is None
-    assert read_hello(message, token="secret", challenge=make_challenge()) is None
+    assert read_hello(message, token="secret", challenge="c0ffe") is None
     for field, value in (("process", 0), ("num_processes", 3), ("host", "x"), ("pid", 1)):
         assert read_hello({**message, field: value}, token="secret", challenge=challenge) is None
 

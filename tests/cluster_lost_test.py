@@ -2,7 +2,7 @@
 
 import pytest
 
-from manualpar.cluster.progress import (
+from manualpar.cluster.lost import (
     FIRST_SECONDS,
     KNOWN_AFTER,
     UNWATCHED,
@@ -28,7 +28,7 @@ class Watched:
 
     def progress(self):
         stuck = self.clock[0] - self.since
-        return Progress(**{**vars(self.pace.progress), "stuck": stuck})
+        return Progress(**{**vars(self.pace.progress()), "stuck": stuck})
 
 
 class Run:

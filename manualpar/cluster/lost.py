@@ -1,0 +1,175 @@
+"""Which process is lost, and how it shows: silence, a closed connection, an error, a standstill.
+
+A process may stand still although its threads live. All processes do the same things in the same
+order, so each counts the phases that it enters: reading a batch, a step, a save. The process with
+the lowest count is behind, and sooner or later the others wait for it in a collective. It is hung
+when it has been there for `timeout_seconds` longer than any phase has taken so far in any process.
+
+A phase that was completed fewer than `KNOWN_AFTER` times may become slower than it was, because the
+first steps compile and a save waits for the one before it. It is allowed `FIRST_SECONDS` instead.
+"""
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from manualpar.cluster.facts import name_processes
+
+KNOWN_AFTER = 3
+FIRST_SECONDS = 600.0
+# Outside the phases that are watched: nothing is expected of a process then.
+UNWATCHED = ""
+CLOSED = "its connection closed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A process that the others cannot go on without.
+
+    Attributes:
+      process: Its number; `None` if it is one of them, and nobody knows which.
+      host: The name of its host; empty if unknown.
+      pid: Its process id there; 0 if unknown.
+      reason: How the loss shows.
+      is_failure: Whether it reported its own failure; `reason` is then its error.
+    """
+
+    process: int | None
+    host: str
+    pid: int
+    reason: str
+    is_failure: bool = False
+
+    def __str__(self) -> str:
+        if self.process is None:
+            return f"the processes stand still: {self.reason}"
+        where = f" on {self.host} (pid {self.pid})" if self.host else ""
+        what = "failed" if self.is_failure else "was lost"
+        return f"process {self.process}{where} {what}: {self.reason}"
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and those that it was raised from or during, each once."""
+    seen: list[BaseException] = []
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is not None and not any(current is other for other in seen):
+            seen.append(current)
+            pending += [current.__context__, current.__cause__]
+            yield current
+
+
+def describe_silence(seconds: float) -> str:
+    """The reason for a process that is stopped, or behind a broken network."""
+    return f"it has been silent for {seconds:g} s"
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a process is.
+
+    Attributes:
+      count: How many phases it has entered.
+      phase: The one it is in.
+      is_known: Whether it has completed that phase often enough to know how long it takes.
+      longest: The seconds that its longest phase has taken so far.
+      stuck: The seconds that it has been in this phase.
+      step: Its last step; `None` before the first.
+      step_age: The seconds since it came to that step.
+    """
+
+    count: int = 0
+    phase: str = UNWATCHED
+    is_known: bool = False
+    longest: float = 0.0
+    stuck: float = 0.0
+    step: int | None = None
+    step_age: float = 0.0
+
+
+class Pace:
+    """Counts the phases and steps of this process's main thread; another thread may read them."""
+
+    def __init__(self, *, get_time: Callable[[], float] = time.monotonic) -> None:
+        """Begins outside any phase. `get_time` is a clock in seconds."""
+        self._get_time = get_time
+        self._entered_at = get_time()
+        self._completed: Counter[str] = Counter()
+        self._step: tuple[int, float] | None = None
+        self._stuck = (0, 0.0)
+        self._progress = Progress()
+
+    def enter(self, phase: str) -> None:
+        """Leaves the phase that this process is in for another."""
+        now, earlier = self._get_time(), self._progress
+        longest = earlier.longest
+        if earlier.phase != UNWATCHED:
+            longest = max(longest, now - self._entered_at)
+            self._completed[earlier.phase] += 1
+        self._entered_at = now
+        # In one assignment, because another thread reads it.
+        self._progress = Progress(
+            earlier.count + 1, phase, self._completed[phase] >= KNOWN_AFTER, longest
+        )
+
+    def at_step(self, step: int) -> None:
+        """Notes the step that this process has come to."""
+        if self._step is None or self._step[0] != step:
+            self._step = (step, self._get_time())
+
+    def watch(self, awake: float) -> None:
+        """Adds seconds in which the watching thread was awake to the time in this phase."""
+        count, (before, seconds) = self._progress.count, self._stuck
+        self._stuck = (count, seconds + awake if count == before else 0.0)
+
+    def progress(self) -> Progress:
+        """How far this process is now."""
+        step, since = self._step or (None, self._get_time())
+        # The count may be newer than the seconds, which then belong to an earlier phase.
+        progress, (count, seconds) = self._progress, self._stuck
+        return dataclasses.replace(
+            progress,
+            stuck=seconds if count == progress.count else 0.0,
+            step=step,
+            step_age=self._get_time() - since,
+        )
+
+
+def find_hung(
+    processes: Mapping[int, Progress], *, timeout_seconds: float
+) -> tuple[int | None, str] | None:
+    """Finds out whether a process is hung.
+
+    Args:
+      processes: The progress of every process, by its number.
+      timeout_seconds: How much longer a process may take than the longest phase so far.
+
+    Returns:
+      `None` if no process is hung; else its number and the reason. The number is `None` if all are
+      equally far, because then nobody knows which one the others wait for.
+    """
+    longest = max(one.longest for one in processes.values())
+    lowest = min(one.count for one in processes.values())
+    behind = {process: one for process, one in processes.items() if one.count == lowest}
+    all_equal = len(behind) == len(processes)
+    # A process that is ahead has shown that the phase ends. Otherwise it may only be a long one.
+    first = float("inf") if all_equal else max(FIRST_SECONDS, timeout_seconds)
+    overdue = [
+        process
+        for process, one in sorted(behind.items())
+        if one.phase != UNWATCHED
+        and one.stuck > longest + (timeout_seconds if one.is_known else first)
+    ]
+    if not overdue or (all_equal and len(overdue) < len(processes)):
+        return None
+    seconds = min(processes[process].stuck for process in overdue)
+    phase = processes[overdue[0]].phase
+    if all_equal:
+        return None, f"none has made progress for {seconds:.0f} s, all are {phase}"
+    rest = [process for process in behind if process != overdue[0]]
+    beside = f", like {name_processes(rest)}," if rest else ""
+    return overdue[0], (
+        f"it has made no progress{beside} for {seconds:.0f} s ({phase}), and the others are ahead"
+    )

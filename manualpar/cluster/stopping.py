@@ -1,0 +1,91 @@
+"""All processes stop after the same step when any of them is asked to, by SIGTERM for example.
+
+Between two steps each process asks whether to stop, all of them equally often: the n-th call in one
+process belongs to the n-th in every other. To stop, the hub asks each process how many calls it has
+made, and all stop in the call after the largest number, which none has made yet.
+
+A thread of the process answers, and from then on the process's calls wait until the hub has told
+the number. So no process waits for another's *step*: one that is in the middle of a collective
+needs the others, which wait in their calls only as long as the messages take.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+
+class StopGate:
+    """What a process's calls go through."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._calls = 0
+        self._is_held = False
+        self._stop_at: int | None = None
+
+    def hold(self) -> int:
+        """Makes calls wait; returns how many have been let through."""
+        with self._changed:
+            self._is_held = self._stop_at is None
+            return self._calls
+
+    def release(self, stop_at: int) -> None:
+        """Lets calls through; from the given number on they are told to stop."""
+        with self._changed:
+            self._stop_at = stop_at
+            self._is_held = False
+            self._changed.notify_all()
+
+    def should_stop(self) -> bool:
+        """A call: whether to stop here. Waits while the processes agree."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_held)
+            self._calls += 1
+            return self._stop_at is not None and self._calls >= self._stop_at
+
+
+@contextlib.contextmanager
+def on_sigterm(first: Callable[[], None], second: Callable[[], None]) -> Iterator[None]:
+    """Within, SIGTERM does not end the process, but calls functions from a thread.
+
+    Python would run a signal handler in the main thread, which may stand in a compilation or a
+    collective, and would run it once for two signals in a row. So Python's C handler writes each
+    signal's number to a socket (`signal.set_wakeup_fd`), and the thread reads it there.
+
+    Args:
+      first: Called for the first SIGTERM.
+      second: Called for every later one.
+
+    Raises:
+      ValueError: It is not called in the main thread.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    calls = [first]
+    earlier_writer = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def listen() -> None:
+        while data := reader.recv(64):
+            for number in data:
+                if number == signal.SIGTERM:
+                    (calls.pop() if calls else second)()
+            if earlier_writer != -1:
+                with contextlib.suppress(BlockingIOError):  # Full: its reader is awake anyway.
+                    os.write(earlier_writer, data)
+
+    thread = threading.Thread(target=listen, name="cluster-sigterm", daemon=True)
+    thread.start()
+    # The handler does nothing; that there is one keeps the signal from ending the process.
+    earlier = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        # None stands for a handler in C, which Python cannot put back.
+        signal.signal(signal.SIGTERM, earlier if earlier is not None else signal.SIG_DFL)
+        signal.set_wakeup_fd(earlier_writer, warn_on_full_buffer=False)
+        writer.close()
+        thread.join()
+        reader.close()
