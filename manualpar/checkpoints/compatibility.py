@@ -51,7 +51,8 @@ def check_resumable(saved: Mapping[str, Any], current: Mapping[str, Any]) -> lis
         for name, (unused, why) in REMOVED.items()
         if saved.get(name, unused) != unused
     ]
-    allowed, refused = [], []
+    allowed: list[str] = []
+    refused: list[str] = []
     for name in sorted({*saved, *current} - REMOVED.keys()):
         before, after = saved.get(name, ABSENT), current.get(name, ABSENT)
         if _as_json(before) != _as_json(after):

@@ -161,7 +161,8 @@ def _to_text(manifest: Manifest) -> str:
 
 def _from_object(content: dict[str, Any]) -> Manifest:
     """The manifest in a JSON object, or a `ValueError` that says why there is none."""
-    step, metrics, files = (content.get(name) for name in ("step", "metrics", "files"))
+    step: Any = content.get("step")
+    metrics, files = content.get("metrics"), content.get("files")
     if not _is_count(step):
         raise ValueError(f"step is {step!r:.40}")
     if not isinstance(metrics, dict) or not all(map(_is_finite, metrics.values())):
