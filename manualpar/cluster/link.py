@@ -48,12 +48,13 @@ class Link(asyncio.Protocol):
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by `asyncio`, as the next two."""
+        """Called by `asyncio`: there is a connection."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._opened(self)
 
-    def data_received(self, data: bytes) -> None:  # noqa: D102
+    def data_received(self, data: bytes) -> None:
+        """Called by `asyncio`: takes what has arrived."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             message = _parse(line) if len(line) <= self.max_line_bytes else None
@@ -64,7 +65,8 @@ class Link(asyncio.Protocol):
         if len(self._rest) > self.max_line_bytes:
             self.close()
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: D102
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by `asyncio`: the connection has ended."""
         self.is_closed.set_result(None)
         self._closed(self)
 
