@@ -111,7 +111,7 @@ def make_reference(folder: Path) -> Reference:
                 experiment.program, states[step], step=step, extra=_extra(experiment, writer, step)
             )
             (workdir / "discarded.jsonl").touch()
-    with RunWriter.resume(workdir, config=config.to_dict(), place=_place(workdir), step=STEPS[-1]):
+    with RunWriter(workdir, config=config.to_dict(), place=_place(workdir), step=STEPS[-1]):
         pass
     return Reference(workdir, outside, experiment, states)
 
@@ -223,7 +223,7 @@ def _go_on(case: Case, experiment: Experiment, workdir: Path) -> TrainState:
         checkpoints = stack.enter_context(open_checkpoints(config, workdir))
         restored = restore(checkpoints, experiment, workdir, report=report)
         parse_state(restored.extra["recorder"])
-        writer = RunWriter.resume(
+        writer = RunWriter(
             workdir,
             config=config.to_dict(),
             place=restored.extra["files"],

@@ -33,19 +33,19 @@ def test_what_is_not_survived_is_seen(reference, tmp_path, monkeypatch):
         Case("a", "another error", lambda workdir: None, REFUSED),
     ]
     found = try_all(reference, chosen[:3], tmp_path)["a"]
-    resume = checkpoint_faults.RunWriter.resume
+    open_files = checkpoint_faults.RunWriter
 
     def peek(*args, **kwargs):
         with (reference.outside / "file").open():
-            return resume(*args, **kwargs)
+            return open_files(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint_faults.RunWriter, "resume", peek)
+    monkeypatch.setattr(checkpoint_faults, "RunWriter", peek)
     found += try_all(reference, chosen[3:4], tmp_path)["a"]
 
     def fail(*args, **kwargs):
         raise KeyError("a mistake of ours")
 
-    monkeypatch.setattr(checkpoint_faults.RunWriter, "resume", fail)
+    monkeypatch.setattr(checkpoint_faults, "RunWriter", fail)
     found += try_all(reference, chosen[4:], tmp_path)["a"]
     for why, begin in zip(
         found, ("refused: ", "went on", "another state", "opened ", "KeyError"), strict=True

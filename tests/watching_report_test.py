@@ -83,7 +83,7 @@ def _write_run(workdir: Path) -> None:
         write(writer, range(1, 2001))
         place = writer.place()
         write(writer, range(2001, 2101))
-    with RunWriter.resume(workdir, config=config, place=place, step=2000) as writer:
+    with RunWriter(workdir, config=config, place=place, step=2000) as writer:
         write(writer, range(2001, 4001))
         writer.write(4000, "test", {"loss": 0.25})
 

@@ -17,7 +17,7 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
         writer.write(1, "train", {"loss": math.nan}, throughput={"examples_per_second": 5.0})
         place = writer.place()
         writer.write(2, "train", {"loss": 1.0})
-    with RunWriter.resume(tmp_path, config={"seed": 1}, place=place, step=1) as writer:
+    with RunWriter(tmp_path, config={"seed": 1}, place=place, step=1) as writer:
         writer.write(2, "train", {"loss": 1.0}, throughput={"examples_per_second": 6.0, "mfu": 0.5})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "spl')

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -12,10 +13,11 @@ from pathlib import Path
 import pytest
 from tensorboardX.proto import event_pb2
 
+from manualpar.watching import writers
 from manualpar.watching.durable_files import WriteError
 from manualpar.watching.writers import (
     RunWriter,
-    SilentWriter,
+    Writer,
     check_workdir,
     create_numbered_folder,
 )
@@ -34,11 +36,26 @@ def _event_records(path: Path) -> list[event_pb2.Event]:
 def read_events(workdir: Path) -> list[tuple[int, str, float]]:
     """The scalars in a folder's event file."""
     (path,) = workdir.glob("events.out.tfevents.*")
+    return _scalars(_event_records(path))
+
+
+def _scalars(events: list[event_pb2.Event]) -> list[tuple[int, str, float]]:
     return [
         (event.step, value.tag, value.simple_value)
-        for event in _event_records(path)
+        for event in events
         for value in event.summary.value
     ]
+
+
+def _shown_by_tensorboard(workdir: Path) -> list[int]:
+    """The steps that TensorBoard shows: it drops what a restart says is written again."""
+    shown: list[event_pb2.Event] = []
+    for path in sorted(workdir.glob("events.out.tfevents.*")):
+        for event in _event_records(path):
+            if event.session_log.status == event_pb2.SessionLog.START:
+                shown = [earlier for earlier in shown if earlier.step < event.step]
+            shown += [event] if event.summary.value else []
+    return [event.step for event in shown]
 
 
 def read_metrics(workdir: Path, name: str = "metrics.jsonl") -> list[dict]:
@@ -51,7 +68,8 @@ def read_metrics(workdir: Path, name: str = "metrics.jsonl") -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
-def test_records_are_on_disk_as_soon_as_they_are_written(tmp_path):
+def test_records_are_on_disk_as_soon_as_they_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(writers, "FLUSH_SECONDS", 0)
     with RunWriter(tmp_path / "new" / "run", config={"seed": 1, "a": {"b": None}}) as writer:
         workdir = writer.workdir
         assert json.loads((workdir / "config.json").read_text()) == {"seed": 1, "a": {"b": None}}
@@ -63,6 +81,36 @@ def test_records_are_on_disk_as_soon_as_they_are_written(tmp_path):
         writer.write(4, "eval", {"loss": 0.125})
         assert read_metrics(workdir)[1:] == [{"step": 4, "split": "eval", "loss": 0.125}]
         assert read_events(workdir)[2:] == [(4, "eval/loss", 0.125)]
+
+
+def test_events_are_on_disk_when_a_checkpoint_is_saved(tmp_path):
+    with RunWriter(tmp_path, config={}) as writer:
+        writer.write(3, "train", {"loss": 0.5})
+        assert read_events(tmp_path) == [], "nothing waits for the disk in every step"
+        writer.place()
+        assert read_events(tmp_path) == [(3, "train/loss", 0.5)]
+
+
+def test_event_files_of_one_second_are_read_in_the_order_in_which_they_were_made(tmp_path):
+    names = []
+    for _ in range(12):
+        with RunWriter(tmp_path, config={}):
+            pass
+        (new,) = {path.name for path in tmp_path.glob("events.*")} - set(names)
+        names.append(new)
+    assert sorted(names) == names
+
+
+def test_an_event_file_that_takes_no_more_is_a_sentence_and_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(writers, "FLUSH_SECONDS", 0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with RunWriter(tmp_path, config={}) as writer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60, before[1]))
+        try:
+            with pytest.raises(WriteError, match="/events: File too large; name another folder"):
+                writer.write(1, "train", {"loss": 1.0})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_what_is_not_finite_is_null_in_json_and_itself_in_the_events(tmp_path):
@@ -143,12 +191,13 @@ os.kill(os.getpid(), signal.SIGKILL)
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     place = json.loads(killed.stdout)
-    with RunWriter.resume(interrupted, config={}, place=place, step=4) as writer:
+    with RunWriter(interrupted, config={}, place=place, step=4) as writer:
         _write_steps(writer, range(5, 9))
     whole = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
     assert (interrupted / "metrics.jsonl").read_bytes() == whole
     steps = [record["step"] for record in read_metrics(interrupted, "throughput.jsonl")]
     assert steps == list(range(1, 9))
+    assert _shown_by_tensorboard(interrupted) == list(range(1, 9))
     (discarded,) = read_metrics(interrupted, "discarded.jsonl")
     assert discarded["resumed_after_step"] == 4
     assert discarded["metrics.jsonl"][-1] == '{"step": 7, "spl'
@@ -160,15 +209,16 @@ def test_tensorboard_is_told_to_drop_what_a_resumed_run_computes_again(tmp_path)
     with RunWriter(tmp_path, config={}) as writer:
         _write_steps(writer, range(1, 4))
         place = writer.place()
-    with RunWriter.resume(tmp_path, config={}, place=place, step=3) as writer:
+    with RunWriter(tmp_path, config={}, place=place, step=3) as writer:
         _write_steps(writer, range(4, 5))
     first, second = sorted(tmp_path.glob("events.out.tfevents.*"))
-    assert len(_event_records(first)) == 1 + 3 * 2
+    assert len(_event_records(first)) == 1 + 3
+    assert _shown_by_tensorboard(tmp_path) == [1, 2, 3, 4]
     version, start, *others = _event_records(second)
     assert version.file_version == "brain.Event:2"
     assert start.session_log.status == event_pb2.SessionLog.START
     assert start.step == 4, "TensorBoard drops this step and those after it"
-    assert [event.step for event in others] == [4, 4]
+    assert [event.step for event in others] == [4]
 
 
 def test_every_resume_is_noted_also_where_nothing_was_lost(tmp_path):
@@ -176,7 +226,7 @@ def test_every_resume_is_noted_also_where_nothing_was_lost(tmp_path):
         place = writer.place()
     assert place == {"metrics.jsonl": 0, "throughput.jsonl": 0}
     for step in (0, 7):
-        with RunWriter.resume(tmp_path, config={}, place=place, step=step) as writer:
+        with RunWriter(tmp_path, config={}, place=place, step=step) as writer:
             pass
     notes = read_metrics(tmp_path, "discarded.jsonl")
     assert [note["resumed_after_step"] for note in notes] == [0, 7]
@@ -188,7 +238,7 @@ def test_the_configs_before_are_kept(tmp_path):
         place = writer.place()
 
     def resume(config: dict) -> dict[str, dict]:
-        with RunWriter.resume(tmp_path, config=config, place=place, step=0):
+        with RunWriter(tmp_path, config=config, place=place, step=0):
             pass
         paths = sorted(tmp_path.glob("config*.json"))
         return {path.name: json.loads(path.read_text()) for path in paths}
@@ -230,17 +280,17 @@ def test_files_that_somebody_edited_are_refused_and_left_alone(tmp_path, edit, f
     edit(tmp_path / "metrics.jsonl")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(ValueError, match=found):
-        RunWriter.resume(tmp_path, config={"new": 1}, place=place, step=1)
+        RunWriter(tmp_path, config={"new": 1}, place=place, step=1)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_what_is_not_a_place_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"place is \{\}, expected the size in bytes of each of"):
-        RunWriter.resume(tmp_path, config={}, place=SilentWriter(tmp_path).place(), step=1)
+        RunWriter(tmp_path, config={}, place=Writer(tmp_path).place(), step=1)
 
 
 def test_another_process_leaves_nothing(tmp_path):
-    with SilentWriter(tmp_path / "run") as writer:
+    with Writer(tmp_path / "run") as writer:
         writer.write(1, "train", {"loss": 1.0}, throughput={"seconds": 1.0})
         assert writer.place() == {}
         assert writer.workdir == tmp_path / "run"
@@ -284,7 +334,8 @@ def test_a_run_that_goes_back_leaves_the_lines_of_one_that_did_not(tmp_path):
     (path,) = (tmp_path / "back").glob("events.out.tfevents.*")
     starts = [event.step for event in _event_records(path) if event.HasField("session_log")]
     assert starts == [3]
-    SilentWriter(tmp_path / "none").go_back({}, step=2)
+    assert _shown_by_tensorboard(tmp_path / "back") == [1, 2, 3, 4, 5]
+    Writer(tmp_path / "none").go_back({}, step=2)
     assert not (tmp_path / "none").exists()
 
 
@@ -293,7 +344,7 @@ def test_a_run_that_was_killed_while_it_began_begins_again(tmp_path):
         writer.write(0, "eval", {"loss": 1.0})
     (tmp_path / "throughput.jsonl").unlink()
     nothing = {"metrics.jsonl": 0, "throughput.jsonl": 0}
-    with RunWriter.resume(tmp_path, config={}, place=nothing, step=0) as writer:
+    with RunWriter(tmp_path, config={}, place=nothing, step=0) as writer:
         writer.write(0, "eval", {"loss": 2.0})
     assert read_metrics(tmp_path) == [{"step": 0, "split": "eval", "loss": 2.0}]
     _, path = sorted(tmp_path.glob("events.out.tfevents.*"))
@@ -319,7 +370,7 @@ def test_damage_to_the_throughput_is_said_and_does_not_stop_a_resume(tmp_path, e
     assert place["throughput.jsonl"] == 92
     edit(tmp_path / "throughput.jsonl")
     said = []
-    with RunWriter.resume(tmp_path, config={}, place=place, step=2, report=said.append) as writer:
+    with RunWriter(tmp_path, config={}, place=place, step=2, report=said.append) as writer:
         writer.write(3, "train", {"loss": 0.5}, throughput={"seconds": 2.0})
     assert "".join(said).endswith(found) if found else said == [], said
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
@@ -333,7 +384,7 @@ def test_what_was_discarded_before_stays_as_it_is_damaged_or_not(tmp_path):
         place = writer.place()
     damaged = b"\xff\xfe{\n" + b'{"resumed_after_st'
     (tmp_path / "discarded.jsonl").write_bytes(damaged)
-    with RunWriter.resume(tmp_path, config={}, place=place, step=0):
+    with RunWriter(tmp_path, config={}, place=place, step=0):
         pass
     data = (tmp_path / "discarded.jsonl").read_bytes()
     assert data.startswith(damaged + b"\n")
@@ -346,7 +397,7 @@ def test_a_fifo_is_not_waited_for_and_a_link_not_followed(tmp_path):
     with RunWriter(run, config={"a": 1}) as writer:
         place = writer.place()
     (run / ".config.json.draft").symlink_to(tmp_path / "precious")
-    with RunWriter.resume(run, config={"a": 2}, place=place, step=0):
+    with RunWriter(run, config={"a": 2}, place=place, step=0):
         pass
     assert json.loads((run / "config.json").read_text()) == {"a": 2}
     assert (tmp_path / "precious").read_text() == "keep"
@@ -355,7 +406,7 @@ def test_a_fifo_is_not_waited_for_and_a_link_not_followed(tmp_path):
         (run / name).unlink()
         os.mkfifo(run / name)
         with pytest.raises(WriteError, match=f"{name}: is a FIFO, expected a file; name another"):
-            RunWriter.resume(run, config={}, place=place, step=0)
+            RunWriter(run, config={}, place=place, step=0)
         (run / name).unlink()
         (run / name).write_bytes(content)
     os.mkfifo(tmp_path / "metrics.jsonl")

@@ -35,7 +35,7 @@ from manualpar.watching.progress import TrainingProgress, describe_bytes, print_
 from manualpar.watching.report import write_report
 from manualpar.watching.stalls import StallDetector
 from manualpar.watching.throughput import Throughput, lowest_peak, memory_in_use
-from manualpar.watching.writers import METRICS_FILE, PLACED_FILES, RunWriter, SilentWriter, Writer
+from manualpar.watching.writers import METRICS_FILE, PLACED_FILES, RunWriter, Writer
 
 Say = Callable[[str], None]
 
@@ -176,18 +176,16 @@ def _open_writer(
     *,
     is_main: bool,
     say: Say,
-) -> RunWriter | SilentWriter:
+) -> Writer:
     """Opens the files of a run, cut back to what they were at its checkpoint."""
-    config = experiment.config.to_dict()
     if not is_main:
-        return SilentWriter(workdir)
+        return Writer(workdir)
     step, place = (restored.step, restored.extra["files"]) if restored else (0, None)
     if place is None and (workdir / METRICS_FILE).exists():
         # A run that ended before its first checkpoint begins again.
         place = dict.fromkeys(PLACED_FILES, 0)
-    if place is not None:
-        return RunWriter.resume(workdir, config=config, place=place, step=step, report=say)
-    return RunWriter(workdir, config=config)
+    config = experiment.config.to_dict()
+    return RunWriter(workdir, config=config, place=place, step=step, report=say)
 
 
 def _without_padding(program: Program, state: TrainState) -> TrainState:

@@ -1,7 +1,7 @@
-"""Files that are whole whenever the process ends, and whose errors are a sentence.
+"""Files that are whole whenever the process ends, and whose errors are one sentence.
 
-A killed process loses what it has buffered, and a full disk can take half of what it is given. So
-lines are appended without a buffer, and what replaces a file is written beside it and renamed.
+A killed process loses what it has buffered, and a full disk may take only half of what it is given.
+So lines are appended without a buffer, and a file is replaced by renaming a new one over it.
 """
 
 import contextlib
@@ -16,19 +16,12 @@ from manualpar.untrusted import NotAFileError, create_file
 
 
 class WriteError(ValueError):
-    """The results cannot be written: a full disk, a read-only folder. One sentence for the user."""
+    """The results cannot be written, because of a full disk for example; one sentence."""
 
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turns an error of the system's into a sentence that names the file.
-
-    Args:
-      path: What is written to.
-
-    Raises:
-      WriteError: There was an `OSError`.
-    """
+    """Turns an `OSError` into a `WriteError` that names the file that is written to."""
     try:
         yield
     except OSError as error:
@@ -46,11 +39,11 @@ def replace_file(path: Path, text: str | bytes) -> None:
     A link of that name is replaced, not followed.
 
     Raises:
-      WriteError: It cannot be written.
+      WriteError: The file cannot be written.
     """
     draft = path.with_name(f".{path.name}.draft")
     with explained(path):
-        # The names of files need not be Unicode.
+        # File names that appear in the text need not be Unicode.
         data = text.encode(errors="backslashreplace") if isinstance(text, str) else text
         with create_file(draft) as file:
             file.write(data)
@@ -60,14 +53,13 @@ def replace_file(path: Path, text: str | bytes) -> None:
 
 
 class LineFile:
-    """A file of JSON lines to append to. It is not buffered, and a line is in it whole or not."""
+    """A file of JSON lines to append to, without a buffer. It holds a line whole or not at all.
+
+    Every method raises `WriteError` if the disk refuses.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Opens or creates it.
-
-        Raises:
-          WriteError: It cannot be written.
-        """
+        """Opens or creates the file."""
         self._path = path
         with explained(path):
             if path.is_fifo():
@@ -75,11 +67,7 @@ class LineFile:
             self._file = path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes a line, or nothing where the disk does not take all of it.
-
-        Raises:
-          WriteError: The disk did not.
-        """
+        """Writes a line, or nothing if the disk does not take all of it."""
         data = json.dumps(record, allow_nan=False).encode() + b"\n"
         with explained(self._path):
             before = os.fstat(self._file.fileno()).st_size
@@ -87,23 +75,16 @@ class LineFile:
                 while data:
                     data = data[self._file.write(data) :]
             except OSError:
-                with contextlib.suppress(OSError):  # What there is to say is said by the first.
+                with contextlib.suppress(OSError):  # The first error is the one to report.
                     self._file.truncate(before)
                 raise
 
     def sync(self) -> int:
-        """Has the disk take everything.
-
-        Returns:
-          The size in bytes, the end of a line.
-
-        Raises:
-          WriteError: The disk does not.
-        """
+        """Waits until everything is on disk; returns the size in bytes."""
         with explained(self._path):
             os.fsync(self._file.fileno())
             return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
-        """Closes it; there is nothing left to write."""
+        """Closes the file; nothing is left to write."""
         self._file.close()

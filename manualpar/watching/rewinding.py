@@ -1,13 +1,13 @@
 """Takes a run's files back to the place where a checkpoint found them.
 
-What a run wrote after its last checkpoint is computed again by whoever goes on from there. A
-*place* is the size in bytes of each file at a checkpoint, the end of a line. What lies beyond, and
-be it half a line of a process that was killed, is moved to `discarded.jsonl` before it is cut off:
-killed in between, a resume finds it in both and discards it once more.
+A run that goes on from a checkpoint computes again what was written after it. A *place* is the size
+in bytes of each file at the checkpoint, which is the end of a line. What lies beyond, even the half
+line of a killed process, moves to `discarded.jsonl` before it is cut off: if the process is killed
+in between, both files hold it, and the next resume discards it once more.
 
-`metrics.jsonl` has to be what the checkpoint found: with it a run that was resumed leaves the same
-bytes as one that was not. `throughput.jsonl` is another in every run, so of a damaged one what
-there is will do, and so of `discarded.jsonl`, of which nobody has to read anything to go on.
+`metrics.jsonl` must be what the checkpoint found, because a resumed run leaves the same bytes there
+as one that was never interrupted. `throughput.jsonl` differs in every run, so a damaged one is kept
+as it is.
 """
 
 import contextlib
@@ -23,8 +23,7 @@ from manualpar.watching.durable_files import LineFile, WriteError, explained
 METRICS_FILE = "metrics.jsonl"
 THROUGHPUT_FILE = "throughput.jsonl"
 DISCARDED_FILE = "discarded.jsonl"
-# Whose size a place holds.
-PLACED_FILES = (METRICS_FILE, THROUGHPUT_FILE)
+PLACED_FILES = (METRICS_FILE, THROUGHPUT_FILE)  # A place holds their sizes.
 
 
 def cut_back(
@@ -40,12 +39,12 @@ def cut_back(
     Args:
       workdir: The folder of the run.
       place: The size in bytes of each file of `PLACED_FILES`.
-      step: The updates made by then.
-      reason: What to call it in `discarded.jsonl`.
-      report: Is told in a sentence if `throughput.jsonl` has no end of a line at the place.
+      step: How many updates the checkpoint was saved after.
+      reason: The word for it in `discarded.jsonl`.
+      report: Is told in a sentence if `throughput.jsonl` is damaged.
 
     Raises:
-      ValueError: It is not a place.
+      ValueError: `place` is not a place.
       WriteError: `metrics.jsonl` is shorter than the place or has no end of a line there, and no
         file has been changed; or the folder cannot be written to.
     """
@@ -54,39 +53,34 @@ def cut_back(
             f"place is {dict(place)}, expected the size in bytes of each of "
             f"{' and '.join(PLACED_FILES)}, as RunWriter.place() gives it on process 0."
         )
-    beyond = {}
+    lines_beyond = {}
     for name in PLACED_FILES:
-        with explained(workdir / name):
-            beyond[name], damage = _beyond(workdir / name, place[name])
+        path = workdir / name
+        with explained(path):
+            data, damage = _read_beyond(path, place[name])
         if damage and name == METRICS_FILE:
             raise WriteError(
-                f"{workdir / name} cannot be gone on with: {damage}; put the file back as the run "
+                f"{path} cannot be gone on with: {damage}; put the file back as the run "
                 "left it, or start a new run in another folder."
             )
         if damage:
-            report(f"going on after what there is of {workdir / name}: {damage}")
-    record = {
-        "resumed_after_step": step,
-        "reason": reason,
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "note": f"{reason} after step {step}; these lines were written later and cut off",
-        **{
-            name: data.decode(errors="backslashreplace").splitlines()
-            for name, data in beyond.items()
-        },
-    }
+            report(f"going on after what there is of {path}: {damage}")
+        lines_beyond[name] = data.decode(errors="backslashreplace").splitlines()
     path = workdir / DISCARDED_FILE
     with explained(path):
         _cut(path)
     with contextlib.closing(LineFile(path)) as discarded:
-        discarded.append(record)
+        time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        note = f"{reason} after step {step}; these lines were written later and cut off"
+        entry = {"resumed_after_step": step, "reason": reason, "time": time, "note": note}
+        discarded.append(entry | lines_beyond)
         discarded.sync()
     for name in PLACED_FILES:
         with explained(workdir / name):
             _cut(workdir / name, place[name])
 
 
-def _beyond(path: Path, size: int) -> tuple[bytes, str]:
+def _read_beyond(path: Path, size: int) -> tuple[bytes, str]:
     """What a file holds beyond `size` bytes, and why that is not the end of a line; else `''`."""
     data, found = b"", "there is none"
     if path.exists():
@@ -104,7 +98,7 @@ def _beyond(path: Path, size: int) -> tuple[bytes, str]:
 
 
 def _cut(path: Path, size: int = sys.maxsize) -> None:
-    """Cuts a file, if there is one and it is longer, and ends its last line if that has no end."""
+    """Cuts a file that is longer, and ends a last line that has no end."""
     if not path.exists():
         return
     with open_file(path, follow_links=True) as file:
@@ -115,8 +109,3 @@ def _cut(path: Path, size: int = sys.maxsize) -> None:
     if not is_whole:
         with path.open("ab") as file:
             file.write(b"\n")
-
-
-def first_step_after(place: Mapping[str, int], step: int) -> int:
-    """The first step that is written again; at the very beginning that is 0, an evaluation."""
-    return step + 1 if any(place.values()) else 0

@@ -1,4 +1,4 @@
-"""What a run leaves on disk: its config, its metrics, its throughput and TensorBoard's event files.
+"""The files of a run: its config, its metrics, its throughput, and TensorBoard's event files.
 
     config.json        the config in force; config.1.json, config.2.json, ... were, before a resume
     metrics.jsonl      what the training computes: the same lines whether a run was killed or not
@@ -11,37 +11,35 @@ A line of `metrics.jsonl` or `throughput.jsonl` is an object with `step`, `split
 or `test`) and numbers by name. JSON has no infinities and no NaN: they are `null` there; the event
 file has them as they are.
 
-Each record is on its way to disk before `write` returns, so a run that is killed loses nothing it
-has shown. What a run wrote after its last checkpoint is computed again by the run that resumes from
-it, so `RunWriter.resume` cuts the files back to where that checkpoint found them, its *place*: the
-bytes that each file had.
+A line is with the operating system before `write` returns, so a killed run loses none. Events are
+buffered for at most `FLUSH_SECONDS`. tensorboardX writes them, without its `SummaryWriter`: when a
+disk is full, that one's thread dies, and its queue keeps the process from ending.
 """
 
+import contextlib
 import itertools
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 
 from manualpar.untrusted import parse_object, read_file
-from manualpar.watching.durable_files import LineFile, explained, replace_file
-from manualpar.watching.event_file import EventFile
-from manualpar.watching.rewinding import (
-    METRICS_FILE,
-    PLACED_FILES,
-    THROUGHPUT_FILE,
-    cut_back,
-    first_step_after,
-)
+from manualpar.watching.durable_files import LineFile, WriteError, explained, replace_file
+from manualpar.watching.rewinding import METRICS_FILE, PLACED_FILES, THROUGHPUT_FILE, cut_back
 
 CONFIG_FILE = "config.json"
+FLUSH_SECONDS = 10
 NO_RATES: Mapping[str, float] = {}
 
 
 def check_workdir(workdir: Path) -> None:
-    """Refuses a folder that cannot hold a new run, an earlier run's above all.
+    """Refuses a folder that cannot hold a new run, above all one that holds an earlier run.
 
     Raises:
       ValueError: It holds a run, or is not a folder.
@@ -59,47 +57,20 @@ def check_workdir(workdir: Path) -> None:
 
 
 def create_numbered_folder(parent: Path) -> Path:
-    """Creates the next of `parent/001`, `parent/002`, ..., also when several runs start at once."""
+    """Creates the next of `parent/001`, `parent/002`, ..., even if several runs start at once."""
     parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
-        folder = parent / f"{number:03d}"
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        return folder
+        with contextlib.suppress(FileExistsError):
+            (folder := parent / f"{number:03d}").mkdir()
+            return folder
     raise AssertionError("itertools.count ends nowhere")
 
 
-class Writer(Protocol):
-    """Where a training loop writes: a `RunWriter` on process 0, a `SilentWriter` on the others."""
-
-    workdir: Path
-
-    def write(
-        self,
-        step: int,
-        split: str,
-        metrics: Mapping[str, float],
-        *,
-        throughput: Mapping[str, float] = NO_RATES,
-    ) -> None:
-        """Writes the numbers of `split` after `step` updates."""
-
-    def place(self) -> dict[str, int]:
-        """How long the files are, once all that was written is on disk."""
-
-    def go_back(
-        self, place: Mapping[str, int], *, step: int, report: Callable[[str], None] = print
-    ) -> None:
-        """Cuts off what was written after a place."""
-
-
-class SilentWriter:
-    """Stands in for `RunWriter` on processes other than 0: takes everything and writes nothing."""
+class Writer:
+    """Where a training loop writes. This one writes nothing: it serves processes other than 0."""
 
     def __init__(self, workdir: Path) -> None:
-        """Remembers the folder, which may not even exist for this process."""
+        """Remembers the folder, which need not exist for this process."""
         self.workdir = workdir
 
     def write(
@@ -110,97 +81,84 @@ class SilentWriter:
         *,
         throughput: Mapping[str, float] = NO_RATES,
     ) -> None:
-        """Leaves it to process 0."""
+        """Writes the numbers of `split` after `step` updates.
+
+        Args:
+          step: How many updates were made.
+          split: `train`, `eval` or `test`.
+          metrics: Numbers that another run of the same config computes too.
+          throughput: Numbers that depend on the clock and the machine; without any, no line.
+
+        Raises:
+          WriteError: The disk is full, or the folder cannot be written to any more.
+        """
 
     def place(self) -> dict[str, int]:
-        """Nothing: the place that a checkpoint holds is that of process 0."""
+        """The size in bytes of each file of lines, after waiting for the disk.
+
+        A checkpoint holds it, so that `RunWriter` and `go_back` can cut the files back to it.
+
+        Raises:
+          WriteError: The disk does not take what was written.
+        """
         return {}
 
     def go_back(
         self, place: Mapping[str, int], *, step: int, report: Callable[[str], None] = print
     ) -> None:
-        """Leaves it to process 0."""
+        """Cuts off what was written after a place; see `RunWriter.__init__`."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Leaves nothing behind."""
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        """Closes the files."""
 
 
-class RunWriter:
+class RunWriter(Writer):
     """Writes a run's files into its folder. Use it as a context manager."""
 
-    def __init__(self, workdir: Path, *, config: Mapping[str, Any]) -> None:
-        """Creates the folder if need be and stores `config` there.
-
-        Raises:
-          WriteError: The folder cannot be written to.
-        """
-        self.workdir = workdir
-        with explained(workdir):
-            workdir.mkdir(parents=True, exist_ok=True)
-        _store_config(workdir, config)
-        self._files = {name: LineFile(workdir / name) for name in PLACED_FILES}
-        self._events = EventFile(workdir)
-
-    @classmethod
-    def resume(
-        cls,
+    def __init__(
+        self,
         workdir: Path,
         *,
         config: Mapping[str, Any],
-        place: Mapping[str, int],
-        step: int,
+        place: Mapping[str, int] | None = None,
+        step: int = 0,
         report: Callable[[str], None] = print,
-    ) -> Self:
-        """Opens the files of an earlier run where a checkpoint found them.
+    ) -> None:
+        """Opens the files of a new run, or those of an earlier one where a checkpoint found them.
 
-        What they hold beyond goes to `discarded.jsonl`. A config that differs from the one in
-        `config.json` takes its place; the old one is kept as `config.<n>.json`. TensorBoard is told
-        to forget what comes after `step`.
+        If the config differs from that in `config.json`, the old one is kept as `config.<n>.json`.
 
         Args:
-          workdir: The folder of the run.
-          config: The config to go on with.
-          place: What `place` returned when the checkpoint was saved.
-          step: The updates made by then.
+          workdir: The folder of the run, created if need be.
+          config: The config to run with.
+          place: What `place()` returned when the checkpoint was saved; `None` for a new run. What
+            the files hold beyond it goes to `discarded.jsonl`, and TensorBoard forgets it.
+          step: How many updates were made by then.
           report: Is told what is missing of `throughput.jsonl`.
-
-        Returns:
-          The writer.
 
         Raises:
           ValueError: `metrics.jsonl` is missing, shorter than the place or has no end of a line
             there, or `place` is not a place.
           WriteError: The folder cannot be written to.
         """
-        cut_back(workdir, place, step=step, reason="resumed", report=report)
-        writer = cls(workdir, config=config)
-        writer._events.add_restart(first_step_after(place, step))
-        return writer
-
-    def go_back(
-        self, place: Mapping[str, int], *, step: int, report: Callable[[str], None] = print
-    ) -> None:
-        """Goes on where a checkpoint found the files, as `resume` does, without a new start.
-
-        Args:
-          place: What `place` returned when the checkpoint was saved.
-          step: The updates made by then.
-          report: See `resume`.
-
-        Raises:
-          ValueError: See `resume`.
-          WriteError: The folder cannot be written to.
-        """
-        cut_back(self.workdir, place, step=step, reason="rolled back", report=report)
-        self._events.add_restart(first_step_after(place, step))
+        super().__init__(workdir)
+        if place is not None:
+            cut_back(workdir, place, step=step, reason="resumed", report=report)
+        with explained(workdir):
+            workdir.mkdir(parents=True, exist_ok=True)
+        _store_config(workdir, config)
+        self._files = {name: LineFile(workdir / name) for name in PLACED_FILES}
+        # TensorBoard reads files in the order of their names, and two may begin in one second.
+        number = len(list(workdir.glob("events.out.tfevents.*")))
+        self._events_path = workdir.absolute() / "events"
+        with explained(self._events_path):
+            self._events = EventsWriter(str(self._events_path), f".{number:04d}")
+        self._flushed_at = time.monotonic()
+        if place is not None:
+            self._forget_events(place, step)
 
     def write(
         self,
@@ -210,62 +168,65 @@ class RunWriter:
         *,
         throughput: Mapping[str, float] = NO_RATES,
     ) -> None:
-        """Writes the numbers of `split` after `step` updates, buffering nothing.
-
-        Args:
-          step: The updates made.
-          split: What they are of.
-          metrics: What another run of the same config computes too.
-          throughput: What depends on the clock and the machine; without any there is no line.
-
-        Raises:
-          WriteError: The disk is full, or the folder cannot be written to any more.
-        """
-        self._files[METRICS_FILE].append({"step": step, "split": split, **_finite(metrics)})
-        if throughput:
-            record = {"step": step, "split": split, **_finite(throughput)}
-            self._files[THROUGHPUT_FILE].append(record)
-        self._events.add_scalars(step, split, {**metrics, **throughput})
+        """Writes lines at once, and events within `FLUSH_SECONDS`; see `Writer.write`."""
+        for name, values in ((METRICS_FILE, metrics), (THROUGHPUT_FILE, throughput)):
+            if values or name == METRICS_FILE:
+                finite = {key: x if math.isfinite(x) else None for key, x in values.items()}
+                self._files[name].append({"step": step, "split": split, **finite})
+        values = {**metrics, **throughput}
+        scalars = [Summary.Value(tag=f"{split}/{key}", simple_value=values[key]) for key in values]
+        self._write_event(Event(step=step, summary=Summary(value=scalars)))
 
     def place(self) -> dict[str, int]:
-        """How long the files are, for `resume`; what they hold survives the machine's fall.
-
-        Returns:
-          The size in bytes of each file, the end of a line.
-
-        Raises:
-          WriteError: The disk does not take what was written.
-        """
+        """The size in bytes of each file of lines; see `Writer.place`."""
+        self._flush_events()
         return {name: lines.sync() for name, lines in self._files.items()}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+    def go_back(
+        self, place: Mapping[str, int], *, step: int, report: Callable[[str], None] = print
     ) -> None:
+        """Goes on where a checkpoint found the files, as `__init__` does, without a new start."""
+        cut_back(self.workdir, place, step=step, reason="rolled back", report=report)
+        self._forget_events(place, step)
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         for lines in self._files.values():
             lines.close()
-        self._events.close()
+        try:
+            with explained(self._events_path):
+                self._events.close()
+        except WriteError:
+            if error is None:  # Otherwise the first error is the one to report.
+                raise
 
+    def _forget_events(self, place: Mapping[str, int], step: int) -> None:
+        """Has TensorBoard drop what was written after a checkpoint, as `purge_step` does."""
+        # At the very beginning step 0 is written again: an evaluation.
+        first = step + 1 if any(place.values()) else 0
+        self._write_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
 
-def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """Numbers as JSON has them."""
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+    def _write_event(self, event: Event) -> None:
+        event.wall_time = time.time()
+        with explained(self._events_path):
+            self._events.write_event(event)
+        if time.monotonic() - self._flushed_at >= FLUSH_SECONDS:
+            self._flush_events()
+
+    def _flush_events(self) -> None:
+        with explained(self._events_path):
+            self._events.flush()
+        self._flushed_at = time.monotonic()
 
 
 def _store_config(workdir: Path, config: Mapping[str, Any]) -> None:
-    """Writes the config, if it is another one than there, which is copied to the next free name."""
+    """Writes the config, unless it is there; another one that is there is kept."""
     path, text = workdir / CONFIG_FILE, json.dumps(config, indent=2, allow_nan=False) + "\n"
     with explained(path):
         if path.exists():
             earlier = read_file(path, follow_links=True)
-            # The order of the fields means nothing.
-            if _is_same_json(earlier, text):
-                return
+            with contextlib.suppress(ValueError):  # What is not JSON differs from every config.
+                if parse_object(earlier) == parse_object(text):  # The order of fields may differ.
+                    return
             number = 1
             while (workdir / f"config.{number}.json").exists():
                 number += 1
@@ -274,11 +235,3 @@ def _store_config(workdir: Path, config: Mapping[str, Any]) -> None:
             if not last.exists() or read_file(last, follow_links=True) != earlier:
                 replace_file(workdir / f"config.{number}.json", earlier)
     replace_file(path, text)
-
-
-def _is_same_json(first: bytes, second: str) -> bool:
-    """Whether two texts are the same object; one that is not JSON is like no other."""
-    try:
-        return parse_object(first) == parse_object(second)
-    except ValueError:
-        return False
