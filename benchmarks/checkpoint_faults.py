@@ -49,7 +49,7 @@ from manualpar.training.saving import open_checkpoints, restore
 from manualpar.training.workdir import check_folder
 from manualpar.training.workdir_lock import lock_workdir
 from manualpar.watching.durable_files import WriteError
-from manualpar.watching.report_page import page_html
+from manualpar.watching.report import page_html
 from manualpar.watching.run_record import make_charts, read_run
 from manualpar.watching.writers import RunWriter
 
@@ -236,7 +236,8 @@ def _go_on(case: Case, experiment: Experiment, workdir: Path) -> TrainState:
             experiment.program, restored.state, step=restored.step + 1, extra=restored.extra
         )
         run = read_run(workdir)
-        page_html(run, make_charts(run), title="case", facts={})
+        make_charts(run)
+        page_html(run, "", title="case", facts={})
     return restored.state
 
 

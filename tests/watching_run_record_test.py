@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from manualpar.watching.run_record import decimate, final_numbers, make_charts, read_run
+from manualpar.watching.charts import decimate
+from manualpar.watching.run_record import final_numbers, make_charts, read_run
 from manualpar.watching.writers import RunWriter
 
 

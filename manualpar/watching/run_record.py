@@ -1,10 +1,9 @@
 """Reads what a run has written, and makes charts of it: lines of points by the step.
 
-A chart is data alone, which `report_picture` and `report_page` draw. A value that was not finite is
-`None`: a gap in its line.
+A chart is data alone, which `charts` draws. A value that was not finite is `None`: a gap in its
+line.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,21 @@ from manualpar.watching.writers import CONFIG_FILE
 Point = tuple[int, float | None]
 Record = Mapping[str, Any]
 
+SHOWN_LINES = 10
+LARGEST = 1e300  # The difference of two such numbers is finite.
+SPLITS = ("train", "eval", "test")
+# The charts of a run that has the number: title, unit.
+METRIC_CHARTS: Mapping[str, tuple[str, str]] = {
+    "loss": ("Loss", "nats"),
+    "bits_per_byte": ("Bits per byte", "bits"),
+    "accuracy": ("Accuracy", ""),
+}
+THROUGHPUT_CHARTS: Mapping[str, tuple[str, str]] = {
+    "tokens_per_second": ("Throughput", "tokens/s"),
+    "examples_per_second": ("Throughput", "examples/s"),
+    "mfu": ("Model FLOPs utilization", ""),
+}
+
 
 class RunRecord(NamedTuple):
     """What the files of a run hold.
@@ -26,7 +40,7 @@ class RunRecord(NamedTuple):
       metrics: The lines of `metrics.jsonl`.
       throughput: The lines of `throughput.jsonl`.
       resumes: The lines of `discarded.jsonl`, one for each resume and each rollback.
-      left_out: What of the files was not read, since no run writes it, a sentence for each file.
+      left_out: A sentence for each file with content that no run writes, which is left out.
     """
 
     config: Record
@@ -43,7 +57,7 @@ class Chart(NamedTuple):
       title: What is shown.
       unit: The unit of the values, empty for none.
       lines: The points of each split, in the order of steps.
-      resumes: The steps after which the run was resumed or went back to.
+      resumes: The steps after which the run was resumed, or to which it went back.
       from_zero: Whether the axis begins at 0, so that small differences look small.
     """
 
@@ -54,39 +68,25 @@ class Chart(NamedTuple):
     from_zero: bool = False
 
 
-SHOWN_LINES = 10
-LARGEST = 1e300  # The difference of two such numbers is finite.
-SPLITS = ("train", "eval", "test")
-# What there is a chart of, as far as the run has it: title, unit.
-METRIC_CHARTS: Mapping[str, tuple[str, str]] = {
-    "loss": ("Loss", "nats"),
-    "bits_per_byte": ("Bits per byte", "bits"),
-    "accuracy": ("Accuracy", ""),
-}
-THROUGHPUT_CHARTS: Mapping[str, tuple[str, str]] = {
-    "tokens_per_second": ("Throughput", "tokens/s"),
-    "examples_per_second": ("Throughput", "examples/s"),
-    "mfu": ("Model FLOPs utilization", ""),
-}
-
-
 def read_run(workdir: Path) -> RunRecord:
-    """Reads the files of a run, also of one that was killed in the middle of a line.
+    """Reads the files of a run, even of one that was killed in the middle of a line.
 
     Args:
       workdir: The folder of the run.
 
     Returns:
-      What they hold. A file that is not there holds nothing, and what no run writes is left out.
+      What they hold. A file that is missing holds nothing.
     """
     left_out: list[str] = []
     path, config = workdir / CONFIG_FILE, {}
     try:
         config = read_object(path, follow_links=True) if path.exists() else {}
     except (OSError, ValueError) as error:
-        left_out.append(_left_out(path, error))
-    files = ((METRICS_FILE, _check_numbers), (THROUGHPUT_FILE, _check_numbers))
-    metrics, throughput = (_read_lines(workdir / name, check, left_out) for name, check in files)
+        left_out.append(_explain_left_out(path, error))
+    metrics, throughput = (
+        _read_lines(workdir / name, _check_numbers, left_out)
+        for name in (METRICS_FILE, THROUGHPUT_FILE)
+    )
     resumes = _read_lines(workdir / DISCARDED_FILE, _check_resume, left_out)
     return RunRecord(config, metrics, throughput, resumes, left_out)
 
@@ -111,7 +111,7 @@ def _read_lines(
     except FileNotFoundError:
         return []
     except OSError as error:
-        left_out.append(_left_out(path, error))
+        left_out.append(_explain_left_out(path, error))
     if damaged:
         shown = ", ".join(map(str, damaged[:SHOWN_LINES]))
         more = f" and {len(damaged) - SHOWN_LINES} more" if len(damaged) > SHOWN_LINES else ""
@@ -122,19 +122,18 @@ def _read_lines(
     return records
 
 
-def _left_out(path: Path, error: OSError | ValueError) -> str:
-    """The sentence for a file of which nothing can be read."""
+def _explain_left_out(path: Path, error: OSError | ValueError) -> str:
     if isinstance(error, NotAFileError | ValueError):
         return f"left out {path}, which {error}"
     return f"left out {path}, which cannot be read: {error.strerror}"
 
 
 def _check_numbers(record: Record) -> None:
-    """Refuses what is not a step, a split, and numbers that a chart can show."""
+    """Refuses a line without a step, a split, and numbers that a chart can show."""
     values = {**record}
     _check_step(values.pop("step", None))
     split = values.pop("split", None)
-    # A name; among other things, a dollar sign would begin a formula in the picture.
+    # A dollar sign in it, for example, would begin a formula in the picture.
     if not isinstance(split, str) or not re.fullmatch(r"[\w.-]{1,40}", split):
         raise ValueError(f"has the split {split!r:.40}")
     for name, value in values.items():
@@ -144,12 +143,10 @@ def _check_numbers(record: Record) -> None:
 
 
 def _check_resume(record: Record) -> None:
-    """Refuses what does not say when the run was resumed."""
     _check_step(record.get("resumed_after_step"))
 
 
 def _check_step(step: Any) -> None:
-    """Refuses what is not a number of updates."""
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
         raise ValueError(f"has the step {step!r:.40}")
 
@@ -161,52 +158,22 @@ def make_charts(run: RunRecord) -> list[Chart]:
     kinds = ((run.metrics, METRIC_CHARTS), (run.throughput, THROUGHPUT_CHARTS))
     for records, names in kinds:
         for name, (title, unit) in names.items():
-            lines = _lines(records, name)
-            # Examples say the same as tokens.
+            lines: dict[str, list[Point]] = {}
+            for record in records:
+                if name in record:
+                    points = lines.setdefault(record["split"], [])
+                    points.append((record["step"], record[name]))
+            # A chart of examples says the same as one of tokens.
             is_known = name == "examples_per_second" and any(c.unit == "tokens/s" for c in charts)
             if lines and not is_known:
+                lines = {split: lines[split] for split in sort_splits(lines)}
                 charts.append(Chart(title, unit, lines, resumes, records is run.throughput))
     return charts
 
 
-def _lines(records: Iterable[Record], name: str) -> dict[str, list[Point]]:
-    """The points of one number, by the split, in the order of `SPLITS`."""
-    lines: dict[str, list[Point]] = {}
-    for record in records:
-        if name in record:
-            lines.setdefault(record["split"], []).append((record["step"], record[name]))
-    return {split: lines[split] for split in sort_splits(lines)}
-
-
 def sort_splits(splits: Iterable[str]) -> list[str]:
     """The names of splits in the order of `SPLITS`, others after them."""
-    known = dict(zip(SPLITS, range(len(SPLITS)), strict=True))
-    return sorted(splits, key=lambda split: (known.get(split, len(SPLITS)), split))
-
-
-def decimate(points: Sequence[Point], limit: int) -> list[Point]:
-    """Leaves out points so that a line looks as before: of each group the extremes stay.
-
-    Args:
-      points: The points of a line.
-      limit: How many may remain, at least 4.
-
-    Returns:
-      The first and the last point, and of each group of neighbours the lowest, the highest and one
-      that is not finite, if there is one.
-    """
-    if len(points) <= limit:
-        return list(points)
-    size = math.ceil(len(points) / (limit // 4))
-    chosen = {0, len(points) - 1}
-    for start in range(0, len(points), size):
-        group = range(start, min(start + size, len(points)))
-        finite = [index for index in group if points[index][1] is not None]
-        chosen |= set([index for index in group if points[index][1] is None][:1])
-        if finite:
-            chosen.add(min(finite, key=lambda index: points[index][1] or 0.0))
-            chosen.add(max(finite, key=lambda index: points[index][1] or 0.0))
-    return [points[index] for index in sorted(chosen)]
+    return sorted(splits, key=lambda split: (*(split != known for known in SPLITS), split))
 
 
 def final_numbers(run: RunRecord) -> dict[str, dict[str, float | None]]:

@@ -1,0 +1,127 @@
+"""Draws the charts of a run with matplotlib.
+
+`pyplot` is not used, because its figures, backend and settings would be those of the whole process.
+"""
+
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from manualpar.extras import require
+from manualpar.watching.run_record import Chart, Point
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+COLORS = {"train": "#0072B2", "eval": "#D55E00", "test": "#009E73"}
+OTHER_COLOR = "#CC79A7"
+INK, GREY, FAINT = "#222222", "#767676", "#DDDDDD"
+COLUMNS = 2
+MOST_POINTS, FEW_POINTS = 1200, 60  # Of a line; the points of a short one are marked.
+
+
+def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
+    """Draws charts beside and below each other; without any the picture says so.
+
+    Args:
+      charts: The charts.
+      title: The heading of the picture.
+
+    Returns:
+      The `<svg>` element for a page, without the title, and the picture as a PNG.
+
+    Raises:
+      MissingExtraError: matplotlib is not installed.
+    """
+    require("a report with charts", "matplotlib")
+    # Matplotlib takes a second to import, and is an extra.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    columns = min(COLUMNS, max(len(charts), 1))
+    rows = max(-(-len(charts) // columns), 1)
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08)
+    figure = Figure(figsize=(1 + 5 * columns, 3.9 * rows), layout=layout, facecolor="white")
+    FigureCanvasAgg(figure)
+    for index, chart in enumerate(charts, 1):
+        draw_chart(figure.add_subplot(rows, columns, index), chart)
+    if not charts:
+        figure.text(0.5, 0.5, "the run reported nothing", ha="center", color=INK)
+    # The name of a folder may be no text, and a dollar sign in it would begin a formula.
+    shown = title.encode(errors="backslashreplace").decode()
+    heading = figure.suptitle(shown, fontsize=13, color=INK, parse_math=False)
+    png, svg = io.BytesIO(), io.StringIO()
+    figure.savefig(png, format="png", dpi=120)
+    figure.set_layout_engine("none")  # It stays as it is, which took most of the time.
+    heading.set_visible(False)
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(svg, format="svg", transparent=True, metadata=no_metadata)
+    return svg.getvalue()[svg.getvalue().index("<svg") :], png.getvalue()
+
+
+def draw_chart(axes: Any, chart: Chart) -> None:
+    """Draws a chart into matplotlib's axes, with gaps and resumes marked."""
+    for split, all_points in chart.lines.items():
+        points = decimate(all_points, MOST_POINTS)
+        axes.plot(
+            [step for step, _ in points],
+            [math.nan if value is None else value for _, value in points],
+            color=COLORS.get(split, OTHER_COLOR),
+            linewidth=1.4,
+            marker="o",
+            markersize=3.5,
+            markevery=None if len(points) <= FEW_POINTS else _lonely(points),
+            label=split,
+        )
+    gaps = [step for points in chart.lines.values() for step, value in points if value is None]
+    if gaps:
+        mark = {"linestyle": "", "marker": "x", "color": INK, "clip_on": False}
+        bottom = axes.get_xaxis_transform()
+        axes.plot(gaps, [0.0] * len(gaps), transform=bottom, label="not finite", **mark)
+    for index, step in enumerate(chart.resumes):
+        label = "" if index else "resumed"
+        axes.axvline(step, color=GREY, linewidth=0.9, linestyle=(0, (4, 3)), label=label)
+    axes.set_title(chart.title, fontsize=11, loc="left", color=INK)
+    axes.set_xlabel("step")
+    axes.set_ylabel(chart.unit)
+    axes.grid(color=FAINT, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9, colors=INK)
+    axes.set_axisbelow(True)
+    if chart.from_zero:
+        axes.set_ylim(bottom=0)
+    # Beside the title, because no place inside is free in every chart.
+    legend = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+    axes.legend(fontsize=9, frameon=False, ncols=5, columnspacing=1, **legend)
+
+
+def _lonely(points: Sequence[Point]) -> list[int]:
+    """The indices of points between two gaps, where no line shows them."""
+    values = [None, *(value for _, value in points), None]
+    triples = zip(values, values[1:], values[2:], strict=False)
+    return [i for i, (a, x, b) in enumerate(triples) if x is not None and a is b is None]
+
+
+def decimate(points: Sequence[Point], limit: int) -> list[Point]:
+    """Leaves out points so that a line looks as before, because the extremes of each group stay.
+
+    Args:
+      points: The points of a line.
+      limit: How many may remain, at least 4.
+
+    Returns:
+      The first and the last point, and of each group of neighbours the lowest, the highest and one
+      that is not finite, if there is one.
+    """
+    if len(points) <= limit:
+        return list(points)
+    size = math.ceil(len(points) / (limit // 4))
+    chosen = {0, len(points) - 1}
+    for start in range(0, len(points), size):
+        group = range(start, min(start + size, len(points)))
+        finite = [index for index in group if points[index][1] is not None]
+        chosen |= set([index for index in group if points[index][1] is None][:1])
+        if finite:
+            chosen.add(min(finite, key=lambda index: points[index][1] or 0.0))
+            chosen.add(max(finite, key=lambda index: points[index][1] or 0.0))
+    return [points[index] for index in sorted(chosen)]
