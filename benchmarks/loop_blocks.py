@@ -30,7 +30,7 @@ from manualpar.training.loop import Loop, Position
 from manualpar.training.recorder import Recorder
 from manualpar.training.saving import RunSaver
 from manualpar.watching.profiling import StepProfiler
-from manualpar.watching.progress import TrainingProgress
+from manualpar.watching.screen import TrainingProgress
 from manualpar.watching.stalls import StallDetector
 from manualpar.watching.throughput import Throughput
 from manualpar.watching.writers import RunWriter

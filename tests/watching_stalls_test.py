@@ -85,14 +85,13 @@ def test_every_thread_but_the_detectors_own_is_shown():
     released = threading.Event()
     thread = threading.Thread(target=_wait_for_ever, args=(released,), name="a loop that hangs")
     thread.start()
-    watched = Watched(describe=lambda: "The batch of step 8 is waited for.")
+    watched = Watched()
     checker = threading.Thread(target=lambda: watched.after(10), name="checker")
     checker.start()
     checker.join()
     released.set()
     thread.join()
     text = watched.stream.getvalue()
-    assert "The batch of step 8 is waited for." in text
     assert "Thread 'a loop that hangs':\n" in text
     assert "in _wait_for_ever\n    released.wait()" in text
     assert "Thread 'MainThread':\n" in text

@@ -40,7 +40,7 @@ from manualpar.training.main import (
     ending_parser,
     print_error,
 )
-from manualpar.watching.progress import make_console, print_line
+from manualpar.watching.screen import make_console, print_line
 from manualpar.watching.writers import CONFIG_FILE, check_workdir, create_numbered_folder
 
 COMPILERS = ("auto", "tpu", "none")

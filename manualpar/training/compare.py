@@ -30,7 +30,7 @@ from manualpar.training.devices import describe_mesh, simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.fit import check_fits
 from manualpar.training.main import INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE, print_error
-from manualpar.watching.progress import make_console, print_line
+from manualpar.watching.screen import make_console, print_line
 from manualpar.watching.writers import CONFIG_FILE, check_workdir, create_numbered_folder
 
 ONE_DEVICE = "one device"

@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from manualpar.training.comparison import Row
-from manualpar.watching.progress import LOG_WIDTH
+from manualpar.watching.screen import LOG_WIDTH
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 HEADERS = (

@@ -47,7 +47,7 @@ from manualpar.training.inspection_report import (
 )
 from manualpar.training.main import INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE, print_error
 from manualpar.untrusted import read_object
-from manualpar.watching.progress import make_console, print_line
+from manualpar.watching.screen import make_console, print_line
 from manualpar.watching.writers import check_workdir, create_numbered_folder
 
 BROKEN_EXIT_CODE = 1

@@ -23,7 +23,7 @@ from manualpar.extras import require
 from manualpar.inspect.ledger_difference import Json, sent_by
 from manualpar.inspect.scopes import TENSOR_PARALLEL
 from manualpar.training.inspection_report import describe_fit, read_collectives
-from manualpar.watching.progress import describe_bytes
+from manualpar.watching.screen import describe_bytes
 
 # The colours of Okabe and Ito, which colour-blind people can tell apart. Blue is for parameters,
 # orange for gradients; purposes that are not named here send little and are grey.

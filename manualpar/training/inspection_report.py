@@ -15,7 +15,7 @@ from rich.text import Text
 from manualpar.inspect.budgets import Verdict
 from manualpar.inspect.formulas import OTHER_SCOPES
 from manualpar.inspect.ledger_difference import Difference, Json, Sent, name_module, sent_by
-from manualpar.watching.progress import describe_bytes, print_line
+from manualpar.watching.screen import describe_bytes, print_line
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 MOST_MODULES = 24  # In a table; the file has all.

@@ -52,7 +52,7 @@ from manualpar.training.run import run
 from manualpar.training.shared_facts import experiment_facts, run_facts
 from manualpar.training.workdir import check_folder, choose_workdir
 from manualpar.watching.durable_files import WriteError
-from manualpar.watching.progress import make_console, print_line
+from manualpar.watching.screen import make_console, print_line
 
 USAGE_EXIT_CODE = 2
 REPLICAS_EXIT_CODE = 3

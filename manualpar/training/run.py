@@ -31,8 +31,8 @@ from manualpar.training.workdir import check_folder
 from manualpar.training.workdir_lock import lock_workdir
 from manualpar.watching.durable_files import WriteError
 from manualpar.watching.profiling import StepProfiler, parse_profile
-from manualpar.watching.progress import TrainingProgress, describe_bytes, print_line
 from manualpar.watching.report import write_report
+from manualpar.watching.screen import TrainingProgress, describe_bytes, print_line
 from manualpar.watching.stalls import StallDetector
 from manualpar.watching.throughput import Throughput, lowest_peak, memory_in_use
 from manualpar.watching.writers import METRICS_FILE, PLACED_FILES, RunWriter, Writer

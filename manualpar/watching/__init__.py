@@ -1,1 +1,1 @@
-"""Watching a run: what it shows, what it writes down, and how it says that it stands still."""
+"""Watching a run: what it shows, the files that it writes, and what it says when it stalls."""

@@ -1,27 +1,26 @@
 """A profile of a few steps, asked for with `--config.profile=10:13`.
 
-`a:b` means the steps `a` to `b`, both included; the first step of a training is 1. The trace begins
-when the device has finished what came before and ends when it has finished step `b`, so it holds
-whole steps; in between nothing waits, so they overlap as they do without a profile. The first step
-compiles: ask for later ones.
+`a:b` means the steps from `a` to `b`, both included; the first step of a training is 1. The trace
+begins when the device has finished all earlier steps and ends when it has finished step `b`, so it
+holds whole steps. Nothing waits in between, so they overlap as they do without a profile. The first
+step compiles: ask for later ones.
 
-A profile is a folder that XProf and TensorBoard open, and in it `perfetto_trace.json.gz`, which
-https://ui.perfetto.dev opens. The names given with `jax.named_scope` are in what XProf reads
-(`*.xplane.pb`, with the program); the timeline itself shows them on GPUs and TPUs, while that of
-the CPU names XLA's operations only.
+A profile is a folder that XProf and TensorBoard open, with a `perfetto_trace.json.gz`, which
+https://ui.perfetto.dev opens. The names given with `jax.named_scope` are in the file that XProf
+reads (`*.xplane.pb`, with the program). The timeline itself shows them on GPUs and TPUs; on the CPU
+it names XLA's operations only.
 """
 
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
 
 STEP_NAME = "train"  # XProf finds steps by it and their number.
 TRACE_FILE = "perfetto_trace.json.gz"
-# Our time is in the annotations of steps; every call of a Python function is of no use beside it.
+# Calls of Python functions are of no use: the annotations of steps hold the time of the host.
 PYTHON_TRACER_LEVEL = 0
 
 
@@ -52,9 +51,9 @@ def parse_profile(text: str) -> range | None:
 class StepProfiler:
     """Profiles some steps of a loop. Use it as a context manager, so that no trace is left open.
 
-    In the loop: `before(step, state)`, the step, `after(step, state)`. It costs nothing in steps
-    that are not asked for. Processes on one host would write to the same file: one of them profiles
-    and the others are given no steps.
+    In the loop: `before(step, state)`, the step, `after(step, state)`. Other steps cost nothing.
+    Processes on one host would write to the same file: one of them profiles and the others are
+    given no steps.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class StepProfiler:
         self._folder = folder
         self._say = say
         self._traced: list[int] = []
-        self._annotation: jax.profiler.StepTraceAnnotation | None = None
+        self._step: jax.profiler.StepTraceAnnotation | None = None
         self._is_tracing = False
         self._is_done = not self._steps
 
@@ -80,12 +79,7 @@ class StepProfiler:
         return step in self._steps
 
     def before(self, step: int, state: Any) -> None:
-        """Begins a step.
-
-        Args:
-          step: Its number, the first is 1.
-          state: What it is given; waited for before the first of the steps.
-        """
+        """Begins step number `step`; before the first of the steps it waits for `state`."""
         if self._is_done or step not in self._steps:
             return
         if not self._is_tracing:
@@ -96,47 +90,36 @@ class StepProfiler:
                 self._folder, create_perfetto_trace=True, profiler_options=options
             )
             self._is_tracing = True
-        self._annotation = jax.profiler.StepTraceAnnotation(STEP_NAME, step_num=step)
-        self._annotation.__enter__()
+        self._step = jax.profiler.StepTraceAnnotation(STEP_NAME, step_num=step)
+        self._step.__enter__()
 
     def after(self, step: int, state: Any) -> None:
-        """Ends a step.
-
-        Args:
-          step: Its number.
-          state: What it returns; waited for after the last of the steps.
-        """
-        if self._annotation is None:
+        """Ends step number `step`; after the last of the steps it waits for `state`."""
+        if self._step is None:
             return
-        if step == self._steps[-1]:
-            # Inside of the annotation, so that the step is as long as the device takes.
+        is_last = step == self._steps[-1]
+        if is_last:  # Within the annotation, so that the step is as long as the device takes.
             jax.block_until_ready(state)
-        self._end_annotation()
+        self._end_step()
         self._traced.append(step)
-        if step == self._steps[-1]:
+        if is_last:
             self._stop()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._end_annotation()
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._end_step()
         if self._is_tracing:
             self._stop()
         elif not self._is_done:
             first, last = self._steps[0], self._steps[-1]
             self._say(f"profile: none of the steps {first} to {last} was made, so there is none")
 
-    def _end_annotation(self) -> None:
-        """Ends the annotation of a step, if one is open."""
-        if self._annotation is not None:
-            self._annotation.__exit__(None, None, None)
-            self._annotation = None
+    def _end_step(self) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
 
     def _stop(self) -> None:
         """Writes the profile and says where it is."""

@@ -1,14 +1,14 @@
-"""Says what a run that stands still waits for: every thread's stack, and which process is late.
+"""Reports what a stalled run waits for: every thread's stack, and which process is late.
 
 A training that hangs looks like one that is slow. The loop says that it is alive with every step
-(`beat`), and a thread that hears nothing for a configured time says so: once, and again whenever
+(`beat`), and a thread that hears nothing for a configured time reports it: once, and again whenever
 the silence has doubled. It ends nothing.
 
-The first step compiles, and where that takes longer it is reported as well, which does no harm.
-What is known to take long, such as restoring a checkpoint, happens within `pause`.
+The first step compiles; if that takes longer it is reported too, which does no harm. What is known
+to take long, such as restoring a checkpoint, happens within `pause`.
 
-The stacks are read in Python: a thread that hangs in C code and keeps Python's lock to itself stops
-the detector too. From outside `py-spy dump` sees those.
+Python reads the stacks, so a thread that hangs in C code and keeps Python's lock stops the detector
+too. `py-spy dump` shows such a thread from outside.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Self, TextIO
 
 # The last step of each process, this one included, and how many seconds ago it was.
@@ -38,7 +37,6 @@ class StallDetector:
         stream: TextIO | None = None,
         others: Others | None = None,
         num_processes: int | None = None,
-        describe: Callable[[], str] | None = None,
         get_time: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepares a detector.
@@ -46,10 +44,9 @@ class StallDetector:
         Args:
           seconds: How long a step may take; 0 for no detector.
           stream: Where to write, by default standard error.
-          others: Asks for the last step of every process and the seconds since; called from the
-            detector's thread, and only in a stall. Those that have made no step may be missing.
+          others: Returns the last step of every process and the seconds since; called from the
+            detector's thread, and only in a stall. Processes that have made no step may be missing.
           num_processes: How many there are, to name those that are missing.
-          describe: Says in a sentence what else is worth knowing in a stall.
           get_time: A clock in seconds.
 
         Raises:
@@ -63,7 +60,6 @@ class StallDetector:
         self._stream = stream
         self._others = others
         self._num_processes = num_processes
-        self._describe = describe
         self._get_time = get_time
         self._lock = threading.Lock()
         self._step: int | None = None
@@ -84,7 +80,7 @@ class StallDetector:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Does not count the time within; afterwards it counts anew."""
+        """Does not count the time within, and counts anew afterwards."""
         with self._lock:
             self._pauses += 1
         try:
@@ -98,7 +94,7 @@ class StallDetector:
         """Reports a stall if there is one to report.
 
         Returns:
-          Seconds until the next report, should nothing be heard until then.
+          Seconds until the next report, if nothing is heard until then.
         """
         if not self._seconds:
             return math.inf
@@ -113,10 +109,12 @@ class StallDetector:
             while allowed * 2**self._reports <= silence:
                 self._reports += 1
             wait = allowed * 2**self._reports - silence
-        self._write(self._report(step, silence))
+        since = "since the start, the first step included" if step is None else f"after step {step}"
+        stall = f"stall: no step for {silence:.0f} s, {since}."
+        self._write("\n".join(["", stall, *thread_stacks(), ""]))
         if self._others is not None:
-            # Last, for what hangs the run may hang this question too.
-            self._write(self._late_processes() + "\n")
+            # This comes last, because what hangs the run may hang this question too.
+            self._write(self._late_processes(self._others) + "\n")
         return wait
 
     def __enter__(self) -> Self:
@@ -128,42 +126,25 @@ class StallDetector:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
 
     def _watch(self) -> None:
-        """Checks whenever a report may be due."""
         while not self._stopped.wait(self.check()):
             pass
 
     def _write(self, text: str) -> None:
-        """Writes at once, so that the lines of several threads stay apart."""
+        """Writes in one piece, so that the lines of several threads stay apart."""
         stream = sys.stderr if self._stream is None else self._stream
         stream.write(text)
         stream.flush()
 
-    def _report(self, step: int | None, silence: float) -> str:
-        """What to say about a stall."""
-        since = "since the start, the first step included" if step is None else f"after step {step}"
-        lines = [f"stall: no step for {silence:.0f} s, {since}."]
-        if self._describe is not None:
-            lines.append(self._describe())
-        return "\n".join(["", *lines, *thread_stacks(), ""])
-
-    def _late_processes(self) -> str:
-        """A sentence about who is behind."""
-        assert self._others is not None
+    def _late_processes(self, others: Others) -> str:
         try:
-            steps = dict(self._others())
-        # Whatever hangs the run may also keep them from answering; the stacks are still to be seen.
-        except Exception as error:
+            steps = dict(others())
+        except Exception as error:  # What hangs the run may also keep them from answering.
             return f"Which process is late is not known: {type(error).__name__}: {error}"
         return describe_late(steps, num_processes=self._num_processes)
 
@@ -171,14 +152,11 @@ class StallDetector:
 def describe_late(
     steps: Mapping[int, tuple[int, float]], *, num_processes: int | None = None
 ) -> str:
-    """Says which of the processes are behind the others.
+    """Says in a sentence which of the processes are behind the others.
 
     Args:
       steps: The last step of each process, and how many seconds ago it was.
-      num_processes: How many there are; of those missing in `steps` no step is known.
-
-    Returns:
-      A sentence.
+      num_processes: How many processes there are; those missing in `steps` have made no step.
     """
     if not steps:
         return "Which process is late is not known: none has said how far it is."

@@ -1,18 +1,19 @@
-"""How fast a run is: examples, tokens and model FLOPs a second, and what of the peak that is.
+"""How fast a run is: examples, tokens and model FLOPs a second, and the share of the peak.
 
 Model FLOPs utilization (MFU) is the FLOPs that the model asks for, divided by what the devices
-could do in the time: what is computed again for the backward pass does not count (PaLM, appendix B,
+could do in the time. What is computed again for the backward pass does not count (PaLM, appendix B,
 https://arxiv.org/abs/2204.02311).
 
-A peak is that of dense matrix products, without structured sparsity, of one `jax.Device`, with
+A peak is that of dense matrix products, without structured sparsity, on one `jax.Device`, with
 operands of a dtype at JAX's default precision: for float32 that is TF32 on NVIDIA GPUs that have it
-and one pass in bfloat16 on TPUs. CPUs have none, and neither has what is not in the table: no
-number is better than a wrong one.
+and one pass in bfloat16 on TPUs. CPUs and unlisted devices have none, because no number is better
+than a wrong one.
 """
 
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import jax
 
@@ -21,14 +22,13 @@ TPU_DOCS = "https://cloud.google.com/tpu/docs/"
 NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 
 
-@dataclasses.dataclass(frozen=True)
-class Peak:
+class Peak(NamedTuple):
     """The peak of a kind of device.
 
     Attributes:
-      kind: A regular expression for all of `jax.Device.device_kind`.
+      kind: A regular expression that matches the whole `jax.Device.device_kind`.
       teraflops: TFLOP/s of a device by dtype.
-      source: Where the vendor says so, and what was made of it.
+      source: Where the vendor says so, and how the number follows from it.
     """
 
     kind: str
@@ -37,17 +37,16 @@ class Peak:
 
 
 def _tpu(teraflops: float) -> dict[str, float]:
-    """The peaks of a TPU, which multiplies float32 in bfloat16 by default."""
+    """A TPU multiplies float32 in bfloat16 by default."""
     return {"bfloat16": teraflops, "float32": teraflops}
 
 
 def _gpu(half: float, single: float) -> dict[str, float]:
-    """The peaks of a GPU, in both formats of 16 bits and in float32."""
     return {"bfloat16": half, "float16": half, "float32": single}
 
 
-# The kinds of TPUs are named as jax names them. Up to v3 and from 7 on a chip is two devices. Where
-# a datasheet has numbers with sparsity alone, theirs are halved.
+# TPUs have jax's names. Up to v3 and from 7 on, a chip is two devices. If a datasheet has only
+# numbers with sparsity, they are halved.
 PEAKS = (
     Peak(r"TPU v3", _tpu(123 / 2), TPU_DOCS + "v3: 123 a chip"),
     Peak(r"TPU v4", _tpu(275), TPU_DOCS + "v4"),
@@ -78,15 +77,14 @@ PEAKS = (
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Looks up the peak of a device.
+    """Looks up the peak of a device in FLOP/s.
 
     Args:
       device_kind: `jax.Device.device_kind`, such as `NVIDIA H200`.
-      dtype: What matrix products take, such as `bfloat16`.
+      dtype: The dtype of the operands of matrix products, such as `bfloat16`.
 
     Returns:
-      FLOP/s, or `None` for a device or a dtype that is not in `PEAKS`, such as any CPU. A part of a
-      GPU (MIG) is not in it.
+      The peak, or `None` if `PEAKS` has none: for a CPU, for a part of a GPU (MIG), and others.
     """
     for peak in PEAKS:
         if re.fullmatch(peak.kind, device_kind):
@@ -95,17 +93,16 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def lowest_peak(devices: Iterable[jax.Device], dtype: str) -> float | None:
-    """The peak of the slowest of devices, which the others wait for; `None` if one has none."""
+    """The peak of the slowest device, because the others wait for it; `None` if one has none."""
     peaks = [peak_flops(kind, dtype) for kind in {device.device_kind for device in devices}]
     known = [peak for peak in peaks if peak is not None]
     return min(known) if known and len(known) == len(peaks) else None
 
 
 def memory_in_use(devices: Iterable[jax.Device]) -> int | None:
-    """Bytes in use on the fullest of this process's devices; `None` where the backend cannot say.
+    """Bytes in use on the fullest of these devices that belong to this process.
 
-    Args:
-      devices: Devices; those of other processes are passed over.
+    `None` if the backend cannot say.
     """
     own = [device for device in devices if device.process_index == jax.process_index()]
     stats = [device.memory_stats() for device in own]
@@ -119,7 +116,7 @@ class Throughput:
 
     Attributes:
       examples_per_step: Examples of a step, on all devices together.
-      tokens_per_example: Tokens that an example trains on; `None` for what has no tokens.
+      tokens_per_example: Tokens that an example trains on; `None` if it has no tokens.
       flops_per_example: FLOPs that the model asks for, forward and backward; `None` if not known.
       num_devices: Devices that share the work.
       peak: FLOP/s of one of them, see `peak_flops`; `None` if not known.
@@ -132,15 +129,12 @@ class Throughput:
     peak: float | None = None
 
     def rates(self, steps: int, seconds: float) -> dict[str, float]:
-        """The rates of some steps.
-
-        Args:
-          steps: How many there were.
-          seconds: How long they took, together.
+        """The rates of a number of steps that took so many seconds together.
 
         Returns:
-          `examples_per_second`; `tokens_per_second`, `model_flops_per_second` (of all devices) and
-          `mfu` (of 1) as far as what they need is known; nothing if no step was timed.
+          `examples_per_second`; and, if what they need is known, `tokens_per_second`,
+          `model_flops_per_second` (of all devices) and `mfu` (1 is the peak). Nothing if no step
+          was timed.
         """
         if not steps or seconds <= 0:
             return {}

@@ -1,14 +1,13 @@
 """What a run shows while it trains: a bar in a terminal, plain lines anywhere else.
 
-The bar has one line. What is worth most comes first, the bar itself gives way before a number does,
-and a number that finds no room is left out whole; the files have it all the same.
+The bar has one line. The most important numbers come first, the bar itself gives way before a
+number does, and a number that does not fit is left out whole; the files have it all the same.
 """
 
 import io
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Self
 
 import rich.console
@@ -16,8 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 # Tables in a log file get room; a terminal has the width it has.
 LOG_WIDTH = 120
-
-Text = Callable[[float], str]
 
 
 def describe_bytes(size: float) -> str:
@@ -29,7 +26,7 @@ def describe_bytes(size: float) -> str:
     return f"{size:.3g} {units[index]}"
 
 
-FORMATS: Mapping[str, Text] = {
+FORMATS: Mapping[str, Callable[[float], str]] = {
     "loss": "loss {:.4f}".format,
     "bits_per_byte": "bits/byte {:.4f}".format,
     "accuracy": "accuracy {:.4f}".format,
@@ -42,13 +39,11 @@ FORMATS: Mapping[str, Text] = {
     "mfu": "MFU {:.1%}".format,
     "memory_bytes": lambda size: f"{describe_bytes(size)} in use",
 }
-
 # The bar has no room for them in a terminal of 80 columns.
 NORMS = frozenset({"gradient_norm", "update_norm", "parameter_norm"})
 LEFT_OUT = NORMS | {"learning_rate"}
-# Of use for a calculation, which the files are for.
-NOT_SHOWN = "model_flops_per_second"
-# What the bar shows first, as far as it has room; what is not named here comes last.
+NOT_SHOWN = "model_flops_per_second"  # For calculations, which the files are for.
+# What the bar shows first if there is room; everything else comes last.
 IMPORTANCE = (
     "loss",
     "bits_per_byte",
@@ -61,7 +56,7 @@ IMPORTANCE = (
 BAR_WIDTH, SMALLEST_BAR = 40, 4
 LONGEST_TIME = len("100:00:00")
 LABEL = "training"
-# As long as the slowest of steps takes; rich's own 30 s leave those without an estimate.
+# As long as the slowest step takes; rich's own 30 s leave such steps without an estimate.
 ETA_SECONDS = 600.0
 
 
@@ -69,10 +64,10 @@ def make_console(*, process: int = 0) -> rich.console.Console:
     """The console that a run writes to, on standard output.
 
     Args:
-      process: The number of this process; those other than 0 get a console that shows nothing.
+      process: The number of this process; all but process 0 show nothing.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A name or a text that cannot be shown is no reason to end a run.
+        # A text that the terminal cannot show must not end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
     console = rich.console.Console(highlight=False, quiet=process != 0)
     if not console.is_terminal:
@@ -91,7 +86,7 @@ def describe(metrics: Mapping[str, float]) -> str:
 
 
 def describe_within(metrics: Mapping[str, float], width: int, *, also: str = "") -> str:
-    """The most important of metrics in a line.
+    """The most important metrics in a line.
 
     Args:
       metrics: Metrics by name.
@@ -99,7 +94,7 @@ def describe_within(metrics: Mapping[str, float], width: int, *, also: str = "")
       also: What to add if there is room after all of them.
 
     Returns:
-      The line, of those that fit; empty if none does.
+      A line of those that fit; empty if none does.
     """
     texts = _texts(metrics)
     order = [name for name in IMPORTANCE if name in texts]
@@ -116,14 +111,14 @@ def _texts(metrics: Mapping[str, float]) -> dict[str, str]:
     """What to show of each metric, in the order of `FORMATS`."""
     metrics = {name: value for name, value in metrics.items() if name != NOT_SHOWN}
     if "tokens_per_second" in metrics:
-        metrics.pop("examples_per_second", None)  # They say the same.
+        metrics.pop("examples_per_second", None)  # It says the same.
     texts = {name: text(metrics[name]) for name, text in FORMATS.items() if name in metrics}
     others = {name: f"{name} {metrics[name]:.4g}" for name in metrics if name not in FORMATS}
     return texts | others
 
 
 class TrainingProgress:
-    """Shows how far a training is. Use it as a context manager.
+    """Shows the progress of a training. Use it as a context manager.
 
     In a terminal a bar moves with every step and shows the latest training metrics; evaluations and
     norms, where there are any, are printed above it. Anywhere else every report is a line, and
@@ -144,9 +139,9 @@ class TrainingProgress:
         Args:
           console: Where to show it.
           num_steps: Updates that the training ends after.
-          first_step: Updates made before it begins, by a run that this one resumes.
-          state_bytes: What the fullest device holds of the state, see `manualpar.inspect`.
-          get_time: A clock in seconds, which the time that remains is estimated with.
+          first_step: Updates that an earlier run made, if this one resumes it.
+          state_bytes: Bytes of the state on the fullest device, see `manualpar.inspect`.
+          get_time: A clock in seconds, for the estimate of the time that remains.
         """
         self._console = console
         self._num_steps = num_steps
@@ -181,14 +176,7 @@ class TrainingProgress:
         *,
         throughput: Mapping[str, float] | None = None,
     ) -> None:
-        """Shows the numbers of `split` after `step` updates.
-
-        Args:
-          step: The updates made.
-          split: What they are of.
-          metrics: What the training computes.
-          throughput: What depends on the clock and the machine.
-        """
+        """Shows the numbers of `split` after `step` updates, those of `throughput` last."""
         shown = {**metrics, **(throughput or {})}
         if split == "train" and self._console.is_terminal:
             self._metrics = shown
@@ -201,12 +189,11 @@ class TrainingProgress:
         print_line(self._console, line)
 
     def _fields(self) -> dict[str, Any]:
-        """What the bar says now; makes the bar as wide as the rest of the line lets it be."""
+        """What the bar says now; also makes the bar as wide as the rest of the line allows."""
         # Columns: label, bar, "step", 12/34, metrics, time, and a space between any two.
         steps = 2 * len(str(self._num_steps)) + 1
         room = self._console.width - len("step") - steps - LONGEST_TIME - 5 - SMALLEST_BAR
-        metrics = describe_within(self._metrics, room - len(LABEL), also=self._also)
-        label = LABEL
+        label, metrics = LABEL, describe_within(self._metrics, room - len(LABEL), also=self._also)
         without_label = describe_within(self._metrics, room, also=self._also)
         if len(without_label) > len(metrics):
             label, metrics = "", without_label
@@ -219,10 +206,5 @@ class TrainingProgress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._bar.stop()

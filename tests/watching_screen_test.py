@@ -6,7 +6,7 @@ import re
 import pytest
 import rich.console
 
-from manualpar.watching.progress import (
+from manualpar.watching.screen import (
     LOG_WIDTH,
     TrainingProgress,
     describe,
