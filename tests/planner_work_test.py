@@ -6,7 +6,7 @@ import pytest
 
 from manualpar import Batch, abstract_mesh, fsdp
 from manualpar.inspect import state_bytes, trace_collectives
-from manualpar.inspect.ledger import ledger
+from manualpar.inspect.step_ledger import ledger
 from manualpar.models import Classifier, Transformer
 from manualpar.models.transformer import flops_per_token
 from manualpar.planner.work import Task, read_work

@@ -1,17 +1,16 @@
 """What a traced program sends: every collective of a step, how often it runs, and its bytes.
 
-A program of this package says in its jaxpr what it sends, before XLA has seen it. What stands there
-is exactly what was written: XLA may still merge collectives, move them out of a loop or drop those
-whose result nobody uses, and outside `shard_map`, or along axes that it leaves to XLA, it inserts
-others. Those are read from the compiled program, see `manualpar.inspect.compiled`.
+The jaxpr of a program contains exactly the collectives that were written. XLA may still merge them,
+move them out of loops, or drop those whose result nobody uses; outside `shard_map`, and along axes
+that are left to it, it inserts others. `manualpar.inspect.compiled` reads those.
 
 Bytes are those that one device sends to its neighbour with ring algorithms on `N` devices (Thakur
 et al., https://doi.org/10.1177/1094342005051521); a tuple of axes is one ring over their product.
-They are exact fractions, for `(N - 1) / N` of an operand need not be a whole number.
+They are exact fractions, because `(N - 1) / N` of an operand need not be a whole number.
 
-Nothing is left out silently: a primitive that names a mesh axis is a collective with a formula, or
-known to send nothing, or refused. Two things name no axis and are not seen: copies between devices
-inside a Pallas kernel, and what a callback does on the host.
+No collective is left out silently: a primitive that names a mesh axis is a collective with a
+formula, or is known to send nothing, or is refused. Copies between devices inside a Pallas kernel
+and callbacks on the host name no axis, so they are not seen.
 """
 
 import dataclasses
@@ -20,18 +19,18 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from manualpar.inspect.equations import Around, EquationReader
 from manualpar.inspect.scopes import Phase, module_of, phase_of, purpose_in
-from manualpar.inspect.walk import Around, Reader, Walk
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 
 # By the names of jax's primitives. With check_vma=True a psum of varying values is psum_invariant;
-# all_gather(to="invarying") and (to="reduced") and values typed unreduced have primitives too.
+# all_gather(to="invarying"), all_gather(to="reduced") and values typed unreduced have their own.
 KIND_OF_PRIMITIVE: Mapping[str, Kind] = {
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
@@ -47,21 +46,10 @@ KIND_OF_PRIMITIVE: Mapping[str, Kind] = {
     "ppermute": "permute",
 }
 
-# They name mesh axes and send nothing; all but the first are casts between the types of check_vma.
+# These name mesh axes and send nothing; all but the first are casts between types of check_vma.
 SILENT_PRIMITIVES = frozenset(
     {"axis_index", "pvary", "preduced", "reduced_vary_cast_p", "vary_unreduced_cast_p"}
 )
-
-
-class _Sent(Protocol):
-    """What a `Collective` has in common with one of a compiled program."""
-
-    @property
-    def kind(self) -> Kind: ...
-    @property
-    def times(self) -> int: ...
-    @property
-    def bytes_sent(self) -> Fraction: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,15 +57,15 @@ class Collective:
     """A collective of a traced program.
 
     Attributes:
-      kind: Which one.
-      axes: The mesh axes it runs over.
-      axis_size: How many devices they span together.
+      kind: Its kind.
+      axes: The mesh axes that it runs over.
+      axis_size: How many devices the axes span together.
       shape: The operand's shape on one device.
       dtype: The operand's dtype.
       times: How often a step runs it.
       scope: The `jax.named_scope`s and transformations around it, outermost first.
-      root: The name of the whole model, as far as it is known.
-      data_axes: The mesh axes that split the batch, as far as they are known.
+      root: The name of the whole model, `""` if it is not known.
+      data_axes: The mesh axes that split the batch, none if they are not known.
     """
 
     kind: Kind
@@ -110,6 +98,22 @@ class Collective:
     def phase(self) -> Phase:
         """The part of a step that it runs in, see `manualpar.inspect.scopes.phase_of`."""
         return phase_of(self.scope)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers and names."""
+        return {
+            "kind": self.kind,
+            "axes": ",".join(self.axes),
+            "axis_size": self.axis_size,
+            "shape": list(self.shape),
+            "dtype": str(self.dtype),
+            "times": self.times,
+            "bytes": as_number(self.bytes_sent),
+            "purpose": self.purpose,
+            "module": self.module,
+            "phase": self.phase,
+            "scope": self.scope,
+        }
 
 
 def ring_bytes(kind: Kind, operand_bytes: int, group_size: int) -> Fraction:
@@ -164,12 +168,11 @@ def trace_collectives(
             f"trace_collectives: program is a {type(program).__name__}, expected what "
             "jax.jit(f).trace(*args) or jax.make_jaxpr(f)(*args) returns."
         )
-    walk = Walk("trace_collectives", (collective_reader(),), while_trips=while_trips)
-    [found] = walk.of_jaxpr(jaxpr.jaxpr, Around(sizes={}, times=1, scope="", spread=1))
-    return found
+    reader = CollectiveReader("trace_collectives", while_trips=while_trips)
+    return reader.read(jaxpr.jaxpr, Around(sizes={}, times=1, scope="", spread=1))
 
 
-def count_by_kind(collectives: Iterable[_Sent]) -> dict[str, int]:
+def count_by_kind(collectives: Iterable[Any]) -> dict[str, int]:
     """How many collectives of each kind a step runs; kinds that it does not run are left out."""
     counts = (Counter[str]({collective.kind: collective.times}) for collective in collectives)
     return dict(sum(counts, Counter[str]()))
@@ -183,7 +186,7 @@ def bytes_by_axes(collectives: Iterable[Collective]) -> dict[tuple[str, ...], Fr
     return dict(totals)
 
 
-def total_bytes(collectives: Iterable[_Sent]) -> Fraction:
+def total_bytes(collectives: Iterable[Any]) -> Fraction:
     """The bytes that a device sends in a step."""
     return sum((collective.bytes_sent for collective in collectives), Fraction(0))
 
@@ -193,71 +196,80 @@ def as_number(value: Fraction) -> int | float:
     return value.numerator if value.denominator == 1 else float(value)
 
 
-def collective_reader(root: str = "", data_axes: tuple[str, ...] = ()) -> Reader:
-    """What the walk looks for to list collectives.
+class CollectiveReader(EquationReader[Collective]):
+    """Collects the collectives of a program."""
 
-    Args:
-      root: The name of the whole model, for `Collective.module`.
-      data_axes: The mesh axes that split the batch, for `Collective.purpose`.
+    verb = "sends"
+    refuses_several = True
 
-    Returns:
-      A reader whose findings are `Collective`s.
-    """
+    def __init__(
+        self,
+        caller: str,
+        *,
+        root: str = "",
+        data_axes: tuple[str, ...] = (),
+        while_trips: int | None = None,
+    ) -> None:
+        """Makes a reader.
 
-    def read(eqn: Any, around: Around) -> tuple[Collective, ...] | None:
+        Args:
+          caller: See `EquationReader`.
+          root: The name of the whole model, for `Collective.module`.
+          data_axes: The mesh axes that split the batch, for `Collective.purpose`.
+          while_trips: See `EquationReader`.
+        """
+        super().__init__(caller, while_trips=while_trips)
+        self.root = root
+        self.data_axes = data_axes
+
+    def find(self, eqn: Any, around: Around) -> tuple[Collective, ...] | None:
+        """A collective for each operand, if the equation is a collective."""
         name = eqn.primitive.name
         if name in KIND_OF_PRIMITIVE:
-            return _read(eqn, around, root, data_axes)
-        if name != "shard_map" and name not in SILENT_PRIMITIVES:
-            _refuse_unknown(eqn, around)
+            return self._collectives(eqn, around)
+        axes = [axis for axis in _named_axes(eqn) if axis in around.sizes]
+        if axes and name != "shard_map" and name not in SILENT_PRIMITIVES:
+            raise ValueError(
+                f"trace_collectives: the program contains {name} over {axes} {around.place}, "
+                f"expected one of {', '.join(KIND_OF_PRIMITIVE)}: what others send is not known "
+                "here. Write it with those, or give it a kind in "
+                "manualpar/inspect/communication.py."
+            )
         return None
 
-    def noun(found: tuple[Collective, ...]) -> str:
-        return f"contains {found[0].kind} over {found[0].axes}"
+    def cost(self, findings: tuple[Collective, ...]) -> Fraction:
+        """The bytes that they send."""
+        return total_bytes(findings)
 
-    return Reader(read, cost=total_bytes, noun=noun, verb="sends", wants_one=True)
+    def describe(self, findings: tuple[Collective, ...]) -> str:
+        """The kind and axes of the first one."""
+        return f"contains {findings[0].kind} over {findings[0].axes}"
 
-
-def _refuse_unknown(eqn: Any, around: Around) -> None:
-    """Refuses an equation that names axes, of which nobody has said whether it sends."""
-    axes = [axis for axis in _named_axes(eqn) if axis in around.sizes]
-    if axes:
-        raise ValueError(
-            f"trace_collectives: the program contains {eqn.primitive.name} over {axes} (scope: "
-            f"{around.scope or 'none'}), expected one of {', '.join(KIND_OF_PRIMITIVE)}: what "
-            "others send is not known here. Write it with those, or give it a kind in "
-            "manualpar/inspect/communication.py."
+    def _collectives(self, eqn: Any, around: Around) -> tuple[Collective, ...]:
+        axes = tuple(_named_axes(eqn))
+        unbound = [axis for axis in axes if axis not in around.sizes]
+        if unbound:
+            raise ValueError(
+                f"trace_collectives: the program contains {eqn.primitive.name} over {unbound} "
+                f"{around.place}, expected axes of a jax.shard_map around it, here "
+                f"{list(around.sizes)}. Trace the whole program and not what its shard_map runs."
+            )
+        groups = eqn.params.get("axis_index_groups")
+        size = max(map(len, groups)) if groups else math.prod(around.sizes[axis] for axis in axes)
+        return tuple(
+            Collective(
+                kind=KIND_OF_PRIMITIVE[eqn.primitive.name],
+                axes=axes,
+                axis_size=size,
+                shape=x.aval.shape,
+                dtype=x.aval.dtype,
+                times=around.times,
+                scope=around.scope,
+                root=self.root,
+                data_axes=self.data_axes,
+            )
+            for x in eqn.invars
         )
-
-
-def _read(
-    eqn: Any, around: Around, root: str, data_axes: tuple[str, ...]
-) -> tuple[Collective, ...]:
-    """An equation that is a collective: one for each operand."""
-    axes = tuple(_named_axes(eqn))
-    unbound = [axis for axis in axes if axis not in around.sizes]
-    if unbound:
-        raise ValueError(
-            f"trace_collectives: the program contains {eqn.primitive.name} over {unbound} (scope: "
-            f"{around.scope or 'none'}), expected axes of a jax.shard_map around it, here "
-            f"{list(around.sizes)}. Trace the whole program and not what its shard_map runs."
-        )
-    groups = eqn.params.get("axis_index_groups")
-    size = max(map(len, groups)) if groups else math.prod(around.sizes[axis] for axis in axes)
-    return tuple(
-        Collective(
-            kind=KIND_OF_PRIMITIVE[eqn.primitive.name],
-            axes=axes,
-            axis_size=size,
-            shape=x.aval.shape,
-            dtype=x.aval.dtype,
-            times=around.times,
-            scope=around.scope,
-            root=root,
-            data_axes=data_axes,
-        )
-        for x in eqn.invars
-    )
 
 
 def _named_axes(eqn: Any) -> list[str]:

@@ -238,7 +238,8 @@ def _trace(program: Program) -> ClosedJaxpr:
         written: Step = jitted.__wrapped__.__self__  # What was jitted is its method.
         assert written.update is not None
         update = dataclasses.replace(written.update, mode="manual")
-        manual = dataclasses.replace(written, mode="manual", update=update)
+        model = dataclasses.replace(written.model, mode="manual")
+        manual = dataclasses.replace(written, mode="manual", model=model, update=update)
         step = jax.jit(manual.train)
     return step.trace(program.abstract_state, program.abstract_batch).jaxpr
 

@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from manualpar.core.program import Program
-from manualpar.inspect.communication import Collective, collective_reader
-from manualpar.inspect.flops import flops_of
+from manualpar.inspect.communication import Collective, CollectiveReader
+from manualpar.inspect.equations import Around, EquationReader
 from manualpar.inspect.layout import state_bytes
 from manualpar.inspect.memory import Memory, step_memory
+from manualpar.inspect.products import flops_of
 from manualpar.inspect.scopes import phase_of
-from manualpar.inspect.walk import Around, Reader, Walk
 
 REDUCTIONS = frozenset(
     {"argmax", "cumlogsumexp", "cumsum", "reduce_max", "reduce_min", "reduce_sum"}
@@ -119,10 +119,11 @@ def read_work(program: Program, task: Task, *, fused_attention: bool = False) ->
             "compiled with --compiler=tpu."
         )
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
-    readers = (collective_reader(data_axes=program.data_axes), _load_reader(fused_attention))
-    walk = Walk("roofline", readers)
+    sending = CollectiveReader("roofline", data_axes=program.data_axes)
+    computing = _LoadReader("roofline", fused_attention=fused_attention)
     around = Around(sizes={}, times=1, scope="", spread=program.mesh.size)
-    collectives, loads = walk.of_jaxpr(traced.jaxpr.jaxpr, around)
+    collectives = sending.read(traced.jaxpr.jaxpr, around)
+    loads = computing.read(traced.jaxpr.jaxpr, around)
     state = program.abstract_state
     parameters, optimizer = (state_bytes(x)[0] for x in (state.params, state.opt_state))
     return Work(
@@ -130,26 +131,33 @@ def read_work(program: Program, task: Task, *, fused_attention: bool = False) ->
         mesh=dict(program.mesh.shape),
         task=task,
         num_minibatches=program.num_minibatches,
-        collectives=tuple(collectives),
+        collectives=collectives,
         loads=_added_up(loads),
         # Both are read and written, and a gradient of the parameters' size is read.
         update_traffic=3 * parameters + 2 * optimizer,
         memory=step_memory(program),
-        notes=tuple(walk.notes),
+        notes=tuple(dict.fromkeys([*sending.notes, *computing.notes])),
     )
 
 
-def _load_reader(fused_attention: bool) -> Reader:
-    """What the walk looks for to list products and reductions."""
+class _LoadReader(EquationReader[Load]):
+    """Collects products and reductions."""
 
-    def read(eqn: Any, around: Around) -> tuple[Load, ...] | None:
+    verb = "computes"
+    refuses_several = False
+
+    def __init__(self, caller: str, *, fused_attention: bool) -> None:
+        super().__init__(caller)
+        self.fused_attention = fused_attention
+
+    def find(self, eqn: Any, around: Around) -> tuple[Load, ...] | None:
         flops: float | None = flops_of(eqn)
         name = eqn.primitive.name
         if flops is None and name not in REDUCTIONS:
             return () if name == "pallas_call" else None
         arrays = [*eqn.invars, *eqn.outvars] if flops is not None else eqn.invars[:1]
         sizes = [math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in arrays]
-        if fused_attention and _is_of_scores(eqn, flops is not None):
+        if self.fused_attention and _is_of_scores(eqn, flops is not None):
             sizes.remove(max(sizes))
             flops = flops and flops / 2
         dtype = max((x.aval.dtype for x in eqn.invars), key=lambda dtype: dtype.itemsize)
@@ -157,13 +165,11 @@ def _load_reader(fused_attention: bool) -> Reader:
         load = Load(phase_of(around.scope), str(dtype), (flops or 0) * share, sum(sizes) * share)
         return (load,)
 
-    return Reader(
-        read=read,
-        cost=lambda loads: sum(load.flops for load in loads),
-        noun=lambda loads: f"computes {loads[0].flops:.0f} operations",
-        verb="computes",
-        wants_one=False,
-    )
+    def cost(self, findings: tuple[Load, ...]) -> float:
+        return sum(load.flops for load in findings)
+
+    def describe(self, findings: tuple[Load, ...]) -> str:
+        return f"computes {findings[0].flops:.0f} operations"
 
 
 def _is_of_scores(eqn: Any, is_product: bool) -> bool:

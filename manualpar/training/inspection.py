@@ -4,7 +4,7 @@ Each config is traced and, unless it is for too many devices to simulate, compil
 trained. The ledgers are printed, written as JSON, drawn, compared with older ones, and held against
 budgets. The folder of the results has
 
-    <config>.json   the ledger, see `manualpar.inspect.ledger`, and the config
+    <config>.json   the ledger, see `manualpar.inspect.step_ledger`, and the config
     inspect.png     all of them, see `manualpar.training.inspection_picture`
 
 Exit codes: 0 if all went well, 1 if a budget is broken, 2 for a mistake of the user's, 130 for
@@ -30,9 +30,9 @@ from manualpar.inspect.budgets import (
     parse_budgets,
     read_budgets,
 )
-from manualpar.inspect.ledger import ledger
 from manualpar.inspect.ledger_difference import Json, compare_ledgers
 from manualpar.inspect.scopes import compiled_scopes, module_of, purpose_in
+from manualpar.inspect.step_ledger import ledger
 from manualpar.training.command_line import UsageError
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import prepare

@@ -1,21 +1,20 @@
 """The ledger: what a step sends and computes, read off the program before it has run.
 
-Three readings of the same step stand side by side. The closed form of the strategy says what it
-must send (`manualpar.inspect.formulas`); the jaxpr what was written, equation by equation
-(`manualpar.inspect.walk`); the compiled program what XLA has made of it
-(`manualpar.inspect.compiled`), with every difference between the last two by its name
+It has three readings of the same step. The closed form of the strategy says what the step must
+send (`manualpar.inspect.formulas`). The jaxpr says what was written, equation by equation
+(`manualpar.inspect.communication`, `manualpar.inspect.products`). The compiled program says what
+XLA made of it (`manualpar.inspect.compiled`), and every difference between the last two has a name
 (`manualpar.inspect.changes`).
 
-All figures are those of one device and one step. Bytes are what it sends with ring algorithms, see
-`manualpar.inspect.communication.ring_bytes`; operations are those of products, see
-`manualpar.inspect.flops`.
+All numbers are those of one device and one step. Bytes are those that it sends with ring
+algorithms, see `manualpar.inspect.communication.ring_bytes`; operations are those of products.
 """
 
 import dataclasses
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -27,24 +26,18 @@ from manualpar.core.program import Program
 from manualpar.inspect.changes import Change, find_changes
 from manualpar.inspect.communication import (
     Collective,
+    CollectiveReader,
     as_number,
     bytes_by_axes,
-    collective_reader,
     count_by_kind,
     total_bytes,
 )
 from manualpar.inspect.compiled import Compiled, read_compiled
-from manualpar.inspect.flops import (
-    Computation,
-    Product,
-    by_phase_and_module,
-    product_reader,
-    uncounted,
-)
+from manualpar.inspect.equations import Around, equations
 from manualpar.inspect.formulas import step_bytes
 from manualpar.inspect.memory import Memory, step_memory
+from manualpar.inspect.products import Computation, ProductReader, by_phase_and_module, uncounted
 from manualpar.inspect.scopes import PHASES
-from manualpar.inspect.walk import Around, Walk, equations
 
 T = TypeVar("T")
 
@@ -56,14 +49,15 @@ class Ledger:
     Attributes:
       name: The strategy and the mode, or the name of the function.
       mesh: The sizes of the mesh axes; empty if the program names none.
-      collectives: What the jaxpr sends.
+      collectives: The collectives of the jaxpr.
       computations: The operations of products, by phase and module.
       predicted: The bytes over each axis, or tuple of axes, by the strategy's closed form; `None`
         where there is none.
-      memory: What the step holds at its peak; `None` for a function, or where XLA chooses.
-      compiled: What XLA has made of the step; `None` if it was not compiled.
-      changes: What it has changed; its bytes are those of `collectives` and of all changes.
-      notes: What was assumed or chosen to arrive at these figures.
+      memory: The memory of the step at its peak; `None` for a function, or where XLA chooses.
+      compiled: The compiled step; `None` if it was not compiled.
+      changes: What XLA changed: the bytes of `collectives` and of all changes are those of
+        `compiled`.
+      notes: What was assumed or chosen to arrive at these numbers.
     """
 
     name: str
@@ -117,27 +111,31 @@ class Ledger:
         return dict(totals)
 
     def to_json(self) -> dict[str, Any]:
-        """The ledger as JSON has it: axes joined with commas, whole numbers where they are."""
-        by_axes = self.bytes_by_axis()
+        """The ledger as JSON: axes joined with commas, and integers where numbers are whole."""
+        optional = {"memory": self.memory, "compiled": self.compiled}
         return {
             "name": self.name,
             "mesh": dict(self.mesh),
             "bytes": {
                 "total": as_number(self.total_bytes),
-                "by_axes": {",".join(axes): as_number(sent) for axes, sent in by_axes.items()},
+                "by_axes": _by_axes(self.bytes_by_axis()),
                 "by_purpose": _as_numbers(self.bytes_by_purpose()),
                 "by_module": _as_numbers(self.bytes_by_module()),
             },
             "counts": self.counts(),
-            "collectives": [_collective_to_json(one) for one in self.collectives],
+            "collectives": [collective.to_json() for collective in self.collectives],
             "flops": {
                 "total": self.total_flops,
                 "by_phase": self.flops_by_phase(),
                 "by_module": self.flops_by_module(),
             },
-            "predicted_bytes": None if self.predicted is None else _predicted(self.predicted),
-            "memory": None if self.memory is None else self.memory.to_json(),
-            "compiled": None if self.compiled is None else self.compiled.to_json(),
+            "predicted_bytes": None
+            if self.predicted is None
+            else {
+                "total": as_number(sum(self.predicted.values(), Fraction(0))),
+                "by_axes": _by_axes(self.predicted),
+            },
+            **{name: value and value.to_json() for name, value in optional.items()},
             "changes": [change.to_json() for change in self.changes],
             "notes": list(self.notes),
         }
@@ -177,22 +175,38 @@ def ledger(
     ours = program if isinstance(program, Program) else None
     meshes: list[Any] = [ours.mesh] if ours else list(_meshes(program, traced, abstract_args))
     num_devices = max((math.prod(mesh.shape.values()) for mesh in meshes), default=1)
-    root = _root(ours) if ours else ""
+    apply_fn: Any = ours.abstract_state.apply_fn if ours else None
+    # The name of the model, with which flax begins the scope of all that it does.
+    root = type(apply_fn.__self__).__name__ if ours else ""
 
-    readers = (collective_reader(root, ours.data_axes if ours else ()), product_reader())
-    walk = Walk("ledger", readers, while_trips=while_trips)
+    jaxpr = traced.jaxpr.jaxpr
     around = Around(sizes={}, times=1, scope="", spread=num_devices)
-    collectives, products = walk.of_jaxpr(traced.jaxpr.jaxpr, around)
-    notes = [*walk.notes, *_notes_on_products(traced.jaxpr.jaxpr, products, num_devices)]
-    predicted, memory, more = _predict(ours) if ours else (None, None, [])
+    data_axes = ours.data_axes if ours else ()
+    sending = CollectiveReader("ledger", root=root, data_axes=data_axes, while_trips=while_trips)
+    computing = ProductReader("ledger", while_trips=while_trips)
+    collectives, products = sending.read(jaxpr, around), computing.read(jaxpr, around)
+    notes = [*dict.fromkeys([*sending.notes, *computing.notes])]
+    if spread := {product.spread for product in products if product.spread > 1 and product.flops}:
+        where = "on global arrays" if num_devices in spread else "along axes left to XLA"
+        notes.append(
+            f"FLOPs {where} are taken as spread evenly over {max(spread)} devices: where XLA "
+            "computes the same on several, a device's are more"
+        )
+    if names := sorted(set(uncounted(equations(jaxpr)))):
+        notes.append(f"FLOPs of {', '.join(names)} are not known here and left out")
+    if ours and ours.mode != "manual":
+        notes.append(
+            f"mode={ours.mode!r}: the compiler writes the collectives, so they stand in the "
+            "compiled program only"
+        )
     result = Ledger(
         name=_name(program),
         mesh={axis: size for mesh in meshes for axis, size in mesh.shape.items()},
         collectives=collectives,
         computations=by_phase_and_module(products, root),
-        predicted=predicted,
-        memory=memory,
-        notes=(*notes, *more),
+        predicted=_unless_refused(step_bytes, ours, "bytes in closed form", notes),
+        memory=_unless_refused(step_memory, ours, "memory", notes),
+        notes=tuple(notes),
     )
     if not compile:
         return result
@@ -243,7 +257,7 @@ def _trace(program: Any, args: tuple[Any, ...]) -> jax.stages.Traced:
 
 
 def _check_arguments(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Refuses arguments that a function does not take, or that are no arrays."""
+    """Refuses arguments that a function does not take, or that are not arrays."""
     try:
         signature = inspect.signature(function)
         signature.bind(*args)
@@ -265,11 +279,11 @@ def _check_arguments(name: str, function: Callable[..., Any], args: tuple[Any, .
 
 
 def _meshes(program: Any, traced: jax.stages.Traced, args: tuple[Any, ...]) -> Iterator[Any]:
-    """The meshes that a function names: its arguments', its shardings', those inside."""
+    """The meshes of a function: those of its arguments, of its shardings, and those inside."""
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, traced.in_avals))]
     jaxpr = traced.jaxpr.jaxpr
     if not isinstance(program, jax.stages.Traced):
-        jaxpr = _called(program, args)  # Which names the shardings that a jit was given.
+        jaxpr = _called(program, args)  # Of a jitted function it names the shardings.
     inside = []
     for eqn in equations(jaxpr):
         named = [eqn.params.get(name) for name in ("sharding", "in_shardings", "out_shardings")]
@@ -280,61 +294,27 @@ def _meshes(program: Any, traced: jax.stages.Traced, args: tuple[Any, ...]) -> I
 
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> Jaxpr:
-    """The jaxpr of a call; arguments that are no arrays may be static and stay as they are."""
-    is_static = [not all(hasattr(x, "shape") for x in jax.tree.leaves(arg)) for arg in args]
+    """The jaxpr of a call; arguments that are not arrays may be static and stay as they are."""
+    leaves, tree = jax.tree.flatten(args)
 
     def call(*arrays: Any) -> Any:
         given = iter(arrays)
         return function(
-            *(arg if static else next(given) for arg, static in zip(args, is_static, strict=True))
+            *jax.tree.unflatten(tree, [next(given) if hasattr(x, "shape") else x for x in leaves])
         )
 
-    arrays = [arg for arg, static in zip(args, is_static, strict=True) if not static]
-    return jax.make_jaxpr(call)(*arrays).jaxpr
+    return jax.make_jaxpr(call)(*(x for x in leaves if hasattr(x, "shape"))).jaxpr
 
 
-def _notes_on_products(
-    jaxpr: Jaxpr, products: Iterable[Product], num_devices: int
-) -> Iterator[str]:
-    """What was assumed to count operations."""
-    spread = {product.spread for product in products if product.spread > 1 and product.flops}
-    if spread:
-        where = "on global arrays" if num_devices in spread else "along axes left to XLA"
-        yield (
-            f"FLOPs {where} are taken as spread evenly over {max(spread)} devices: where XLA "
-            "computes the same on several, a device's are more"
-        )
-    if names := sorted(set(uncounted(equations(jaxpr)))):
-        yield f"FLOPs of {', '.join(names)} are not known here and left out"
-
-
-def _predict(
-    program: Program,
-) -> tuple[dict[tuple[str, ...], Fraction] | None, Memory | None, list[str]]:
-    """The closed form and the memory, and why there are none where there are none."""
-    notes: list[str] = []
-    if program.mode != "manual":
-        notes.append(
-            f"mode={program.mode!r}: the compiler writes the collectives, so they stand in the "
-            "compiled program only"
-        )
-    predicted = _unless_refused(lambda: step_bytes(program), "bytes in closed form", notes)
-    return predicted, _unless_refused(lambda: step_memory(program), "memory", notes), notes
-
-
-def _unless_refused(read: Callable[[], T], what: str, notes: list[str]) -> T | None:
-    """A prediction; where there is none for a program, its reason is a note."""
+def _unless_refused(
+    predict: Callable[[Program], T], program: Program | None, what: str, notes: list[str]
+) -> T | None:
+    """A prediction; `None` where there is none, with the reason as a note."""
     try:
-        return read()
+        return predict(program) if program else None
     except ValueError as error:
         notes.append(f"no {what}: {error}")
         return None
-
-
-def _root(program: Program) -> str:
-    """The name of the model, with which flax begins the scope of all that it does."""
-    apply_fn: Any = program.abstract_state.apply_fn
-    return type(apply_fn.__self__).__name__
 
 
 def _name(program: Any) -> str:
@@ -347,26 +327,9 @@ def _name(program: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _as_numbers(totals: Mapping[str, Fraction]) -> dict[str, int | float]:
-    return {name: as_number(value) for name, value in totals.items()}
+def _by_axes(sent: Mapping[tuple[str, ...], Fraction]) -> dict[str, int | float]:
+    return {",".join(axes): as_number(value) for axes, value in sent.items()}
 
 
-def _predicted(predicted: Mapping[tuple[str, ...], Fraction]) -> dict[str, Any]:
-    by_axes = {",".join(axes): as_number(sent) for axes, sent in predicted.items()}
-    return {"total": as_number(sum(predicted.values(), Fraction(0))), "by_axes": by_axes}
-
-
-def _collective_to_json(collective: Collective) -> dict[str, Any]:
-    return {
-        "kind": collective.kind,
-        "axes": ",".join(collective.axes),
-        "axis_size": collective.axis_size,
-        "shape": list(collective.shape),
-        "dtype": str(collective.dtype),
-        "times": collective.times,
-        "bytes": as_number(collective.bytes_sent),
-        "purpose": collective.purpose,
-        "module": collective.module,
-        "phase": collective.phase,
-        "scope": collective.scope,
-    }
+def _as_numbers(sent: Mapping[str, Fraction]) -> dict[str, int | float]:
+    return {name: as_number(value) for name, value in sent.items()}

@@ -1,11 +1,10 @@
 """What a traced program computes: the floating point operations of its products.
 
-A multiplication and an addition count as two operations, those with what is known to be zero
-(a convolution's padding, the holes of a dilation) as none. Counted are `dot_general`,
-`conv_general_dilated` and `ragged_dot_general`, exactly; a kernel by the estimate it was given.
-Left out is everything elementwise, every reduction, and linear algebra such as `cholesky`: a
-program that spends its time there is not described by these figures, and a note names what of it
-has been met whose operations cannot be read off.
+A multiplication and an addition count as two operations; those with numbers that are known to be
+zero (the padding of a convolution, the holes of a dilation) do not count. `dot_general`,
+`conv_general_dilated` and `ragged_dot_general` are counted exactly, a kernel by its own estimate.
+Elementwise operations, reductions, and linear algebra such as `cholesky` are left out, so the
+figures do not describe a program that spends its time there; `uncounted` names the linear algebra.
 """
 
 import math
@@ -16,37 +15,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from manualpar.inspect.equations import Around, EquationReader
 from manualpar.inspect.scopes import PHASES, Phase, module_of, phase_of
-from manualpar.inspect.walk import Around, Reader
 
-# They multiply matrices, and nobody knows here how often.
-UNCOUNTED_PRIMITIVES = frozenset(
-    {
-        "cholesky",
-        "custom_linear_solve",
-        "dot_product_attention_bwd_wrapper",
-        "dot_product_attention_fwd_wrapper",
-        "eig",
-        "eigh",
-        "fft",
-        "ffi_call",
-        "geqrf",
-        "householder_product",
-        "lu",
-        "pallas_call",
-        "qr",
-        "svd",
-        "triangular_solve",
-        "tridiagonal_solve",
-    }
-)
+# These multiply matrices, and their operations cannot be read off.
+_UNCOUNTED = """
+cholesky custom_linear_solve dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper eig
+eigh fft ffi_call geqrf householder_product lu pallas_call qr svd triangular_solve tridiagonal_solve
+"""
+UNCOUNTED_PRIMITIVES = frozenset(_UNCOUNTED.split())
 
 
-class Product(NamedTuple):
-    """An equation that multiplies.
+class CountedProduct(NamedTuple):
+    """A product of a traced program.
 
     Attributes:
-      scope: Where it stands.
+      scope: The named scopes and transformations around it.
       flops: The operations of a device in a step.
       spread: Over how many devices they are taken to be spread evenly.
     """
@@ -57,11 +41,11 @@ class Product(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """What a module computes in one phase of a step.
+    """The products of a module in one phase of a step.
 
     Attributes:
       phase: `"forward"`, `"backward"`, `"recomputed"` or `"update"`.
-      module: The module's path.
+      module: The path of the module.
       flops: The operations of a device, rounded up where devices share them unevenly.
     """
 
@@ -71,7 +55,7 @@ class Computation(NamedTuple):
 
 
 def flops_of(eqn: Any) -> int | None:
-    """The operations of running an equation once on its operands; `None` if it is no product."""
+    """The operations of running an equation once; `None` if it is not a product."""
     name = eqn.primitive.name
     if name == "dot_general":
         (_, rhs_contracted), (_, rhs_batch) = eqn.params["dimension_numbers"]
@@ -86,34 +70,39 @@ def flops_of(eqn: Any) -> int | None:
     return None if estimate is None else int(estimate.flops)
 
 
-def product_reader() -> Reader:
-    """What the walk looks for to count operations; its findings are `Product`s."""
-    return Reader(
-        _read,
-        cost=lambda products: sum((product.flops for product in products), Fraction(0)),
-        noun=lambda products: f"contains products (first in scope {products[0].scope or 'none'})",
-        verb="computes",
-        wants_one=False,
-    )
+class ProductReader(EquationReader[CountedProduct]):
+    """Collects the products of a program."""
+
+    verb = "computes"
+    refuses_several = False
+
+    def find(self, eqn: Any, around: Around) -> tuple[CountedProduct, ...] | None:
+        """The product, if the equation is one; nothing inside of a kernel counts."""
+        flops = flops_of(eqn)
+        if flops is not None:
+            share = Fraction(around.times * flops, around.spread)
+            return (CountedProduct(around.scope, share, around.spread),)
+        return () if eqn.primitive.name == "pallas_call" else None
+
+    def cost(self, findings: tuple[CountedProduct, ...]) -> Fraction:
+        """Their operations."""
+        return sum((product.flops for product in findings), Fraction(0))
+
+    def describe(self, findings: tuple[CountedProduct, ...]) -> str:
+        """Where the first one is."""
+        return f"contains products (first in scope {findings[0].scope or 'none'})"
 
 
 def uncounted(eqns: Iterable[Any]) -> Iterator[str]:
-    """The names of those equations that multiply, and nobody knows here how often."""
+    """The names of those equations that multiply, without a known number of operations."""
     for eqn in eqns:
         if eqn.primitive.name in UNCOUNTED_PRIMITIVES and flops_of(eqn) is None:
             yield eqn.primitive.name
 
 
-def _read(eqn: Any, around: Around) -> tuple[Product, ...] | None:
-    flops = flops_of(eqn)
-    if flops is not None:
-        share = Fraction(around.times * flops, around.spread)
-        return (Product(around.scope, share, around.spread),)
-    # A kernel's body runs who knows how often.
-    return () if eqn.primitive.name == "pallas_call" else None
-
-
-def by_phase_and_module(products: Iterable[Product], root: str = "") -> tuple[Computation, ...]:
+def by_phase_and_module(
+    products: Iterable[CountedProduct], root: str = ""
+) -> tuple[Computation, ...]:
     """Adds products up by phase, in the order of `PHASES`, and module, in that of the program."""
     totals: defaultdict[tuple[Phase, str], Fraction] = defaultdict(Fraction)
     for product in products:
@@ -127,14 +116,14 @@ def by_phase_and_module(products: Iterable[Product], root: str = "") -> tuple[Co
 
 
 def _dot(eqn: Any, not_free: set[int]) -> int:
-    """Every element of the left operand meets each free element of the right one."""
+    """Every element of the left operand is multiplied with each free element of the right one."""
     left, right = (variable.aval.shape for variable in eqn.invars[:2])
     free = math.prod(size for dim, size in enumerate(right) if dim not in not_free)
     return 2 * math.prod(left) * free
 
 
 def _convolution(eqn: Any) -> int:
-    """For every output and input feature the pairs of positions that meet, dim by dim."""
+    """Counts, dim by dim, the pairs of positions that are multiplied for each pair of features."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     left, right = (variable.aval.shape for variable in eqn.invars)
     out = eqn.outvars[0].aval.shape

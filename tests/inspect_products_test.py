@@ -8,8 +8,8 @@ import pytest
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
 from manualpar.inspect import ledger
-from manualpar.inspect.flops import flops_of
-from manualpar.inspect.walk import equations
+from manualpar.inspect.equations import equations
+from manualpar.inspect.products import flops_of
 from manualpar.models.transformer import Transformer, flops_per_token
 
 # What an equation computes is found out by running it on ones: the sum of its result is the number

@@ -1,0 +1,177 @@
+"""The equations of a traced program: how often a step runs each, and what surrounds it.
+
+An `EquationReader` looks at one equation after another and collects findings, such as collectives
+or products. It runs the body of a `scan` as often as the scan is long, takes the most expensive
+branch of a `cond`, and looks into `jit`, `shard_map`, `jax.checkpoint` and custom derivatives. The
+number of rounds of a `while` is not known before it runs: a `while` with findings is refused, or
+counted with a number of rounds that the caller gives. Every choice of this kind is noted.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import AxisType
+
+Finding = TypeVar("Finding")
+
+
+class Around(NamedTuple):
+    """What surrounds an equation.
+
+    Attributes:
+      sizes: The sizes of the mesh axes of each `shard_map` around it.
+      times: How often a step runs it.
+      scope: The named scopes and transformations around it, outermost first.
+      spread: Over how many devices the compiler spreads its values: all devices outside of
+        `shard_map`; inside it, where shapes are those of one device, the axes left to the compiler.
+    """
+
+    sizes: Mapping[str, int]
+    times: int
+    scope: str
+    spread: int
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages."""
+        return f"(scope: {self.scope or 'none'})"
+
+
+class EquationReader(Generic[Finding]):
+    """Collects findings from every equation of a program; subclasses say which.
+
+    Attributes:
+      verb: What findings do, for notes, such as `"sends"`.
+      refuses_several: Whether to refuse a primitive with findings in several functions, because
+        nobody knows how often it runs each; otherwise they are added up, with a note.
+      notes: What was chosen or assumed.
+    """
+
+    verb: str
+    refuses_several: bool
+
+    def __init__(self, caller: str, *, while_trips: int | None = None) -> None:
+        """Makes a reader.
+
+        Args:
+          caller: The function in whose name it refuses a program.
+          while_trips: How many rounds to count of a `while`; `None` refuses one with findings.
+
+        Raises:
+          ValueError: `while_trips` is not a number of rounds.
+        """
+        if while_trips is not None and (type(while_trips) is not int or while_trips < 0):
+            raise ValueError(
+                f"{caller}: while_trips is {while_trips!r}, expected the most rounds that a while "
+                "runs, an integer, or None to refuse what has no known number."
+            )
+        self.caller = caller
+        self.while_trips = while_trips
+        self.notes: list[str] = []
+
+    def find(self, eqn: Any, around: Around) -> tuple[Finding, ...] | None:
+        """The findings of an equation itself; `None` to look at the jaxprs inside it."""
+        raise NotImplementedError
+
+    def cost(self, findings: tuple[Finding, ...]) -> Any:
+        """The cost of findings: the most expensive branch counts."""
+        raise NotImplementedError
+
+    def describe(self, findings: tuple[Finding, ...]) -> str:
+        """The first of some findings for messages, such as `"contains all_reduce over ..."`."""
+        raise NotImplementedError
+
+    def read(self, jaxpr: Jaxpr, around: Around) -> tuple[Finding, ...]:
+        """The findings in a jaxpr and in all jaxprs inside it, in the order of the program."""
+        found: list[Finding] = []
+        for eqn in jaxpr.eqns:
+            scope = f"{around.scope}/{eqn.source_info.name_stack}".strip("/")
+            found += self._read_equation(eqn, around._replace(scope=scope))
+        return tuple(found)
+
+    def _read_equation(self, eqn: Any, around: Around) -> tuple[Finding, ...]:
+        found = self.find(eqn, around)
+        if found is not None:
+            return found
+        name = eqn.primitive.name
+        if name == "while":
+            return self._read_while(eqn, around)
+        if name == "shard_map":
+            mesh, manual = eqn.params["mesh"], _manual_axes(eqn)
+            left = [size for axis, size in mesh.shape.items() if axis not in manual]
+            around = around._replace(sizes={**around.sizes, **mesh.shape}, spread=math.prod(left))
+        elif name == "scan":
+            around = around._replace(times=around.times * eqn.params["length"])
+        read = [self.read(jaxpr, around) for _, jaxpr in _inner(eqn)]
+        parts = [part for part in read if part]
+        if name == "cond" and parts:
+            if len({self.cost(part) for part in read}) > 1:
+                self._note(
+                    f"cond {around.place}: of {len(read)} branches the one that {self.verb} most "
+                    "is counted"
+                )
+            return max(parts, key=self.cost)
+        if len(parts) > 1 and self.refuses_several:
+            raise ValueError(
+                f"{self.caller}: {name} {around.place} contains {len(parts)} functions with "
+                "collectives, expected one: how often it runs which is not known here. Take the "
+                "collectives out of it."
+            )
+        if len(parts) > 1:
+            self._note(
+                f"{name} {around.place}: how often its {len(parts)} functions run is not known; "
+                "each is counted once"
+            )
+        return tuple(finding for part in parts for finding in part)
+
+    def _read_while(self, eqn: Any, around: Around) -> tuple[Finding, ...]:
+        trips = 1 if self.while_trips is None else self.while_trips
+        found: tuple[Finding, ...] = ()
+        for name, jaxpr in _inner(eqn):
+            rounds = trips + 1 if name == "cond_jaxpr" else trips
+            found += self.read(jaxpr, around._replace(times=around.times * rounds))
+        if found and self.while_trips is None:
+            raise ValueError(
+                f"{self.caller}: a while {around.place} {self.describe(found)}, and its number of "
+                "rounds is not known before it runs. Write the loop as a jax.lax.scan, or a "
+                "fori_loop whose bounds are Python integers, or take it out of the loop, or "
+                "say with while_trips= how many rounds to count."
+            )
+        if found:
+            self._note(f"while {around.place}: {trips} rounds are counted, as while_trips says")
+        return found
+
+    def _note(self, words: str) -> None:
+        if words not in self.notes:
+            self.notes.append(words)
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Every equation of a jaxpr and of the jaxprs inside it, each once."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for _, inner in _inner(eqn):
+            yield from equations(inner)
+
+
+def _inner(eqn: Any) -> Iterator[tuple[str, Jaxpr]]:
+    """The jaxprs directly inside an equation, each with the name of its parameter."""
+    for name, value in eqn.params.items():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(inner, ClosedJaxpr):
+                yield name, inner.jaxpr
+            elif isinstance(inner, Jaxpr):
+                yield name, inner
+
+
+def _manual_axes(shard_map: Any) -> frozenset[str]:
+    """The mesh axes along which shapes inside of a `shard_map` are those of one device."""
+    mesh = shard_map.params["mesh"]
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    already = {axis for axis, kind in kinds if kind == AxisType.Manual}
+    params = shard_map.params
+    # The older supported versions of jax have another name for it.
+    newly = params.get("newly_manual_axes", params.get("manual_axes", frozenset()))
+    return frozenset(already | newly)
