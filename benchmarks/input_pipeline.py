@@ -14,6 +14,7 @@ any model: the entropy of single bytes, their frequencies known, and zlib's leng
 """
 
 import argparse
+import contextlib
 import statistics
 import tempfile
 import time
@@ -35,7 +36,7 @@ def batches_per_second(split: Split, *, batch_size: int, prefetch: int, num_batc
     rates = []
     for seed in range(ROUNDS):
         options = {"seed": seed, "batch_size": batch_size, "prefetch": prefetch}
-        with train_batches(split, sharding=sharding, **options) as batches:
+        with contextlib.closing(train_batches(split, sharding=sharding, **options)) as batches:
             jax.block_until_ready(next(batches))
             started = time.perf_counter()
             for _ in range(num_batches):

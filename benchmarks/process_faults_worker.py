@@ -42,10 +42,10 @@ def act(what: str) -> None:
             "0.0.1" if distribution_name == package else version(distribution_name)
         )
     elif what == "data":
-        from manualpar.data import classification
+        from manualpar.data import sources
 
-        make = classification.make_fingerprint
-        classification.make_fingerprint = lambda *parts: make(*parts, "other")
+        make = sources.make_fingerprint
+        sources.make_fingerprint = lambda *parts: make(*parts, "other")
     else:
         raise AssertionError(what)
 

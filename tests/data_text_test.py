@@ -8,8 +8,9 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+from manualpar.data.dataset import SPLITS
 from manualpar.data.sources import load_dataset
-from manualpar.data.text import SPLITS, ByteStream, TextFile, find_files, load_text, split_files
+from manualpar.data.text import ByteStream, TextFile, find_files, load_text, split_files
 from manualpar.data.tokenizer import ByteTokenizer, load_tokenizer
 from tests.data_tokenizer_test import write_tokenizer
 

@@ -1,24 +1,23 @@
 """Data: where examples come from, and how they become batches on the devices.
 
 `load_dataset` gives splits, which are examples by number; `train_batches` and `evaluation_batches`
-turn a split into batches that lie on a mesh.
+turn a split into batches on a mesh.
 """
 
+from manualpar.data.batches import (
+    abstract_batch,
+    evaluation_batches,
+    train_batch,
+    train_batches,
+)
 from manualpar.data.dataset import (
     ArraySplit,
     ClassificationDataset,
+    DamagedDataError,
     Dataset,
     LanguageDataset,
     Split,
-)
-from manualpar.data.packing import DamagedDataError, TokenSplit
-from manualpar.data.pipeline import (
-    TrainBatches,
-    abstract_batch,
-    evaluation_batches,
-    num_evaluation_batches,
-    train_batch,
-    train_batches,
+    TokenSplit,
 )
 from manualpar.data.sources import SOURCES, load_dataset
 from manualpar.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
@@ -35,12 +34,10 @@ __all__ = [
     "Split",
     "TokenSplit",
     "Tokenizer",
-    "TrainBatches",
     "abstract_batch",
     "evaluation_batches",
     "load_dataset",
     "load_tokenizer",
-    "num_evaluation_batches",
     "train_batch",
     "train_batches",
 ]

@@ -1,7 +1,17 @@
-"""What there is to learn from: examples by number, in three splits.
+"""Examples by number, in three splits.
 
-A `Split` is random access: example `i` is always the same one, whoever asks and in which order. All
-that makes a run repeatable stands on it, since a pipeline only has to say which numbers it wants.
+A `Split` is random access: example `i` is always the same one, whoever asks and in which order.
+This is what makes a run repeatable, because a pipeline only has to say which numbers it wants.
+
+A split of text is a stream of tokens, `BOS doc BOS doc ... BOS doc BOS`: the token BOS begins a
+document and ends the one before it; the last one only ends a document. So every token of every
+document, and every document's end, is a label once. Sequence `i` takes the tokens from `i * S` to
+`i * S + S`, both included: all but the last are inputs and all but the first are labels. No token
+is dropped, and none is a label twice. The inputs show where documents begin, `cumsum(inputs ==
+BOS)`, so a model needs no other mask to keep them apart. A document that continues in the next
+sequence has no BOS there.
+
+Symbol: `S` tokens in a sequence.
 """
 
 import dataclasses
@@ -9,18 +19,24 @@ import hashlib
 import json
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
-from manualpar.data.packing import TokenSplit
 from manualpar.data.tokenizer import Tokenizer
 from manualpar.train_state import Batch
+
+SPLITS = ("train", "eval", "test")
+
+
+class DamagedDataError(ValueError):
+    """A file of the data has changed, or holds what it cannot; one sentence for the user."""
 
 
 class Split(Protocol):
     """Examples by number, from 0 to `len(split) - 1`."""
 
     def __len__(self) -> int:
-        """How many examples there are, at least one."""
+        """The number of examples, at least one."""
 
     def __getitem__(self, index: int) -> Batch:
         """Example `index`: a `Batch` of numpy arrays without the leading dimension."""
@@ -45,14 +61,107 @@ class ArraySplit:
         return Batch(self.inputs[index], self.labels[index], np.float32(1))
 
 
+class TokenStream(Protocol):
+    """The documents of a split, end to end."""
+
+    def __len__(self) -> int:
+        """The number of tokens, with every BOS."""
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop`, `int32[stop - start]`; both lie within the stream."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayStream:
+    """A stream that is an array, in memory or mapped into it.
+
+    Attributes:
+      tokens: `uint[N]`.
+      name: What messages call the array.
+      vocab_size: The number that every token is less than.
+    """
+
+    tokens: np.ndarray
+    name: str
+    vocab_size: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop`.
+
+        Raises:
+          DamagedDataError: One is not in the vocabulary; a device would clamp it silently.
+        """
+        tokens = np.array(self.tokens[start:stop], np.int32)
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            token = tokens.max() if tokens.max() >= self.vocab_size else tokens.min()
+            raise DamagedDataError(
+                f"config.data.path: {self.name} has token {token} among those from {start} to "
+                f"{stop}, expected less than the vocabulary's {self.vocab_size}; make the file "
+                "again with `python -m manualpar.data.tokenize`."
+            )
+        return tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSplit:
+    """A stream as sequences. BOS fills up the last one, and only there the mask is 0.
+
+    Attributes:
+      stream: The documents, two tokens at least.
+      sequence_length: `S`.
+      bos_token: The token that begins a document.
+      num_bytes: Bytes of the documents' text.
+      num_documents: The number of documents.
+    """
+
+    stream: TokenStream
+    sequence_length: int
+    bos_token: int
+    num_bytes: int
+    num_documents: int
+
+    @property
+    def num_labels(self) -> int:
+        """The number of labels: all tokens of the stream but the first."""
+        return len(self.stream) - 1
+
+    @property
+    def tokens_per_byte(self) -> float:
+        """Labels for each byte of text; the ends of documents are labels but no bytes."""
+        return self.num_labels / self.num_bytes
+
+    @property
+    def abstract_example(self) -> Batch:
+        """The shapes and dtypes of all sequences, as `jax.ShapeDtypeStruct`s; none is read."""
+        tokens = jax.ShapeDtypeStruct((self.sequence_length,), np.int32)
+        return Batch(tokens, tokens, jax.ShapeDtypeStruct((self.sequence_length,), np.float32))
+
+    def __len__(self) -> int:
+        return -(-self.num_labels // self.sequence_length)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Sequence `index`: inputs and labels `int32[S]`, mask `float32[S]`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        start = index * self.sequence_length
+        tokens = self.stream.read(start, min(start + self.sequence_length + 1, len(self.stream)))
+        padding = (0, self.sequence_length + 1 - len(tokens))
+        mask = np.pad(np.ones(len(tokens) - 1, np.float32), padding)
+        tokens = np.pad(tokens, padding, constant_values=self.bos_token)
+        return Batch(tokens[:-1], tokens[1:], mask)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dataset:
     """Three splits that have no example in common.
 
     Attributes:
-      train: What is trained on.
-      eval: What is looked at meanwhile.
-      test: What is touched once, at the end.
+      train: For training.
+      eval: For evaluations during the training.
+      test: For one test at the end.
       fingerprint: Says which examples these are and how they are numbered. Two processes, or a run
         and the checkpoint that it resumes, see the same batches only if theirs are equal.
     """
@@ -65,26 +174,16 @@ class Dataset:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassificationDataset(Dataset):
-    """Inputs and the class of each.
-
-    Attributes:
-      num_classes: Labels are less than it.
-    """
+    """Inputs and the class of each; labels are less than `num_classes`."""
 
     num_classes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageDataset(Dataset):
-    """Text as tokens.
+    """Text as tokens, made by `tokenizer`; a model needs its `vocab_size` and `bos_token`.
 
     Bits per byte of a split are `loss / ln 2 * split.tokens_per_byte`, with the loss in nats.
-
-    Attributes:
-      train: What is trained on.
-      eval: What is looked at meanwhile.
-      test: What is touched once, at the end.
-      tokenizer: What made the tokens; a model needs its `vocab_size` and `bos_token`.
     """
 
     train: TokenSplit

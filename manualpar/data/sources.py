@@ -1,12 +1,20 @@
-"""Datasets by name, as a config asks for them."""
+"""Datasets by the name that a config asks for: `digits`, `synthetic`, `text` and `tokens`."""
 
-from manualpar.data.classification import load_digits, make_synthetic
-from manualpar.data.dataset import Dataset
+from typing import Any
+
+import numpy as np
+
+from manualpar.data.dataset import ArraySplit, ClassificationDataset, Dataset, make_fingerprint
 from manualpar.data.text import load_text
 from manualpar.data.tokenizer import load_tokenizer
 from manualpar.data.tokens import load_tokens
+from manualpar.extras import require
 
 SOURCES = ("digits", "synthetic", "text", "tokens")
+# The splits belong to the data: they stay when the seed of a run changes.
+DIGITS_SPLIT_SEED = 0
+DIGITS_TEST_EXAMPLES = 360
+DIGITS_EVAL_EXAMPLES = 144
 
 
 def load_dataset(
@@ -17,8 +25,8 @@ def load_dataset(
     Args:
       source: `digits` and `synthetic` are a `ClassificationDataset`, `text` and `tokens` a
         `LanguageDataset`.
-      seed: What `synthetic` is drawn from; the others are always the same.
-      path: For `text` where the files are, see `find_files`; for `tokens` the directory.
+      seed: The seed of `synthetic`; the others are always the same.
+      path: For `text` the files, see `find_files`; for `tokens` the directory.
       sequence_length: Tokens in a sequence, for `text` and `tokens`, at least 1.
       tokenizer: For `text` a `tokenizer.json`, or "" for bytes.
 
@@ -48,3 +56,56 @@ def load_dataset(
             "directory holds the tokenizer that it was made with."
         )
     return load_tokens(path, sequence_length=sequence_length)
+
+
+def load_digits() -> ClassificationDataset:
+    """The 1,797 handwritten digits in scikit-learn: 8x8 scans as vectors of 64 values in [0, 1].
+
+    1,293 are for training, 144 for evaluation and 360 for the test. The splits are always the same,
+    and each has the ten digits in the proportions of the whole.
+    """
+    require("config.data.source='digits'", "sklearn")
+    # scikit-learn takes a second to import.
+    import sklearn.datasets
+    from sklearn.model_selection import train_test_split
+
+    images, digits = sklearn.datasets.load_digits(return_X_y=True)
+    inputs, labels = (images / 16).astype(np.float32), digits.astype(np.int32)
+    draw: dict[str, Any] = {"random_state": DIGITS_SPLIT_SEED}
+    rest, test = train_test_split(
+        np.arange(len(labels)), test_size=DIGITS_TEST_EXAMPLES, stratify=labels, **draw
+    )
+    train, evaluation = train_test_split(
+        np.arange(len(rest)), test_size=DIGITS_EVAL_EXAMPLES, stratify=labels[rest], **draw
+    )
+    parts = (rest[train], rest[evaluation], test)
+    return _ten_classes(*(ArraySplit(inputs[part], labels[part]) for part in parts))
+
+
+def make_synthetic(seed: int) -> ClassificationDataset:
+    """Normal noise of MNIST's shape in ten classes: 4,096 examples to train, 512 each for the rest.
+
+    It can be learned: the label is the largest of ten random projections of the input, the same for
+    all splits. Both follow from `seed`.
+    """
+    rng = np.random.default_rng(seed)
+    projections = rng.standard_normal((784, 10), dtype=np.float32)
+
+    def draw(num_examples: int) -> ArraySplit:
+        inputs = rng.standard_normal((num_examples, 784), dtype=np.float32)
+        return ArraySplit(inputs, (inputs @ projections).argmax(axis=-1).astype(np.int32))
+
+    return _ten_classes(draw(4096), draw(512), draw(512))
+
+
+def _ten_classes(
+    train: ArraySplit, evaluation: ArraySplit, test: ArraySplit
+) -> ClassificationDataset:
+    arrays = [array for part in (train, evaluation, test) for array in (part.inputs, part.labels)]
+    return ClassificationDataset(
+        train=train,
+        eval=evaluation,
+        test=test,
+        num_classes=10,
+        fingerprint=make_fingerprint(*arrays),
+    )

@@ -1,13 +1,12 @@
 """The source `text`: files, each a document. Of one or two files, pieces are the documents.
 
-Which split a file is in, and where, follows from a hash of its name alone: it is the same in every
-run, on every file system, in every locale, and stays when files are added or taken away. In the
-order of these hashes files are also well mixed, so the first sequences of a split are a fair sample
-of it.
+A hash of a file's name alone decides which split it is in, and where. So both are the same in every
+run, on every file system and in every locale, and stay when files are added or removed. The order
+of these hashes also mixes files well: the first sequences of a split are a fair sample of it.
 
-As bytes the files are read when a sequence is asked for, and only that part; loading looks at names
-and sizes. A tokenizer file has to see everything first: for more than some tens of megabytes make
-token files once (`manualpar.data.tokenize`) and use the source `tokens`.
+Files are read as bytes when a sequence is asked for, and only the part that it needs; loading looks
+at names and sizes. A tokenizer file has to see everything first: for more than some tens of
+megabytes make token files once (`manualpar.data.tokenize`) and use the source `tokens`.
 """
 
 import bisect
@@ -17,22 +16,28 @@ import hashlib
 import os
 import pathlib
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from manualpar.data.dataset import LanguageDataset, make_fingerprint
-from manualpar.data.packing import ArrayStream, DamagedDataError, TokenSplit, TokenStream
+from manualpar.data.dataset import (
+    SPLITS,
+    ArrayStream,
+    DamagedDataError,
+    LanguageDataset,
+    TokenSplit,
+    TokenStream,
+    make_fingerprint,
+)
 from manualpar.data.tokenizer import ByteTokenizer, Tokenizer
 
-SPLITS = ("train", "eval", "test")
 # The share of the files that is held out for each of eval and test.
 HELD_OUT = 0.02
 # Other people's code, under the standard library's directory.
 INSTALLED = frozenset({"site-packages", "dist-packages"})
-# What one or two files are cut into, at the ends of lines, so that something can be held out.
+# One or two files are cut into so many pieces, at the ends of lines, to hold some out.
 PIECES = 50
-# Documents that go to a tokenizer at once, so that it can use several cores.
+# A tokenizer gets so many documents at once, so that it can use several cores.
 DOCUMENTS_AT_ONCE = 64
 
 
@@ -45,7 +50,7 @@ class TextFile:
       name: Its path from the corpus' directory, with slashes; the same wherever that lies.
       file_size: In bytes.
       start: Where in the file the document begins.
-      size: How many bytes it has, not 0.
+      size: The document's bytes, at least 1.
     """
 
     path: pathlib.Path
@@ -56,12 +61,16 @@ class TextFile:
 
     @property
     def place(self) -> float:
-        """A number from 0 to 1 that its name is hashed to."""
+        """A hash of its name, from 0 to 1."""
         digest = hashlib.blake2b(os.fsencode(self.name), digest_size=8).digest()
         return int.from_bytes(digest, "big") / 2**64
 
     def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes of the document, from `offset` on; the file has to be as long as it was."""
+        """`size` bytes of the document from `offset` on.
+
+        Raises:
+          DamagedDataError: The file cannot be read any more, or is not as long as it was.
+        """
         try:
             with open(self.path, "rb", buffering=0) as opened:
                 now = os.fstat(opened.fileno()).st_size
@@ -81,15 +90,7 @@ class TextFile:
 
 
 def load_text(path: str, *, sequence_length: int, tokenizer: Tokenizer) -> LanguageDataset:
-    """Loads files as sequences of tokens.
-
-    Args:
-      path: See `find_files`.
-      sequence_length: Tokens in a sequence.
-      tokenizer: What makes the tokens.
-
-    Returns:
-      The dataset.
+    """Loads the files that `path` stands for as sequences of tokens.
 
     Raises:
       ValueError: See `find_files` and `split_files`.
@@ -110,31 +111,21 @@ def load_text(path: str, *, sequence_length: int, tokenizer: Tokenizer) -> Langu
         else:
             tokens = np.concatenate([*encode_files(files, tokenizer), [tokenizer.bos_token]])
             stream = ArrayStream(tokens.astype(np.int32), split, tokenizer.vocab_size)
-        return TokenSplit(
-            stream,
-            sequence_length=sequence_length,
-            bos_token=tokenizer.bos_token,
-            num_bytes=sum(file.size for file in files),
-            num_documents=len(files),
-        )
+        num_bytes = sum(file.size for file in files)
+        return TokenSplit(stream, sequence_length, tokenizer.bos_token, num_bytes, len(files))
 
-    return LanguageDataset(
-        train=load("train"),
-        eval=load("eval"),
-        test=load("test"),
-        tokenizer=tokenizer,
-        fingerprint=fingerprint,
-    )
+    splits = {split: load(split) for split in SPLITS}
+    return LanguageDataset(tokenizer=tokenizer, fingerprint=fingerprint, **splits)
 
 
 def find_files(path: str) -> list[TextFile]:
-    """Finds the files of a corpus, none of them empty, in the order that they are packed in.
+    """Finds the files of a corpus, none of them empty, in the order in which they are packed.
 
     Args:
-      path: A file; or a directory, for every file under it but the hidden ones, whose name or whose
+      path: A file; or a directory, for all files under it except hidden ones, whose name or whose
         directory's begins with a dot; or a glob with `**` for any directories, such as
-        `~/code/**/*.py`; or "" for the `.py` files of Python's own standard library. What is not
-        text is not told apart: a glob can.
+        `~/code/**/*.py`; or "" for the `.py` files of Python's own standard library. Files that are
+        not text are not recognised: a glob can leave them out.
 
     Returns:
       The files.
@@ -179,7 +170,7 @@ def find_files(path: str) -> list[TextFile]:
 
 
 def _files_under(root: pathlib.Path, left_out: frozenset[str]) -> Iterator[pathlib.Path]:
-    """Every file that is not hidden, below no directory of these names."""
+    """Every file that is not hidden, and not in a directory of these names."""
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = {name for name in subdirectories if name[0] != "."} - left_out
         paths = (pathlib.Path(directory, name) for name in names if name[0] != ".")
@@ -187,7 +178,7 @@ def _files_under(root: pathlib.Path, left_out: frozenset[str]) -> Iterator[pathl
 
 
 def _fixed_part(pattern: pathlib.Path) -> pathlib.Path:
-    """The directory that everything lies under that a pattern, or a file's path, stands for."""
+    """The directory that holds everything that a pattern, or a file's path, stands for."""
     for parent in reversed(pattern.parents):
         if glob.has_magic(parent.name):
             return parent.parent
@@ -195,7 +186,7 @@ def _fixed_part(pattern: pathlib.Path) -> pathlib.Path:
 
 
 def _cut(file: TextFile) -> Iterator[TextFile]:
-    """Pieces of a file, each of whole lines and about as long as the others."""
+    """Pieces of whole lines, about equally long."""
     ends = {file.size}
     with open(file.path, "rb") as opened:
         for piece in range(1, PIECES):
@@ -212,12 +203,12 @@ def _cut(file: TextFile) -> Iterator[TextFile]:
 def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[TextFile]]:
     """Divides files into train, eval and test.
 
-    A file is held out for its place alone, `HELD_OUT` of all places being eval's and as many the
-    test's. Where that leaves eval or test without any, it gets the one that comes next.
+    A file's place alone decides whether it is held out: `HELD_OUT` of all places are eval's and as
+    many the test's. If that leaves eval or test without any file, it gets the next one.
 
     Args:
       files: The corpus, in order; see `find_files`.
-      path: What was asked for, for messages.
+      path: The config's path, for messages.
 
     Returns:
       The files of each split, in order, none of them empty.
@@ -241,9 +232,8 @@ def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[Tex
     }
 
 
-def encode_files(files: Iterable[TextFile], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+def encode_files(files: Sequence[TextFile], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """Each file as BOS and its tokens, `int32[N]`."""
-    files = list(files)
     bos = np.array([tokenizer.bos_token], np.int32)
     for start in range(0, len(files), DOCUMENTS_AT_ONCE):
         part = files[start : start + DOCUMENTS_AT_ONCE]
@@ -255,9 +245,9 @@ class ByteStream:
     """Files as bytes, end to end, read when they are asked for."""
 
     def __init__(self, files: Sequence[TextFile]) -> None:
-        """Notes where in the stream each file will be."""
+        """Computes where in the stream each file begins."""
         self._files = files
-        # Where the BOS of each stands, and after the last one's text the one that ends the stream.
+        # Where each file's BOS stands, and after the last text the BOS that ends the stream.
         self._starts = [0, *np.cumsum([1 + file.size for file in files]).tolist()]
 
     def __len__(self) -> int:

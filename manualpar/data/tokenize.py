@@ -10,12 +10,13 @@ TEXT is a directory, a glob or "" for Python's standard library, as `config.data
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,12 +30,12 @@ def write_token_files(text: str, output: str, *, tokenizer: str = "") -> TokenFi
     """Makes a directory of token files.
 
     Args:
-      text: Where the text is; see `manualpar.data.text.find_files`.
+      text: The files; see `manualpar.data.text.find_files`.
       output: The directory to make. One that an interrupted call left behind is made again.
       tokenizer: A `tokenizer.json`, or "" for bytes.
 
     Returns:
-      What was written.
+      What the directory holds.
 
     Raises:
       ValueError: There is no text or no tokenizer, or the directory holds something already.
@@ -61,7 +62,7 @@ def write_token_files(text: str, output: str, *, tokenizer: str = "") -> TokenFi
             for split, files in parts.items()
         },
     )
-    # The description appears at once and last, so there is never one without what it describes.
+    # The description appears at once and last, so it never describes files that are missing.
     unfinished = directory / f"{DESCRIPTION}.unfinished"
     unfinished.write_text(json.dumps(dataclasses.asdict(written), indent=2) + "\n")
     os.replace(unfinished, directory / DESCRIPTION)
@@ -71,20 +72,14 @@ def write_token_files(text: str, output: str, *, tokenizer: str = "") -> TokenFi
 def _write_file(
     path: pathlib.Path, files: Sequence[TextFile], tokenizer: Tokenizer, dtype: str
 ) -> TokenFile:
-    """Writes one split."""
     num_tokens, digest = 0, hashlib.blake2b(digest_size=8)
-
-    def put(parts: Iterable[np.ndarray]) -> None:
-        nonlocal num_tokens
-        for tokens in parts:
+    end = np.array([tokenizer.bos_token])
+    with open(path, "wb") as opened:
+        for tokens in itertools.chain(encode_files(files, tokenizer), [end]):
             data = tokens.astype(dtype).tobytes()
             num_tokens += len(tokens)
             digest.update(data)
             opened.write(data)
-
-    with open(path, "wb") as opened:
-        put(encode_files(files, tokenizer))
-        put([np.array([tokenizer.bos_token])])
         opened.flush()
         os.fsync(opened.fileno())
     num_bytes = sum(file.size for file in files)

@@ -7,7 +7,7 @@ import hashlib
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from manualpar.extras import require
 if TYPE_CHECKING:
     import tokenizers
 
-# What tokenizers call the token that begins, or separates, documents; the first one that is there.
+# Names of the token that begins, or separates, documents; the first one that is there is taken.
 BOS_NAMES = (
     "<|begin_of_text|>",
     "<|startoftext|>",
@@ -29,57 +29,37 @@ BOS_NAMES = (
 )
 
 
-class Tokenizer(Protocol):
-    """What turns text into tokens and back."""
-
-    @property
-    def fingerprint(self) -> str:
-        """The same for tokenizers that make the same tokens of everything."""
-
-    @property
-    def vocab_size(self) -> int:
-        """What all tokens are less than."""
-
-    @property
-    def bos_token(self) -> int:
-        """The token that begins a document."""
-
-    def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """The tokens of each document, `int32[N]`, without BOS."""
-
-    def encode(self, text: str) -> np.ndarray:
-        """The tokens of a text, `int32[N]`, without BOS."""
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens, BOS left out; what is no text shows as U+FFFD."""
-
-
 class ByteTokenizer:
-    """Tokens are the bytes of UTF-8, and BOS is 256, so the vocabulary has 257."""
+    """Tokens are the bytes of UTF-8, and BOS is 256, so the vocabulary has 257.
+
+    Attributes:
+      fingerprint: Equal for tokenizers that make the same tokens of every text.
+      vocab_size: The number that all tokens are less than.
+      bos_token: The token that begins a document.
+    """
 
     fingerprint = "bytes"
     vocab_size = 257
     bos_token = 256
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """The bytes as they are, whether or not they are UTF-8."""
+        """The bytes of each document, `int32[N]` without BOS, whether or not they are UTF-8."""
         return [np.frombuffer(data, np.uint8).astype(np.int32) for data in documents]
 
     def encode(self, text: str) -> np.ndarray:
-        """The bytes of a text; a command line's undecodable ones are taken as they were."""
+        """The bytes of a text; undecodable bytes of a command line are taken as they were."""
         return self.encode_documents([text.encode(errors="surrogateescape")])[0]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of bytes."""
+        """The text of tokens without BOS; U+FFFD stands for bytes that are no UTF-8."""
         return bytes(token for token in map(int, tokens) if token < 256).decode(errors="replace")
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizer.json`.
+    """A Hugging Face `tokenizer.json`, with the attributes of a `ByteTokenizer`.
 
-    Text goes through it as text: special tokens that are spelled out in a document are not taken
-    for special, nothing is added in front or behind, nothing truncated. What of a document is not
-    UTF-8 reaches it as U+FFFD.
+    Special tokens that are spelled out in a document are ordinary text. Nothing is added in front
+    or behind, and nothing is truncated. Parts of a document that are not UTF-8 reach it as U+FFFD.
     """
 
     def __init__(
@@ -90,13 +70,13 @@ class FileTokenizer:
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
-        # Numbers may be missing in between, so this can be more than the count.
+        # Not the count, because numbers in between may be missing.
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
         self.bos_token = bos_token
         self.fingerprint = fingerprint
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """The tokens of each document; several are encoded at once where there are cores."""
+        """The tokens of each document, `int32[N]` without BOS; the cores share the documents."""
         texts = [data.decode(errors="replace") for data in documents]
         try:
             encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
@@ -116,14 +96,11 @@ class FileTokenizer:
         return str(self._tokenizer.decode(list(map(int, tokens)), skip_special_tokens=True))
 
 
+Tokenizer = ByteTokenizer | FileTokenizer
+
+
 def load_tokenizer(path: str) -> Tokenizer:
-    """Loads a tokenizer.
-
-    Args:
-      path: A `tokenizer.json`, or "" for bytes.
-
-    Returns:
-      The tokenizer.
+    """Loads a `tokenizer.json`, or for "" the tokenizer of bytes.
 
     Raises:
       ValueError: The file is missing, is no tokenizer, or has no token for BOS.

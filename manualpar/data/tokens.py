@@ -2,8 +2,8 @@
 
 `python -m manualpar.data.tokenize` makes a directory with
 
-    train.bin  eval.bin  test.bin   each a `packing.TokenStream`: little-endian uint16 or uint32
-    tokenizer.json                  the tokenizer, if it was not bytes
+    train.bin  eval.bin  test.bin   each a `TokenStream` as little-endian uint16 or uint32
+    tokenizer.json                  the tokenizer, unless tokens are bytes
     tokens.json                     a `TokenFiles`, written last: without it nothing is complete
 
 A process touches only the pages of the files that its sequences lie in.
@@ -15,13 +15,17 @@ import pathlib
 import reprlib
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from manualpar.data.dataset import LanguageDataset, make_fingerprint
-from manualpar.data.packing import ArrayStream, TokenSplit
-from manualpar.data.text import SPLITS
+from manualpar.data.dataset import (
+    SPLITS,
+    ArrayStream,
+    LanguageDataset,
+    TokenSplit,
+    make_fingerprint,
+)
 from manualpar.data.tokenizer import load_tokenizer
 from manualpar.untrusted import read_object
 
@@ -30,20 +34,19 @@ DTYPES = ("<u2", "<u4")
 DESCRIPTION = "tokens.json"
 TOKENIZER = "tokenizer.json"
 LOOKED_AT = 2**16
-EXPECTED: Mapping[Any, str] = {int: "an integer", str: "a string", Mapping: "an object"}
-Described = TypeVar("Described", "TokenFile", "TokenFiles")
 MADE_BY = "make it with `python -m manualpar.data.tokenize --input=TEXT --output=DIRECTORY`"
+TYPES: Mapping[Any, str] = {int: "an integer", str: "a string", dict: "an object"}
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """What one file holds.
+    """The content of one file.
 
     Attributes:
-      tokens: How many, with every BOS.
-      bytes: How much text they were made of.
-      documents: Of how many documents.
-      blake2b: Of the file, 16 hexadecimal digits.
+      tokens: The number of tokens, with every BOS.
+      bytes: The bytes of text that they were made of.
+      documents: The number of documents.
+      blake2b: The file's hash, 16 hexadecimal digits.
     """
 
     tokens: int
@@ -54,15 +57,15 @@ class TokenFile:
 
 @dataclasses.dataclass(frozen=True)
 class TokenFiles:
-    """What a directory of token files holds.
+    """The content of a directory of token files.
 
     Attributes:
       version: `VERSION`.
       dtype: One of `DTYPES`.
-      vocab_size: What each token is less than.
-      bos_token: What begins a document.
+      vocab_size: The number that every token is less than.
+      bos_token: The token that begins a document.
       tokenizer: The tokenizer's file in the directory, or "" for bytes.
-      splits: By name.
+      splits: The files by split.
     """
 
     version: int
@@ -70,21 +73,16 @@ class TokenFiles:
     vocab_size: int
     bos_token: int
     tokenizer: str
-    splits: Mapping[str, TokenFile]
+    splits: dict[str, TokenFile]
 
 
 def load_tokens(path: str, *, sequence_length: int) -> LanguageDataset:
     """Opens a directory of token files.
 
-    Args:
-      path: The directory.
-      sequence_length: Tokens in a sequence.
-
-    Returns:
-      The dataset. Whether the files are what they were is told from their length alone.
+    Only their lengths say whether the files are what they were.
 
     Raises:
-      ValueError: Something is missing, or does not fit the description.
+      ValueError: A file is missing, or does not fit the description.
     """
     directory = pathlib.Path(os.path.expanduser(path))
     files = _read_description(directory, path)
@@ -97,8 +95,7 @@ def load_tokens(path: str, *, sequence_length: int) -> LanguageDataset:
         )
 
     def load(split: str) -> TokenSplit:
-        part = files.splits[split]
-        file = directory / f"{split}.bin"
+        part, file = files.splits[split], directory / f"{split}.bin"
         expected = part.tokens * np.dtype(files.dtype).itemsize
         if not os.path.isfile(file):
             raise ValueError(f"config.data.path is {path!r}, which lacks {file.name}; {MADE_BY}.")
@@ -114,21 +111,11 @@ def load_tokens(path: str, *, sequence_length: int) -> LanguageDataset:
                 f"config.data.path is {path!r}, whose {file.name} cannot be read ({error})."
             ) from error
         stream.read(0, min(len(stream), LOOKED_AT))  # Files of another tokenizer show at once.
-        return TokenSplit(
-            stream,
-            sequence_length=sequence_length,
-            bos_token=files.bos_token,
-            num_bytes=part.bytes,
-            num_documents=part.documents,
-        )
+        return TokenSplit(stream, sequence_length, files.bos_token, part.bytes, part.documents)
 
-    return LanguageDataset(
-        train=load("train"),
-        eval=load("eval"),
-        test=load("test"),
-        tokenizer=tokenizer,
-        fingerprint=make_fingerprint("tokens", sequence_length, dataclasses.asdict(files)),
-    )
+    fingerprint = make_fingerprint("tokens", sequence_length, dataclasses.asdict(files))
+    splits = {split: load(split) for split in SPLITS}
+    return LanguageDataset(tokenizer=tokenizer, fingerprint=fingerprint, **splits)
 
 
 def _read_description(directory: pathlib.Path, path: str) -> TokenFiles:
@@ -152,23 +139,24 @@ def _parse_description(fields: dict[str, Any]) -> TokenFiles:
     """The `TokenFiles` of a JSON object; errors complete a sentence that begins with its file."""
     if fields.get("version") != VERSION:
         raise ValueError(f"has the version {fields.get('version')!r}, expected {VERSION}")
-    splits = fields.get("splits")
-    parts = {split: splits.get(split) if isinstance(splits, dict) else None for split in SPLITS}
-    checked = {name: _make(TokenFile, part, f"splits.{name}") for name, part in parts.items()}
-    files = _make(TokenFiles, fields | {"splits": checked})
+    _check_types(fields, TokenFiles)
     for field, allowed in (("dtype", DTYPES), ("tokenizer", ("", TOKENIZER))):
-        if (value := getattr(files, field)) not in allowed:
-            raise ValueError(f"has {field}={value!r}, expected one of {allowed}")
-    for split, part in files.splits.items():
+        if fields[field] not in allowed:
+            raise ValueError(f"has {field}={fields[field]!r}, expected one of {allowed}")
+    splits = {split: fields["splits"].get(split) for split in SPLITS}
+    for split, part in splits.items():
+        _check_types(part, TokenFile, f"splits.{split}")
         # The smallest stream has a token besides the BOS that begins it.
         for field, least in (("tokens", 2), ("bytes", 1), ("documents", 1)):
-            if (value := getattr(part, field)) < least:
+            if part[field] < least:
+                value = part[field]
                 raise ValueError(f"has splits.{split}.{field}={value}, expected at least {least}")
-    return files
+    parts = {split: TokenFile(**part) for split, part in splits.items()}
+    return TokenFiles(**(fields | {"splits": parts}))
 
 
-def _make(kind: type[Described], values: Any, name: str = "") -> Described:
-    """A dataclass of the values of a JSON object, each of the type that it has to be."""
+def _check_types(values: Any, kind: type[TokenFile | TokenFiles], name: str = "") -> None:
+    """Refuses a JSON value that is not an object of the fields of a dataclass."""
     where = f"{name}." if name else ""
     if not isinstance(values, dict):
         raise ValueError(f"has {name}={reprlib.repr(values)}, expected an object")
@@ -182,6 +170,5 @@ def _make(kind: type[Described], values: Any, name: str = "") -> Described:
     for field, value in values.items():
         if not isinstance(value, types[field]) or isinstance(value, bool):
             raise ValueError(
-                f"has {where}{field}={reprlib.repr(value)}, expected {EXPECTED[types[field]]}"
+                f"has {where}{field}={reprlib.repr(value)}, expected {TYPES[types[field]]}"
             )
-    return kind(**values)

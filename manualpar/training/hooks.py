@@ -80,7 +80,7 @@ def train(
     )
     loop = Loop(
         take_step=profiled(program, profiler, cluster),
-        read_from=lambda examples: read(start_position=examples),
+        read_from=lambda examples: contextlib.closing(read(start_position=examples)),
         recorder=recorder,
         cluster=cluster,
         batch_size=batch_size,

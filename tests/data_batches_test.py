@@ -1,6 +1,8 @@
 """What a batch holds follows from the seed and the position, and from nothing else."""
 
+import contextlib
 import itertools
+import math
 import subprocess
 import sys
 import threading
@@ -13,16 +15,18 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from manualpar.data.classification import load_digits
-from manualpar.data.dataset import ArraySplit
-from manualpar.data.pipeline import (
+from manualpar.data.batches import (
     abstract_batch,
     evaluation_batches,
-    num_evaluation_batches,
+    place,
+    rows_of_this_process,
+    rows_to_read,
     train_batch,
     train_batches,
 )
-from manualpar.data.sources import load_dataset
+from manualpar.data.dataset import ArraySplit
+from manualpar.data.sources import load_dataset, load_digits
+from manualpar.train_state import Batch
 
 
 def _numbered(num_examples: int) -> ArraySplit:
@@ -43,7 +47,7 @@ def one_device(devices8):
 
 
 def _take(count: int, split, **options) -> list[np.ndarray]:
-    with train_batches(split, **options) as batches:
+    with contextlib.closing(train_batches(split, **options)) as batches:
         return [np.asarray(batch.labels) for batch in itertools.islice(batches, count)]
 
 
@@ -82,7 +86,9 @@ def test_epochs_and_seeds_give_orders_that_have_nothing_in_common():
 )
 def test_every_mesh_sees_the_same_batches(devices8, axis_sizes):
     sharding, split = _sharding(devices8, **axis_sizes), _numbered(30)
-    with train_batches(split, seed=1, batch_size=8, sharding=sharding) as batches:
+    with contextlib.closing(
+        train_batches(split, seed=1, batch_size=8, sharding=sharding)
+    ) as batches:
         for step in range(9):
             batch = next(batches)
             expected = train_batch(split, 8 * step, batch_size=8, seed=1)
@@ -114,21 +120,14 @@ def test_reading_can_start_anywhere_and_read_ahead_by_any_length(start, batch_si
     np.testing.assert_array_equal(found, expected)
 
 
-def test_the_position_counts_what_was_handed_out_and_is_where_to_go_on(one_device):
+def test_reading_goes_on_after_the_batches_that_were_used(one_device):
     split = _numbered(30)
     options = {"seed": 3, "sharding": one_device, "prefetch": 4}
     whole = np.concatenate(_take(12, split, batch_size=4, **options))
     found = []
-    with train_batches(split, batch_size=4, **options) as batches:
-        assert batches.position == 0
-        for step in range(1, 6):
-            found.append(np.asarray(next(batches).labels))
-            assert batches.position == 4 * step
+    found += _take(5, split, batch_size=4, **options)
     # Batches of another size go on just there.
-    with train_batches(split, batch_size=7, start_position=batches.position, **options) as batches:
-        for _ in range(4):
-            found.append(np.asarray(next(batches).labels))
-        assert batches.position == 48
+    found += _take(4, split, batch_size=7, start_position=5 * 4, **options)
     np.testing.assert_array_equal(np.concatenate(found), whole)
 
 
@@ -156,7 +155,7 @@ def test_threads_read_ahead_as_far_as_they_may_and_no_further(one_device):
     numbered = _numbered(1000)
     split = _Counted(numbered.inputs, numbered.labels)
     options = {"seed": 0, "batch_size": 2, "sharding": one_device, "prefetch": 3}
-    with train_batches(split, **options) as batches:
+    with contextlib.closing(train_batches(split, **options)) as batches:
         next(batches)
         # One handed out, one on the device, three more.
         _wait_until(lambda: len(READ) == 10)
@@ -171,9 +170,9 @@ def test_the_first_batch_is_there_while_the_second_is_being_placed(one_device, m
         placed.append(batch.labels[0])
         return batch
 
-    monkeypatch.setattr("manualpar.data.pipeline.place", place)
+    monkeypatch.setattr("manualpar.data.batches.place", place)
     options = {"seed": 0, "batch_size": 2, "sharding": one_device}
-    with train_batches(_numbered(20), **options) as batches:
+    with contextlib.closing(train_batches(_numbered(20), **options)) as batches:
         for step in range(1, 5):
             batch = next(batches)
             assert len(placed) == step + 1
@@ -184,7 +183,7 @@ def test_the_first_batch_is_there_while_the_second_is_being_placed(one_device, m
 def test_evaluation_counts_every_example_exactly_once(devices8, batch_size):
     sharding, test = _sharding(devices8, data=8), load_digits().test
     batches = list(evaluation_batches(test, batch_size, sharding))
-    assert len(batches) == num_evaluation_batches(test, batch_size)
+    assert len(batches) == math.ceil(360 / batch_size)
     assert sum(np.asarray(batch.mask).sum() for batch in batches) == 360
     for batch in batches:
         chex.assert_trees_all_equal_shapes_and_dtypes(batch, abstract_batch(test, batch_size))
@@ -201,7 +200,8 @@ def test_evaluation_counts_every_example_exactly_once(devices8, batch_size):
 
 def test_evaluation_may_stop_early_and_can_be_left(one_device):
     split = _numbered(30)
-    assert [num_evaluation_batches(split, 4, limit) for limit in (0, 3, 8, 99)] == [8, 3, 8, 8]
+    for limit, expected in ((0, 8), (8, 8), (99, 8)):
+        assert len(list(evaluation_batches(split, 4, one_device, max_batches=limit))) == expected
     batches = list(evaluation_batches(split, 4, one_device, max_batches=3))
     np.testing.assert_array_equal(
         np.concatenate([batch.labels for batch in batches]), np.arange(1, 13)
@@ -215,7 +215,9 @@ def test_evaluation_may_stop_early_and_can_be_left(one_device):
 def test_sequences_are_batches_as_well(devices8):
     split = load_dataset("text", seed=0, sequence_length=16).eval
     sharding = _sharding(devices8, data=8)
-    with train_batches(split, seed=0, batch_size=8, sharding=sharding) as batches:
+    with contextlib.closing(
+        train_batches(split, seed=0, batch_size=8, sharding=sharding)
+    ) as batches:
         batch = next(batches)
     chex.assert_trees_all_equal(batch, train_batch(split, 0, batch_size=8, seed=0))
     chex.assert_trees_all_equal_shapes_and_dtypes(batch, abstract_batch(split, 8))
@@ -236,7 +238,6 @@ def test_what_goes_wrong_in_a_thread_reaches_the_loop(one_device):
     batches = train_batches(split, seed=0, batch_size=2, sharding=one_device)
     with pytest.raises(ValueError, match=r"config\.data\.path: the file is gone"):
         next(batches)
-    assert batches.position == 0
 
 
 def test_closing_ends_the_threads(one_device):
@@ -266,3 +267,68 @@ def test_nothing_keeps_a_process_that_has_not_closed_anything():
     arguments = [sys.executable, "-W", "error", "-c", code]
     ended = subprocess.run(arguments, timeout=100, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (7, "", "")
+
+
+NUM_ROWS = 16
+
+
+def _over_data(mesh: jax.sharding.Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(tuple(a for a in mesh.axis_names if a != "model")))
+
+
+def _rows_of_processes(sharding, num_processes: int, share_out) -> tuple[list, list]:
+    """(rows that each process reads, rows that its devices hold) if processes share the devices."""
+    slices = {process: [] for process in range(num_processes)}
+    indices = sharding.devices_indices_map((NUM_ROWS,))
+    for number, device in enumerate(sorted(indices, key=lambda device: device.id)):
+        slices[share_out(number)].append(indices[device][0])
+    held = [
+        sorted({row for part in parts for row in range(NUM_ROWS)[part]})
+        for parts in slices.values()
+    ]
+    read = [rows_to_read(slices, process, NUM_ROWS).tolist() for process in slices]
+    return read, held
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4, 8])
+@pytest.mark.parametrize("neighbours", [True, False])
+def test_a_process_reads_the_rows_of_its_devices_once_each(mesh8, num_processes, neighbours):
+    def share_out(device: int) -> int:
+        return device * num_processes // 8 if neighbours else device % num_processes
+
+    read, held = _rows_of_processes(_over_data(mesh8), num_processes, share_out)
+    assert read == held
+    assert set().union(*read) == set(range(NUM_ROWS))
+
+
+def test_rows_that_only_overlap_are_all_read_by_all(devices8):
+    # Two processes of three devices; the rows in the middle lie on devices of both.
+    mesh = jax.sharding.Mesh(np.array(devices8[:6]).reshape(3, 2), ("data", "model"))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    indices = list(sharding.devices_indices_map((6,)).values())
+    slices = {process: [i[0] for i in indices[3 * process : 3 * process + 3]] for process in (0, 1)}
+    for process in slices:
+        assert rows_to_read(slices, process, 6).tolist() == list(range(6))
+
+
+def test_unequal_shares_are_all_read_by_all():
+    slices = {0: [slice(0, 2), slice(2, 4)], 1: [slice(4, 6)]}
+    assert rows_to_read(slices, 1, 6).tolist() == list(range(6))
+
+
+def test_replicated_batches_are_read_whole(devices8):
+    mesh = jax.sharding.Mesh(np.array(devices8), ("data",))
+    slices = {0: [slice(None)] * 4, 1: [slice(None)] * 4}
+    assert rows_to_read(slices, 1, 6).tolist() == list(range(6))
+    assert len(rows_of_this_process(NamedSharding(mesh, PartitionSpec()), 6)) == 6
+
+
+def test_rows_land_where_the_sharding_says(mesh8):
+    sharding = _over_data(mesh8)
+    rows = rows_of_this_process(sharding, NUM_ROWS)
+    local = Batch(rows[:, None] * np.ones(3), rows, np.ones(len(rows)))
+    batch = place(local, sharding, NUM_ROWS)
+    assert batch.inputs.shape == (NUM_ROWS, 3)
+    assert {leaf.sharding for leaf in jax.tree.leaves(batch)} == {sharding}
+    for shard in batch.labels.addressable_shards:
+        np.testing.assert_array_equal(shard.data, np.arange(NUM_ROWS)[shard.index])

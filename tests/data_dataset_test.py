@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from manualpar.data.packing import ArrayStream, TokenSplit
+from manualpar.data.dataset import ArrayStream, TokenSplit, make_fingerprint
 
 BOS = 9
 
@@ -77,3 +77,19 @@ def test_a_token_outside_the_vocabulary_is_refused():
     np.testing.assert_array_equal(stream.read(0, 2), [0, 7])
     with pytest.raises(ValueError, match=r"train\.bin has token 10 .* less than .* 10; make the"):
         stream.read(1, 3)
+
+
+def test_a_fingerprint_tells_contents_types_shapes_and_order_apart():
+    array = np.arange(4, dtype=np.int32)
+    parts = [
+        (array, "a"),
+        ("a", array),
+        (array[::-1], "a"),
+        (array.astype(np.uint32), "a"),
+        (array.reshape(2, 2), "a"),
+        (array, "b"),
+        (array, "a", 1),
+    ]
+    prints = [make_fingerprint(*each) for each in parts]
+    assert len(set(prints)) == len(parts)
+    assert prints == [make_fingerprint(*each) for each in parts]
