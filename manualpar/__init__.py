@@ -1,5 +1,6 @@
 """Flax Linen models, data-parallel or fully sharded, with every collective written by hand."""
 
+import manualpar.nnx.model  # noqa: F401  # It registers the adapter of NNX models.
 from manualpar.core.collectives import gather_array_with_mean_grads, gather_examples
 from manualpar.core.gradients import accumulate_gradients, sync_gradients, sync_metrics
 from manualpar.core.partitioning import (

@@ -18,7 +18,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import AbstractMesh
 
 from manualpar.core.partitioning import is_box
@@ -33,11 +32,11 @@ from manualpar.leaves import (
     show_leaf,
 )
 from manualpar.modes.modes import on_auto_axes
-from manualpar.nnx.model import collection_of
 from manualpar.rng import typed_key
 from manualpar.sharding.layout import pad_leaf, path_name, unpad_leaf
 from manualpar.sharding.mesh_context import no_mesh
 from manualpar.train_state import TrainState, is_key
+from manualpar.user_model.adapter import collections_of
 from manualpar.user_model.probe import SOWN_COLLECTIONS
 
 Missing = Literal["error", "init"]
@@ -223,30 +222,20 @@ def _checked_state(function: str, leaves: list[Leaf], state: Any) -> dict[str, A
 
 def _by_name(variables: Any, abstract: TrainState) -> Iterator[tuple[str, Any]]:
     """The arrays of parameters or of variables, by names such as `params/dense/kernel`."""
-    if isinstance(variables, nnx.Module):
-        variables = nnx.state(variables)
+    by_collection = collections_of(variables)
+    if by_collection is not None:
+        variables = by_collection
     if not isinstance(variables, Mapping):
         fields = "; pass its params" if hasattr(variables, "params") else ""
         raise TypeError(
             f"init_from: params_or_variables is a {type(variables).__name__}, expected a tree of "
             f"parameters, or variables by collection{fields}. adopt takes the state of a program."
         )
-    is_typed = isinstance(variables, nnx.State)
     inner = variables.get("params") if "params" in variables else None
-    has_collections = isinstance(inner, Mapping) and (
-        "params" not in abstract.params or "params" in inner
+    has_collections = by_collection is not None or (
+        isinstance(inner, Mapping) and ("params" not in abstract.params or "params" in inner)
     )
-    for keys, leaf in _walk(variables, ()):
-        value = leaf
-        if isinstance(leaf, nnx.Variable):
-            value = leaf.get_raw_value()
-        if is_typed:
-            collection = collection_of(leaf)
-            if collection is None:  # Keys and counts of random streams are no variables.
-                continue
-            keys = (collection, *keys)
-        elif not has_collections:
-            keys = ("params", *keys)
+    for keys, value in _walk(variables, () if has_collections else ("params",)):
         if keys[0] in SOWN_COLLECTIONS and keys[0] not in abstract.collections:
             continue  # What `model.init` has sown is no part of a state.
         yield "/".join(keys), value
@@ -262,6 +251,8 @@ def _walk(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], A
         yield from _walk(tree.value, keys)
     elif isinstance(tree, nn.meta.AxisMetadata):
         yield from _walk(tree.unbox(), keys)
+    elif hasattr(tree, "get_raw_value"):  # A variable that holds its array.
+        yield keys, tree.get_raw_value()
     elif tree is not None:
         yield keys, tree
 

@@ -1,5 +1,6 @@
 """Evaluation turns training off in every module, whoever tells it to train."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -11,8 +12,8 @@ from flax import nnx
 from optax import sgd
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
-from manualpar.nnx.model import as_model
-from manualpar.user_model.calling import CarryingApply
+from manualpar.user_model.adapter import adapt
+from manualpar.user_model.carrying_apply import CarryingApply
 
 X = jnp.ones((16, 8))
 BATCH = Batch(X, jnp.zeros(16))
@@ -112,9 +113,11 @@ class NNXModel(nnx.Module):
 
 
 def evaluate(model, *args, eval_dropout=False, key=0, **kwargs):
+    phase = "eval_dropout" if eval_dropout else "eval"
+    model = dataclasses.replace(adapt(model), phase=phase)
     variables = model.init(jax.random.key(0), X, *args)
     collections = {name: tree for name, tree in variables.items() if name != "params"}
-    apply_fn = CarryingApply(model, collections, train=False, eval_dropout=eval_dropout)
+    apply_fn = CarryingApply(model, collections)
     rngs = {"dropout": jax.random.key(key)}
     return apply_fn({"params": variables.get("params", {})}, X, *args, rngs=rngs, **kwargs)
 
@@ -160,7 +163,7 @@ def test_statistics_are_those_of_the_state_with_dropout_on_too(fields):
 
 
 def test_an_nnx_model_has_its_own_switch():
-    model = as_model(NNXModel)
+    model = NNXModel
     np.testing.assert_allclose(evaluate(model), X, rtol=1e-4)
     np.testing.assert_allclose(evaluate(model, train=True), X, rtol=1e-4)
     for kwargs in ({}, {"train": True}):

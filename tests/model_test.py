@@ -1,3 +1,5 @@
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -5,7 +7,10 @@ import numpy as np
 import pytest
 
 from manualpar import Batch
-from manualpar.user_model.calling import CarryingApply, init_variables, initial_call
+from manualpar.user_model.adapter import adapt
+from manualpar.user_model.call_arguments import initial_call
+from manualpar.user_model.carrying_apply import CarryingApply
+from manualpar.user_model.initialise import init_variables
 
 
 class Switched(nn.Module):
@@ -40,7 +45,8 @@ def variables():
 
 def apply_fn(variables, *, train):
     collections = {"counters": variables["counters"]}
-    return CarryingApply(Switched(), collections, train=train)
+    model = dataclasses.replace(adapt(Switched()), phase="train" if train else "eval")
+    return CarryingApply(model, collections)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +120,7 @@ def test_a_collection_of_another_structure_or_shape_is_refused(variables):
         ("structure", r"changes what collection 'memory' consists of, from \[.*seen.*more"),
     ):
         with pytest.raises(ValueError, match=message):
-            CarryingApply(Growing(grow), collections, train=True)({}, X)
+            CarryingApply(adapt(Growing(grow)), collections)({}, X)
 
 
 class Required(nn.Module):
@@ -212,6 +218,6 @@ def test_a_call_that_does_not_fit_is_refused(model, batch, init_args, message):
 def test_initialisation_is_that_of_plain_flax():
     key = jax.random.key(3)
     x = jax.random.normal(key, (2, 5))
-    ours = init_variables(Silent(), key, Batch(jax.ShapeDtypeStruct(x.shape, x.dtype), None))
+    ours = init_variables(adapt(Silent()), key, Batch(jax.ShapeDtypeStruct(x.shape, x.dtype), None))
     plain = Silent().init({"params": key}, x)
     jax.tree.map(np.testing.assert_array_equal, ours["params"], plain["params"])

@@ -1,5 +1,7 @@
 """What NNX layers keep and draw besides parameters: statistics, masks, what is shared or sown."""
 
+import dataclasses
+
 import chex
 import flax.linen as nn
 import jax
@@ -10,7 +12,7 @@ import pytest
 from flax import nnx
 
 from manualpar import Batch, fsdp, make_mesh
-from manualpar.nnx.model import as_model, for_evaluation
+from manualpar.user_model.adapter import adapt
 from tests.nnx_model_test import in_modes, sent, train, with_params
 from tests.program_test import BATCHES, TOLERANCE, loss_fn
 
@@ -95,13 +97,13 @@ def test_dropout(devices8, mode):
 def test_train_turns_nnxs_own_switch():
     module = Dropping(nnx.Rngs(0))
     module.eval()
-    model = as_model(module)
+    model = adapt(module)
     variables, x = model.init(jax.random.key(0)), jnp.ones((4, 32))
     rngs = {"dropout": jax.random.key(1)}
     assert (model.apply(variables, x, rngs=rngs) == 0).all()  # As it was given.
     assert (model.apply(variables, x, train=True, rngs=rngs) != 0).any()
     assert (model.apply(variables, x, train=False) == 0).all()
-    assert (for_evaluation(model).apply(variables, x) == 0).all()
+    assert (dataclasses.replace(model, phase="eval").apply(variables, x) == 0).all()
 
 
 def test_streams_take_the_keys_of_their_names():
@@ -114,7 +116,7 @@ def test_streams_take_the_keys_of_their_names():
         def __call__(self):
             return self.named.noise(), self.named.other(), self.dropouts.rngs.key[...]
 
-    model = as_model(Drawing)
+    model = adapt(Drawing)
     variables = model.init(jax.random.key(0))
 
     def draw(**seeds):

@@ -17,7 +17,8 @@ from manualpar import abstract_mesh, data_parallel, fsdp, make_mesh
 from manualpar.checkpoints import Checkpoints
 from manualpar.core.strategy import MODES
 from manualpar.inspect import ledger, trace_collectives
-from manualpar.nnx.model import NNXModel, as_model
+from manualpar.nnx.model import NNXModel
+from manualpar.user_model.adapter import adapt
 from tests.program_test import BATCHES, TOLERANCE, Classifier, loss_fn
 from tests.strategies_test import STRATEGIES, build
 
@@ -159,10 +160,11 @@ def test_whatever_makes_a_module_is_a_model(model):
 
 
 def test_what_is_no_nnx_model_is_left_alone():
-    for model in (Classifier(), Classifier, 3, None, jnp.sin):
-        assert as_model(model) is model
-    assert isinstance(as_model(NNXClassifier), NNXModel)
-    assert as_model(as_model(NNXClassifier)).module.__class__ is NNXClassifier
+    for model in (Classifier, 3, None, jnp.sin):
+        assert adapt(model) is model
+    assert isinstance(adapt(NNXClassifier), NNXModel)
+    assert adapt(NNXClassifier).module.__class__ is NNXClassifier
+    assert not isinstance(adapt(Classifier()), NNXModel)
 
 
 def test_checkpoints_read_like_the_module(devices8, tmp_path):
@@ -315,11 +317,11 @@ def test_a_derivative_of_shards_in_a_module_is_refused(devices8):
 def test_an_instance_without_values_is_refused():
     model = nnx.eval_shape(lambda: NNXClassifier(nnx.Rngs(0)))
     with pytest.raises(TypeError, match="NNXClassifier has no values"):
-        as_model(model)
+        adapt(model)
 
 
 def test_collections_must_be_the_modules_own():
-    model = as_model(NNXClassifier)
+    model = adapt(NNXClassifier)
     variables = model.init(jax.random.key(0))
     x = BATCHES[0].inputs
     with pytest.raises(ValueError, match=r"collections \['cache'\], expected only \['params'\]"):

@@ -10,8 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
 from manualpar.sharding.layout import strip_boxes
-from manualpar.user_model.calling import init_variables
+from manualpar.user_model.adapter import adapt
+from manualpar.user_model.initialise import init_variables
 from manualpar.user_model.probe import find_carried_collections
+from manualpar.user_model.setting import Setting
 
 BATCH = Batch(
     inputs=jax.ShapeDtypeStruct((16, 8), jnp.float32), labels=jax.ShapeDtypeStruct((16,), jnp.int32)
@@ -303,17 +305,10 @@ def test_what_is_sown_is_not_carried(devices8):
             self.sow("losses", "total", jnp.sum(x), **total)
             return x
 
-    variables = jax.eval_shape(lambda: init_variables(Model(), jax.random.key(0), BATCH))
+    model = adapt(Model())
+    variables = jax.eval_shape(lambda: init_variables(model, jax.random.key(0), BATCH))
     assert {"growing", "losses"} <= set(variables)
-    mesh = make_mesh({"data": 8})
-    carried = find_carried_collections(
-        Model(),
-        variables,
-        BATCH,
-        mesh,
-        batch_specs=P("data"),
-        mode="manual",
-        data_axes=("data",),
-    )
+    setting = Setting(make_mesh({"data": 8}), "manual", ("data",), ())
+    carried = find_carried_collections(model, variables, BATCH, P("data"), setting)
     assert set(carried) == {"batch_stats"}
     assert set(carried["batch_stats"]["BatchNorm_0"]) == {"mean", "var"}

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh
 from manualpar.core.collectives import varying_axes
-from manualpar.nnx.model import as_model
+from manualpar.user_model.adapter import adapt
 from manualpar.user_model.recurrence import varying_linen_carries
 
 WIDTH = 8
@@ -123,7 +123,7 @@ def loss_fn(params, apply_fn, batch, rng):
 @functools.cache
 def on_one_device(name):
     """The parameters after a step of SGD with plain flax."""
-    model = as_model(MODELS[name])
+    model = adapt(MODELS[name])
     init_rng, rng = jax.random.split(jax.random.key(0))
     params = model.init({"params": init_rng}, INPUTS)["params"]
     grads = jax.jit(jax.grad(lambda p: loss_fn(p, model.apply, BATCH, rng)[0]))(params)

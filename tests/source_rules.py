@@ -24,24 +24,20 @@ ORDER = """
     data cluster watching
     models
     inspect
-    strategies reference
+    strategies reference nnx
     core.program guards.replicas
     starting
     core.step
-    update user_model.study
-    user_model.probe user_model.initialise
+    update user_model
     modes guards.dispatch
     core.strategy leaves
     core.gradients sharding.layout
     sharding.annotations
-    core.partitioning user_model.calling
-    nnx.model
-    nnx.streams user_model.recurrence user_model.evaluation
-    nnx.variables user_model.axis_names
-    core.collectives user_model.array_box user_model.module_fields
+    core.partitioning
+    core.collectives user_model.array_box
     rng train_state user_model.loss
     sharding.mesh sharding.mesh_context collection_sync guards.donation guards.divergence
-    compiler_options extras metrics untrusted usage core sharding user_model nnx guards
+    compiler_options extras metrics untrusted usage core sharding guards
 """
 RANKS = {
     unit: rank

@@ -40,8 +40,9 @@ from manualpar.sharding.mesh_context import OutsideMeshes, explain_shardings, no
 from manualpar.starting import StartsFromArrays, check_has_devices
 from manualpar.train_state import TrainState
 from manualpar.update import Update
+from manualpar.user_model.adapter import Model
 from manualpar.user_model.loss import LossFn
-from manualpar.user_model.study import Model, study
+from manualpar.user_model.study import study
 
 REPLICATED = Placement(())
 
@@ -112,7 +113,7 @@ def build_program(
 
     Args:
       strategy: The strategy.
-      model: The Linen model, or an NNX one: see `manualpar.nnx.model.as_model`.
+      model: The Linen model, or an NNX one: see `manualpar.nnx.model.NNXModel.wrap`.
       tx: The optimizer.
       loss_fn: The loss.
       **options: See `ProgramOptions`.

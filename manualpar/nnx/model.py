@@ -1,9 +1,9 @@
 """NNX models, called as Linen models are: with `init` and `apply`.
 
 An `nnx.Module` holds its variables. Here it is split into its graph, which is static, and its
-variables, which go by collection, named as in Linen: `nnx.Param` and its subclasses are `params`,
-`nnx.BatchStat` is `batch_stats`, and so on. A path is that of the attributes. Applying the model
-merges the two into a module that lives for one call.
+variables, which go by collection and are named as in Linen: `nnx.Param` and its subclasses are
+`params`, `nnx.BatchStat` is `batch_stats`, and so on. A path consists of the attributes' names.
+Applying the model merges graph and variables into a module that lives for one call.
 
 Keys and counts of random streams are no variables in this sense: see `manualpar.nnx.streams`.
 
@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Self
 
 import flax.linen as nn
 import jax
@@ -25,149 +25,83 @@ from flax import nnx
 
 from manualpar.nnx.streams import stream_keys, stream_variable
 from manualpar.nnx.variables import Path, annotate, gathering_variable, path_name
-from manualpar.user_model.axis_names import AliasedLinen, AxisAliases
-from manualpar.user_model.recurrence import vary_nnx_carries
+from manualpar.user_model.adapter import ModelAdapter, register
+from manualpar.user_model.array_box import ArrayBox
+from manualpar.user_model.recurrence import METHOD, vary_like
 
-# What every builder takes: a Linen module, an NNX one, or what makes one of `rngs`.
-Model = nn.Module | nnx.Module | Callable[..., nnx.Module]
 # The collection of arrays that are attributes of a module without a variable around them.
 CONSTANTS = "constants"
 
 
-def as_model(model: Any) -> Any:
-    """Makes an NNX model one with `init` and `apply`; returns anything else as it is.
-
-    Args:
-      model: An `nnx.Module`, whose values are the initial ones whatever the key; or, so that
-        nothing is materialised before it is sharded, its class or a function: whatever takes
-        `rngs` and makes one. With a key, its parameters are those of `model(rngs=nnx.Rngs(key))`.
-
-    Returns:
-      An `NNXModel`; `model` itself if it is none of these.
-
-    Raises:
-      TypeError: A class cannot be constructed with `rngs` alone, a function makes something else,
-        or an instance has no values.
-    """
-    if isinstance(model, NNXModel | nn.Module):
-        return model
-    if isinstance(model, nnx.Module):
-        return _from_instance(model)
-    is_nnx_class = isinstance(model, type) and issubclass(model, nnx.Module)
-    if not is_nnx_class and (isinstance(model, type) or "rngs" not in _parameters(model)):
-        return model
-    name = getattr(model, "__name__", type(model).__name__)
-    parameters = _parameters(model)
-    if "rngs" not in parameters:
-        raise TypeError(
-            f"model: the class {name} takes no argument rngs, expected one: a program makes its "
-            f"parameters from a key. Give it one, or the program an instance: {name}(...)."
-        )
-    missing = [
-        key
-        for key, parameter in parameters.items()
-        if key != "rngs"
-        and parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if missing:
-        raise TypeError(
-            f"model: {name} takes {', '.join(missing)} besides rngs, expected what can be made "
-            f"from rngs alone. Write lambda rngs: {name}({missing[0]}=..., rngs=rngs)."
-        )
-    return _checked(functools.partial(_construct, model, name))
-
-
-def with_loop_dims(model: Any, loop_dims: Mapping[str, frozenset[int]]) -> Any:
-    """The model, told which dimensions of its parameters loops run over; Linen's need not be.
-
-    Args:
-      model: Any model.
-      loop_dims: The dimensions by a parameter's path.
-
-    Returns:
-      The model. Without this, a shard in a loop whose dimensions are of one size is ambiguous.
-    """
-    if not isinstance(model, NNXModel):
-        return model
-    return dataclasses.replace(model, loop_dims=dict(loop_dims))
-
-
-def for_evaluation(model: Any, *, dropout: bool = False) -> Any:
-    """The model with NNX's own switch set for evaluation, for dropout too or not."""
-    if not isinstance(model, NNXModel):
-        return model
-    return dataclasses.replace(model, evaluated="dropout" if dropout else "all")
-
-
-def class_of(model: Any) -> type:
-    """The class in which the methods of a model are written."""
-    return type(model.module if isinstance(model, NNXModel | AliasedLinen) else model)
-
-
-def collection_of(leaf: Any) -> str | None:
-    """The collection that a leaf of a module belongs to; `None` for the state of random streams."""
-    if not isinstance(leaf, nnx.Variable):
-        return CONSTANTS
-    if isinstance(leaf, nnx.RngState):
-        return None
-    if isinstance(leaf, nnx.Param):
-        return "params"
-    try:
-        return nnx.variable_name_from_type(type(leaf))
-    except ValueError:  # A type that flax has no name of Linen's for.
-        return type(leaf).__name__
-
-
+@register
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class NNXModel:
+class NNXModel(ModelAdapter):
     """An NNX model with the two functions of a Linen module that this package calls.
 
     Attributes:
       module: The module with abstract values.
       make: Makes it from a key.
-      loop_dims: See `with_loop_dims`.
-      evaluated: What every call turns off as one of evaluation: nothing, all but `"dropout"`, or
-        `"all"`.
-      axis_aliases: What axis names in the module stand for.
     """
 
-    module: nnx.Module
-    make: Callable[[jax.Array], nnx.Module]
-    loop_dims: Mapping[str, frozenset[int]] | None = None
-    evaluated: Literal["", "dropout", "all"] = ""
-    axis_aliases: AxisAliases | None = None
+    make: Callable[[jax.Array], nnx.Module] = dataclasses.field(kw_only=True)
 
     def __repr__(self) -> str:
         return f"NNXModel({type(self.module).__name__})"
 
-    @property
-    def __call__(self) -> Callable[..., Any]:
-        """The module's own call, for its signature."""
-        call: Callable[..., Any] = self.module.__call__
-        return call
+    @classmethod
+    def wrap(cls, model: Any) -> Self | None:
+        """Gives an NNX model `init` and `apply`.
+
+        Args:
+          model: An `nnx.Module`, whose values are the initial ones whatever the key; or, so that
+            nothing is materialised before it is sharded, its class or a function: anything that
+            takes `rngs` and makes one. With a key, its parameters are those of
+            `model(rngs=nnx.Rngs(key))`.
+
+        Returns:
+          The model; `None` for anything else.
+
+        Raises:
+          TypeError: A class cannot be constructed with `rngs` alone, a function makes something
+            else, or an instance has no values.
+        """
+        if isinstance(model, nnx.Module):
+            make = _make_again(model)
+        else:
+            parameters = _parameters(model)
+            is_nnx_class = isinstance(model, type) and issubclass(model, nnx.Module)
+            if not is_nnx_class and (isinstance(model, type) or "rngs" not in parameters):
+                return None
+            name = getattr(model, "__name__", type(model).__name__)
+            _check_takes_rngs_alone(name, parameters)
+            make = functools.partial(_construct, model, name)
+        module = nnx.eval_shape(lambda: make(jax.random.key(0)))
+        _check_params(module)
+        return cls(module, make=make)
+
+    @classmethod
+    def collections_of(cls, variables: Any) -> Mapping[str, Any] | None:
+        """The arrays of a module or an `nnx.State`, without the state of random streams."""
+        if isinstance(variables, nnx.Module):
+            variables = nnx.state(variables)
+        if not isinstance(variables, nnx.State):
+            return None
+        return _by_collection(nnx.to_flat_state(variables))
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Makes the variables.
 
         Args:
           rngs: The key, or `{"params": key}`.
-          *args: What a call would take; NNX modules need none of it to be made.
+          *args: The arguments that a Linen model would be called with; they are ignored.
           **kwargs: Likewise.
 
         Returns:
-          Nested dicts by collection; an annotated parameter is in an `NNXAnnotated`.
+          Nested dicts by collection; an annotated parameter is in a box.
         """
         del args, kwargs
         module = self.make(rngs["params"] if isinstance(rngs, Mapping) else rngs)
-        collections: dict[str, Any] = {"params": {}}
-        for path, leaf in _leaves(module):
-            name = collection_of(leaf)
-            if name is not None:
-                is_param = isinstance(leaf, nnx.Param)
-                value = annotate(leaf, path_name(path)) if is_param else _raw(leaf)
-                _insert(collections.setdefault(name, {}), path, value)
-        return collections
+        return {"params": {}} | _by_collection(_leaves(module), box=annotate)
 
     def apply(
         self,
@@ -182,34 +116,34 @@ class NNXModel:
 
         Args:
           variables: By collection, as `init` returns them; a parameter may be in a box.
-          *args: What the module's call takes.
+          *args: The arguments of the module's call.
           rngs: Keys for its random streams by their names, or one key for all; see `stream_keys`.
-          mutable: The collections to return, as in Linen; what a call does to others is forgotten.
+          mutable: The collections to return, as in Linen; the call's updates of others are lost.
           method: A method's name, or a function of the module; its `__call__` if `None`.
-          **kwargs: What the call takes. A `train` that it does not take turns NNX's own switch:
-            `module.train()` or `module.eval()`.
+          **kwargs: Further arguments of the call. A `train` that the call does not take turns NNX's
+            own switch: `module.train()` or `module.eval()`.
 
         Returns:
-          What the call returns; if `mutable` is not `False`, with the collections it names.
+          The result of the call; if `mutable` is not `False`, with the collections it names.
 
         Raises:
-          ValueError: A variable is missing, the call makes new ones, sets a parameter that is
-            sharded, or asks for random numbers of which it was given no key.
+          ValueError: A variable is missing, or the call makes new ones, sets a parameter that is
+            sharded, or asks for random numbers without having been given a key.
         """
         module = self._merge(variables, rngs)
-        if self.axis_aliases:
-            self.axis_aliases.rename(module)
-        vary_nnx_carries(module, (args, kwargs))
+        self._adjust_to_mesh(module, (args, kwargs))
         call = getattr(module, method or "__call__") if not callable(method) else method
-        names = _parameters(call)
-        if "train" in kwargs and "train" not in names and not _takes_any_keyword(names):
+        parameters = _parameters(call)
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if "train" in kwargs and "train" not in parameters and not takes_any:
             module.train() if kwargs.pop("train") else module.eval()
-        if self.evaluated == "dropout":
+        if self.phase == "eval_dropout":
             module.set_attributes(use_running_average=True, raise_if_not_found=False)
-        elif self.evaluated:
+        elif self.phase == "eval":
             module.eval()
-        known = {name for _, leaf in _leaves(self.module) if (name := collection_of(leaf))}
-        sown = [name for name in _collection_names(mutable) if name not in known]
+        asked = [mutable] if isinstance(mutable, str) else [] if mutable is True else mutable or []
+        known = {collection_of(leaf) for _, leaf in _leaves(self.module)}
+        sown = [name for name in asked if name not in known]
         types = [nnx.variable_type_from_name(name, allow_register=True) for name in sown]
         bound = functools.partial(call, module) if callable(method) else call
 
@@ -226,11 +160,25 @@ class NNXModel:
         for name, state in zip(sown, states, strict=True):
             for path, leaf in nnx.to_flat_state(state):
                 _insert(updates.setdefault(name, {}), path, _raw(leaf))
-        asked = updates if mutable is True else _collection_names(mutable)
+        asked = updates if mutable is True else asked
         return out, {name: updates[name] for name in asked if name in updates}
 
+    def _adjust_to_mesh(self, module: nnx.Module, inputs: Any) -> None:
+        """Changes a module that lives for one call: its axis names, and its cells' carries."""
+        vary = vary_like(inputs)
+
+        def varying(initialize: Any) -> Any:
+            return lambda *args, **kwargs: jax.tree.map(vary, initialize(*args, **kwargs))
+
+        for _, part in nnx.iter_modules(module):
+            for name, value in self.axis_aliases.resolve(part).items():
+                setattr(part, name, value)
+            cell: Any = part.cell if isinstance(part, nnx.RNN) else part
+            if isinstance(part, nnx.RNN | nnx.RNNCellBase):
+                setattr(cell, METHOD, varying(getattr(cell, METHOD)))
+
     def _merge(self, variables: Mapping[str, Any], rngs: Any) -> nnx.Module:
-        """A module of its own with some variables, its streams at their beginning."""
+        """A module of its own with some variables, its random streams at their beginning."""
         streams = stream_keys(self.module, rngs)
         known = {"params"}
         leaves = []
@@ -257,16 +205,16 @@ class NNXModel:
         if isinstance(value, nn.Partitioned):
             key = path_name(path)
             dims = None if self.loop_dims is None else self.loop_dims.get(key, frozenset())
-            return gathering_variable(leaf, value, path=key, loop_dims=dims)
+            box = value.of_one_array() if isinstance(value, ArrayBox) else value
+            return gathering_variable(leaf, box, path=key, loop_dims=dims)
         return type(leaf).from_metadata(value, leaf.get_metadata())
 
     def _updates(self, module: nnx.Module) -> dict[str, Any]:
         """The variables of a module after a call, by collection."""
         before = {path for path, _ in _leaves(self.module)}
-        updates: dict[str, Any] = {}
+        kept = []
         for path, leaf in _leaves(module):
-            name = collection_of(leaf)
-            if "__captures__" in path or name == "params":
+            if "__captures__" in path or collection_of(leaf) == "params":
                 continue
             if path not in before:
                 raise ValueError(
@@ -274,13 +222,29 @@ class NNXModel:
                     f"{type(leaf).__name__}, which a training state has no place for; make it in "
                     "the module's __init__."
                 )
-            if name is not None:
-                _insert(updates.setdefault(name, {}), path, _raw(leaf))
-        return updates
+            kept.append((path, leaf))
+        return _by_collection(kept)
 
 
-def _from_instance(module: nnx.Module) -> NNXModel:
-    """A model whose initial values are those of a module."""
+def collection_of(leaf: Any) -> str | None:
+    """The collection that a leaf of a module belongs to; `None` for the state of random streams."""
+    if not isinstance(leaf, nnx.Variable):
+        return CONSTANTS
+    if isinstance(leaf, nnx.RngState):
+        return None
+    if isinstance(leaf, nnx.Param):
+        return "params"
+    try:
+        return nnx.variable_name_from_type(type(leaf))
+    except ValueError:  # A type that flax has no name of Linen's for.
+        return type(leaf).__name__
+
+
+# What makes a module from a key.
+
+
+def _make_again(module: nnx.Module) -> Callable[[jax.Array], nnx.Module]:
+    """A function that makes a module of the values of one, whatever the key."""
     graphdef, state = nnx.split(module)
     leaves, structure = jax.tree.flatten(state)
     if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves):
@@ -297,31 +261,11 @@ def _from_instance(module: nnx.Module) -> NNXModel:
         arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in values]
         return nnx.merge(graphdef, jax.tree.unflatten(structure, arrays))
 
-    return _checked(make)
-
-
-def _checked(make: Callable[[jax.Array], nnx.Module]) -> NNXModel:
-    """A model of what a function makes, if its parameters are arrays that nobody else changes."""
-    module = nnx.eval_shape(lambda: make(jax.random.key(0)))
-    for path, leaf in _leaves(module):
-        if not isinstance(leaf, nnx.Param):
-            continue
-        if not isinstance(leaf.get_raw_value(), jax.ShapeDtypeStruct):
-            raise TypeError(
-                f"model: parameter {path_name(path)!r} holds a "
-                f"{type(leaf.get_raw_value()).__name__}, expected an array; make an nnx.Param of "
-                "each of its arrays."
-            )
-        if leaf.hijax or leaf.ref:
-            raise TypeError(
-                f"model: parameter {path_name(path)!r} is a reference (hijax or ref), expected a "
-                "plain variable: a step is a function of arrays. Make it without nnx.var_defaults."
-            )
-    return NNXModel(module, make)
+    return make
 
 
 def _construct(make: Callable[..., Any], name: str, key: jax.Array) -> nnx.Module:
-    """Makes a module from a key; where it lies is not for its annotations to say."""
+    """Makes a module from a key; the program decides where it lies, not its annotations."""
     with nnx.use_eager_sharding(False):
         module = make(rngs=nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
@@ -338,10 +282,64 @@ def _construct(make: Callable[..., Any], name: str, key: jax.Array) -> nnx.Modul
     return module
 
 
+def _check_takes_rngs_alone(name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
+    if "rngs" not in parameters:
+        raise TypeError(
+            f"model: the class {name} takes no argument rngs, expected one: a program makes its "
+            f"parameters from a key. Give it one, or the program an instance: {name}(...)."
+        )
+    missing = [
+        key
+        for key, parameter in parameters.items()
+        if key != "rngs"
+        and parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if missing:
+        raise TypeError(
+            f"model: {name} takes {', '.join(missing)} besides rngs, expected what can be made "
+            f"from rngs alone. Write lambda rngs: {name}({missing[0]}=..., rngs=rngs)."
+        )
+
+
+def _check_params(module: nnx.Module) -> None:
+    """Refuses parameters that are not arrays, or that somebody else changes."""
+    for path, leaf in _leaves(module):
+        if not isinstance(leaf, nnx.Param):
+            continue
+        if not isinstance(leaf.get_raw_value(), jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"model: parameter {path_name(path)!r} holds a "
+                f"{type(leaf.get_raw_value()).__name__}, expected an array; make an nnx.Param of "
+                "each of its arrays."
+            )
+        if leaf.hijax or leaf.ref:
+            raise TypeError(
+                f"model: parameter {path_name(path)!r} is a reference (hijax or ref), expected a "
+                "plain variable: a step is a function of arrays. Make it without nnx.var_defaults."
+            )
+
+
+# Variables by path.
+
+
 def _leaves(module: nnx.Module) -> Iterable[tuple[Path, Any]]:
     """The variables and bare arrays of a module with their paths."""
     leaves: Iterable[tuple[Path, Any]] = nnx.to_flat_state(nnx.state(module))
     return leaves
+
+
+def _by_collection(
+    leaves: Iterable[tuple[Path, Any]], box: Callable[[Any, str], Any] | None = None
+) -> dict[str, Any]:
+    """The values of variables in nested dicts by collection; `box` is applied to parameters."""
+    collections: dict[str, Any] = {}
+    for path, leaf in leaves:
+        name = collection_of(leaf)
+        if name is not None:
+            value = box(leaf, path_name(path)) if box and name == "params" else _raw(leaf)
+            _insert(collections.setdefault(name, {}), path, value)
+    return collections
 
 
 def _raw(leaf: Any) -> Any:
@@ -370,7 +368,7 @@ def _find(variables: Mapping[str, Any], collection: str, path: Path) -> Any:
 
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function or a class, none of what is neither."""
+    """The parameters of a function or a class; none of anything else."""
     if not callable(function):
         return {}
     given: tuple[Any, ...] = ()
@@ -382,14 +380,3 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
     if given:
         function = functools.partial(function, *given[0], **given[1])
     return inspect.signature(function).parameters
-
-
-def _takes_any_keyword(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-
-
-def _collection_names(mutable: Any) -> tuple[str, ...]:
-    """The collections that `mutable` names."""
-    if isinstance(mutable, bool):
-        return ()
-    return (mutable,) if isinstance(mutable, str) else tuple(mutable)

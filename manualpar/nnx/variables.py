@@ -20,10 +20,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import flax.core.spmd
-import flax.linen as nn
 import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+
+from manualpar.sharding.annotations import AxesOrLogicalNames
 
 Path = tuple[Any, ...]
 # The key in a variable's metadata under which its box is, without a value.
@@ -37,10 +38,6 @@ def path_name(path: Path) -> str:
     return "/".join(map(str, path))
 
 
-class NNXAnnotated(nn.LogicallyPartitioned):
-    """A parameter with NNX's annotation: each name a logical one if it has a rule, else an axis."""
-
-
 def annotate(variable: nnx.Variable[Any], path: str) -> Any:
     """The value of a variable, in a box if it is annotated.
 
@@ -50,7 +47,7 @@ def annotate(variable: nnx.Variable[Any], path: str) -> Any:
       path: Its path, for messages.
 
     Returns:
-      The value; or an `NNXAnnotated` of it, whose rules are the variable's and then those of
+      The value; or an `AxesOrLogicalNames` of it, whose rules are the variable's and then those of
       `nnx.logical_axis_rules` around the call.
 
     Raises:
@@ -68,7 +65,7 @@ def annotate(variable: nnx.Variable[Any], path: str) -> Any:
         )
     own = variable.get_metadata("sharding_rules", None) or ()
     context = flax.core.spmd.get_logical_axis_rules() or ()
-    return NNXAnnotated(value, names=tuple(names), rules=(*own, *context))
+    return AxesOrLogicalNames(value, names=tuple(names), rules=(*own, *context))
 
 
 def gathering_variable(

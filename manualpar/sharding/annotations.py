@@ -21,10 +21,13 @@ import flax.linen as nn
 from jax.sharding import Mesh, PartitionSpec
 
 from manualpar.core.partitioning import Names
-from manualpar.nnx.variables import NNXAnnotated
 from manualpar.sharding.mesh import AxisName, axes_size, axis_tuple, written_with
 
 Rules = tuple[tuple[str, AxisName | None], ...]
+
+
+class AxesOrLogicalNames(nn.LogicallyPartitioned):
+    """An annotation whose names are logical if a rule knows them, and mesh axes otherwise."""
 
 
 def check_rules(strategy: str, rules: Any, mesh: Mesh) -> Rules:
@@ -110,7 +113,7 @@ def mesh_names(
     is_logical = isinstance(box, nn.LogicallyPartitioned)
     if is_logical:
         rules = (*check_rules(f"model: parameter {path!r}", box.rules or (), mesh), *rules)
-    if isinstance(box, NNXAnnotated):
+    if isinstance(box, AxesOrLogicalNames):
         if loop_dims and len(given) < len(shape):
             raise ValueError(
                 f"{where}, expected one for each dimension, those that loops run over included. "
@@ -129,7 +132,7 @@ def mesh_names(
     if is_logical:
         found = _apply_rules(where, names, mesh, rules)
     else:
-        found = _check_axes(where, names, mesh, rules, isinstance(box, NNXAnnotated))
+        found = _check_axes(where, names, mesh, rules, isinstance(box, AxesOrLogicalNames))
     for dim, name in enumerate(found):
         size = axes_size(mesh, axis_tuple(name))
         if name is not None and (dim in loop_dims or shape[dim] % size):

@@ -6,8 +6,8 @@ import optax
 
 from manualpar.core.program import Program, build_program
 from manualpar.core.strategy import ProgramOptions, Strategy
-from manualpar.nnx.model import Model
 from manualpar.sharding.layout import replicate
+from manualpar.user_model.adapter import Model
 from manualpar.user_model.loss import LossFn
 
 
@@ -20,7 +20,7 @@ def data_parallel(
     """Builds data-parallel training: the state is replicated, gradients are averaged.
 
     Args:
-      model: A Linen or NNX model, written for one device, see `manualpar.nnx.model.as_model`.
+      model: A Linen or NNX model, written for one device, see `manualpar.nnx.model.NNXModel.wrap`.
       tx: Any optax optimizer.
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`: the mean over the
         examples it is given, and pairs `{"loss": (sum, count), ...}`, see `accumulate_gradients`.

@@ -19,8 +19,8 @@ from manualpar.core.strategy import (
     check_min_weight_size,
     check_names,
 )
-from manualpar.nnx.model import Model
 from manualpar.sharding.layout import check_named, shard_largest_dim
+from manualpar.user_model.adapter import Model
 from manualpar.user_model.loss import LossFn
 
 
@@ -40,7 +40,7 @@ def fsdp(
     """Builds fully sharded training: parameters gathered where used, gradients scattered back.
 
     Args:
-      model: A Linen or NNX model, written for one device, see `manualpar.nnx.model.as_model`.
+      model: A Linen or NNX model, written for one device, see `manualpar.nnx.model.NNXModel.wrap`.
       tx: Any optax optimizer; its state is sharded like the parameters.
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`: the mean over the
         examples it is given, and pairs `{"loss": (sum, count), ...}`, see `accumulate_gradients`.

@@ -11,10 +11,10 @@ import optax
 
 from manualpar.core.program import Program, build_program
 from manualpar.core.strategy import CommunicateEvery, ProgramOptions
-from manualpar.nnx.model import Model
 from manualpar.sharding.layout import check_named
 from manualpar.sharding.mesh import AxisName, axis_tuple
 from manualpar.strategies.fsdp import sharded_strategy
+from manualpar.user_model.adapter import Model
 from manualpar.user_model.loss import LossFn
 
 
@@ -35,7 +35,7 @@ def hsdp(
     """Builds training that is fully sharded over `axis_name` and replicated over `replica_axis`.
 
     Args:
-      model: A Linen or NNX model, written for one device, see `manualpar.nnx.model.as_model`.
+      model: A Linen or NNX model, written for one device, see `manualpar.nnx.model.NNXModel.wrap`.
       tx: Any optax optimizer; its state is sharded like the parameters.
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`: the mean over the
         examples it is given, and pairs `{"loss": (sum, count), ...}`, see `accumulate_gradients`.

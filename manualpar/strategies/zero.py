@@ -17,8 +17,8 @@ from manualpar.core.strategy import (
     check_min_weight_size,
     check_names,
 )
-from manualpar.nnx.model import Model
 from manualpar.sharding.layout import check_named, shard_state_only
+from manualpar.user_model.adapter import Model
 from manualpar.user_model.loss import LossFn
 
 
@@ -36,7 +36,7 @@ def zero(
     """Builds training with a sharded optimizer: gradients scattered, new parameters gathered.
 
     Args:
-      model: A Linen or NNX model, written for one device, see `manualpar.nnx.model.as_model`.
+      model: A Linen or NNX model, written for one device, see `manualpar.nnx.model.NNXModel.wrap`.
       tx: Any optax optimizer; its state is sharded.
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`: the mean over the
         examples it is given, and pairs `{"loss": (sum, count), ...}`, see `accumulate_gradients`.

@@ -13,7 +13,7 @@ unboxing; a box stays a pytree whose leaf is what is stored, as flax's transform
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import flax.linen as nn
 import jax
@@ -46,6 +46,10 @@ class ArrayBox(nn.Partitioned, eq=False):
         if name.startswith("_") or not hasattr(jax.Array, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(jax.eval_shape(self.unbox) if name in _OF_SHAPE else self.unbox(), name)
+
+    def of_one_array(self) -> Self:
+        """The box for code that carries nothing but `value` along."""
+        return self
 
     def __len__(self) -> int:
         return int(self.shape[0])

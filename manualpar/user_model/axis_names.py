@@ -2,23 +2,20 @@
 
 `nn.BatchNorm(axis_name="batch")` takes its statistics over the devices along an axis called
 `batch`, whatever the mesh calls it. An alias says which mesh axes are meant. While the model runs,
-the field `axis_name` of its modules (in NNX the attribute) holds those, if they are bound: inside
-`shard_map`. On global arrays the batch is whole, so the field is `None` and nothing is reduced,
-which is the same if the alias stands for all axes that the batch is split over.
+the field `axis_name` of its modules (in NNX the attribute) holds those axes if they are bound, that
+is, inside `shard_map`. On global arrays the batch is whole, so the field is `None` and nothing is
+reduced; the result is the same if the alias stands for all axes that the batch is split over.
 
-Only such fields are renamed: no alias reaches the argument of a collective that somebody calls.
+Only such fields are renamed, never the argument of a collective that somebody calls.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
-from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.sharding.mesh import AxisName, axis_tuple, is_axis_bound
-from manualpar.user_model.module_fields import replace_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +31,7 @@ class AxisAliases:
     split: tuple[str, ...]
 
     def resolve(self, module: Any) -> dict[str, AxisName | None]:
-        """What the field `axis_name` of a module is to hold, if it has an alias.
+        """The value for the field `axis_name` of a module, by that name; `{}` without an alias.
 
         Raises:
           ValueError: On global arrays there is no such group of devices.
@@ -56,58 +53,33 @@ class AxisAliases:
             )
         return {"axis_name": None}
 
-    def intercept(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        """Renames while a method of a Linen module runs; for `flax.linen.intercept_methods`."""
-        with replace_fields(context.module, self.resolve(context.module)):
-            return next_fun(*args, **kwargs)
 
-    def rename(self, module: nnx.Module) -> None:
-        """Renames in an NNX module that lives for one call."""
-        for _, inner in nnx.iter_modules(module):
-            for name, value in self.resolve(inner).items():
-                setattr(inner, name, value)
+NO_ALIASES = AxisAliases({}, ())
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class AliasedLinen:
-    """A Linen model in which names are aliases; it is used like the model itself."""
-
-    module: nn.Module
-    axis_aliases: AxisAliases
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
-
-    def apply(self, *args: Any, **kwargs: Any) -> Any:
-        """`module.apply`."""
-        with nn.intercept_methods(self.axis_aliases.intercept):
-            return self.module.apply(*args, **kwargs)
-
-
-def with_axis_aliases(
+def check_axis_aliases(
     strategy: str,
-    model: Any,
     aliases: Any,
     *,
-    is_manual: bool,
     mesh: Mesh | AbstractMesh,
     data_axes: tuple[str, ...],
-) -> Any:
-    """The model, told what its axis names stand for.
+    on_global_arrays: bool,
+) -> AxisAliases:
+    """Checks aliases for axis names.
 
     Args:
-      strategy: Who was given the aliases, for the messages.
-      model: A Linen model, or an `NNXModel`.
+      strategy: The strategy's name, for messages.
       aliases: A mesh axis, or a tuple of axes, by the model's name for it.
-      is_manual: Whether the mode is. No axis is bound in the others, which rename `data_axes` too.
       mesh: The mesh.
       data_axes: The mesh axes that the batch is split over.
+      on_global_arrays: Whether the model runs on global arrays, where no axis is bound: then
+        `data_axes` are renamed too.
 
     Returns:
-      A model that is used like the one given; that itself if there are no aliases.
+      The aliases.
 
     Raises:
-      TypeError: The aliases are no names for axes.
+      TypeError: The aliases are not names of axes.
       ValueError: An alias is an axis of the mesh, or stands for one that the mesh lacks.
     """
     example = "axis_aliases={'batch': 'data'}"
@@ -130,11 +102,7 @@ def with_axis_aliases(
                 f"{strategy}: axis_aliases has {name!r}: {aliases[name]!r}, but {name!r} is an "
                 "axis of the mesh, expected a name that it does not have. Rename the mesh's axis."
             )
-    if not is_manual:
+    if on_global_arrays:
         axes = {axis: (axis,) for axis in data_axes} | axes
-    if not axes:
-        return model
-    found = AxisAliases(axes, tuple(axis for axis in data_axes if mesh.shape[axis] > 1))
-    if isinstance(model, nn.Module):
-        return AliasedLinen(model, found)
-    return dataclasses.replace(model, axis_aliases=found)
+    split = tuple(axis for axis in data_axes if mesh.shape[axis] > 1)
+    return AxisAliases(axes, split)

@@ -1,11 +1,11 @@
-"""A model's initialisation, where the model finds the mesh that it asks for.
+"""A model's initialisation, on the mesh that the model asks for.
 
-Most models are made and initialised with no mesh around them. A model that says shardings itself,
-in its call (`with_sharding_constraint`) or in its initialisers (`out_sharding=`), needs one: if it
-cannot do without, it gets that of the mode. The values do not depend on it.
+Most models are made and initialised with no mesh around them. A model that states shardings itself,
+in its call (`with_sharding_constraint`) or in its initialisers (`out_sharding=`), may need one: if
+it fails without, it gets that of the mode. The values do not depend on it.
 
-What an initialiser types counts as an annotation: the parameter is sharded over these axes, as one
-of `nn.with_partitioning` is.
+An initialiser's type counts as an annotation: the parameter is sharded over these axes, like one of
+`nn.with_partitioning`.
 """
 
 import functools
@@ -15,51 +15,56 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from manualpar.core.partitioning import cast_floating, is_box
-from manualpar.core.strategy import Mode
-from manualpar.modes.modes import on_explicit_axes
-from manualpar.nnx.model import Model, as_model
-from manualpar.sharding.mesh import axis_tuple, with_axis_types
+from manualpar.sharding.mesh import axis_tuple
+from manualpar.user_model.adapter import InitArgs, ModelAdapter
+from manualpar.user_model.setting import Setting
 
 Init = Callable[[jax.Array], dict[str, Any]]
 
 
 class TypedParameter(nn.Partitioned):
-    """A parameter that its initialiser has typed: the names are those of its type."""
+    """A parameter that its initialiser has typed; the names are those of its type."""
 
 
-def model_on_mesh(model: Model, *, mode: Mode, mesh: Any) -> Any:
-    """Makes a model one with `init` and `apply`, see `as_model`, under the mesh if it needs one."""
-    try:
-        return as_model(model)
-    except Exception:  # Whatever it is: if it was not the mesh, it is raised again.
-        if mode not in ("auto", "explicit") or not isinstance(mesh, Mesh | AbstractMesh):
-            raise
-    axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
-    with jax.sharding.use_abstract_mesh(with_axis_types(mesh, axis_type).abstract_mesh):
-        return as_model(model)
+def init_variables(
+    model: ModelAdapter, rng: jax.Array, batch: Any, init_args: InitArgs | None = None
+) -> dict[str, Any]:
+    """Initialises a model as `model.init({"params": rng}, *args, **kwargs)` does.
+
+    Args:
+      model: The model.
+      rng: The key for the parameters.
+      batch: The global batch; only shapes and dtypes are read, every value is zero.
+      init_args: See `call_arguments.initial_call`.
+
+    Returns:
+      The variables by collection.
+    """
+    args, kwargs = model.initial_call(jax.tree.map(jnp.zeros_like, batch), init_args)
+    return model.init({"params": rng}, *args, **kwargs)
 
 
 def initialisation(
-    init_variables: Callable[..., dict[str, Any]],
+    model: ModelAdapter,
     batch: Any,
-    *,
     batch_specs: Any,
-    mode: Mode,
-    mesh: Mesh,
+    setting: Setting,
+    *,
+    init_args: InitArgs | None,
     dtype: str | None,
 ) -> tuple[Init, dict[str, Any]]:
     """Makes a model's initialisation a function of a key.
 
     Args:
-      init_variables: Makes the variables of a key and a batch.
+      model: The model.
       batch: The abstract global batch.
-      batch_specs: The spec of each leaf of it.
-      mode: The mode.
-      mesh: The mesh, all axes of `AxisType.Auto`.
-      dtype: What floating-point parameters are cast to, if not `None`.
+      batch_specs: The spec of each of its leaves.
+      setting: Where the program runs the model.
+      init_args: See `call_arguments.initial_call`.
+      dtype: The dtype that floating-point parameters are cast to, if not `None`.
 
     Returns:
       A function from a key to the variables by collection, with parameters that are annotated or
@@ -67,29 +72,23 @@ def initialisation(
     """
 
     def init(rng: jax.Array, batch: Any = batch) -> dict[str, Any]:
-        variables = init_variables(rng, batch)
+        variables = init_variables(model, rng, batch, init_args)
         params = jax.tree.map(_box_typed, variables.get("params", {}), is_leaf=is_box)
-        return variables | {
-            "params": jax.tree.map(functools.partial(cast_floating, dtype=dtype), params)
-        }
+        cast = functools.partial(cast_floating, dtype=dtype)
+        return variables | {"params": jax.tree.map(cast, params)}
 
-    def init_on_auto_axes(rng: jax.Array) -> dict[str, Any]:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return init(rng)
-
-    def init_on_explicit_axes(rng: jax.Array) -> dict[str, Any]:
-        specs = (PartitionSpec(), batch_specs)
-        run = on_explicit_axes(init, mesh=mesh, in_specs=specs)
-        return run(rng, jax.tree.map(jnp.zeros_like, batch))
+    def init_on_mesh(rng: jax.Array) -> dict[str, Any]:
+        run = setting.on_mesh(init, (PartitionSpec(), batch_specs))
+        variables: dict[str, Any] = run(rng, jax.tree.map(jnp.zeros_like, batch))
+        return variables
 
     key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building touches no device.
     try:
         return init, jax.eval_shape(init, key)
     except Exception:  # Whatever it is: if it was not the mesh, it is raised again.
-        if mode not in ("auto", "explicit"):
+        if not setting.has_mesh_for_models:
             raise
-    on_mesh = init_on_auto_axes if mode == "auto" else init_on_explicit_axes
-    return on_mesh, jax.eval_shape(on_mesh, key)
+    return init_on_mesh, jax.eval_shape(init_on_mesh, key)
 
 
 def typed_specs(params: Any) -> Any:

@@ -15,28 +15,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
-from manualpar.core.strategy import Mode
-from manualpar.modes.modes import model_context, run_on_mesh
-from manualpar.nnx.model import NNXModel
 from manualpar.rng import fold_rng_over_axis
-from manualpar.sharding.annotations import Rules
 from manualpar.sharding.layout import is_inside, path_name
+from manualpar.sharding.mesh import naming_unbound_axes
+from manualpar.user_model.adapter import InitArgs, ModelAdapter
 from manualpar.user_model.array_box import ArrayBox
-from manualpar.user_model.calling import (
-    CarryingApply,
-    InitArgs,
-    apply_model,
-    initial_call,
-    leaf_paths,
-)
+from manualpar.user_model.carrying_apply import CarryingApply, leaf_paths
 from manualpar.user_model.loss import LossFn, call_loss
+from manualpar.user_model.setting import Setting
 
 # Collections that flax and its users sow values into, to be read where the model is applied.
 SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})
@@ -45,30 +37,25 @@ LIBRARIES = frozenset({"flax", "jax", "jaxlib", "manualpar", "numpy", "optax"})
 
 
 def find_carried_collections(
-    model: nn.Module,
+    model: ModelAdapter,
     variables: dict[str, Any],
     batch: Any,
-    mesh: Mesh,
-    *,
     batch_specs: Any,
-    mode: Mode,
-    data_axes: tuple[str, ...],
+    setting: Setting,
     init_args: InitArgs | None = None,
 ) -> dict[str, Any]:
     """Picks the collections that a training state carries from one step to the next.
 
-    Those are all but `params` and what the model sows: `SOWN_COLLECTIONS`, and collections that
-    grow whenever the model is applied. An NNX model makes no variables when it is called.
+    Those are all but `params` and the sown ones: `SOWN_COLLECTIONS`, and collections that grow
+    whenever the model is applied.
 
     Args:
       model: The model.
-      variables: Its abstract variables, no boxes among them.
+      variables: Its abstract variables without boxes.
       batch: The abstract global batch.
-      mesh: The mesh.
-      batch_specs: The spec of each leaf of the batch.
-      mode: The mode.
-      data_axes: The mesh axes that the batch is split over.
-      init_args: How the model is called, see `initial_call`.
+      batch_specs: The spec of each of its leaves.
+      setting: Where the program runs the model.
+      init_args: How the model is called, see `call_arguments.initial_call`.
 
     Returns:
       The abstract collections by name.
@@ -76,19 +63,18 @@ def find_carried_collections(
     others = {name: tree for name, tree in variables.items() if name != "params"}
     paths = {name: leaf_paths(tree) for name, tree in others.items()}
     updated = dict(paths)
-    varying = data_axes if mode == "manual" else ()
 
     def on_device(variables: Any, rng: jax.Array, batch: Any) -> None:
-        variables = cast_to_varying(variables, varying)
-        args, kwargs = initial_call(model, batch, init_args)
+        args, kwargs = model.initial_call(batch, init_args)
         kwargs = {**kwargs, "rngs": {"params": rng}, "mutable": list(others)}
-        _, updates = apply_model(model, variables, *args, **kwargs)
+        with naming_unbound_axes():
+            _, updates = model.apply(setting.vary(variables), *args, **kwargs)
         updated.update({name: leaf_paths(tree) for name, tree in updates.items()})
 
-    if others and not isinstance(model, NNXModel):
+    if others and model.makes_variables_in_calls:
         specs = (PartitionSpec(), PartitionSpec(), batch_specs)
         key = jax.eval_shape(lambda: jax.random.key(0))
-        _trace(on_device, mode, mesh, (), specs, variables, key, batch)
+        setting.trace(on_device, specs, variables, key, batch)
     return {
         name: tree
         for name, tree in others.items()
@@ -98,37 +84,31 @@ def find_carried_collections(
 
 def find_loop_dims(
     strategy: str,
-    *,
-    model: nn.Module,
+    model: ModelAdapter,
     loss_fn: LossFn,
-    params: Any,
-    boxed: Any,
-    collections: dict[str, Any],
     batch: Any,
     batch_specs: Any,
-    mode: Mode,
-    mesh: Mesh,
-    data_axes: tuple[str, ...],
-    rules: Rules,
+    setting: Setting,
+    *,
+    params: Any,
     param_specs: Any,
+    boxed: Any,
+    collections: dict[str, Any],
     gathers_in_loss: bool,
 ) -> dict[str, frozenset[int]]:
     """Finds the dimensions of parameters that `nn.scan` and `nn.vmap` run over.
 
     Args:
-      strategy: Its name, for messages.
-      model: The Linen model.
+      strategy: The strategy's name, for messages.
+      model: The model.
       loss_fn: The loss.
+      batch: The abstract global batch.
+      batch_specs: The spec of each of its leaves.
+      setting: Where the program runs the model.
       params: The abstract parameters.
+      param_specs: The specs that the model's initialisers type the parameters with.
       boxed: The same tree with a bool at each leaf: whether to look at the parameter.
       collections: The model's other abstract collections.
-      batch: The abstract global batch.
-      batch_specs: The spec of each leaf of it.
-      mode: The mode.
-      mesh: The mesh.
-      data_axes: The mesh axes that the batch is split over.
-      rules: What logical names mean.
-      param_specs: How the model's initialisers type the parameters.
       gathers_in_loss: Whether this package gathers parameters where the loss reads them.
 
     Returns:
@@ -139,23 +119,17 @@ def find_loop_dims(
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     notes: dict[str, set[int]] = {}
-    varying = data_axes if mode == "manual" else ()
 
     def on_device(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
-        carrying = CarryingApply(model, collections, train=True)
-
-        def apply_fn(variables: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(model, NNXModel):  # Its variables hold one array each.
-                variables = jax.tree.map(_unwatched, dict(variables), is_leaf=_is_probe)
-            return carrying(variables, *args, **kwargs)
-
-        rng = fold_rng_over_axis(rng, varying) if varying else rng
+        apply_fn = CarryingApply(model, collections)
+        if setting.is_manual:
+            rng = fold_rng_over_axis(rng, setting.data_axes)
         call_loss(loss_fn, params, apply_fn, batch, rng)
 
     def trace_boxed(boxed: Any) -> None:
         def on_device_boxed(values: Any, *args: Any) -> None:
             def box(path: Any, is_boxed: bool, x: Any, value: Any) -> Any:
-                value = cast_to_varying(value, varying)
+                value = setting.vary(value)
                 if not is_boxed:
                     return value
                 dims = _Notes(notes.setdefault(path_name(path), set()))
@@ -171,13 +145,13 @@ def find_loop_dims(
             boxed,
             params,
         )
-        _trace(on_device_boxed, mode, mesh, rules, specs, keys, collections, key, batch)
+        setting.trace(on_device_boxed, specs, keys, collections, key, batch)
 
     def on_device_plain(params: Any, *args: Any) -> None:
-        on_device(cast_to_varying(params, varying), *args)
+        on_device(setting.vary(params), *args)
 
     specs = (param_specs, PartitionSpec(), PartitionSpec(), batch_specs)
-    _trace(on_device_plain, mode, mesh, rules, specs, params, collections, key, batch)
+    setting.trace(on_device_plain, specs, params, collections, key, batch)
     try:
         trace_boxed(boxed)
     except Exception as error:  # Whatever it is: with plain parameters it was not raised.
@@ -229,17 +203,6 @@ def _find_read(boxed: Any, trace: Callable[[Any], None]) -> tuple[str, ...]:
         found.append(some[0].rpartition("/")[0] or some[0])
         paths = [path for path in paths if not is_inside(path, found[-1])]
     return tuple(found)
-
-
-def _trace(function: Any, mode: Mode, mesh: Mesh, rules: Rules, in_specs: Any, *args: Any) -> None:
-    """Traces a function for what it notes on the way, as it would run in a mode."""
-
-    def in_context(*args: Any) -> None:
-        with model_context(mode, mesh, rules):
-            function(*args)
-
-    run = run_on_mesh(mode, in_context, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec())
-    jax.eval_shape(run, *args)
 
 
 class _MisreadError(ValueError):
@@ -304,6 +267,11 @@ class _Probe(ArrayBox, eq=False):
         zeros = jnp.zeros(self.value.shape, self.dtype, **sharding)
         return cast_to_varying(zeros, varying_axes(self.value))
 
+    def of_one_array(self) -> "_Probe":
+        """The box with the keys alone, which nobody can differentiate."""
+        self.unbox()
+        return self.replace(witness=None)
+
     def add_axis(self, index: int, params: dict[Any, Any]) -> "_Probe":
         """A dimension that is not the parameter's own."""
         names = list(self.names)
@@ -317,15 +285,3 @@ class _Probe(ArrayBox, eq=False):
         if dim is not None:
             self.notes.dims.add(int(dim))
         return self.replace(names=tuple(names))
-
-
-def _is_probe(x: Any) -> bool:
-    return isinstance(x, _Probe)
-
-
-def _unwatched(x: Any) -> Any:
-    """A box with the keys alone, which nobody differentiates."""
-    if not isinstance(x, _Probe):
-        return x
-    x.unbox()
-    return x.replace(witness=None)

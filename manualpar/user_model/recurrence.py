@@ -4,9 +4,8 @@ A scan demands a carry of one type from beginning to end. A cell's `initialize_c
 constant, which is the same on all devices, and the first step makes something else of it. So what
 `initialize_carry` returns is cast while a model is called, in `nn.RNN` and in a user's own scan.
 
-An NNX module lives for one call, so its cells can be changed. Linen's cells are made where they are
-used, and flax's interceptors do not see this method. So its classes are changed, for the time of
-the call and for the calling thread alone.
+Linen's cells are made where they are used, and flax's interceptors do not see this method. So their
+classes are changed, for the time of the call and for the calling thread alone.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from flax import nnx
 from jax.sharding import PartitionSpec
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
@@ -30,23 +28,23 @@ def varying_linen_carries(inputs: Any) -> Iterator[None]:
     """Has Linen's cells make carries of the type that a scan over the inputs needs.
 
     Args:
-      inputs: What the model is called with, see `_spread`.
+      inputs: The arguments of the model's call, see `vary_like`.
 
     Communication:
       None.
     """
-    spread, thread = _spread(inputs), threading.get_ident()
+    vary, thread = vary_like(inputs), threading.get_ident()
 
     def casting(initialize: Any) -> Any:
         @functools.wraps(initialize)
         def initialize_carry(*args: Any, **kwargs: Any) -> Any:
             carry = initialize(*args, **kwargs)
-            return jax.tree.map(spread, carry) if threading.get_ident() == thread else carry
+            return jax.tree.map(vary, carry) if threading.get_ident() == thread else carry
 
         vars(initialize_carry)["has_ended"] = False
         return initialize_carry
 
-    cells = [cell for cell in _subclasses(nn.RNNCellBase) if METHOD in vars(cell)]
+    cells = [cell for cell in _with_subclasses(nn.RNNCellBase) if METHOD in vars(cell)]
     methods = [casting(vars(cell)[METHOD]) for cell in cells]
     for cell, method in zip(cells, methods, strict=True):
         setattr(cell, METHOD, method)
@@ -60,50 +58,27 @@ def varying_linen_carries(inputs: Any) -> Iterator[None]:
                 setattr(cell, METHOD, vars(cell)[METHOD].__wrapped__)
 
 
-def vary_nnx_carries(module: nnx.Module, inputs: Any) -> None:
-    """Has each cell in an NNX module make carries of the type that a scan over the inputs needs.
-
-    Args:
-      module: A module that lives for one call; its cells are changed.
-      inputs: What it is called with, see `_spread`.
-
-    Communication:
-      None.
-    """
-    spread = _spread(inputs)
-    for _, part in nnx.iter_modules(module):
-        cell: Any = part.cell if isinstance(part, nnx.RNN) else part
-        if isinstance(part, nnx.RNN | nnx.RNNCellBase):
-            cell.initialize_carry = _mapped(cell.initialize_carry, spread)
-
-
-def _mapped(initialize: Any, spread: Any) -> Any:
-    """A cell's method, with something done to each array of the carry."""
-    return lambda *args, **kwargs: jax.tree.map(spread, initialize(*args, **kwargs))
-
-
-def _spread(inputs: Any) -> Callable[[jax.Array], jax.Array]:
-    """A function that gives a carry of leading dimension batch the type that data has.
+def vary_like(inputs: Any) -> Callable[[jax.Array], jax.Array]:
+    """A function that gives a carry of leading dimension batch the type of the inputs.
 
     Args:
       inputs: Arrays of leading dimension batch, among other things. The carry varies over the
-        devices that these vary over. Where shardings are types it is sharded as these are along
+        devices that these vary over. Where shardings are types, it is sharded as these are along
         their leading dimension.
     """
     arrays = [x for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array)]
     axes = tuple(sorted({axis for x in arrays for axis in varying_axes(x)}))
     batches = {x.shape[0]: name for x in arrays for name in jax.typeof(x).sharding.spec[:1] if name}
 
-    def spread(carry: jax.Array) -> jax.Array:
+    def vary(carry: jax.Array) -> jax.Array:
         carry = cast_to_varying(carry, axes)
         batch = batches.get(carry.shape[0]) if carry.ndim else None
         if batch is None or not jax.sharding.get_abstract_mesh().explicit_axes:
             return carry
         return jax.sharding.reshard(carry, PartitionSpec(batch))
 
-    return spread
+    return vary
 
 
-def _subclasses(base: Any) -> set[Any]:
-    """All classes below one."""
-    return {base}.union(*(_subclasses(below) for below in base.__subclasses__()))
+def _with_subclasses(base: Any) -> set[Any]:
+    return {base}.union(*(_with_subclasses(below) for below in base.__subclasses__()))

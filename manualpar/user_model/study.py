@@ -6,7 +6,6 @@ step to step, what its annotations say, or which dimensions its loops run over.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,23 +13,24 @@ import flax.linen as nn
 import jax
 from jax.sharding import Mesh
 
+import manualpar.user_model.linen  # noqa: F401  # It registers the adapter of Linen models.
 from manualpar.collection_sync import CollectionSync, check_sync_collections
 from manualpar.core.partitioning import is_box
 from manualpar.core.strategy import Mode
-from manualpar.modes.modes import model_context
-from manualpar.nnx.model import Model, NNXModel, with_loop_dims
-from manualpar.sharding.annotations import Rules, check_rules
+from manualpar.sharding.annotations import check_rules
 from manualpar.sharding.layout import (
     ParameterInfo,
     check_unmixed,
     describe_parameters,
     strip_boxes,
 )
-from manualpar.user_model.axis_names import with_axis_aliases
-from manualpar.user_model.calling import CarryingApply, init_variables
-from manualpar.user_model.initialise import Init, initialisation, model_on_mesh, typed_specs
+from manualpar.user_model.adapter import Model, ModelAdapter, Phase, adapt
+from manualpar.user_model.axis_names import check_axis_aliases
+from manualpar.user_model.carrying_apply import CarryingApply
+from manualpar.user_model.initialise import Init, initialisation, typed_specs
 from manualpar.user_model.loss import LossFn, Metrics, call_loss
 from manualpar.user_model.probe import find_carried_collections, find_loop_dims
+from manualpar.user_model.setting import Setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +43,6 @@ class UserModel:
       keeps_types: Whether the model's initialisers type its parameters as sharded.
       sync_collections: How collections that differ between devices are synchronised.
       collections: The names of the collections that a training state carries besides `params`.
-      mesh: The mesh.
-      mode: Who writes the collectives.
     """
 
     apply_fn: Callable[..., Any]
@@ -52,13 +50,11 @@ class UserModel:
     keeps_types: bool
     sync_collections: Mapping[str, CollectionSync]
     collections: tuple[str, ...]
-    mesh: Mesh
-    mode: Mode
-    _model: Any
+    _model: ModelAdapter
+    _evaluated: ModelAdapter
     _init: Init
     _loss_fn: LossFn
-    _rules: Rules
-    _eval_dropout: bool
+    _setting: Setting
 
     def create_variables(self, key: jax.Array) -> dict[str, Any]:
         """The initial variables by collection: `params` and those that a training state carries.
@@ -86,19 +82,21 @@ class UserModel:
         Returns:
           The loss, the checked metrics, and the collections after the call.
         """
-        apply_fn = CarryingApply(self._model, collections, train=True)
+        apply_fn = CarryingApply(self._model, collections)
         loss, metrics = self._call_loss(params, apply_fn, batch, rng)
         return loss, metrics, apply_fn.collections
 
     def eval_metrics(self, params: Any, collections: Any, batch: Any, rng: jax.Array) -> Metrics:
         """The metrics of the same loss with training turned off; arguments as `train_loss`."""
-        apply_fn = CarryingApply(
-            self._model, collections, train=False, eval_dropout=self._eval_dropout
-        )
+        apply_fn = CarryingApply(self._evaluated, collections)
         return self._call_loss(params, apply_fn, batch, rng)[1]
 
+    def on(self, mesh: Mesh) -> "UserModel":
+        """The same model on another mesh with the same axes."""
+        return dataclasses.replace(self, _setting=dataclasses.replace(self._setting, mesh=mesh))
+
     def _call_loss(self, *args: Any) -> tuple[jax.Array, Metrics]:
-        with model_context(self.mode, self.mesh, self._rules):
+        with self._setting.context():
             return call_loss(self._loss_fn, *args)
 
 
@@ -142,93 +140,74 @@ def study(
       ValueError: The model or the loss does something that a program cannot do; the message says
         how to mend it.
     """
-    applied = model_on_mesh(model, mode=mode, mesh=mesh)
-    _check_model(strategy, applied)
-    applied = with_axis_aliases(
+    setting = Setting(mesh, mode, data_axes, check_rules(strategy, options.get("rules", ()), mesh))
+    aliases = check_axis_aliases(
         strategy,
-        applied,
         options.get("axis_aliases", {}),
-        is_manual=mode == "manual",
         mesh=mesh,
         data_axes=data_axes,
+        on_global_arrays=not setting.is_manual,
     )
-    rules = check_rules(strategy, options.get("rules", ()), mesh)
-    init_args = options.get("init_args")
+    adapted = setting.make_model(lambda: adapt(model))
+    if not isinstance(adapted, ModelAdapter):
+        hint = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
+        raise TypeError(
+            f"{strategy}: model is {model!r}, expected an instance of a flax.linen.Module, or an "
+            f"nnx.Module or what makes one of rngs.{hint}"
+        )
+    adapted = dataclasses.replace(adapted, axis_aliases=aliases)
+
+    specs, init_args = batch_specs, options.get("init_args")
     init, variables = initialisation(
-        functools.partial(init_variables, applied, init_args=init_args),
-        batch,
-        batch_specs=batch_specs,
-        mode=mode,
-        mesh=mesh,
-        dtype=param_dtype,
+        adapted, batch, specs, setting, init_args=init_args, dtype=param_dtype
     )
     params = variables["params"]
     if not jax.tree.leaves(params):
         expected = "expected some to train; in NNX those that an nnx.Param holds"
-        raise ValueError(f"{strategy}: model {applied!r} has no parameters, {expected}.")
-    collections = find_carried_collections(
-        applied,
-        strip_boxes(variables),
-        batch,
-        mesh,
-        batch_specs=batch_specs,
-        mode=mode,
-        data_axes=data_axes,
-        init_args=init_args,
-    )
+        raise ValueError(f"{strategy}: model {adapted!r} has no parameters, {expected}.")
+    whole = strip_boxes(variables)
+    collections = find_carried_collections(adapted, whole, batch, specs, setting, init_args)
     sync = check_sync_collections(strategy, options.get("sync_collections", {}), collections)
 
     def describe(params: Any, loop_dims: Mapping[str, frozenset[int]]) -> Any:
-        infos = describe_parameters(params, loop_dims, mesh, rules)
+        infos = describe_parameters(params, loop_dims, mesh, setting.rules)
         jax.tree.map(lambda info: check_unmixed(info, data_axes), infos)
         return infos
 
-    whole = strip_boxes(params)
     boxed = jax.tree.map(
-        lambda x, info: is_box(x) or is_gathered(info), params, describe(whole, {}), is_leaf=is_box
+        lambda x, info: is_box(x) or is_gathered(info),
+        params,
+        describe(whole["params"], {}),
+        is_leaf=is_box,
     )
     loop_dims: Mapping[str, frozenset[int]] = {}
     if any(jax.tree.leaves(boxed)):
         loop_dims = find_loop_dims(
             strategy,
-            model=applied,
-            loss_fn=loss_fn,
-            params=whole,
+            adapted,
+            loss_fn,
+            batch,
+            specs,
+            setting,
+            params=whole["params"],
+            param_specs=typed_specs(params),
             boxed=boxed,
             collections=collections,
-            batch=batch,
-            batch_specs=batch_specs,
-            mode=mode,
-            mesh=mesh,
-            data_axes=data_axes,
-            rules=rules,
-            param_specs=typed_specs(params),
             gathers_in_loss=gathers_in_loss,
         )
     infos = describe(params, loop_dims)
+    all_dims = {info.path: info.loop_dims for info in jax.tree.leaves(infos)}
+    final = dataclasses.replace(adapted, loop_dims=all_dims)
+    phase: Phase = "eval_dropout" if options.get("eval_dropout", False) else "eval"
     return UserModel(
-        apply_fn=applied.apply,
+        apply_fn=adapted.apply_fn,
         parameters=infos,
         keeps_types=any(jax.tree.leaves(typed_specs(params))),
         sync_collections=sync,
         collections=tuple(collections),
-        mesh=mesh,
-        mode=mode,
-        _model=with_loop_dims(
-            applied, {info.path: info.loop_dims for info in jax.tree.leaves(infos)}
-        ),
+        _model=final,
+        _evaluated=dataclasses.replace(final, phase=phase),
         _init=init,
         _loss_fn=loss_fn,
-        _rules=rules,
-        _eval_dropout=options.get("eval_dropout", False),
-    )
-
-
-def _check_model(strategy: str, model: Any) -> None:
-    if isinstance(model, nn.Module | NNXModel):
-        return
-    hint = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
-    raise TypeError(
-        f"{strategy}: model is {model!r}, expected an instance of a flax.linen.Module, or an "
-        f"nnx.Module or what makes one of rngs.{hint}"
+        _setting=setting,
     )

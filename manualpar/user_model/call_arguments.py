@@ -1,0 +1,113 @@
+"""The arguments that a model is initialised with, made from a batch.
+
+The model is called with `batch.inputs`, or with the arguments that the user's `init_args` returns;
+switches such as `train` are added. A call that does not fit the method is refused with the
+`init_args` to write.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from manualpar.user_model.adapter import InitArgs
+from manualpar.user_model.evaluation import EVAL_SWITCHES
+
+
+def initial_call(
+    module: Any, batch: Any, init_args: InitArgs | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Finds the arguments that a module is called with to initialise it.
+
+    Args:
+      module: The Linen module.
+      batch: The batch.
+      init_args: Makes `(args, kwargs)` from the batch; `kwargs` may name another `method` than
+        `__call__`. If `None`, the module is called with `batch.inputs`.
+
+    Returns:
+      `args` and `kwargs`. If the method has an argument `train` that is not given, it is `False`,
+      and likewise each other one of `EVAL_SWITCHES` that has no default.
+
+    Raises:
+      TypeError: The method cannot be called like this.
+    """
+    if init_args is None and not hasattr(batch, "inputs"):
+        raise TypeError(
+            f"batch is a {type(batch).__name__}, expected one with .inputs: manualpar.Batch. Or "
+            f"say what the model is called with: {_example(signature_of(module, None))}."
+        )
+    args, kwargs = _checked_pair(init_args(batch)) if init_args else ((batch.inputs,), {})
+    method = kwargs.get("method")
+    signature = signature_of(module, method)
+    given = {name: value for name, value in kwargs.items() if name != "method"}
+    switches: dict[str, Any] = {}
+    names: Mapping[str, Any] = signature.parameters
+    try:
+        names = signature.bind_partial(*args, **given).arguments
+        switches = {
+            name: value
+            for name, value in EVAL_SWITCHES.items()
+            if name in signature.parameters.keys() - names.keys()
+            and (name == "train" or signature.parameters[name].default is inspect.Parameter.empty)
+        }
+        signature.bind(*args, **given, **switches)
+    except TypeError as error:
+        missing = [repr(name) for name in _required(signature) if name not in names]
+        what = "what init_args returns" if init_args else "batch.inputs alone"
+        called = method if isinstance(method, str) else getattr(method, "__name__", "__call__")
+        raise TypeError(
+            f"model: {type(module).__name__}.{called} cannot be called with {what} to "
+            f"initialise the model: {'it also needs ' + ', '.join(missing) if missing else error}. "
+            f"It takes {signature}. Say what it is called with, from the batch: "
+            f"{_example(signature)}."
+        ) from error
+    return args, {**kwargs, **switches}
+
+
+def signature_of(module: Any, method: Any) -> inspect.Signature:
+    """The signature of a module's method without the module; that of `__call__` for `None`."""
+    is_name = method is None or isinstance(method, str)
+    function = getattr(module, method or "__call__", None) if is_name else method
+    if not callable(function):
+        raise TypeError(
+            f"model: {type(module).__name__} has no method {method or '__call__'!r}, expected "
+            "one to initialise it with. Name it with init_args=lambda batch: ((batch.inputs,), "
+            "{'method': '...'})."
+        )
+    parameters = list(inspect.signature(function).parameters.values())
+    parameters = parameters if is_name else parameters[1:]
+    return inspect.Signature([x.replace(annotation=x.empty) for x in parameters])
+
+
+def _required(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
+    """The arguments without a default that only the caller can give."""
+    return {
+        name: parameter
+        for name, parameter in signature.parameters.items()
+        if name not in EVAL_SWITCHES
+        and parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+
+
+def _example(signature: inspect.Signature) -> str:
+    """The `init_args` that a method may need, as a user would write it."""
+    args, kwargs = "", []
+    for name, parameter in _required(signature).items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            kwargs.append(f"'{name}': batch['{name}']")
+        else:
+            args += f"batch['{name}'], "
+    args = args[:-1] if args.count(",") == 1 else args[:-2]
+    return f"init_args=lambda batch: (({args}), {{{', '.join(kwargs)}}})"
+
+
+def _checked_pair(returned: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (0, 0)
+    if not isinstance(args, tuple | list) or not isinstance(kwargs, Mapping):
+        raise TypeError(
+            f"init_args returned a {type(returned).__name__} that is not the pair (args, kwargs), "
+            "expected a tuple of positional arguments and a dict of others, such as "
+            "init_args=lambda batch: ((batch.inputs,), {})."
+        )
+    return tuple(args), dict(kwargs)

@@ -1,0 +1,130 @@
+"""Linen models: how they are called on a mesh.
+
+A module's fields say how one device would run it. While one of its methods runs in a program, some
+of them are replaced:
+
+- `axis_name` by the mesh axes that it is an alias of, see `axis_names`.
+- In evaluation, the switches that tell the module to train, see `evaluation`.
+- Initializers by ones without annotations. When a model is applied, flax calls them once more, for
+  the shapes. An annotated one (`nn.with_partitioning`) then returns a box. `nn.DenseGeneral`, and
+  so attention, calls it with the flattened shape of its kernel, unboxes the result and reshapes it.
+  On a mesh, the unboxing would constrain the sharding of the flattened array by the names of the
+  kernel's dims. All annotations have been read by then, so they are left out.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+import flax.linen as nn
+from flax.errors import InvalidRngError
+
+from manualpar.user_model.adapter import InitArgs, ModelAdapter, register
+from manualpar.user_model.call_arguments import initial_call
+from manualpar.user_model.evaluation import DROPOUT_STREAM, EVAL_SWITCHES, SWITCHES, overrule
+from manualpar.user_model.recurrence import varying_linen_carries
+
+
+@register
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class LinenModel(ModelAdapter):
+    """A Linen model."""
+
+    makes_variables_in_calls: ClassVar[bool] = True
+
+    def __repr__(self) -> str:
+        return repr(self.module)
+
+    @classmethod
+    def wrap(cls, model: Any) -> Self | None:
+        """The adapter of a Linen module."""
+        return cls(model) if isinstance(model, nn.Module) else None
+
+    @property
+    def apply_fn(self) -> Callable[..., Any]:
+        """The module's own `apply` if there are no aliases, so that equal modules share it."""
+        apply: Callable[..., Any] = self.apply if self.axis_aliases.axes else self.module.apply
+        return apply
+
+    def initial_call(
+        self, batch: Any, init_args: InitArgs | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See `call_arguments.initial_call`."""
+        return initial_call(self.module, batch, init_args)
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`module.init`."""
+        return dict(self.module.init(rngs, *args, **kwargs))
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """`module.apply` with fields replaced in every module.
+
+        Raises:
+          ValueError: In evaluation, a module draws from the stream of dropout.
+        """
+        switches, rngs = SWITCHES[self.phase], kwargs.get("rngs")
+        withheld = False
+        if "deterministic" in switches and isinstance(rngs, Mapping):
+            withheld = DROPOUT_STREAM in rngs
+            kwargs["rngs"] = {name: key for name, key in rngs.items() if name != DROPOUT_STREAM}
+
+        def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            module = context.module
+            if switches:
+                signature = inspect.signature(context.orig_method)
+                args, kwargs = overrule(signature, args, kwargs, switches)
+            try:
+                with replace_fields(module, self._fields_on_mesh(module)):
+                    return next_fun(*args, **kwargs)
+            except InvalidRngError as error:
+                if not withheld:
+                    raise
+                kind = type(module).__name__
+                raise ValueError(
+                    f"model: {'/'.join(module.path) or kind!r} ({kind}) draws from "
+                    f"rngs[{DROPOUT_STREAM!r}] in evaluation, and has no argument or field by "
+                    "which it is told not to; expected one of "
+                    f"{', '.join(EVAL_SWITCHES)}. Give it one, or another stream if it is no "
+                    "dropout, or leave dropout on in evaluation: eval_dropout=True."
+                ) from error
+
+        with varying_linen_carries((args, kwargs)), nn.intercept_methods(intercept):
+            return self.module.apply(variables, *args, **kwargs)
+
+    def _fields_on_mesh(self, module: nn.Module) -> dict[str, Any]:
+        """The fields of a module that differ on the mesh, by name."""
+        fields: dict[str, Any] = self.axis_aliases.resolve(module)
+        switches = SWITCHES[self.phase]
+        for name in (field.name for field in dataclasses.fields(module)):
+            value = getattr(module, name, None)
+            if name in switches and isinstance(value, bool):
+                fields[name] = switches[name]
+            elif name.endswith("init") and callable(value):
+                fields[name] = _Unannotated(value)
+        return fields
+
+
+@contextlib.contextmanager
+def replace_fields(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
+    """Gives fields of a module, which is frozen, other values for a while."""
+    before = {name: getattr(module, name) for name in values}
+    try:
+        for name, value in values.items():
+            object.__setattr__(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            object.__setattr__(module, name, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unannotated:
+    """An initializer without its annotation; equal ones compare equal, as `nn.jit` needs."""
+
+    initializer: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        x = self.initializer(*args, **kwargs)
+        return x.value if isinstance(x, nn.Partitioned) else x
