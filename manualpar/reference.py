@@ -117,7 +117,9 @@ def _on_one_device(
     """The function of a key that gives one device's gradients and means of metrics."""
     mesh = program.mesh
     one = Mesh(mesh.devices.flatten()[:1].reshape([1] * mesh.devices.ndim), mesh.axis_names)
-    step = dataclasses.replace(program.step, model=program.step.model.on(one), mesh=one)
+    step = dataclasses.replace(
+        program.step, model=program.step.model.with_setting(mesh=one), mesh=one
+    )
 
     def gradients(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
         def loss_fn(params: Any) -> Any:

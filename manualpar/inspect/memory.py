@@ -238,7 +238,7 @@ def _trace(program: Program) -> ClosedJaxpr:
         written: Step = jitted.__wrapped__.__self__  # What was jitted is its method.
         assert written.update is not None
         update = dataclasses.replace(written.update, mode="manual")
-        model = dataclasses.replace(written.model, mode="manual")
+        model = written.model.with_setting(mode="manual")
         manual = dataclasses.replace(written, mode="manual", model=model, update=update)
         step = jax.jit(manual.train)
     return step.trace(program.abstract_state, program.abstract_batch).jaxpr

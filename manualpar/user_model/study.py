@@ -91,9 +91,9 @@ class UserModel:
         apply_fn = CarryingApply(self._evaluated, collections)
         return self._call_loss(params, apply_fn, batch, rng)[1]
 
-    def on(self, mesh: Mesh) -> "UserModel":
-        """The same model on another mesh with the same axes."""
-        return dataclasses.replace(self, _setting=dataclasses.replace(self._setting, mesh=mesh))
+    def with_setting(self, **changes: Any) -> "UserModel":
+        """The same model with another `mesh` of the same axes, or in another `mode`."""
+        return dataclasses.replace(self, _setting=dataclasses.replace(self._setting, **changes))
 
     def _call_loss(self, *args: Any) -> tuple[jax.Array, Metrics]:
         with self._setting.context():
