@@ -26,14 +26,13 @@ class Meeting:
         listener = listen("127.0.0.1:0")
         self.port = listener.getsockname()[1]
         self.num_processes, self.timeout_seconds = num_processes, timeout_seconds
-        self.said, self.lost, self.channels, self.gates = [], {}, {}, {}
+        self.lost, self.channels, self.gates = {}, {}, {}
         self.hub = Hub(
             listener,
             num_processes=num_processes,
             token=token,
             timeout_seconds=timeout_seconds,
             join_seconds=join_seconds,
-            announce=self.said.append,
         )
 
     def join(self, process, *, token="secret", num_processes=None):
@@ -45,7 +44,6 @@ class Meeting:
             token=token,
             warn_seconds=1.0,
             give_up_seconds=HANG_SECONDS,
-            announce=self.said.append,
         )
         self.channels[process] = Channel(
             connection,
@@ -53,7 +51,6 @@ class Meeting:
             gate=self.gates.setdefault(process, StopGate()),
             pace=Pace(),
             on_loss=lambda loss: self.lost.__setitem__(process, loss),
-            announce=self.said.append,
         )
         return self.channels[process]
 
@@ -96,7 +93,7 @@ def connect():
         yield lambda port: stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
 
 
-def test_processes_meet_agree_and_part():
+def test_processes_meet_agree_and_part(capfd):
     meeting = Meeting(3)
     meeting.join_all()
     same = {process: {"seed": "1"} for process in range(3)}
@@ -104,7 +101,7 @@ def test_processes_meet_agree_and_part():
     assert meeting.agree(same) == dict.fromkeys(range(3))
     meeting.end()
     assert not meeting.lost
-    assert not meeting.said
+    assert not capfd.readouterr().err
 
 
 def test_what_differs_is_told_to_all_and_ends_the_hub_without_a_loss():
@@ -193,13 +190,14 @@ def test_a_crowd_of_strangers_keeps_nobody_out(connect):
     assert not meeting.lost
 
 
-def test_a_stranger_without_the_token_is_told_and_the_run_says_it_once(connect):
+def test_a_stranger_without_the_token_is_told_and_the_run_says_it_once(capfd):
     meeting = Meeting()
     meeting.join(0)
     for token in ("", "wrong", "Secret"):
         with pytest.raises(ValueError, match="its MANUALPAR_TOKEN is not that of process 0"):
             meeting.join(1, token=token)
-    assert meeting.said == ["a connection with another MANUALPAR_TOKEN was refused"]
+    said = capfd.readouterr().err
+    assert said == "a connection with another MANUALPAR_TOKEN was refused\n"
     meeting.join(1)
     assert meeting.channels[1].is_joined.wait(HANG_SECONDS)
     meeting.end()
@@ -244,7 +242,6 @@ def test_who_came_and_died_before_the_others_is_named_at_once():
         token="secret",
         warn_seconds=1.0,
         give_up_seconds=HANG_SECONDS,
-        announce=meeting.said.append,
     )
     died.close()
     assert meeting.channels[0].is_over.wait(HANG_SECONDS)
@@ -252,20 +249,21 @@ def test_who_came_and_died_before_the_others_is_named_at_once():
     assert str(meeting.lost[0]).endswith("was lost: its connection closed")
 
 
-def test_who_never_comes_is_named_first_and_given_up_later():
+def test_who_never_comes_is_named_first_and_given_up_later(capfd):
     meeting = Meeting(3, timeout_seconds=1.0, join_seconds=2.0)
     meeting.join(0)
     assert meeting.channels[0].is_over.wait(HANG_SECONDS)
-    assert "processes 1, 2 of 3 not connected after 0.5 s; waiting up to 2 s" in meeting.said
+    said = capfd.readouterr().err
+    assert said == "processes 1, 2 of 3 not connected after 0.5 s; waiting up to 2 s\n"
     assert (
         str(meeting.lost[0]) == "process 1 was lost: it has not connected to process 0 within 2 s"
     )
 
 
-def test_process_0_may_come_last():
+def test_process_0_may_come_last(capfd):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    said, joined = [], []
+    said, joined = "", []
 
     def join():
         joined.append(
@@ -277,7 +275,6 @@ def test_process_0_may_come_last():
                 token="",
                 warn_seconds=0.3,
                 give_up_seconds=HANG_SECONDS,
-                announce=said.append,
             )
         )
 
@@ -286,14 +283,14 @@ def test_process_0_may_come_last():
     deadline = time.monotonic() + HANG_SECONDS
     while not said and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert said[0].startswith(f"process 0 is not there after 0.3 s, at port {port} (127.0.0.1: ")
+        said = capfd.readouterr().err
+    assert said.startswith(f"process 0 is not there after 0.3 s, at port {port} (127.0.0.1: ")
     Hub(
         listen(f"127.0.0.1:{port}"),
         num_processes=2,
         token="",
         timeout_seconds=30.0,
         join_seconds=60.0,
-        announce=said.append,
     )
     thread.join(HANG_SECONDS)
     assert joined
@@ -312,7 +309,6 @@ def test_process_0_that_never_comes_is_an_error():
             token="",
             warn_seconds=10.0,
             give_up_seconds=0.2,
-            announce=print,
         )
 
 

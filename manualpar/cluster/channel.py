@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from manualpar.cluster.facts import DisagreementError, Facts
+from manualpar.cluster.facts import DisagreementError, Facts, announce
 from manualpar.cluster.hub import beat_seconds
 from manualpar.cluster.link import Link, Message
 from manualpar.cluster.lost import CLOSED, Loss, Pace, describe_silence
@@ -37,23 +37,20 @@ class Channel:
         gate: StopGate,
         pace: Pace,
         on_loss: Callable[[Loss], None],
-        announce: Callable[[str], None],
     ) -> None:
-        """Takes over a connection to the hub and starts the thread.
+        """Starts the thread on a connection on which the hub has admitted this process.
 
         Args:
-          connection: The socket, whose process the hub has admitted.
+          connection: The connected socket.
           timeout_seconds: How long the hub may be silent.
-          gate: What the calls that ask whether to stop go through.
+          gate: Holds the main thread's calls while the processes agree on when to stop.
           pace: Counts what the main thread does.
           on_loss: Called in the thread when a process is lost, at most once.
-          announce: Shows a sentence.
         """
         self._timeout_seconds = timeout_seconds
         self._gate = gate
         self._pace = pace
         self._on_loss = on_loss
-        self._announce = announce
         self._differences: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._first = ("", 0)  # Host and process id of process 0.
         self._heard_at = time.monotonic()
@@ -144,7 +141,7 @@ class Channel:
         elif kind == "lost":
             self._finish(Loss(**message))
         elif kind == "waiting":
-            self._announce(message["text"])
+            announce(message["text"])
         elif kind == "agreed":
             self._differences.put([])
         elif kind == "differences":

@@ -24,7 +24,7 @@ from typing import Self
 import jax
 
 from manualpar.cluster.channel import Channel
-from manualpar.cluster.facts import Facts
+from manualpar.cluster.facts import Facts, announce
 from manualpar.cluster.hub import LEAVING_SECONDS, Hub
 from manualpar.cluster.lost import Loss, Pace, causes
 from manualpar.cluster.stopping import StopGate, on_sigterm
@@ -40,15 +40,12 @@ TERMINATED_EXIT_CODE = 143
 # A process that hears of another's error has this long to report its own, often the same.
 OWN_ERROR_SECONDS = 0.5
 FLUSH_SECONDS = 0.5
+# How long an error of the runtime waits for the news that another process is lost.
+NEWS_SECONDS = 2.0
 # How long `close` waits for processes that live but do not come to an end.
 CLOSE_SECONDS = 300.0
 # The kinds of errors that a lost process brings about in the others.
 FROM_OTHERS = (jax.errors.JaxRuntimeError, OSError, TimeoutError)
-
-
-def print_announcement(sentence: str) -> None:
-    """Writes a sentence to standard error, past all buffers and their locks."""
-    os.write(2, f"{sentence}\n".encode())
 
 
 class Cluster:
@@ -83,15 +80,10 @@ class Cluster:
         """Says, between two steps, whether to stop here; true after the same step in all processes.
 
         Every process calls it equally often and in the same place of its loop. Usually it costs a
-        microsecond; once, after a request to stop, it takes as long as a few messages.
-
-        Args:
-          step: The number of updates made, for `steps`.
-
-        Returns:
-          Whether to stop after this step. Once true, it stays so.
+        microsecond; once, after a request to stop, it takes as long as a few messages. Once true,
+        it stays so. `step` is the number of updates made, for `steps`.
         """
-        self.at_step(step)
+        self._pace.at_step(step)
         return self._gate.should_stop() if self._channel else self._stops
 
     def request_stop(self) -> None:
@@ -108,17 +100,11 @@ class Cluster:
         """
 
         def first() -> None:
-            print_announcement(
-                "SIGTERM: stopping after this step; a second SIGTERM ends this process"
-            )
+            announce("SIGTERM: stopping after this step; a second SIGTERM ends this process")
             self.request_stop()
 
         with on_sigterm(first, lambda: os._exit(TERMINATED_EXIT_CODE)):
             yield
-
-    def at_step(self, step: int) -> None:
-        """Says how far this process is, for the others' `steps`."""
-        self._pace.at_step(step)
 
     def enter(self, phase: str) -> None:
         """Says what this process does next, so that the others notice when it hangs.
@@ -137,12 +123,8 @@ class Cluster:
 
         It needs no device and no collective.
 
-        Args:
-          facts: What has to be the same in all processes, by a name that a user knows.
-
         Raises:
-          DisagreementError: Something differs. Every process raises this error, and the channel has
-            ended.
+          DisagreementError: Something differs. Every process raises it, and the channel has ended.
         """
         if self._channel:
             self._channel.agree(facts)
@@ -159,16 +141,12 @@ class Cluster:
             steps[self.process_id] = (own.step, own.step_age)
         return steps
 
-    def explain_failure(self, error: BaseException, *, wait_seconds: float = 2.0) -> str | None:
+    def explain_failure(self, error: BaseException) -> str | None:
         """Finds out whether an error only shows that another process is gone.
 
         When a process is gone the others' collectives fail, often before it is known who is gone.
-        So errors of the runtime wait for the news. Usually this does not return then, because the
-        process ends with the sentence and `LOST_PROCESS_EXIT_CODE`.
-
-        Args:
-          error: The error.
-          wait_seconds: How long to wait for the news.
+        So an error of the runtime waits `NEWS_SECONDS` for the news. Usually this does not return
+        then, because the process ends with the sentence and `LOST_PROCESS_EXIT_CODE`.
 
         Returns:
           A sentence that names the lost process; `None` if the error is this process's own.
@@ -176,7 +154,7 @@ class Cluster:
         if not self._channel or not any(isinstance(one, FROM_OTHERS) for one in causes(error)):
             return None
         # The channel's thread, not this one, ends the process.
-        self._channel.is_over.wait(wait_seconds)
+        self._channel.is_over.wait(NEWS_SECONDS)
         loss = self._channel.loss
         return None if loss is None or loss.process == self.process_id else str(loss)
 
@@ -202,7 +180,7 @@ class Cluster:
             return
         self._channel.send({"kind": "done"})
         if not self._channel.is_over.wait(CLOSE_SECONDS):
-            print_announcement(
+            announce(
                 f"process {self.process_id} has waited {CLOSE_SECONDS:g} s for the others to "
                 "finish, and ends without them"
             )
@@ -226,9 +204,7 @@ class Cluster:
     def connect(self, connection: socket.socket, hub: Hub | None) -> None:
         """Waits until all processes have met; only `initialize` calls it.
 
-        Args:
-          connection: A connection to the hub, which has admitted this process.
-          hub: The hub, in process 0.
+        The hub has admitted this process on the connection; process 0 has the hub itself too.
         """
         self._hub = hub
         self._channel = Channel(
@@ -237,7 +213,6 @@ class Cluster:
             gate=self._gate,
             pace=self._pace,
             on_loss=self._end_because_of,
-            announce=print_announcement,
         )
         self._channel.is_joined.wait()
 
@@ -248,9 +223,9 @@ class Cluster:
         if self._has_failed:
             return  # The main thread reports its own error and ends the process.
         if loss.process == self.process_id:
-            print_announcement(f"this process was taken for lost by the others: {loss}")
+            announce(f"this process was taken for lost by the others: {loss}")
         else:
-            print_announcement(f"{loss}; process {self.process_id} ends too")
+            announce(f"{loss}; process {self.process_id} ends too")
         if loss.process in (None, self.process_id):
             faulthandler.dump_traceback()  # Where the main thread stands.
         # Another thread may hold the streams' locks, so this one does not wait for them.

@@ -4,6 +4,7 @@ A fact is anything that has to be the same in every process: a field of the conf
 fingerprint of the data. Its name is one that a user knows; its value is text.
 """
 
+import os
 from collections.abc import Mapping
 
 # The first differences say what went wrong; more would only hide them.
@@ -40,6 +41,11 @@ def describe_differences(facts: Mapping[int, Facts]) -> list[str]:
             sentences.append(f"{name} is {' and '.join(parts)}")
     rest = len(sentences) - MAX_DIFFERENCES
     return sentences[:MAX_DIFFERENCES] + ([f"and {rest} more"] if rest > 0 else [])
+
+
+def announce(sentence: str) -> None:
+    """Writes a sentence to standard error, past all buffers and their locks."""
+    os.write(2, f"{sentence}\n".encode())
 
 
 def name_processes(processes: list[int]) -> str:

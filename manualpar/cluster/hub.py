@@ -18,10 +18,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from manualpar.cluster.facts import Facts, describe_differences, name_processes
+from manualpar.cluster.facts import Facts, announce, describe_differences, name_processes
 from manualpar.cluster.link import MAX_LINE_BYTES, Link, Message
 from manualpar.cluster.lost import CLOSED, Loss, Progress, describe_silence, find_hung
 from manualpar.cluster.meeting import MAX_HELLO_BYTES, TOKEN_VARIABLE, read_hello
@@ -59,7 +59,6 @@ class Hub:
         token: str,
         timeout_seconds: float,
         join_seconds: float,
-        announce: Callable[[str], None],
     ) -> None:
         """Starts the thread.
 
@@ -69,12 +68,10 @@ class Hub:
           token: What tells our processes from strangers.
           timeout_seconds: How long a process may be silent.
           join_seconds: How long to wait for all processes to connect.
-          announce: Shows a sentence.
         """
         self._token = token
         self._timeout_seconds = timeout_seconds
         self._join_seconds = join_seconds
-        self._announce = announce
         self._members = {process: _Member() for process in range(num_processes)}
         self._strangers: dict[Link, str] = {}  # The challenge of each, the oldest first.
         self._waited = 0.0
@@ -159,7 +156,7 @@ class Hub:
         if hello is None:
             if message.get("kind") == "hello" and not self._has_warned:
                 self._has_warned = True
-                self._announce(f"a connection with another {TOKEN_VARIABLE} was refused")
+                announce(f"a connection with another {TOKEN_VARIABLE} was refused")
             return {"kind": "refused", "reason": f"its {TOKEN_VARIABLE} is not that of process 0"}
         if hello.num_processes != len(self._members):
             differences = describe_differences(

@@ -19,9 +19,9 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from manualpar.cluster.facts import DisagreementError
+from manualpar.cluster.facts import DisagreementError, announce
 from manualpar.cluster.link import Message
 
 TOKEN_VARIABLE = "MANUALPAR_TOKEN"
@@ -69,25 +69,25 @@ def listen(address: str) -> socket.socket:
       ConnectionError: The address is not one of this host's, or its port is taken.
     """
     host, port = split_address(address)
-    failure: OSError | None = None
+    failures = []
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        failure, found = error, []
-    for family, _, _, _, where in found:
-        is_all = where[0] == "::" and socket.has_dualstack_ipv6()
-        try:
-            return socket.create_server(where[:2], family=family, dualstack_ipv6=is_all)
-        except OSError as error:
-            failure = error
-    if failure is not None and failure.errno == errno.EADDRINUSE:
+        for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            is_all = where[0] == "::" and socket.has_dualstack_ipv6()
+            try:
+                return socket.create_server(where[:2], family=family, dualstack_ipv6=is_all)
+            except OSError as error:
+                failures.append(error)
+    except OSError as error:  # No such host.
+        failures.append(error)
+    mend = (
+        "expected an address of this host, because it is process 0; give its own address, or set "
+        f"{BIND_VARIABLE} to the one to listen at, such as [::]:{port} for all"
+    )
+    if failures[-1].errno == errno.EADDRINUSE:
         mend = "another program has that port; choose a free one"
-    else:
-        mend = (
-            "expected an address of this host, because it is process 0; give its own address, or "
-            f"set {BIND_VARIABLE} to the one to listen at, such as [::]:{port} for all"
-        )
-    raise ConnectionError(f"initialize: process 0 cannot listen at {address} ({failure}): {mend}")
+    raise ConnectionError(
+        f"initialize: process 0 cannot listen at {address} ({failures[-1]}): {mend}"
+    )
 
 
 def knock(
@@ -99,7 +99,6 @@ def knock(
     token: str,
     warn_seconds: float,
     give_up_seconds: float,
-    announce: Callable[[str], None],
 ) -> socket.socket:
     """Connects to the hub as soon as it is there, and says who this is.
 
@@ -111,7 +110,6 @@ def knock(
       token: The token of the run, or nothing.
       warn_seconds: When to announce that process 0 is not there yet.
       give_up_seconds: When to give up.
-      announce: Shows a sentence.
 
     Returns:
       The connection. The hub has admitted this process.

@@ -6,6 +6,7 @@ coordinator itself, it goes first, and process 0 tells the others by a collectiv
 JAX's own watch over the processes stays as the second line, for a process whose threads do not run.
 """
 
+import dataclasses
 import math
 import os
 import secrets
@@ -16,9 +17,9 @@ from collections.abc import Mapping
 import jax
 
 from manualpar.cluster.agreement import from_first
-from manualpar.cluster.cluster import Cluster, print_announcement
+from manualpar.cluster.cluster import Cluster
 from manualpar.cluster.environment import Assignment, find_assignment
-from manualpar.cluster.facts import Facts
+from manualpar.cluster.facts import Facts, announce
 from manualpar.cluster.hub import Hub
 from manualpar.cluster.meeting import BIND_VARIABLE, TOKEN_VARIABLE, knock, listen, split_address
 
@@ -81,29 +82,23 @@ def initialize(
             raise ValueError(f"initialize: {name}={value}, expected a positive number of seconds.")
     environment = os.environ if environment is None else environment
     own = find_assignment(coordinator_address, num_processes, process_id, environment)
+    timeouts = {"timeout_seconds": timeout_seconds, "start_timeout_seconds": start_timeout_seconds}
+    if own is not None and own.coordinator_address is None:
+        _initialize_jax(own, None, **timeouts)
+        count, process = jax.process_count(), jax.process_index()
+        own = dataclasses.replace(own, num_processes=count, process_id=process)
     if own is None or own.num_processes == 1:
         return Cluster(timeout_seconds=timeout_seconds)
-    timeouts = {"timeout_seconds": timeout_seconds, "start_timeout_seconds": start_timeout_seconds}
+    assert own.process_id is not None
+    assert own.num_processes is not None
+    cluster = Cluster(
+        process_id=own.process_id, num_processes=own.num_processes, timeout_seconds=timeout_seconds
+    )
     token = environment.get(TOKEN_VARIABLE, "")
     if own.coordinator_address is None:
-        _initialize_jax(own, None, **timeouts)
-        cluster = Cluster(
-            process_id=jax.process_index(),
-            num_processes=jax.process_count(),
-            timeout_seconds=timeout_seconds,
-        )
-        if cluster.num_processes == 1:
-            return cluster
         _meet_after_jax(cluster, token, start_timeout_seconds)
         cluster.agree(facts or {})
     else:
-        assert own.process_id is not None
-        assert own.num_processes is not None
-        cluster = Cluster(
-            process_id=own.process_id,
-            num_processes=own.num_processes,
-            timeout_seconds=timeout_seconds,
-        )
         listen_at = environment.get(BIND_VARIABLE) or own.coordinator_address
         bind_address = _meet_before_jax(
             cluster, own.coordinator_address, listen_at, token, start_timeout_seconds
@@ -176,7 +171,7 @@ def _meet_before_jax(
     is_ipv6 = listener.family == socket.AF_INET6
     name, port = listener.getsockname()[:2]
     if not token and not host.startswith(LOOPBACK):
-        print_announcement(
+        announce(
             f"{TOKEN_VARIABLE} is not set: whoever can reach {address} can join this run, or end "
             "it; see SECURITY.md"
         )
@@ -217,7 +212,6 @@ def _connect(
             token=token,
             timeout_seconds=cluster.timeout_seconds,
             join_seconds=join_seconds,
-            announce=print_announcement,
         )
     connection = knock(
         hosts,
@@ -227,7 +221,6 @@ def _connect(
         token=token,
         warn_seconds=cluster.timeout_seconds / 2,
         give_up_seconds=join_seconds,
-        announce=print_announcement,
     )
     cluster.connect(connection, hub)
 
