@@ -1,19 +1,21 @@
 """The replica sentinel: what should be the same on several devices is the same, bit for bit.
 
-Where a sharding leaves a mesh axis out, the devices along it hold copies. A device that computes or
-stores wrongly, or an update that was not synchronised, makes them differ, and nothing notices: such
-an array is read from the first device that has it. So each device takes a fingerprint of what it
-holds, and the host compares those of copies.
+If a sharding leaves a mesh axis out, the devices along that axis hold copies. A device that
+computes or stores wrongly, or an update that was not synchronised, makes the copies differ, and
+nothing notices: such an array is read from the first device that has it. So each device takes a
+fingerprint of what it holds, and the host compares the fingerprints of copies.
 
-A device's part of an array is read as `uint32` words `w_i`, an element of up to 32 bits a word.
-With the finaliser `m` of MurmurHash3, a bijection, and `p_i = m(i)`, its fingerprint is two sums
+A device's part of an array is read as `uint32` words `w_i`; an element of up to 32 bits is one
+word. With the finaliser `m` of MurmurHash3, a bijection, and `p_i = m(i)`, its fingerprint is two
+sums
 modulo 2**32:
 
     sum_i h_i  where  h_i = m(w_i ^ p_i),   and   sum_i m(h_i + p_i)
 
-Invariants: the order of summation does not matter. Each sum is a bijection of any one word, so the
-change of one word is always found; any other escapes with a chance of about 2**-64. Positions count
-modulo 2**32: words that lie a multiple of 16 GiB apart on one device can trade places unseen.
+Invariants: the order of summation does not matter. Each sum is a bijection of any one word, so a
+change of one word is always found; any other change escapes with a chance of about 2**-64.
+Positions count modulo 2**32: words that lie a multiple of 16 GiB apart on a device can trade places
+unseen.
 """
 
 import math
@@ -50,10 +52,10 @@ class ReplicaSentinel:
     """
 
     def __init__(self, mesh: Mesh, layout: Any) -> None:
-        """Makes a sentinel for the states of one layout; nothing compiles yet.
+        """Makes a sentinel for states on a mesh; nothing compiles yet.
 
         Args:
-          mesh: The mesh that the states lie on.
+          mesh: The mesh.
           layout: A tree like the states with a `PartitionSpec` at each leaf.
 
         Raises:
@@ -76,7 +78,7 @@ class ReplicaSentinel:
 
         def fingerprints_on_device(leaves: tuple[jax.Array, ...]) -> jax.Array:
             # By its type a copy, and so its fingerprint, is the same on all devices. The cast says
-            # that it may not be: what is returned is each device's own.
+            # that it may differ, so each device returns its own.
             fingerprints = [cast_to_varying(_fingerprint(x), axes) for x in leaves]
             return jnp.stack(fingerprints)[None]
 
@@ -94,19 +96,20 @@ class ReplicaSentinel:
     def check(self, state: Any) -> None:
         """Checks that copies are the same, bit for bit, in every leaf; waits for the state.
 
-        What only one device holds is compared with nothing. A later step can spread a difference
-        to all leaves, through the gradients: only the check right after it tells the device.
+        A part that only one device holds is compared with nothing. A later step can spread a
+        difference to all leaves, through the gradients: only a check right after it arose tells the
+        device.
 
         Args:
           state: A tree of global arrays in the sentinel's layout. It is only read.
 
         Raises:
-          ReplicaError: Copies differ. The message names the first such leaf and the devices. Where
-            there are several processes, all of them raise it.
+          ReplicaError: Copies differ. The message names the first such leaf and the devices. All
+            processes raise it.
           ValueError: The state is not in the layout, or was donated.
 
         Communication:
-          That of `fingerprints`: none, unless there are several processes.
+          None. With several processes an all-gather of 8 bytes per leaf and device.
         """
         fingerprints = self.fingerprints(state)
         found = []
@@ -127,20 +130,11 @@ class ReplicaSentinel:
             )
 
     def fingerprints(self, state: Any) -> np.ndarray:
-        """Takes the fingerprint of what each device holds of each leaf.
-
-        Args:
-          state: A tree of global arrays in the sentinel's layout. It is only read.
+        """The fingerprint of what each device holds of each leaf; see `check`.
 
         Returns:
           `uint32[devices, leaves, 2]`, devices in the order of `mesh.devices.flat` and leaves in
           that of the tree.
-
-        Raises:
-          ValueError: The state is not in the layout, or was donated.
-
-        Communication:
-          None. With several processes an all-gather of the result: 8 bytes a leaf and device.
         """
         names, leaves = _named_leaves(state)
         if names != self._names:
@@ -158,7 +152,6 @@ class ReplicaSentinel:
 
 
 def _named_leaves(tree: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """The leaves of a tree and what they are called."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
     return tuple(path_name(path) for path, _ in flat), tuple(leaf for _, leaf in flat)
 
@@ -173,11 +166,11 @@ def _devices_by_part(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
 
 
 def _who_differs(mesh: Mesh, devices: np.ndarray, copies: np.ndarray) -> str:
-    """Which devices, given by position, hold something else than most of them."""
+    """Which devices, given by their positions, hold something else than most of them."""
     values = [tuple(copy) for copy in copies.tolist()]
     (common, votes), (_, next_votes), *_ = Counter(values).most_common()
 
-    def describe(chosen: list[int]) -> str:
+    def describe(chosen: np.ndarray) -> str:
         names = []
         for position in chosen[:MAX_DEVICES_NAMED]:
             indices = np.unravel_index(position, mesh.devices.shape)
@@ -187,14 +180,12 @@ def _who_differs(mesh: Mesh, devices: np.ndarray, copies: np.ndarray) -> str:
         more = len(chosen) - len(names)
         return ", ".join(names) + (f" and {more} more" if more else "")
 
-    others = describe([d for d, value in zip(devices, values, strict=True) if value != common])
-    agreed = describe([d for d, value in zip(devices, values, strict=True) if value == common])
+    is_common = np.array([value == common for value in values])
     doubt = ", neither of them a majority" if votes == next_votes else ""
-    return f"{others}, against {agreed}{doubt}"
+    return f"{describe(devices[~is_common])}, against {describe(devices[is_common])}{doubt}"
 
 
 def _check_leaf(name: str, leaf: Any, sharding: NamedSharding) -> None:
-    """Refuses what is not an array in the layout."""
     if not isinstance(leaf, jax.Array):
         got = f"a {type(leaf).__name__}"
     elif leaf.is_deleted():
@@ -210,7 +201,7 @@ def _check_leaf(name: str, leaf: Any, sharding: NamedSharding) -> None:
 
 
 def _fingerprint(x: jax.Array) -> jax.Array:
-    """The fingerprint `uint32[2]` of an array on one device."""
+    """The fingerprint `uint32[2]` of the array that a device holds."""
     words = _words(x)
     index = jnp.zeros(words.shape, jnp.uint32)
     for dim, size in enumerate(words.shape):
