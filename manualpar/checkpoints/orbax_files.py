@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from manualpar.checkpoints.failures import CheckpointError
 from manualpar.checkpoints.orbax_log import mute
 from manualpar.checkpoints.plain_arrays import (
     find_differences,
@@ -41,10 +42,6 @@ def read_extra(path: Path) -> dict[str, JSON]:
         if folder.is_symlink():
             raise NotAFileError(f"{folder} is a link, expected a folder")
     return parse_object(read_file(path / "extra" / "metadata"), allow_nan=True)
-
-
-class OtherModelError(Exception):
-    """A checkpoint holds other arrays than the program; the message lists them."""
 
 
 class OrbaxFiles:
@@ -78,7 +75,7 @@ class OrbaxFiles:
         """Reads the state and what the caller added; each device reads its own part of the arrays.
 
         Raises:
-          OtherModelError: The arrays are not those of the program; none has been read.
+          CheckpointError: The arrays are not those of the program; none has been read.
         """
         import orbax.checkpoint as ocp
 
@@ -93,7 +90,10 @@ class OrbaxFiles:
         texts = reader.restore(path, args=both)
         stored = reader.metadata(path).item_metadata["state"].tree
         if differences := find_differences(leaves, stored, texts["keys"]):
-            raise OtherModelError("; ".join(differences))
+            raise CheckpointError(
+                f"checkpoint {path} is of another model: {'; '.join(differences)}. Choose another "
+                "workdir, or the config that it was saved with."
+            )
         if not isinstance(texts["extra"], dict):
             raise ValueError("extra is not a JSON object")
         targets = nest(

@@ -69,13 +69,8 @@ def find_differences(
 ) -> list[str]:
     """Compares what is stored with what a program needs, before anything large is read.
 
-    Args:
-      leaves: What the program's state consists of.
-      stored: The nested dict with something that has a shape and a dtype at each leaf.
-      keys: The implementation of each stored key, by its name.
-
-    Returns:
-      A line for each array that is missing, not expected, or of another shape or dtype.
+    `stored` has a shape and a dtype at each leaf, and `keys` each key's implementation. Returns a
+    line for each array that is missing, not expected, or of another shape or dtype.
     """
     found = flatten_dict(stored)
     lines = []

@@ -28,14 +28,9 @@ SUPERSEDED = ".superseded"
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the last, those at round numbers, the best.
+    """Which checkpoints stay: the last, those at round numbers, the best; see `Checkpoints`.
 
-    Attributes:
-      keep: How many of the last to keep.
-      keep_every_steps: Those at a multiple of this are kept; 0 for none.
-      best_metric: The metric by which one more is kept; '' for none. Those that were saved without
-        it don't compete, and of equals the newest stays.
-      best_mode: 'min' or 'max', which values are better.
+    Checkpoints that were saved without the metric don't compete, and of equals the newest stays.
     """
 
     keep: int
@@ -67,11 +62,7 @@ class Retention:
 
 
 def list_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, ascending; none if there is no such folder.
-
-    Raises:
-      OSError: The folder can't be listed.
-    """
+    """The steps of the checkpoints in a folder, ascending; none if there is no such folder."""
     # "007" is not a name that was given here.
     return sorted(int(n) for n in _names(folder) if n.isdecimal() and str(int(n)) == n)
 
@@ -93,9 +84,6 @@ def put_in_place(folder: Path, step: int, *, after: int) -> None:
     Checkpoints of steps later than `after`, the step that this one goes on from, belong to a course
     of training that was given up. They are renamed, not deleted, because going back may have been
     only a try. But the new one must be the newest, because the next start goes on from the newest.
-
-    Raises:
-      OSError: Something can't be renamed.
     """
     for other in list_steps(folder):
         if other > after:
@@ -106,11 +94,7 @@ def put_in_place(folder: Path, step: int, *, after: int) -> None:
 
 
 def delete_steps(folder: Path, steps: list[int]) -> None:
-    """Deletes checkpoints, so that no part of one ever has a checkpoint's name.
-
-    Raises:
-      OSError: Something can't be renamed or deleted.
-    """
+    """Deletes checkpoints, so that no part of one ever has a checkpoint's name."""
     for step in steps:
         os.rename(folder / str(step), folder / f"{step}{DELETED}")
         shutil.rmtree(folder / f"{step}{DELETED}")
@@ -122,7 +106,6 @@ def find_leftovers(folder: Path) -> list[Path]:
     Raises:
       ValueError: Something has such a name and is not a folder. No save leaves that, so it belongs
         to somebody and is not deleted; and writing under the name of a link would end elsewhere.
-      OSError: The folder can't be listed.
     """
     leftovers = []
     for name in _names(folder):
@@ -137,17 +120,6 @@ def find_leftovers(folder: Path) -> list[Path]:
                 )
             leftovers.append(path)
     return leftovers
-
-
-def delete_leftovers(folder: Path) -> None:
-    """Deletes what killed saves and deletions have left; nothing may be being saved.
-
-    Raises:
-      ValueError: See `find_leftovers`.
-      OSError: Something can't be deleted.
-    """
-    for leftover in find_leftovers(folder):
-        shutil.rmtree(leftover)
 
 
 def _names(folder: Path) -> list[str]:

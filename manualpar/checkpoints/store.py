@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -30,12 +31,12 @@ from manualpar.checkpoints.manifest import (
     verify_files,
     write_manifest,
 )
-from manualpar.checkpoints.orbax_files import OrbaxFiles, OtherModelError
+from manualpar.checkpoints.orbax_files import OrbaxFiles
 from manualpar.checkpoints.retention import (
     UNFINISHED,
     Retention,
-    delete_leftovers,
     delete_steps,
+    find_leftovers,
     list_steps,
     put_in_place,
     read_metrics,
@@ -48,13 +49,7 @@ from manualpar.train_state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a checkpoint held.
-
-    Attributes:
-      step: The step that it was saved at.
-      state: The state, on the program's devices.
-      extra: What the caller had added.
-    """
+    """The step that a checkpoint was saved at, its state on the program's devices, the extras."""
 
     step: int
     state: TrainState
@@ -81,11 +76,10 @@ class Checkpoints:
         """Describes the folder; nothing is read or written yet.
 
         Args:
-          folder: Where the checkpoints are, on a file system that all processes share. It is
-            created by the first save.
+          folder: Where the checkpoints are, on a file system that all processes share. The first
+            save creates it.
           keep: How many of the last to keep.
-          keep_every_steps: Those of a step that is a multiple of this are kept for good; 0 for
-            none.
+          keep_every_steps: Checkpoints of a multiple of this are kept for good; 0 for none.
           best_metric: The metric by which the best one is kept as well; '' for none.
           best_mode: Whether small or large values are better.
           asynchronous: Whether `save` returns before everything is on the disk.
@@ -165,7 +159,8 @@ class Checkpoints:
         if jax.process_index() == 0:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                delete_leftovers(self._folder)
+                for leftover in find_leftovers(self._folder):
+                    shutil.rmtree(leftover)
             except ValueError as error:
                 failure = f"checkpoint {path} was not saved: {error}."
             except OSError as error:
@@ -336,11 +331,8 @@ class Checkpoints:
         path = self._folder / str(step)
         try:
             state, extra = self._orbax.read(path, program)
-        except OtherModelError as error:
-            raise CheckpointError(
-                f"checkpoint {path} is of another model: {error}. Choose another workdir, or the "
-                "config that it was saved with."
-            ) from None
+        except CheckpointError:
+            raise
         except Exception as error:  # Orbax and tensorstore raise any.
             raise CheckpointError(
                 f"checkpoint {path} can't be read, though its files are as they were written: "

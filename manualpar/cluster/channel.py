@@ -40,12 +40,7 @@ class Channel:
     ) -> None:
         """Starts the thread on a connection on which the hub has admitted this process.
 
-        Args:
-          connection: The connected socket.
-          timeout_seconds: How long the hub may be silent.
-          gate: Holds the main thread's calls while the processes agree on when to stop.
-          pace: Counts what the main thread does.
-          on_loss: Called in the thread when a process is lost, at most once.
+        The hub may be silent for `timeout_seconds`. The thread calls `on_loss` at most once.
         """
         self._timeout_seconds = timeout_seconds
         self._gate = gate
@@ -73,11 +68,7 @@ class Channel:
             self._loop.call_soon_threadsafe(self._link.send, message)
 
     def agree(self, facts: Facts) -> None:
-        """Compares facts with those of the others, and waits for theirs.
-
-        Raises:
-          DisagreementError: They differ; the link has ended.
-        """
+        """See `Cluster.agree`."""
         self.send({"kind": "facts", "facts": dict(facts)})
         if differences := self._differences.get():
             raise DisagreementError(differences)

@@ -60,14 +60,9 @@ class Hub:
         timeout_seconds: float,
         join_seconds: float,
     ) -> None:
-        """Starts the thread.
+        """Starts the thread on a listening socket, which process 0 connects to as well.
 
-        Args:
-          listener: Where the processes connect to, process 0 too; listening.
-          num_processes: How many processes there are.
-          token: What tells our processes from strangers.
-          timeout_seconds: How long a process may be silent.
-          join_seconds: How long to wait for all processes to connect.
+        A process may be silent for `timeout_seconds`; all have to connect within `join_seconds`.
         """
         self._token = token
         self._timeout_seconds = timeout_seconds

@@ -140,15 +140,10 @@ class Pace:
 def find_hung(
     processes: Mapping[int, Progress], *, timeout_seconds: float
 ) -> tuple[int | None, str] | None:
-    """Finds out whether a process is hung.
+    """Finds the process that is hung: its number and the reason; `None` if there is none.
 
-    Args:
-      processes: The progress of every process, by its number.
-      timeout_seconds: How much longer a process may take than the longest phase so far.
-
-    Returns:
-      `None` if no process is hung; else its number and the reason. The number is `None` if all are
-      equally far, because then nobody knows which one the others wait for.
+    The number is `None` if all are equally far, because then nobody knows which one the others wait
+    for. A process may take `timeout_seconds` longer than the longest phase so far.
     """
     longest = max(one.longest for one in processes.values())
     lowest = min(one.count for one in processes.values())

@@ -49,7 +49,7 @@ def make_hello(hello: Hello, *, token: str, challenge: str) -> Message:
 
 
 def read_hello(message: Message, *, token: str, challenge: str) -> Hello | None:
-    """Reads the answer to a challenge; `None` if it is not a hello, or its proof is wrong."""
+    """The answer to a challenge; `None` if it is not a hello, or its proof is wrong."""
     process, count = message.get("process"), message.get("num_processes")
     host, pid, proof = message.get("host"), message.get("pid"), message.get("proof")
     if type(process) is not int or type(count) is not int or type(pid) is not int:
@@ -100,19 +100,10 @@ def knock(
     warn_seconds: float,
     give_up_seconds: float,
 ) -> socket.socket:
-    """Connects to the hub as soon as it is there, and says who this is.
+    """Connects to the hub as soon as it is there, on any of the hosts, and says who this is.
 
-    Args:
-      hosts: Names and addresses of process 0, any of which may work.
-      port: The port of the hub.
-      process: Which process this is.
-      num_processes: How many it expects.
-      token: The token of the run, or nothing.
-      warn_seconds: When to announce that process 0 is not there yet.
-      give_up_seconds: When to give up.
-
-    Returns:
-      The connection. The hub has admitted this process.
+    Returns the connection on which the hub has admitted this process. Until then it announces once,
+    after `warn_seconds`, that process 0 is not there.
 
     Raises:
       ConnectionError: Process 0 was not there in time.

@@ -160,7 +160,7 @@ def _meet_before_jax(
 ) -> str | None:
     """Has the processes meet at the coordinator's address.
 
-    Returns the address that JAX's service is to listen at, in process 0: the hub's, by then free.
+    Returns where JAX's service is to listen, in process 0: at the hub's address, by then free.
     """
     host, port = split_address(address)
     if not cluster.is_main:

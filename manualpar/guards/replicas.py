@@ -7,8 +7,7 @@ fingerprint of what it holds, and the host compares the fingerprints of copies.
 
 A device's part of an array is read as `uint32` words `w_i`; an element of up to 32 bits is one
 word. With the finaliser `m` of MurmurHash3, a bijection, and `p_i = m(i)`, its fingerprint is two
-sums
-modulo 2**32:
+sums modulo 2**32:
 
     sum_i h_i  where  h_i = m(w_i ^ p_i),   and   sum_i m(h_i + p_i)
 
