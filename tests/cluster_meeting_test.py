@@ -5,6 +5,7 @@ import pytest
 from manualpar.cluster.meeting import (
     MAX_HELLO_BYTES,
     Hello,
+    listen,
     make_hello,
     read_hello,
     receive_line,
@@ -41,6 +42,14 @@ def test_whatever_a_stranger_says_is_refused_without_an_error(field, value):
     assert read_hello({**message, field: value}, token="secret", challenge="c") is None
     del message[field]
     assert read_hello(message, token="secret", challenge="c") is None
+
+
+def test_small_messages_of_the_hub_are_not_held_back():
+    with listen("127.0.0.1:0") as server:
+        with socket.create_connection(server.getsockname()) as _:
+            connection, _ = server.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_line_is_taken_alone_and_only_if_it_is_short():

@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable
 
 from manualpar.cluster.facts import DisagreementError, Facts, announce
-from manualpar.cluster.hub import beat_seconds
-from manualpar.cluster.link import Link, Message
+from manualpar.cluster.link import Link, Message, beats
 from manualpar.cluster.lost import CLOSED, Loss, Pace, describe_silence
 from manualpar.cluster.stopping import StopGate
 
@@ -98,15 +97,10 @@ class Channel:
             closed=lambda link: self._finish(Loss(0, *self._first, CLOSED)),
         )
         await self._loop.create_connection(lambda: self._link, sock=connection)
-        interval, last, is_over = beat_seconds(self._timeout_seconds), time.monotonic(), False
-        while not is_over:
+        async for _, awake in beats(self._end, timeout_seconds=self._timeout_seconds):
+            self._pace.watch(awake)
             progress = dataclasses.asdict(self._pace.progress())
             self._link.send({"kind": "beat", "progress": progress})
-            is_over = bool((await asyncio.wait([self._end], timeout=interval))[0])
-            now = time.monotonic()
-            # As in the hub: time in which this process itself has slept is not the hub's silence.
-            awake, last = min(now - last, 2 * interval), now
-            self._pace.watch(awake)
             self._silence += awake
             if self._silence > self._timeout_seconds:
                 self._finish(Loss(0, *self._first, describe_silence(self._timeout_seconds)))

@@ -2,8 +2,7 @@
 
 Every process, process 0 included, has one link to the hub and beats on it. A process is lost when
 its link closes, when it has been silent for the timeout, or when it is hung (`lost`). The hub then
-tells the others at once, and ends. Only time in which the hub itself was awake counts as silence:
-when process 0 was stopped and goes on, it accuses nobody of its own sleep.
+tells the others at once, and ends.
 
 The processes meet here before JAX introduces them to each other. So it is known who is missing, or
 what differs between them, before anything waits in a collective.
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from manualpar.cluster.facts import Facts, announce, describe_differences, name_processes
-from manualpar.cluster.link import MAX_LINE_BYTES, Link, Message
+from manualpar.cluster.link import MAX_LINE_BYTES, Link, Message, beats
 from manualpar.cluster.lost import CLOSED, Loss, Progress, describe_silence, find_hung
 from manualpar.cluster.meeting import MAX_HELLO_BYTES, TOKEN_VARIABLE, read_hello
 
@@ -87,10 +86,7 @@ class Hub:
         self._server = await loop.create_server(
             self._make_link, sock=listener, backlog=max(len(self._members), 128)
         )
-        interval, last = beat_seconds(self._timeout_seconds), time.monotonic()
-        while not (await asyncio.wait([self._end], timeout=interval))[0]:
-            now = time.monotonic()
-            awake, last = min(now - last, 2 * interval), now
+        async for now, awake in beats(self._end, timeout_seconds=self._timeout_seconds):
             self._watch(awake)
             self._tell({"kind": "beat", "steps": self._steps(now)})
         message, lost = self._end.result()
@@ -278,8 +274,3 @@ async def _wait_until_closed(links: Sequence[Link]) -> None:
     """Waits until the other ends have closed, but no longer than `LEAVING_SECONDS`."""
     if links:
         await asyncio.wait([link.is_closed for link in links], timeout=LEAVING_SECONDS)
-
-
-def beat_seconds(timeout_seconds: float) -> float:
-    """How often a process beats, so that several must go missing before it is taken for lost."""
-    return min(timeout_seconds / 8, 1.0)

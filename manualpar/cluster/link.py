@@ -7,7 +7,8 @@ from one of our processes. `asyncio` keeps what the other end does not read, so 
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 # The messages of our own processes are far shorter.
@@ -69,6 +70,21 @@ class Link(asyncio.Protocol):
         """Called by `asyncio`: the connection has ended."""
         self.is_closed.set_result(None)
         self._closed(self)
+
+
+async def beats(
+    end: asyncio.Future[Any], *, timeout_seconds: float
+) -> AsyncIterator[tuple[float, float]]:
+    """Until `end` is done, yields the time and the seconds since the beat before.
+
+    There are so many beats that several must go missing before the timeout. Seconds in which this
+    process itself was stopped are left out: its own sleep is nobody else's silence.
+    """
+    interval, last = min(timeout_seconds / 8, 1.0), time.monotonic()
+    while not (await asyncio.wait([end], timeout=interval))[0]:
+        now = time.monotonic()
+        yield now, min(now - last, 2 * interval)
+        last = now
 
 
 def _parse(line: bytes) -> Message | None:

@@ -74,7 +74,10 @@ def listen(address: str) -> socket.socket:
         for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             is_all = where[0] == "::" and socket.has_dualstack_ipv6()
             try:
-                return socket.create_server(where[:2], family=family, dualstack_ipv6=is_all)
+                server = socket.create_server(where[:2], family=family, dualstack_ipv6=is_all)
+                # Its connections inherit this: asyncio sets it only for those that it makes itself.
+                server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return server
             except OSError as error:
                 failures.append(error)
     except OSError as error:  # No such host.
