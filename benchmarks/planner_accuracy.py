@@ -35,8 +35,9 @@ from manualpar import Program, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.core.collectives import gather_invariant
 from manualpar.planner.hardware import Chip, Network
 from manualpar.planner.roofline import estimate as estimate_step
+from manualpar.planner.step_work import read_work
 from manualpar.planner.topology import Topology
-from manualpar.planner.work import Task, read_work
+from manualpar.watching.throughput import Throughput
 
 PARTS = ("published", "steps", "memory")
 DEVICES = 8
@@ -172,8 +173,8 @@ def compare_steps(
     blocks: dict[str, Block] = {}
     for case in cases:
         program, batch = build(case, is_tiny=is_tiny)
-        task = Task(case.batch_size, 0, 0.0)
-        plan = estimate_step(read_work(program, task), topology)
+        work = read_work(program, Throughput(case.batch_size))
+        plan = estimate_step(work, topology)
         parts = (plan.compute_seconds, plan.exposed_seconds, plan.overlapped_seconds)
         estimates.append(sum(part or 0 for part in parts))
         blocks[case.name] = stepping(program, batch)

@@ -21,10 +21,11 @@ from manualpar.models import Transformer
 from manualpar.models.transformer import flops_per_token
 from manualpar.planner.plan import Plan
 from manualpar.planner.roofline import estimate
+from manualpar.planner.step_work import read_work
 from manualpar.planner.topology import parse_topology
-from manualpar.planner.work import Task, read_work
 from manualpar.training.losses import language_model_loss
 from manualpar.training.optimizer import adamw
+from manualpar.watching.throughput import Throughput
 
 # Touvron et al., https://arxiv.org/abs/2307.09288, and Grattafiori et al.,
 # https://arxiv.org/abs/2407.21783, table 3.
@@ -183,5 +184,5 @@ def plan_figure(figure: Published, *, remat: str) -> Plan:
         reduce_dtype="float32",
     )
     flops = flops_per_token(model, length) * length
-    task = Task(figure.examples_per_device * count, length, flops)
-    return estimate(read_work(program, task, fused_attention=True), topology)
+    throughput = Throughput(figure.examples_per_device * count, length, flops)
+    return estimate(read_work(program, throughput, fused_attention=True), topology)

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.compiled_for_tpu import HEADER, PROGRAMS, Row, grown, make_config
 from manualpar.planner.plan import Plan, PlannedCollective
-from manualpar.planner.subject import prepare_subject
+from manualpar.planner.vocabulary import prepare_planned
 
 GATHER = PlannedCollective("all_gather", ("data",), "gather_params", "forward", 3, 3 * 2**20)
 PLAN = Plan(
@@ -66,6 +66,6 @@ def test_what_no_longer_compiles_has_grown() -> None:
 @pytest.mark.parametrize("name", ["auto", "manual, axis by axis"])
 def test_programs_can_be_built(name: str) -> None:
     config = make_config(ARGS, "v5e:4x4", PROGRAMS[name])
-    program = prepare_subject(config, devices=16, vocab_size=512).program
+    program = prepare_planned(config, devices=16, vocab_size=512).program
     assert program.mode == config.parallel.mode
     assert program.mesh.size == 16

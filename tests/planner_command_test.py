@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -89,7 +90,10 @@ def test_a_batch_that_does_not_divide_is_one_line(capsys):
 
 
 def test_a_tpu_without_libtpu_gets_the_model_and_a_hint(capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "libtpu" else find_spec(name)
+    )
     assert plan_command(_command(*SMALL, "--topology=v5e:2x4")) == 0
     assert "pip install 'manualpar[tpu-compiler]'" in capsys.readouterr().out
 

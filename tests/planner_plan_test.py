@@ -1,10 +1,12 @@
 """A plan's own arithmetic and its plain values."""
 
+import dataclasses
 import json
 
 import pytest
 
-from manualpar.planner.plan import Plan, PlannedCollective, rates
+from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
+from manualpar.watching.throughput import Throughput
 
 COLLECTIVE = PlannedCollective(
     "all_gather", ("data",), "gather_params", "forward", 3, 30.0, 0.5, 0.4
@@ -39,12 +41,20 @@ def test_plain_values_survive_json():
 
 
 def test_rates_of_a_step_time():
-    task = {"examples_per_step": 16, "tokens_per_example": 10, "flops_per_example": 5.0}
-    found = rates(2.0, **task, num_devices=4, peak=20.0)
-    assert found == {"examples_per_second": 8, "tokens_per_second": 80, "mfu": pytest.approx(0.5)}
-    assert rates(2.0, **task, num_devices=4, peak=None)["mfu"] is None
-    assert (
-        rates(2.0, **task | {"tokens_per_example": 0}, num_devices=4, peak=1.0)["tokens_per_second"]
-        is None
-    )
-    assert set(rates(None, **task, num_devices=4, peak=1.0).values()) == {None}
+    plan = dataclasses.replace(PLAN, step_seconds=2.0)
+    throughput = Throughput(16, 10, 5.0, num_devices=4, peak=20.0)
+    rates = plan.with_rates(throughput)
+    assert (rates.examples_per_second, rates.tokens_per_second) == (8, 80)
+    assert rates.mfu == pytest.approx(0.5)
+    assert plan.with_rates(dataclasses.replace(throughput, peak=None)).mfu is None
+    tokenless = dataclasses.replace(throughput, tokens_per_example=None)
+    assert plan.with_rates(tokenless).tokens_per_second is None
+    assert PLAN.with_rates(throughput) == PLAN  # It has no step time.
+
+
+def test_collectives_that_differ_only_in_numbers_are_one():
+    longer = dataclasses.replace(COLLECTIVE, times=1, bytes_sent=5.0, seconds=2.0)
+    other = dataclasses.replace(COLLECTIVE, phase="recomputed", seconds=1.0)
+    first, second = merge_alike([other, COLLECTIVE, longer])
+    assert (first.times, first.bytes_sent, first.seconds, first.hidden_seconds) == (4, 35, 2.5, 0.8)
+    assert second == other

@@ -11,8 +11,9 @@ from manualpar.inspect.communication import Collective
 from manualpar.inspect.memory import Memory
 from manualpar.planner.hardware import Chip, Network
 from manualpar.planner.roofline import compute_seconds, estimate, is_made_an_all_reduce
-from manualpar.planner.topology import Topology, parse_topology, path_over
-from manualpar.planner.work import Load, Task, Work
+from manualpar.planner.step_work import Load, StepWork
+from manualpar.planner.topology import Topology, parse_topology, ring_over
+from manualpar.watching.throughput import Throughput
 
 # A chip with round numbers: 100 FLOP/s, 10 bytes/s of memory, 8 devices of a node that send a byte
 # a second each; everything is reached, nothing waits.
@@ -50,10 +51,10 @@ def _collective(kind, elements, scope, times=1):
 
 
 def _work(collectives=(), loads=(), *, memory=(100, 0, 0, 0, 0, 0, 0), update=0, tokens=0):
-    return Work(
+    return StepWork(
         name="fsdp manual",
         mesh={"data": 8},
-        task=Task(16, tokens, 50.0),
+        throughput=Throughput(16, tokens or None, 50.0),
         num_minibatches=1,
         collectives=tuple(collectives),
         loads=tuple(loads),
@@ -167,15 +168,15 @@ def test_too_few_tokens_a_device_are_called_communication_bound():
 def test_a_flat_axis_that_fills_a_torus_is_reduced_whole(name, expected):
     # As libtpu 0.0.42 was seen to compile them.
     topology = parse_topology(name)
-    path = path_over(topology, {"data": topology.num_devices}, ("data",))
-    assert is_made_an_all_reduce(topology, path) is expected
+    ring = ring_over(topology, {"data": topology.num_devices}, ("data",))
+    assert is_made_an_all_reduce(topology, ring) is expected
 
 
 def test_one_dimension_at_a_time_is_not_reduced_whole():
     topology = parse_topology("v5e:16x16")
     mesh = {"replica": 16, "data": 16}
-    assert not is_made_an_all_reduce(topology, path_over(topology, mesh, ("data",)))
-    assert is_made_an_all_reduce(topology, path_over(topology, mesh, ("replica", "data")))
+    assert not is_made_an_all_reduce(topology, ring_over(topology, mesh, ("data",)))
+    assert is_made_an_all_reduce(topology, ring_over(topology, mesh, ("replica", "data")))
 
 
 _COLLECTIVES = st.builds(

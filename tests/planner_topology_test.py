@@ -10,8 +10,8 @@ from manualpar.planner.hardware import CHIPS, chip_named
 from manualpar.planner.topology import (
     levels_of,
     parse_topology,
-    path_over,
     place_axes,
+    ring_over,
     topology_of_size,
 )
 
@@ -80,8 +80,8 @@ def test_axes_take_all_of_a_topology_and_nothing_twice(data):
             taken[level] *= part
     assert tuple(taken.values()) == levels_of(topology)
     for axis in mesh:
-        path = path_over(topology, mesh, (axis,))
-        assert path.inside * path.outside == mesh[axis]
+        ring = ring_over(topology, mesh, (axis,))
+        assert ring.inside * ring.outside == mesh[axis]
 
 
 # One link of v5e carries 50 GB/s, of v5p 100. Rings: 16 on v5e, whole cubes of four on v5p.
@@ -101,26 +101,26 @@ def test_axes_take_all_of_a_topology_and_nothing_twice(data):
     ],
 )
 def test_a_ring_has_the_links_of_its_dimensions(name, mesh, axes, fast, steps):
-    path = path_over(parse_topology(name), mesh, axes)
-    assert path.fast == pytest.approx(fast * GB)
-    assert path.steps == steps
-    assert not path.is_slow
+    ring = ring_over(parse_topology(name), mesh, axes)
+    assert ring.fast == pytest.approx(fast * GB)
+    assert ring.steps == steps
+    assert not ring.is_slow
 
 
 def test_nodes_share_their_network_cards():
     # 1 GB gathered on two nodes of eight: half of it enters a node, through eight cards of 50 GB/s
     # of which 80% are reached: 1.5625 ms. Meanwhile 15/16 GB pass NVLink at 0.8 x 450 GB/s.
     topology = parse_topology("h100:16")
-    path = path_over(topology, {"data": 16}, ("data",))
-    assert (path.inside, path.outside) == (8, 2)
+    ring = ring_over(topology, {"data": 16}, ("data",))
+    assert (ring.inside, ring.outside) == (8, 2)
     nvlink = 15 / 16 / (0.8 * 450)
-    assert path.seconds(topology.chip.network, 1e9 * 15 / 16) == pytest.approx(
+    assert ring.seconds(topology.chip.network, 1e9 * 15 / 16) == pytest.approx(
         nvlink + 15e-6 + 7 * 1e-6 + 5e-6
     )
     # With one device of each node on the ring, each has its card alone: half a GB through it.
-    path = path_over(topology, {"replica": 2, "data": 8}, ("replica",))
-    assert (path.inside, path.outside) == (1, 2)
-    assert path.seconds(topology.chip.network, 1e9 / 2) == pytest.approx(
+    ring = ring_over(topology, {"replica": 2, "data": 8}, ("replica",))
+    assert (ring.inside, ring.outside) == (1, 2)
+    assert ring.seconds(topology.chip.network, 1e9 / 2) == pytest.approx(
         0.5 / (0.8 * 50) + 15e-6 + 5e-6
     )
 
@@ -128,16 +128,16 @@ def test_nodes_share_their_network_cards():
 def test_slices_are_joined_by_the_slow_network():
     topology = parse_topology("2xv5e:16x16")
     mesh = {"replica": 2, "data": 256}
-    assert not path_over(topology, mesh, ("data",)).is_slow
-    path = path_over(topology, mesh, ("replica",))
-    assert (path.inside, path.outside, path.slow) == (1, 2, 3.125 * GB)
-    assert path_over(topology, {"data": 512}, ("data",)).outside == 2
+    assert not ring_over(topology, mesh, ("data",)).is_slow
+    ring = ring_over(topology, mesh, ("replica",))
+    assert (ring.inside, ring.outside, ring.slow) == (1, 2, 3.125 * GB)
+    assert ring_over(topology, {"data": 512}, ("data",)).outside == 2
 
 
 def test_a_ring_of_one_takes_no_time():
     topology = parse_topology("h100:8")
-    path = path_over(topology, {"replica": 1, "data": 8}, ("replica",))
-    assert path.seconds(topology.chip.network, 1e9, times=3) == 0
+    ring = ring_over(topology, {"replica": 1, "data": 8}, ("replica",))
+    assert ring.seconds(topology.chip.network, 1e9, times=3) == 0
 
 
 def test_a_mesh_that_does_not_fit_is_refused():

@@ -20,11 +20,18 @@ from manualpar.planner.plan import Plan
 from manualpar.planner.plan_picture import draw_plans, draw_sweep
 from manualpar.planner.plan_report import print_plans, print_sources, print_sweep, sweep_json
 from manualpar.planner.roofline import estimate
-from manualpar.planner.subject import prepare_subject
-from manualpar.planner.sweep import Builder, Candidate, Outcome, scaling_curves, sweep, work_task
+from manualpar.planner.step_work import read_work
+from manualpar.planner.sweep import (
+    Builder,
+    Candidate,
+    Outcome,
+    scaling_curves,
+    sweep,
+    throughput_of,
+)
 from manualpar.planner.topology import Topology, parse_topology
 from manualpar.planner.tpu_compiler import compile_for_tpu
-from manualpar.planner.work import read_work
+from manualpar.planner.vocabulary import prepare_planned
 from manualpar.training.command_line import (
     FLAGS_HELP,
     CommandLine,
@@ -186,7 +193,7 @@ def _plan(command: PlanCommand, console: rich.console.Console) -> list[Write]:
     is_manual = experiment.program.mode == "manual"
     wants_compiler = _wants_compiler(command, console)
     if is_manual or not wants_compiler:
-        work = read_work(experiment.program, work_task(config, experiment.task))
+        work = read_work(experiment.program, throughput_of(config, experiment.task))
         plans.append(estimate(work, topology))
     if wants_compiler:
         print_line(console, f"compiling for {topology.name}")
@@ -204,7 +211,7 @@ def _plan(command: PlanCommand, console: rich.console.Console) -> list[Write]:
 def _prepare(command: PlanCommand) -> Experiment:
     """Builds what the config describes, on as many devices as the topology has."""
     devices = command.topology.num_devices
-    return prepare_subject(command.line.config, devices=devices, vocab_size=command.vocab_size)
+    return prepare_planned(command.line.config, devices=devices, vocab_size=command.vocab_size)
 
 
 def _wants_compiler(command: PlanCommand, console: rich.console.Console) -> bool:

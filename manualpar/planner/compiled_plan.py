@@ -1,17 +1,20 @@
-"""What a step that XLA has compiled for TPUs needs and takes, as a plan."""
+"""The plan of a step that XLA has compiled for TPUs.
+
+The schedule, its collectives and the memory on a chip are facts. The time is an estimate: the
+compiler's cycles for compute, and the wire's bandwidth for what is sent.
+"""
 
 import dataclasses
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from manualpar.inspect.scopes import compiled_scopes, module_of, phase_of, purpose_in
-from manualpar.planner.hardware import Chip
-from manualpar.planner.out_of_memory import OutOfMemory
-from manualpar.planner.plan import Plan, PlannedCollective, rates
-from manualpar.planner.schedule import Schedule, ScheduledCollective
-from manualpar.planner.schedule_time import ScheduleTime
-from manualpar.planner.topology import Topology
+from manualpar.planner.out_of_memory import read_out_of_memory
+from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
+from manualpar.planner.schedule import Schedule, ScheduledCollective, read_schedule
+from manualpar.planner.schedule_time import ScheduleTime, follow
+from manualpar.planner.topology import Topology, ring_over
+from manualpar.watching.throughput import Throughput
 
 NUM_NOTED = 5
 
@@ -22,26 +25,25 @@ class CompiledStep:
 
     Attributes:
       topology: The topology.
-      facts: What the worker says of the program: its name, mesh, sizes, and versions.
-      memory: Bytes on a chip: `arguments`, `outputs`, `aliased` (outputs in the place of
-        arguments), `temporaries`, `code`, `peak`; empty for what does not fit.
-      schedule: What it does, `None` for what does not fit.
-      timeline: How long that takes, likewise.
-      out_of_memory: What is too much; `None` for what fits.
       options: The compiler options.
+      facts: What the worker says of the program: its name, mesh, sizes, and versions; and either
+        its `memory`, bytes on a chip by `arguments`, `outputs`, `aliased` (outputs in the place of
+        arguments), `temporaries`, `code` and `peak`, or the compiler's message, `out_of_memory`.
+      text: The compiled program; "" if it does not fit.
     """
 
     topology: Topology
-    facts: Mapping[str, Any]
-    memory: Mapping[str, int]
-    schedule: Schedule | None
-    timeline: ScheduleTime | None
-    out_of_memory: OutOfMemory | None
     options: Mapping[str, str]
+    facts: Mapping[str, Any]
+    text: str
 
 
 def plan_of(step: CompiledStep) -> Plan:
-    """What a compiled step needs and takes, in the form that all plans have."""
+    """What a compiled step needs and takes, in the form that all plans have.
+
+    Raises:
+      ValueError: The program cannot be followed, see `read_schedule`.
+    """
     facts, topology, chip = step.facts, step.topology, step.topology.chip
     common: dict[str, Any] = {
         "name": facts["name"],
@@ -51,52 +53,66 @@ def plan_of(step: CompiledStep) -> Plan:
         "is_model": False,
         "source": f"XLA's TPU compiler, libtpu {facts['libtpu']}",
     }
-    if step.schedule is None or step.timeline is None:
-        assert step.out_of_memory is not None
-        too_much = step.out_of_memory
+    if "out_of_memory" in facts:
+        too_much = read_out_of_memory(facts["out_of_memory"])
         hbm = too_much.available or chip.hbm_bytes
         needed = too_much.needed or hbm
-        held = dict(facts["state"])
-        held["temporaries"] = max(0, needed - sum(held.values()))
+        temporaries = max(0, needed - sum(facts["state"].values()))
         return Plan(
             **common,
             hbm_bytes=hbm,
-            memory=held,
+            memory={**facts["state"], "temporaries": temporaries},
             peak_bytes=needed,
             fits=False,
             notes=too_much.sentences(),
         )
-    timeline = step.timeline
-    return Plan(
+    schedule = read_schedule(step.text, facts["mesh"])
+    times = follow(
+        schedule,
+        clock=chip.clock,
+        wire_seconds=lambda one: _wire_seconds(one, topology, facts["mesh"]),
+    )
+    plan = Plan(
         **common,
         hbm_bytes=chip.hbm_bytes,
-        memory=_memory(step),
-        peak_bytes=step.memory["peak"],
+        memory=_memory(facts["memory"], facts["state"]),
+        peak_bytes=facts["memory"]["peak"],
         fits=True,
-        collectives=_planned(step.schedule, timeline, chip),
-        compute_seconds=timeline.compute_seconds,
-        exposed_seconds=timeline.exposed_seconds,
-        overlapped_seconds=timeline.overlapped_seconds,
-        step_seconds=timeline.step_seconds,
+        collectives=merge_alike(_planned(schedule, times, chip.network.names[0])),
+        compute_seconds=times.compute_seconds,
+        exposed_seconds=times.exposed_seconds,
+        overlapped_seconds=times.overlapped_seconds,
+        step_seconds=times.step_seconds,
         assumptions=_assumptions(step),
-        notes=_notes(step.schedule, timeline),
-        **rates(
-            timeline.step_seconds,
+        notes=tuple(_notes(schedule, times)),
+    )
+    return plan.with_rates(
+        Throughput(
             examples_per_step=facts["examples_per_step"],
-            tokens_per_example=facts["tokens_per_example"],
+            tokens_per_example=facts["tokens_per_example"] or None,
             flops_per_example=facts["flops_per_example"],
             num_devices=topology.num_devices,
             peak=chip.flops.get(facts["dtype"]),
-        ),
+        )
     )
 
 
-def _memory(step: CompiledStep) -> dict[str, int]:
+def _wire_seconds(
+    collective: ScheduledCollective, topology: Topology, mesh: Mapping[str, int]
+) -> float:
+    """How long a collective takes once, by itself."""
+    if collective.group_size < 2:
+        return 0.0
+    axes = collective.axes or tuple(axis for axis, size in mesh.items() if size > 1)
+    sent = float(collective.bytes_sent) / collective.times
+    return ring_over(topology, mesh, axes).seconds(topology.chip.network, sent)
+
+
+def _memory(memory: Mapping[str, int], state: Mapping[str, int]) -> dict[str, int]:
     """The bytes on a chip at the peak by class: the state by the layout, else the compiler's.
 
     The compiler pads arguments to whole tiles.
     """
-    memory, state = step.memory, step.facts["state"]
     outputs = memory["outputs"] - memory["aliased"]
     return {
         **state,
@@ -107,42 +123,30 @@ def _memory(step: CompiledStep) -> dict[str, int]:
 
 
 def module_and_purpose(collective: ScheduledCollective) -> tuple[str, str]:
-    """The module that a collective comes from and what it is for, as far as its scope says."""
+    """A collective's module and its purpose, as far as its scope says."""
     scope = compiled_scopes(collective.scope)[0] if collective.scope else ""
     return module_of(scope, root="Transformer"), purpose_in(scope, collective.axes)
 
 
-def _planned(
-    schedule: Schedule, timeline: ScheduleTime, chip: Chip
-) -> tuple[PlannedCollective, ...]:
-    """The collectives, those that are alike in one, the longest first."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for index, each in enumerate(schedule.collectives):
-        purpose = module_and_purpose(each)[1]
-        key = (each.kind, each.axes, purpose, phase_of(each.scope), each.is_async)
-        groups.setdefault(key, []).append(index)
-    planned = []
-    for (kind, axes, purpose, phase, is_async), members in groups.items():
-        alike = [schedule.collectives[index] for index in members]
-        planned.append(
-            PlannedCollective(
-                kind=kind,
-                axes=axes,
-                purpose=purpose,
-                phase=phase,
-                times=sum(each.times for each in alike),
-                bytes_sent=float(sum(each.bytes_sent for each in alike)),
-                seconds=sum(timeline.wire_seconds[index] for index in members),
-                hidden_seconds=sum(timeline.hidden_seconds[index] for index in members),
-                is_async=is_async,
-                network=chip.network.names[0],
-            )
+def _planned(schedule: Schedule, times: ScheduleTime, network: str) -> Iterator[PlannedCollective]:
+    """Each collective, with its times."""
+    seconds = zip(times.wire_seconds, times.hidden_seconds, strict=True)
+    for one, (wire, hidden) in zip(schedule.collectives, seconds, strict=True):
+        yield PlannedCollective(
+            kind=one.kind,
+            axes=one.axes,
+            purpose=module_and_purpose(one)[1],
+            phase=phase_of(one.scope),
+            times=one.times,
+            bytes_sent=float(one.bytes_sent),
+            seconds=wire,
+            hidden_seconds=hidden,
+            is_async=one.is_async,
+            network=network,
         )
-    return tuple(sorted(planned, key=lambda each: -(each.seconds or 0.0)))
 
 
 def _assumptions(step: CompiledStep) -> tuple[str, ...]:
-    """What the estimate rests on."""
     chip, network = step.topology.chip, step.topology.chip.network
     options = ", ".join(f"{name}={value}" for name, value in step.options.items())
     return (
@@ -158,24 +162,23 @@ def _assumptions(step: CompiledStep) -> tuple[str, ...]:
     )
 
 
-def _notes(schedule: Schedule, timeline: ScheduleTime) -> tuple[str, ...]:
-    """What is to be noticed: what is waited for most, and what has no estimate."""
-    exposed: Counter[tuple[str, str, str]] = Counter()
-    for index, each in enumerate(schedule.collectives):
-        module, purpose = module_and_purpose(each)
-        waited = timeline.wire_seconds[index] - timeline.hidden_seconds[index]
-        exposed[each.kind, module or "no module", purpose] += waited  # type: ignore[assignment]
-    notes = [
-        f"{seconds * 1e3:,.3g} ms of {kind} ({purpose}) of {module} are exposed."
-        for (kind, module, purpose), seconds in exposed.most_common(NUM_NOTED)
-        if seconds > 0
-    ]
+def _notes(schedule: Schedule, times: ScheduleTime) -> Iterator[str]:
+    """What the step waits for most, and what has no estimate."""
+    exposed: dict[tuple[str, str, str], float] = {}
+    waits = zip(times.wire_seconds, times.hidden_seconds, strict=True)
+    for one, (wire, hidden) in zip(schedule.collectives, waits, strict=True):
+        module, purpose = module_and_purpose(one)
+        key = (one.kind, purpose, module or "no module")
+        exposed[key] = exposed.get(key, 0.0) + (wire - hidden)
+    longest = sorted(exposed.items(), key=lambda item: -item[1])[:NUM_NOTED]
+    for (kind, purpose, module), seconds in longest:
+        if seconds > 0:
+            yield f"{seconds * 1e3:,.3g} ms of {kind} ({purpose}) of {module} are exposed."
     if schedule.unestimated:
-        listed = ", ".join(f"{times} x {name}" for name, times in schedule.unestimated.items())
-        notes.append(f"Without an estimate, and counted as nothing, in a step: {listed}.")
+        listed = ", ".join(f"{runs} x {name}" for name, runs in schedule.unestimated.items())
+        yield f"Without an estimate, and counted as nothing, in a step: {listed}."
     if schedule.num_carried:
-        notes.append(
+        yield (
             f"{schedule.num_carried} collectives are begun in one turn of a loop and waited for in "
             "the next; they are counted as waited for in the turn that begins them."
         )
-    return tuple(notes)

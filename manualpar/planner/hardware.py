@@ -1,16 +1,16 @@
-"""Chips and the networks between them, with where each number is from.
+"""Chips and the networks between them, with the source of each number.
 
-What a chip computes is not written here but looked up in `manualpar.watching.throughput.PEAKS`.
-Everything is of one `jax.Device`: of a chip that is two devices (TPU7x) a half. Bandwidths are
+Peaks are not repeated here: they come from `manualpar.watching.throughput.PEAKS`. Every number is
+that of one `jax.Device`, so of a chip that is two devices (TPU7x) it is a half. Bandwidths are
 bytes a second in one direction; vendors mostly print both directions together, or bits.
 
-A network is one of two kinds. In a *torus* (TPU) every chip has two links for each dimension, to
+There are two kinds of networks. In a *torus* (TPU) every chip has two links for each dimension, to
 its neighbours; slices, each a torus, are joined by the data center's network. In *nodes* (GPU) all
 devices of a node reach one another at full speed, and each has its own card to the other nodes.
 
-What vendors do not print is marked "assumed" in `Chip.source`: the share of a peak that large
-products reach, the share of a bandwidth that large transfers reach, and latencies. They are round
-numbers chosen before anything was compared with a measurement, and the same for chips alike.
+`Chip.source` marks as "assumed" what vendors do not print: latencies, and the shares of a peak and
+of a bandwidth that large products and transfers reach. Those are round numbers, chosen before
+anything was compared with a measurement, and the same for all chips of a kind.
 """
 
 import dataclasses
@@ -18,14 +18,16 @@ import difflib
 from collections.abc import Mapping
 from typing import Literal
 
-from manualpar.watching.throughput import PEAKS, TERA, peak_flops
+from manualpar.watching.throughput import PEAKS, peak_flops
 
-GIGA = 1e9
-GIB = 2**30
-MICRO = 1e-6
+GIGA, GIB, MICRO = 1e9, 2**30, 1e-6
 TPU_DOCS = "https://docs.cloud.google.com/tpu/docs/"
 NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 SCALING_BOOK = "https://jax-ml.github.io/scaling-book/tpus/"
+ASSUMED = (
+    "; assumed: the shares of peak and bandwidths that are reached, latencies, time to start a "
+    "collective"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +40,13 @@ class Network:
         others of its node together.
       latency: Seconds from a device to the next.
       launch: Seconds to start a collective, whatever its size.
-      slow_bandwidth: Bytes a second in one direction that a device has to itself to what is outside
-        its slice or its node.
+      slow_bandwidth: Bytes a second in one direction from each device to other slices or nodes.
       slow_latency: Seconds from one slice or node to the next.
       efficiency: The share of a bandwidth that a large transfer reaches.
       dims: Dimensions of the torus, 0 for nodes.
-      ring_sizes: In a torus, which sizes of a dimension are closed to a ring: multiples of it.
+      ring_sizes: A dimension of a torus whose size is a multiple of this is closed to a ring.
       node_size: Devices of a node; 0 in a torus.
-      names: What the fast and the slow network are called.
+      names: The names of the fast and the slow network.
     """
 
     kind: Literal["torus", "nodes"]
@@ -67,17 +68,17 @@ class Chip:
 
     Attributes:
       name: Its name in a topology, such as `v5p`.
-      device_kind: `jax.Device.device_kind` of one; `PEAKS` matches it by a regular expression.
-      flops: FLOP/s at peak by dtype.
-      hbm_bytes: Bytes that a program can have on a device.
+      device_kind: Its `jax.Device.device_kind`, which `PEAKS` matches by a regular expression.
+      flops: Peak FLOP/s by dtype.
+      hbm_bytes: The bytes of a device's memory that a program can use.
       hbm_bandwidth: Bytes a second between a device and its memory.
       network: How it reaches others.
       flops_efficiency: The share of the peak that large products reach.
       hbm_efficiency: The share of the memory's bandwidth that long reads and writes reach.
       clock: Cycles a second, 0 where it is not known.
+      source: The source of the numbers, and which of them are assumed.
       devices_per_chip: How many `jax.Device`s a chip is.
-      max_devices: How many devices one slice, or a cluster, has at most.
-      source: Where the numbers are from, and which are assumed.
+      max_devices: The most devices that one slice, or a cluster, has.
     """
 
     name: str
@@ -95,11 +96,11 @@ class Chip:
 
     @property
     def is_tpu(self) -> bool:
-        """Whether it is a TPU, for which there is a compiler that needs none."""
+        """Whether it is a TPU, whose compiler needs no device."""
         return self.network.kind == "torus"
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s at peak with operands of a dtype.
+        """Peak FLOP/s with operands of a dtype.
 
         Raises:
           ValueError: No peak is known for it.
@@ -112,89 +113,80 @@ class Chip:
         return self.flops[dtype]
 
 
-ASSUMED = (
-    "; assumed: the shares of peak and bandwidths that are reached, latencies, time to start a "
-    "collective"
-)
+# ICI is what the documents call a chip's bidirectional bandwidth: of all its links, both ways. DCN
+# is a chip's share of its host's network cards. XLA's TPU compiler says how much memory is usable
+# when a program does not fit (libtpu 0.0.42): "exceeds available HBM (95.74G)". Clocks are assumed.
+# name: kind, usable GiB, HBM GB/s, ICI GB/s, dims, DCN Gbit/s, GHz, devices a chip, largest slice
+TPUS = {
+    "v4": ("TPU v4", 31.25, 1228, 600, 3, 50, 1.05, 1, 4096),
+    "v5e": ("TPU v5 lite", 15.75, 819, 400, 2, 25, 1.5, 1, 256),
+    "v5p": ("TPU v5p", 95.74, 2765, 1200, 3, 50, 1.75, 1, 6144),
+    "v6e": ("TPU v6 lite", 31.25, 1600, 800, 2, 100, 1.75, 1, 256),
+    "tpu7x": ("TPU7x", 94.75, 7380, 1200, 3, 100, 2.2, 2, 2 * 9216),
+}
+# NVLink is what NVIDIA prints, both directions together. A network card serves each GPU of a node.
+# name: kind, GiB, HBM GB/s, NVLink GB/s, network card Gbit/s, GHz, share of the peak it reaches
+GPUS = {
+    "a100": ("NVIDIA A100-SXM4-80GB", 80, 2039, 600, 200, 1.41, 0.8),
+    "h100": ("NVIDIA H100 80GB HBM3", 80, 3350, 900, 400, 1.83, 0.7),
+    "h200": ("NVIDIA H200", 141e9 / GIB, 4800, 900, 400, 1.83, 0.7),
+    "b200": ("NVIDIA B200", 180e9 / GIB, 8000, 1800, 400, 1.85, 0.7),
+}
+SOURCES = {
+    "v4": TPU_DOCS + "v4 (32 GiB, of which 31.25 are assumed usable as on v6e); "
+    "https://arxiv.org/abs/2304.01433 table 4; DCN assumed as v5p's",
+    "v5e": TPU_DOCS + "v5e: 819 GB/s, ICI 400 GB/s, 2 x 100 Gbit/s for 8 chips",
+    "v5p": TPU_DOCS + "v5p: 2765 GB/s, ICI 1200 GB/s, DCN 50 Gbit/s a chip",
+    "v6e": TPU_DOCS + "v6e: 1600 GB/s, ICI 3200 Gbit/s taken as both ways together, 4 x 200 "
+    "Gbit/s for 8 chips",
+    "tpu7x": TPU_DOCS + "tpu7x: 192 GiB a chip of two devices, 1.25 GiB of each assumed not "
+    "usable; from memory and not checked: 7380 GB/s, ICI 1200 GB/s, DCN 100 Gbit/s a chip",
+    "a100": NVIDIA + "a100: SXM 80GB; 200 Gbit/s a GPU as in DGX A100",
+    "h100": NVIDIA + "h100: SXM; 400 Gbit/s a GPU as in DGX H100",
+    "h200": NVIDIA + "h200: SXM; 400 Gbit/s a GPU as in DGX H200",
+    "b200": "https://docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html: 1,440 GB "
+    "and NVLink 14.4 TB/s for eight, 400 Gbit/s a GPU; 8 TB/s: " + NVIDIA + "dgx-b200",
+}
 
 
-def _peaks(device_kind: str) -> dict[str, float]:
-    """The peaks of a kind of device by dtype, from `PEAKS`."""
-    dtypes = {dtype for peak in PEAKS for dtype in peak.teraflops}
-    found = {dtype: peak_flops(device_kind, dtype) for dtype in sorted(dtypes)}
-    return {dtype: flops for dtype, flops in found.items() if flops is not None}
-
-
-def _tpu(
-    name: str,
-    device_kind: str,
-    *,
-    usable_gib: float,
-    hbm: float,
-    ici: float,
-    dims: int,
-    dcn_gigabits: float,
-    clock: float,
-    max_devices: int,
-    source: str,
-    devices_per_chip: int = 1,
-) -> Chip:
-    """A TPU.
-
-    `ici` is what the documents call bidirectional bandwidth of a chip, in GB/s: of its `2 * dims`
-    links, both ways. `dcn_gigabits` is a chip's share of its host's network cards.
-    """
+def _tpu(name: str) -> Chip:
+    kind, gib, hbm, ici, dims, dcn, clock, devices_per_chip, max_devices = TPUS[name]
     network = Network(
         kind="torus",
         bandwidth=ici * GIGA / (2 * dims) / 2 / devices_per_chip,
         latency=1 * MICRO,
         launch=5 * MICRO,
-        slow_bandwidth=dcn_gigabits * GIGA / 8 / devices_per_chip,
+        slow_bandwidth=dcn * GIGA / 8 / devices_per_chip,
         slow_latency=50 * MICRO,
         efficiency=0.9,
         dims=dims,
-        # Of 2D tori only a full dimension of a pod is closed, of 3D ones those of whole cubes.
+        # In 2D only a full dimension of a pod is closed, in 3D each dimension of whole cubes.
         ring_sizes=16 if dims == 2 else 4,
     )
     return Chip(
         name=name,
-        device_kind=device_kind,
-        flops=_peaks(device_kind),
-        hbm_bytes=int(usable_gib * GIB),
+        device_kind=kind,
+        flops=_peaks(kind),
+        hbm_bytes=int(gib * GIB),
         hbm_bandwidth=hbm * GIGA / devices_per_chip,
         network=network,
         flops_efficiency=0.85,
         hbm_efficiency=0.85,
         clock=clock * GIGA,
+        source=f"{SOURCES[name]}; links and rings: {SCALING_BOOK}{ASSUMED}",
         devices_per_chip=devices_per_chip,
         max_devices=max_devices,
-        source=f"{source}; links and rings: {SCALING_BOOK}{ASSUMED}",
     )
 
 
-def _gpu(
-    name: str,
-    device_kind: str,
-    *,
-    gib: float,
-    hbm: float,
-    nvlink: float,
-    nic_gigabits: float,
-    clock: float,
-    source: str,
-    flops_efficiency: float = 0.7,
-) -> Chip:
-    """A GPU in nodes of eight with NVSwitch and a network card for each GPU.
-
-    `nvlink` is what NVIDIA prints, in GB/s, both directions together. Of the memory, 2 GiB are left
-    to the driver, to NCCL and to fragments.
-    """
+def _gpu(name: str) -> Chip:
+    kind, gib, hbm, nvlink, card, clock, flops_efficiency = GPUS[name]
     network = Network(
         kind="nodes",
         bandwidth=nvlink * GIGA / 2,
         latency=1 * MICRO,
         launch=15 * MICRO,
-        slow_bandwidth=nic_gigabits * GIGA / 8,
+        slow_bandwidth=card * GIGA / 8,
         slow_latency=5 * MICRO,
         efficiency=0.8,
         node_size=8,
@@ -202,145 +194,36 @@ def _gpu(
     )
     return Chip(
         name=name,
-        device_kind=device_kind,
-        flops=_peaks(device_kind),
-        hbm_bytes=int((gib - 2) * GIB),
-        hbm_bandwidth=hbm * TERA,
+        device_kind=kind,
+        flops=_peaks(kind),
+        hbm_bytes=int((gib - 2) * GIB),  # The driver, NCCL and fragments take 2 GiB.
+        hbm_bandwidth=hbm * GIGA,
         network=network,
         flops_efficiency=flops_efficiency,
         hbm_efficiency=0.85,
         clock=clock * GIGA,
-        source=f"{source}{ASSUMED}, and 2 GiB that a program cannot have",
+        source=f"{SOURCES[name]}{ASSUMED}, and 2 GiB that a program cannot have",
     )
 
 
-# What XLA's TPU compiler allows is read off its message when a program does not fit (libtpu
-# 0.0.42): "exceeds available HBM (95.74G)". Clocks of TPUs are assumed.
-CHIPS = (
-    _tpu(
-        "v4",
-        "TPU v4",
-        usable_gib=31.25,
-        hbm=1228,
-        ici=600,
-        dims=3,
-        dcn_gigabits=50,
-        clock=1.05,
-        max_devices=4096,
-        source=TPU_DOCS + "v4 (32 GiB, of which 31.25 are assumed usable as on v6e); "
-        "https://arxiv.org/abs/2304.01433 table 4; DCN assumed as v5p's",
-    ),
-    _tpu(
-        "v5e",
-        "TPU v5 lite",
-        usable_gib=15.75,
-        hbm=819,
-        ici=400,
-        dims=2,
-        dcn_gigabits=25,
-        clock=1.5,
-        max_devices=256,
-        source=TPU_DOCS + "v5e: 819 GB/s, ICI 400 GB/s, 2 x 100 Gbit/s for 8 chips",
-    ),
-    _tpu(
-        "v5p",
-        "TPU v5p",
-        usable_gib=95.74,
-        hbm=2765,
-        ici=1200,
-        dims=3,
-        dcn_gigabits=50,
-        clock=1.75,
-        max_devices=6144,
-        source=TPU_DOCS + "v5p: 2765 GB/s, ICI 1200 GB/s, DCN 50 Gbit/s a chip",
-    ),
-    _tpu(
-        "v6e",
-        "TPU v6 lite",
-        usable_gib=31.25,
-        hbm=1600,
-        ici=800,
-        dims=2,
-        dcn_gigabits=100,
-        clock=1.75,
-        max_devices=256,
-        source=TPU_DOCS + "v6e: 1600 GB/s, ICI 3200 Gbit/s taken as both ways together, 4 x 200 "
-        "Gbit/s for 8 chips",
-    ),
-    _tpu(
-        "tpu7x",
-        "TPU7x",
-        usable_gib=94.75,
-        hbm=7380,
-        ici=1200,
-        dims=3,
-        dcn_gigabits=100,
-        clock=2.2,
-        max_devices=2 * 9216,
-        devices_per_chip=2,
-        source=TPU_DOCS + "tpu7x: 192 GiB a chip of two devices, 1.25 GiB of each assumed "
-        "not usable; from memory and not checked: 7380 GB/s, ICI 1200 GB/s, DCN 100 Gbit/s a chip",
-    ),
-    _gpu(
-        "a100",
-        "NVIDIA A100-SXM4-80GB",
-        gib=80,
-        hbm=2.039,
-        nvlink=600,
-        nic_gigabits=200,
-        clock=1.41,
-        flops_efficiency=0.8,
-        source=NVIDIA + "a100: SXM 80GB; 200 Gbit/s a GPU as in DGX A100",
-    ),
-    _gpu(
-        "h100",
-        "NVIDIA H100 80GB HBM3",
-        gib=80,
-        hbm=3.35,
-        nvlink=900,
-        nic_gigabits=400,
-        clock=1.83,
-        source=NVIDIA + "h100: SXM; 400 Gbit/s a GPU as in DGX H100",
-    ),
-    _gpu(
-        "h200",
-        "NVIDIA H200",
-        gib=141e9 / GIB,
-        hbm=4.8,
-        nvlink=900,
-        nic_gigabits=400,
-        clock=1.83,
-        source=NVIDIA + "h200: SXM; 400 Gbit/s a GPU as in DGX H200",
-    ),
-    _gpu(
-        "b200",
-        "NVIDIA B200",
-        gib=180e9 / GIB,
-        hbm=8.0,
-        nvlink=1800,
-        nic_gigabits=400,
-        clock=1.85,
-        source="https://docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html: 1,440 "
-        "GB and NVLink 14.4 TB/s for eight, 400 Gbit/s a GPU; 8 TB/s: " + NVIDIA + "dgx-b200",
-    ),
-)
+def _peaks(device_kind: str) -> dict[str, float]:
+    dtypes = {dtype for peak in PEAKS for dtype in peak.teraflops}
+    found = {dtype: peak_flops(device_kind, dtype) for dtype in sorted(dtypes)}
+    return {dtype: flops for dtype, flops in found.items() if flops is not None}
+
+
+CHIPS = (*map(_tpu, TPUS), *map(_gpu, GPUS))
 
 
 def chip_named(name: str) -> Chip:
-    """Looks up a chip.
-
-    Args:
-      name: Its name in a topology, such as `v5p` or `h100`.
-
-    Returns:
-      The chip.
+    """Looks up a chip by its name in a topology, such as `v5p` or `h100`.
 
     Raises:
-      ValueError: There is none of that name; the message has those there are.
+      ValueError: There is none of that name; the message lists those that there are.
     """
-    names = [chip.name for chip in CHIPS]
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
+    chips = {chip.name: chip for chip in CHIPS}
+    if name not in chips:
+        near = difflib.get_close_matches(name, chips, n=1)
         hint = f"; the nearest one is {near[0]!r}" if near else ""
-        raise ValueError(f"chip {name!r} is not known, expected one of {', '.join(names)}{hint}.")
-    return CHIPS[names.index(name)]
+        raise ValueError(f"chip {name!r} is not known, expected one of {', '.join(chips)}{hint}.")
+    return chips[name]

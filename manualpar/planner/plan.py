@@ -1,13 +1,17 @@
-"""What a planner says of a step on devices that nobody here has: one form for both planners.
+"""A plan: what a step needs and takes on devices that nobody here has.
 
-The compiler's plan (`manualpar.planner.tpu_compiler`) is read off a program that XLA compiled for
-the topology; the roofline's (`manualpar.planner.roofline`) is arithmetic on a traced program. Both
-estimate time, and say on what assumptions. Seconds are those of a step, bytes those of a device.
+Two planners make plans of one form. XLA's compiler compiles the step for the topology, and
+`manualpar.planner.compiled_plan` reads its program; `manualpar.planner.roofline` calculates with a
+traced program. Both estimate time, and state their assumptions. Seconds are those of a step, bytes
+those of a device.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, TypedDict
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from manualpar.watching.throughput import Throughput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,16 +19,16 @@ class PlannedCollective:
     """Collectives of a step that are alike.
 
     Attributes:
-      kind: Which: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `permute`.
+      kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all` or `permute`.
       axes: The mesh axes; empty where a compiled program does not say.
-      purpose: What for, such as `gather_params`.
-      phase: `forward`, `backward`, `recomputed`, `update`; "" where it is not known.
+      purpose: Their purpose, such as `gather_params`.
+      phase: `forward`, `backward`, `recomputed` or `update`; "" where it is not known.
       times: How many a step runs.
       bytes_sent: Bytes that a device sends for all of them.
       seconds: How long all of them take by themselves; `None` if not estimated.
       hidden_seconds: How much of that lies behind compute; `None` if not estimated.
       is_async: Whether compute can run meanwhile; `None` where a model assumes it.
-      network: What carries it, such as `ICI`.
+      network: The network that carries them, such as `ICI`.
     """
 
     kind: str
@@ -39,34 +43,54 @@ class PlannedCollective:
     network: str = ""
 
 
+def merge_alike(collectives: Iterable[PlannedCollective]) -> tuple[PlannedCollective, ...]:
+    """Adds up collectives that differ only in numbers; those that take longest come first."""
+    groups: dict[PlannedCollective, list[PlannedCollective]] = {}
+    for each in collectives:
+        key = dataclasses.replace(each, times=0, bytes_sent=0.0, seconds=None, hidden_seconds=None)
+        groups.setdefault(key, []).append(each)
+    merged = [
+        dataclasses.replace(
+            key,
+            times=sum(each.times for each in alike),
+            bytes_sent=sum(each.bytes_sent for each in alike),
+            seconds=sum(each.seconds or 0.0 for each in alike),
+            hidden_seconds=sum(each.hidden_seconds or 0.0 for each in alike),
+        )
+        for key, alike in groups.items()
+    ]
+    return tuple(sorted(merged, key=lambda each: -(each.seconds or 0.0)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A step on a topology.
 
     Attributes:
-      name: What was planned, such as `fsdp manual`.
+      name: The strategy and the mode, such as `fsdp manual`.
       topology: The topology's name.
       num_devices: Its devices.
       mesh: The sizes of the mesh axes.
-      is_model: Whether it is a model's, and not read off a program compiled for the topology.
-      source: Who says so, such as `roofline` or `XLA's TPU compiler, libtpu 0.0.42`.
-      hbm_bytes: What a program can have on a device.
+      is_model: Whether it is calculated, and not read off a program compiled for the topology.
+      source: Its source, such as `roofline` or `XLA's TPU compiler, libtpu 0.0.42`.
+      hbm_bytes: The bytes of a device's memory that a program can use.
       memory: Bytes at the peak by class: parameters, gradients, optimizer, gathered, activations,
         batch, other; a compiler that knows no classes gives arguments, temporaries, outputs.
-      peak_bytes: All of them together; of a program that does not fit what it needs, as far as it
-        is known.
+      peak_bytes: The bytes of all classes; of a program that does not fit what it needs, as far as
+        it is known.
       fits: Whether that is no more than `hbm_bytes`.
       collectives: What a step sends.
-      compute_seconds: What products and memory take, with nothing sent.
-      hbm_seconds: What of that waits for memory and not for products; `None` if not known.
-      exposed_seconds: What collectives take with nothing computed meanwhile.
-      overlapped_seconds: What they take behind compute.
+      compute_seconds: The time of products and memory, with nothing sent.
+      hbm_seconds: The part of that which waits for memory and not for products; `None` if not
+        known.
+      exposed_seconds: The time of collectives while nothing is computed.
+      overlapped_seconds: The time of collectives behind compute.
       step_seconds: The estimated step time; `None` if there is none.
       tokens_per_second: Of all devices; `None` for what has no tokens.
       examples_per_second: Of all devices.
       mfu: Model FLOPs of a step by what the devices could do in it; `None` if not known.
       assumptions: What the estimate rests on, in sentences.
-      notes: What is to be noticed, in sentences.
+      notes: What to notice, in sentences.
     """
 
     name: str
@@ -101,53 +125,18 @@ class Plan:
         """The bytes that a device sends in a step."""
         return sum(collective.bytes_sent for collective in self.collectives)
 
+    def with_rates(self, throughput: Throughput) -> "Plan":
+        """The plan with the rates that follow from its step time, if it has one."""
+        rates = throughput.rates(1, self.step_seconds or 0.0)
+        return dataclasses.replace(
+            self,
+            tokens_per_second=rates.get("tokens_per_second"),
+            examples_per_second=rates.get("examples_per_second"),
+            mfu=rates.get("mfu"),
+        )
+
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain values."""
-        plain = dataclasses.asdict(self)
-        plain["mesh"], plain["memory"] = dict(self.mesh), dict(self.memory)
-        for collective in plain["collectives"]:
-            collective["axes"] = list(collective["axes"])
-        for field in ("assumptions", "notes"):
-            plain[field] = list(plain[field])
-        plain["collectives"] = list(plain["collectives"])
-        return plain | {"spare_bytes": self.spare_bytes, "bytes_sent": self.bytes_sent}
-
-
-class Rates(TypedDict):
-    """What follows from a step time: fields of `Plan`."""
-
-    examples_per_second: float | None
-    tokens_per_second: float | None
-    mfu: float | None
-
-
-def rates(
-    step_seconds: float | None,
-    *,
-    examples_per_step: int,
-    tokens_per_example: int,
-    flops_per_example: float,
-    num_devices: int,
-    peak: float | None,
-) -> Rates:
-    """The rates of a step time, as keyword arguments of `Plan`.
-
-    Args:
-      step_seconds: The step time; `None` gives no rates.
-      examples_per_step: Examples of a step, on all devices.
-      tokens_per_example: Tokens of an example, 0 if it has none.
-      flops_per_example: FLOPs that the model asks for, forward and backward, nothing recomputed.
-      num_devices: How many devices.
-      peak: FLOP/s of one of them.
-
-    Returns:
-      `examples_per_second`, `tokens_per_second` and `mfu`.
-    """
-    if not step_seconds:
-        return {"examples_per_second": None, "tokens_per_second": None, "mfu": None}
-    examples = examples_per_step / step_seconds
-    return {
-        "examples_per_second": examples,
-        "tokens_per_second": examples * tokens_per_example if tokens_per_example else None,
-        "mfu": examples * flops_per_example / (num_devices * peak) if peak else None,
-    }
+        """The plan as plain values: lists in place of tuples."""
+        derived = {"spare_bytes": self.spare_bytes, "bytes_sent": self.bytes_sent}
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self) | derived))
+        return plain

@@ -1,8 +1,8 @@
 """Which strategy, mesh, number of minibatches, remat and wire dtype would be the fastest.
 
 For each strategy, mesh and remat a program is traced on an abstract mesh, in one minibatch; the
-others follow by closed forms (`manualpar.planner.scaling`), exact in time but not in memory. What
-comes first, and what nearly fits or nearly does not, is traced itself.
+others follow by closed forms (`manualpar.planner.step_work`), exact in time but not in memory. The
+candidates that come first, and those that nearly fit or nearly do not, are then traced themselves.
 """
 
 import dataclasses
@@ -14,19 +14,19 @@ import optax
 
 from manualpar.planner.plan import Plan
 from manualpar.planner.roofline import estimate
-from manualpar.planner.scaling import with_gather_dtype, with_minibatches
+from manualpar.planner.step_work import StepWork, read_work, with_gather_dtype, with_minibatches
 from manualpar.planner.topology import Topology, levels_of, topology_of_size
-from manualpar.planner.work import Task, Work, read_work
-from manualpar.training import task as training_task
 from manualpar.training.experiment import build_program
+from manualpar.training.task import Task
+from manualpar.watching.throughput import Throughput
 
 STRATEGIES = ("dp", "zero1", "zero2", "fsdp", "hsdp")
 REMATS = ("none", "dots", "full")
 MINIBATCHES = (1, 2, 4, 8)
 GATHER_DTYPES = ("", "bfloat16")
-# A second axis to shard over, one after the other, as a torus wants it.
+# A second axis to shard over, after the first, as suits a torus.
 MINOR_AXIS = "data_minor"
-# A plan whose memory is an estimate is traced if that is so near to what there is.
+# A plan whose memory is an estimate is traced if it exceeds a device's by no more than this share.
 NEARLY = 0.3
 CHIP_COUNTS = tuple(2**k for k in range(3, 13))
 
@@ -38,9 +38,9 @@ class Candidate:
     Attributes:
       strategy: The strategy.
       mesh: The sizes of the mesh axes.
-      num_minibatches: In how many parts a batch is taken.
+      num_minibatches: The number of minibatches of a batch.
       remat: What is computed again; "" where the model has no such choice.
-      gather_dtype: What parameters are gathered in; "" as they are stored.
+      gather_dtype: The dtype in which parameters are gathered; "" as they are stored.
     """
 
     strategy: str
@@ -51,7 +51,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """What it is called in a table."""
+        """Its name in a table."""
         return f"{self.strategy}, {' x '.join(f'{a}={n}' for a, n in self.mesh.items())}"
 
 
@@ -86,7 +86,7 @@ class Builder:
       task: What is trained; a candidate's model may differ in what is computed again.
     """
 
-    def __init__(self, config: ml_collections.ConfigDict, task: training_task.Task) -> None:
+    def __init__(self, config: ml_collections.ConfigDict, task: Task) -> None:
         self.config = config
         self.task = task
 
@@ -95,39 +95,43 @@ class Builder:
         """Whether the model has a choice of what is computed again."""
         return "remat" in self.config.model
 
-    def read(self, candidate: Candidate, num_devices: int, *, batch_size: int = 0) -> Work:
+    def read(self, candidate: Candidate, num_devices: int, *, batch_size: int = 0) -> StepWork:
         """Traces a candidate's program and reads what it does.
 
         Raises:
           ValueError: The program cannot be built.
         """
-        config = self.configure(candidate, batch_size=batch_size)
-        task = self.task
-        if self.has_remat:
-            task = dataclasses.replace(task, model=task.model.clone(remat=candidate.remat))
-        schedule = optax.constant_schedule(config.optimizer.learning_rate)
-        program = build_program(config, task, schedule, devices=num_devices)
-        return read_work(program, work_task(config, task))
-
-    def configure(self, candidate: Candidate, *, batch_size: int = 0) -> ml_collections.ConfigDict:
-        """The config of a candidate."""
         config = ml_collections.ConfigDict(self.config.to_dict())
         config.parallel.strategy = candidate.strategy
         config.parallel.mesh = ml_collections.ConfigDict(dict(candidate.mesh))
         config.parallel.gather_dtype = candidate.gather_dtype
-        if MINOR_AXIS in candidate.mesh:
-            config.parallel.axis_by_axis = True
+        config.parallel.axis_by_axis |= MINOR_AXIS in candidate.mesh
         config.optimizer.num_minibatches = candidate.num_minibatches
-        if batch_size:
-            config.data.batch_size = batch_size
+        config.data.batch_size = batch_size or config.data.batch_size
+        task = self.task
         if self.has_remat:
             config.model.remat = candidate.remat
-        return config
+            task = dataclasses.replace(task, model=task.model.clone(remat=candidate.remat))
+        schedule = optax.constant_schedule(config.optimizer.learning_rate)
+        program = build_program(config, task, schedule, devices=num_devices)
+        return read_work(program, throughput_of(config, task))
+
+    def outcome(self, candidate: Candidate, topology: Topology) -> Outcome:
+        """The outcome of a candidate by its own program."""
+        try:
+            work = self.read(candidate, topology.num_devices)
+        except ValueError as error:
+            return Outcome(candidate, None, str(error), is_traced=True)
+        return _planned(candidate, work, topology, is_traced=True)
 
 
-def work_task(config: ml_collections.ConfigDict, task: training_task.Task) -> Task:
-    """What the roofline must know of a config's task."""
-    return Task(config.data.batch_size, task.tokens_per_example, task.flops_per_example)
+def throughput_of(config: ml_collections.ConfigDict, task: Task) -> Throughput:
+    """Turns the step time of a config into rates; without devices and their peak."""
+    return Throughput(
+        examples_per_step=config.data.batch_size,
+        tokens_per_example=task.tokens_per_example or None,
+        flops_per_example=task.flops_per_example,
+    )
 
 
 def sweep(
@@ -140,10 +144,10 @@ def sweep(
     """Ranks candidates by estimated step time.
 
     Args:
-      builder: Of a config in mode `manual`; what is not compared stays as it is there.
-      topology: On what.
+      builder: Of a config in mode `manual`, which keeps what is not compared.
+      topology: The devices.
       traced: How many of the first are traced themselves.
-      report: Is told how far it is.
+      report: Is told the progress.
 
     Returns:
       All candidates, those that fit first, the fastest first of all.
@@ -154,12 +158,13 @@ def sweep(
         report(f"{number}/{len(bases)} {base.name}{', remat ' * bool(base.remat)}{base.remat}")
         outcomes += _family(builder, base, topology)
     for _ in range(2 * traced):  # A traced one may fall behind another, which is then traced.
-        ranked = sorted(outcomes, key=lambda outcome: outcome.seconds)[:traced]
-        todo = [each for each in ranked if not each.is_traced and each.plan] + _nearly(outcomes)
+        ranked = sorted(outcomes, key=lambda outcome: outcome.seconds)
+        todo = [each for each in ranked[:traced] if not each.is_traced and each.plan]
+        todo += [each for each in outcomes if _nearly_fits(each, fastest=ranked[0].seconds)]
         if not todo:
             break
         report(f"tracing {todo[0].candidate.name}")
-        outcomes[outcomes.index(todo[0])] = _trace(builder, todo[0].candidate, topology)
+        outcomes[outcomes.index(todo[0])] = builder.outcome(todo[0].candidate, topology)
     return sorted(outcomes, key=lambda outcome: outcome.seconds)
 
 
@@ -174,20 +179,19 @@ def scaling_curves(
 
     Args:
       builder: Of a config; a device has `config.data.batch_size / topology.num_devices` examples.
-      topology: Whose chip it is.
-      candidates: What to draw, by the names of the curves; their meshes are made anew.
-      report: Is told how far it is.
+      topology: A topology of the chip.
+      candidates: What to draw, by the names of the curves; each size of topology gets a mesh of its
+        own.
+      report: Is told the progress.
 
     Returns:
       For each curve pairs of a number of devices and a plan, from 8 to 4,096.
     """
-    chip = topology.chip
     per_device = max(builder.config.data.batch_size // topology.num_devices, 1)
-    curves: dict[str, list[tuple[int, Plan]]] = {}
+    curves: dict[str, list[tuple[int, Plan]]] = {name: [] for name in candidates}
     for name, candidate in candidates.items():
-        curves[name] = []
         for count in CHIP_COUNTS:
-            place = topology_of_size(chip, count)
+            place = topology_of_size(topology.chip, count)
             mesh = mesh_like(candidate, place) if place else None
             if place is None or mesh is None:
                 continue
@@ -207,15 +211,15 @@ def mesh_like(candidate: Candidate, topology: Topology) -> dict[str, int] | None
     if len(candidate.mesh) < 2:
         return {"data": count}
     groups = group_sizes(topology)
-    return (
-        dict(zip(candidate.mesh, (count // groups[0], groups[0]), strict=True)) if groups else None
-    )
+    if not groups:
+        return None
+    return dict(zip(candidate.mesh, (count // groups[0], groups[0]), strict=True))
 
 
 def group_sizes(topology: Topology) -> list[int]:
     """Sizes of groups for `hsdp`: the first is the largest within a node or a slice.
 
-    Of a single slice the first leaves one dimension of the torus to the replicas.
+    In a single slice the first leaves one dimension of the torus to the replicas.
     """
     count, levels = topology.num_devices, levels_of(topology)
     products = [math.prod(levels[i:]) for i in range(1, len(levels))]
@@ -228,7 +232,7 @@ def group_sizes(topology: Topology) -> list[int]:
 
 
 def _bases(topology: Topology, builder: Builder) -> Iterator[Candidate]:
-    """What is traced for sure: one minibatch, nothing retyped."""
+    """The candidates that are traced in any case: one minibatch, nothing retyped."""
     count, groups = topology.num_devices, group_sizes(topology)
     for strategy in STRATEGIES:
         meshes = [{"data": count}]
@@ -258,38 +262,28 @@ def _family(builder: Builder, base: Candidate, topology: Topology) -> Iterator[O
             each = dataclasses.replace(base, num_minibatches=minibatches, gather_dtype=dtype)
             scaled = with_minibatches(work, minibatches)
             scaled = with_gather_dtype(scaled, dtype, reduce_dtype=config.parallel.reduce_dtype)
-            plan = estimate(scaled, topology)
-            yield Outcome(each, plan, why_not(plan), is_traced=each == base)
+            yield _planned(each, scaled, topology, is_traced=each == base)
 
 
-def _trace(builder: Builder, candidate: Candidate, topology: Topology) -> Outcome:
-    """A candidate by its own program."""
-    try:
-        work = builder.read(candidate, topology.num_devices)
-    except ValueError as error:
-        return Outcome(candidate, None, str(error), is_traced=True)
+def _planned(
+    candidate: Candidate, work: StepWork, topology: Topology, *, is_traced: bool
+) -> Outcome:
     plan = estimate(work, topology)
-    return Outcome(candidate, plan, why_not(plan), is_traced=True)
+    reason = ""
+    if not plan.fits:
+        largest = sorted(plan.memory, key=lambda name: -plan.memory[name])[:2]
+        parts = ", ".join(f"{name} {plan.memory[name] / 2**30:.1f} GiB" for name in largest)
+        reason = f"{-plan.spare_bytes / 2**30:.1f} GiB too much: {parts}"
+    return Outcome(candidate, plan, reason, is_traced)
 
 
-def _nearly(outcomes: list[Outcome]) -> list[Outcome]:
-    """Those that would be among the first and whose estimated memory does not quite fit."""
-    fitting = min((each.seconds for each in outcomes), default=math.inf)
-    return [
-        each
-        for each in outcomes
-        if not each.is_traced
-        and each.plan is not None
-        and each.reason
-        and each.plan.peak_bytes < (1 + NEARLY) * each.plan.hbm_bytes
-        and (each.plan.step_seconds or math.inf) < fitting
-    ]
-
-
-def why_not(plan: Plan) -> str:
-    """Why a plan does not run, in words; "" if it does."""
-    if plan.fits:
-        return ""
-    largest = sorted(plan.memory, key=lambda name: -plan.memory[name])[:2]
-    parts = ", ".join(f"{name} {plan.memory[name] / 2**30:.1f} GiB" for name in largest)
-    return f"{-plan.spare_bytes / 2**30:.1f} GiB too much: {parts}"
+def _nearly_fits(outcome: Outcome, *, fastest: float) -> bool:
+    """Whether one that was not traced would be the fastest and might fit after all."""
+    plan = outcome.plan
+    return (
+        plan is not None
+        and bool(outcome.reason)
+        and not outcome.is_traced
+        and plan.peak_bytes < (1 + NEARLY) * plan.hbm_bytes
+        and (plan.step_seconds or math.inf) < fastest
+    )

@@ -1,15 +1,15 @@
 """Devices that nobody here has: `v5p:8x8x4`, `2xv5e:16x16`, `h100:128`; and where mesh axes lie.
 
-A topology is a chip and a shape: of TPUs the shape of a slice in chips, with a factor for several
-slices; of GPUs their number, in nodes of eight. Mesh axes are laid onto it in the order of the
+A topology is a chip and a shape: for TPUs the shape of a slice in chips, with a factor for several
+slices; for GPUs their number, in nodes of eight. Mesh axes are laid onto it in the order of the
 mesh, the last one onto the fastest part.
 
-`place_axes` says for every tuple of mesh axes how fast a ring over it is. In a torus a mesh axis
-takes whole dimensions where the sizes allow it: `k` dimensions carry `k` rings at once. A dimension
-closed to a ring carries data both ways; one that is open, or of size two, counts one link. Axes
-that share a dimension take its inner and its outer part: the outer one's neighbours are apart, and
-their rings share links. What does not fit into a slice or a node crosses the slow network, which
-all devices of the slice or node that are on the axis use together.
+`ring_over` says how fast a ring over mesh axes is. In a torus a mesh axis takes whole dimensions
+where the sizes allow it: `k` dimensions carry `k` rings at once. A dimension that is closed to a
+ring carries data both ways; one that is open, or of size two, counts one link. Axes that share a
+dimension take its inner and its outer part: neighbours on the outer part are apart, and their rings
+share links. What does not fit into a slice or a node crosses the slow network, which all devices of
+the slice or node that are on the axis use together.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from manualpar.planner.hardware import CHIPS, Chip, Network, chip_named
+from manualpar.planner.hardware import Chip, Network, chip_named
 
 EXAMPLES = "such as v5p:8x8x4, 2xv5e:16x16 (two slices) or h100:128"
 _PATTERN = re.compile(r"(?:(\d+)x)?([a-zA-Z][\w-]*):(\d+(?:x\d+)*)")
@@ -29,8 +29,8 @@ class Topology:
 
     Attributes:
       chip: Their kind.
-      shape: Of TPUs the dimensions of a slice, in chips; of GPUs how many there are.
-      num_slices: How many slices; 1 for GPUs.
+      shape: For TPUs the dimensions of a slice, in chips; for GPUs their number.
+      num_slices: The number of slices; 1 for GPUs.
     """
 
     chip: Chip
@@ -39,12 +39,12 @@ class Topology:
 
     @property
     def num_chips(self) -> int:
-        """How many chips there are."""
+        """The number of chips in all slices."""
         return self.num_slices * math.prod(self.shape)
 
     @property
     def num_devices(self) -> int:
-        """How many `jax.Device`s there are."""
+        """The number of `jax.Device`s."""
         return self.num_chips * self.chip.devices_per_chip
 
     @property
@@ -59,11 +59,11 @@ class Topology:
 
 
 @dataclasses.dataclass(frozen=True)
-class Path:
-    """How fast a ring over mesh axes is.
+class Ring:
+    """A ring over mesh axes, and how fast it is.
 
     Attributes:
-      fast: Bytes a second that a device sends within a slice or a node; infinite if it is alone.
+      fast: Bytes a second that a device sends within a slice or a node.
       inside: Devices of the ring in a slice or a node.
       outside: Slices or nodes that the ring goes through.
       slow: Bytes a second that a device sends to other slices or nodes.
@@ -86,9 +86,9 @@ class Path:
     def seconds(self, network: Network, sent: float, times: int = 1) -> float:
         """How long collectives take.
 
-        A ring over `n` groups of `s` devices that sends `b` bytes a device moves `b S / (S - 1)`
-        (`S = n s`) around; of that `(n - 1) / n` enters a group through its `s` slow links, while
-        the rest goes on inside.
+        A ring over `n` groups of `s` devices on which each device sends `b` bytes moves
+        `b S / (S - 1)` bytes (`S = n s`) around. Of those `(n - 1) / n` enter a group through its
+        `s` slow links, while the rest goes on inside.
 
         Args:
           network: The network.
@@ -107,93 +107,90 @@ class Path:
 
 
 def parse_topology(name: str) -> Topology:
-    """Understands the name of a topology.
-
-    Args:
-      name: `[<slices>x]<chip>:<shape>`.
-
-    Returns:
-      The topology.
+    """Reads the name of a topology, `[<slices>x]<chip>:<shape>`.
 
     Raises:
-      ValueError: It is none; the message says what was expected.
+      ValueError: There is no such topology; the message says what was expected.
     """
     found = _PATTERN.fullmatch(name)
     if not found:
         raise ValueError(
             f"topology {name!r} is not understood, expected a chip and a shape {EXAMPLES}."
         )
-    slices, chip_name, shape_text = found.groups()
     try:
-        chip = chip_named(chip_name)
+        chip = chip_named(found[2])
     except ValueError as error:
         raise ValueError(f"topology {name!r}: {error}") from error
-    shape, num_slices = tuple(map(int, shape_text.split("x"))), int(slices or 1)
-    _check_shape(name, chip, shape, num_slices)
-    topology = Topology(chip, shape, num_slices)
-    in_slice = topology.num_devices // num_slices
-    if in_slice > chip.max_devices:
-        raise ValueError(
-            f"topology {name!r} has {in_slice} devices in a slice, expected at most "
-            f"{chip.max_devices} of {chip.name}; several slices are written 2x{chip.name}:...."
-        )
+    topology = Topology(chip, tuple(map(int, found[3].split("x"))), int(found[1] or 1))
+    if problem := _problem(topology):
+        raise ValueError(f"topology {name!r} {problem}")
     return topology
 
 
-def _check_shape(name: str, chip: Chip, shape: tuple[int, ...], num_slices: int) -> None:
-    """Refuses a shape that the chip's network does not have."""
-    network = chip.network
-    if 0 in shape or num_slices == 0:
-        raise ValueError(f"topology {name!r} has a size of 0, expected positive ones, {EXAMPLES}.")
+def _problem(topology: Topology) -> str:
+    """Why the chip's network has no such shape, "" if it has."""
+    chip, shape, network = topology.chip, topology.shape, topology.chip.network
+    if topology.num_devices == 0:
+        return f"has a size of 0, expected positive ones, {EXAMPLES}."
     if network.kind == "torus" and len(shape) != network.dims:
-        example = "x".join("4" * network.dims)
-        raise ValueError(
-            f"topology {name!r} has {len(shape)} dimensions, expected {network.dims} for "
-            f"{chip.name}, such as {chip.name}:{example}."
+        example = f"{chip.name}:{'x'.join('4' * network.dims)}"
+        return (
+            f"has {len(shape)} dimensions, expected {network.dims} for {chip.name}, such as "
+            f"{example}."
         )
     if network.kind == "nodes":
-        if len(shape) != 1 or num_slices > 1:
-            raise ValueError(
-                f"topology {name!r}: expected a number of devices for {chip.name}, such as "
-                f"{chip.name}:{4 * network.node_size}."
+        if len(shape) != 1 or topology.num_slices > 1:
+            example = f"{chip.name}:{4 * network.node_size}"
+            return (
+                f"has slices or several dimensions, expected a number of devices for {chip.name}, "
+                f"such as {example}."
             )
         if shape[0] > network.node_size and shape[0] % network.node_size:
-            raise ValueError(
-                f"topology {name!r} has {shape[0]} devices, expected whole nodes of "
-                f"{network.node_size}, or fewer than one."
+            return (
+                f"has {shape[0]} devices, expected whole nodes of {network.node_size}, or fewer "
+                "than one."
             )
+    in_slice = topology.num_devices // topology.num_slices
+    if in_slice > chip.max_devices:
+        return (
+            f"has {in_slice} devices in a slice, expected at most {chip.max_devices} of "
+            f"{chip.name}; several slices are written 2x{chip.name}:...."
+        )
+    return ""
 
 
 def topology_of_size(chip: Chip, num_devices: int) -> Topology | None:
-    """A topology of so many devices, as nearly a cube as can be; `None` if there is none.
+    """A topology of a power of two of devices, as nearly a cube as can be; `None` if there is none.
 
-    Args:
-      chip: The kind.
-      num_devices: How many, a power of two.
-
-    Returns:
-      Of GPUs so many; of TPUs a slice whose dimensions are powers of two, the last the largest, or
-      several slices of the largest size.
+    GPUs fill nodes. TPUs fill a slice whose dimensions are powers of two, the last the largest, or
+    several slices of the largest size.
     """
     network = chip.network
     if network.kind == "nodes":
-        whole = num_devices <= network.node_size or num_devices % network.node_size == 0
-        return Topology(chip, (num_devices,)) if whole else None
+        is_whole = num_devices <= network.node_size or num_devices % network.node_size == 0
+        return Topology(chip, (num_devices,)) if is_whole else None
     chips, rest = divmod(num_devices, chip.devices_per_chip)
     if rest or chips < 1 or chips & (chips - 1):
         return None
     largest = 2 ** int(math.log2(chip.max_devices // chip.devices_per_chip))
     slices = max(1, chips // largest)
     shape = [1] * network.dims
-    exponent = (chips // slices).bit_length() - 1
-    for i in range(exponent):
+    for i in range(int(math.log2(chips // slices))):
         shape[-1 - i % network.dims] *= 2
     return Topology(chip, tuple(shape), slices)
 
 
-def chip_names() -> tuple[str, ...]:
-    """The names that a topology can begin with."""
-    return tuple(chip.name for chip in CHIPS)
+def levels_of(topology: Topology) -> tuple[int, ...]:
+    """The sizes of the levels of a topology, the slowest first.
+
+    Level 0 is what is between slices or nodes. Then come the dimensions of the torus, or the node,
+    and last the devices of a TPU chip.
+    """
+    chip, network = topology.chip, topology.chip.network
+    if network.kind == "torus":
+        return (topology.num_slices, *topology.shape, chip.devices_per_chip)
+    inside = min(network.node_size, topology.shape[0])
+    return (topology.shape[0] // inside, inside)
 
 
 def place_axes(topology: Topology, mesh: Mapping[str, int]) -> dict[str, list[tuple[int, int]]]:
@@ -204,9 +201,8 @@ def place_axes(topology: Topology, mesh: Mapping[str, int]) -> dict[str, list[tu
       mesh: The sizes of the axes, the major one first; their product is `topology.num_devices`.
 
     Returns:
-      For each axis the parts of levels that it takes: pairs of a level and a size. Level 0 is what
-      is between slices or nodes, then come the dimensions of the torus, or the node, and last the
-      devices of a chip.
+      For each axis the parts of levels that it takes: pairs of a level, see `levels_of`, and a
+      size.
 
     Raises:
       ValueError: The sizes do not fit.
@@ -220,9 +216,7 @@ def place_axes(topology: Topology, mesh: Mapping[str, int]) -> dict[str, list[tu
     placed: dict[str, list[tuple[int, int]]] = {}
     for axis in reversed(list(mesh)):
         needed, parts = mesh[axis], []
-        exact = _whole_levels(left, needed)
-        order = exact if exact is not None else range(len(left) - 1, -1, -1)
-        for level in order:
+        for level in _whole_levels(left, needed) or range(len(left) - 1, -1, -1):
             part = math.gcd(needed, left[level])
             if part > 1:
                 parts.append((level, part))
@@ -236,34 +230,25 @@ def place_axes(topology: Topology, mesh: Mapping[str, int]) -> dict[str, list[tu
     return {axis: placed[axis] for axis in mesh}
 
 
-def levels_of(topology: Topology) -> tuple[int, ...]:
-    """The sizes of the levels of a topology, the slowest first, see `place_axes`."""
-    chip, network = topology.chip, topology.chip.network
-    if network.kind == "torus":
-        return (topology.num_slices, *topology.shape, chip.devices_per_chip)
-    inside = min(network.node_size, topology.shape[0])
-    return (topology.shape[0] // inside, inside)
-
-
-def _whole_levels(left: list[int], needed: int) -> list[int] | None:
-    """The fastest levels that, each taken whole, make an axis; `None` if there are none."""
+def _whole_levels(left: list[int], needed: int) -> list[int]:
+    """The fastest levels that make an axis when each is taken whole; none if there are none."""
     for bits in range(1, 2 ** len(left)):
         levels = [i for i in range(len(left)) if bits >> (len(left) - 1 - i) & 1 and left[i] > 1]
         if levels and math.prod(left[i] for i in levels) == needed:
             return levels
-    return None
+    return []
 
 
-def path_over(topology: Topology, mesh: Mapping[str, int], axes: tuple[str, ...]) -> Path:
-    """How fast a ring over mesh axes is.
+def ring_over(topology: Topology, mesh: Mapping[str, int], axes: tuple[str, ...]) -> Ring:
+    """The ring over some mesh axes together.
 
     Args:
       topology: The topology.
-      mesh: The sizes of the axes.
-      axes: The axes that the ring goes over together.
+      mesh: The sizes of all axes.
+      axes: The axes of the ring.
 
-    Returns:
-      The path.
+    Raises:
+      ValueError: The mesh does not fit into the topology.
     """
     placed, chip = place_axes(topology, mesh), topology.chip
     network, sizes = chip.network, levels_of(topology)
@@ -274,34 +259,27 @@ def path_over(topology: Topology, mesh: Mapping[str, int], axes: tuple[str, ...]
     outside = taken.pop(0, 1)
     inside = math.prod(taken.values())
     if network.kind == "nodes":
-        fast = network.bandwidth
-        return Path(fast, inside, outside, network.slow_bandwidth, max(inside - 1, 0))
+        steps = max(inside - 1, 0)
+        return Ring(network.bandwidth, inside, outside, network.slow_bandwidth, steps)
+    order = list(mesh)
+    faster = order[max((order.index(axis) for axis in axes), default=0) + 1 :]
     bandwidth, steps, whole = 0.0, 0, []
     for level, part in sorted(taken.items()):
         if level == len(sizes) - 1 and chip.devices_per_chip > 1:
-            continue  # The devices of a chip: their link is not the bottleneck.
+            continue  # The link between the devices of a chip is not the bottleneck.
         size = sizes[level]
-        if part == size:
-            whole.append(size)
-        closed = part == size and _is_closed(topology, size)
-        # Parts of a dimension are taken from the inside: the last axes are its neighbours.
-        stride = _stride(placed, axes, level, list(mesh))
-        bandwidth += network.bandwidth * (2 if closed else 1) / stride
-        steps += (part // 2 if closed else part - 1) * stride
+        whole += [size] if part == size else []
+        is_closed = part == size and _is_closed(topology, size)
+        # Faster axes take the inside of a dimension, so neighbours on these are so far apart.
+        stride = math.prod(part for axis in faster for at, part in placed[axis] if at == level)
+        bandwidth += network.bandwidth * (2 if is_closed else 1) / stride
+        steps += (part // 2 if is_closed else part - 1) * stride
     fast = bandwidth or network.bandwidth * 2 * network.dims
-    return Path(fast, inside, outside, network.slow_bandwidth, steps, tuple(whole))
+    return Ring(fast, inside, outside, network.slow_bandwidth, steps, tuple(whole))
 
 
 def _is_closed(topology: Topology, size: int) -> bool:
-    """Whether a dimension of so many chips is a ring; of a 3D torus all are, or none."""
+    """Whether a dimension of so many chips is a ring; in a 3D torus all are, or none."""
     network = topology.chip.network
     sizes = topology.shape if network.dims == 3 else (size,)
     return size > 2 and all(each % network.ring_sizes == 0 for each in sizes)
-
-
-def _stride(
-    placed: Mapping[str, list[tuple[int, int]]], axes: tuple[str, ...], level: int, order: list[str]
-) -> int:
-    """How far apart neighbours on `axes` are in a level: what faster axes take of it."""
-    last = max(order.index(axis) for axis in axes)
-    return math.prod(part for axis in order[last + 1 :] for at, part in placed[axis] if at == level)

@@ -2,21 +2,28 @@
 
     python -m manualpar.planner.tpu_worker FOLDER
 
-The folder has `request.json`; the program's text goes to `program.txt` beside it and everything
-else to `result.json`, what went wrong too. It is for `manualpar.planner.tpu_compiler`, which sets
-the environment that libtpu needs where there is no TPU. (That environment would make a training
-process look for no TPU either, and a crash in libtpu ends the process: hence one of its own.)
+It reads `request.json` in the folder, and writes the program's text to `program.txt` and everything
+else, errors too, to `result.json`. `manualpar.planner.tpu_compiler` starts it, with the environment
+that libtpu needs where there is no TPU. That environment would keep a training process from looking
+for one, and a crash in libtpu ends the process: hence a process of its own.
 """
 
 import importlib.metadata
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import jax
+import ml_collections
+from jax.experimental import topologies
+
+from manualpar.inspect.layout import state_bytes
+from manualpar.planner.vocabulary import prepare_planned
+from manualpar.training.experiment import Experiment
+
 REQUEST, RESULT, PROGRAM = "request.json", "result.json", "program.txt"
-# What was being done when something went wrong; each needs another sentence.
+# The stage in which something went wrong; each needs another sentence.
 LIBRARY, TOPOLOGY, PREPARE, COMPILE = "library", "topology", "prepare", "compile"
 LIBTPU = "libtpu"
 MEMORY = {
@@ -45,13 +52,6 @@ def main(folder: Path) -> int:
 def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[str, Any]:
     """Builds, lowers and compiles the step; `stage` says how far it has come."""
     version = importlib.metadata.version(LIBTPU)
-
-    import jax
-    import ml_collections
-    from jax.experimental import topologies
-
-    from manualpar.planner.subject import prepare_subject
-
     stage[0] = TOPOLOGY
     options = {"num_slices": request["num_slices"]} if request["num_slices"] > 1 else {}
     if request["single_chip"]:
@@ -59,32 +59,21 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
     topology = topologies.get_topology_desc(request["topology"], "tpu", **options)
     devices: list[Any] = list(topology.devices)
     stage[0] = PREPARE
-    config = ml_collections.ConfigDict(_tuples(request["config"]))
-    experiment = prepare_subject(config.lock(), devices=devices, vocab_size=request["vocab_size"])
+    config = ml_collections.ConfigDict(_tuples(request["config"])).lock()
+    experiment = prepare_planned(config, devices=devices, vocab_size=request["vocab_size"])
     program = experiment.program
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     stage[0] = COMPILE
-    result = {
-        "libtpu": version,
-        "jax": jax.__version__,
-        "device_kind": devices[0].device_kind,
-        "num_devices": len(devices),
-    }
-    result |= _shape(experiment)
-    (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
-    started = time.perf_counter()
+    facts = {"libtpu": version, "num_devices": len(devices), **_facts(experiment)}
     try:
         compiled = lowered.compile(compiler_options=request["options"] or None)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_hbm(str(error)):
             raise
-        return result | {"out_of_memory": str(error)}
+        return facts | {"out_of_memory": str(error)}
     memory = compiled.memory_analysis()
     (folder / PROGRAM).write_text(compiled.as_text() or "", encoding="utf-8")
-    return result | {
-        "compile_seconds": time.perf_counter() - started,
-        "memory": {name: int(getattr(memory, field)) for name, field in MEMORY.items()},
-    }
+    return facts | {"memory": {name: int(getattr(memory, field)) for name, field in MEMORY.items()}}
 
 
 def is_out_of_hbm(message: str) -> bool:
@@ -92,12 +81,8 @@ def is_out_of_hbm(message: str) -> bool:
     return "RESOURCE_EXHAUSTED" in message and "hbm" in message.lower().partition("vmem")[0]
 
 
-def _shape(experiment: Any) -> dict[str, Any]:
-    """What the parent is to know of the program, to which it has no devices to build it."""
-    import jax
-
-    from manualpar.inspect.layout import state_bytes
-
+def _facts(experiment: Experiment) -> dict[str, Any]:
+    """What the parent cannot find out by itself, because it has no devices to build a program."""
     program = experiment.program
     state = program.abstract_state
     batch = state_bytes(program.abstract_batch)[0]

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from manualpar.planner.subject import prepare_subject
+from manualpar.planner.vocabulary import prepare_planned
 from manualpar.training.command_line import load_config
 from manualpar.training.task import make_task
 
@@ -19,8 +19,8 @@ def config_of(name: str) -> ConfigDict:
 
 def test_vocabulary_changes_the_model_and_its_flops_and_nothing_else() -> None:
     config = config_of("fsdp_lm.py")
-    trained = prepare_subject(config, devices=16)
-    planned = prepare_subject(config, devices=16, vocab_size=32_000)
+    trained = prepare_planned(config, devices=16)
+    planned = prepare_planned(config, devices=16, vocab_size=32_000)
     shapes = {info.path: info.shape for info, _ in planned.program.parameters}
     before = {info.path: info.shape for info, _ in trained.program.parameters}
     assert trained.task.model == make_task(config).model
@@ -37,4 +37,4 @@ def test_vocabulary_changes_the_model_and_its_flops_and_nothing_else() -> None:
 @pytest.mark.parametrize(("name", "vocab_size"), [("fsdp.py", 100), ("fsdp_lm.py", -1)])
 def test_what_has_no_vocabulary_refuses_one(name: str, vocab_size: int) -> None:
     with pytest.raises(ValueError, match=f"vocab_size is {vocab_size} and config.model.name"):
-        prepare_subject(config_of(name), devices=8, vocab_size=vocab_size)
+        prepare_planned(config_of(name), devices=8, vocab_size=vocab_size)

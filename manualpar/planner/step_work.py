@@ -1,19 +1,33 @@
-"""What a step does, counted: the input of the roofline.
+"""What a device does in a step: the collectives, products and memory that the roofline adds up.
 
-Read off the traced program in the walk that the ledger takes: collectives with their purposes, and
-products with their operations and the bytes that they read and write. Of memory only the operands
-and results of products and the operands of reductions count: elementwise operations read and write
-them, fused to chains. With `fused_attention` the largest array
-of a product with a batch dimension, the scores of attention, is taken as never leaving the chip and
-the half that a causal mask hides as not computed, as in a flash attention kernel
+`read_work` reads them off the traced program in the walk that the ledger takes. Of memory traffic
+only the operands and results of products and the operands of reductions count: elementwise
+operations read and write those, fused to chains. With `fused_attention` the largest array of a
+product with a batch dimension, the scores of attention, is taken to stay on the chip, and the half
+that a causal mask hides is taken not to be computed, as in a flash attention kernel
 (https://arxiv.org/abs/2205.14135).
+
+A sweep also needs the work of steps that nobody has traced, and gets it from one that was:
+
+- `with_minibatches`: in `m` minibatches a device computes the same in `m` parts, and sends `m`
+  times what it sends in each minibatch.
+- `with_gather_dtype`: with another dtype on the wire shapes stay and bytes change.
+
+Both are exact in what is computed and sent. Memory is estimated: an `m`-th of the activations, and
+gathered parameters by the ratio of the dtypes; that weights are read again in each minibatch is not
+counted. So a sweep traces those programs that it ranks first.
 """
 
 import dataclasses
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
+from manualpar.core.collectives import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.core.program import Program
 from manualpar.inspect.communication import Collective, CollectiveReader
 from manualpar.inspect.equations import Around, EquationReader
@@ -21,33 +35,21 @@ from manualpar.inspect.layout import state_bytes
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import flops_of
 from manualpar.inspect.scopes import phase_of
+from manualpar.watching.throughput import Throughput
 
 REDUCTIONS = frozenset(
     {"argmax", "cumlogsumexp", "cumsum", "reduce_max", "reduce_min", "reduce_sum"}
 )
-
-
-class Task(NamedTuple):
-    """What a step is for, to turn its time into rates.
-
-    Attributes:
-      examples_per_step: Examples of a step, on all devices.
-      tokens_per_example: Tokens of an example, 0 if it has none.
-      flops_per_example: FLOPs that the model asks for, forward and backward, nothing recomputed.
-    """
-
-    examples_per_step: int
-    tokens_per_example: int
-    flops_per_example: float
+MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")
 
 
 class Load(NamedTuple):
-    """What an operation takes of a device: a product, or a reduction, which has no operations.
+    """What an operation takes of a device: a product, or a reduction, which has no FLOPs.
 
     Attributes:
       phase: `forward`, `backward`, `recomputed` or `update`.
-      dtype: Of its operands, the wider of two.
-      flops: Operations of a step.
+      dtype: The dtype of its operands, the wider of two.
+      flops: FLOPs of a step.
       traffic: Bytes that a step reads and writes for it.
     """
 
@@ -58,14 +60,14 @@ class Load(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class StepWork:
     """What a step does on a device.
 
     Attributes:
       name: The strategy and the mode.
       mesh: The sizes of the mesh axes.
-      task: What it is for.
-      num_minibatches: In how many parts.
+      throughput: Turns the time of a step into rates; without devices and their peak.
+      num_minibatches: The number of minibatches.
       collectives: What it sends.
       loads: What it computes.
       update_traffic: Bytes that the update reads and writes.
@@ -75,7 +77,7 @@ class Work:
 
     name: str
     mesh: Mapping[str, int]
-    task: Task
+    throughput: Throughput
     num_minibatches: int
     collectives: tuple[Collective, ...]
     loads: tuple[Load, ...]
@@ -85,7 +87,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """The operations of a device in a step."""
+        """The FLOPs of a device in a step."""
         return sum(load.flops for load in self.loads)
 
     @property
@@ -97,14 +99,16 @@ class Work:
         return max(totals, key=lambda dtype: totals[dtype], default="float32")
 
 
-def read_work(program: Program, task: Task, *, fused_attention: bool = False) -> Work:
+def read_work(
+    program: Program, throughput: Throughput, *, fused_attention: bool = False
+) -> StepWork:
     """Reads what a program's step does.
 
     Args:
       program: The program, on any mesh, an abstract one too.
-      task: What it is for.
-      fused_attention: Whether attention, a causal one, is taken as one kernel; what the step holds
-        is the program's own all the same, scores included.
+      throughput: The examples of a step, their tokens and their FLOPs.
+      fused_attention: Whether attention, a causal one, is taken as one kernel. Memory is the
+        program's own all the same, scores included.
 
     Returns:
       The work of a device.
@@ -126,13 +130,17 @@ def read_work(program: Program, task: Task, *, fused_attention: bool = False) ->
     loads = computing.read(traced.jaxpr.jaxpr, around)
     state = program.abstract_state
     parameters, optimizer = (state_bytes(x)[0] for x in (state.params, state.opt_state))
-    return Work(
+    alike = Counter(loads)  # An unrolled model has many loads that are the same.
+    return StepWork(
         name=f"{program.strategy.name} {program.mode}",
         mesh=dict(program.mesh.shape),
-        task=task,
+        throughput=throughput,
         num_minibatches=program.num_minibatches,
         collectives=collectives,
-        loads=_added_up(loads),
+        loads=tuple(
+            load._replace(flops=n * load.flops, traffic=n * load.traffic)
+            for load, n in alike.items()
+        ),
         # Both are read and written, and a gradient of the parameters' size is read.
         update_traffic=3 * parameters + 2 * optimizer,
         memory=step_memory(program),
@@ -182,11 +190,49 @@ def _is_of_scores(eqn: Any, is_product: bool) -> bool:
     return bool(batch)
 
 
-def _added_up(loads: tuple[Load, ...]) -> tuple[Load, ...]:
-    """Loads that are alike but for how often they run, which a unrolled model has many of."""
-    totals: dict[Load, int] = {}
-    for load in loads:
-        totals[load] = totals.get(load, 0) + 1
-    return tuple(
-        load._replace(flops=n * load.flops, traffic=n * load.traffic) for load, n in totals.items()
+def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
+    """The work of a step in one minibatch, in another number of them; its memory is an estimate."""
+    assert work.num_minibatches == 1
+    if num_minibatches == 1:
+        return work
+    activations = work.memory.activations // num_minibatches
+    return dataclasses.replace(
+        work,
+        num_minibatches=num_minibatches,
+        collectives=tuple(
+            dataclasses.replace(each, times=each.times * num_minibatches)
+            if MINIBATCH.search(each.scope)
+            else each
+            for each in work.collectives
+        ),
+        memory=dataclasses.replace(work.memory, activations=activations),
     )
+
+
+def with_gather_dtype(work: StepWork, gather_dtype: str, *, reduce_dtype: str = "") -> StepWork:
+    """The work with parameters gathered in another dtype; its memory is an estimate.
+
+    Args:
+      work: That of a step that gathers them as they are stored.
+      gather_dtype: A dtype's name; `""` leaves the work as it is.
+      reduce_dtype: The dtype in which gradients are summed; `""`: the same.
+    """
+    if not gather_dtype:
+        return work
+    on_the_wire = {
+        GATHER_SCOPE: jnp.dtype(gather_dtype),
+        REGATHER: jnp.dtype(gather_dtype),
+        SCATTER_SCOPE: jnp.dtype(reduce_dtype or gather_dtype),
+        REDUCE_SCOPE: jnp.dtype(reduce_dtype or gather_dtype),
+    }
+    collectives = tuple(
+        dataclasses.replace(each, dtype=on_the_wire.get(each.purpose, each.dtype))
+        for each in work.collectives
+    )
+    gathers = [each for each in work.collectives if each.purpose in (GATHER_SCOPE, REGATHER)]
+    memory = work.memory
+    if gathers:
+        stored = max(each.dtype.itemsize for each in gathers)
+        gathered = memory.gathered * jnp.dtype(gather_dtype).itemsize // stored
+        memory = dataclasses.replace(memory, gathered=gathered)
+    return dataclasses.replace(work, collectives=collectives, memory=memory)

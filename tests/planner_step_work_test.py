@@ -1,31 +1,32 @@
-"""What is counted of a step, against the ledger and against arithmetic."""
+"""What is counted of a step, against the ledger, arithmetic, and what else was traced."""
+
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from manualpar import Batch, abstract_mesh, fsdp
+from manualpar import Batch, abstract_mesh, data_parallel, fsdp, hsdp, zero
 from manualpar.inspect import state_bytes, trace_collectives
 from manualpar.inspect.step_ledger import ledger
 from manualpar.models import Classifier, Transformer
 from manualpar.models.transformer import flops_per_token
-from manualpar.planner.work import Task, read_work
+from manualpar.planner.step_work import read_work, with_gather_dtype, with_minibatches
 from manualpar.training.losses import classification_loss, language_model_loss
 from manualpar.training.optimizer import adamw
+from manualpar.watching.throughput import Throughput
 
 SEQUENCE, EXAMPLES = 16, 2
 
 
-def _language_model(*, remat="none", devices=8, mode="manual", **fields):
-    model = Transformer(
-        vocab_size=32,
-        num_layers=2,
-        hidden_size=32,
-        num_heads=4,
-        mlp_size=64,
-        remat=remat,
-        **fields,
+def _transformer(**fields):
+    return Transformer(
+        vocab_size=32, num_layers=2, hidden_size=32, num_heads=4, mlp_size=64, **fields
     )
+
+
+def _language_model(*, remat="none", devices=8, mode="manual", **fields):
+    model = _transformer(remat=remat, **fields)
     tokens = jax.ShapeDtypeStruct((EXAMPLES * devices, SEQUENCE), jnp.int32)
     program = fsdp(
         model,
@@ -37,7 +38,7 @@ def _language_model(*, remat="none", devices=8, mode="manual", **fields):
         mode=mode,
     )
     flops = flops_per_token(model, SEQUENCE) * SEQUENCE
-    return program, Task(EXAMPLES * devices, SEQUENCE, flops)
+    return program, Throughput(EXAMPLES * devices, SEQUENCE, flops)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +59,9 @@ def _by_phase(work):
 
 
 def test_operations_are_those_of_the_ledger_and_of_the_model(plain, work):
-    program, task = plain
+    program, throughput = plain
     assert _by_phase(work) == pytest.approx(ledger(program).flops_by_phase())
-    assert work.flops == pytest.approx(task.flops_per_example * EXAMPLES)
+    assert work.flops == pytest.approx(throughput.flops_per_example * EXAMPLES)
     assert work.dtype == "float32"
 
 
@@ -94,7 +95,7 @@ def test_a_product_reads_its_operands_and_writes_its_result():
         mesh=abstract_mesh({"data": 8}, 8),
         batch=batch,
     )
-    work = read_work(program, Task(32, 0, 0.0))
+    work = read_work(program, Throughput(32))
     products = sorted(
         (load.flops, load.traffic) for load in work.loads if load.phase == "forward" and load.flops
     )
@@ -134,3 +135,71 @@ def test_an_unrolled_model_has_the_same_work(work):
 def test_other_modes_are_refused():
     with pytest.raises(ValueError, match=r"mode='auto', expected 'manual'.*--compiler=tpu"):
         read_work(*_language_model(mode="auto"))
+
+
+# Work that was scaled, against the same work traced.
+
+BUILDERS = {
+    "dp": data_parallel,
+    "zero1": lambda *parts, **options: zero(*parts, stage=1, min_weight_size=64, **options),
+    "zero2": lambda *parts, **options: zero(*parts, stage=2, min_weight_size=64, **options),
+    "fsdp": lambda *parts, **options: fsdp(*parts, min_weight_size=64, **options),
+    "hsdp": lambda *parts, **options: hsdp(*parts, min_weight_size=64, **options),
+}
+
+
+def _read(strategy, **options):
+    model = _transformer(remat="full")
+    tokens = jax.ShapeDtypeStruct((32, 16), jnp.int32)
+    axes = {"replica": 2, "data": 4} if strategy == "hsdp" else {"data": 8}
+    program = BUILDERS[strategy](
+        model,
+        adamw(1e-3, weight_decay=0.1),
+        language_model_loss,
+        mesh=abstract_mesh(axes, 8),
+        batch=Batch(inputs=tokens, labels=tokens),
+        **options,
+    )
+    return read_work(program, Throughput(32, 16, 1.0))
+
+
+@pytest.fixture(scope="module", params=BUILDERS)
+def base(request):
+    return request.param, _read(request.param)
+
+
+def _sent(work):
+    """Everything that is sent, with how often; count and metrics have no part in minibatches."""
+    counts = Counter()
+    for x in work.collectives:
+        counts[x.kind, x.axes, x.shape, str(x.dtype), x.purpose, x.phase] += x.times
+    return counts
+
+
+def test_minibatches_are_exact_in_what_is_computed_and_sent(base):
+    strategy, work = base
+    minibatches = 2
+    traced = _read(strategy, num_minibatches=minibatches)
+    scaled = with_minibatches(work, minibatches)
+    assert scaled.flops == pytest.approx(traced.flops)
+    sent, expected = _sent(scaled), _sent(traced)
+    # The cotangents of what all positions share have the minibatch's shape.
+    assert {key: n for key, n in sent.items() if key[4] != "other"} == {
+        key: n for key, n in expected.items() if key[4] != "other"
+    }
+    assert scaled.num_minibatches == traced.num_minibatches == minibatches
+
+
+def test_another_dtype_on_the_wire_is_exact(base):
+    strategy, work = base
+    reduce_dtype = "float32" if strategy in ("fsdp", "dp") else ""
+    traced = _read(strategy, gather_dtype="bfloat16", reduce_dtype=reduce_dtype or None)
+    scaled = with_gather_dtype(work, "bfloat16", reduce_dtype=reduce_dtype)
+    assert _sent(scaled) == _sent(traced)
+    assert scaled.flops == pytest.approx(traced.flops)
+
+
+def test_nothing_changed_is_the_same_work(base):
+    _, work = base
+    assert with_minibatches(work, 1) is work
+    assert with_gather_dtype(work, "") is work

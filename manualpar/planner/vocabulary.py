@@ -1,7 +1,8 @@
-"""What is planned: the program of a config, with a vocabulary that its data need not have.
+"""The program of a config, with a vocabulary that its data need not have.
 
-How many tokens a language model knows follows from its data's tokenizer. To plan a model of 32,000
-tokens nobody should need its tokenizer's file: of the data a program is built from shapes alone.
+The number of tokens that a language model knows follows from the tokenizer of its data. A model of
+32,000 tokens can be planned without that tokenizer's file, because a program is built from the
+shapes of the data alone.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from manualpar.training.optimizer import warmup_cosine_schedule
 from manualpar.training.task import make_task
 
 
-def prepare_subject(
+def prepare_planned(
     config: ml_collections.ConfigDict,
     *,
     devices: Sequence[jax.Device] | int | None = None,
@@ -57,6 +58,5 @@ def prepare_subject(
         warmup_steps=optimizer.warmup_steps,
         num_steps=config.training.num_steps,
     )
-    return Experiment(
-        config, task, schedule, build_program(config, task, schedule, devices=devices)
-    )
+    program = build_program(config, task, schedule, devices=devices)
+    return Experiment(config, task, schedule, program)
