@@ -15,7 +15,7 @@ import pytest
 
 from manualpar import Batch, Program, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.core.program import build_program
-from manualpar.core.strategy import Strategy
+from manualpar.core.strategy import Sends, Strategy
 from manualpar.inspect import (
     bytes_by_axes,
     count_by_kind,
@@ -343,7 +343,11 @@ def test_what_is_kept_is_gathered_once_however_often_it_is_used(devices8):
 
 
 def test_data_axes_in_two_dimensions_are_refused(devices8):
-    strategy = Strategy("tiled", lambda info, axes, size: Placement(("replica", "data")))
+    strategy = Strategy(
+        "tiled",
+        lambda info, axes, size: Placement(("replica", "data")),
+        lambda minibatches, keep: Sends(minibatches, minibatches, minibatches),
+    )
     program = build_program(
         strategy,
         BiasFree(),

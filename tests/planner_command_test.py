@@ -15,6 +15,7 @@ from manualpar.planner import command as planner_command
 from manualpar.planner.command import parse_plan_command, plan_command, plan_flags_parser
 from manualpar.planner.plan import Plan
 from manualpar.planner.sweep import sweep
+from manualpar.strategies import strategy_kinds
 from manualpar.training.command_line import UsageError
 
 SMALL = (
@@ -133,7 +134,8 @@ def test_another_mode_is_only_the_compilers(capsys):
 
 @pytest.mark.slow
 def test_a_sweep_leaves_a_table_and_a_picture(capsys, monkeypatch):
-    monkeypatch.setattr("manualpar.planner.sweep.STRATEGIES", ("dp", "fsdp"))
+    kinds = {name: strategy_kinds()[name] for name in ("dp", "fsdp")}
+    monkeypatch.setattr("manualpar.planner.sweep.strategy_kinds", lambda: kinds)
     monkeypatch.setattr("manualpar.planner.sweep.CHIP_COUNTS", (8,))
     monkeypatch.setattr(planner_command, "sweep", functools.partial(sweep, traced=1))
     config = experiment.DEFAULT_CONFIG.with_name("fsdp.py")  # The classifier's traces are short.

@@ -29,7 +29,7 @@ ORDER = """
     starting
     core.step
     update user_model
-    modes guards.dispatch
+    modes guards.dispatch guards.options
     core.strategy leaves
     core.gradients sharding.layout
     sharding.annotations

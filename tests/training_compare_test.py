@@ -10,9 +10,9 @@ import pytest
 
 from configs import compare as compare_config
 from experiments import compare as experiment
+from manualpar.strategies import strategy_kinds
 from manualpar.training.command_line import CommandLine, UsageError, parse_command_line
 from manualpar.training.compare import compare_command
-from manualpar.training.config import STRATEGIES
 from manualpar.training.main import flags_parser
 
 SMALL = (
@@ -191,8 +191,8 @@ def test_strategy_and_mode_are_not_fields_of_the_config():
 
 def test_the_default_pairs_are_every_strategy_in_every_mode():
     config = compare_config.get_config()
-    expected = {(strategy, mode) for strategy in STRATEGIES for mode in ("manual", "auto")}
-    expected |= {(strategy, "explicit") for strategy in STRATEGIES}
+    expected = {(strategy, mode) for strategy in strategy_kinds() for mode in ("manual", "auto")}
+    expected |= {(strategy, "explicit") for strategy in strategy_kinds()}
     assert set(config.pairs) == expected | {("fsdp", "auto-unconstrained")}
     assert config.is_locked
 

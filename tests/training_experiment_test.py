@@ -1,11 +1,14 @@
 """What a config says reaches the builder of the strategy that it names, and nothing else does."""
 
+import dataclasses
 import re
 
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import manualpar
 from configs import dp, fsdp, hsdp, zero
+from manualpar.strategies import strategy_kinds
 from manualpar.training import experiment
 from manualpar.training.experiment import build_program, prepare
 from manualpar.training.task import make_task
@@ -43,6 +46,11 @@ def _schedule(step):
     return 0.1
 
 
+def _replace_builder(monkeypatch, strategy, builder):
+    kind = dataclasses.replace(strategy_kinds()[strategy], builder=builder)
+    monkeypatch.setattr(experiment, "strategy_kinds", lambda: {strategy: kind})
+
+
 @pytest.mark.parametrize(
     ("strategy", "mesh", "builder", "expected"),
     [
@@ -58,7 +66,8 @@ def _schedule(step):
 def test_every_option_reaches_the_builder_that_has_it(
     strategy, mesh, builder, expected, monkeypatch, devices8
 ):
-    monkeypatch.setattr(experiment, builder, lambda *args, **options: options)
+    assert strategy_kinds()[strategy].builder is getattr(manualpar, builder)
+    _replace_builder(monkeypatch, strategy, lambda *args, **options: options)
     config = _small(
         fsdp.get_config(),
         strategy=strategy,
@@ -95,8 +104,7 @@ def test_every_option_reaches_the_builder_that_has_it(
     ],
 )
 def test_how_it_is_sent_reaches_the_builder(strategy, replica, expected, monkeypatch, devices8):
-    builder = "data_parallel" if strategy == "dp" else strategy
-    monkeypatch.setattr(experiment, builder, lambda *args, **options: options)
+    _replace_builder(monkeypatch, strategy, lambda *args, **options: options)
     parallel = {"strategy": strategy, "axis_by_axis": True}
     config = _small(fsdp.get_config(), **parallel)
     with config.unlocked():
@@ -211,8 +219,8 @@ def test_the_options_of_the_compiler_are_those_for_the_devices(devices8, monkeyp
     config = _small(fsdp.get_config(), overlap="asynchronous")
     task = make_task(config)
     given = []
-    monkeypatch.setattr(
-        experiment, "fsdp", lambda *_, **options: given.append(options["compiler_options"])
+    _replace_builder(
+        monkeypatch, "fsdp", lambda *_, **options: given.append(options["compiler_options"])
     )
     build_program(config, task, lambda step: 1e-3)
     monkeypatch.setattr(experiment, "_device_kind", lambda mesh: "TPU v6 lite")

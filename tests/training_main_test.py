@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from manualpar.core.strategy import MODES
+from manualpar.strategies import strategy_kinds
 from manualpar.training import main
 from manualpar.training.command_line import CommandLine, parse_command_line
-from manualpar.training.config import STRATEGIES
 from manualpar.training.experiment import prepare
 from manualpar.training.main import run_command
 from tests.replicas_test import break_leaf
@@ -145,7 +145,7 @@ def test_what_cannot_be_run_ends_in_one_sentence(arguments, message, capsys):
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", strategy_kinds())
 def test_one_line_selects_a_strategy(strategy, capsys):
     mesh = ["--config.parallel.mesh={'replica': 2, 'data': -1}"] if strategy == "hsdp" else []
     arguments = (*FEW_STEPS, *mesh, "--config.debug.draw_sharding=input_dense/kernel")

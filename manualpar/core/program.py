@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from manualpar.core.collectives import EXAMPLES_SCOPE, GATHER_SCOPE, Wire
 from manualpar.core.step import Step, abstract_batch, batch_specs, check_batch
-from manualpar.core.strategy import Mode, ProgramOptions, Strategy, check_options, check_wire
+from manualpar.core.strategy import Mode, Strategy
 from manualpar.guards.dispatch import check_state, guard_step
 from manualpar.guards.divergence import (
     check_conditions,
@@ -24,6 +24,7 @@ from manualpar.guards.divergence import (
     check_derivatives,
     check_gathered_order,
 )
+from manualpar.guards.options import ProgramOptions, check_options, check_wire
 from manualpar.modes.modes import on_auto_axes
 from manualpar.rng import typed_key
 from manualpar.sharding.layout import (
@@ -109,20 +110,24 @@ def build_program(
     loss_fn: LossFn,
     **options: Unpack[ProgramOptions],
 ) -> Program:
-    """Builds a program; see a strategy's builder, such as `manualpar.fsdp`, for the arguments.
+    """Builds a program. Every strategy's builder, such as `manualpar.fsdp`, ends here.
 
     Args:
       strategy: The strategy.
-      model: The Linen model, or an NNX one: see `manualpar.nnx.model.NNXModel.wrap`.
-      tx: The optimizer.
-      loss_fn: The loss.
-      **options: See `ProgramOptions`.
+      model: A Linen or NNX model, written for one device, see `manualpar.nnx.model.NNXModel.wrap`.
+      tx: Any optax optimizer.
+      loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`. It returns the mean over
+        the examples that it is given, and pairs `{"loss": (sum, count), ...}`, see
+        `accumulate_gradients`. `rng` differs between devices, minibatches and steps.
+      **options: `mesh`, `batch` and others, see `ProgramOptions`.
 
     Returns:
-      The program, traced but not compiled.
+      The program, traced but not compiled. No device has been touched.
+      `inspect.layout_table(program)` shows which parameter is sharded how, and why others are not.
 
     Raises:
-      ValueError: A field does not fit; nothing has been compiled.
+      ValueError: A field does not fit, for example because the mesh lacks an axis, the batch does
+        not divide or the loss is not a scalar. Nothing has been compiled.
       TypeError: A field is of the wrong kind.
     """
     check_options(strategy.name, options)
@@ -146,7 +151,7 @@ def _build(
     # Building asks for nothing that an abstract mesh lacks. States and batches lie on the mesh that
     # was given, whose axes may be explicit; a step runs on the same one with automatic axes.
     given, mesh = cast("tuple[Mesh, Mesh]", given_and_auto_mesh(options["mesh"]))
-    param_dtype, wire = check_wire(name, mode, options)
+    param_dtype, wire = check_wire(name, options)
     batch = abstract_batch(f"{name}: batch", batch)
     check_batch(f"{name}: batch", batch, mesh, axes)
 

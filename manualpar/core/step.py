@@ -31,7 +31,8 @@ from manualpar.core.gradients import (
     sync_metrics,
 )
 from manualpar.core.partitioning import boxed_axes, is_box, scatter_gradients, wire_dtype
-from manualpar.core.strategy import Mode, Nonfinite, Strategy
+from manualpar.core.strategy import Mode, Strategy
+from manualpar.guards.options import Nonfinite
 from manualpar.modes.modes import (
     box_parameter,
     constrain,

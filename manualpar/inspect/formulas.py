@@ -121,7 +121,7 @@ def _of_parameter(
     gathered = jnp.dtype(wire.gather_dtype or info.dtype).itemsize
     reduced = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype).itemsize
     once_a_step = strategy.gather_every == "step"
-    uses = 2 * m if strategy.reshard_after_forward and not place.keep else m
+    sends = strategy.sends(m, place.keep)
 
     shard = _local_elements(program, info, place.names, place.parameter_padding)
     itemsize = gathered if once_a_step else stored
@@ -129,20 +129,19 @@ def _of_parameter(
         itemsize = gathered if gather.is_data else itemsize
         if gather.is_data and gather.axis_size == 1:  # Nothing is gathered over one device.
             continue
-        times = 1 if gather.is_data and once_a_step else uses
+        times = sends.gathers if gather.is_data else sends.uses
         yield gather.axes, times * gather.bytes_sent(itemsize)
         if gather.is_data and not once_a_step:  # The gradient goes back the way it came.
-            yield gather.axes, m * gather.bytes_sent(reduced)
+            yield gather.axes, sends.scatters * gather.bytes_sent(reduced)
 
     shard = _local_elements(program, info, place.sharded_names, place.padding)
     if place.state_names is not None or once_a_step:  # The gradient of a whole parameter.
         for gather in _gathers(program, info, place.sharded_names, shard, data_first=True):
             if gather.is_data:
-                times = m if strategy.reduce_every == "minibatch" else 1
                 if gather.axis_size > 1:
-                    yield gather.axes, times * gather.bytes_sent(reduced)
+                    yield gather.axes, sends.scatters * gather.bytes_sent(reduced)
                 if place.state_names is not None:  # The new parameter.
-                    yield gather.axes, gather.bytes_sent(stored)
+                    yield gather.axes, sends.new_gathers * gather.bytes_sent(stored)
 
     sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
     if others := tuple(axis for axis in program.data_axes if axis not in sharded):

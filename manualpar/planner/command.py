@@ -32,6 +32,7 @@ from manualpar.planner.sweep import (
 from manualpar.planner.topology import Topology, parse_topology
 from manualpar.planner.tpu_compiler import compile_for_tpu
 from manualpar.planner.vocabulary import prepare_planned
+from manualpar.strategies import strategy_kinds
 from manualpar.training.command_line import (
     FLAGS_HELP,
     CommandLine,
@@ -259,9 +260,9 @@ def _sweep(command: PlanCommand, console: rich.console.Console) -> list[Write]:
 
 
 def _curves_of(outcomes: list[Outcome]) -> dict[str, Candidate]:
-    """What to draw against the number of devices: the fastest of three kinds of strategy."""
+    """What to draw against the number of devices: the fastest candidate of some strategies."""
     curves: dict[str, Candidate] = {}
-    for strategy in ("fsdp", "hsdp", "dp"):
+    for strategy in (name for name, kind in strategy_kinds().items() if kind.has_curve):
         found = [each for each in outcomes if each.candidate.strategy == strategy and each.plan]
         if found:
             curves[strategy] = found[0].candidate

@@ -11,15 +11,9 @@ from manualpar.extras import require
 from manualpar.planner.plan import Plan
 from manualpar.planner.plan_report import seconds
 from manualpar.planner.sweep import Outcome
+from manualpar.strategies import strategy_kinds
 
 # Okabe and Ito's colours, which those who see fewer of them tell apart.
-STRATEGY_COLORS = {
-    "dp": "#56B4E9",
-    "zero1": "#009E73",
-    "zero2": "#E69F00",
-    "fsdp": "#0072B2",
-    "hsdp": "#CC79A7",
-}
 MEMORY_COLORS = {
     "parameters": "#0072B2",
     "gradients": "#E69F00",
@@ -209,7 +203,7 @@ def _draw_curves(
     slowest = [plan.step_seconds or 0 for curve in curves.values() for _, plan in curve]
     factor, unit = _time_unit(max(slowest, default=1))
     for index, (name, curve) in enumerate(curves.items()):
-        color = STRATEGY_COLORS.get(name.split(",")[0], INK)
+        color = strategy_kinds()[name].color
         counts = [count for count, _ in curve]
         times = [factor * (plan.step_seconds or 0) for _, plan in curve]
         marker = MARKERS[index % len(MARKERS)]

@@ -16,11 +16,11 @@ from manualpar.planner.plan import Plan
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import StepWork, read_work, with_gather_dtype, with_minibatches
 from manualpar.planner.topology import Topology, levels_of, topology_of_size
+from manualpar.strategies import strategy_kinds
 from manualpar.training.experiment import build_program
 from manualpar.training.task import Task
 from manualpar.watching.throughput import Throughput
 
-STRATEGIES = ("dp", "zero1", "zero2", "fsdp", "hsdp")
 REMATS = ("none", "dots", "full")
 MINIBATCHES = (1, 2, 4, 8)
 GATHER_DTYPES = ("", "bfloat16")
@@ -217,7 +217,7 @@ def mesh_like(candidate: Candidate, topology: Topology) -> dict[str, int] | None
 
 
 def group_sizes(topology: Topology) -> list[int]:
-    """Sizes of groups for `hsdp`: the first is the largest within a node or a slice.
+    """Sizes of groups to shard within: the first is the largest within a node or a slice.
 
     In a single slice the first leaves one dimension of the torus to the replicas.
     """
@@ -234,11 +234,11 @@ def group_sizes(topology: Topology) -> list[int]:
 def _bases(topology: Topology, builder: Builder) -> Iterator[Candidate]:
     """The candidates that are traced in any case: one minibatch, nothing retyped."""
     count, groups = topology.num_devices, group_sizes(topology)
-    for strategy in STRATEGIES:
+    for strategy, kind in strategy_kinds().items():
         meshes = [{"data": count}]
-        if strategy == "hsdp":
-            meshes = [{"replica": count // size, "data": size} for size in groups]
-        elif strategy == "fsdp" and topology.chip.is_tpu and groups:
+        if kind.replica_axis:
+            meshes = [{kind.replica_axis: count // size, "data": size} for size in groups]
+        elif kind.on_torus and topology.chip.is_tpu and groups:
             meshes.append({"data": count // groups[0], MINOR_AXIS: groups[0]})
         for mesh in meshes:
             for remat in REMATS if builder.has_remat else ("",):
@@ -256,8 +256,8 @@ def _family(builder: Builder, base: Candidate, topology: Topology) -> Iterator[O
     for minibatches in MINIBATCHES:
         if config.data.batch_size % (count * minibatches):
             continue
-        if base.strategy == "zero2" and minibatches == 1:
-            continue  # The same as zero1.
+        if minibatches < strategy_kinds()[base.strategy].fewest_minibatches:
+            continue
         for dtype in GATHER_DTYPES:
             each = dataclasses.replace(base, num_minibatches=minibatches, gather_dtype=dtype)
             scaled = with_minibatches(work, minibatches)

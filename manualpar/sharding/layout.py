@@ -109,14 +109,14 @@ def shard_largest_dim(
     min_weight_size: int,
     pad: bool = False,
     keep_gathered: tuple[str, ...] = (),
-    replicated: tuple[str, ...] = (),
+    replicate: tuple[str, ...] = (),
 ) -> Placement:
     """Shards a parameter along its largest free dimension, as `shard_params` does.
 
     With `pad`, one no dimension of which divides is padded along its largest free dimension. What
-    `keep_gathered` names is kept. What `replicated` names is whole, annotated or not.
+    `keep_gathered` names is kept. What `replicate` names is whole, annotated or not.
     """
-    if any(is_inside(parameter.path, name) for name in replicated):
+    if any(is_inside(parameter.path, name) for name in replicate):
         return Placement((None,) * len(parameter.shape), "named by replicate", keep=True)
     keep = any(is_inside(parameter.path, name) for name in keep_gathered)
     if set(axes) & {axis for name in parameter.names for axis in axis_tuple(name)}:
@@ -177,7 +177,7 @@ def shard_state_only(
     *,
     min_weight_size: int,
     pad: bool = False,
-    replicated: tuple[str, ...] = (),
+    replicate: tuple[str, ...] = (),
 ) -> Placement:
     """Shards the gradient and the optimizer's state as `shard_largest_dim`; not the parameter."""
     sharded = shard_largest_dim(
@@ -186,7 +186,7 @@ def shard_state_only(
         axis_size,
         min_weight_size=min_weight_size,
         pad=pad,
-        replicated=replicated,
+        replicate=replicate,
     )
     if sharded.names == parameter.names or sharded.keep:
         return sharded

@@ -5,19 +5,16 @@ With AdamW in float32 the state is two thirds of what data parallelism replicate
 """
 
 import functools
-from typing import Unpack
+from typing import Any, Unpack
 
 import optax
 
-from manualpar.core.program import Program, build_program
-from manualpar.core.strategy import (
-    ProgramOptions,
-    Strategy,
-    check_choice,
-    check_min_weight_size,
-    check_names,
-)
-from manualpar.sharding.layout import check_named, shard_state_only
+from manualpar.core.program import Program
+from manualpar.core.strategy import Sends, Strategy
+from manualpar.guards.options import check_choice
+from manualpar.sharding.layout import shard_state_only
+from manualpar.strategies.options import STATE_SHARDING, StateShardingOptions, build_sharded
+from manualpar.strategies.registry import StrategyKind
 from manualpar.user_model.adapter import Model
 from manualpar.user_model.loss import LossFn
 
@@ -28,52 +25,33 @@ def zero(
     loss_fn: LossFn,
     *,
     stage: int = 1,
-    min_weight_size: int = 2**18,
-    replicate: tuple[str, ...] = (),
-    pad: bool = False,
-    **options: Unpack[ProgramOptions],
+    **options: Unpack[StateShardingOptions],
 ) -> Program:
     """Builds training with a sharded optimizer: gradients scattered, new parameters gathered.
 
-    Args:
-      model: A Linen or NNX model, written for one device, see `manualpar.nnx.model.NNXModel.wrap`.
-      tx: Any optax optimizer; its state is sharded.
-      loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`: the mean over the
-        examples it is given, and pairs `{"loss": (sum, count), ...}`, see `accumulate_gradients`.
-        `rng` is another key for every device, minibatch and step.
-      stage: 1 scatters the gradients once a step, for which a device accumulates those of all
-        parameters; 2 scatters those of each minibatch and accumulates a shard.
-      min_weight_size: The fewest elements of a parameter whose state is sharded, see `fsdp`.
-      replicate: Names of parameters, or of modules that they are in, whose state every device holds
-        whole, and the parameters too, even if the model annotates them.
-      pad: Whether to pad what does not divide, see `fsdp`.
-      **options: `mesh`, `batch` and others, see `ProgramOptions`.
-
-    Returns:
-      A `Program`. Nothing has been compiled and no device touched.
-
-    Raises:
-      ValueError: A field does not fit: a mesh without the axis, a batch that does not divide, a
-        loss that is not a scalar...
-      TypeError: A field is of the wrong kind.
+    Arguments, result and errors are those of `manualpar.core.program.build_program`. With `stage=1`
+    gradients are scattered once a step, so that a device accumulates those of all parameters; with
+    `stage=2` they are scattered in each minibatch, so that it accumulates its own shard.
 
     Communication:
       A reduce-scatter of the gradients, at stage 2 one for each of `m` minibatches, and one
       all-gather of the new parameters: a device sends `2 b P (N - 1) / N` bytes a step at stage 1,
-      `(m + 1) b P (N - 1) / N` at stage 2, for `P` parameters of `b` bytes on `N` devices.
-      Parameters whose state is not sharded cost one all-reduce.
+      `(m + 1) b P (N - 1) / N` at stage 2, for `P` parameters of `b` bytes on `N` devices. A
+      parameter whose state is not sharded costs one all-reduce.
     """
     check_choice("zero", "stage", stage, (1, 2))
-    check_min_weight_size("zero", min_weight_size)
-    check_choice("zero", "pad", pad, (True, False))
-    check_names("zero", "replicate", replicate)
-    strategy = Strategy(
-        f"zero{stage}",
-        functools.partial(
-            shard_state_only, min_weight_size=min_weight_size, pad=pad, replicated=replicate
-        ),
-        reduce_every="step" if stage == 1 else "minibatch",
-    )
-    program = build_program(strategy, model, tx, loss_fn, **options)
-    check_named("zero", program.parameters, replicate=replicate)
-    return program
+
+    def strategy(**placing: Any) -> Strategy:
+        return Strategy(
+            f"zero{stage}",
+            functools.partial(shard_state_only, **placing),
+            lambda m, keep: Sends(uses=m, scatters=m if stage == 2 else 1, new_gathers=1),
+            reduce_every="step" if stage == 1 else "minibatch",
+        )
+
+    return build_sharded("zero", strategy, model, tx, loss_fn, options=options, own=STATE_SHARDING)
+
+
+FIELDS = STATE_SHARDING.fields
+ZERO1 = StrategyKind("zero1", zero, "#009E73", FIELDS, {"stage": 1})
+ZERO2 = StrategyKind("zero2", zero, "#E69F00", FIELDS, {"stage": 2}, fewest_minibatches=2)

@@ -17,6 +17,7 @@ from absl import logging
 
 from manualpar.core.strategy import MODES
 from manualpar.data import train_batch
+from manualpar.strategies import Field, strategy_kinds
 from manualpar.training.command_line import CommandLine, UsageError
 from manualpar.training.comparison import Row, Trial, run_trials
 from manualpar.training.comparison_picture import draw_comparison
@@ -25,7 +26,7 @@ from manualpar.training.comparison_report import (
     comparison_markdown,
     print_comparison,
 )
-from manualpar.training.config import STRATEGIES, Field, nearest
+from manualpar.training.config import nearest
 from manualpar.training.devices import describe_mesh, simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.fit import check_fits
@@ -234,7 +235,8 @@ def _check_pairs(pairs: Any) -> list[Pair]:
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise ValueError(f"config.pairs contains {pair!r}, {example}.")
-        for part, what, known in zip(pair, ("strategy", "mode"), (STRATEGIES, MODES), strict=True):
+        choices = (("strategy", tuple(strategy_kinds())), ("mode", MODES))
+        for part, (what, known) in zip(pair, choices, strict=True):
             if part not in known:
                 raise ValueError(
                     f"config.pairs contains {pair!r}, expected a {what} that is one of "

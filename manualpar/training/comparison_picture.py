@@ -8,16 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from manualpar.extras import require
+from manualpar.strategies import strategy_kinds
 from manualpar.training.comparison import Row
 
-# Okabe and Ito's colours, which those who see fewer of them tell apart.
-COLORS = {
-    "dp": "#56B4E9",
-    "zero1": "#009E73",
-    "zero2": "#E69F00",
-    "fsdp": "#0072B2",
-    "hsdp": "#CC79A7",
-}
 DASHES = {
     "manual": (0, ()),
     "auto": (0, (5, 2)),
@@ -69,7 +62,7 @@ def draw_comparison(rows: Sequence[Row], path: Path) -> None:
 def _style(row: Row, index: int, number: int) -> dict[str, Any]:
     """How a line is drawn: the first are wide, so that they can be seen under the last."""
     return {
-        "color": COLORS[row.strategy],
+        "color": strategy_kinds()[row.strategy].color,
         "linestyle": DASHES[row.mode],
         "linewidth": 1.2 + 4.0 * (number - 1 - index) / max(number - 1, 1),
         "label": row.name,
@@ -123,12 +116,12 @@ def _draw_memory(axes: Any, rows: Sequence[Row]) -> None:
     places = range(len(rows))
     state = [row.state_bytes / 2**20 for row in rows]
     temporaries = [(row.temporary_bytes or 0) / 2**20 for row in rows]
-    colors = [COLORS.get(row.strategy, INK) for row in rows]
+    colors = [_color(row) for row in rows]
     axes.barh(places, state, color=colors, height=BAR)
     axes.barh(places, temporaries, left=state, color=GREY, height=BAR, label="temporaries")
     for place, x, y in zip(places, state, temporaries, strict=True):
         _write_behind(axes, x + y, place, f"{x:.2f} + {y:.2f}")
-    axes.set_yticks(places, [row.name if row.strategy in COLORS else row.strategy for row in rows])
+    axes.set_yticks(places, [_label(row) for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.margins(x=0.28)
     axes.set_title("Held on a device: state + temporaries", fontsize=11, loc="left")
@@ -144,7 +137,7 @@ def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
     sent = [float(row.bytes_sent) / 2**20 for row in rows]
     formula = [float(row.formula_bytes or 0) / 2**20 for row in rows]
     for place, (row, x, predicted) in enumerate(zip(rows, sent, formula, strict=True)):
-        color = COLORS.get(row.strategy, INK)
+        color = _color(row)
         axes.barh(place, x, color=color if row.reading == "traced" else _pale(color), height=BAR)
         _write_behind(axes, max(x, predicted), place, f"{x:.2f}")
     mark = {"linestyle": "", "marker": "|", "markersize": 13, "markeredgewidth": 2.2, "color": INK}
@@ -178,6 +171,15 @@ def _write_behind(axes: Any, x: float, y: float, text: str) -> None:
         fontsize=8.5,
         color=INK,
     )
+
+
+def _color(row: Row) -> str:
+    kind = strategy_kinds().get(row.strategy)
+    return kind.color if kind else INK  # Of one device.
+
+
+def _label(row: Row) -> str:
+    return row.name if row.strategy in strategy_kinds() else row.strategy
 
 
 def _pale(color: str) -> str:

@@ -6,9 +6,7 @@ a flag and stored as JSON, where tuples are lists. `FIELDS` lists those of every
 nothing for a strategy is there, checked and not used.
 """
 
-import dataclasses
 import difflib
-import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,69 +15,17 @@ import ml_collections
 
 from manualpar.checkpoints.compatibility import REMOVED
 from manualpar.compiler_options import OVERLAPS
-from manualpar.core.strategy import COMMUNICATE_EVERY, MODES
+from manualpar.core.strategy import MODES
+from manualpar.strategies import BUILT_IN, Field, strategy_kinds
 
 DTYPES = ("bfloat16", "float16", "float32")
 # "" leaves it as it is. In float16 gradients overflow: they are summed before they are divided.
 WIRE_DTYPES = ("", "bfloat16", "float32")
-STRATEGIES = ("dp", "zero1", "zero2", "fsdp", "hsdp")
 ON_NONFINITE = ("ignore", "stop", "skip", "rollback")
 # What Python writes out is traced and compiled one by one, about a tenth of a second each.
 MOST_WRITTEN_OUT = 1000
 LARGEST = 1e38  # What float32 holds.
 LONGEST_SECONDS = 1e6  # What every clock and timer takes.
-
-
-@dataclasses.dataclass(frozen=True)
-class Field:
-    """What one field may be.
-
-    Attributes:
-      kind: Its type; an integer passes for a float.
-      minimum: The smallest number allowed.
-      below: A number that it must be less than.
-      choices: All values allowed.
-      holds_names: Whether a tuple holds names; otherwise it holds pairs of a name and a mesh axis,
-        a tuple of axes or `None`.
-    """
-
-    kind: type
-    minimum: float | None = None
-    below: float | None = None
-    choices: tuple[str, ...] = ()
-    holds_names: bool = False
-
-    def expectation(self) -> str:
-        """What to write, in words."""
-        if self.choices:
-            return "one of " + ", ".join(map(repr, self.choices))
-        if self.kind is dict:
-            return "a dict of axis sizes such as {'data': -1}"
-        if self.holds_names:
-            return "a tuple of names such as ('head',)"
-        if self.kind is tuple:
-            return "a tuple of pairs such as (('embed', None), ('mlp', 'data'))"
-        if self.kind is bool:
-            return "True or False"
-        noun = {int: "an integer", float: "a finite number", str: "a string"}[self.kind]
-        limits = [] if self.minimum is None else [f"at least {self.minimum}"]
-        limits += [] if self.below is None else [f"less than {self.below}"]
-        return ", ".join([noun, *filter(None, [" and ".join(limits)])])
-
-    def allows(self, value: Any) -> bool:
-        """Whether `value` is as expected."""
-        if self.kind in (bool, dict, str):
-            return isinstance(value, self.kind) and (not self.choices or value in self.choices)
-        if self.kind is tuple:
-            is_member = _is_name if self.holds_names else _is_rule
-            return isinstance(value, tuple) and all(map(is_member, value))
-        numbers = (int, float) if self.kind is float else (int,)
-        if not isinstance(value, numbers) or isinstance(value, bool):
-            return False
-        low = -math.inf if self.minimum is None else self.minimum
-        high = math.inf if self.below is None else self.below
-        # Neither NaN nor infinity is less than anything here.
-        return low <= value < high
 
 
 FIELDS: Mapping[str, Field] = {
@@ -96,16 +42,11 @@ FIELDS: Mapping[str, Field] = {
     "optimizer.b2": Field(float, 0, below=1),
     "optimizer.clip_norm": Field(float, 0, below=LARGEST),
     "optimizer.num_minibatches": Field(int, 1),
-    "parallel.strategy": Field(str, choices=STRATEGIES),
+    "parallel.strategy": Field(str),  # One of `strategy_kinds()`, see `fields_of`.
     "parallel.mode": Field(str, choices=MODES),
     "parallel.mesh": Field(dict),
-    "parallel.min_weight_size": Field(int, 0),
-    "parallel.reshard_after_forward": Field(bool),
-    "parallel.communicate_every": Field(str, choices=COMMUNICATE_EVERY),
-    "parallel.keep_gathered": Field(tuple, holds_names=True),
     "parallel.axis_by_axis": Field(bool),
     "parallel.overlap": Field(str, choices=OVERLAPS),
-    "parallel.pad": Field(bool),
     "parallel.param_dtype": Field(str, choices=WIRE_DTYPES),
     "parallel.gather_dtype": Field(str, choices=WIRE_DTYPES),
     "parallel.reduce_dtype": Field(str, choices=WIRE_DTYPES),
@@ -125,6 +66,7 @@ FIELDS: Mapping[str, Field] = {
     "watch.stall_seconds": Field(float, 0, below=LONGEST_SECONDS),
     "debug.check_replicas_every": Field(int, 0),
     "debug.draw_sharding": Field(str),
+    **{f"parallel.{name}": field for kind in BUILT_IN for name, field in kind.fields.items()},
 }
 MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
     "classifier": {
@@ -162,23 +104,21 @@ DICT_FIELDS = frozenset({"parallel.mesh"})
 
 
 def fields_of(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Field]:
-    """The fields of a config with this `model.name`; those of every config if it is no model's."""
-    model = config.get("model")
-    name = model.get("name") if isinstance(model, Mapping | ml_collections.ConfigDict) else None
-    return {**FIELDS, **MODEL_FIELDS.get(name, {})} if isinstance(name, str) else dict(FIELDS)
+    """The fields of every config, and those of its `model.name` and `parallel.strategy`."""
 
+    def named(group: str, field: str) -> str:
+        fields = config.get(group)
+        name = fields.get(field) if isinstance(fields, Mapping | ml_collections.ConfigDict) else ""
+        return name if isinstance(name, str) else ""
 
-def _is_name(value: Any) -> bool:
-    """Whether a value is a name."""
-    return isinstance(value, str) and bool(value)
-
-
-def _is_rule(value: Any) -> bool:
-    """Whether a value is a pair of a name and a mesh axis, a tuple of axes or `None`."""
-    if not isinstance(value, tuple | list) or len(value) != 2 or not isinstance(value[0], str):
-        return False
-    axes = value[1] if isinstance(value[1], tuple | list) else (value[1] or "",)
-    return all(isinstance(axis, str) for axis in axes)
+    kinds = strategy_kinds()
+    kind = kinds.get(named("parallel", "strategy"))
+    return {
+        **FIELDS,
+        "parallel.strategy": Field(str, choices=tuple(kinds)),
+        **MODEL_FIELDS.get(named("model", "name"), {}),
+        **({f"parallel.{name}": field for name, field in kind.fields.items()} if kind else {}),
+    }
 
 
 def one_line(value: object) -> str:
@@ -224,6 +164,9 @@ def check_config(config: Any) -> None:
     for name in fields:
         if name not in values:
             raise ValueError(f"config.{name} is missing, expected {fields[name].expectation()}.")
+    for kind in strategy_kinds().values():
+        # Configs of other strategies may have the fields of a registered one, and need not.
+        fields |= {f"parallel.{name}": field for name, field in kind.fields.items()}
     # The model's name first: which other fields there are depends on it.
     for name, value in sorted(values.items(), key=lambda item: item[0] != "model.name"):
         if name in REMOVED:

@@ -13,10 +13,7 @@ from manualpar.core.program import Program
 from manualpar.data import abstract_batch
 from manualpar.inspect.drawing import ALL
 from manualpar.sharding.mesh import abstract_mesh, axes_size, make_mesh
-from manualpar.strategies.data_parallel import data_parallel
-from manualpar.strategies.fsdp import fsdp
-from manualpar.strategies.hsdp import hsdp
-from manualpar.strategies.zero import zero
+from manualpar.strategies import strategy_kinds
 from manualpar.training.config import check_config, nearest
 from manualpar.training.optimizer import adamw, warmup_cosine_schedule
 from manualpar.training.task import Task, make_task
@@ -24,7 +21,7 @@ from manualpar.watching.profiling import parse_profile
 
 # What a program does about a step that is not finite, where the loop does what a config says.
 NONFINITE = {"ignore": "ignore", "stop": "report", "skip": "skip", "rollback": "report"}
-# What the batch is split over, as far as the mesh has it; the axis that hsdp replicates over first.
+# What the batch is split over, as far as the mesh has it; the axis that is replicated over first.
 # `data` in two parts, `data` and `data_minor`, is for collectives axis by axis.
 DATA_AXES = ("replica", "data", "data_minor")
 
@@ -104,8 +101,8 @@ def build_program(
     """Builds the program that `config` describes, for batches of the task's data.
 
     An option that the strategy does not have, such as `pad` for `dp`, is not used. On a mesh with
-    several of `DATA_AXES` a strategy works over them as one axis, `hsdp` over those that it does
-    not replicate over.
+    several of `DATA_AXES` a strategy shards over them as one axis, but for the axis that it
+    replicates over.
 
     Args:
       config: A config that `check_config` passes.
@@ -128,11 +125,12 @@ def build_program(
         )
     axes = _mesh_axes(parallel)
     mesh = abstract_mesh(axes, devices) if isinstance(devices, int) else make_mesh(axes, devices)
-    if parallel.strategy == "hsdp" and "replica" not in mesh.shape:
+    kind = strategy_kinds()[parallel.strategy]
+    if kind.replica_axis and kind.replica_axis not in mesh.shape:
         raise ValueError(
-            f"config.parallel.strategy is 'hsdp' and config.parallel.mesh has the axes "
-            f"{list(mesh.shape)}, expected 'replica' too; "
-            """set --config.parallel.mesh="{'replica': 2, 'data': -1}"."""
+            f"config.parallel.strategy is {kind.name!r} and config.parallel.mesh has the axes "
+            f"{list(mesh.shape)}, expected {kind.replica_axis!r} too; "
+            f"""set --config.parallel.mesh="{{{kind.replica_axis!r}: 2, 'data': -1}}"."""
         )
     if parallel.reduce_dtype and parallel.mode != "manual":
         raise ValueError(
@@ -175,23 +173,11 @@ def build_program(
         "norm_metrics": config.training.norm_metrics,
         "nonfinite": NONFINITE[config.training.on_nonfinite],
     }
-    is_replicated = parallel.strategy == "hsdp"
-    axis_name = tuple(axis for axis in data_axes if axis != "replica" or not is_replicated)
+    axis_name = tuple(axis for axis in data_axes if axis != kind.replica_axis)
     if len(axis_name) > 1:
         shared["axis_name"] = axis_name
-    if parallel.strategy == "dp":
-        return data_parallel(task.model, tx, task.loss_fn, **shared)
-    shared |= {"min_weight_size": parallel.min_weight_size, "pad": parallel.pad}
-    if parallel.strategy in ("zero1", "zero2"):
-        stage = int(parallel.strategy[-1])
-        return zero(task.model, tx, task.loss_fn, stage=stage, **shared)
-    shared |= {
-        "reshard_after_forward": parallel.reshard_after_forward,
-        "communicate_every": parallel.communicate_every,
-        "keep_gathered": parallel.keep_gathered,
-    }
-    builder = hsdp if parallel.strategy == "hsdp" else fsdp
-    return builder(task.model, tx, task.loss_fn, **shared)
+    own = {name: parallel[name] for name in kind.fields if name in parallel}
+    return kind.builder(task.model, tx, task.loss_fn, **shared, **own, **kind.constants)
 
 
 def _device_kind(mesh: Mesh | AbstractMesh) -> str:

@@ -1,0 +1,70 @@
+"""What one field of a config may be."""
+
+import dataclasses
+import math
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """What one field may be.
+
+    Attributes:
+      kind: Its type; an integer passes for a float.
+      minimum: The smallest number allowed.
+      below: A number that it must be less than.
+      choices: All values allowed.
+      holds_names: Whether a tuple holds names; otherwise it holds pairs of a name and a mesh axis,
+        a tuple of axes or `None`.
+    """
+
+    kind: type
+    minimum: float | None = None
+    below: float | None = None
+    choices: tuple[str, ...] = ()
+    holds_names: bool = False
+
+    def expectation(self) -> str:
+        """What to write, in words."""
+        if self.choices:
+            return "one of " + ", ".join(map(repr, self.choices))
+        if self.kind is dict:
+            return "a dict of axis sizes such as {'data': -1}"
+        if self.holds_names:
+            return "a tuple of names such as ('head',)"
+        if self.kind is tuple:
+            return "a tuple of pairs such as (('embed', None), ('mlp', 'data'))"
+        if self.kind is bool:
+            return "True or False"
+        noun = {int: "an integer", float: "a finite number", str: "a string"}[self.kind]
+        limits = [] if self.minimum is None else [f"at least {self.minimum}"]
+        limits += [] if self.below is None else [f"less than {self.below}"]
+        return ", ".join([noun, *filter(None, [" and ".join(limits)])])
+
+    def allows(self, value: Any) -> bool:
+        """Whether `value` is as expected."""
+        if self.kind in (bool, dict, str):
+            return isinstance(value, self.kind) and (not self.choices or value in self.choices)
+        if self.kind is tuple:
+            is_member = _is_name if self.holds_names else _is_rule
+            return isinstance(value, tuple) and all(map(is_member, value))
+        numbers = (int, float) if self.kind is float else (int,)
+        if not isinstance(value, numbers) or isinstance(value, bool):
+            return False
+        low = -math.inf if self.minimum is None else self.minimum
+        high = math.inf if self.below is None else self.below
+        # Neither NaN nor infinity is less than anything here.
+        return low <= value < high
+
+
+def _is_name(value: Any) -> bool:
+    """Whether a value is a name."""
+    return isinstance(value, str) and bool(value)
+
+
+def _is_rule(value: Any) -> bool:
+    """Whether a value is a pair of a name and a mesh axis, a tuple of axes or `None`."""
+    if not isinstance(value, tuple | list) or len(value) != 2 or not isinstance(value[0], str):
+        return False
+    axes = value[1] if isinstance(value[1], tuple | list) else (value[1] or "",)
+    return all(isinstance(axis, str) for axis in axes)

@@ -1,0 +1,80 @@
+"""The strategies that configs can name.
+
+A strategy is one file and one registration. The file holds a `StrategyKind`: the builder, the
+config fields that are its own, and its colour. After `register(kind)` configs can name it,
+`experiments.compare` and `experiments.plan` try it, and pictures show it in its colour. (Its
+closed form, which the ledger is compared with, is part of the `Strategy` that its builder makes.)
+
+The table of strategies is the one thing in this package that importing a module may change.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from manualpar.core.program import Program
+from manualpar.strategies.fields import Field
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyKind:
+    """What configs, comparisons, plans and pictures know about a strategy.
+
+    Attributes:
+      name: The value of `config.parallel.strategy` that selects it.
+      builder: `builder(model, tx, loss_fn, **options) -> Program`, see
+        `manualpar.core.program.build_program`.
+      color: Its colour in pictures, `#RRGGBB`.
+      fields: The fields of `config.parallel` that are its own, by the names of the builder's
+        options, and what each may be. Fields that every strategy has are not among them.
+      constants: Options of the builder that a config does not set.
+      replica_axis: The axis that the config's mesh must have because the strategy replicates over
+        it; `""` if there is none. The strategy shards over the batch's other axes.
+      fewest_minibatches: The fewest minibatches that a plan tries it with, because with fewer it is
+        another strategy.
+      on_torus: Whether a plan tries it axis by axis on a TPU's torus too.
+      has_curve: Whether a plan shows how its step time changes with the number of devices.
+    """
+
+    name: str
+    builder: Callable[..., Program]
+    color: str
+    fields: Mapping[str, Field] = dataclasses.field(default_factory=dict)
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    replica_axis: str = ""
+    fewest_minibatches: int = 1
+    on_torus: bool = False
+    has_curve: bool = False
+
+
+_KINDS: dict[str, StrategyKind] = {}
+
+
+def register(kind: StrategyKind) -> None:
+    """Makes a strategy known by its name.
+
+    Args:
+      kind: The strategy.
+
+    Raises:
+      ValueError: Another strategy has that name, or a field of another strategy has the name of one
+        of its fields and may be something else.
+    """
+    for other in _KINDS.values():
+        if other.name == kind.name and other != kind:
+            raise ValueError(
+                f"register: there is a strategy {kind.name!r} already, expected another name."
+            )
+        for name, field in kind.fields.items():
+            if other.fields.get(name, field) != field:
+                raise ValueError(
+                    f"register: field {name!r} of {kind.name!r} is {field.expectation()}, and that "
+                    f"of {other.name!r} is {other.fields[name].expectation()}; expected the same, "
+                    "because a config has it once. Rename it."
+                )
+    _KINDS[kind.name] = kind
+
+
+def strategy_kinds() -> dict[str, StrategyKind]:
+    """The strategies that are registered, by name, in the order of their registration."""
+    return dict(_KINDS)
