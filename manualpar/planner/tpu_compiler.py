@@ -5,6 +5,7 @@ a process of its own, `manualpar.planner.tpu_worker`, which leaves the program's
 in a folder; `manualpar.planner.compiled_plan` makes a plan of them.
 """
 
+import inspect
 import json
 import os
 import re
@@ -31,6 +32,7 @@ from manualpar.planner.tpu_worker import (
     RESULT,
     TOPOLOGY,
 )
+from manualpar.strategies import strategy_kinds
 
 # Nobody is to be asked for a TPU, and several of these processes may run at once.
 ENVIRONMENT = {
@@ -99,6 +101,7 @@ def compile_step(
     chosen = compiler_options(topology.chip.device_kind, config.parallel.overlap, others=options)
     request = {
         "config": config.to_dict(),
+        "strategy_file": inspect.getsourcefile(strategy_kinds()[config.parallel.strategy].builder),
         "topology": topology.slice_name,
         "num_slices": topology.num_slices,
         "single_chip": topology.num_chips == 1,

@@ -10,6 +10,7 @@ for one, and a crash in libtpu ends the process: hence a process of its own.
 
 import importlib.metadata
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from jax.experimental import topologies
 
 from manualpar.inspect.layout import state_bytes
 from manualpar.planner.vocabulary import prepare_planned
+from manualpar.strategies import strategy_kinds
 from manualpar.training.experiment import Experiment
 
 REQUEST, RESULT, PROGRAM = "request.json", "result.json", "program.txt"
@@ -60,6 +62,8 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
     devices: list[Any] = list(topology.devices)
     stage[0] = PREPARE
     config = ml_collections.ConfigDict(_tuples(request["config"])).lock()
+    if config.parallel.strategy not in strategy_kinds():
+        runpy.run_path(request["strategy_file"])  # It registers itself.
     experiment = prepare_planned(config, devices=devices, vocab_size=request["vocab_size"])
     program = experiment.program
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)

@@ -53,6 +53,8 @@ _KINDS: dict[str, StrategyKind] = {}
 def register(kind: StrategyKind) -> None:
     """Makes a strategy known by its name.
 
+    A file that runs again, as a config's does, registers its strategy again.
+
     Args:
       kind: The strategy.
 
@@ -61,7 +63,7 @@ def register(kind: StrategyKind) -> None:
         of its fields and may be something else.
     """
     for other in _KINDS.values():
-        if other.name == kind.name and other != kind:
+        if other.name == kind.name and _origin(other) != _origin(kind):
             raise ValueError(
                 f"register: there is a strategy {kind.name!r} already, expected another name."
             )
@@ -78,3 +80,7 @@ def register(kind: StrategyKind) -> None:
 def strategy_kinds() -> dict[str, StrategyKind]:
     """The strategies that are registered, by name, in the order of their registration."""
     return dict(_KINDS)
+
+
+def _origin(kind: StrategyKind) -> tuple[str, str]:
+    return kind.builder.__module__, kind.builder.__qualname__

@@ -1,0 +1,135 @@
+"""A strategy is one file and one registration: everything else finds it by its name."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from experiments import compare, fsdp, inspect, plan
+from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
+from manualpar.planner import sweep
+from manualpar.planner.command import parse_plan_command, plan_command
+from manualpar.planner.topology import parse_topology
+from manualpar.strategies import Field, register, registry, strategy_kinds
+from manualpar.strategies import fsdp as fsdp_file
+from manualpar.training.command_line import load_config, parse_command_line
+from manualpar.training.compare import compare_command
+from manualpar.training.config import check_config
+from manualpar.training.experiment import prepare
+from manualpar.training.inspection import inspect_command
+from manualpar.training.inspection_flags import parse_inspect_command
+from manualpar.training.main import run_command
+from manualpar.training.task import make_task
+
+NAME = "zero_in_16_bits"
+CONFIG = """
+from configs import {base}
+import tests.throwaway_strategy  # It registers itself.
+
+def get_config():
+    config = {base}.get_config()
+    with config.unlocked():
+        config.parallel.stored_dtype = "bfloat16"
+        {more}
+    return config
+"""
+SMALL = ("--config.model.hidden_size=16", "--config.model.num_layers=1")
+
+
+@pytest.fixture(autouse=True)
+def _inside(tmp_path, monkeypatch, devices8):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_KINDS", strategy_kinds())
+    monkeypatch.delitem(sys.modules, "tests.throwaway_strategy", raising=False)
+
+
+def _config(name: str, base: str, more: str) -> str:
+    Path(name).write_text(CONFIG.format(base=base, more=more))
+    return f"--config={name}"
+
+
+def _own_config(*more: str) -> str:
+    lines = [f"config.parallel.strategy = {NAME!r}", *more]
+    return _config("own.py", "fsdp", "; ".join(lines))
+
+
+def test_a_config_trains_with_it_and_saves_what_it_stores(capsys):
+    arguments = [_own_config(), *SMALL, "--config.training.num_steps=4", "--workdir=run"]
+    command = parse_command_line(["program", *arguments], default_config=fsdp.DEFAULT_CONFIG)
+    assert run_command(command) == 0
+    assert "test accuracy: " in capsys.readouterr().out
+    assert json.loads(Path("run/config.json").read_text())["parallel"]["strategy"] == NAME
+
+
+def test_it_is_inspected_and_sends_what_its_closed_form_says(capsys):
+    flags = (*SMALL, "--nocompile", "--devices=8")
+    command = parse_inspect_command(
+        ["program", _own_config(), *flags],
+        default_config=inspect.DEFAULT_CONFIG,
+        chip_memory=inspect.chip_memory,
+    )
+    assert inspect_command(command) == 0
+    assert f"own: {NAME} manual on data=8; of a device in a step" in capsys.readouterr().out
+    program = prepare(load_config(Path("own.py"))).program
+    assert {x.dtype for x in program.abstract_state.params["output_dense"].values()} == {
+        jnp.dtype("bfloat16")
+    }
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    sent = bytes_by_axes(of_parameters(trace_collectives(traced)))
+    assert sent == step_bytes(program)
+    whole = prepare(load_config(fsdp.DEFAULT_CONFIG.with_name("zero.py"))).program
+    assert 2 * sum(sent.values()) == sum(step_bytes(whole).values())
+
+
+def test_it_is_compared_in_its_colour(monkeypatch):
+    from manualpar.training import comparison_picture
+
+    drawn = []
+    color_of = comparison_picture._color
+    monkeypatch.setattr(
+        comparison_picture, "_color", lambda row: drawn.append(color_of(row)) or drawn[-1]
+    )
+    pairs = f"config.pairs = ({(NAME, 'manual')}, ('zero1', 'manual'))"
+    arguments = [_config("pairs.py", "compare", pairs), *SMALL, "--config.training.num_steps=2"]
+    arguments += ["--config.compare.repetitions=1", "--workdir=compared"]
+    command = parse_command_line(["program", *arguments], default_config=compare.DEFAULT_CONFIG)
+    assert compare_command(command) == 0
+    own, zero1 = json.loads(Path("compared/comparison.json").read_text())["rows"]
+    assert own["strategy"] == NAME
+    assert own["formula_bytes"] * 2 == zero1["formula_bytes"]
+    assert own["collectives"] == zero1["collectives"]
+    assert "#D55E00" in drawn
+
+
+def test_it_is_planned_and_part_of_a_sweep(capsys):
+    config = _own_config()
+    arguments = ["program", config, *SMALL, "--topology=h100:8", "--workdir=planned"]
+    command = parse_plan_command(arguments, default_config=plan.DEFAULT_CONFIG)
+    assert plan_command(command) == 0
+    assert f"{NAME} manual" in capsys.readouterr().out
+    config = load_config(Path("own.py"))
+    builder = sweep.Builder(config, make_task(config))
+    bases = list(sweep._bases(parse_topology("h100:8"), builder))
+    assert [base.strategy for base in bases if base.strategy == NAME] == [NAME]
+
+
+def test_its_own_field_is_checked_and_other_strategies_need_not_have_it():
+    path = Path(_own_config("config.parallel.stored_dtype = 'float8'").removeprefix("--config="))
+    with pytest.raises(ValueError, match=r"parallel\.stored_dtype is 'float8', expected one of 'b"):
+        check_config(load_config(path))
+    path = Path(_own_config("del config.parallel.stored_dtype").removeprefix("--config="))
+    with pytest.raises(ValueError, match=r"config\.parallel\.stored_dtype is missing, expected"):
+        check_config(load_config(path))
+    check_config(load_config(fsdp.DEFAULT_CONFIG))
+
+
+def test_a_name_is_taken_once_and_a_field_means_one_thing():
+    register(fsdp_file.KIND)  # The same again.
+    with pytest.raises(ValueError, match="register: there is a strategy 'fsdp' already, expected"):
+        register(dataclasses.replace(fsdp_file.KIND, builder=print))
+    other = dataclasses.replace(fsdp_file.KIND, name="other", fields={"pad": Field(int, 0)})
+    with pytest.raises(ValueError, match="field 'pad' of 'other' is an integer, at least 0, and"):
+        register(other)

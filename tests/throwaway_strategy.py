@@ -1,0 +1,38 @@
+"""A strategy as a user adds one: ZeRO-1 with parameters stored in 16 bits. This file is all."""
+
+import functools
+from typing import Any
+
+from manualpar.core.program import Program
+from manualpar.core.strategy import Sends, Strategy
+from manualpar.sharding.layout import shard_state_only
+from manualpar.strategies import Field, StrategyKind, register
+from manualpar.strategies.options import STATE_SHARDING, build_sharded
+
+
+def zero_in_16_bits(
+    model: Any, tx: Any, loss_fn: Any, *, stored_dtype: str, **options: Any
+) -> Program:
+    """Builds ZeRO-1 whose parameters and optimizer state are stored in `stored_dtype`."""
+
+    def strategy(**placing: Any) -> Strategy:
+        return Strategy(
+            "zero_in_16_bits",
+            functools.partial(shard_state_only, **placing),
+            lambda minibatches, keep: Sends(minibatches, scatters=1, new_gathers=1),
+        )
+
+    options["param_dtype"] = stored_dtype
+    return build_sharded(
+        "zero_in_16_bits", strategy, model, tx, loss_fn, options=options, own=STATE_SHARDING
+    )
+
+
+register(
+    StrategyKind(
+        "zero_in_16_bits",
+        zero_in_16_bits,
+        color="#D55E00",
+        fields={**STATE_SHARDING.fields, "stored_dtype": Field(str, choices=("bfloat16",))},
+    )
+)
