@@ -1,6 +1,7 @@
 """The hub and its processes over real sockets, in one process: who is let in, and who is not."""
 
 import contextlib
+import dataclasses
 import json
 import resource
 import socket
@@ -13,7 +14,7 @@ from manualpar.cluster import DisagreementError
 from manualpar.cluster.channel import Channel
 from manualpar.cluster.hub import Hub
 from manualpar.cluster.lost import Pace
-from manualpar.cluster.meeting import knock, listen, split_address
+from manualpar.cluster.meeting import Terms, knock, listen, split_address
 from manualpar.cluster.stopping import StopGate
 
 HANG_SECONDS = 60
@@ -22,32 +23,21 @@ HANG_SECONDS = 60
 class Meeting:
     """A hub, and the processes that knock at it, each from a thread as from a process."""
 
-    def __init__(self, num_processes=2, *, token="secret", timeout_seconds=30.0, join_seconds=60.0):
+    def __init__(self, num_processes=2, *, timeout_seconds=30.0, join_seconds=HANG_SECONDS):
         listener = listen("127.0.0.1:0")
         self.port = listener.getsockname()[1]
-        self.num_processes, self.timeout_seconds = num_processes, timeout_seconds
+        self.terms = Terms(0, num_processes, "secret", timeout_seconds, join_seconds)
         self.lost, self.channels, self.gates = {}, {}, {}
-        self.hub = Hub(
-            listener,
-            num_processes=num_processes,
-            token=token,
-            timeout_seconds=timeout_seconds,
-            join_seconds=join_seconds,
-        )
+        self.hub = Hub(listener, self.terms)
 
-    def join(self, process, *, token="secret", num_processes=None):
-        connection = knock(
-            ["127.0.0.1"],
-            self.port,
-            process=process,
-            num_processes=num_processes or self.num_processes,
-            token=token,
-            warn_seconds=1.0,
-            give_up_seconds=HANG_SECONDS,
-        )
+    def knock(self, process, **others):
+        terms = dataclasses.replace(self.terms, process=process, **others)
+        return knock(["127.0.0.1"], self.port, terms)
+
+    def join(self, process, **others):
         self.channels[process] = Channel(
-            connection,
-            timeout_seconds=self.timeout_seconds,
+            self.knock(process, **others),
+            timeout_seconds=self.terms.timeout_seconds,
             gate=self.gates.setdefault(process, StopGate()),
             pace=Pace(),
             on_loss=lambda loss: self.lost.__setitem__(process, loss),
@@ -55,7 +45,7 @@ class Meeting:
         return self.channels[process]
 
     def join_all(self):
-        for process in range(self.num_processes):
+        for process in range(self.terms.num_processes):
             self.join(process)
         for channel in self.channels.values():
             assert channel.is_joined.wait(HANG_SECONDS)
@@ -234,15 +224,7 @@ def test_another_number_of_processes_ends_all_with_a_sentence():
 def test_who_came_and_died_before_the_others_is_named_at_once():
     meeting = Meeting(3)
     meeting.join(0)
-    died = knock(
-        ["127.0.0.1"],
-        meeting.port,
-        process=2,
-        num_processes=3,
-        token="secret",
-        warn_seconds=1.0,
-        give_up_seconds=HANG_SECONDS,
-    )
+    died = meeting.knock(2)
     died.close()
     assert meeting.channels[0].is_over.wait(HANG_SECONDS)
     assert str(meeting.lost[0]).startswith("process 2 on ")
@@ -263,20 +245,10 @@ def test_who_never_comes_is_named_first_and_given_up_later(capfd):
 def test_process_0_may_come_last(capfd):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    said, joined = "", []
+    said, joined, terms = "", [], Terms(0, 2, "", 0.6, HANG_SECONDS)
 
     def join():
-        joined.append(
-            knock(
-                ["127.0.0.1"],
-                port,
-                process=1,
-                num_processes=2,
-                token="",
-                warn_seconds=0.3,
-                give_up_seconds=HANG_SECONDS,
-            )
-        )
+        joined.append(knock(["127.0.0.1"], port, dataclasses.replace(terms, process=1)))
 
     thread = threading.Thread(target=join)
     thread.start()
@@ -285,13 +257,7 @@ def test_process_0_may_come_last(capfd):
         time.sleep(0.02)
         said = capfd.readouterr().err
     assert said.startswith(f"process 0 is not there after 0.3 s, at port {port} (127.0.0.1: ")
-    Hub(
-        listen(f"127.0.0.1:{port}"),
-        num_processes=2,
-        token="",
-        timeout_seconds=30.0,
-        join_seconds=60.0,
-    )
+    Hub(listen(f"127.0.0.1:{port}"), terms)
     thread.join(HANG_SECONDS)
     assert joined
     joined[0].close()
@@ -301,15 +267,7 @@ def test_process_0_that_never_comes_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(ConnectionError, match=f"cannot be reached on its port {port} within 0.2 s"):
-        knock(
-            ["127.0.0.1"],
-            port,
-            process=1,
-            num_processes=2,
-            token="",
-            warn_seconds=10.0,
-            give_up_seconds=0.2,
-        )
+        knock(["127.0.0.1"], port, Terms(1, 2, "", 20.0, 0.2))
 
 
 @pytest.mark.parametrize("address", ["203.0.113.77:0", "no.such.host.invalid:1234"])

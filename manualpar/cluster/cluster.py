@@ -201,7 +201,7 @@ class Cluster:
         if error is None:
             self.close()
 
-    def connect(self, connection: socket.socket, hub: Hub | None) -> None:
+    def connect(self, connection: socket.socket, hub: Hub | None = None) -> None:
         """Waits until all processes have met; only `initialize` calls it.
 
         The hub has admitted this process on the connection; process 0 has the hub itself too.

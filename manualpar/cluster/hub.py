@@ -23,7 +23,7 @@ from typing import Any
 from manualpar.cluster.facts import Facts, announce, describe_differences, name_processes
 from manualpar.cluster.link import MAX_LINE_BYTES, Link, Message, beats
 from manualpar.cluster.lost import CLOSED, Loss, Progress, describe_silence, find_hung
-from manualpar.cluster.meeting import MAX_HELLO_BYTES, TOKEN_VARIABLE, read_hello
+from manualpar.cluster.meeting import MAX_HELLO_BYTES, TOKEN_VARIABLE, Terms, read_hello
 
 # How long the others have to leave before process 0 does.
 LEAVING_SECONDS = 2.0
@@ -50,23 +50,10 @@ class _Member:
 class Hub:
     """Serves the processes from a thread."""
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        *,
-        num_processes: int,
-        token: str,
-        timeout_seconds: float,
-        join_seconds: float,
-    ) -> None:
-        """Starts the thread on a listening socket, which process 0 connects to as well.
-
-        A process may be silent for `timeout_seconds`; all have to connect within `join_seconds`.
-        """
-        self._token = token
-        self._timeout_seconds = timeout_seconds
-        self._join_seconds = join_seconds
-        self._members = {process: _Member() for process in range(num_processes)}
+    def __init__(self, listener: socket.socket, terms: Terms) -> None:
+        """Starts the thread on a listening socket, which process 0 connects to as well."""
+        self._terms = terms
+        self._members = {process: _Member() for process in range(terms.num_processes)}
         self._strangers: dict[Link, str] = {}  # The challenge of each, the oldest first.
         self._waited = 0.0
         self._is_asked_to_stop = False
@@ -86,7 +73,7 @@ class Hub:
         self._server = await loop.create_server(
             self._make_link, sock=listener, backlog=max(len(self._members), 128)
         )
-        async for now, awake in beats(self._end, timeout_seconds=self._timeout_seconds):
+        async for now, awake in beats(self._end, timeout_seconds=self._terms.timeout_seconds):
             self._watch(awake)
             self._tell({"kind": "beat", "steps": self._steps(now)})
         message, lost = self._end.result()
@@ -143,7 +130,7 @@ class Hub:
 
     def _admit(self, link: Link, message: Message, challenge: str) -> Message | None:
         """Takes a connection for that of a process; returns why not, if it does not."""
-        hello = read_hello(message, token=self._token, challenge=challenge)
+        hello = read_hello(message, token=self._terms.token, challenge=challenge)
         if hello is None:
             if message.get("kind") == "hello" and not self._has_warned:
                 self._has_warned = True
@@ -222,26 +209,27 @@ class Hub:
             self._watch_for(missing, awake)
         for process, member in self._members.items():
             member.silence += awake if member.link else 0.0
-            if member.silence > self._timeout_seconds:
-                self._lose(process, describe_silence(self._timeout_seconds))
+            if member.silence > self._terms.timeout_seconds:
+                self._lose(process, describe_silence(self._terms.timeout_seconds))
         progress = {process: member.progress for process, member in self._members.items()}
-        if hung := find_hung(progress, timeout_seconds=self._timeout_seconds):
+        if hung := find_hung(progress, timeout_seconds=self._terms.timeout_seconds):
             self._lose(*hung)
 
     def _watch_for(self, missing: list[int], awake: float) -> None:
         """Says which processes have not come, and gives them up when it has been too long."""
         self._waited += awake
         # The process's imports have taken a while before: so it is told before the timeout is over.
-        warn_seconds = self._timeout_seconds / 2
-        if self._waited > self._join_seconds:
+        warn_seconds = self._terms.timeout_seconds / 2
+        if self._waited > self._terms.join_seconds:
             self._lose(
-                missing[0], f"it has not connected to process 0 within {self._join_seconds:g} s"
+                missing[0],
+                f"it has not connected to process 0 within {self._terms.join_seconds:g} s",
             )
         elif self._waited > warn_seconds and not self._has_told_missing:
             self._has_told_missing = True
             told = (
                 f"{name_processes(missing)} of {len(self._members)} not connected after "
-                f"{warn_seconds:g} s; waiting up to {self._join_seconds:g} s"
+                f"{warn_seconds:g} s; waiting up to {self._terms.join_seconds:g} s"
             )
             self._tell({"kind": "waiting", "text": told})
 

@@ -33,6 +33,25 @@ KNOCK_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
+class Terms:
+    """On which terms a process joins a run.
+
+    Attributes:
+      process: Its number.
+      num_processes: How many processes it expects.
+      token: The token of the run, or nothing.
+      timeout_seconds: How long a process may be silent.
+      join_seconds: How long to wait for all processes to connect.
+    """
+
+    process: int
+    num_processes: int
+    token: str
+    timeout_seconds: float
+    join_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Hello:
     """What a process says of itself: its number, how many it expects, its host and process id."""
 
@@ -93,35 +112,26 @@ def listen(address: str) -> socket.socket:
     )
 
 
-def knock(
-    hosts: Sequence[str],
-    port: int,
-    *,
-    process: int,
-    num_processes: int,
-    token: str,
-    warn_seconds: float,
-    give_up_seconds: float,
-) -> socket.socket:
+def knock(hosts: Sequence[str], port: int, terms: Terms) -> socket.socket:
     """Connects to the hub as soon as it is there, on any of the hosts, and says who this is.
 
-    Returns the connection on which the hub has admitted this process. Until then it announces once,
-    after `warn_seconds`, that process 0 is not there.
+    Returns the connection on which the hub has admitted this process. If that takes half the
+    timeout, it announces that process 0 is not there.
 
     Raises:
       ConnectionError: Process 0 was not there in time.
       DisagreementError: The number of processes differs.
       ValueError: Process 0 does not take this process for one of its own.
     """
-    hello = Hello(process, num_processes, socket.gethostname(), os.getpid())
-    began, has_warned = time.monotonic(), False
+    hello = Hello(terms.process, terms.num_processes, socket.gethostname(), os.getpid())
+    began, has_warned, warn_seconds = time.monotonic(), False, terms.timeout_seconds / 2
     while True:
         failures = []
         for host in dict.fromkeys(hosts):
             try:
                 connection = socket.create_connection((host, port), CONNECT_SECONDS)
                 try:
-                    _introduce(connection, hello, token)
+                    _introduce(connection, hello, terms.token)
                 except BaseException:
                     connection.close()
                     raise
@@ -130,17 +140,17 @@ def knock(
             else:
                 return connection
         waited, reasons = time.monotonic() - began, "; ".join(failures)
-        if waited > give_up_seconds:
+        if waited > terms.join_seconds:
             raise ConnectionError(
                 f"initialize: process 0 cannot be reached on its port {port} within "
-                f"{give_up_seconds:g} s, expected an open network between the hosts of a run, and "
+                f"{terms.join_seconds:g} s, expected an open network between the hosts of a run, and "
                 f"all processes to be started with the same address ({reasons})"
             )
         if waited > warn_seconds and not has_warned:
             has_warned = True
             announce(
                 f"process 0 is not there after {warn_seconds:g} s, at port {port} ({reasons}); "
-                f"waiting up to {give_up_seconds:g} s"
+                f"waiting up to {terms.join_seconds:g} s"
             )
         time.sleep(KNOCK_SECONDS)
 

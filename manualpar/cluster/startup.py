@@ -21,7 +21,14 @@ from manualpar.cluster.cluster import Cluster
 from manualpar.cluster.environment import Assignment, find_assignment
 from manualpar.cluster.facts import Facts, announce
 from manualpar.cluster.hub import Hub
-from manualpar.cluster.meeting import BIND_VARIABLE, TOKEN_VARIABLE, knock, listen, split_address
+from manualpar.cluster.meeting import (
+    BIND_VARIABLE,
+    TOKEN_VARIABLE,
+    Terms,
+    knock,
+    listen,
+    split_address,
+)
 
 # JAX's own timeouts are longer than ours by this.
 JAX_EXTRA_SECONDS = 20
@@ -94,15 +101,19 @@ def initialize(
     cluster = Cluster(
         process_id=own.process_id, num_processes=own.num_processes, timeout_seconds=timeout_seconds
     )
-    token = environment.get(TOKEN_VARIABLE, "")
+    terms = Terms(
+        own.process_id,
+        own.num_processes,
+        environment.get(TOKEN_VARIABLE, ""),
+        timeout_seconds,
+        join_seconds=max(start_timeout_seconds, timeout_seconds),
+    )
     if own.coordinator_address is None:
-        _meet_after_jax(cluster, token, start_timeout_seconds)
+        _meet_after_jax(cluster, terms)
         cluster.agree(facts or {})
     else:
         listen_at = environment.get(BIND_VARIABLE) or own.coordinator_address
-        bind_address = _meet_before_jax(
-            cluster, own.coordinator_address, listen_at, token, start_timeout_seconds
-        )
+        bind_address = _meet_before_jax(cluster, terms, own.coordinator_address, listen_at)
         cluster.agree(facts or {})
         try:
             _initialize_jax(own, bind_address, **timeouts)
@@ -155,74 +166,41 @@ def _initialize_jax(
         ) from error
 
 
-def _meet_before_jax(
-    cluster: Cluster, address: str, listen_at: str, token: str, join_seconds: float
-) -> str | None:
+def _meet_before_jax(cluster: Cluster, terms: Terms, address: str, listen_at: str) -> str | None:
     """Has the processes meet at the coordinator's address.
 
     Returns where JAX's service is to listen, in process 0: at the hub's address, by then free.
     """
     host, port = split_address(address)
     if not cluster.is_main:
-        _connect(cluster, [host], port, token, join_seconds)
+        cluster.connect(knock([host], port, terms))
         time.sleep(HEAD_START_SECONDS)
         return None
     listener = listen(listen_at)
     is_ipv6 = listener.family == socket.AF_INET6
     name, port = listener.getsockname()[:2]
-    if not token and not host.startswith(LOOPBACK):
+    if not terms.token and not host.startswith(LOOPBACK):
         announce(
             f"{TOKEN_VARIABLE} is not set: whoever can reach {address} can join this run, or end "
             "it; see SECURITY.md"
         )
+    hub = Hub(listener, terms)
     # Where a listener at all addresses can be reached from this host.
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(name, name)
-    _connect(cluster, [reachable], port, token, join_seconds, listener)
+    cluster.connect(knock([reachable], port, terms), hub)
     return f"[{name}]:{port}" if is_ipv6 else f"{name}:{port}"
 
 
-def _meet_after_jax(cluster: Cluster, token: str, join_seconds: float) -> None:
+def _meet_after_jax(cluster: Cluster, terms: Terms) -> None:
     """Has the processes meet at an address that process 0 tells the others by a collective."""
-    own_name, listener = socket.gethostname(), None
+    own_name, port, hub = socket.gethostname(), 0, None
     if cluster.is_main:
+        terms = dataclasses.replace(terms, token=terms.token or secrets.token_hex(16))
         listener = listen("[::]:0" if socket.has_dualstack_ipv6() else "0.0.0.0:0")
-        token = token or secrets.token_hex(16)
-    port = listener.getsockname()[1] if listener else 0
-    token, port, name, hosts = from_first([token, port, own_name, _own_hosts()])
-    if name == own_name:
-        hosts.append("localhost")
-    _connect(cluster, hosts, port, token, join_seconds, listener)
-
-
-def _connect(
-    cluster: Cluster,
-    hosts: list[str],
-    port: int,
-    token: str,
-    join_seconds: float,
-    listener: socket.socket | None = None,
-) -> None:
-    """Connects this process to the hub, which it runs first if it has the listener."""
-    join_seconds = max(join_seconds, cluster.timeout_seconds)
-    hub = None
-    if listener:
-        hub = Hub(
-            listener,
-            num_processes=cluster.num_processes,
-            token=token,
-            timeout_seconds=cluster.timeout_seconds,
-            join_seconds=join_seconds,
-        )
-    connection = knock(
-        hosts,
-        port,
-        process=cluster.process_id,
-        num_processes=cluster.num_processes,
-        token=token,
-        warn_seconds=cluster.timeout_seconds / 2,
-        give_up_seconds=join_seconds,
-    )
-    cluster.connect(connection, hub)
+        port, hub = listener.getsockname()[1], Hub(listener, terms)
+    token, port, name, hosts = from_first([terms.token, port, own_name, _own_hosts()])
+    hosts += ["localhost"] if name == own_name else []
+    cluster.connect(knock(hosts, port, dataclasses.replace(terms, token=token)), hub)
 
 
 def _own_hosts() -> list[str]:
