@@ -143,8 +143,8 @@ def knock(hosts: Sequence[str], port: int, terms: Terms) -> socket.socket:
         if waited > terms.join_seconds:
             raise ConnectionError(
                 f"initialize: process 0 cannot be reached on its port {port} within "
-                f"{terms.join_seconds:g} s, expected an open network between the hosts of a run, and "
-                f"all processes to be started with the same address ({reasons})"
+                f"{terms.join_seconds:g} s, expected an open network between the hosts of a run, "
+                f"and all processes to be started with the same address ({reasons})"
             )
         if waited > warn_seconds and not has_warned:
             has_warned = True
