@@ -1,8 +1,8 @@
 """Files and lines that anybody may have written, read without trusting them.
 
-What a program finds under a name need not be what was written there. A FIFO makes a reader wait for
-ever, a device has no end, a link leads out of the folder, and JSON that is nested deep enough
-exhausts the stack. Here each of these is an error that says what was found.
+The thing under a name need not be what was written there. A FIFO makes a reader wait for ever, a
+device has no end, a link leads out of the folder, and JSON that is nested deep enough exhausts the
+stack. Here each of these is an error that says what was found.
 
 Every message completes a sentence that begins with the name of the file: `is a FIFO, ...`.
 """
@@ -28,7 +28,7 @@ KINDS = {
 
 
 class NotAFileError(OSError):
-    """Something has the name of a file and is none, such as a FIFO; the message says what it is."""
+    """A name does not belong to a regular file, but to a FIFO, say; the message says to what."""
 
 
 def kind_of(mode: int) -> str:
@@ -39,23 +39,18 @@ def kind_of(mode: int) -> str:
 def open_file(path: Path, *, follow_links: bool = False) -> io.BufferedReader:
     """Opens a regular file for reading, and nothing else; never waits for another process.
 
-    Args:
-      path: The file.
-      follow_links: Whether the last part of the path may be a link.
-
-    Returns:
-      The file.
+    With `follow_links` the last part of the path may be a link.
 
     Raises:
       NotAFileError: It is a link, a folder, a FIFO, a socket or a device.
       OSError: It cannot be opened.
     """
-    _refuse_others(os.stat(path, follow_symlinks=follow_links).st_mode)
-    # Should it be replaced before it is opened: a FIFO is not waited for, and a link not followed.
+    _refuse_other_kinds(os.stat(path, follow_symlinks=follow_links).st_mode)
+    # In case it is replaced before it is opened: a FIFO is not waited for, a link not followed.
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
     try:
-        _refuse_others(os.fstat(descriptor).st_mode)
+        _refuse_other_kinds(os.fstat(descriptor).st_mode)
     except NotAFileError:
         os.close(descriptor)
         raise
@@ -76,7 +71,7 @@ def read_file(path: Path, *, follow_links: bool = False, max_bytes: int = MAX_BY
 
 
 def create_file(path: Path) -> io.BufferedWriter:
-    """Creates a file for writing; what has the name goes, and a link is not followed.
+    """Creates a file for writing in place of whatever has its name; a link is not followed.
 
     Raises:
       OSError: It cannot be created; a folder has the name, for example.
@@ -89,16 +84,10 @@ def create_file(path: Path) -> io.BufferedWriter:
 def parse_object(
     text: bytes | str, *, max_bytes: int = MAX_BYTES, allow_nan: bool = False
 ) -> dict[str, Any]:
-    """Parses a JSON object.
+    """Parses a JSON object; bytes are UTF-8.
 
-    Args:
-      text: The text; bytes are UTF-8.
-      max_bytes: How long it may be.
-      allow_nan: Whether to take NaN and Infinity, which Python writes and JSON does not have.
-
-    Returns:
-      The object. Nothing in it is nested deeper than `MAX_DEPTH`, so that functions that call
-      themselves may look through it.
+    With `allow_nan` it takes NaN and Infinity, which Python writes and JSON does not have. Nothing
+    in the object is nested deeper than `MAX_DEPTH`, so recursive functions may look through it.
 
     Raises:
       ValueError: It is longer, not UTF-8, not JSON, nested deeper, or another value than an object.
@@ -134,19 +123,17 @@ def read_object(
     return parse_object(data, max_bytes=max_bytes)
 
 
-def _refuse_others(mode: int) -> None:
-    """Refuses what is not a regular file."""
+def _refuse_other_kinds(mode: int) -> None:
     if not stat.S_ISREG(mode):
         raise NotAFileError(f"is {kind_of(mode)}, expected a file")
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    """Refuses what Python takes for JSON and the standard does not."""
     raise ValueError(f"{name} is no number")
 
 
 def _refuse_depth(value: Any) -> None:
-    """Refuses what is nested too deep, without calling itself."""
+    """Refuses a value that is nested too deep, without recursion."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
