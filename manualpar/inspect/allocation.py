@@ -1,0 +1,288 @@
+"""The arrays that a program holds at its fullest moment.
+
+Operations run in the order in which they are written, except that gathers run where they are first
+read. An array is held from the operation that makes it to the last operation that reads it. Not
+every value is an array in memory, because XLA *fuses*. The model of XLA's fusion is:
+
+- An elementwise operation, a broadcast, a cast, a slice or a lookup is computed where it is read,
+  if all of its readers end up in one fusion. Its operands are then held until the fusion runs.
+- An operation with readers in several fusions is computed again in each, if it is cheap (no
+  exponential, division or root), if it reads at most one array, and if it does not take more memory
+  to keep that array than to keep the result. Broadcasts of scalars and counters are always computed
+  again.
+- Every other result is an array in memory: one that a collective or a loop reads, a result of the
+  program, and the result of a reduction, a matrix product or any operation not named here.
+
+Compilers differ: XLA's for TPUs fuses into matrix products, and repeats operations that are not
+cheap (`FUSIONS`). GPUs have not been measured; most of their products are calls of a library, as on
+the CPU.
+
+A fusion may write over an operand of the same size that nobody reads later; so may a scatter, an
+all-reduce, and a loop over its carry. A loop's carry stays in its place; a new carry that is made
+before the last read of the old one takes memory of its own. Of branches the fullest counts. Values
+that are never read are left out.
+
+This is a model: XLA reorders operations, merges equal ones, hoists some out of loops, pads arrays,
+and chooses layouts of its own. `benchmarks/planned_memory.py` measures the error on the CPU.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from manualpar.inspect.communication import KIND_OF_PRIMITIVE
+from manualpar.inspect.flat_program import Operation, Value
+
+# Fused, and cheap enough to be computed several times.
+_CHEAP_WORDS = """
+abs add add_any and bitcast_convert_type broadcast_in_dim clamp complex concatenate conj
+convert_element_type dynamic_slice eq ge gt imag iota is_finite le lt max min mul ne neg not or
+pad population_count real reduce_precision rev round select_n shift_left shift_right_arithmetic
+shift_right_logical sharding_constraint sign slice split square stack sub xor ceil floor clz
+nextafter
+"""
+CHEAP = frozenset(_CHEAP_WORDS.split())
+# Fused if a single fusion reads them.
+_DEAR_WORDS = """
+acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1
+gather integer_pow lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh
+"""
+DEAR = frozenset(_DEAR_WORDS.split())
+# They fuse with what they read, and their result is an array.
+_REDUCTIONS_WORDS = """
+argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
+store
+"""
+REDUCTIONS = frozenset(_REDUCTIONS_WORDS.split())
+
+PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
+
+
+class Fusion(NamedTuple):
+    """What a compiler fuses.
+
+    Attributes:
+      into_products: Whether matrix products compute what they read.
+      repeats_dear: Whether operations that are not cheap are computed again, too.
+    """
+
+    into_products: bool
+    repeats_dear: bool
+
+
+FUSIONS: Mapping[str, Fusion] = {
+    "cpu": Fusion(into_products=False, repeats_dear=False),
+    "tpu": Fusion(into_products=True, repeats_dear=True),
+}
+
+
+def find_peak(
+    operations: Sequence[Operation],
+    values: Sequence[Value],
+    *,
+    kept: Collection[int],
+    replaced: Sequence[tuple[int, int]] = (),
+    fusion: Fusion,
+    elsewhere: Collection[int] = (),
+) -> Counter[str]:
+    """Finds what operations hold at the fullest moment, besides their arguments.
+
+    Args:
+      operations: The operations, in their order.
+      values: Every value, by number.
+      kept: The values that are held to the end.
+      replaced: Pairs of an argument and the value that takes its place; that is held to the end,
+        too.
+      fusion: What the compiler fuses.
+      elsewhere: Values that take the place of arrays that exist already.
+
+    Returns:
+      The bytes by label.
+    """
+    kept = {*kept, *(new for _, new in replaced)}
+    operations = _delayed(_needed(operations, kept))
+    made_at = {v: i for i, op in enumerate(operations) for v in op.outputs}
+    fused = _Fusing(operations, values, kept, fusion, made_at).find()
+    last_read = _last_reads(operations, fused)
+    in_place = set(elsewhere)
+    dying: defaultdict[int, list[int]] = defaultdict(list)
+    for old, new in replaced:
+        if old == new or new not in made_at:
+            continue
+        if _takes_place(operations[made_at[new]], last_read.get(old, -1) - made_at[new]):
+            in_place.add(new)
+        else:  # It is held besides the old value until that is read for the last time.
+            dying[last_read[old]].append(new)
+    for value, index in last_read.items():
+        if value in made_at and value not in kept:
+            dying[index].append(value)
+    held: Counter[str] = Counter()
+    peak: Counter[str] = Counter()
+    alive: set[int] = set()
+    for index, op in enumerate(operations):
+        if index in fused:
+            continue
+        ends = [v for v in dying[index] if v in alive]
+        reused = _reused_bytes(op, ends, values)
+        made = [v for v in op.outputs if v not in in_place and op.name != "store"]
+        for value in made:
+            held[values[value].label] += values[value].size
+            alive.add(value)
+        inside = _inside(op, values, fusion)
+        if held.total() + inside.total() - reused > peak.total():
+            peak = held + inside
+            # The results that lie where operands lay are counted twice.
+            for value in ends:
+                label = values[value].label
+                taken = min(reused, peak[label])
+                peak[label] -= taken
+                reused -= taken
+        unread = [v for v in made if v not in last_read and v not in kept]
+        for value in {*dying[index], *unread} & alive:
+            held[values[value].label] -= values[value].size
+            alive.discard(value)
+    return +peak
+
+
+def _inside(op: Operation, values: Sequence[Value], fusion: Fusion) -> Counter[str]:
+    """What the fullest body of an operation holds besides what is held around it."""
+    is_loop = op.name in ("scan", "while")
+    fullest: Counter[str] = Counter()
+    for body in op.bodies:
+        results = {value for value in body.results if value is not None}
+        found = find_peak(
+            body.operations,
+            values,
+            kept=op.outputs if is_loop else results,
+            replaced=body.carried,
+            fusion=fusion,
+            # The results of a branch take the place of the outputs of the operation.
+            elsewhere=() if is_loop else results,
+        )
+        fullest = max(fullest, found, key=lambda peak: peak.total())
+    return fullest
+
+
+def _takes_place(maker: Operation, later: int) -> bool:
+    """Whether a result is written over a value whose last read is so many operations later."""
+    return later < 0 or (later == 0 and (bool(maker.written_over) or _is_fusible(maker)))
+
+
+def _reused_bytes(op: Operation, ends: Sequence[int], values: Sequence[Value]) -> int:
+    """The bytes of results that take the place of operands."""
+    if not _is_fusible(op):
+        return sum(values[new].size for old, new in op.written_over if old in ends)
+    free = {values[v].size for v in ends}
+    return sum(values[v].size for v in op.outputs if values[v].size in free)
+
+
+class _Fusing(NamedTuple):
+    """Finds the operations whose results are not arrays in memory."""
+
+    operations: Sequence[Operation]
+    values: Sequence[Value]
+    kept: Collection[int]
+    fusion: Fusion
+    made_at: Mapping[int, int]
+
+    def find(self) -> frozenset[int]:
+        """The places of the operations that are fused into their readers."""
+        readers: defaultdict[int, list[int]] = defaultdict(list)
+        for index, op in enumerate(self.operations):
+            for value in op.inputs:
+                readers[value].append(index)
+        fused: set[int] = set()
+        # By operation the fusions that compute it, each by the place of its last operation.
+        roots: dict[int, frozenset[int]] = {}
+        for index in reversed(range(len(self.operations))):
+            op = self.operations[index]
+            roots[index] = frozenset({index})
+            if not _is_fusible(op) or any(value in self.kept for value in op.outputs):
+                continue
+            reading = [reader for value in op.outputs for reader in readers[value]]
+            if not all(self._computes_inside(self.operations[reader]) for reader in reading):
+                continue
+            computing = frozenset().union(*(roots[reader] for reader in reading))
+            if len(computing) == 1 or self._is_repeated(op, readers):
+                fused.add(index)
+                roots[index] = computing
+        return frozenset(fused)
+
+    def _computes_inside(self, op: Operation) -> bool:
+        is_product = op.name in PRODUCTS and self.fusion.into_products
+        return _is_fusible(op) or op.name in REDUCTIONS or is_product
+
+    def _is_repeated(self, op: Operation, readers: Mapping[int, list[int]]) -> bool:
+        """Whether an operation is computed several times rather than kept."""
+        arrays = self._arrays(op)
+        if len(arrays) != 1 or not (op.name in CHEAP or self.fusion.repeats_dear):
+            return not arrays
+        value = arrays[0]
+        if self.values[value].size <= sum(self.values[v].size for v in op.outputs):
+            return True
+        # A result that is smaller than its operand is kept, unless the operand has other readers.
+        while len(readers[value]) == 1 and value in self.made_at:
+            maker = self.operations[self.made_at[value]]
+            arrays = self._arrays(maker)
+            if not _is_fusible(maker) or len(arrays) != 1:
+                return False
+            value = arrays[0]
+        return True
+
+    def _arrays(self, op: Operation) -> list[int]:
+        """The inputs of an operation that are not much smaller than its outputs."""
+        largest = max((self.values[v].elements for v in op.outputs), default=0)
+        return [v for v in op.inputs if self.values[v].elements * 8 > largest]
+
+
+def _last_reads(operations: Sequence[Operation], fused: Collection[int]) -> dict[int, int]:
+    """By value the last operation that reads it, itself or through what is fused into it."""
+    behind: dict[int, frozenset[int]] = {}
+    last: dict[int, int] = {}
+    for index, op in enumerate(operations):
+        found = frozenset().union(*(behind.get(v, frozenset({v})) for v in op.inputs))
+        if index in fused:
+            behind.update(dict.fromkeys(op.outputs, found))
+        else:
+            last.update(dict.fromkeys(found, index))
+    return last
+
+
+def _is_fusible(op: Operation) -> bool:
+    return op.name in CHEAP or op.name in DEAR
+
+
+def _needed(operations: Sequence[Operation], kept: Collection[int]) -> list[Operation]:
+    """The operations that lead to the values that are kept."""
+    needed, found = set(kept), []
+    for op in reversed(operations):
+        if needed & set(op.outputs):
+            needed.update(op.inputs)
+            found.append(op)
+    return found[::-1]
+
+
+def _delayed(operations: Sequence[Operation]) -> list[Operation]:
+    """The operations with each gather, and each cast of a gathered value, where it is first read.
+
+    A rematerialised function begins with all of its gathers at once, and no compiler runs them so
+    early.
+    """
+    gathered: set[int] = set()
+    moved = []
+    for op in operations:
+        is_cast = _is_fusible(op) and len(op.inputs) == 1 and op.inputs[0] in gathered
+        moved.append(KIND_OF_PRIMITIVE.get(op.name) == "all_gather" or is_cast)
+        if moved[-1]:
+            gathered.update(op.outputs)
+    first: dict[int, tuple[int, int]] = {}
+    places: list[tuple[int, int]] = [(index, 0) for index in range(len(operations))]
+    for index in reversed(range(len(operations))):
+        op = operations[index]
+        if moved[index]:
+            readers = [first[value] for value in op.outputs if value in first]
+            place, before = min(readers, default=places[index])
+            places[index] = (place, before - 1) if readers else places[index]
+        for value in op.inputs:
+            first[value] = min(first.get(value, places[index]), places[index])
+    return [operations[i] for i in sorted(range(len(operations)), key=places.__getitem__)]

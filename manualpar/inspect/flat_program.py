@@ -1,0 +1,285 @@
+"""A traced program as a flat list of operations on numbered values, each with its bytes.
+
+A jaxpr nests jitted functions, `shard_map`s, rematerialised functions and custom derivatives, where
+XLA sees one function. Here they are inlined; only the bodies of `scan`, `while` and `cond`, which
+run several times or perhaps not at all, keep lists of their own. An equation that only gives an
+array another view (a reshape, a transposition, a cast between types of `check_vma`) is not an
+operation: its result is the value of its operand.
+
+Bytes are those of one device. Shapes inside `shard_map` are those of a device; shapes outside are
+global. The number of parts of a global array follows from the arguments, from the outputs of
+`shard_map` and from sharding constraints; other results have as many parts as their largest
+operand.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+# Their result is the operand, as far as memory is concerned. Transpositions belong here because XLA
+# chooses layouts, and dot products take operands in any layout.
+_VIEW_WORDS = """
+copy copy_p expand_dims mesh_cast name optimization_barrier preduced pvary reduced_vary_cast_p
+reshape reshard squeeze stop_gradient transpose vary_unreduced_cast_p
+"""
+VIEWS = frozenset(_VIEW_WORDS.split())
+# Primitives that are inlined, with the parameter that holds their jaxpr.
+INLINED: Mapping[str, str] = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "shard_map": "jaxpr",
+}
+# Each of their results may take the place of the operand at the same position.
+_IN_PLACE_WORDS = """
+dynamic_update_slice pmax pmin psum psum_invariant scatter scatter-add scatter-mul scatter-sub
+while
+"""
+IN_PLACE = frozenset(_IN_PLACE_WORDS.split())
+
+
+@dataclasses.dataclass
+class Value:
+    """An array.
+
+    Attributes:
+      size: Its bytes on a device.
+      elements: Its elements on a device.
+      parts: How many devices a global array is split over; 1 inside of `shard_map`.
+      label: What it is for.
+    """
+
+    size: int
+    elements: int
+    parts: int
+    label: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """The function inside of a loop or a branch.
+
+    Attributes:
+      operations: Its operations.
+      results: Its results, `None` for a constant.
+      carried: Pairs of an argument and the result that takes its place in the next iteration.
+    """
+
+    operations: Sequence["Operation"]
+    results: Sequence[int | None]
+    carried: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation that reads some values and makes others.
+
+    Attributes:
+      name: The name of the primitive; `store` writes a part of an array that exists already.
+      scope: The named scopes around it.
+      inputs: The values that it reads, without constants.
+      outputs: The values that it makes.
+      bodies: The functions inside.
+      written_over: Pairs of an input and an output that may take its place. Elementwise operations
+        have none here; any of their outputs may take the place of any input of the same size.
+    """
+
+    name: str
+    scope: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    bodies: tuple[Body, ...] = ()
+    written_over: tuple[tuple[int, int], ...] = ()
+
+
+class FlatProgram:
+    """Flattens jaxprs.
+
+    Attributes:
+      values: All values, by number.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self._is_local = False
+
+    def add_value(self, aval: Any, *, parts: int = 1, label: str = "") -> int:
+        """Numbers a new value."""
+        shape = getattr(aval, "shape", ())
+        elements = -(-math.prod(shape) // parts)
+        size = elements * getattr(getattr(aval, "dtype", None), "itemsize", 0)
+        self.values.append(Value(size, elements, parts, label))
+        return len(self.values) - 1
+
+    def flatten(
+        self, jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[int | None], *, label: str = ""
+    ) -> Body:
+        """Flattens a program.
+
+        Args:
+          jaxpr: The program.
+          inputs: The values of its arguments, `None` for constants.
+          label: The label of the constants that it contains.
+
+        Returns:
+          Its operations and results.
+        """
+        operations: list[Operation] = []
+        return Body(operations, self._inline(jaxpr, inputs, operations, scope="", label=label))
+
+    def _inline(
+        self,
+        jaxpr: ClosedJaxpr | Jaxpr,
+        inputs: Sequence[int | None],
+        operations: list[Operation],
+        *,
+        scope: str,
+        label: str = "",
+    ) -> list[int | None]:
+        """Appends the operations of a jaxpr; returns the values of its results."""
+        jaxpr = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+        known: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        known |= {v: self.add_value(v.aval, label=label) for v in jaxpr.constvars}
+
+        def read(variable: Any) -> int | None:
+            return None if isinstance(variable, Literal) else known[variable]
+
+        for eqn in jaxpr.eqns:
+            inside = f"{scope}/{eqn.source_info.name_stack}".strip("/")
+            outputs = self._equation(eqn, [read(v) for v in eqn.invars], operations, inside)
+            known.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(
+        self, eqn: Any, values: list[int | None], operations: list[Operation], scope: str
+    ) -> list[int | None]:
+        """Appends the operations of an equation; returns the values of its results."""
+        name = eqn.primitive.name
+        if name in VIEWS or (name in ("broadcast_in_dim", "convert_element_type") and _same(eqn)):
+            return values[: len(eqn.outvars)]
+        if name in INLINED:
+            was_local, self._is_local = self._is_local, self._is_local or name == "shard_map"
+            outputs = self._inline(eqn.params[INLINED[name]], values, operations, scope=scope)
+            self._is_local = was_local
+            if name == "shard_map":
+                self._count_parts(outputs, eqn.outvars)
+            return outputs
+        if name == "scan":
+            return self._scan(eqn, values, operations, scope)
+        made = [self.add_value(v.aval, parts=self._parts(eqn, values)) for v in eqn.outvars]
+        bodies: tuple[Body, ...] = ()
+        starts = values
+        if name == "while":  # Its condition holds next to nothing.
+            skipped = eqn.params["cond_nconsts"]
+            first = skipped + eqn.params["body_nconsts"]
+            inner, starts = eqn.params["body_jaxpr"], values[first:]
+            carry = self._like(inner.jaxpr.invars[first - skipped :], starts)
+            body = self._body(inner, [*values[skipped:first], *carry], scope)
+            bodies = (dataclasses.replace(body, carried=_pairs(carry, body.results)),)
+        elif name == "cond":
+            bodies = tuple(self._body(x, values[1:], scope) for x in eqn.params["branches"])
+        over = _pairs(starts, made) if name in IN_PLACE else ()
+        operations.append(Operation(name, scope, _known(values), tuple(made), bodies, over))
+        return [*made]
+
+    def _body(self, jaxpr: ClosedJaxpr, inputs: Sequence[int | None], scope: str) -> Body:
+        operations: list[Operation] = []
+        return Body(operations, self._inline(jaxpr, inputs, operations, scope=scope))
+
+    def _scan(
+        self, eqn: Any, values: list[int | None], operations: list[Operation], scope: str
+    ) -> list[int | None]:
+        """Appends a loop; each iteration stores its part of the stacked results."""
+        inner: ClosedJaxpr = eqn.params["jaxpr"]
+        first, size = eqn.params["num_consts"], eqn.params["num_carry"]
+        arguments = self._like(inner.jaxpr.invars[first:], values[first:])
+        carry, slices = arguments[:size], arguments[size:]
+        body = [
+            Operation("dynamic_slice", scope, _known([stacked]), (part,))
+            for stacked, part in zip(values[first + size :], slices, strict=True)
+        ]
+        outputs = self._inline(inner, [*values[:first], *arguments], body, scope=scope)
+        made = self._like(eqn.outvars, outputs)
+        body = _with_stores(body, outputs[size:], made[size:], scope)
+        loop = Body(body, outputs, _pairs(carry, outputs[:size]))
+        over = _pairs(values[first : first + size], made[:size])
+        operations.append(Operation("scan", scope, _known(values), tuple(made), (loop,), over))
+        return [*made]
+
+    def _like(self, variables: Sequence[Any], values: Sequence[int | None]) -> list[int]:
+        """New values for variables, each in as many parts as a value that there is."""
+        return [
+            self.add_value(
+                variable.aval,
+                parts=1 if value is None or self._is_local else self.values[value].parts,
+            )
+            for variable, value in zip(variables, values, strict=True)
+        ]
+
+    def _parts(self, eqn: Any, values: list[int | None]) -> int:
+        """How many parts the results of an equation are in."""
+        if self._is_local:
+            return 1
+        shape = eqn.outvars[0].aval.shape
+        sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else 0
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            return math.prod(shape) // max(math.prod(sharding.shard_shape(shape)), 1) or 1
+        operands = [
+            (math.prod(v.aval.shape), self.values[x].parts)
+            for v, x in zip(eqn.invars, values, strict=True)
+            if x is not None
+        ]
+        largest, parts = max(operands, default=(0, 1))
+        # A sum over a split array is whole on every device.
+        return parts if math.prod(shape) * 2 > largest else 1
+
+    def _count_parts(self, outputs: Sequence[int | None], variables: Sequence[Any]) -> None:
+        """Sets the number of parts of the values that leave a `shard_map`."""
+        for value, variable in zip(outputs, variables, strict=True):
+            if value is not None:
+                local = max(self.values[value].elements, 1)
+                self.values[value].parts = max(math.prod(variable.aval.shape) // local, 1)
+
+
+def _with_stores(
+    body: list[Operation], outputs: Sequence[int | None], made: Sequence[int], scope: str
+) -> list[Operation]:
+    """The body of a loop, in which each value to be stacked is stored as soon as it is made."""
+    stores: dict[int, list[Operation]] = {}
+    for value, stacked in zip(outputs, made, strict=True):
+        if value is not None:
+            stores.setdefault(value, []).append(Operation("store", scope, (value,), (stacked,)))
+    produced = {value for operation in body for value in operation.outputs}
+    stored = [store for value in stores if value not in produced for store in stores[value]]
+    for operation in body:
+        stored.append(operation)
+        stored += [store for value in operation.outputs for store in stores.get(value, ())]
+    return stored
+
+
+def _same(eqn: Any) -> bool:
+    """Whether a result has the operand's elements and dtype."""
+    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+    return bool(before.size == after.size and before.dtype == after.dtype)
+
+
+def _known(values: Sequence[int | None]) -> tuple[int, ...]:
+    """The values that are not constants, each once."""
+    return tuple(dict.fromkeys(value for value in values if value is not None))
+
+
+def _pairs(old: Sequence[int | None], new: Sequence[int | None]) -> tuple[tuple[int, int], ...]:
+    """Pairs of values, without those that are constants."""
+    both = zip(old, new, strict=False)
+    return tuple((x, y) for x, y in both if x is not None and y is not None)
