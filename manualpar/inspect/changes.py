@@ -1,22 +1,21 @@
-"""What XLA has changed of what a program sends, one sentence for each change.
+"""The differences between the collectives that a program writes and those that XLA runs.
 
-The jaxpr and the compiled program are held against each other operand by operand. An operand of the
-compiled program is the one that was written with the same purpose and module (XLA keeps their names
-with what it makes of them), the same kind, group and number of elements; where none is, one that
-was written in another dtype, or as another kind. What is left over on the one side XLA has hoisted
-out of a loop, merged with an equal one, or removed; on the other side it has added it.
+Each operand of a compiled collective is paired with the operand in the jaxpr that it was made from.
+That has the same purpose and module (XLA keeps their names), kind, group and number of elements;
+where there is none, another dtype or another kind will do. XLA has hoisted what is left of the
+jaxpr out of a loop, merged it with an equal collective, or removed it. It has added what is left of
+the compiled program.
 
-Invariant: the bytes of the jaxpr, and of every change those after less those before, are together
-the bytes of the compiled program. Nothing of the difference is left without a name.
+Invariant: the bytes of the jaxpr, plus the bytes after less the bytes before of every change, are
+the bytes of the compiled program. No part of the difference is left without a name.
 """
 
 import dataclasses
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +33,7 @@ from manualpar.inspect.scopes import (
 )
 
 ChangeKind = Literal["merged", "hoisted", "retyped", "replaced", "removed", "added"]
+UNLIKE = 7  # See `_difference`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Change:
     """What XLA has done to some collectives of one purpose.
 
     Attributes:
-      kind: `"merged"`: several are one, because they were put together, or because they had the
-        same result; `"hoisted"`: one in a loop runs less often; `"retyped"`: another dtype travels;
-        `"replaced"`: another kind does the same; `"removed"`; `"added"`: nobody has written it.
+      kind: `"merged"`: several are one, because XLA put them together or because they had the same
+        result; `"hoisted"`: one in a loop runs less often; `"retyped"`: another dtype travels;
+        `"replaced"`: another kind has the same result; `"removed"`; `"added"`: it was not written.
       purpose: Their purpose, see `Collective.purpose`.
-      modules: Their modules, those that have one.
+      modules: Their modules, as far as they have one.
       bytes_before: What a device would have sent for them in a step.
       bytes_after: What it sends.
       words: A sentence.
@@ -73,7 +73,7 @@ class Change:
 def find_changes(
     traced: Iterable[Collective], compiled: Iterable[CompiledCollective], *, root: str = ""
 ) -> tuple[Change, ...]:
-    """Names every difference between what was written and what runs.
+    """Names every difference between the collectives that were written and those that run.
 
     Args:
       traced: The collectives of the jaxpr.
@@ -81,91 +81,77 @@ def find_changes(
       root: The name of the whole model, see `manualpar.inspect.scopes.module_of`.
 
     Returns:
-      The changes, those of one kind and purpose together, in the order of the program. What sends
-      nothing, for it runs on a ring of one device, is no change.
+      The changes in the order of the program, those of one kind and purpose together. A collective
+      on a ring of one device sends nothing and is not considered.
     """
-    written = [_Written(one, one.times) for one in traced if one.bytes_sent]
-    running = [_Running(one, part, root) for one in compiled for part in _operands(one)]
-    running = [one for one in running if one.bytes_each]
+    written = [_Written(one, left=one.times) for one in traced if one.bytes_sent]
+    running = [part for one in compiled for part in _parts(one, root) if part.bytes_each]
+    ranked = [(w, r, _difference(w, r)) for r in running for w in written]
+    pairs = [pair for pair in ranked if pair[2] < UNLIKE]
     notes: list[_Note] = []
-    for fits in _FITS:
-        for one in running:
-            for other in written:
-                if one.left and other.left and fits(other, one):
-                    _pair(other, one, notes)
+
+    def pair_up(difference: int, is_preferred: Callable[[_Written, _Running], bool]) -> None:
+        for w, r, found in pairs:
+            if found == difference and w.left and r.left and is_preferred(w, r):
+                notes.extend(_pair(w, r))
+
+    # Of several that are the same those come first that run equally often.
+    pair_up(0, lambda w, r: w.left == r.left)
+    pair_up(0, lambda w, r: not w.found)
+    for difference in range(UNLIKE):
+        pair_up(difference, lambda w, r: True)
     notes += _left_over(written)
     notes += [
-        _Note("added", one.purpose, one.module, Fraction(0), one.left * one.bytes_each, one.noun)
-        for one in running
-        if one.left
+        _Note("added", r.purpose, r.module, Fraction(0), r.left * r.bytes_each, r.noun)
+        for r in running
+        if r.left
     ]
     return (*_put_together(running), *_summed(notes))
 
 
 @dataclasses.dataclass
 class _Written:
-    """A collective of the jaxpr, of which so many runs have not been found in what was compiled."""
+    """A collective of the jaxpr: how many of its runs are still to be found, and were found."""
 
     one: Collective
     left: int
     found: int = 0
 
-    @functools.cached_property
-    def dtype(self) -> str:
-        return "u32" if _is_key(self.one.dtype) else hlo_dtype(self.one.dtype)
-
-    @functools.cached_property
-    def elements(self) -> int:
-        words = self.one.dtype.itemsize // 4 if _is_key(self.one.dtype) else 1
-        return math.prod(self.one.shape) * words
-
-    @property
-    def bytes_each(self) -> Fraction:
-        return self.one.bytes_sent / self.one.times
-
-    @property
-    def same(self) -> tuple[Any, ...]:
-        """What collectives with the same result have in common."""
-        one = self.one
-        return _family(one.purpose), one.module, one.kind, one.axes, self.elements, self.dtype
-
-    @property
-    def noun(self) -> str:
-        return _noun(self.one.kind, self.dtype)
+    def __post_init__(self) -> None:
+        is_key = jnp.issubdtype(self.one.dtype, jax.dtypes.prng_key)
+        words = self.one.dtype.itemsize // 4 if is_key else 1
+        self.dtype = "u32" if is_key else hlo_dtype(self.one.dtype)
+        self.elements = math.prod(self.one.shape) * words
+        self.bytes_each = self.one.bytes_sent / self.one.times
+        self.noun = _noun(self.one.kind, self.dtype)
+        # Collectives that agree in this have the same result.
+        what = (self.one.kind, self.one.axes, self.elements, self.dtype)
+        self.result = (_family(self.one.purpose), self.one.module, *what)
 
 
 @dataclasses.dataclass
 class _Running:
-    """An operand of a compiled collective, of which so many runs have not been found written."""
+    """An operand of a compiled collective: how many of its runs are not paired, and its sources."""
 
     whole: CompiledCollective
-    left: int
     elements: int
     dtype: str
-    bytes_each: Fraction
-    num_scopes: int
-    names: frozenset[tuple[str, str]]  # Purpose and module, of each that it was made from.
-    of: list[_Written]
+    size: int
+    root: str
 
-    def __init__(
-        self, whole: CompiledCollective, part: tuple[int, str, int], root: str = ""
-    ) -> None:
-        self.whole, self.left, self.of = whole, whole.times, []
-        self.elements, self.dtype, size = part
-        self.bytes_each = ring_bytes(whole.kind, size, whole.group_size)
+    def __post_init__(self) -> None:
+        whole = self.whole
+        self.left, self.sources = whole.times, list[_Written]()
+        self.bytes_each = ring_bytes(whole.kind, self.size, whole.group_size)
+        self.noun = _noun(whole.kind, self.dtype)
         scopes = compiled_scopes(whole.scope) if whole.scope else ()
         self.num_scopes = len(scopes)
-        self.names = frozenset((purpose_in(scope, ()), module_of(scope, root)) for scope in scopes)
-        first = scopes[0] if scopes else ""
-        self.purpose, self.module = purpose_in(first, ()), module_of(first, root)
-
-    @property
-    def noun(self) -> str:
-        return _noun(self.whole.kind, self.dtype)
+        # Purpose and module of each operation that it was made from.
+        self.names = [(purpose_in(scope, ()), module_of(scope, self.root)) for scope in scopes]
+        self.purpose, self.module = self.names[0] if scopes else (OTHER, "")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Note:
+class _Note(NamedTuple):
     """A change of one collective, to be summed with others like it."""
 
     kind: ChangeKind
@@ -176,105 +162,73 @@ class _Note:
     detail: str
 
 
-def _operands(whole: CompiledCollective) -> Iterator[tuple[int, str, int]]:
-    """Elements, dtype and bytes of each operand of which one was written."""
+def _parts(whole: CompiledCollective, root: str) -> Iterator[_Running]:
+    """A part for each operand of which one was written."""
     sizes = [
         (math.prod(shape), dtype, array_bytes(dtype, shape))
         for shape, dtype in zip(whole.shapes, whole.dtypes, strict=True)
     ]
     if whole.kind == "all_to_all" and len(sizes) == whole.group_size and len(set(sizes)) == 1:
-        [(elements, dtype, size)] = set(sizes)  # One operand, cut into what each device gets.
+        [(elements, dtype, size)] = set(sizes)  # One operand, cut into a part for each device.
         sizes = [(elements * len(whole.shapes), dtype, size * len(whole.shapes))]
-    yield from sizes
+    for elements, dtype, size in sizes:
+        yield _Running(whole, elements, dtype, size, root)
 
 
-def _is_named(written: _Written, running: _Running) -> bool:
-    """Whether one was made from what was written with such a purpose and in such a module."""
-    names = {(_family(purpose), module) for purpose, module in running.names}
-    return (_family(written.one.purpose), written.one.module) in names
+def _difference(written: _Written, running: _Running) -> int:
+    """How unlike the two are, from 0; `UNLIKE` if one is not made from the other."""
+    one, whole, names = written.one, running.whole, running.names
+    same_group = one.axis_size == whole.group_size
+    is_alike = same_group and one.kind == whole.kind and written.elements == running.elements
+    grown = written.elements * (one.axis_size if one.kind == "all_gather" else 1)
+    is_replaced = same_group and one.kind != whole.kind
+    is_replaced &= running.elements in (written.elements, grown)
+    if not is_alike and not is_replaced:
+        return UNLIKE
+    is_retyped = written.dtype != running.dtype
+    purpose = OTHER if one.purpose == TENSOR_PARALLEL else one.purpose
+    if (purpose, one.module) in names and is_alike and not is_retyped:
+        return 0
+    if (_family(one.purpose), one.module) in [(_family(p), module) for p, module in names]:
+        return 5 if is_replaced else 1 + is_retyped
+    # XLA:TPU merges collectives and keeps the name of one.
+    if set(names) <= {(OTHER, "")} or running.num_scopes < len(whole.shapes):
+        return 6 if is_replaced else 3 + is_retyped
+    return UNLIKE
 
 
-def _is_itself(written: _Written, running: _Running) -> bool:
-    """Whether nothing about it has changed, as far as one can see."""
-    purpose = OTHER if written.one.purpose == TENSOR_PARALLEL else written.one.purpose
-    is_named = (purpose, written.one.module) in running.names
-    return is_named and _is_alike(written, running) and _has_dtype(written, running)
-
-
-def _is_nameless(running: _Running) -> bool:
-    """Whether it may be made from what it does not name: XLA:TPU merges and keeps one name."""
-    has_none = not running.names or running.names == {(OTHER, "")}
-    return has_none or running.num_scopes < len(running.whole.shapes)
-
-
-def _is_alike(written: _Written, running: _Running) -> bool:
-    """Whether one does what the other does, but for the dtype."""
-    one, whole = written.one, running.whole
-    same_group = (one.kind, one.axis_size) == (whole.kind, whole.group_size)
-    return same_group and written.elements == running.elements
-
-
-def _has_dtype(written: _Written, running: _Running) -> bool:
-    return written.dtype == running.dtype
-
-
-def _is_replaced(written: _Written, running: _Running) -> bool:
-    """Whether another kind of collective has the result of the one that was written."""
-    one, whole = written.one, running.whole
-    if one.kind == whole.kind or one.axis_size != whole.group_size:
-        return False
-    grows = one.axis_size if one.kind == "all_gather" else 1
-    return running.elements in (written.elements, written.elements * grows)
-
-
-# The best fits first.
-_FITS: tuple[Callable[[_Written, _Running], bool], ...] = (
-    lambda w, r: _is_itself(w, r) and w.left == r.left,
-    lambda w, r: _is_itself(w, r) and not w.found,
-    _is_itself,
-    lambda w, r: _is_named(w, r) and _is_alike(w, r) and _has_dtype(w, r),
-    lambda w, r: _is_named(w, r) and _is_alike(w, r),
-    lambda w, r: _is_nameless(r) and _is_alike(w, r) and _has_dtype(w, r),
-    lambda w, r: _is_nameless(r) and _is_alike(w, r),
-    lambda w, r: _is_named(w, r) and _is_replaced(w, r),
-    lambda w, r: _is_nameless(r) and _is_replaced(w, r),
-)
-
-
-def _pair(written: _Written, running: _Running, notes: list[_Note]) -> None:
-    """Finds runs of what was written in what was compiled, and notes how they differ."""
+def _pair(written: _Written, running: _Running) -> Iterator[_Note]:
+    """Pairs as many runs as both have left, and notes how they differ."""
     runs = min(written.left, running.left)
     written.left -= runs
     written.found += runs
     running.left -= runs
-    running.of.append(written)
+    running.sources.append(written)
     one, before, after = written.one, runs * written.bytes_each, runs * running.bytes_each
     if one.kind != running.whole.kind:
         detail = f"{written.noun} is {running.noun}"
-        notes.append(_Note("replaced", one.purpose, one.module, before, after, detail))
+        yield _Note("replaced", one.purpose, one.module, before, after, detail)
     elif written.dtype != running.dtype or before != after:
         detail = f"{written.noun} travels as {running.dtype}"
-        notes.append(_Note("retyped", one.purpose, one.module, before, after, detail))
+        yield _Note("retyped", one.purpose, one.module, before, after, detail)
 
 
 def _left_over(written: Sequence[_Written]) -> Iterator[_Note]:
-    """What was written and is not found, by what has become of it."""
-    found = {one.same for one in written if one.found}
+    """What has become of the runs that were not found."""
+    found = {one.result for one in written if one.found}
     for one in written:
         if not one.left:
             continue
-        lost = one.left * one.bytes_each
-        purpose, module = one.one.purpose, one.one.module
+        lost, kept = one.left * one.bytes_each, one.found * one.bytes_each
+        kind: ChangeKind = "removed"
+        detail = "is gone: nobody uses its result, or it is known without sending"
         if one.found:
-            kept = one.found * one.bytes_each
-            detail = f"{one.noun} has left a loop and runs {one.found} of {one.one.times} times"
-            yield _Note("hoisted", purpose, module, kept + lost, kept, detail)
-        elif one.same in found:
-            detail = f"{one.noun} has the result of another, which is used again"
-            yield _Note("merged", purpose, module, lost, Fraction(0), detail)
-        else:
-            detail = f"{one.noun} is gone: nobody uses its result, or it is known without sending"
-            yield _Note("removed", purpose, module, lost, Fraction(0), detail)
+            kind = "hoisted"
+            detail = f"has left a loop and runs {one.found} of {one.one.times} times"
+        elif one.result in found:
+            kind, detail = "merged", "has the result of another, which is used again"
+        detail = f"{one.noun} {detail}"
+        yield _Note(kind, one.one.purpose, one.one.module, lost + kept, kept, detail)
 
 
 def _put_together(running: Sequence[_Running]) -> Iterator[Change]:
@@ -284,17 +238,16 @@ def _put_together(running: Sequence[_Running]) -> Iterator[Change]:
         by_whole[id(one.whole)].append(one)
     for parts in by_whole.values():
         whole = parts[0].whole
-        written = list({id(w): w for part in parts for w in part.of}.values())
+        written = list({id(w): w.one for part in parts for w in part.sources}.values())
         if len(parts) < 2 or len(written) < 2:
             continue
-        purposes = list(dict.fromkeys(w.one.purpose for w in written))
-        modules = tuple(dict.fromkeys(w.one.module for w in written if w.one.module))
-        sent = whole.bytes_sent
+        purposes = ", ".join(dict.fromkeys(one.purpose for one in written))
+        modules = tuple(dict.fromkeys(one.module for one in written if one.module))
         words = (
-            f"{len(written)} times {_noun(whole.kind)} ({', '.join(purposes)}) run as one with "
+            f"{len(written)} times {_noun(whole.kind)} ({purposes}) run as one with "
             f"{len(parts)} operands."
         )
-        yield Change("merged", ", ".join(purposes), modules, sent, sent, words)
+        yield Change("merged", purposes, modules, whole.bytes_sent, whole.bytes_sent, words)
 
 
 def _summed(notes: Iterable[_Note]) -> Iterator[Change]:
@@ -323,12 +276,8 @@ def hlo_dtype(dtype: Any) -> str:
     return name.replace("int", "s")
 
 
-def _is_key(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
-
-
 def _family(purpose: str) -> str:
-    """The purpose as far as XLA keeps it: of equal gathers any one's name may be left."""
+    """The purpose as far as XLA keeps it: of equal gathers it may keep the name of any one."""
     return {REGATHER: GATHER_SCOPE, TENSOR_PARALLEL: OTHER}.get(purpose, purpose)
 
 
