@@ -1,5 +1,6 @@
 """A strategy is one file and one registration: everything else finds it by its name."""
 
+import ast
 import dataclasses
 import json
 import sys
@@ -24,6 +25,7 @@ from manualpar.training.inspection_flags import parse_inspect_command
 from manualpar.training.main import run_command
 from manualpar.training.task import make_task
 
+ROOT = Path(__file__).parent.parent
 NAME = "zero_in_16_bits"
 CONFIG = """
 from configs import {base}
@@ -133,3 +135,23 @@ def test_a_name_is_taken_once_and_a_field_means_one_thing():
     other = dataclasses.replace(fsdp_file.KIND, name="other", fields={"pad": Field(int, 0)})
     with pytest.raises(ValueError, match="field 'pad' of 'other' is an integer, at least 0, and"):
         register(other)
+
+
+@pytest.mark.parametrize("name", ["data_parallel", "zero", "fsdp", "hsdp", "throwaway"])
+def test_a_strategy_has_fewer_than_sixty_lines(name):
+    own = ROOT / "tests" / "throwaway_strategy.py"
+    path = own if name == "throwaway" else ROOT / "manualpar" / "strategies" / f"{name}.py"
+    assert len(path.read_text().splitlines()) < 60
+
+
+def test_nothing_else_knows_strategies_by_name():
+    names = set(strategy_kinds())
+    found = set()
+    for path in (ROOT / "manualpar").rglob("*.py"):
+        constants = (
+            x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Constant)
+        )
+        found |= {(path.stem, x.value) for x in constants if x.value in names}
+    inside = {path.stem for path in (ROOT / "manualpar" / "strategies").glob("*.py")}
+    # A comparison's single device runs under the simplest one.
+    assert {pair for pair in found if pair[0] not in inside} == {("compare", "dp")}

@@ -19,90 +19,93 @@ from manualpar.sharding.mesh import AxisName
 Nonfinite = Literal["ignore", "report", "skip"]
 NONFINITE: tuple[Nonfinite, ...] = ("ignore", "report", "skip")
 WIRE_DTYPES = ("bfloat16", "float32", "float64")
-# The options that are true or false.
 FLAGS = ("use_scan", "norm_metrics", "axis_by_axis", "eval_dropout")
 
 
 class ProgramOptions(TypedDict, total=False):
-    """The keyword arguments that all strategies' builders take.
+    """The keyword arguments that every builder takes.
 
     Attributes:
-      mesh: The devices, see `make_mesh`; an abstract mesh for a program to look at and not to run,
-        see `abstract_mesh`. Required.
-      batch: An example batch, or a tree of `jax.ShapeDtypeStruct`, with global shapes `[B, ...]`;
-        only shapes and dtypes are read. It has `.inputs`, as `manualpar.Batch` has, unless
+      mesh: The devices, see `make_mesh`. On an abstract mesh, see `abstract_mesh`, a program can be
+        traced and not run. Required.
+      batch: An example batch, or a tree of `jax.ShapeDtypeStruct`, with global shapes `[B, ...]`.
+        Only shapes and dtypes are read. It has `.inputs`, as `manualpar.Batch` has, unless
         `init_args` is given or the model is an NNX one. Required.
-      init_args: How a Linen model is called to initialise it, from the batch: a function that
-        returns `(args, kwargs)`, such as `lambda batch: ((batch["source"], batch["target"]), {})`.
-        The parameters are those of `model.init({"params": init_rng}, *args, **kwargs)`: streams of
-        random numbers that it asks for draw from that key too. The values in this batch are zero.
-        If not given, the model is called with `batch.inputs`. NNX models are not called.
-      axis_name: The mesh axis, or tuple of axes, that the batch is split over, and over which a
-        strategy shards; `"data"` if not given.
-      axis_aliases: The mesh axis, or tuple of axes, that each name stands for in the fields
-        `axis_name` of the model's modules, where the mesh has no such axis: `{"batch": "data"}` for
-        `nn.BatchNorm(axis_name="batch")`; none if not given. In other modes than `"manual"` the
-        batch is global, and the names of the mesh's own data axes are understood without it.
-      num_minibatches: How many parts a device takes its share of the batch in, to hold the
-        activations of one; 1 if not given.
-      use_scan: Whether the parts run in a `jax.lax.scan` (compiled once) and not unrolled.
-      mode: Who writes the collectives: `"manual"` (the default), this package, inside `shard_map`;
-        `"auto"`, XLA, from sharding constraints where a parameter is used; `"explicit"`, XLA, where
-        the types say; `"auto-unconstrained"`, XLA, from the layout of the state alone. What
-        builders say of communication holds for `"manual"`.
+      init_args: How a Linen model is called to initialise it: a function of the batch that returns
+        `(args, kwargs)`, such as `lambda batch: ((batch["source"], batch["target"]), {})`. The
+        parameters are those of `model.init({"params": init_rng}, *args, **kwargs)`; other streams
+        of random numbers that the model asks for use that key too. All values in this batch are
+        zero. If not given, the model is called with `batch.inputs`. NNX models are not called.
+      axis_name: The mesh axis, or tuple of axes, that the batch is split over and that a strategy
+        shards over; `"data"` if not given.
+      axis_aliases: For each axis name in the fields `axis_name` of the model's modules that the
+        mesh does not have, the mesh axis, or tuple of axes, that it stands for:
+        `{"batch": "data"}` for `nn.BatchNorm(axis_name="batch")`. None if not given. In other modes
+        than `"manual"` the batch is global, and names of the mesh's own data axes need no alias.
+      num_minibatches: In how many parts a device takes its share of the batch, so that it holds the
+        activations of one part; 1 if not given.
+      use_scan: Whether the parts run in a `jax.lax.scan`, which compiles one of them, or unrolled
+        (the default).
+      mode: Who writes the collectives. `"manual"` (the default): this package, inside `shard_map`.
+        `"auto"`: XLA, from sharding constraints where a parameter is used. `"explicit"`: XLA, where
+        the types require them. `"auto-unconstrained"`: XLA, from the layout of the state alone.
+        What builders say about communication holds for `"manual"`.
       rules: What logical names in `nn.with_logical_partitioning` mean: pairs of a name and a mesh
         axis, a tuple of axes, or `None`.
-      param_dtype: What parameters are stored and updated in, a floating-point dtype's name; if not
-        given, what the model makes.
-      gather_dtype: What parameters are gathered and computed with; if not given, what they are
-        stored in.
-      reduce_dtype: What gradients are summed over devices in; if not given, `gather_dtype`, else
-        what parameters are stored in.
-      axis_by_axis: Whether what is sharded over a tuple of axes is gathered and scattered over one
-        of them after the other, the last one first in a gather, and not over their product at once.
-        The bytes are as many and the collectives more. On a TPU, XLA makes all-reduces of
-        reduce-scatters, and in larger ones of all-gathers too, over a single axis, or a product,
-        that fills a square torus, which is twice the bytes; over one side of the torus after the
-        other it does not (`axis_name=("x", "y")` on a mesh of (16, 16)). Where some links are slow,
-        name their axis last. All-reduces are over all axes at once either way. For mode `"manual"`.
-      norm_metrics: Whether training reports `gradient_norm`, `update_norm` and `parameter_norm`:
+      param_dtype: The floating-point dtype, by name, in which parameters are stored and updated. If
+        not given, that of the model.
+      gather_dtype: The dtype in which parameters are gathered and computed with. If not given, that
+        in which they are stored.
+      reduce_dtype: The dtype in which gradients are summed over devices. If not given,
+        `gather_dtype`, and without that the dtype in which parameters are stored.
+      axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered and
+        scattered over one axis after the other, and not over their product at once. Gathers begin
+        with the last axis. The bytes are the same, and there are more collectives. Use it on TPUs:
+        over an axis, or a product of axes, that fills a square torus, XLA turns reduce-scatters
+        into all-reduces, on large tori all-gathers too, which doubles the bytes. It does not do so
+        over one side of the torus after the other (`axis_name=("x", "y")` on a mesh of (16, 16)).
+        Where some links are slow, name their axis last. All-reduces always run over all axes at
+        once. For mode `"manual"`.
+      norm_metrics: Whether training reports `gradient_norm`, `update_norm` and `parameter_norm`,
         the global norms of the gradient, of the optimizer's update and of the new parameters.
-      nonfinite: What a training step does about a loss or a gradient that is not finite (an element
-        of it is infinite or not a number, on any device and in any minibatch). `"ignore"` (the
-        default): nothing, and nothing is computed for it. `"report"`: the metrics say so in
-        `nonfinite`, a pair (1 in such a step and else 0, 1), which has the global batch in it. If
-        it is 0, `metrics["loss"]` is finite. `"skip"`: the same, and such a step leaves the
-        parameters, all of the optimizer's state (its counters and schedules too) and the model's
-        other collections as they were, bit for bit; `state.step` and `state.rng` move on, for they
-        count steps and not updates. The device decides, the host waits for nothing. What an
-        optimizer makes of finite gradients is not looked at. Norms in a step that is skipped are
-        those of the gradient and of the update that was asked for, and of the parameters that were
-        kept. In mode `"manual"` this adds no collective, but 8 bytes to the all-reduce of the
-        metrics, which then waits for the gradients (and is not merged into theirs), and one
-        all-reduce of 4 bytes where parameters are sharded over other axes than the batch; in the
-        others XLA combines what it finds about each gradient. `"skip"` needs every gradient before
-        the first parameter changes, and where XLA does not fuse an optimizer into one loop, as on
-        the CPU, up to two shards of the parameters more.
-      sync_collections: What becomes of the model's variables outside `params` whose values differ
-        between devices after a step, by collection or by path, of which the longest that fits
-        counts: `{"stats": "sum", "stats/amax": "max"}`. `"mean"` is right for running averages of
-        means, as `nn.BatchNorm` keeps them: the mean over the devices. `"sum"` is right for
-        counters and other totals, integers too: the value before the step and what all devices
-        have added to it since, in all minibatches. `"max"` and `"min"` are right for running maxima
-        and minima. None of them is right for a running average of *sums*, as vector quantisers keep
-        it (`decay * old + (1 - decay) * total`): take `jax.lax.psum(total, axis)` in the model.
-        `batch_stats` keeps its mean if nothing else is said. Anything else that differs by its type
-        is refused if nothing is said, and what does not is left as it is. (A count that is taken
-        from a shape, `seen += x.shape[0]`, does not, so it has to be named.) In other modes than
-        `"manual"` a model sees the global batch, and nothing differs.
-      eval_dropout: Whether `eval_step` leaves dropout on, as Monte Carlo dropout wants it; batch
-        statistics come from the state all the same. If not (the default), training is turned off
+      nonfinite: What a training step does about a loss or a gradient that is not finite, on any
+        device and in any minibatch. What the optimizer makes of finite gradients is not
+        checked.
+        `"ignore"` (the default): nothing, at no cost.
+        `"report"`: the metrics contain `nonfinite`, a pair whose sum is 1 in such a step and 0 in
+        others, and whose count is 1. If it is 0, `metrics["loss"]` is finite.
+        `"skip"`: the same, and such a step leaves the parameters, the optimizer's state with its
+        counters and schedules, and the model's other collections as they were, bit for bit.
+        `state.step` and `state.rng` advance, because they count steps and not updates. Norms are
+        those of the gradient and of the update that were computed, and of the parameters that were
+        kept. The device decides, so the host does not wait.
+        In mode `"manual"` this adds no collective, but 8 bytes to the all-reduce of the metrics,
+        which then waits for the gradients and is not merged with theirs. Where parameters are
+        sharded over other axes than the batch's, it adds one all-reduce of 4 bytes. In the other
+        modes XLA combines what it finds in each gradient. `"skip"` needs every gradient before the
+        first parameter changes: where XLA does not fuse the optimizer into one loop, as on CPUs,
+        that takes memory for up to two more shards of the parameters.
+      sync_collections: What becomes of variables outside `params` whose values differ between
+        devices after a step, by collection or by path; the longest path that fits counts:
+        `{"stats": "sum", "stats/amax": "max"}`.
+        `"mean"`, the mean over the devices, is right for running averages of means, such as those
+        of `nn.BatchNorm`. `"sum"` is right for counters and other totals, integers too: the value
+        before the step and what all devices have added to it since, in all minibatches. `"max"` and
+        `"min"` are right for running maxima and minima. None of them is right for a running average
+        of *sums*, as in vector quantisers (`decay * old + (1 - decay) * total`): take
+        `jax.lax.psum(total, axis)` in the model.
+        `batch_stats` is averaged if nothing else is said. Other variables that differ by their type
+        are refused if nothing is said about them. Those that do not differ by their type stay as
+        they are; a count that is taken from a shape (`seen += x.shape[0]`) is one, so it has to be
+        named. In other modes than `"manual"` a model sees the global batch, and nothing differs.
+      eval_dropout: Whether `eval_step` leaves dropout on, as Monte Carlo dropout needs it. Batch
+        statistics come from the state in any case. If not (the default), training is turned off
         wherever a module is told to train: by an argument or a field `train`, `training` or
         `is_training`, by `deterministic`, by `use_running_average`, and in NNX by `eval()`. A
         module that draws from `rngs["dropout"]` and cannot be told is refused by its path. With
-        dropout on, masks depend on the device and on `state.rng`, another in each step; for several
-        samples of one state give it other keys: `state.replace(rng=key)`.
-      compiler_options: Options of XLA for the training and the evaluation step, by name, see
+        dropout on, masks depend on the device and on `state.rng`, which changes in each step. For
+        several samples of one state give it other keys: `state.replace(rng=key)`.
+      compiler_options: XLA's options for the training and the evaluation step, by name, see
         `manualpar.compiler_options`; none if not given.
     """
 
@@ -127,7 +130,7 @@ class ProgramOptions(TypedDict, total=False):
 
 
 def check_options(builder: str, options: Mapping[str, Any]) -> None:
-    """Refuses options that there are not, that are missing, or that are no choice."""
+    """Refuses options that are unknown, missing, or not among the choices."""
     for name in options:
         if name not in ProgramOptions.__annotations__:
             near = difflib.get_close_matches(name, ProgramOptions.__annotations__, n=1)
@@ -157,7 +160,7 @@ def check_options(builder: str, options: Mapping[str, Any]) -> None:
 
 
 def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[str | None, Wire]:
-    """What parameters are stored in, and what travels and which way, as it is asked for."""
+    """The dtype in which parameters are stored, and how they travel, from the options."""
     mode = options.get("mode", "manual")
     names: dict[str, str | None] = {}
     for field in ("param_dtype", "gather_dtype", "reduce_dtype"):
@@ -190,7 +193,7 @@ def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[str | None, W
 
 
 def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Refuses a value that is none of the choices, in the name of a builder's field."""
+    """Refuses a value that is not among the choices."""
     if isinstance(value, bool) is not isinstance(choices[0], bool) or value not in choices:
         raise ValueError(
             f"{builder}: {field}={value!r}, expected one of {', '.join(map(repr, choices))}."
@@ -198,7 +201,7 @@ def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...])
 
 
 def check_names(builder: str, field: str, value: Any) -> None:
-    """Refuses what is no tuple of names of parameters or modules."""
+    """Refuses anything but a tuple of names of parameters or modules."""
     if not isinstance(value, tuple) or not all(isinstance(x, str) for x in value):
         raise TypeError(
             f"{builder}: {field}={value!r}, expected a tuple of names of parameters or modules, "
@@ -207,6 +210,6 @@ def check_names(builder: str, field: str, value: Any) -> None:
 
 
 def check_number(builder: str, field: str, value: Any, unit: str) -> None:
-    """Refuses a number of some unit that is none, in the name of a builder's field."""
+    """Refuses anything but an integer that is 0 or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{builder}: {field}={value!r}, expected a number of {unit}, 0 or more.")

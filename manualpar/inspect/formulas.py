@@ -1,34 +1,27 @@
-"""What a step sends for its parameters and gradients, in closed form: the table of the strategies.
+"""What a step sends for its parameters and gradients, in closed form.
 
-For a parameter of `P` elements (padding included) of `b` bytes on `N` devices, or in a group of `S`
-that it is sharded over, of `R` groups, with `m` minibatches, a device sends in a step
+A strategy says how many times a step gathers a parameter, scatters its gradient and gathers its new
+value, see `manualpar.core.strategy.Sends`. Here the counts become bytes. For a parameter of `P`
+elements (padding included) of `b` bytes that is sharded over `S` devices, a device sends for each
 
-    whole, state too (data parallel)    all-reduce                      2 b P (N - 1) / N
-    whole, state sharded (ZeRO-1, -2)   reduce-scatter, at stage 2 m    b P (S - 1) / S each
-                                        all-gather of the new one       b P (S - 1) / S
-    sharded (FSDP)                      m all-gathers, 2 m if dropped   b P (S - 1) / S each
-                                        after the forward pass
-                                        but for those that are kept
-                                        m reduce-scatters               b P (S - 1) / S each
-    sharded, communicated once a step   one of each                     b P (S - 1) / S each
-    sharded, gathered once a step       one all-gather                  b P (S - 1) / S
-                                        m reduce-scatters               b P (S - 1) / S each
-    with R groups (HSDP)                all-reduce of the shard         2 b (P / S) (R - 1) / R
+    all-gather or reduce-scatter                                    b P (S - 1) / S
+    all-reduce over the `R` groups that each have all shards        2 b (P / S) (R - 1) / R
 
-Over a tuple of axes `axis_by_axis`, of sizes `A, B`, a gather or a scatter is one over `B` of
-`P / A` elements and one over `A` of all of them, `b P (1 / A) (B - 1) / B + b P (A - 1) / A`: as
-much in all, and more of it over the major axis.
+of which the second happens once a step (`S = 1` under data parallelism). `b` is that of the dtype
+that travels: `gather_dtype` for a gather, `reduce_dtype` (else `gather_dtype`) for a reduction, the
+parameter's own for the gather of a new value.
 
-where `b` is that of what travels: `gather_dtype` for a gather, `reduce_dtype` (else `gather_dtype`)
-for a reduction, the parameter's own for ZeRO's new parameters.
+Over two axes of sizes `A, B` with `axis_by_axis`, a gather is one over `B` of `P / A` elements and
+one over `A` of all elements: `b P (1 / A) (B - 1) / B + b P (A - 1) / A`. That is as much in all,
+and more of it over the major axis.
 
-It takes each parameter as used once in a minibatch and needed in the backward pass. Of parameters
-that are dropped after the forward pass it is therefore the most that is sent: no bias is gathered
-again, nor the kernel of the first layer. One that is used several times is gathered for each use
-(if it is kept, once), and a replicated one costs the same however often it is used.
+The closed form takes each parameter as used once in a minibatch and needed in the backward pass. If
+parameters are dropped after the forward pass, it is therefore the most that is sent: biases and the
+kernel of the first layer are not gathered again. A parameter that is used several times is gathered
+for each use (once, if it is kept), and a replicated one costs the same however often it is used.
 
-Collectives of metrics, of examples and their number, and of other collections are not counted, nor
-what the compiler inserts for an optimizer that is not elementwise.
+Not counted are collectives of metrics, of examples and their number, and of other collections, and
+those that the compiler inserts for an optimizer that is not elementwise.
 """
 
 import math
