@@ -17,7 +17,6 @@ from manualpar.watching import writers
 from manualpar.watching.durable_files import WriteError
 from manualpar.watching.writers import (
     RunWriter,
-    Writer,
     check_workdir,
     create_numbered_folder,
 )
@@ -286,13 +285,14 @@ def test_files_that_somebody_edited_are_refused_and_left_alone(tmp_path, edit, f
 
 def test_what_is_not_a_place_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"place is \{\}, expected the size in bytes of each of"):
-        RunWriter(tmp_path, config={}, place=Writer(tmp_path).place(), step=1)
+        RunWriter(tmp_path, config={}, place={}, step=1)
 
 
 def test_another_process_leaves_nothing(tmp_path):
-    with Writer(tmp_path / "run") as writer:
+    with RunWriter(tmp_path / "run", config={}, process=1) as writer:
         writer.write(1, "train", {"loss": 1.0}, throughput={"seconds": 1.0})
         assert writer.place() == {}
+        writer.go_back({}, step=2)
         assert writer.workdir == tmp_path / "run"
     assert list(tmp_path.iterdir()) == []
 
@@ -335,8 +335,6 @@ def test_a_run_that_goes_back_leaves_the_lines_of_one_that_did_not(tmp_path):
     starts = [event.step for event in _event_records(path) if event.HasField("session_log")]
     assert starts == [3]
     assert _shown_by_tensorboard(tmp_path / "back") == [1, 2, 3, 4, 5]
-    Writer(tmp_path / "none").go_back({}, step=2)
-    assert not (tmp_path / "none").exists()
 
 
 def test_a_run_that_was_killed_while_it_began_begins_again(tmp_path):

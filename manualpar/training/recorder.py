@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from manualpar.metrics import Metrics, add_metrics, fetch_metrics, mean_metrics
-from manualpar.watching.writers import Writer
+from manualpar.watching.writers import RunWriter
 
 # Small also because of simulated devices: XLA:CPU takes no more than 32 computations in flight, and
 # collectives of a loop that runs further ahead wait for each other until it aborts the process.
@@ -85,7 +85,7 @@ class Recorder:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: RunWriter,
         screen: Screen,
         *,
         learning_rate: Callable[[int], Any],

@@ -35,7 +35,7 @@ from manualpar.watching.report import write_report
 from manualpar.watching.screen import TrainingProgress, describe_bytes, print_line
 from manualpar.watching.stalls import StallDetector
 from manualpar.watching.throughput import Throughput, lowest_peak, memory_in_use
-from manualpar.watching.writers import METRICS_FILE, PLACED_FILES, RunWriter, Writer
+from manualpar.watching.writers import METRICS_FILE, PLACED_FILES, RunWriter
 
 Say = Callable[[str], None]
 
@@ -119,7 +119,7 @@ def _run(
         say(f"going on from the checkpoint of step {restored.step} in {workdir}")
     position = position_of(restored) if restored else START
     with contextlib.ExitStack() as stack:
-        writer = _open_writer(experiment, workdir, restored, is_main=cluster.is_main, say=say)
+        writer = _open_writer(experiment, workdir, restored, process=cluster.process_id, say=say)
         stack.enter_context(writer)
         if cluster.is_main:
             stack.push(_report_at_end(experiment, workdir, say))
@@ -174,18 +174,16 @@ def _open_writer(
     workdir: Path,
     restored: Restored | None,
     *,
-    is_main: bool,
+    process: int,
     say: Say,
-) -> Writer:
+) -> RunWriter:
     """Opens the files of a run, cut back to what they were at its checkpoint."""
-    if not is_main:
-        return Writer(workdir)
     step, place = (restored.step, restored.extra["files"]) if restored else (0, None)
     if place is None and (workdir / METRICS_FILE).exists():
         # A run that ended before its first checkpoint begins again.
         place = dict.fromkeys(PLACED_FILES, 0)
     config = experiment.config.to_dict()
-    return RunWriter(workdir, config=config, place=place, step=step, report=say)
+    return RunWriter(workdir, config=config, place=place, step=step, report=say, process=process)
 
 
 def _without_padding(program: Program, state: TrainState) -> TrainState:
@@ -226,7 +224,9 @@ def _report_at_end(experiment: Experiment, workdir: Path, say: Say) -> Callable[
     return write
 
 
-def _make_recorder(experiment: Experiment, writer: Writer, progress: TrainingProgress) -> Recorder:
+def _make_recorder(
+    experiment: Experiment, writer: RunWriter, progress: TrainingProgress
+) -> Recorder:
     config, task = experiment.config, experiment.task
     mesh = experiment.program.mesh
     throughput = Throughput(

@@ -29,7 +29,7 @@ from manualpar.training.recorder import NonFiniteError, Recorder, parse_state
 from manualpar.untrusted import parse_object, read_object
 from manualpar.watching.rewinding import PLACED_FILES
 from manualpar.watching.stalls import StallDetector
-from manualpar.watching.writers import CONFIG_FILE, Writer
+from manualpar.watching.writers import CONFIG_FILE, RunWriter
 
 FOLDER = "checkpoints"
 # So many rollbacks without a new checkpoint between them, and it is not the data.
@@ -131,7 +131,7 @@ class RunSaver:
     checkpoints: Checkpoints
     experiment: Experiment
     recorder: Recorder
-    writer: Writer
+    writer: RunWriter
     cluster: Cluster
     detector: StallDetector
     report: Callable[[str], None]

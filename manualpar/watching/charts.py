@@ -119,9 +119,7 @@ def decimate(points: Sequence[Point], limit: int) -> list[Point]:
     chosen = {0, len(points) - 1}
     for start in range(0, len(points), size):
         group = range(start, min(start + size, len(points)))
-        finite = [index for index in group if points[index][1] is not None]
-        chosen |= set([index for index in group if points[index][1] is None][:1])
-        if finite:
-            chosen.add(min(finite, key=lambda index: points[index][1] or 0.0))
-            chosen.add(max(finite, key=lambda index: points[index][1] or 0.0))
+        gaps = [index for index in group if points[index][1] is None]
+        finite = sorted(set(group).difference(gaps), key=lambda index: points[index][1] or 0.0)
+        chosen.update(gaps[:1], finite[:1], finite[-1:])
     return [points[index] for index in sorted(chosen)]

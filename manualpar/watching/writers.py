@@ -66,57 +66,11 @@ def create_numbered_folder(parent: Path) -> Path:
     raise AssertionError("itertools.count ends nowhere")
 
 
-class Writer:
-    """Where a training loop writes. This one writes nothing: it serves processes other than 0."""
+class RunWriter:
+    """Writes a run's files into its folder. Use it as a context manager.
 
-    def __init__(self, workdir: Path) -> None:
-        """Remembers the folder, which need not exist for this process."""
-        self.workdir = workdir
-
-    def write(
-        self,
-        step: int,
-        split: str,
-        metrics: Mapping[str, float],
-        *,
-        throughput: Mapping[str, float] = NO_RATES,
-    ) -> None:
-        """Writes the numbers of `split` after `step` updates.
-
-        Args:
-          step: How many updates were made.
-          split: `train`, `eval` or `test`.
-          metrics: Numbers that another run of the same config computes too.
-          throughput: Numbers that depend on the clock and the machine; without any, no line.
-
-        Raises:
-          WriteError: The disk is full, or the folder cannot be written to any more.
-        """
-
-    def place(self) -> dict[str, int]:
-        """The size in bytes of each file of lines, after waiting for the disk.
-
-        A checkpoint holds it, so that `RunWriter` and `go_back` can cut the files back to it.
-
-        Raises:
-          WriteError: The disk does not take what was written.
-        """
-        return {}
-
-    def go_back(
-        self, place: Mapping[str, int], *, step: int, report: Callable[[str], None] = print
-    ) -> None:
-        """Cuts off what was written after a place; see `RunWriter.__init__`."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Closes the files."""
-
-
-class RunWriter(Writer):
-    """Writes a run's files into its folder. Use it as a context manager."""
+    Process 0 writes them. On the other processes every method does nothing.
+    """
 
     def __init__(
         self,
@@ -126,6 +80,7 @@ class RunWriter(Writer):
         place: Mapping[str, int] | None = None,
         step: int = 0,
         report: Callable[[str], None] = print,
+        process: int = 0,
     ) -> None:
         """Opens the files of a new run, or those of an earlier one where a checkpoint found them.
 
@@ -138,19 +93,23 @@ class RunWriter(Writer):
             the files hold beyond it goes to `discarded.jsonl`, and TensorBoard forgets it.
           step: How many updates were made by then.
           report: Is told what is missing of `throughput.jsonl`.
+          process: The number of this process.
 
         Raises:
           ValueError: `metrics.jsonl` is missing, shorter than the place or has no end of a line
             there, or `place` is not a place.
           WriteError: The folder cannot be written to.
         """
-        super().__init__(workdir)
+        self.workdir = workdir
+        self._files: dict[str, LineFile] = {}
+        if process:
+            return
         if place is not None:
             cut_back(workdir, place, step=step, reason="resumed", report=report)
         with explained(workdir):
             workdir.mkdir(parents=True, exist_ok=True)
         _store_config(workdir, config)
-        self._files = {name: LineFile(workdir / name) for name in PLACED_FILES}
+        self._files |= {name: LineFile(workdir / name) for name in PLACED_FILES}
         # TensorBoard reads files in the order of their names, and two may begin in one second.
         number = len(list(workdir.glob("events.out.tfevents.*")))
         self._events_path = workdir.absolute() / "events"
@@ -168,7 +127,19 @@ class RunWriter(Writer):
         *,
         throughput: Mapping[str, float] = NO_RATES,
     ) -> None:
-        """Writes lines at once, and events within `FLUSH_SECONDS`; see `Writer.write`."""
+        """Writes the numbers of `split` after `step` updates: lines at once, events soon.
+
+        Args:
+          step: How many updates were made.
+          split: `train`, `eval` or `test`.
+          metrics: Numbers that another run of the same config computes too.
+          throughput: Numbers that depend on the clock and the machine; without any, no line.
+
+        Raises:
+          WriteError: The disk is full, or the folder cannot be written to any more.
+        """
+        if not self._files:
+            return
         for name, values in ((METRICS_FILE, metrics), (THROUGHPUT_FILE, throughput)):
             if values or name == METRICS_FILE:
                 finite = {key: x if math.isfinite(x) else None for key, x in values.items()}
@@ -178,18 +149,32 @@ class RunWriter(Writer):
         self._write_event(Event(step=step, summary=Summary(value=scalars)))
 
     def place(self) -> dict[str, int]:
-        """The size in bytes of each file of lines; see `Writer.place`."""
-        self._flush_events()
+        """The size in bytes of each file of lines, after waiting for the disk.
+
+        A checkpoint holds it, so that `__init__` and `go_back` can cut the files back to it. It is
+        empty on processes other than 0.
+
+        Raises:
+          WriteError: The disk does not take what was written.
+        """
+        if self._files:
+            self._flush_events()
         return {name: lines.sync() for name, lines in self._files.items()}
 
     def go_back(
         self, place: Mapping[str, int], *, step: int, report: Callable[[str], None] = print
     ) -> None:
         """Goes on where a checkpoint found the files, as `__init__` does, without a new start."""
-        cut_back(self.workdir, place, step=step, reason="rolled back", report=report)
-        self._forget_events(place, step)
+        if self._files:
+            cut_back(self.workdir, place, step=step, reason="rolled back", report=report)
+            self._forget_events(place, step)
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if not self._files:
+            return
         for lines in self._files.values():
             lines.close()
         try:
