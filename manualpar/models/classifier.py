@@ -1,7 +1,6 @@
 """A multilayer perceptron that classifies: hidden layers with silu and dropout, then the logits.
 
-It knows nothing of devices, so it is also the example of a model that trains under every strategy
-as it is.
+It knows nothing of devices: an example of a model that trains unchanged under every strategy.
 """
 
 import flax.linen as nn
@@ -19,10 +18,10 @@ class Classifier(nn.Module):
       hidden_size: Features of every hidden layer.
       num_classes: Features of the output.
       dropout_rate: Share of hidden activations dropped in training.
-      num_layers: Hidden layers, `input_dense` counted; at least 1.
-      dtype: What is computed in, a dtype or its name; parameters are float32.
-      annotate: Whether kernels say what their dimensions are, for logical axis rules: those of the
-        hidden layers `("embed", "mlp")`, the output's `("mlp", None)`.
+      num_layers: Hidden layers, with `input_dense`; at least 1.
+      dtype: The dtype of the computation, or its name; parameters are float32.
+      annotate: Whether the dims of kernels have names, for logical axis rules: `("embed", "mlp")`
+        in hidden layers, `("mlp", None)` in the output.
     """
 
     hidden_size: int = 512
@@ -38,7 +37,7 @@ class Classifier(nn.Module):
 
         Args:
           x: `[B, D]`, the vectors.
-          train: Whether to drop activations, which takes a `dropout` key.
+          train: Whether to drop activations, which needs a `dropout` key.
 
         Returns:
           `float32[B, num_classes]`, unnormalised log-probabilities.

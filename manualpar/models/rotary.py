@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 
 def rotary_angles(length: int, head_size: int, *, base: float) -> jax.Array:
-    """The angles by which rotary positions turn each pair of a head's features.
+    """The angles by which rotary positions turn the pairs of a head's features.
 
     Args:
       length: Positions, `S`.
       head_size: Features of a head, `H`, an even number.
-      base: What the frequencies are powers of.
+      base: The base of the frequencies, which are its powers.
 
     Returns:
       `float32[S, H/2]`, radians: `s * base ** (-2 i / H)` at position `s` for pair `i`.
@@ -26,7 +26,7 @@ def rotary_angles(length: int, head_size: int, *, base: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, angles_SH: jax.Array) -> jax.Array:
-    """Turns pairs of features by angles; dot products then depend on differences of angles only.
+    """Turns pairs of features by angles, so that dot products depend only on their differences.
 
     Feature `i` is paired with `i + H/2`, as in GPT-NeoX and LLaMA's public checkpoints.
 
@@ -35,7 +35,7 @@ def rotate(x: jax.Array, angles_SH: jax.Array) -> jax.Array:
       angles_SH: `float32[S, H/2]`, radians.
 
     Returns:
-      The turned `x`, computed in float32, of its own dtype.
+      The turned `x` in its own dtype, computed in float32.
     """
     sin, cos = jnp.sin(angles_SH)[None, :, None], jnp.cos(angles_SH)[None, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

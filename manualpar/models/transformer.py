@@ -10,9 +10,9 @@ Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` 
 `H` features of a head, `F` features inside the MLP, `V` tokens of the vocabulary, `L` layers.
 
 Invariants: the logits at a position depend on no later token, and on no token of another document.
-Parameters, norms, rotations, the softmax of attention and the logits are float32 whatever is
-computed in. Positions count from the sequence's beginning, not from a document's: attention sees
-their differences only.
+Parameters, norms, rotations, the softmax of attention and the logits are float32 whatever the
+dtype. Positions count from the beginning of the sequence, not of a document: attention sees
+only their differences.
 """
 
 import dataclasses
@@ -27,8 +27,9 @@ from jax.typing import DTypeLike
 
 from manualpar.models.rotary import rotary_angles, rotate
 
-# What of a layer is kept for its backward pass. `dots` are the products with weights; those of
-# attention, whose scores are larger than anything else, have a batch dimension and are not.
+# The parts of a layer that are kept for its backward pass. `dots` are the products with weights.
+# Attention's own products, whose scores are larger than anything else, have a batch dimension and
+# are not among them.
 REMAT_POLICIES: dict[str, Callable[..., bool]] = {
     "none": jax.checkpoint_policies.everything_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -47,31 +48,31 @@ class Transformer(nn.Module):
     `mlp/down/kernel` `[F, D]`. The layers are `layer_0`, `layer_1`, ...; if they are scanned they
     are `layers`, each leaf with a leading dimension `L`.
 
-    Weights begin normally distributed with variance 1 / inputs, those whose product is added to the
-    residual stream with 1 / (2 L) of that, so that the stream does not grow with depth (Radford et
-    al., "Language models are unsupervised multitask learners", 2.3).
+    Weights begin normally distributed with variance 1 / inputs. Weights whose product is added to
+    the residual stream begin with 1 / (2 L) of that, so that the stream does not grow with depth
+    (Radford et al., "Language models are unsupervised multitask learners", 2.3).
 
     Attributes:
-      vocab_size: Tokens there are, `V`.
+      vocab_size: Tokens of the vocabulary, `V`.
       num_layers: Layers, `L`.
       hidden_size: Features between layers, `D`.
       num_heads: Query heads, `N`.
-      num_kv_heads: Key and value heads, `K`, a divisor of `num_heads`; 0 for as many as those.
+      num_kv_heads: Key and value heads, `K`, a divisor of `num_heads`; 0 for `num_heads`.
       mlp_size: Features inside the MLP, `F`.
       head_size: Features of a head, `H`, an even number; 0 for `hidden_size // num_heads`.
-      rope_base: What the rotary frequencies are powers of, see `rotary_angles`.
-      tied_head: Whether the embedding, transposed, is the head as well.
-      dropout_rate: Share of what attention and MLP add that is dropped in training.
-      dtype: What is computed in, a floating dtype or its name.
-      remat: What of a layer is computed again in the backward pass: `"none"`, `"full"` for all of
-        it, `"dots"` for all but its products with weights.
-      scan_layers: Whether one layer is compiled and run in a loop, or each by itself.
-      attention: The implementation that `jax.nn.dot_product_attention` is asked for: `"xla"`,
+      rope_base: The base of the rotary frequencies, see `rotary_angles`.
+      tied_head: Whether the transposed embedding is also the head.
+      dropout_rate: Share of the outputs of attention and MLP that is dropped in training.
+      dtype: The dtype of the computation, floating, or its name.
+      remat: The part of a layer that is computed again in the backward pass: `"none"`, `"full"`
+        for all of it, `"dots"` for all but its products with weights.
+      scan_layers: Whether one layer is compiled and run in a loop, or each layer by itself.
+      attention: The implementation of `jax.nn.dot_product_attention`: `"xla"`,
         `"cudnn"` (on an NVIDIA GPU, in 16 bits), or `""` for the one that jax chooses.
-      bos_token: The token that a document begins with, across which attention does not look. What
-        comes before the first one is a document too. -1 if the sequences are one document each.
-      annotate: Whether parameters say what their dimensions are, for logical axis rules: `vocab`,
-        `embed`, `heads`, `kv_heads`, `mlp`; `layers` is the one that is scanned.
+      bos_token: The token that begins a document; attention does not look across it. The tokens
+        before the first one are a document too. -1 if each sequence is one document.
+      annotate: Whether the dims of parameters have names, for logical axis rules: `vocab`, `embed`,
+        `heads`, `kv_heads`, `mlp`, and `layers` for the scanned one.
     """
 
     vocab_size: int = 260
@@ -96,14 +97,14 @@ class Transformer(nn.Module):
         """Computes the logits of each next token.
 
         Args:
-          tokens: `int32[B, S]`, from 0 to `vocab_size - 1`; with others a sequence is NaN.
-          train: Whether to drop activations, which takes a `dropout` key.
+          tokens: `int32[B, S]`, from 0 to `vocab_size - 1`; any other makes its sequence NaN.
+          train: Whether to drop activations, which needs a `dropout` key.
 
         Returns:
-          `float32[B, S, V]`, at position `s` the unnormalised log-probabilities of token `s + 1`.
+          `float32[B, S, V]`: at position `s` the unnormalised log-probabilities of token `s + 1`.
 
         Raises:
-          ValueError: `tokens` or a field of the model is not as it must be; the message names it.
+          ValueError: `tokens` or a field of the model is out of range; the message names it.
         """
         check_transformer(self)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -113,7 +114,7 @@ class Transformer(nn.Module):
             )
         dtype = jnp.dtype(self.dtype)
         normal, std = nn.initializers.normal, self.hidden_size**-0.5
-        # As an input alone it has variance 1, about what all layers together add to it.
+        # An embedding that is not the head has variance 1, about what all layers add to it.
         init = normal(std if self.tied_head else 1.0)
         init = _annotate(init, ("vocab", "embed"), self.annotate)
         embedding_VD = self.param("embedding", init, (self.vocab_size, self.hidden_size))
@@ -133,7 +134,6 @@ class Transformer(nn.Module):
     def _run_layers(
         self, x_BSD: jax.Array, angles_SH: jax.Array, mask: jax.Array | None, *, train: bool
     ) -> jax.Array:
-        """Runs the layers, in a loop or one after the other."""
         config = LayerConfig(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads or self.num_heads,
@@ -147,7 +147,7 @@ class Transformer(nn.Module):
         )
         layer: Any = Layer
         if self.remat != "none":
-            # Inside of a loop nothing can be merged across iterations.
+            # In a loop XLA cannot merge the two computations.
             policy = REMAT_POLICIES[self.remat]
             layer = nn.remat(Layer, policy=policy, prevent_cse=not self.scan_layers)
         if self.scan_layers:
@@ -167,7 +167,7 @@ class Transformer(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """What a layer is like: fields of `Transformer` of the same name, no 0 standing for a default.
+    """The fields of `Transformer` that a layer needs, with 0 replaced by the default it means.
 
     Attributes:
       dropout_rate: 0 outside of training.
@@ -199,11 +199,11 @@ class Layer(nn.Module):
         Args:
           x_BSD: `[B, S, D]`, the residual stream.
           angles_SH: `float32[S, H/2]`, see `rotary_angles`.
-          mask: `bool[B, 1, S, S]`, which keys (last) a query may see of those before it, or `None`
-            for all.
+          mask: `bool[B, 1, S, S]`: which of the keys (last) before it a query may see; `None` for
+            all.
 
         Returns:
-          The residual stream, and the nothing that `nn.scan` asks for.
+          The residual stream, and the `None` that `nn.scan` expects.
         """
         config = self.config
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
@@ -253,9 +253,9 @@ class SwiGLU(nn.Module):
 
 
 class Product(nn.Module):
-    """A product with weights, any of whose dims may have names.
+    """A product with weights, whose dims may have names.
 
-    (`nn.DenseGeneral` constrains weights while they are two-dimensional still, in flax 0.12.8.)
+    `nn.DenseGeneral` of flax 0.12.8 constrains weights while they are still two-dimensional.
     """
 
     config: LayerConfig
@@ -282,13 +282,13 @@ def size_of_head(model: Transformer) -> int:
 
 
 def flops_per_token(model: Transformer, sequence_length: int) -> int:
-    """The floating point operations that training takes for a token, for model FLOPs utilisation.
+    """The floating point operations of training on a token, for model FLOPs utilization.
 
     As in appendix B of PaLM (Chowdhery et al., https://arxiv.org/abs/2204.02311): `6 P` for the `P`
     weights that a token is multiplied with, and `12 L N H S` for attention's two products of every
-    query with every key. So what is recomputed counts for nothing, and what a causal mask or the
-    borders of documents spare is counted as if it were computed; norms, softmax and the lookup of
-    embeddings are left out.
+    query with every key. So recomputation does not count, and what a causal mask or the borders of
+    documents save counts as if it were computed. Norms, softmax and the lookup of embeddings are
+    left out.
 
     Args:
       model: The model.
@@ -326,7 +326,7 @@ def check_transformer(model: Transformer) -> None:
         refuse("hidden_size", f"a multiple of num_heads={model.num_heads}, or set head_size")
     if model.head_size < 0 or size_of_head(model) % 2:
         given = "" if model.head_size else f" (hidden_size // num_heads is {size_of_head(model)})"
-        refuse("head_size", f"an even number, for rotations turn pairs{given}")
+        refuse("head_size", f"an even number, because rotations turn pairs{given}")
     if model.num_kv_heads < 0 or model.num_heads % (model.num_kv_heads or 1):
         refuse("num_kv_heads", f"a divisor of num_heads={model.num_heads}, or 0 for as many")
     if not model.rope_base > 1:
@@ -344,7 +344,7 @@ def check_transformer(model: Transformer) -> None:
 
 def _look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
     """The rows of a table; NaN for an index that it does not have."""
-    # Where shardings are types, a gather must be told that of its result: as the indices'.
+    # In explicit mode a gather needs the sharding of its result: that of the indices.
     names = jax.typeof(indices).sharding.spec
     spec = PartitionSpec(*names, None) if any(names) else None
     rows = table.at[indices]
@@ -352,17 +352,15 @@ def _look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def _same_document(begins_BS: jax.Array) -> jax.Array:
-    """`bool[B, 1, S, S]`, whether two positions are of one document, from where documents begin."""
+    """`bool[B, 1, S, S]`: whether two positions are in one document."""
     document_BS = jnp.cumsum(begins_BS, axis=1)
     return document_BS[:, None, :, None] == document_BS[:, None, None, :]
 
 
 def _norm(name: str, dtype: jnp.dtype, annotate: bool) -> nn.RMSNorm:
-    """A norm over hidden features."""
     init = _annotate(nn.initializers.ones, ("embed",), annotate)
     return nn.RMSNorm(dtype=dtype, scale_init=init, name=name)
 
 
 def _annotate(init: Any, dim_names: tuple[str | None, ...], annotate: bool) -> Any:
-    """An initialiser that says what the dimensions are, if it is to."""
     return nn.with_logical_partitioning(init, dim_names) if annotate else init
