@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from manualpar import Batch, abstract_mesh, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.inspect.layout import state_bytes
+from manualpar.inspect import state_bytes
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.models import Classifier, Transformer
 from manualpar.training.losses import classification_loss, language_model_loss

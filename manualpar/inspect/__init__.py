@@ -15,11 +15,10 @@ from manualpar.inspect.compiled import (
     compiled_collectives,
     read_compiled,
 )
-from manualpar.inspect.drawing import draw_sharding
 from manualpar.inspect.formulas import of_parameters, step_bytes, total_step_bytes
-from manualpar.inspect.layout import layout_table, state_bytes
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import Computation
+from manualpar.inspect.state_layout import draw_sharding, layout_table, state_bytes
 from manualpar.inspect.step_ledger import Ledger, ledger
 
 __all__ = [

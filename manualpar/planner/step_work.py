@@ -29,9 +29,9 @@ import jax.numpy as jnp
 
 from manualpar.core.collectives import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.core.program import Program
+from manualpar.inspect import state_bytes
 from manualpar.inspect.communication import Collective, CollectiveReader
 from manualpar.inspect.equations import Around, EquationReader
-from manualpar.inspect.layout import state_bytes
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import flops_of
 from manualpar.inspect.scopes import phase_of

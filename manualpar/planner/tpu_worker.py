@@ -19,7 +19,7 @@ import jax
 import ml_collections
 from jax.experimental import topologies
 
-from manualpar.inspect.layout import state_bytes
+from manualpar.inspect import state_bytes
 from manualpar.planner.vocabulary import prepare_planned
 from manualpar.strategies import strategy_kinds
 from manualpar.training.experiment import Experiment

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from manualpar.compiler_options import compiler_options
 from manualpar.core.program import Program
 from manualpar.data import abstract_batch
-from manualpar.inspect.drawing import ALL
+from manualpar.inspect.state_layout import ALL
 from manualpar.sharding.mesh import abstract_mesh, axes_size, make_mesh
 from manualpar.strategies import strategy_kinds
 from manualpar.training.config import check_config, nearest

@@ -15,8 +15,7 @@ from manualpar.checkpoints import Checkpoints, Restored
 from manualpar.cluster import Cluster
 from manualpar.cluster.agreement import first_failure
 from manualpar.core.program import Program
-from manualpar.inspect import layout_table, state_bytes
-from manualpar.inspect.drawing import draw_sharding
+from manualpar.inspect import draw_sharding, layout_table, state_bytes
 from manualpar.sharding.layout import unpad_whole
 from manualpar.sharding.mesh import axes_size, axis_tuple, describe_hosts
 from manualpar.train_state import TrainState

@@ -1,0 +1,148 @@
+"""Where the state of a program lies: its bytes, a table of it, and drawings of its parameters."""
+
+import difflib
+import math
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from rich import box
+from rich.table import Table
+
+from manualpar.core.program import Program
+from manualpar.sharding.layout import path_name
+from manualpar.sharding.mesh import axes_size, axis_tuple
+
+ALL = "all"  # The path of all parameters.
+# The width that jax takes the output to have, the height it gives a drawing, and the columns that
+# are as wide as a line is high.
+MAX_WIDTH = 80
+HEIGHT = 10
+COLUMNS_PER_LINE = 2.5
+
+
+def state_bytes(tree: Any) -> tuple[int, int]:
+    """Counts the bytes of a tree of arrays.
+
+    Args:
+      tree: Arrays or `jax.ShapeDtypeStruct`s with shardings, such as
+        `program.abstract_state.params`.
+
+    Returns:
+      The bytes on the fullest device, and those of the whole tree.
+    """
+    leaves = jax.tree.leaves(tree)
+    per_device = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    return per_device, sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+
+
+def layout_table(program: Program) -> Table:
+    """Makes a table of a program's layout.
+
+    Args:
+      program: The program; it need be neither compiled nor initialised.
+
+    Returns:
+      A `rich.table.Table` with a row for each parameter: shape, dtype, partition spec, bytes on a
+      device. Behind the spec stands that of the gradient and the optimizer's state, where it is
+      another, and why the strategy could not shard the parameter, where it could not. Below are
+      the totals of parameters, optimizer state and other collections, also as a share of the bytes
+      that a single device would hold.
+    """
+    mesh = " x ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items())
+    mode = "" if program.mode == "manual" else f", mode {program.mode},"
+    title = f"{program.strategy.name}{mode} on {program.mesh.size} devices ({mesh})"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for header in ("parameter", "shape", "dtype", "partition spec"):
+        table.add_column(header, overflow="fold")
+    table.add_column("bytes/device", justify="right", no_wrap=True)
+    state = program.abstract_state
+    parameters = zip(program.parameters, jax.tree.leaves(state.params), strict=True)
+    for (info, placement), x in parameters:
+        spec = _spec_text(placement.spec)
+        if placement.state_names is not None:
+            spec += f", state {_spec_text(placement.state_spec)}"
+        spec += f" {placement.note}" if placement.note else ""
+        shape = "x".join(map(str, info.shape))
+        table.add_row(info.path, shape, str(info.dtype), spec, f"{state_bytes(x)[0]:,}")
+    table.add_section()
+    totals = {
+        "parameters": state.params,
+        "optimizer state": state.opt_state,
+        "other collections": state.collections,
+    }
+    for name, tree in totals.items():
+        per_device, whole = state_bytes(tree)
+        if whole:
+            elements = sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+            share = f"{per_device / whole:.1%} of {whole:,} bytes"
+            table.add_row(name, f"{elements:,}", "", share, f"{per_device:,}")
+    return table
+
+
+def draw_sharding(params: Any, path: str = ALL) -> None:
+    """Prints which devices hold which part of a parameter, or of all, on standard output.
+
+    `jax.debug.visualize_sharding` draws arrays of one or two dims. Of an array with more, the
+    sharded dims are drawn, and as many of the last other dims as make up two.
+
+    Args:
+      params: A tree of `jax.Array`s, or of `jax.ShapeDtypeStruct`s with shardings such as
+        `program.abstract_state.params`. Nothing is compiled, and no device is asked.
+      path: The path of a parameter such as `input_dense/kernel`, or `"all"`.
+
+    Raises:
+      ValueError: There is no such parameter; or a parameter has no sharding.
+    """
+    leaves = {path_name(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(params)}
+    if path != ALL and path not in leaves:
+        near = difflib.get_close_matches(path, leaves, n=1, cutoff=0)
+        nearest = f"; the nearest one is {near[0]!r}" if near else ""
+        raise ValueError(
+            f"draw_sharding: path is {path!r}, expected that of a parameter or {ALL!r}{nearest}."
+        )
+    for name in leaves if path == ALL else [path]:
+        _draw(name, leaves[name])
+
+
+def _draw(name: str, x: Any) -> None:
+    """Prints the drawing of one array below a line that names it."""
+    sharding = getattr(x, "sharding", None)
+    if sharding is None:
+        raise ValueError(
+            f"draw_sharding: {name!r} has no sharding. Pass program.abstract_state.params or those "
+            "of a state."
+        )
+    is_named = isinstance(sharding, NamedSharding)
+    title = f"{name} {list(x.shape)} {_spec_text(sharding.spec) if is_named else sharding}"
+    reason, shape = "", x.shape
+    if not x.size:
+        reason = "it has no elements"
+    elif not x.ndim:
+        reason = f"it has no dims; whole on {sharding.num_devices} devices"
+    elif x.ndim > 2:
+        spec = [*sharding.spec] if is_named else []
+        spec += [None] * (x.ndim - len(spec))
+        dims = [
+            dim
+            for dim, entry in enumerate(spec)
+            if entry is not None and axes_size(sharding.mesh, axis_tuple(entry)) > 1
+        ]
+        others = [dim for dim in range(x.ndim) if dim not in dims]
+        dims = sorted([*dims, *others[len(others) - max(2 - len(dims), 0) :]])
+        title += f", of which dims {dims[0]} and {dims[1]}" if len(dims) == 2 else ""
+        reason = "" if len(dims) == 2 else "more than two of its dims are sharded"
+        shape = tuple(x.shape[dim] for dim in dims)
+        if is_named:
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*(spec[dim] for dim in dims)))
+    if reason:
+        print(f"{title}: not drawn, {reason}\n")
+        return
+    print(title)
+    # In proportion, unless that is wider than the output.
+    width = HEIGHT * COLUMNS_PER_LINE * (shape[1] if len(shape) == 2 else 1) / shape[0]
+    jax.debug.visualize_sharding(shape, sharding, scale=min(1.0, MAX_WIDTH / math.ceil(width)))
+
+
+def _spec_text(spec: PartitionSpec) -> str:
+    return f"P({', '.join(map(repr, spec))})"
