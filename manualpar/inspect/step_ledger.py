@@ -13,8 +13,7 @@ algorithms, see `manualpar.inspect.communication.ring_bytes`; operations are tho
 import dataclasses
 import inspect
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -40,6 +39,7 @@ from manualpar.inspect.products import Computation, ProductReader, by_phase_and_
 from manualpar.inspect.scopes import PHASES
 
 T = TypeVar("T")
+Amount = TypeVar("Amount", int, Fraction)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +81,11 @@ class Ledger:
 
     def bytes_by_purpose(self) -> dict[str, Fraction]:
         """The bytes for each purpose."""
-        return self._bytes_by(lambda collective: collective.purpose)
+        return _summed((one.purpose, one.bytes_sent) for one in self.collectives)
 
     def bytes_by_module(self) -> dict[str, Fraction]:
-        """The bytes of each module or parameter, `""` for what belongs to none."""
-        return self._bytes_by(lambda collective: collective.module)
+        """The bytes of each module or parameter, `""` for those that belong to none."""
+        return _summed((one.module, one.bytes_sent) for one in self.collectives)
 
     def counts(self) -> dict[str, int]:
         """How many collectives of each kind run."""
@@ -97,18 +97,13 @@ class Ledger:
         return sum(computation.flops for computation in self.computations)
 
     def flops_by_phase(self) -> dict[str, int]:
-        """The operations of each phase, of all four."""
-        totals = dict.fromkeys(map(str, PHASES), 0)
-        for computation in self.computations:
-            totals[computation.phase] += computation.flops
-        return totals
+        """The operations of each of the four phases."""
+        none: dict[str, int] = dict.fromkeys(PHASES, 0)
+        return none | _summed((one.phase, one.flops) for one in self.computations)
 
     def flops_by_module(self) -> dict[str, int]:
         """The operations of each module, all phases together."""
-        totals: defaultdict[str, int] = defaultdict(int)
-        for computation in self.computations:
-            totals[computation.module] += computation.flops
-        return dict(totals)
+        return _summed((one.module, one.flops) for one in self.computations)
 
     def to_json(self) -> dict[str, Any]:
         """The ledger as JSON: axes joined with commas, and integers where numbers are whole."""
@@ -118,7 +113,7 @@ class Ledger:
             "mesh": dict(self.mesh),
             "bytes": {
                 "total": as_number(self.total_bytes),
-                "by_axes": _by_axes(self.bytes_by_axis()),
+                "by_axes": _as_numbers(self.bytes_by_axis()),
                 "by_purpose": _as_numbers(self.bytes_by_purpose()),
                 "by_module": _as_numbers(self.bytes_by_module()),
             },
@@ -133,18 +128,12 @@ class Ledger:
             if self.predicted is None
             else {
                 "total": as_number(sum(self.predicted.values(), Fraction(0))),
-                "by_axes": _by_axes(self.predicted),
+                "by_axes": _as_numbers(self.predicted),
             },
             **{name: value and value.to_json() for name, value in optional.items()},
             "changes": [change.to_json() for change in self.changes],
             "notes": list(self.notes),
         }
-
-    def _bytes_by(self, key: Callable[[Collective], str]) -> dict[str, Fraction]:
-        totals: defaultdict[str, Fraction] = defaultdict(Fraction)
-        for collective in self.collectives:
-            totals[key(collective)] += collective.bytes_sent
-        return dict(totals)
 
 
 def ledger(
@@ -327,9 +316,16 @@ def _name(program: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _by_axes(sent: Mapping[tuple[str, ...], Fraction]) -> dict[str, int | float]:
-    return {",".join(axes): as_number(value) for axes, value in sent.items()}
+def _summed(amounts: Iterable[tuple[str, Amount]]) -> dict[str, Amount]:
+    totals: dict[str, Amount] = {}
+    for name, amount in amounts:
+        totals[name] = totals[name] + amount if name in totals else amount
+    return totals
 
 
-def _as_numbers(sent: Mapping[str, Fraction]) -> dict[str, int | float]:
-    return {name: as_number(value) for name, value in sent.items()}
+def _as_numbers(sent: Mapping[Any, Fraction]) -> dict[str, int | float]:
+    """Bytes by name, or by axes, as JSON."""
+    return {
+        name if isinstance(name, str) else ",".join(name): as_number(value)
+        for name, value in sent.items()
+    }
