@@ -37,7 +37,7 @@ from manualpar.sharding.layout import pad_leaf, path_name, unpad_leaf
 from manualpar.sharding.mesh_context import no_mesh
 from manualpar.train_state import TrainState, is_key
 from manualpar.user_model.adapter import collections_of
-from manualpar.user_model.probe import SOWN_COLLECTIONS
+from manualpar.user_model.carried_collections import SOWN_COLLECTIONS
 
 Missing = Literal["error", "init"]
 

@@ -13,7 +13,7 @@ from optax import sgd
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
 from manualpar.user_model.adapter import adapt
-from manualpar.user_model.carrying_apply import CarryingApply
+from manualpar.user_model.carried_collections import CarryingApply
 
 X = jnp.ones((16, 8))
 BATCH = Batch(X, jnp.zeros(16))

@@ -9,7 +9,7 @@ import pytest
 from manualpar import Batch
 from manualpar.user_model.adapter import adapt
 from manualpar.user_model.call_arguments import initial_call
-from manualpar.user_model.carrying_apply import CarryingApply
+from manualpar.user_model.carried_collections import CarryingApply
 from manualpar.user_model.initialise import init_variables
 
 

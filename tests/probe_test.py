@@ -10,10 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
 from manualpar.sharding.layout import strip_boxes
-from manualpar.user_model.adapter import adapt
-from manualpar.user_model.initialise import init_variables
-from manualpar.user_model.probe import find_carried_collections
-from manualpar.user_model.setting import Setting
 
 BATCH = Batch(
     inputs=jax.ShapeDtypeStruct((16, 8), jnp.float32), labels=jax.ShapeDtypeStruct((16,), jnp.int32)
@@ -305,10 +301,11 @@ def test_what_is_sown_is_not_carried(devices8):
             self.sow("losses", "total", jnp.sum(x), **total)
             return x
 
-    model = adapt(Model())
-    variables = jax.eval_shape(lambda: init_variables(model, jax.random.key(0), BATCH))
+    def training_loss(params, apply_fn, batch, rng):
+        return loss_fn(params, lambda *args: apply_fn(*args, train=True), batch, rng)
+
+    variables = jax.eval_shape(Model().init, jax.random.key(0), BATCH.inputs, train=False)
     assert {"growing", "losses"} <= set(variables)
-    setting = Setting(make_mesh({"data": 8}), "manual", ("data",), ())
-    carried = find_carried_collections(model, variables, BATCH, P("data"), setting)
+    carried = build(Model(), training_loss).abstract_state.collections
     assert set(carried) == {"batch_stats"}
     assert set(carried["batch_stats"]["BatchNorm_0"]) == {"mean", "var"}

@@ -32,16 +32,9 @@ class TypedParameter(nn.Partitioned):
 def init_variables(
     model: ModelAdapter, rng: jax.Array, batch: Any, init_args: InitArgs | None = None
 ) -> dict[str, Any]:
-    """Initialises a model as `model.init({"params": rng}, *args, **kwargs)` does.
+    """The variables by collection, as `model.init({"params": rng}, *args, **kwargs)` makes them.
 
-    Args:
-      model: The model.
-      rng: The key for the parameters.
-      batch: The global batch; only shapes and dtypes are read, every value is zero.
-      init_args: See `call_arguments.initial_call`.
-
-    Returns:
-      The variables by collection.
+    The arguments are those of `call_arguments.initial_call`, with zeros for the batch's values.
     """
     args, kwargs = model.initial_call(jax.tree.map(jnp.zeros_like, batch), init_args)
     return model.init({"params": rng}, *args, **kwargs)
@@ -58,17 +51,9 @@ def initialisation(
 ) -> tuple[Init, dict[str, Any]]:
     """Makes a model's initialisation a function of a key.
 
-    Args:
-      model: The model.
-      batch: The abstract global batch.
-      batch_specs: The spec of each of its leaves.
-      setting: Where the program runs the model.
-      init_args: See `call_arguments.initial_call`.
-      dtype: The dtype that floating-point parameters are cast to, if not `None`.
-
     Returns:
-      A function from a key to the variables by collection, with parameters that are annotated or
-      typed in boxes, and the abstract variables.
+      A function from a key to the variables by collection, with annotated and typed parameters in
+      boxes and floating-point ones cast to `dtype`; and the abstract variables.
     """
 
     def init(rng: jax.Array, batch: Any = batch) -> dict[str, Any]:
@@ -83,12 +68,11 @@ def initialisation(
         return variables
 
     key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building touches no device.
-    try:
-        return init, jax.eval_shape(init, key)
-    except Exception:  # Whatever it is: if it was not the mesh, it is raised again.
-        if not setting.has_mesh_for_models:
-            raise
-    return init_on_mesh, jax.eval_shape(init_on_mesh, key)
+    found: tuple[Init, dict[str, Any]] = setting.with_mesh_if_needed(
+        lambda: (init, jax.eval_shape(init, key)),
+        lambda: (init_on_mesh, jax.eval_shape(init_on_mesh, key)),
+    )
+    return found
 
 
 def typed_specs(params: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Finds out how a model and a loss function use variables, before any of them is sharded.
+"""Finds out how a loss uses parameters, before any of them is sharded.
 
-The loss is traced once, abstractly, with each parameter in a box that takes notes. The box says
-which dimensions `nn.scan` and `nn.vmap` run over: those must stay whole. And it holds an array of
-keys where a parameter would be, with which nothing can be computed: code that reads what is in the
-box without asking the box for it, and would take a shard for the parameter, fails here and is told.
-Zeros beside the keys notice who differentiates the parameter itself: the hand-written gradient of
-its gather is that of a loss, and a gradient within a loss would count every device.
+The loss is traced once, abstractly, with each parameter in a box that takes notes. The box notes
+the dimensions that `nn.scan` and `nn.vmap` run over, because those must stay whole. It holds an
+array of keys in the parameter's place, with which nothing can be computed: code that reads the
+box's content without asking the box, and would take a shard for the parameter, fails here. Zeros
+beside the keys notice code that differentiates the parameter: the gather's hand-written gradient is
+that of a loss, and a gradient within a loss would count every device.
 """
 
 import linecache
@@ -18,97 +18,27 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
-from manualpar.rng import fold_rng_over_axis
 from manualpar.sharding.layout import is_inside, path_name
-from manualpar.sharding.mesh import naming_unbound_axes
-from manualpar.user_model.adapter import InitArgs, ModelAdapter
 from manualpar.user_model.array_box import ArrayBox
-from manualpar.user_model.carrying_apply import CarryingApply, leaf_paths
-from manualpar.user_model.loss import LossFn, call_loss
-from manualpar.user_model.setting import Setting
 
-# Collections that flax and its users sow values into, to be read where the model is applied.
-SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})
 # Packages whose lines are not the user's.
 LIBRARIES = frozenset({"flax", "jax", "jaxlib", "manualpar", "numpy", "optax"})
-
-
-def find_carried_collections(
-    model: ModelAdapter,
-    variables: dict[str, Any],
-    batch: Any,
-    batch_specs: Any,
-    setting: Setting,
-    init_args: InitArgs | None = None,
-) -> dict[str, Any]:
-    """Picks the collections that a training state carries from one step to the next.
-
-    Those are all but `params` and the sown ones: `SOWN_COLLECTIONS`, and collections that grow
-    whenever the model is applied.
-
-    Args:
-      model: The model.
-      variables: Its abstract variables without boxes.
-      batch: The abstract global batch.
-      batch_specs: The spec of each of its leaves.
-      setting: Where the program runs the model.
-      init_args: How the model is called, see `call_arguments.initial_call`.
-
-    Returns:
-      The abstract collections by name.
-    """
-    others = {name: tree for name, tree in variables.items() if name != "params"}
-    paths = {name: leaf_paths(tree) for name, tree in others.items()}
-    updated = dict(paths)
-
-    def on_device(variables: Any, rng: jax.Array, batch: Any) -> None:
-        args, kwargs = model.initial_call(batch, init_args)
-        kwargs = {**kwargs, "rngs": {"params": rng}, "mutable": list(others)}
-        with naming_unbound_axes():
-            _, updates = model.apply(setting.vary(variables), *args, **kwargs)
-        updated.update({name: leaf_paths(tree) for name, tree in updates.items()})
-
-    if others and model.makes_variables_in_calls:
-        specs = (PartitionSpec(), PartitionSpec(), batch_specs)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        setting.trace(on_device, specs, variables, key, batch)
-    return {
-        name: tree
-        for name, tree in others.items()
-        if name not in SOWN_COLLECTIONS and updated[name] == paths[name]
-    }
+# Traces the loss as a step calls it, with abstract parameters to which a function is applied first.
+TraceLoss = Callable[[Any, Callable[[Any], Any]], None]
 
 
 def find_loop_dims(
-    strategy: str,
-    model: ModelAdapter,
-    loss_fn: LossFn,
-    batch: Any,
-    batch_specs: Any,
-    setting: Setting,
-    *,
-    params: Any,
-    param_specs: Any,
-    boxed: Any,
-    collections: dict[str, Any],
-    gathers_in_loss: bool,
+    strategy: str, trace_loss: TraceLoss, params: Any, boxed: Any, *, gathers_in_loss: bool
 ) -> dict[str, frozenset[int]]:
     """Finds the dimensions of parameters that `nn.scan` and `nn.vmap` run over.
 
     Args:
       strategy: The strategy's name, for messages.
-      model: The model.
-      loss_fn: The loss.
-      batch: The abstract global batch.
-      batch_specs: The spec of each of its leaves.
-      setting: Where the program runs the model.
+      trace_loss: Traces the loss.
       params: The abstract parameters.
-      param_specs: The specs that the model's initialisers type the parameters with.
       boxed: The same tree with a bool at each leaf: whether to look at the parameter.
-      collections: The model's other abstract collections.
       gathers_in_loss: Whether this package gathers parameters where the loss reads them.
 
     Returns:
@@ -117,41 +47,28 @@ def find_loop_dims(
     Raises:
       ValueError: A parameter is read other than by a module that asks for it, or differentiated.
     """
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key_dtype = jax.eval_shape(lambda: jax.random.key(0)).dtype
     notes: dict[str, set[int]] = {}
 
-    def on_device(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
-        apply_fn = CarryingApply(model, collections)
-        if setting.is_manual:
-            rng = fold_rng_over_axis(rng, setting.data_axes)
-        call_loss(loss_fn, params, apply_fn, batch, rng)
-
     def trace_boxed(boxed: Any) -> None:
-        def on_device_boxed(values: Any, *args: Any) -> None:
-            def box(path: Any, is_boxed: bool, x: Any, value: Any) -> Any:
-                value = setting.vary(value)
-                if not is_boxed:
-                    return value
-                dims = _Notes(notes.setdefault(path_name(path), set()))
-                names = tuple(map(str, range(x.ndim)))
-                witness = jnp.zeros(x.shape) if gathers_in_loss else None
-                own = {"notes": dims, "whole_shape": x.shape, "witness": witness}
-                return _Probe(value, names, dtype=x.dtype, **own)
+        def box(path: Any, is_boxed: bool, x: Any, value: Any) -> Any:
+            if not is_boxed:
+                return value
+            dims = _Notes(notes.setdefault(path_name(path), set()))
+            names = tuple(map(str, range(x.ndim)))
+            witness = jnp.zeros(x.shape) if gathers_in_loss else None
+            own = {"notes": dims, "whole_shape": x.shape, "witness": witness}
+            return _Probe(value, names, dtype=x.dtype, **own)
 
-            on_device(jax.tree_util.tree_map_with_path(box, boxed, params, values), *args)
+        def box_all(values: Any) -> Any:
+            return jax.tree_util.tree_map_with_path(box, boxed, params, values)
 
-        keys = jax.tree.map(
-            lambda is_boxed, x: jax.ShapeDtypeStruct(x.shape, key.dtype) if is_boxed else x,
-            boxed,
-            params,
-        )
-        setting.trace(on_device_boxed, specs, keys, collections, key, batch)
+        def stored(is_boxed: bool, x: Any) -> Any:
+            return jax.ShapeDtypeStruct(x.shape, key_dtype) if is_boxed else x
 
-    def on_device_plain(params: Any, *args: Any) -> None:
-        on_device(setting.vary(params), *args)
+        trace_loss(jax.tree.map(stored, boxed, params), box_all)
 
-    specs = (param_specs, PartitionSpec(), PartitionSpec(), batch_specs)
-    setting.trace(on_device_plain, specs, params, collections, key, batch)
+    trace_loss(params, lambda params: params)
     try:
         trace_boxed(boxed)
     except Exception as error:  # Whatever it is: with plain parameters it was not raised.
@@ -184,7 +101,7 @@ def _place(error: Exception) -> str:
 
 
 def _find_read(boxed: Any, trace: Callable[[Any], None]) -> tuple[str, ...]:
-    """The first modules, three at most, of whose parameters a trace must not be given boxes."""
+    """The first modules, three at most, whose boxed parameters make a trace fail."""
     paths = [path_name(path) for path, is_boxed in jax.tree.leaves_with_path(boxed) if is_boxed]
 
     def fails(some: list[str]) -> bool:
@@ -206,7 +123,7 @@ def _find_read(boxed: Any, trace: Callable[[Any], None]) -> tuple[str, ...]:
 
 
 class _MisreadError(ValueError):
-    """What was done to a box, in words of our own."""
+    """A misuse of a box, in words of this package."""
 
 
 @jax.custom_vjp
@@ -233,7 +150,7 @@ class _Notes:
 
 
 class _Probe(ArrayBox, eq=False):
-    """A box of keys that stands for a parameter and notes what is done with it.
+    """A box of keys that stands for a parameter and notes how it is used.
 
     Attributes:
       dtype: The parameter's dtype.
@@ -248,10 +165,10 @@ class _Probe(ArrayBox, eq=False):
     witness: Any = None
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """A parameter of the shape that is asked for, typed as a gathered one is.
+        """A parameter of the expected shape, typed as a gathered one is.
 
         Raises:
-          ValueError: What is in the box was changed without asking the box, by `jax.vmap` say, or
+          ValueError: The box's content was changed without asking the box, by `jax.vmap` say, or
             is differentiated.
         """
         if self.witness is not None:

@@ -1,7 +1,4 @@
-"""Where a program runs the model: on which mesh, in which mode, with which meaning of names.
-
-All that a model's call needs to know of the mode is here.
-"""
+"""Where a program runs the model. All that a model's call needs to know of the mode is here."""
 
 import contextlib
 import dataclasses
@@ -43,45 +40,45 @@ class Setting:
         """The context that the model needs around its call."""
         return model_context(self.mode, self.mesh, self.rules)
 
-    def vary(self, tree: Any) -> Any:
-        """Types arrays as varying over the devices, as parameters are in a step."""
-        return cast_to_varying(tree, self.data_axes) if self.is_manual else tree
-
     def trace(self, function: Callable[..., Any], in_specs: Any, *args: Any) -> None:
-        """Traces a function for what it notes on the way, as a step would run it."""
+        """Traces a function as a step would run it.
 
-        def in_context(*args: Any) -> None:
+        Args:
+          function: Its first argument is a tree of variables, which is made to vary over devices.
+          in_specs: The specs of the arguments.
+          *args: The abstract global arguments.
+        """
+
+        def on_device(variables: Any, *args: Any) -> None:
+            varying = cast_to_varying(variables, self.data_axes) if self.is_manual else variables
             with self.context():
-                function(*args)
+                function(varying, *args)
 
-        run = run_on_mesh(
-            self.mode, in_context, mesh=self.mesh, in_specs=in_specs, out_specs=PartitionSpec()
-        )
-        jax.eval_shape(run, *args)
+        specs = {"in_specs": in_specs, "out_specs": PartitionSpec()}
+        jax.eval_shape(run_on_mesh(self.mode, on_device, mesh=self.mesh, **specs), *args)
 
-    @property
-    def has_mesh_for_models(self) -> bool:
-        """Whether the mode has a mesh that a model may name axes of, outside of `shard_map`."""
-        return self.mode in ("auto", "explicit")
+    def with_mesh_if_needed(self, call: Callable[[], Any], call_on_mesh: Callable[[], Any]) -> Any:
+        """Calls the first function, or the second if that fails in the mode "auto" or "explicit"."""
+        try:
+            return call()
+        except Exception:  # Whatever it is: if it was not the mesh, it is raised again.
+            if self.mode not in ("auto", "explicit"):
+                raise
+        return call_on_mesh()
 
     def on_mesh(self, function: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
-        """A function of global arrays that finds the mesh around it."""
+        """A function of global arrays that finds the mesh of the mode around it."""
         if self.mode == "explicit":
             return on_explicit_axes(function, mesh=self.mesh, in_specs=in_specs)
+        return self.under_mesh(function)
+
+    def under_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that finds the mesh of the mode around it and takes no sharded arrays."""
+        axis_type = AxisType.Explicit if self.mode == "explicit" else AxisType.Auto
 
         def run(*args: Any) -> Any:
-            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            mesh = with_axis_types(self.mesh, axis_type).abstract_mesh
+            with jax.sharding.use_abstract_mesh(mesh):
                 return function(*args)
 
         return run
-
-    def make_model(self, make: Callable[[], Any]) -> Any:
-        """Makes a model, with the mesh around it only if the model cannot do without."""
-        try:
-            return make()
-        except Exception:  # Whatever it is: if it was not the mesh, it is raised again.
-            if not self.has_mesh_for_models:
-                raise
-        axis_type = AxisType.Explicit if self.mode == "explicit" else AxisType.Auto
-        with jax.sharding.use_abstract_mesh(with_axis_types(self.mesh, axis_type).abstract_mesh):
-            return make()

@@ -11,12 +11,13 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 import manualpar.user_model.linen  # noqa: F401  # It registers the adapter of Linen models.
 from manualpar.collection_sync import CollectionSync, check_sync_collections
 from manualpar.core.partitioning import is_box
 from manualpar.core.strategy import Mode
+from manualpar.rng import fold_rng_over_axis
 from manualpar.sharding.annotations import check_rules
 from manualpar.sharding.layout import (
     ParameterInfo,
@@ -26,10 +27,10 @@ from manualpar.sharding.layout import (
 )
 from manualpar.user_model.adapter import Model, ModelAdapter, Phase, adapt
 from manualpar.user_model.axis_names import check_axis_aliases
-from manualpar.user_model.carrying_apply import CarryingApply
+from manualpar.user_model.carried_collections import CarryingApply, find_carried_collections
 from manualpar.user_model.initialise import Init, initialisation, typed_specs
 from manualpar.user_model.loss import LossFn, Metrics, call_loss
-from manualpar.user_model.probe import find_carried_collections, find_loop_dims
+from manualpar.user_model.probe import find_loop_dims
 from manualpar.user_model.setting import Setting
 
 
@@ -51,13 +52,13 @@ class UserModel:
     sync_collections: Mapping[str, CollectionSync]
     collections: tuple[str, ...]
     _model: ModelAdapter
-    _evaluated: ModelAdapter
+    _eval_phase: Phase
     _init: Init
     _loss_fn: LossFn
     _setting: Setting
 
     def create_variables(self, key: jax.Array) -> dict[str, Any]:
-        """The initial variables by collection: `params` and those that a training state carries.
+        """The initial variables by collection: `params`, and those that a training state carries.
 
         Args:
           key: The key for all of them.
@@ -71,33 +72,32 @@ class UserModel:
     def train_loss(
         self, params: Any, collections: Any, batch: Any, rng: jax.Array
     ) -> tuple[jax.Array, Metrics, Any]:
-        """The user's loss.
+        """Calls the user's loss.
 
         Args:
           params: The parameters; those that are sharded are in boxes.
           collections: The model's other collections.
-          batch: The part of a batch that the model is called with.
+          batch: The examples, a device's own or all of them as the mode says.
           rng: The key for the loss.
 
         Returns:
           The loss, the checked metrics, and the collections after the call.
         """
         apply_fn = CarryingApply(self._model, collections)
-        loss, metrics = self._call_loss(params, apply_fn, batch, rng)
+        with self._setting.context():
+            loss, metrics = call_loss(self._loss_fn, params, apply_fn, batch, rng)
         return loss, metrics, apply_fn.collections
 
     def eval_metrics(self, params: Any, collections: Any, batch: Any, rng: jax.Array) -> Metrics:
         """The metrics of the same loss with training turned off; arguments as `train_loss`."""
-        apply_fn = CarryingApply(self._evaluated, collections)
-        return self._call_loss(params, apply_fn, batch, rng)[1]
+        model = dataclasses.replace(self._model, phase=self._eval_phase)
+        return dataclasses.replace(self, _model=model).train_loss(params, collections, batch, rng)[
+            1
+        ]
 
     def with_setting(self, **changes: Any) -> "UserModel":
         """The same model with another `mesh` of the same axes, or in another `mode`."""
         return dataclasses.replace(self, _setting=dataclasses.replace(self._setting, **changes))
-
-    def _call_loss(self, *args: Any) -> tuple[jax.Array, Metrics]:
-        with self._setting.context():
-            return call_loss(self._loss_fn, *args)
 
 
 def study(
@@ -137,8 +137,7 @@ def study(
 
     Raises:
       TypeError: The model, or an option about it, is of the wrong kind.
-      ValueError: The model or the loss does something that a program cannot do; the message says
-        how to mend it.
+      ValueError: The model or the loss does something that a program cannot do.
     """
     setting = Setting(mesh, mode, data_axes, check_rules(strategy, options.get("rules", ()), mesh))
     aliases = check_axis_aliases(
@@ -148,66 +147,72 @@ def study(
         data_axes=data_axes,
         on_global_arrays=not setting.is_manual,
     )
-    adapted = setting.make_model(lambda: adapt(model))
-    if not isinstance(adapted, ModelAdapter):
-        hint = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
-        raise TypeError(
-            f"{strategy}: model is {model!r}, expected an instance of a flax.linen.Module, or an "
-            f"nnx.Module or what makes one of rngs.{hint}"
-        )
-    adapted = dataclasses.replace(adapted, axis_aliases=aliases)
-
-    specs, init_args = batch_specs, options.get("init_args")
+    adapted = dataclasses.replace(_adapt(strategy, model, setting), axis_aliases=aliases)
+    init_args = options.get("init_args")
     init, variables = initialisation(
-        adapted, batch, specs, setting, init_args=init_args, dtype=param_dtype
+        adapted, batch, batch_specs, setting, init_args=init_args, dtype=param_dtype
     )
-    params = variables["params"]
-    if not jax.tree.leaves(params):
+    boxed_params, specs = variables["params"], typed_specs(variables["params"])
+    if not jax.tree.leaves(boxed_params):
         expected = "expected some to train; in NNX those that an nnx.Param holds"
         raise ValueError(f"{strategy}: model {adapted!r} has no parameters, {expected}.")
-    whole = strip_boxes(variables)
-    collections = find_carried_collections(adapted, whole, batch, specs, setting, init_args)
-    sync = check_sync_collections(strategy, options.get("sync_collections", {}), collections)
+    variables, whole = strip_boxes(variables), PartitionSpec()
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def trace_call(call: Callable[..., None], variables: Any) -> None:
+        setting.trace(call, (whole, whole, batch_specs), variables, key, batch)
+
+    collections = find_carried_collections(adapted, variables, trace_call, init_args)
+
+    def trace_loss(params: Any, box: Callable[[Any], Any]) -> None:
+        def call(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
+            rng = fold_rng_over_axis(rng, data_axes) if setting.is_manual else rng
+            call_loss(loss_fn, box(params), CarryingApply(adapted, collections), batch, rng)
+
+        setting.trace(call, (specs, whole, whole, batch_specs), params, collections, key, batch)
 
     def describe(params: Any, loop_dims: Mapping[str, frozenset[int]]) -> Any:
         infos = describe_parameters(params, loop_dims, mesh, setting.rules)
         jax.tree.map(lambda info: check_unmixed(info, data_axes), infos)
         return infos
 
+    params, loop_dims = variables["params"], dict[str, frozenset[int]]()
     boxed = jax.tree.map(
         lambda x, info: is_box(x) or is_gathered(info),
-        params,
-        describe(whole["params"], {}),
+        boxed_params,
+        describe(params, {}),
         is_leaf=is_box,
     )
-    loop_dims: Mapping[str, frozenset[int]] = {}
     if any(jax.tree.leaves(boxed)):
         loop_dims = find_loop_dims(
-            strategy,
-            adapted,
-            loss_fn,
-            batch,
-            specs,
-            setting,
-            params=whole["params"],
-            param_specs=typed_specs(params),
-            boxed=boxed,
-            collections=collections,
-            gathers_in_loss=gathers_in_loss,
+            strategy, trace_loss, params, boxed, gathers_in_loss=gathers_in_loss
         )
-    infos = describe(params, loop_dims)
+    infos = describe(boxed_params, loop_dims)
     all_dims = {info.path: info.loop_dims for info in jax.tree.leaves(infos)}
-    final = dataclasses.replace(adapted, loop_dims=all_dims)
-    phase: Phase = "eval_dropout" if options.get("eval_dropout", False) else "eval"
+    sync = options.get("sync_collections", {})
     return UserModel(
         apply_fn=adapted.apply_fn,
         parameters=infos,
-        keeps_types=any(jax.tree.leaves(typed_specs(params))),
-        sync_collections=sync,
+        keeps_types=any(jax.tree.leaves(specs)),
+        sync_collections=check_sync_collections(strategy, sync, collections),
         collections=tuple(collections),
-        _model=final,
-        _evaluated=dataclasses.replace(final, phase=phase),
+        _model=dataclasses.replace(adapted, loop_dims=all_dims),
+        _eval_phase="eval_dropout" if options.get("eval_dropout", False) else "eval",
         _init=init,
         _loss_fn=loss_fn,
         _setting=setting,
+    )
+
+
+def _adapt(strategy: str, model: Any, setting: Setting) -> ModelAdapter:
+    """The model's adapter; a function that makes a model finds the mesh if it needs it."""
+    adapted = setting.with_mesh_if_needed(
+        lambda: adapt(model), lambda: setting.under_mesh(adapt)(model)
+    )
+    if isinstance(adapted, ModelAdapter):
+        return adapted
+    hint = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
+    raise TypeError(
+        f"{strategy}: model is {model!r}, expected an instance of a flax.linen.Module, or an "
+        f"nnx.Module or what makes one of rngs.{hint}"
     )
