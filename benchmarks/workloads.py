@@ -18,7 +18,7 @@ from manualpar.models import Classifier, Transformer
 from manualpar.train_state import Batch
 from manualpar.training.losses import classification_loss, language_model_loss
 from manualpar.training.optimizer import adamw
-from manualpar.user_model.loss import LossFn
+from manualpar.user_model.loss_function import LossFn
 
 NAMES = ("classifier", "lm", "lm-scanned", "mlp")
 FEATURES, CLASSES = 784, 10

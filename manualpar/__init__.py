@@ -11,8 +11,8 @@ from manualpar.core.partitioning import (
 )
 from manualpar.core.program import Program
 from manualpar.metrics import print_metrics
-from manualpar.reference import assert_same_as_one_device
 from manualpar.rng import fold_rng_over_axis
+from manualpar.same_as_one_device import assert_same_as_one_device
 from manualpar.sharding.mesh import abstract_mesh, make_mesh
 from manualpar.strategies.data_parallel import data_parallel
 from manualpar.strategies.fsdp import fsdp

@@ -24,9 +24,9 @@ ORDER = """
     data cluster watching
     models
     inspect
-    strategies reference nnx
+    strategies same_as_one_device nnx
     core.program guards.replicas
-    starting
+    state_transfer
     core.step
     update user_model
     modes guards.dispatch guards.options
@@ -35,7 +35,7 @@ ORDER = """
     sharding.annotations
     core.partitioning
     core.collectives user_model.array_box
-    rng train_state user_model.loss
+    rng train_state user_model.loss_function
     sharding.mesh sharding.mesh_context collection_sync guards.donation guards.divergence
     compiler_options extras metrics untrusted usage core sharding guards
 """

@@ -32,7 +32,7 @@ from manualpar.core.collectives import (
 )
 from manualpar.core.partitioning import boxed_axes, is_box, wire_dtype
 from manualpar.sharding.mesh import AxisName, axis_tuple, check_axes_bound
-from manualpar.user_model.loss import LossFn, Metrics, call_loss
+from manualpar.user_model.loss_function import LossFn, Metrics, call_loss
 
 # What accumulate differentiates: (params, collections, minibatch, rng) -> (loss, metrics, updated
 # collections).

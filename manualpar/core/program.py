@@ -38,11 +38,11 @@ from manualpar.sharding.layout import (
 )
 from manualpar.sharding.mesh import axes_size, axis_tuple, check_mesh_has, given_and_auto_mesh
 from manualpar.sharding.mesh_context import OutsideMeshes, explain_shardings, no_mesh
-from manualpar.starting import StartsFromArrays, check_has_devices
+from manualpar.state_transfer import StartsFromArrays, check_has_devices
 from manualpar.train_state import TrainState
 from manualpar.update import Update
 from manualpar.user_model.adapter import Model
-from manualpar.user_model.loss import LossFn
+from manualpar.user_model.loss_function import LossFn
 from manualpar.user_model.study import study
 
 REPLICATED = Placement(())
@@ -52,7 +52,7 @@ REPLICATED = Placement(())
 class Program(StartsFromArrays):
     """A model's training under one strategy.
 
-    Beside `init` there are `init_from`, `adopt` and `whole`, see `manualpar.starting`.
+    Beside `init` there are `init_from`, `adopt` and `whole`, see `manualpar.state_transfer`.
 
     Attributes:
       strategy: The strategy.

@@ -45,7 +45,7 @@ from manualpar.sharding.layout import Placement, pad_leaf, param_specs, state_sp
 from manualpar.sharding.mesh import axes_size
 from manualpar.train_state import TrainState
 from manualpar.update import Update, map_in_scopes
-from manualpar.user_model.loss import Metrics
+from manualpar.user_model.loss_function import Metrics
 from manualpar.user_model.study import UserModel
 
 # Metrics that no loss function can return by accident.

@@ -10,7 +10,7 @@ from manualpar.guards.options import ProgramOptions
 from manualpar.sharding.layout import replicate
 from manualpar.strategies.registry import StrategyKind
 from manualpar.user_model.adapter import Model
-from manualpar.user_model.loss import LossFn
+from manualpar.user_model.loss_function import LossFn
 
 
 def data_parallel(

@@ -14,7 +14,7 @@ from manualpar.sharding.layout import shard_largest_dim
 from manualpar.strategies.options import PARAMETER_SHARDING, ParameterShardingOptions, build_sharded
 from manualpar.strategies.registry import StrategyKind
 from manualpar.user_model.adapter import Model
-from manualpar.user_model.loss import LossFn
+from manualpar.user_model.loss_function import LossFn
 
 
 def fsdp(

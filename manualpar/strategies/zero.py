@@ -16,7 +16,7 @@ from manualpar.sharding.layout import shard_state_only
 from manualpar.strategies.options import STATE_SHARDING, StateShardingOptions, build_sharded
 from manualpar.strategies.registry import StrategyKind
 from manualpar.user_model.adapter import Model
-from manualpar.user_model.loss import LossFn
+from manualpar.user_model.loss_function import LossFn
 
 
 def zero(

@@ -19,7 +19,7 @@ from manualpar.models.transformer import flops_per_token
 from manualpar.train_state import TrainState
 from manualpar.training.losses import classification_loss, language_model_loss
 from manualpar.training.sampling import sample_tokens
-from manualpar.user_model.loss import LossFn
+from manualpar.user_model.loss_function import LossFn
 
 # A multiplication and an addition for each weight forward, and twice that backward.
 FLOPS_PER_WEIGHT = 6

@@ -1,7 +1,7 @@
 """The collections besides `params` that a training state carries from step to step.
 
 A loss calls `apply_fn({"params": params}, inputs, train=True, rngs=...)`. Its `apply_fn` hands in
-the other collections and keeps their updates. In evaluation, it overrules arguments such as `train`.
+the other collections and keeps their updates. In evaluation, it overrules switches such as `train`.
 """
 
 from collections.abc import Callable

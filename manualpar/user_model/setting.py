@@ -58,7 +58,7 @@ class Setting:
         jax.eval_shape(run_on_mesh(self.mode, on_device, mesh=self.mesh, **specs), *args)
 
     def with_mesh_if_needed(self, call: Callable[[], Any], call_on_mesh: Callable[[], Any]) -> Any:
-        """Calls the first function, or the second if that fails in the mode "auto" or "explicit"."""
+        """Calls the first function; the second if that fails in the mode "auto" or "explicit"."""
         try:
             return call()
         except Exception:  # Whatever it is: if it was not the mesh, it is raised again.

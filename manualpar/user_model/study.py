@@ -29,7 +29,7 @@ from manualpar.user_model.adapter import Model, ModelAdapter, Phase, adapt
 from manualpar.user_model.axis_names import check_axis_aliases
 from manualpar.user_model.carried_collections import CarryingApply, find_carried_collections
 from manualpar.user_model.initialise import Init, initialisation, typed_specs
-from manualpar.user_model.loss import LossFn, Metrics, call_loss
+from manualpar.user_model.loss_function import LossFn, Metrics, call_loss
 from manualpar.user_model.probe import find_loop_dims
 from manualpar.user_model.setting import Setting
 

@@ -1,10 +1,10 @@
-"""Is a program's step the same as that of plain flax on one device?
+"""Compares a program's step with that of plain flax on one device.
 
-Types tell whether values differ between devices, but not whether a number is the right one: a loss
+Types tell whether values differ between devices, but not whether a number is the right one. A loss
 that couples examples, statistics of a device's own examples, or a loss that is no mean come out
 different on many devices, and no type says so. Here the loss, the metrics and the gradient of every
-parameter, as SGD would apply it, are compared with those of the same model and loss function,
-differentiated on one device that has the whole batch.
+parameter, as SGD would apply it, are compared with those of the same model and loss function on one
+device that has the whole batch.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from manualpar.modes.modes import on_auto_axes, run_on_mesh
 from manualpar.sharding.layout import path_name, state_specs
 from manualpar.sharding.mesh_context import no_mesh
 from manualpar.train_state import TrainState
-from manualpar.user_model.loss import Metrics
+from manualpar.user_model.loss_function import Metrics
 
 MAX_DIFFERENCES = 5  # How many a message names.
 
@@ -39,7 +39,7 @@ def assert_same_as_one_device(
 ) -> None:
     """Asserts that a training step's loss, metrics and gradients are those of one device.
 
-    The one device has the whole batch at once, in plain flax: the model's `apply` on arrays in no
+    The one device has the whole batch at once, in plain flax: the model's `apply` on arrays without
     boxes, `jax.grad`, and nothing of the strategy. Mesh axes that the model or the loss names have
     one device there. Parameters are those of `program.init(rng)`, cast to `gather_dtype` where they
     are used if the program says so.
@@ -48,16 +48,16 @@ def assert_same_as_one_device(
       program: The program, on devices of this process. Its optimizer does not matter.
       batch: A batch as `train_step` takes it, of float32 or integers `[B, ...]`.
       rng: The key that the program is initialised with.
-      rtol: How far the loss, each metric (its mean) and each gradient may be off, relative to the
-        size of one device's: the norm of the difference is compared with the norm. If not given,
-        1e-4, or 0.05 where parameters are stored, gathered or reduced in bfloat16. A model that
-        computes in bfloat16 wants more too.
-      atol: How far a metric may be off beside that, and a gradient in parts of the norm of all
-        gradients together: some are zero but for rounding, as that of a bias before a softmax.
+      rtol: How far the loss, each metric's mean and each gradient may be off, relative to one
+        device's; the norm of a difference is compared with the norm. By default 1e-4, or 0.05 if
+        parameters are stored, gathered or reduced in bfloat16. A model that computes in bfloat16
+        needs more too.
+      atol: How far a metric may be off in addition, and a gradient in parts of the norm of all
+        gradients together: some are zero but for rounding, such as that of a bias before a softmax.
 
     Raises:
-      AssertionError: Something differs. The message names the worst gradient and what it is of one
-        device's, the loss and the metrics that differ, and what in the model or the loss is known
+      AssertionError: Something differs. The message names the loss and the metrics that differ, the
+        worst gradients and their ratios to one device's, and what in the model or the loss is known
         to make such a difference.
       ValueError: The loss depends on its key, as with dropout, so that there is nothing to compare;
         or the program cannot be run here.
@@ -73,26 +73,24 @@ def assert_same_as_one_device(
         )
     check_batch("assert_same_as_one_device: batch", batch, program.mesh, program.data_axes)
     state = program.init(rng)
-    with no_mesh():
-        keys = jax.random.split(state.rng)
-        specs = (state_specs(program.step.placements), PartitionSpec(), PartitionSpec())
-        run = jax.jit(on_auto_axes(program.step.gradients, mesh=mesh, out_specs=specs))
-        grads, metrics, _ = jax.device_get(run(state.params, state.collections, keys[1], batch))
-    grads = jax.tree.map(_unpadded, grads, program.whole_state.params)
     if rtol is None:
         dtypes = {program.wire.gather_dtype, program.wire.reduce_dtype}
         dtypes |= {str(x.dtype) for x in jax.tree.leaves(state.params)}
         rtol = 0.05 if "bfloat16" in dtypes else 1e-4
     compare = functools.partial(_differences, rtol=rtol, atol=atol)
     with no_mesh():
-        run_one = _on_one_device(program, state, batch)
-        one, other = map(run_one, keys)
+        keys = jax.random.split(state.rng)
+        specs = (state_specs(program.step.placements), PartitionSpec(), PartitionSpec())
+        run = jax.jit(on_auto_axes(program.step.gradients, mesh=mesh, out_specs=specs))
+        grads, metrics, _ = jax.device_get(run(state.params, state.collections, keys[1], batch))
+        one, other = map(_on_one_device(program, state, batch), keys)
     if any(compare(other, one)):
         raise ValueError(
             "assert_same_as_one_device: loss_fn depends on its rng: with two keys one device has "
             "two results, so there is nothing to compare. Switch dropout and other randomness off "
             "(a rate of 0, or a model made with deterministic=True)."
         )
+    grads = jax.tree.map(_unpadded, grads, program.whole_state.params)
     found = sorted(compare(jax.device_get((grads, _means(metrics))), one), reverse=True)
     if found:
         words = "; ".join(difference.words for difference in found[:MAX_DIFFERENCES])
@@ -104,7 +102,7 @@ def assert_same_as_one_device(
 
 
 class _Difference(NamedTuple):
-    """Something that differs by more than it may, gradients after all else."""
+    """A value that differs by more than it may; sorted, gradients come after all others."""
 
     is_value: bool
     excess: float
@@ -117,9 +115,8 @@ def _on_one_device(
     """The function of a key that gives one device's gradients and means of metrics."""
     mesh = program.mesh
     one = Mesh(mesh.devices.flatten()[:1].reshape([1] * mesh.devices.ndim), mesh.axis_names)
-    step = dataclasses.replace(
-        program.step, model=program.step.model.with_setting(mesh=one), mesh=one
-    )
+    model = program.step.model.with_setting(mesh=one)
+    step = dataclasses.replace(program.step, model=model, mesh=one)
 
     def gradients(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
         def loss_fn(params: Any) -> Any:
@@ -129,7 +126,7 @@ def _on_one_device(
             return loss, metrics
 
         grads, metrics = jax.grad(loss_fn, has_aux=True)(params)
-        # With a dim for the one device: by their types some may differ between devices.
+        # With a dim for the one device, because by their types some may differ between devices.
         return jax.tree.map(lambda x: x[None], (grads, _means(metrics)))
 
     whole, each = PartitionSpec(), PartitionSpec(mesh.axis_names)
@@ -147,7 +144,7 @@ def _on_one_device(
 
 
 def _differences(found: Any, expected: Any, rtol: float, atol: float) -> Iterator[_Difference]:
-    """What of gradients and means of metrics differs by more than it may."""
+    """The gradients and means of metrics that differ by more than they may."""
     (grads, means), (expected_grads, expected_means) = found, expected
     for name, value in expected_means.items():
         off, allowed = abs(means[name] - value), rtol * abs(value) + atol
@@ -172,17 +169,15 @@ def _differences(found: Any, expected: Any, rtol: float, atol: float) -> Iterato
 
 
 def _means(metrics: Metrics) -> dict[str, jax.Array]:
-    """The means of the metrics by name."""
     return {name: mean(pair) for name, pair in metrics.items() if name != NONFINITE_GRADIENTS}
 
 
 def _unpadded(x: Any, like: Any) -> Any:
-    """An array without its padding."""
     return x[tuple(map(slice, like.shape))]
 
 
 def _known_reasons(program: Program) -> str:
-    """What is known to make a program another than that of one device."""
+    """The causes of such a difference that a program may have."""
     reasons = " A loss that couples examples takes all of them with manualpar.gather_examples."
     if program.num_minibatches > 1:
         reasons += (

@@ -1,23 +1,22 @@
-"""What a loss function is, and what it may return.
+"""The form of a loss function, and the checks of its results.
 
     loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)
 
-`loss` is the mean over the valid examples of the batch it is given, one device's share of a
-minibatch. `metrics` are pairs of scalars `(sum, count)` by name, with `metrics["loss"]` among them,
-whose count weighs the part in the mean over all devices and minibatches. `apply_fn` is called like
-`model.apply`, and `rng` is a key of the device's, minibatch's and step's own.
+`loss` is the mean over the valid examples of the given batch, which is one device's share of a
+minibatch. `metrics` are pairs of scalars `(sum, count)` by name. `metrics["loss"]` is among them;
+its count is the weight of this part in the mean over all devices and minibatches. `apply_fn` is
+called like `model.apply`, and `rng` is a key of this device, minibatch and step alone.
 
 - A part may have no valid example at all, and the gradient of 0 / 0 is NaN on that device and then
   everywhere: a masked loss divides by `jnp.where(count > 0, count, 1)`. (`jnp.maximum(count, 1)` is
   another loss for a part whose weights add up to less than 1.)
 - A loss may be made of collectives and so be the same on all devices (`jax.lax.pmean(loss, axes)`,
-  a ratio of `psum`s): its gradient is that of one device. Metrics are a device's own and are summed
-  here; if they are summed already, their means stay right and their counts do not.
+  a ratio of `psum`s): its gradient is that of one device. Metrics are summed over the devices here.
+  If a loss has summed them already, their means stay right and their counts do not.
 - `params` are boxed where they are sharded. `apply_fn` takes them so; a penalty on parameters reads
   `flax.linen.unbox(params)`, which gathers them.
-- Where parts of it run in a `lax.scan` or `lax.cond`, constants that meet data must vary over
-  devices like data: `jnp.zeros_like(x)` and `jnp.zeros_like(x, shape=(2, 3))` do,
-  `jnp.zeros(x.shape)` does not.
+- In a `lax.scan` or `lax.cond`, constants that meet data must vary over devices like data:
+  `jnp.zeros_like(x)` and `jnp.zeros_like(x, shape=(2, 3))` do, `jnp.zeros(x.shape)` does not.
 """
 
 import difflib
@@ -27,14 +26,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from manualpar.metrics import Metrics
 from manualpar.sharding.mesh import naming_unbound_axes
 
+Metrics = dict[str, tuple[jax.Array, jax.Array]]
 LossFn = Callable[[Any, Callable[..., Any], Any, jax.Array], tuple[jax.Array, Mapping[str, Any]]]
 
 
 def call_loss(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Metrics]:
-    """Calls a loss function and checks what it returns, while it is traced.
+    """Calls a loss function and checks its results, while it is traced.
 
     Raises:
       ValueError: The loss is not a scalar, metrics are not pairs of scalars with `"loss"` among
@@ -77,7 +76,7 @@ def call_loss(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Metrics]:
 
 
 def _explain_constant(said: str) -> str | None:
-    """What to say where JAX finds a constant in place of what varies over devices, if it does."""
+    """Our words for an error of JAX about a constant among varying arrays; `None` for others."""
     if "argument to VJP function" in said and "{V:" in said:
         return (
             "loss_fn: in the model or the loss function a cotangent that is given to jax.vjp or "
@@ -97,7 +96,6 @@ def _explain_constant(said: str) -> str | None:
 
 
 def _check_metric(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
-    """The pair of scalars that a metric must be."""
     if not isinstance(value, tuple) or len(value) != 2 or not all(map(_is_scalar, value)):
         parts = value if isinstance(value, tuple) else (value,)
         raise ValueError(
@@ -106,9 +104,8 @@ def _check_metric(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
             "taken over all devices and minibatches."
         )
     total, count = map(jnp.asarray, value)
-    if count.dtype == bool or (
-        jnp.issubdtype(count.dtype, jnp.floating) and jnp.finfo(count.dtype).bits < 32
-    ):
+    is_small_float = jnp.issubdtype(count.dtype, jnp.floating) and jnp.finfo(count.dtype).bits < 32
+    if count.dtype == bool or is_small_float:
         raise ValueError(
             f"loss_fn: metrics[{name!r}] has a count of dtype {count.dtype}, which cannot count "
             "far, expected an integer or float32. Cast the mask before you sum it."
@@ -124,5 +121,4 @@ def _is_scalar(x: Any) -> bool:
 
 
 def _describe(x: Any) -> str:
-    """What `x` is, short."""
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"a {type(x).__name__}"
