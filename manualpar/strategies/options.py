@@ -11,7 +11,7 @@ from manualpar.guards.options import ProgramOptions, check_choice, check_names, 
 from manualpar.sharding.layout import check_named
 from manualpar.strategies.fields import Field
 from manualpar.user_model.adapter import Model
-from manualpar.user_model.loss import LossFn
+from manualpar.user_model.loss_function import LossFn
 
 CommunicateEvery = Literal["minibatch", "step", "gather-step"]
 COMMUNICATE_EVERY: tuple[CommunicateEvery, ...] = ("minibatch", "step", "gather-step")
