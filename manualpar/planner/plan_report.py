@@ -1,7 +1,8 @@
 """Plans and sweeps as tables and as plain values."""
 
+import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
@@ -13,6 +14,7 @@ from manualpar.planner.plan import Plan
 from manualpar.planner.sweep import Outcome
 
 SHOWN = 12  # Rows of each part of a sweep.
+CURVE_FIELDS = ("topology", "step_seconds", "compute_seconds", "exposed_seconds", "fits", "mfu")
 
 
 def print_plans(console: rich.console.Console, plans: Sequence[Plan]) -> None:
@@ -27,75 +29,90 @@ def print_plans(console: rich.console.Console, plans: Sequence[Plan]) -> None:
     console.print(
         f"{first.name} on {first.topology} ({first.num_devices:,} devices, {mesh})", markup=False
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("")
+    table = Table("", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for plan in plans:
         header = f"{plan.source}, a model" if plan.is_model else plan.source
         table.add_column(header, justify="right")
-    for header, *cells in _rows(plans):
-        table.add_row(header, *cells)
+    for label, show in _lines(plans):
+        table.add_row(label, *map(show, plans))
     console.print(table)
     for plan in plans:
         console.print()
         console.print(_collective_table(plan))
-        for note in plan.notes:
-            console.print(f"! {note}", markup=False, highlight=False)
         kind = "The model assumes" if plan.is_model else "The estimate assumes"
-        console.print(f"{kind}:", markup=False, highlight=False)
-        for assumption in plan.assumptions:
-            console.print(f"- {assumption}", markup=False, highlight=False)
+        _print_lines(console, [*(f"! {note}" for note in plan.notes), f"{kind}:"])
+        print_assumptions(console, plan)
 
 
-def _rows(plans: Sequence[Plan]) -> list[list[str]]:
-    """The lines of the table of plans."""
-    classes = list(dict.fromkeys(name for plan in plans for name in plan.memory))
-    rows = [["fits", *(_fit(plan) for plan in plans)]]
-    rows += [
-        [f"  {name}", *(_gib(plan.memory.get(name)) for plan in plans)]
-        for name in classes
-        if any(plan.memory.get(name) for plan in plans)
+def print_assumptions(console: rich.console.Console, plan: Plan) -> None:
+    """Prints what a plan rests on."""
+    _print_lines(console, [f"- {assumption}" for assumption in plan.assumptions])
+
+
+def print_sources(console: rich.console.Console, chip: Chip) -> None:
+    """Prints the source of a chip's numbers."""
+    _print_lines(console, [f"{chip.name}: {chip.source}"])
+
+
+def _print_lines(console: rich.console.Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+
+
+def _lines(plans: Sequence[Plan]) -> list[tuple[str, Callable[[Plan], str]]]:
+    """The lines of the table of plans: a label, and what to show of each plan."""
+    classes = dict.fromkeys(name for plan in plans for name, size in plan.memory.items() if size)
+    lines: list[tuple[str, Callable[[Plan], str]]] = [("fits", _fit)]
+    lines += [(f"  {name}", _held(name)) for name in classes]
+    lines += [
+        ("  all, at the peak", lambda plan: _size(plan.peak_bytes)),
+        ("  of", lambda plan: _size(plan.hbm_bytes)),
+        ("step, estimated", lambda plan: seconds(plan.step_seconds)),
+        ("  computing", lambda plan: seconds(plan.compute_seconds)),
+        ("    of it waiting for memory", lambda plan: seconds(plan.hbm_seconds)),
+        ("  sending, exposed", lambda plan: seconds(plan.exposed_seconds)),
+        ("  sending, overlapped", lambda plan: seconds(plan.overlapped_seconds)),
+        ("bytes sent a device", lambda plan: _size(plan.bytes_sent)),
     ]
-    rows.append(["  all, at the peak", *(_gib(plan.peak_bytes) for plan in plans)])
-    rows.append(["  of", *(_gib(plan.hbm_bytes) for plan in plans)])
-    rows.append(["step, estimated", *(seconds(plan.step_seconds) for plan in plans)])
-    rows.append(["  computing", *(seconds(plan.compute_seconds) for plan in plans)])
-    rows.append(["    of it waiting for memory", *(seconds(plan.hbm_seconds) for plan in plans)])
-    rows.append(["  sending, exposed", *(seconds(plan.exposed_seconds) for plan in plans)])
-    rows.append(["  sending, overlapped", *(seconds(plan.overlapped_seconds) for plan in plans)])
-    rows.append(["bytes sent a device", *(_gib(plan.bytes_sent) for plan in plans)])
     if any(plan.tokens_per_second for plan in plans):
-        rows.append(["tokens/s", *(_rate(plan.tokens_per_second) for plan in plans)])
-        per_device = [
-            plan.tokens_per_second and plan.tokens_per_second / plan.num_devices for plan in plans
+        lines += [
+            ("tokens/s", lambda plan: _rate(plan.tokens_per_second)),
+            ("  a device", lambda plan: _rate(plan.tokens_per_second, plan.num_devices)),
         ]
-        rows.append(["  a device", *map(_rate, per_device)])
     else:
-        rows.append(["examples/s", *(_rate(plan.examples_per_second) for plan in plans)])
-    rows.append(["MFU", *("-" if plan.mfu is None else f"{plan.mfu:.1%}" for plan in plans)])
-    return rows
+        lines.append(("examples/s", lambda plan: _rate(plan.examples_per_second)))
+    return [*lines, ("MFU", _mfu)]
+
+
+def _table(title: str, left: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """An empty table with columns of text, and columns of numbers."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for header in left:
+        table.add_column(header)
+    for header in right:
+        table.add_column(header, justify="right")
+    return table
 
 
 def _collective_table(plan: Plan) -> Table:
     """What a plan sends, the longest first."""
-    title = f"{plan.source}: collectives of a step"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for header in ("collective", "for", "in", "over"):
-        table.add_column(header)
-    for header in ("times", "bytes", "takes", "hidden"):
-        table.add_column(header, justify="right")
+    table = _table(
+        f"{plan.source}: collectives of a step",
+        ("collective", "for", "in", "over"),
+        ("times", "bytes", "takes", "hidden"),
+    )
     table.add_column("by")
     for each in plan.collectives[:SHOWN]:
-        by = each.network or {True: "asynchronous", False: "synchronous", None: ""}[each.is_async]
         table.add_row(
             each.kind,
             each.purpose,
             each.phase,
             ",".join(each.axes),
             f"{each.times:,}",
-            _gib(each.bytes_sent),
+            _size(each.bytes_sent),
             seconds(each.seconds),
             "-" if not each.seconds else f"{(each.hidden_seconds or 0) / each.seconds:.0%}",
-            by,
+            each.network,
         )
     if len(plan.collectives) > SHOWN:
         table.add_row(f"... and {len(plan.collectives) - SHOWN} others")
@@ -109,20 +126,14 @@ def print_sweep(console: rich.console.Console, outcomes: Sequence[Outcome]) -> N
       console: Where to.
       outcomes: All of them, in their order.
     """
-    fitting = [each for each in outcomes if not each.reason and each.plan]
-    table = Table(
-        title=f"{len(fitting)} of {len(outcomes)} fit; the fastest, by a model",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
+    fitting = [(each, each.plan) for each in outcomes if not each.reason and each.plan]
+    table = _table(
+        f"{len(fitting)} of {len(outcomes)} fit; the fastest, by a model",
+        ("strategy, mesh", "minibatches", "remat", "gather"),
+        ("step", "computing", "exposed", "MFU", "memory"),
     )
-    for header in ("strategy, mesh", "minibatches", "remat", "gather"):
-        table.add_column(header)
-    for header in ("step", "computing", "exposed", "MFU", "memory"):
-        table.add_column(header, justify="right")
-    for outcome in fitting[:SHOWN]:
-        plan, candidate = outcome.plan, outcome.candidate
-        assert plan is not None
+    for outcome, plan in fitting[:SHOWN]:
+        candidate = outcome.candidate
         table.add_row(
             candidate.name,
             str(candidate.num_minibatches),
@@ -131,11 +142,11 @@ def print_sweep(console: rich.console.Console, outcomes: Sequence[Outcome]) -> N
             seconds(plan.step_seconds),
             seconds(plan.compute_seconds),
             seconds(plan.exposed_seconds),
-            "-" if plan.mfu is None else f"{plan.mfu:.1%}",
-            ("" if outcome.is_traced else "~") + _gib(plan.peak_bytes),
+            _mfu(plan),
+            ("" if outcome.is_traced else "~") + _size(plan.peak_bytes),
         )
     console.print(table)
-    if any(not each.is_traced for each in fitting[:SHOWN]):
+    if not all(outcome.is_traced for outcome, _ in fitting[:SHOWN]):
         console.print("~: scaled from another candidate's, not traced.", highlight=False)
     console.print()
     _print_refused(console, [each for each in outcomes if each.reason])
@@ -148,8 +159,7 @@ def _print_refused(console: rich.console.Console, refused: Sequence[Outcome]) ->
     groups: defaultdict[str, list[Outcome]] = defaultdict(list)
     for outcome in refused:
         groups[outcome.candidate.name].append(outcome)
-    title = f"{len(refused)} do not run"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = _table(f"{len(refused)} do not run", ())
     for header in ("strategy, mesh", "how many", "the one that lacks least"):
         table.add_column(header, overflow="fold")
     for name, members in groups.items():
@@ -161,11 +171,6 @@ def _print_refused(console: rich.console.Console, refused: Sequence[Outcome]) ->
     console.print(table)
 
 
-def print_sources(console: rich.console.Console, chip: Chip) -> None:
-    """Prints where a chip's numbers are from."""
-    console.print(f"{chip.name}: {chip.source}", markup=False, highlight=False)
-
-
 def sweep_json(
     outcomes: Sequence[Outcome], curves: Mapping[str, Sequence[tuple[int, Plan]]]
 ) -> dict[str, Any]:
@@ -173,11 +178,7 @@ def sweep_json(
     return {
         "candidates": [
             {
-                "strategy": each.candidate.strategy,
-                "mesh": dict(each.candidate.mesh),
-                "num_minibatches": each.candidate.num_minibatches,
-                "remat": each.candidate.remat,
-                "gather_dtype": each.candidate.gather_dtype,
+                **dataclasses.asdict(each.candidate),
                 "fits": not each.reason,
                 "reason": each.reason,
                 "is_traced": each.is_traced,
@@ -187,15 +188,7 @@ def sweep_json(
         ],
         "weak_scaling": {
             name: [
-                {
-                    "devices": count,
-                    "topology": plan.topology,
-                    "step_seconds": plan.step_seconds,
-                    "compute_seconds": plan.compute_seconds,
-                    "exposed_seconds": plan.exposed_seconds,
-                    "fits": plan.fits,
-                    "mfu": plan.mfu,
-                }
+                {"devices": count} | {field: getattr(plan, field) for field in CURVE_FIELDS}
                 for count, plan in curve
             ]
             for name, curve in curves.items()
@@ -207,19 +200,27 @@ def seconds(value: float | None) -> str:
     """Seconds in three digits."""
     if value is None:
         return "-"
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-        if abs(value) * factor >= 0.9995 or unit == "µs":
-            return f"{value * factor:,.3g} {unit}"
-    raise AssertionError("the last unit takes everything")
+    if abs(value) >= 0.9995:
+        return f"{value:,.3g} s"
+    if abs(value) * 1e3 >= 0.9995:
+        return f"{value * 1e3:,.3g} ms"
+    return f"{value * 1e6:,.3g} µs"
 
 
 def _fit(plan: Plan) -> str:
-    """Whether a plan fits, and by how much."""
     spare = plan.spare_bytes / 2**30
     return f"yes, {spare:,.2f} GiB spare" if plan.fits else f"NO, {-spare:,.2f} GiB too much"
 
 
-def _gib(size: float | None) -> str:
+def _held(name: str) -> Callable[[Plan], str]:
+    return lambda plan: _size(plan.memory.get(name))
+
+
+def _mfu(plan: Plan) -> str:
+    return "-" if plan.mfu is None else f"{plan.mfu:.1%}"
+
+
+def _size(size: float | None) -> str:
     """Bytes in a unit that shows three digits."""
     if size is None:
         return "-"
@@ -229,6 +230,5 @@ def _gib(size: float | None) -> str:
     return f"{size:,.0f} B"
 
 
-def _rate(value: float | None) -> str:
-    """Things a second."""
-    return "-" if value is None else f"{value:,.0f}"
+def _rate(value: float | None, devices: int = 1) -> str:
+    return "-" if value is None else f"{value / devices:,.0f}"
