@@ -27,14 +27,8 @@ from manualpar.watching.screen import describe_bytes
 
 # The colours of Okabe and Ito, which colour-blind people can tell apart. Blue is for parameters,
 # orange for gradients; purposes that are not named here send little and are grey.
-BLUE, SKY, RED, ORANGE, GREEN, PINK = (
-    "#0072B2",
-    "#56B4E9",
-    "#D55E00",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-)
+BLUE, SKY, RED = "#0072B2", "#56B4E9", "#D55E00"
+ORANGE, GREEN, PINK = "#E69F00", "#009E73", "#CC79A7"
 PURPOSE_COLORS = {
     GATHER_SCOPE: BLUE,
     REGATHER: SKY,
@@ -112,7 +106,6 @@ def draw_ledgers(
     """
     require(path.name, "matplotlib")
     # Matplotlib takes a second to import.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.lines import Line2D
@@ -124,10 +117,9 @@ def draw_ledgers(
     lines = [
         1 + max(len(sent.bars), len(held.bars), 1) for sent, held in zip(*columns, strict=True)
     ]
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06)
     size = (15, LINE * sum(lines) + 0.85 * len(lines) + 1.2)
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06)
     figure = Figure(figsize=size, layout=layout, facecolor="white")
-    FigureCanvasAgg(figure)
     grid = figure.add_gridspec(len(lines), 2, height_ratios=lines)
     is_one_scale = True
     for column, panels in enumerate(columns):
