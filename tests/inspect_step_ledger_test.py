@@ -20,7 +20,7 @@ from manualpar.inspect import (
     trace_collectives,
 )
 from manualpar.inspect.communication import as_number
-from manualpar.inspect.scopes import TENSOR_PARALLEL
+from manualpar.inspect.provenance import TENSOR_PARALLEL
 from manualpar.sharding.mesh import is_axis_bound
 from tests.scopes_test import make, trace
 from tests.strategies_test import Linear, build

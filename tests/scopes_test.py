@@ -32,7 +32,7 @@ from manualpar.core.strategy import MODES
 from manualpar.inspect import ledger
 from manualpar.inspect.communication import trace_collectives
 from manualpar.inspect.compiled import compiled_collectives
-from manualpar.inspect.scopes import compiled_scopes, module_of
+from manualpar.inspect.provenance import compiled_scopes, module_of
 from manualpar.models.transformer import Transformer
 from tests.strategies_test import STRATEGIES, build
 

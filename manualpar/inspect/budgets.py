@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 from manualpar.core.collectives import REGATHER, SCOPES
 from manualpar.inspect.ledger_difference import Json, Sent, name_module, sent_by, totals
-from manualpar.inspect.scopes import OTHER, TENSOR_PARALLEL
+from manualpar.inspect.provenance import OTHER, TENSOR_PARALLEL
 
 # The limits on the whole step, each with its name among the totals of a ledger.
 TOTALS = {

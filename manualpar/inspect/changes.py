@@ -24,7 +24,7 @@ from manualpar.core.collectives import GATHER_SCOPE, REGATHER
 from manualpar.inspect.communication import Collective, Kind, as_number, ring_bytes
 from manualpar.inspect.compiled import CompiledCollective
 from manualpar.inspect.hlo import array_bytes
-from manualpar.inspect.scopes import (
+from manualpar.inspect.provenance import (
     OTHER,
     TENSOR_PARALLEL,
     compiled_scopes,
@@ -78,7 +78,7 @@ def find_changes(
     Args:
       traced: The collectives of the jaxpr.
       compiled: Those of the compiled program.
-      root: The name of the whole model, see `manualpar.inspect.scopes.module_of`.
+      root: The name of the whole model, see `manualpar.inspect.provenance.module_of`.
 
     Returns:
       The changes in the order of the program, those of one kind and purpose together. A collective

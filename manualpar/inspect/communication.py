@@ -25,7 +25,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from manualpar.inspect.equations import Around, EquationReader
-from manualpar.inspect.scopes import Phase, module_of, phase_of, purpose_in
+from manualpar.inspect.provenance import Phase, module_of, phase_of, purpose_in
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 
@@ -86,17 +86,17 @@ class Collective:
 
     @functools.cached_property
     def purpose(self) -> str:
-        """What it is for, see `manualpar.inspect.scopes.purpose_in`."""
+        """What it is for, see `manualpar.inspect.provenance.purpose_in`."""
         return purpose_in(self.scope, self.axes, self.data_axes)
 
     @functools.cached_property
     def module(self) -> str:
-        """The path of its module or parameter, see `manualpar.inspect.scopes.module_of`."""
+        """The path of its module or parameter, see `manualpar.inspect.provenance.module_of`."""
         return module_of(self.scope, self.root)
 
     @property
     def phase(self) -> Phase:
-        """The part of a step that it runs in, see `manualpar.inspect.scopes.phase_of`."""
+        """The part of a step that it runs in, see `manualpar.inspect.provenance.phase_of`."""
         return phase_of(self.scope)
 
     def to_json(self) -> dict[str, Any]:

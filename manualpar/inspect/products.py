@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from manualpar.inspect.equations import Around, EquationReader
-from manualpar.inspect.scopes import PHASES, Phase, module_of, phase_of
+from manualpar.inspect.provenance import PHASES, Phase, module_of, phase_of
 
 # These multiply matrices, and their operations cannot be read off.
 _UNCOUNTED = """

@@ -36,7 +36,7 @@ from manualpar.inspect.equations import Around, equations
 from manualpar.inspect.formulas import step_bytes
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import Computation, ProductReader, by_phase_and_module, uncounted
-from manualpar.inspect.scopes import PHASES
+from manualpar.inspect.provenance import PHASES
 
 T = TypeVar("T")
 Amount = TypeVar("Amount", int, Fraction)

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from manualpar.inspect.scopes import compiled_scopes, module_of, phase_of, purpose_in
+from manualpar.inspect.provenance import compiled_scopes, module_of, phase_of, purpose_in
 from manualpar.planner.out_of_memory import read_out_of_memory
 from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
 from manualpar.planner.schedule import Schedule, ScheduledCollective, read_schedule

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from manualpar.inspect.scopes import compiled_scopes, module_of, phase_of
+from manualpar.inspect.provenance import compiled_scopes, module_of, phase_of
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 NUM_NAMED = 5

@@ -34,7 +34,7 @@ from manualpar.inspect.communication import Collective, CollectiveReader
 from manualpar.inspect.equations import Around, EquationReader
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import flops_of
-from manualpar.inspect.scopes import phase_of
+from manualpar.inspect.provenance import phase_of
 from manualpar.watching.throughput import Throughput
 
 REDUCTIONS = frozenset(

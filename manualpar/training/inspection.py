@@ -31,7 +31,7 @@ from manualpar.inspect.budgets import (
     read_budgets,
 )
 from manualpar.inspect.ledger_difference import Json, compare_ledgers
-from manualpar.inspect.scopes import compiled_scopes, module_of, purpose_in
+from manualpar.inspect.provenance import compiled_scopes, module_of, purpose_in
 from manualpar.inspect.step_ledger import ledger
 from manualpar.training.command_line import UsageError
 from manualpar.training.devices import simulate_devices

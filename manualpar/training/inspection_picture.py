@@ -21,7 +21,7 @@ from manualpar.core.collectives import (
 )
 from manualpar.extras import require
 from manualpar.inspect.ledger_difference import Json, sent_by
-from manualpar.inspect.scopes import TENSOR_PARALLEL
+from manualpar.inspect.provenance import TENSOR_PARALLEL
 from manualpar.training.inspection_report import describe_fit, read_collectives
 from manualpar.watching.screen import describe_bytes
 

@@ -8,7 +8,7 @@ from manualpar.core.collectives import (
     REDUCE_SCOPE,
     REGATHER,
 )
-from manualpar.inspect.scopes import (
+from manualpar.inspect.provenance import (
     OTHER,
     TENSOR_PARALLEL,
     compiled_scopes,

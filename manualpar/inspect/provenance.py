@@ -1,14 +1,13 @@
-"""What the scope of an operation says: its module, its phase, its purpose.
+"""Where an operation comes from, read off its scope: its module, its phase, its purpose.
 
-A scope is what stands around an operation, outermost first, separated by slashes: names that
-somebody gave (flax names each module, this package what it sends), transformations around some of
-them, `transpose(jvp(Model))`, and what JAX and XLA add of their own: `jit(train)`, `while/body`,
-`rematted_computation`. Stripped of all but the names it is the path of a module, which is the same
-in the forward pass, where it is computed again, and in the backward pass.
+A scope lists the names and transformations around an operation, outermost first, separated by
+slashes: names that somebody gave (flax names each module, this package each of its collectives),
+transformations around some of them, `transpose(jvp(Model))`, and names that JAX and XLA add:
+`jit(train)`, `while/body`, `rematted_computation`. The names alone are the path of a module, which
+is the same in the forward pass, in a recomputation, and in the backward pass.
 
-A transformed or rematerialised function is traced with the names that stood around it when it was
-called, so that a prefix of the path may stand there again, once for each transformation: it is
-written once.
+A transformed or rematerialised function is traced with the names that stood around its call, so a
+scope may repeat a prefix of the path for each transformation. A path contains it once.
 """
 
 import re
@@ -29,31 +28,22 @@ from manualpar.core.collectives import (
 Phase = Literal["forward", "backward", "recomputed", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "recomputed", "update")
 
-# The purposes of what this package has not written.
+# The purposes of collectives that this package has not written.
 TENSOR_PARALLEL = "tensor_parallel"
 OTHER = "other"
 
 _RECOMPUTED = "rematted_computation"
-# What is done to gradients outside of what autodiff writes is part of the backward pass.
+# Operations on gradients that autodiff does not write; they belong to the backward pass.
 _OF_GRADIENTS = frozenset({SCATTER_SCOPE, REDUCE_SCOPE, CAST_SCOPE, NONFINITE_SCOPE})
-# Names that JAX gives to what it calls; behind each of them a function's own names begin.
-_CALLS = frozenset(
-    {
-        _RECOMPUTED,
-        "checkpoint",
-        "closed_call",
-        "core_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "remat",
-        "remat2",
-        "shard_map",
-        "shmap_body",
-    }
-)
+# Names that JAX gives to calls; behind each of them the names of the called function begin.
+_CALL_WORDS = """
+rematted_computation checkpoint closed_call core_call custom_jvp_call custom_vjp_call remat remat2
+shard_map shmap_body
+"""
+_CALLS = frozenset(_CALL_WORDS.split())
 _IN_CONTROL_FLOW = re.compile(r"while/(body|cond)(?=/|$)|cond/branch_\d+_fun(?=/|$)")
 _NAME = re.compile(r"[A-Za-z_][\w\-]*")
-_METHOD = re.compile(r"[A-Za-z_]\w*\.\w+")  # What flax calls a method of the module it names last.
+_METHOD = re.compile(r"[A-Za-z_]\w*\.\w+")  # Flax's name for a method of the last module.
 _MINIBATCH = re.compile(r"minibatch(_\d+)?")
 
 
@@ -62,12 +52,11 @@ def module_of(scope: str, root: str = "") -> str:
 
     Args:
       scope: Its scope, as in a jaxpr or, without the primitive at its end, in a compiled program.
-      root: The name of the whole model, which is left out of the paths of its parts, as it is of
-        the paths of parameters.
+      root: The name of the whole model. Paths leave it out, as the paths of parameters do.
 
     Returns:
-      Names separated by slashes: `"layers/attention/query"`; `root` for what the model itself does;
-      `""` for what stands in no module.
+      Names separated by slashes: `"layers/attention/query"`; `root` for operations of the model
+      itself; `""` for operations in no module.
     """
     path: list[str] = []
     for names in _segments(scope):
@@ -82,11 +71,11 @@ def module_of(scope: str, root: str = "") -> str:
 
 
 def phase_of(scope: str) -> Phase:
-    """In which part of a step an operation runs.
+    """The part of a step that an operation runs in.
 
-    What autodiff transposes is the backward pass, and so is what is done to gradients; what
-    `jax.checkpoint` computes again for it is told apart. The update is what this package runs in
-    the scope of the optimizer; in a program that does not it counts as forward.
+    Transposed operations and operations on gradients are the backward pass; recomputations for it
+    by `jax.checkpoint` are a phase of their own. The update is what this package runs in the scope
+    of the optimizer; programs without that scope have no update.
     """
     parts = set(re.split(r"[/()]", scope))
     if OPTIMIZER_SCOPE in parts or NEW_PARAMS_SCOPE in parts:
@@ -97,16 +86,16 @@ def phase_of(scope: str) -> Phase:
 
 
 def purpose_in(scope: str, axes: Collection[str], data_axes: Collection[str] = ()) -> str:
-    """For what purpose something is sent, by its scope and the axes it goes over.
+    """The purpose of a collective, by its scope and its axes.
 
     Args:
       scope: Its scope.
-      axes: The mesh axes.
-      data_axes: Those that split a program's batch, as far as they are known.
+      axes: The mesh axes that it runs over.
+      data_axes: The mesh axes that split the batch, none if they are not known.
 
     Returns:
-      See `manualpar.core.collectives.purpose_of`; for what this package has not written
-      `TENSOR_PARALLEL` if it goes over none of the data axes, else `OTHER`.
+      See `manualpar.core.collectives.purpose_of`; for collectives that this package has not written
+      `TENSOR_PARALLEL` if they run over none of the data axes, else `OTHER`.
     """
     if ours := purpose_of(scope):
         return ours
@@ -117,7 +106,8 @@ def purpose_in(scope: str, axes: Collection[str], data_axes: Collection[str] = (
 def compiled_scopes(op_name: str) -> tuple[str, ...]:
     """The scopes of an instruction of a compiled program, without the primitive at their ends.
 
-    Several if XLA has made it of several: `prefix/(a/psum:b/psum)` is of `prefix/a` and `prefix/b`.
+    There are several if XLA has merged several: `prefix/(a/psum:b/psum)` was made from operations
+    in `prefix/a` and in `prefix/b`.
     """
     prefix, is_merged, rest = op_name.partition("/(")
     if not is_merged or not rest.endswith(")"):
@@ -127,7 +117,7 @@ def compiled_scopes(op_name: str) -> tuple[str, ...]:
 
 
 def _split_outside_parentheses(text: str) -> Iterator[str]:
-    """The parts between colons; a colon in a name's parentheses separates nothing."""
+    """The parts between colons, except for colons in parentheses."""
     depth, start = 0, 0
     for index, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -138,7 +128,7 @@ def _split_outside_parentheses(text: str) -> Iterator[str]:
 
 
 def _segments(scope: str) -> Iterator[list[str]]:
-    """The names in a scope, a list for each stretch without a transformation, call or method."""
+    """The names in a scope: a list for each stretch without a transformation, call or method."""
     scope = _IN_CONTROL_FLOW.sub("closed_call", scope)
     depth_of_jit: list[bool] = []  # For each open parenthesis, whether it holds a function's name.
     names: list[str] = []
@@ -160,7 +150,7 @@ def _segments(scope: str) -> Iterator[list[str]]:
 
 
 def _joined(path: list[str], names: list[str]) -> list[str]:
-    """A path and what follows it, without what of the path is repeated."""
+    """A path and the names behind it, without the names that repeat the path."""
     for index in range(len(path)):
         rest = path[index:]
         if names[: len(rest)] == rest:
