@@ -27,7 +27,7 @@ def _write(directory, documents: dict[str, bytes]) -> str:
 
 def _named(names) -> list[TextFile]:
     files = [TextFile(None, name, 1, 0, 1) for name in names]
-    return sorted(files, key=lambda file: (file.place, file.name))
+    return sorted(files, key=lambda file: (file.name_hash, file.name))
 
 
 def _names(files) -> list[str]:

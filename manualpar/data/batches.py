@@ -118,16 +118,11 @@ def abstract_batch(split: Split, batch_size: int) -> Batch:
 
 
 def rows_to_read(slices: Mapping[int, Iterable[slice]], process: int, num_rows: int) -> np.ndarray:
-    """The rows that one process reads.
+    """The numbers of the rows that `process` reads, ascending.
 
-    Args:
-      slices: For each process, which rows its devices hold.
-      process: Which process.
-      num_rows: `B`.
-
-    Returns:
-      Row numbers, ascending. If the rows of two processes overlap without being the same, or are
-      not equally many, they are all rows, because JAX accepts nothing less then.
+    `slices` are the rows that the devices of each process hold, `num_rows` is `B`. If the rows of
+    two processes overlap without being the same, or are not equally many, each process reads all
+    rows, because JAX accepts nothing less then.
     """
     rows = {
         owner: frozenset(row for part in parts for row in range(*part.indices(num_rows)))
@@ -150,13 +145,7 @@ def rows_of_this_process(sharding: jax.sharding.Sharding, num_rows: int) -> np.n
 
 
 def place(batch: Batch, sharding: jax.sharding.Sharding, num_rows: int) -> Batch:
-    """Makes global arrays `[B, ...]` of the rows that each process has read.
-
-    Args:
-      batch: Numpy arrays with the rows of `rows_of_this_process`.
-      sharding: How the leaves are to lie.
-      num_rows: `B`.
-    """
+    """Makes global arrays `[B, ...]` of the rows that each process has read, as numpy arrays."""
 
     def place_leaf(array: np.ndarray) -> jax.Array:
         return jax.make_array_from_process_local_data(sharding, array, (num_rows, *array.shape[1:]))

@@ -30,9 +30,6 @@ def load_dataset(
       sequence_length: Tokens in a sequence, for `text` and `tokens`, at least 1.
       tokenizer: For `text` a `tokenizer.json`, or "" for bytes.
 
-    Returns:
-      The dataset.
-
     Raises:
       ValueError: An argument does not fit, or what it names; the message calls it
         `config.data.<argument>`.

@@ -60,7 +60,7 @@ class TextFile:
     size: int
 
     @property
-    def place(self) -> float:
+    def name_hash(self) -> float:
         """A hash of its name, from 0 to 1."""
         digest = hashlib.blake2b(os.fsencode(self.name), digest_size=8).digest()
         return int.from_bytes(digest, "big") / 2**64
@@ -127,11 +127,8 @@ def find_files(path: str) -> list[TextFile]:
         `~/code/**/*.py`; or "" for the `.py` files of Python's own standard library. Files that are
         not text are not recognised: a glob can leave them out.
 
-    Returns:
-      The files.
-
     Raises:
-      ValueError: There are none, or one cannot be read.
+      ValueError: There are no files, or one cannot be read.
     """
     if not path:
         root = pathlib.Path(sysconfig.get_path("stdlib"))
@@ -166,7 +163,7 @@ def find_files(path: str) -> list[TextFile]:
             )
     if len(files) < len(SPLITS):
         files = [piece for file in files for piece in _cut(file)]
-    return sorted(files, key=lambda file: (file.place, file.name))
+    return sorted(files, key=lambda file: (file.name_hash, file.name))
 
 
 def _files_under(root: pathlib.Path, left_out: frozenset[str]) -> Iterator[pathlib.Path]:
@@ -203,26 +200,23 @@ def _cut(file: TextFile) -> Iterator[TextFile]:
 def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[TextFile]]:
     """Divides files into train, eval and test.
 
-    A file's place alone decides whether it is held out: `HELD_OUT` of all places are eval's and as
-    many the test's. If that leaves eval or test without any file, it gets the next one.
+    The hash of a file's name alone decides whether it is held out: a share of `HELD_OUT` of all
+    hashes is eval's and as much the test's. If that leaves eval or test without any file, it gets the next one.
 
     Args:
-      files: The corpus, in order; see `find_files`.
+      files: The corpus, in the order of `find_files`.
       path: The config's path, for messages.
 
-    Returns:
-      The files of each split, in order, none of them empty.
-
     Raises:
-      ValueError: There are fewer than three.
+      ValueError: There are fewer than three files.
     """
     if len(files) < len(SPLITS):
         raise ValueError(
             f"config.data.path is {path!r}, which has too few lines to hold some out for eval and "
             "test; expected three files, or one with at least three lines."
         )
-    num_eval = max(1, sum(file.place < HELD_OUT for file in files))
-    num_both = max(num_eval + 1, sum(file.place < 2 * HELD_OUT for file in files))
+    num_eval = max(1, sum(file.name_hash < HELD_OUT for file in files))
+    num_both = max(num_eval + 1, sum(file.name_hash < 2 * HELD_OUT for file in files))
     num_both = min(num_both, len(files) - 1)
     num_eval = min(num_eval, num_both - 1)
     return {

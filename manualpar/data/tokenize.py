@@ -27,15 +27,12 @@ from manualpar.usage import OneSentenceParser
 
 
 def write_token_files(text: str, output: str, *, tokenizer: str = "") -> TokenFiles:
-    """Makes a directory of token files.
+    """Makes a directory of token files, and says what it holds.
 
     Args:
       text: The files; see `manualpar.data.text.find_files`.
       output: The directory to make. One that an interrupted call left behind is made again.
       tokenizer: A `tokenizer.json`, or "" for bytes.
-
-    Returns:
-      What the directory holds.
 
     Raises:
       ValueError: There is no text or no tokenizer, or the directory holds something already.

@@ -22,12 +22,8 @@ MOST_POINTS, FEW_POINTS = 1200, 60  # Of a line; the points of a short one are m
 def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
     """Draws charts beside and below each other; without any the picture says so.
 
-    Args:
-      charts: The charts.
-      title: The heading of the picture.
-
     Returns:
-      The `<svg>` element for a page, without the title, and the picture as a PNG.
+      An `<svg>` element for a page, without the title, and a PNG with it.
 
     Raises:
       MissingExtraError: matplotlib is not installed.
@@ -103,15 +99,10 @@ def _lonely(points: Sequence[Point]) -> list[int]:
 
 
 def decimate(points: Sequence[Point], limit: int) -> list[Point]:
-    """Leaves out points so that a line looks as before, because the extremes of each group stay.
+    """At most `limit` points of a line, which looks as before; `limit` is at least 4.
 
-    Args:
-      points: The points of a line.
-      limit: How many may remain, at least 4.
-
-    Returns:
-      The first and the last point, and of each group of neighbours the lowest, the highest and one
-      that is not finite, if there is one.
+    The first and the last point stay, and of each group of neighbours the lowest, the highest and
+    one that is not finite, if there is one.
     """
     if len(points) <= limit:
         return list(points)

@@ -25,13 +25,7 @@ PYTHON_TRACER_LEVEL = 0
 
 
 def parse_profile(text: str) -> range | None:
-    """Reads the config field `profile`.
-
-    Args:
-      text: Such as `10:13`, or empty.
-
-    Returns:
-      The steps, here 10, 11, 12 and 13, or `None` for none.
+    """Reads the config field `profile`: `10:13` means the steps 10, 11, 12 and 13, `""` none.
 
     Raises:
       ValueError: It is neither.
@@ -59,12 +53,10 @@ class StepProfiler:
     def __init__(
         self, steps: range | None, folder: Path, *, say: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Prepares a profile.
+        """Prepares a profile of `steps`, which `parse_profile` returns.
 
-        Args:
-          steps: See `parse_profile`.
-          folder: Where to write it; created when the first of the steps comes.
-          say: Is told in a sentence where the profile is, or why there is none.
+        The first of the steps creates `folder`. `say` is told where the profile is, or why there is
+        none.
         """
         self._steps = range(0) if steps is None else steps
         self._folder = folder

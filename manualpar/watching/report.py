@@ -48,18 +48,14 @@ def write_report(
     facts: Mapping[str, object],
     report: Callable[[str], None] = print,
 ) -> Path:
-    """Writes the report of a run.
+    """Writes the report of the run in a folder, and returns the path of the page.
 
     Args:
-      workdir: The folder of the run.
-      title: Its heading.
-      facts: What else to say, such as the mesh or how the run ended: a table of names and values,
-        which may have several lines.
+      workdir: The folder.
+      title: The heading.
+      facts: A table of names and values, such as the mesh or how the run ended.
       report: Is told which parts of the files no run writes, and if matplotlib is missing; then
         the report has no charts.
-
-    Returns:
-      The path of the page. The picture lies beside it.
 
     Raises:
       WriteError: The report cannot be written.
@@ -81,14 +77,7 @@ def write_report(
 
 
 def page_html(run: RunRecord, charts: str, *, title: str, facts: Mapping[str, object]) -> str:
-    """The text of the page of a run.
-
-    Args:
-      run: What its files hold.
-      charts: HTML with its charts.
-      title: See `write_report`.
-      facts: See `write_report`.
-    """
+    """The text of the page of a run, with `charts` as HTML; the rest as for `write_report`."""
     sections = {
         "Last numbers": _final_table(run),
         "Facts": _table([[name, _plain(value)] for name, value in facts.items()]),

@@ -34,14 +34,10 @@ def cut_back(
     reason: str,
     report: Callable[[str], None],
 ) -> None:
-    """Cuts files back to a place, and keeps what is cut off.
+    """Cuts files back to the place of the checkpoint of `step`, and keeps what is cut off.
 
-    Args:
-      workdir: The folder of the run.
-      place: The size in bytes of each file of `PLACED_FILES`.
-      step: How many updates the checkpoint was saved after.
-      reason: The word for it in `discarded.jsonl`.
-      report: Is told in a sentence if `throughput.jsonl` is damaged.
+    `reason` is the word for it in `discarded.jsonl`; `report` is told if `throughput.jsonl` is
+    damaged.
 
     Raises:
       ValueError: `place` is not a place.

@@ -71,11 +71,7 @@ class Chart(NamedTuple):
 def read_run(workdir: Path) -> RunRecord:
     """Reads the files of a run, even of one that was killed in the middle of a line.
 
-    Args:
-      workdir: The folder of the run.
-
-    Returns:
-      What they hold. A file that is missing holds nothing.
+    A file that is missing holds nothing.
     """
     left_out: list[str] = []
     path, config = workdir / CONFIG_FILE, {}
@@ -87,7 +83,11 @@ def read_run(workdir: Path) -> RunRecord:
         _read_lines(workdir / name, _check_numbers, left_out)
         for name in (METRICS_FILE, THROUGHPUT_FILE)
     )
-    resumes = _read_lines(workdir / DISCARDED_FILE, _check_resume, left_out)
+    resumes = _read_lines(
+        workdir / DISCARDED_FILE,
+        lambda record: _check_step(record.get("resumed_after_step")),
+        left_out,
+    )
     return RunRecord(config, metrics, throughput, resumes, left_out)
 
 
@@ -140,10 +140,6 @@ def _check_numbers(record: Record) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and abs(value) <= LARGEST):
             raise ValueError(f"has {value!r:.40} for {name!r:.40}")
-
-
-def _check_resume(record: Record) -> None:
-    _check_step(record.get("resumed_after_step"))
 
 
 def _check_step(step: Any) -> None:

@@ -61,11 +61,7 @@ ETA_SECONDS = 600.0
 
 
 def make_console(*, process: int = 0) -> rich.console.Console:
-    """The console that a run writes to, on standard output.
-
-    Args:
-      process: The number of this process; all but process 0 show nothing.
-    """
+    """The console of a run on standard output; processes other than 0 show nothing."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A text that the terminal cannot show must not end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -86,15 +82,9 @@ def describe(metrics: Mapping[str, float]) -> str:
 
 
 def describe_within(metrics: Mapping[str, float], width: int, *, also: str = "") -> str:
-    """The most important metrics in a line.
+    """The most important metrics in a line of at most `width` characters; empty if none fits.
 
-    Args:
-      metrics: Metrics by name.
-      width: How many characters there is room for.
-      also: What to add if there is room after all of them.
-
-    Returns:
-      A line of those that fit; empty if none does.
+    `also` is added if there is room after all of them.
     """
     texts = _texts(metrics)
     order = [name for name in IMPORTANCE if name in texts]

@@ -152,11 +152,9 @@ class StallDetector:
 def describe_late(
     steps: Mapping[int, tuple[int, float]], *, num_processes: int | None = None
 ) -> str:
-    """Says in a sentence which of the processes are behind the others.
+    """Says in a sentence which processes are behind, from each one's last step and its age.
 
-    Args:
-      steps: The last step of each process, and how many seconds ago it was.
-      num_processes: How many processes there are; those missing in `steps` have made no step.
+    Those of the `num_processes` that are missing in `steps` have made no step.
     """
     if not steps:
         return "Which process is late is not known: none has said how far it is."

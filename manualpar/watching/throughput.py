@@ -77,14 +77,9 @@ PEAKS = (
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Looks up the peak of a device in FLOP/s.
+    """The peak of a `jax.Device.device_kind` in FLOP/s, for matrix products of a dtype.
 
-    Args:
-      device_kind: `jax.Device.device_kind`, such as `NVIDIA H200`.
-      dtype: The dtype of the operands of matrix products, such as `bfloat16`.
-
-    Returns:
-      The peak, or `None` if `PEAKS` has none: for a CPU, for a part of a GPU (MIG), and others.
+    `None` if `PEAKS` has none: for a CPU, for a part of a GPU (MIG), and others.
     """
     for peak in PEAKS:
         if re.fullmatch(peak.kind, device_kind):
