@@ -200,8 +200,8 @@ def _cut(file: TextFile) -> Iterator[TextFile]:
 def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[TextFile]]:
     """Divides files into train, eval and test.
 
-    The hash of a file's name alone decides whether it is held out: a share of `HELD_OUT` of all
-    hashes is eval's and as much the test's. If that leaves eval or test without any file, it gets the next one.
+    The hash of a file's name alone decides whether it is held out: `HELD_OUT` of all hashes are
+    eval's and as many the test's. If that leaves eval or test without files, it gets the next one.
 
     Args:
       files: The corpus, in the order of `find_files`.
