@@ -41,13 +41,14 @@ from benchmarks.checkpoint_fault_cases import (
 )
 from manualpar.checkpoints import CheckpointError
 from manualpar.train_state import TrainState
-from manualpar.training.command_line import UsageError, load_config
+from manualpar.training.config_files import load_config
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.recorder import parse_state
 from manualpar.training.saving import open_checkpoints, restore
 from manualpar.training.workdir import check_folder
 from manualpar.training.workdir_lock import lock_workdir
+from manualpar.usage import UsageError
 from manualpar.watching.durable_files import WriteError
 from manualpar.watching.report import page_html
 from manualpar.watching.run_record import make_charts, read_run

@@ -44,7 +44,7 @@ from manualpar import Batch, data_parallel, fsdp, make_mesh
 from manualpar.core.program import Program
 from manualpar.models import Transformer
 from manualpar.models.transformer import flops_per_token
-from manualpar.training.losses import language_model_loss
+from manualpar.training.cross_entropy import language_model_loss
 from manualpar.watching.throughput import peak_flops
 
 PLAIN, TORCH = "plain jit", "PyTorch"

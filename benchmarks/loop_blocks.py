@@ -7,6 +7,7 @@ All blocks go on with the same state, and all batches are those of the run.
 
 import collections
 import contextlib
+import dataclasses
 import io
 import itertools
 import time
@@ -23,12 +24,11 @@ from manualpar.data import train_batches
 from manualpar.guards.dispatch import MAX_STEPS_AHEAD
 from manualpar.inspect import state_bytes
 from manualpar.train_state import Batch, TrainState
-from manualpar.training.command_line import load_config
+from manualpar.training.config_files import load_config
 from manualpar.training.experiment import prepare
-from manualpar.training.hooks import profiled
-from manualpar.training.loop import Loop, Position
+from manualpar.training.loop import Position
 from manualpar.training.recorder import Recorder
-from manualpar.training.saving import RunSaver
+from manualpar.training.trainer import Trainer
 from manualpar.watching.profiling import StepProfiler
 from manualpar.watching.screen import TrainingProgress
 from manualpar.watching.stalls import StallDetector
@@ -89,13 +89,13 @@ class FinishLine:
       saved_at: When it did, by the clock on the wall.
     """
 
-    def __init__(self, num_steps: int, saver: RunSaver, save_as: int | None) -> None:
+    def __init__(self, num_steps: int, trainer: Trainer, save_as: int | None) -> None:
         """Takes the number of steps, and as which step to save the state after `SAVED_AFTER`.
 
         Blocks have the same steps, so a checkpoint needs a number of its own.
         """
         self._num_steps = num_steps
-        self._saver = saver
+        self._trainer = trainer
         self._save_as = save_as
         self.finished = 0.0
         self.state: TrainState | None = None
@@ -103,16 +103,16 @@ class FinishLine:
 
     def __call__(self, state: TrainState, position: Position) -> None:
         """Saves, or ends the block."""
-        self._saver.cluster.should_stop(position.step)
+        self._trainer.cluster.should_stop(position.step)
         if self._save_as is not None and position.step == SAVED_AFTER:
             started = time.perf_counter()
-            self._saver.save(state, position._replace(step=self._save_as))
+            self._trainer.save(state, position._replace(step=self._save_as))
             self.blocked, self.saved_at = time.perf_counter() - started, time.time()
         if position.step == self._num_steps:
-            self._saver.recorder.drain()
+            self._trainer.recorder.drain()
             jax.block_until_ready(state)
             if self._save_as is not None:
-                self._saver.checkpoints.wait()
+                self._trainer.checkpoints.wait()
             self.finished, self.state = time.perf_counter(), state
             raise FinishError
 
@@ -205,22 +205,23 @@ class Bench:
         checkpoints: Any
         checkpoints, save_as = saver or (None, None)
         with TrainingProgress(console, num_steps=num_steps) as progress, detector:
-            recorder = self._recorder(progress)
-            run_saver = RunSaver(
-                checkpoints, self.experiment, recorder, self.writer, cluster, detector, print
+            trainer = Trainer(
+                self.experiment,
+                checkpoints,
+                self._recorder(progress),
+                self.writer,
+                cluster,
+                detector,
+                StepProfiler(None, self.folder),
+                report=print,
             )
-            line = FinishLine(num_steps, run_saver, save_as)
+            line = FinishLine(num_steps, trainer, save_as)
             batches = self.batches(source)
-            loop = Loop(
-                take_step=profiled(self.program, StepProfiler(None, self.folder), cluster),
+            loop = dataclasses.replace(
+                trainer.loop(),
                 read_from=lambda examples: contextlib.closing(batches),
-                recorder=recorder,
-                cluster=cluster,
-                batch_size=config.data.batch_size,
                 num_steps=num_steps,
-                log_every_steps=config.training.log_every_steps,
             )
-            loop.every(1, lambda state, position: detector.beat(position.step))
             loop.every(1, line)
             jax.block_until_ready(self.state)
             with contextlib.suppress(FinishError):

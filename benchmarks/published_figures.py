@@ -23,7 +23,7 @@ from manualpar.planner.plan import Plan
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work
 from manualpar.planner.topology import parse_topology
-from manualpar.training.losses import language_model_loss
+from manualpar.training.cross_entropy import language_model_loss
 from manualpar.training.optimizer import adamw
 from manualpar.watching.throughput import Throughput
 

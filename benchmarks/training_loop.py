@@ -31,8 +31,8 @@ from benchmarks.checkpoint_costs import (
 from benchmarks.loop_blocks import Bench
 from benchmarks.mutations import write_section
 from benchmarks.turns import Block, Estimate, estimate, ratios, table, take_turns
-from manualpar.training.command_line import UsageError
 from manualpar.training.devices import describe_mesh, simulate_devices
+from manualpar.usage import UsageError
 from manualpar.watching.screen import describe_bytes
 
 ROOT = Path(__file__).parent.parent

@@ -16,7 +16,7 @@ import optax
 
 from manualpar.models import Classifier, Transformer
 from manualpar.train_state import Batch
-from manualpar.training.losses import classification_loss, language_model_loss
+from manualpar.training.cross_entropy import classification_loss, language_model_loss
 from manualpar.training.optimizer import adamw
 from manualpar.user_model.loss_function import LossFn
 

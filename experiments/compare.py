@@ -3,16 +3,297 @@
 python -m experiments.compare [--config=configs/compare.py] [--config.<field>=<value> ...]
                               [--config.pairs="(('fsdp', 'manual'), ('fsdp', 'auto'))"]
                               [--workdir=<folder>] [--devices=<number>]
+
+A config to compare has the fields of the others but for `parallel.strategy` and `parallel.mode`,
+which are compared, and those that only the training loop reads. It also has `pairs`, what is
+compared, and `compare.repetitions`. Losses are compared with those of one device. Steps are timed
+in turn, one of each program after the other, and the result is the ratio within a round, because
+whatever else the machine does slows down a round and not a program. The results folder holds
+`config.json`, `comparison.json`, `comparison.md` and `comparison.png`.
 """
 
+import functools
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
+import ml_collections
+import rich.console
 from absl import app
 
-from manualpar.training.compare import compare_command
-from manualpar.training.main import flags_parser
+from experiments.comparison import Row, draw, footnotes, markdown, print_table
+from manualpar.core.program import Program
+from manualpar.core.strategy import MODES
+from manualpar.data import train_batch
+from manualpar.extras import require
+from manualpar.inspect import (
+    compiled_collectives,
+    count_by_kind,
+    state_bytes,
+    total_bytes,
+    total_step_bytes,
+    trace_collectives,
+)
+from manualpar.metrics import fetch_metrics
+from manualpar.strategies import Field, strategy_kinds
+from manualpar.train_state import Batch
+from manualpar.training.command_line import (
+    CommandLine,
+    answer,
+    flags_parser,
+    open_results,
+    users_mistakes,
+    write_json,
+)
+from manualpar.training.config import nearest
+from manualpar.training.devices import describe_mesh, simulate_devices
+from manualpar.training.experiment import Experiment, prepare
+from manualpar.training.fit import check_fits
+from manualpar.watching.screen import print_line
+from manualpar.watching.writers import check_workdir
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "compare.py"
+ONE_DEVICE = "one device"
+REPETITIONS = Field(int, 1)
+# Fields that the training loop reads and a comparison does not.
+UNUSED: Mapping[str, Any] = {
+    "profile": "",
+    "data.prefetch": 1,
+    "training.eval_every_steps": 0,
+    "training.eval_batches": 0,
+    "training.log_every_steps": 1,
+    "training.on_nonfinite": "ignore",
+    "checkpoint.every_steps": 0,
+    "checkpoint.keep": 1,
+    "checkpoint.keep_every_steps": 0,
+    "checkpoint.best_metric": "",
+    "checkpoint.on_corruption": "stop",
+    "watch.lost_seconds": 10.0,
+    "watch.stall_seconds": 0.0,
+    "debug.check_replicas_every": 0,
+    "debug.draw_sharding": "",
+}
+
+
+class Trial:
+    """A program that is compiled, trained and timed, and holds its state meanwhile."""
+
+    def __init__(self, strategy: str, program: Program) -> None:
+        """Compiles the step."""
+        self.strategy, self.program = strategy, program
+        self.name = f"{strategy} {program.mode}"
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        started = time.perf_counter()
+        self.traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+        self.compiled = self.traced.lower().compile()
+        self.compile_seconds = time.perf_counter() - started
+        self._state: Any = None
+
+    def train(self, batches: Sequence[Batch], *, seed: int) -> None:
+        """Trains from the beginning and keeps the losses."""
+        self._state = self.program.init(jax.random.key(seed))
+        for batch in batches:
+            self._step(batch)
+            total, count = fetch_metrics(self._metrics)["loss"]
+            self.losses.append(total / count)
+
+    def time_step(self, batch: Batch) -> None:
+        """Takes one more step and keeps how long it took."""
+        batch = jax.block_until_ready(jax.device_put(batch, self.program.batch_sharding))
+        started = time.perf_counter()
+        self._step(batch)
+        jax.block_until_ready((self._state, self._metrics))
+        self.seconds.append(time.perf_counter() - started)
+
+    def _step(self, batch: Batch) -> None:
+        batch = jax.device_put(batch, self.program.batch_sharding)
+        self._state, self._metrics = self.compiled(self._state, batch)
+
+    def row(self, *, reference: "Trial", first: "Trial") -> Row:
+        """Everything that was measured, in bytes and seconds.
+
+        `state_bytes` are those of parameters and optimizer state on the fullest device,
+        `temporary_bytes` what the compiled step holds besides, `bytes_sent` and `collectives` those
+        of a device in a step, and `formula_bytes` the prediction for parameters and gradients,
+        which is an upper bound where `formula_is_bound`. `step_ratio` is the median of the times of
+        a step divided by those of the first row in the same round.
+        """
+        program, state = self.program, self.program.abstract_state
+        found: Sequence[Any]
+        if program.mode == "manual":
+            found, read_from = trace_collectives(self.traced), "traced"
+        else:
+            # On one device XLA leaves collectives of a device with itself.
+            found = [c for c in compiled_collectives(self.compiled) if c.group_size > 1]
+            read_from = "compiled"
+        memory = self.compiled.memory_analysis()
+        differences = [x - y for x, y in zip(self.losses, reference.losses, strict=True)]
+        ratios = [x / y for x, y in zip(self.seconds, first.seconds, strict=True)]
+        is_predicted = program.mode != "auto-unconstrained"
+        return {
+            "strategy": self.strategy,
+            "mode": program.mode,
+            "mesh": dict(program.mesh.shape),
+            "losses": self.losses,
+            "final_loss": self.losses[-1],
+            "difference": differences[-1],
+            "largest_difference": max(map(abs, differences)),
+            "state_bytes": state_bytes((state.params, state.opt_state))[0],
+            "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
+            "bytes_sent": float(total_bytes(found)),
+            "formula_bytes": float(total_step_bytes(program)) if is_predicted else None,
+            "formula_is_bound": is_predicted and program.strategy.reshard_after_forward,
+            "collectives": count_by_kind(found),
+            "read_from": read_from,
+            "compile_seconds": self.compile_seconds,
+            "step_seconds": statistics.median(self.seconds),
+            "step_ratio": statistics.median(ratios),
+        }
+
+
+def compare(
+    config: ml_collections.ConfigDict,
+    experiments: Sequence[tuple[str, Experiment]],
+    *,
+    console: rich.console.Console,
+) -> list[Row]:
+    """Trains programs on the same batches, then times them in turn.
+
+    Args:
+      config: The config that is compared.
+      experiments: See `prepare_pairs`.
+      console: Where to show the progress.
+
+    Returns:
+      A row for each pair, see `Trial.row`, and one for the single device, the last.
+    """
+    meshes = {describe_mesh(experiment.program.mesh): None for _, experiment in experiments[:-1]}
+    print_line(console, f"mesh: {'; '.join(meshes)}")
+    trials = []
+    for strategy, experiment in experiments:
+        trials.append(Trial(strategy, experiment.program))
+        seconds = trials[-1].compile_seconds
+        print_line(console, f"{trials[-1].name:24s} compiled in {seconds:.1f} s")
+    size, split = config.data.batch_size, experiments[0][1].task.dataset.train
+    batches = [
+        train_batch(split, step * size, batch_size=size, seed=config.seed)
+        for step in range(config.training.num_steps)
+    ]
+    for trial in trials:
+        trial.train(batches, seed=config.seed)
+        print_line(console, f"{trial.name:24s} loss {trial.losses[-1]:.6f}")
+    for batch in itertools.islice(itertools.cycle(batches), config.compare.repetitions):
+        for trial in trials:
+            trial.time_step(batch)
+    return [trial.row(reference=trials[-1], first=trials[0]) for trial in trials]
+
+
+def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
+    """Checks a config and builds a program for each pair, and one for a single device.
+
+    Returns:
+      The names of the strategies with their experiments, the single device's last.
+
+    Raises:
+      ValueError: The config does not fit itself or the devices; the message names the field.
+    """
+    for field in ("pairs", "compare", "parallel", "model"):
+        if field not in config:
+            raise ValueError(f"config.{field} is missing, expected it as in configs/compare.py.")
+    rest = config.to_dict()
+    pairs = _check_pairs(rest.pop("pairs"))
+    _check_repetitions(rest.pop("compare"))
+    rate = rest["model"].get("dropout_rate", 0)
+    if isinstance(rate, int | float) and rate > 0:
+        raise ValueError(
+            f"config.model.dropout_rate is {rate}, expected 0: every device draws a mask of its "
+            "own, so that losses would not be those of one device."
+        )
+    for field, value in UNUSED.items():
+        *groups, last = field.split(".")
+        group = rest.setdefault(groups[0], {}) if groups else rest
+        group.setdefault(last, value)
+    # Nothing is reduced on one device.
+    single = {"mesh": {"data": 1}, "reduce_dtype": ""}
+    chosen: list[Any] = [(strategy, strategy, mode, {}) for strategy, mode in pairs]
+    experiments = []
+    for label, strategy, mode, changes in [*chosen, (ONE_DEVICE, "dp", "auto", single)]:
+        parallel = rest["parallel"] | {"strategy": strategy, "mode": mode} | changes
+        each = ml_collections.ConfigDict(rest | {"parallel": parallel})
+        experiments.append((label, prepare(each)))
+    return experiments
+
+
+def _check_repetitions(group: dict[str, Any]) -> None:
+    for field in group:
+        if field != "repetitions":
+            raise ValueError(
+                f"config.compare.{field} is not a known field; the nearest one is "
+                "config.compare.repetitions."
+            )
+    found = group.get("repetitions")
+    if not REPETITIONS.allows(found):
+        raise ValueError(
+            f"config.compare.repetitions is {found!r}, expected {REPETITIONS.expectation()}."
+        )
+
+
+def _check_pairs(pairs: Any) -> list[tuple[str, str]]:
+    example = "expected pairs of a strategy and a mode such as (('fsdp', 'manual'),)"
+    if not isinstance(pairs, tuple | list) or not pairs:
+        raise ValueError(f"config.pairs is {pairs!r}, {example}.")
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(f"config.pairs contains {pair!r}, {example}.")
+        choices = (("strategy", tuple(strategy_kinds())), ("mode", MODES))
+        for part, (what, known) in zip(pair, choices, strict=True):
+            if part not in known:
+                raise ValueError(
+                    f"config.pairs contains {pair!r}, expected a {what} that is one of "
+                    f"{', '.join(map(repr, known))}; the nearest one is "
+                    f"{nearest(str(part), known)!r}."
+                )
+        if pairs.count(pair) > 1:
+            raise ValueError(f"config.pairs contains {pair!r} twice, expected each pair once.")
+    return [(strategy, mode) for strategy, mode in pairs]
+
+
+def compare_command(line: CommandLine) -> int:
+    """Does what a command line asks for, for `absl.app.run`; returns the exit code."""
+    return answer(functools.partial(_compare, line))
+
+
+def _compare(line: CommandLine, console: rich.console.Console) -> Path:
+    config, flags = line.config, line.flags
+    with users_mistakes():  # Everything that can be checked before something compiles.
+        require("comparison.png", "matplotlib")
+        if flags.workdir:
+            check_workdir(flags.workdir)
+        simulate_devices(flags.devices, force=flags.force)
+        experiments = prepare_pairs(config)
+        for _, experiment in () if flags.force else experiments:
+            check_fits(experiment)
+    workdir = open_results(line, Path("runs") / line.config_path.stem)
+    try:
+        rows = compare(config, experiments, console=console)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"of the results only the config is in {workdir}") from None
+    notes = footnotes(rows, repetitions=config.compare.repetitions)
+    *pairs, reference = rows
+    about = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    # JSON has no NaN and no infinities: they are null there.
+    text = json.dumps(about | {"rows": pairs, "one_device": reference})
+    write_json(workdir / "comparison.json", json.loads(text, parse_constant=lambda _: None))
+    (workdir / "comparison.md").write_text(markdown(rows, notes), encoding="utf-8")
+    draw(rows, workdir / "comparison.png")
+    print_table(console, rows, notes)
+    return workdir
 
 
 def main() -> None:

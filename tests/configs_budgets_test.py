@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from manualpar.inspect.budgets import Verdict, check_budget, read_budgets
-from manualpar.training.command_line import load_config
+from manualpar.training.config_files import NamedConfig, load_config
 from manualpar.training.inspection import read_ledger
-from manualpar.training.inspection_flags import Named
 
 FOLDER = Path(__file__).parent.parent / "configs"
 BUDGETS = FOLDER / "budgets.toml"
@@ -23,7 +22,7 @@ NAMES = sorted({path.stem for path in FOLDER.glob("[a-z]*.py")} - {"compare"})
 
 def _check(name: str, *, compile: bool) -> Verdict:
     path = FOLDER / f"{name}.py"
-    named = Named(name, path, load_config(path))
+    named = NamedConfig(name, path, load_config(path))
     ledger = read_ledger(named, devices=8, compile=compile)
     return check_budget(read_budgets(BUDGETS)[name], ledger, BUDGETS)
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.models import Transformer, flops_per_token
 from manualpar.models.transformer import REMAT_POLICIES, Product, rotary_angles, rotate
-from manualpar.training.losses import language_model_loss
+from manualpar.training.cross_entropy import language_model_loss
 from tests.one_device import train_on_one_device, train_program
 
 BOS = 15

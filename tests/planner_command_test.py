@@ -16,7 +16,7 @@ from manualpar.planner.command import parse_plan_command, plan_command, plan_fla
 from manualpar.planner.plan import Plan
 from manualpar.planner.sweep import sweep
 from manualpar.strategies import strategy_kinds
-from manualpar.training.command_line import UsageError
+from manualpar.usage import UsageError
 
 SMALL = (
     "--config.model.hidden_size=32",

@@ -9,16 +9,16 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from experiments import compare, fsdp, inspect, plan
+from experiments import compare, comparison, fsdp, inspect, plan
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
 from manualpar.planner import sweep
 from manualpar.planner.command import parse_plan_command, plan_command
 from manualpar.planner.topology import parse_topology
 from manualpar.strategies import Field, register, registry, strategy_kinds
 from manualpar.strategies import fsdp as fsdp_file
-from manualpar.training.command_line import load_config, parse_command_line
-from manualpar.training.compare import compare_command
+from manualpar.training.command_line import parse_command_line
 from manualpar.training.config import check_config
+from manualpar.training.config_files import load_config
 from manualpar.training.experiment import prepare
 from manualpar.training.inspection import inspect_command
 from manualpar.training.inspection_flags import parse_inspect_command
@@ -87,18 +87,14 @@ def test_it_is_inspected_and_sends_what_its_closed_form_says(capsys):
 
 
 def test_it_is_compared_in_its_colour(monkeypatch):
-    from manualpar.training import comparison_picture
-
     drawn = []
-    color_of = comparison_picture._color
-    monkeypatch.setattr(
-        comparison_picture, "_color", lambda row: drawn.append(color_of(row)) or drawn[-1]
-    )
+    color_of = comparison._color
+    monkeypatch.setattr(comparison, "_color", lambda row: drawn.append(color_of(row)) or drawn[-1])
     pairs = f"config.pairs = ({(NAME, 'manual')}, ('zero1', 'manual'))"
     arguments = [_config("pairs.py", "compare", pairs), *SMALL, "--config.training.num_steps=2"]
     arguments += ["--config.compare.repetitions=1", "--workdir=compared"]
     command = parse_command_line(["program", *arguments], default_config=compare.DEFAULT_CONFIG)
-    assert compare_command(command) == 0
+    assert compare.compare_command(command) == 0
     own, zero1 = json.loads(Path("compared/comparison.json").read_text())["rows"]
     assert own["strategy"] == NAME
     assert own["formula_bytes"] * 2 == zero1["formula_bytes"]
@@ -153,5 +149,4 @@ def test_nothing_else_knows_strategies_by_name():
         )
         found |= {(path.stem, x.value) for x in constants if x.value in names}
     inside = {path.stem for path in (ROOT / "manualpar" / "strategies").glob("*.py")}
-    # A comparison's single device runs under the simplest one.
-    assert {pair for pair in found if pair[0] not in inside} == {("compare", "dp")}
+    assert {pair for pair in found if pair[0] not in inside} == set()

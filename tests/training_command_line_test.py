@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from manualpar.training.command_line import UsageError, load_config, parse_command_line
+from manualpar.training.command_line import parse_command_line
 from manualpar.training.config import check_config
+from manualpar.training.config_files import load_config
+from manualpar.usage import UsageError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 DEFAULT = CONFIGS / "fsdp.py"
@@ -20,7 +22,7 @@ def test_everything_has_a_default():
     command = _parse()
     assert command.config == load_config(DEFAULT)
     assert command.config_path == DEFAULT
-    assert (command.workdir, command.devices) == (None, None)
+    assert (command.flags.workdir, command.flags.devices) == (None, None)
 
 
 @pytest.mark.parametrize("form", [["--config={}"], ["--config", "{}"], ["-config={}"]])
@@ -40,11 +42,16 @@ def test_flags_and_overrides_are_followed(form):
     assert command.config.parallel.mesh.to_dict() == {"data": 2}
     assert command.config.is_locked
     assert command.config_path == CONFIGS / "dp.py"
-    assert (command.workdir, command.devices) == (Path("some/where"), 4)
+    assert (command.flags.workdir, command.flags.devices) == (Path("some/where"), 4)
 
 
 def test_overrides_go_to_the_default_config_too():
     assert _parse("--config.seed=3", "--config.seed=4").config.seed == 4
+
+
+def test_overrides_may_come_before_the_config():
+    command = _parse("--config.seed", "3", f"--config={CONFIGS / 'dp.py'}")
+    assert (command.config.seed, command.config.parallel.strategy) == (3, "dp")
 
 
 def test_a_dict_replaces_a_group():
@@ -95,7 +102,6 @@ def test_true_or_false_and_tuples_are_understood(argument, field, value):
         (["--config.optimizer.learning_rate=x"], "learning_rate=x: expected a number such as 0.00"),
         (["--config.optimizer=3"], "--config.optimizer=3: expected a dict such as {'data': -1}."),
         (["--config.seed"], "Missing value for flag --config.seed."),
-        (["--config.seed=1", f"--config={DEFAULT}"], "--config.seed=1 comes before --config"),
         ([f"--config={DEFAULT}", f"--config={DEFAULT}"], "--config is given twice"),
         (["--config=configs/none.py"], "--config=configs/none.py: there is no such file"),
         ([f"--config={CONFIGS}"], "there is no such file"),
@@ -182,7 +188,7 @@ def test_a_mesh_that_is_no_dict_leaves_the_overrides_alone(tmp_path):
 
 
 def test_force_is_off_unless_asked_for():
-    assert (_parse().force, _parse("--force").force) == (False, True)
+    assert (_parse().flags.force, _parse("--force").flags.force) == (False, True)
 
 
 def test_one_config_file_leaves_nothing_behind_for_the_next(tmp_path):

@@ -14,10 +14,10 @@ from absl import flags
 from experiments import inspect as experiment
 from manualpar.inspect.budgets import read_budgets
 from manualpar.training import inspection
-from manualpar.training.command_line import UsageError
 from manualpar.training.inspection import inspect_command
 from manualpar.training.inspection_flags import inspect_flags_parser, parse_inspect_command
 from manualpar.training.inspection_report import describe_fit
+from manualpar.usage import UsageError
 
 CONFIGS = experiment.DEFAULT_CONFIG.parent
 FSDP, DP, HSDP, LM = (f"--config={CONFIGS / name}.py" for name in ("fsdp", "dp", "hsdp", "fsdp_lm"))
@@ -257,9 +257,9 @@ def test_memory_is_a_size_or_a_chip():
         ),
         (["--config.nonsense=1"], "the config has no field 'nonsense'"),
         (["--devises=8"], "--devises is not a known flag; the nearest one is --devices."),
-        (["--devices=0"], "--devices=0: expected at least 1 device."),
-        (["--devices=many"], "--devices=many: expected an integer."),
-        (["configs/fsdp.py"], "'configs/fsdp.py' is not understood, expected flags such as --dev"),
+        (["--devices=0"], "--devices=0: expected at least 1 device to simulate."),
+        (["--devices=many"], "--devices=many: expected an integer without point or exponent."),
+        (["configs/fsdp.py"], "'configs/fsdp.py' is not understood, expected flags such as --con"),
         (["--write_budget"], "--write_budget needs the name of the file, as in --budget="),
         (["--memory=v99"], "--memory=v99: expected a size such as 16GiB, or a chip: chip 'v99' is"),
     ],
@@ -308,7 +308,7 @@ def test_ctrl_c_is_not_a_traceback(monkeypatch, capsys):
 
     monkeypatch.setattr(inspection, "prepare", interrupt)
     assert _run(*SMALL, *ABSTRACT) == 130
-    assert capsys.readouterr().err == "error: interrupted\n"
+    assert capsys.readouterr().err == "error: interrupted; nothing was written\n"
 
 
 @pytest.mark.slow

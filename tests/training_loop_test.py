@@ -15,10 +15,10 @@ from manualpar.checkpoints import Restored
 from manualpar.cluster import Cluster
 from manualpar.data import ArraySplit, Dataset, train_batch
 from manualpar.guards.replicas import ReplicaError
-from manualpar.training import hooks
+from manualpar.training import trainer
 from manualpar.training.loop import START, Position, StoppedError, postponed_interrupt
 from manualpar.training.recorder import LAG, NonFiniteError, Recorder
-from manualpar.training.saving import MAX_ROLLBACKS, RunSaver
+from manualpar.training.trainer import MAX_ROLLBACKS, Trainer
 from manualpar.watching.profiling import StepProfiler
 from manualpar.watching.stalls import StallDetector
 
@@ -169,27 +169,17 @@ class Run:
         )
         task = types.SimpleNamespace(dataset=DATASET)
         experiment = types.SimpleNamespace(config=self.config, program=self.program, task=task)
-        detector = StallDetector(0)
-        return hooks.train(
-            self.config,
-            self.program,
-            DATASET,
-            state=self.position.step,
-            position=self.position,
-            recorder=recorder,
-            saver=RunSaver(
-                self.checkpoints,
-                experiment,
-                recorder,
-                self.reports,
-                self.cluster,
-                detector,
-                self.lines.append,
-            ),
-            cluster=self.cluster,
-            detector=detector,
-            profiler=self.profiler,
+        trainer = Trainer(
+            experiment,
+            self.checkpoints,
+            recorder,
+            self.reports,
+            self.cluster,
+            StallDetector(0),
+            self.profiler,
+            self.lines.append,
         )
+        return trainer.train(self.position.step, self.position)
 
     def __call__(self) -> "Run":
         try:
@@ -383,7 +373,7 @@ def fail_at(monkeypatch) -> dict[str, int | None]:
             if state == failing["step"]:
                 raise ReplicaError("'params/x' is not the same, ...")
 
-    monkeypatch.setattr(hooks, "ReplicaSentinel", Sentinel)
+    monkeypatch.setattr(trainer, "ReplicaSentinel", Sentinel)
     return failing
 
 

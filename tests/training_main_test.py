@@ -11,7 +11,7 @@ import pytest
 from manualpar.core.strategy import MODES
 from manualpar.strategies import strategy_kinds
 from manualpar.training import main
-from manualpar.training.command_line import CommandLine, parse_command_line
+from manualpar.training.command_line import CommandLine, flags_parser, parse_command_line
 from manualpar.training.experiment import prepare
 from manualpar.training.main import run_command
 from tests.replicas_test import break_leaf
@@ -244,7 +244,7 @@ def test_ctrl_c_before_training_is_not_a_traceback_either(monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["dp", "fsdp", "hsdp", "zero"])
 def test_help_lists_flags_and_fields(name, capsys):
     experiment = importlib.import_module(f"experiments.{name}")
-    parse = main.flags_parser(experiment.__doc__, experiment.DEFAULT_CONFIG)
+    parse = flags_parser(experiment.__doc__, experiment.DEFAULT_CONFIG)
     with pytest.raises(SystemExit) as ended:
         parse(["program", "--help"])
     assert ended.value.code == 0

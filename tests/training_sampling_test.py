@@ -10,7 +10,7 @@ import pytest
 
 from manualpar import Batch, fsdp, make_mesh
 from manualpar.models import Transformer
-from manualpar.training.losses import language_model_loss
+from manualpar.training.cross_entropy import language_model_loss
 from manualpar.training.sampling import sample_tokens
 
 VOCABULARY = 10

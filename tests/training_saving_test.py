@@ -7,9 +7,10 @@ import types
 import pytest
 
 from manualpar.checkpoints import CheckpointError, Restored
-from manualpar.training.command_line import UsageError, load_config
+from manualpar.training.config_files import load_config
 from manualpar.training.saving import check_continues, restore
 from manualpar.training.workdir import check_folder
+from manualpar.usage import UsageError
 from tests.runs import ROOT
 
 CONFIG = ROOT / "configs" / "fsdp.py"

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from manualpar.checkpoints.retention import list_steps
-from manualpar.training.command_line import UsageError
 from manualpar.training.workdir_lock import LOCK_FILE, lock_workdir
+from manualpar.usage import UsageError
 from manualpar.watching.durable_files import WriteError
 from manualpar.watching.run_record import read_run
 from tests.cluster_processes import HANG_SECONDS

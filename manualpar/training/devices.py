@@ -1,4 +1,4 @@
-"""Simulated devices: a CPU that passes for several, so that every strategy runs everywhere."""
+"""Simulated devices: one CPU stands in for several, so that every strategy runs everywhere."""
 
 import os
 
@@ -7,24 +7,24 @@ import jax
 from manualpar.sharding.mesh import how_to_simulate
 
 DEFAULT_COUNT = 8
-# Each takes a thread, and the stack of one; a machine has some tens of thousands.
+# Each takes a thread with a stack, and a machine has some tens of thousands of threads.
 MOST = 4096
 
 
 def simulate_devices(count: int | None, *, force: bool = False) -> None:
-    """Chooses the devices of this process; call it before anything has asked jax for one.
+    """Chooses the devices of this process; call it before anything asks jax for a device.
 
     Args:
       count: How many CPU devices to simulate, whatever else the machine has. `None` simulates eight
-        where the CPU would be the only device there is. It leaves accelerators alone, and anybody
-        who has already said how many CPU devices to make, by `JAX_NUM_CPU_DEVICES` or
-        `--xla_force_host_platform_device_count` in `XLA_FLAGS`.
+        where the CPU would be the only device. It changes nothing where there are accelerators, or
+        where `JAX_NUM_CPU_DEVICES`, or `--xla_force_host_platform_device_count` in `XLA_FLAGS`, has
+        chosen a number.
       force: Whether `count` may be more than `MOST`.
 
     Raises:
-      ValueError: `count` is more.
-      RuntimeError: JAX already has its devices, and other ones. The message says what to restart
-        and what to run first.
+      ValueError: `count` is more than `MOST`.
+      RuntimeError: JAX already has other devices. The message says what to restart and what to run
+        first.
     """
     if count is not None and count > MOST and not force:
         raise ValueError(
@@ -41,7 +41,6 @@ def simulate_devices(count: int | None, *, force: bool = False) -> None:
 
 
 def _choose(count: int, *, accepts_accelerators: bool) -> None:
-    """Chooses the number of CPU devices; one that JAX has started with will do."""
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # JAX has started.
@@ -55,7 +54,6 @@ def _choose(count: int, *, accepts_accelerators: bool) -> None:
 
 
 def _cpu_devices_chosen() -> bool:
-    """Whether the environment or the program has said how many devices the CPU is to be."""
     flag = "xla_force_host_platform_device_count"
     return flag in os.environ.get("XLA_FLAGS", "") or jax.config.values["jax_num_cpu_devices"] != -1
 

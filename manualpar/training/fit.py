@@ -1,8 +1,8 @@
 """Refuses a run that cannot fit into memory, before anything is allocated or compiled.
 
-What a device holds at the fullest moment of a step is read from the traced step, see
-`manualpar.inspect.memory`. The state and the batch are exact. The rest is an estimate, and XLA may
-do with less: what fits into `SLACK` times the memory there is may start.
+The most that a device holds in a step is read from the traced step, see `manualpar.inspect.memory`.
+The state and the batch are exact. The rest is an estimate, and XLA may need less, so that a step
+may start that fits into `SLACK` times the memory.
 """
 
 import contextlib
@@ -31,10 +31,7 @@ SIZES = (
 
 
 def check_fits(experiment: Experiment) -> None:
-    """Refuses an experiment that certainly does not fit into memory.
-
-    Args:
-      experiment: What is to run, on devices that there are.
+    """Refuses an experiment that certainly does not fit into the memory of its devices.
 
     Raises:
       ValueError: It does not fit; the message names the fields that its size depends on.
@@ -49,28 +46,25 @@ def check_fits(experiment: Experiment) -> None:
             f"that are read ahead take {describe_bytes(waiting)}, and this machine has "
             f"{describe_bytes(host)}; {smaller}."
         )
-    there, owner = host // len(devices), "its part of this machine's memory"
+    available, owner = host // len(devices), "its part of this machine's memory"
     stats = [device.memory_stats() or {} for device in devices]
     if limits := [entry["bytes_limit"] for entry in stats if "bytes_limit" in entry]:
-        there, owner = min(limits), "its memory"
+        available, owner = min(limits), "its memory"
     parts = least_bytes(program)
-    if sum(parts.values()) > there:
+    if sum(parts.values()) > available:
         shown = ", ".join(f"{name} {describe_bytes(size)}" for name, size in parts.items())
         raise ValueError(
             f"{_sizes(experiment)}: a step takes at least {describe_bytes(sum(parts.values()))} on "
-            f"a device ({shown}), and {owner} is {describe_bytes(there)}; {smaller}."
+            f"a device ({shown}), and {owner} is {describe_bytes(available)}; {smaller}."
         )
 
 
 def least_bytes(program: Program) -> dict[str, int]:
-    """The bytes that a training step takes on a device, at the very least.
-
-    Args:
-      program: The program; it need not have been compiled.
+    """The least bytes that a training step takes on a device; nothing is compiled.
 
     Returns:
-      The bytes of `state` and `batch`, and those that `activations` and whatever else is there
-      within a step take besides: the estimate of `step_memory`, as far as it is beyond doubt.
+      The bytes of `state` and `batch`, and of `activations`: the part of the estimate of
+      `step_memory` that is beyond doubt, without those two.
     """
     state, batch = (
         state_bytes(tree)[0] for tree in (program.abstract_state, program.abstract_batch)
@@ -84,7 +78,7 @@ def least_bytes(program: Program) -> dict[str, int]:
 
 
 def host_memory() -> int:
-    """The bytes of memory that this machine has, or that its container may have if that is less."""
+    """The bytes of memory of this machine, or of its container if that has less."""
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in CONTROL_GROUPS:
         with contextlib.suppress(OSError, ValueError):  # There is none, or it says `max`.
@@ -93,7 +87,7 @@ def host_memory() -> int:
 
 
 def _sizes(experiment: Experiment) -> str:
-    """The fields that its size depends on, and the vocabulary, as far as it has them."""
+    """The fields that the size of a step depends on, and the vocabulary, as far as there are."""
     config = experiment.config
     groups = (name.split(".") for name in SIZES)
     found = [f"config.{a}.{b} is {config[a][b]}" for a, b in groups if b in config[a]]

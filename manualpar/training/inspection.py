@@ -11,15 +11,12 @@ Exit codes: 0 if all went well, 1 if a budget is broken, 2 for a mistake of the 
 Ctrl-C.
 """
 
-import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import rich.console
-from absl import logging
 
 from manualpar.inspect.budget_writing import budget_text, replace_budget
 from manualpar.inspect.budgets import (
@@ -33,10 +30,11 @@ from manualpar.inspect.budgets import (
 from manualpar.inspect.ledger_difference import Json, compare_ledgers
 from manualpar.inspect.provenance import compiled_scopes, module_of, purpose_in
 from manualpar.inspect.step_ledger import ledger
-from manualpar.training.command_line import UsageError
+from manualpar.training.command_line import answer, write_json
+from manualpar.training.config_files import NamedConfig
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import prepare
-from manualpar.training.inspection_flags import InspectCommand, Named
+from manualpar.training.inspection_flags import InspectCommand
 from manualpar.training.inspection_picture import Bound, draw_ledgers
 from manualpar.training.inspection_report import (
     describe_fit,
@@ -45,9 +43,9 @@ from manualpar.training.inspection_report import (
     print_summary,
     print_verdict,
 )
-from manualpar.training.main import INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE, print_error
 from manualpar.untrusted import read_object
-from manualpar.watching.screen import make_console, print_line
+from manualpar.usage import UsageError, print_error
+from manualpar.watching.screen import print_line
 from manualpar.watching.writers import check_workdir, create_numbered_folder
 
 BROKEN_EXIT_CODE = 1
@@ -57,33 +55,24 @@ NEEDED = ("mesh", "bytes", "counts", "collectives", "flops", "memory", "compiled
 
 
 def inspect_command(command: InspectCommand) -> int:
-    """Does what a command line asks for, for `absl.app.run`.
+    """Does what a command line asks for, for `absl.app.run`; returns the exit code."""
+    broken: list[str] = []
 
-    Args:
-      command: The command line.
+    def work(console: rich.console.Console) -> Path:
+        try:
+            output, sentences = _inspect(command, console)
+        except BudgetError as error:
+            raise UsageError(str(error)) from error
+        broken.extend(sentences)
+        return output
 
-    Returns:
-      The exit code, see the module.
-    """
-    started = time.perf_counter()
-    logging.set_verbosity(logging.WARNING)  # At its default absl shows jax's notes on backends.
-    console = make_console()
-    try:
-        output, broken = _inspect(command, console)
-    except (UsageError, BudgetError) as error:
-        print_error(error)
-        return USAGE_EXIT_CODE
-    except KeyboardInterrupt:
-        print_error("interrupted")
-        return INTERRUPTED_EXIT_CODE
-    print_line(console, f"time: {time.perf_counter() - started:.1f} s")
-    print_line(console, f"results: {output}")
+    code = answer(work)
     for sentence in broken:
         print_error(f"over budget: {sentence}")
-    return BROKEN_EXIT_CODE if broken else 0
+    return BROKEN_EXIT_CODE if broken else code
 
 
-def read_ledger(named: Named, *, devices: int | None, compile: bool) -> dict[str, Any]:
+def read_ledger(named: NamedConfig, *, devices: int | None, compile: bool) -> dict[str, Any]:
     """Traces the step of a config, and compiles it if asked to.
 
     Args:
@@ -223,8 +212,7 @@ def _write(
         output = command.output or create_numbered_folder(Path("runs") / "inspect")
         output.mkdir(parents=True, exist_ok=True)
         for name, found in ledgers.items():
-            text = json.dumps(found, indent=2, allow_nan=False)
-            (output / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+            write_json(output / f"{name}.json", found)
         draw_ledgers(ledgers, output / PICTURE, bounds=bounds)
     except OSError as error:
         raise UsageError(

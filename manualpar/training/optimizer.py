@@ -1,7 +1,7 @@
-"""AdamW, with a warm-up, a cosine decay, and no weight decay where it has no business.
+"""AdamW with a warm-up, a cosine decay, and weight decay for matrices alone.
 
-With peak p, w warm-up steps and T steps in all, update s (counted from 0) has the learning rate p
-(s + 1) / (w + 1) in the warm-up and then falls along half a cosine from p to 0 at step T.
+With peak p, w warm-up steps and T steps in all, update s (counted from 0) has the learning rate
+p (s + 1) / (w + 1) in the warm-up, and then half a cosine from p to 0 at step T.
 
 Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
 """
@@ -15,17 +15,15 @@ import optax
 def warmup_cosine_schedule(
     learning_rate: float, *, warmup_steps: int, num_steps: int
 ) -> optax.Schedule:
-    """The learning rate of each update.
+    """The learning rate as a function of the number of updates made before.
+
+    It is positive at the first update, so that no batch is wasted. A run that is shorter than its
+    warm-up ends within it.
 
     Args:
       learning_rate: The peak.
-      warmup_steps: Updates before the peak; 0 for none. A run shorter than its warm-up ends within
-        it.
+      warmup_steps: Updates before the peak; 0 for none.
       num_steps: Updates in all.
-
-    Returns:
-      A function of the number of updates already made. It is positive at the first: that batch is
-      not wasted.
     """
     cosine = optax.cosine_decay_schedule(learning_rate, max(num_steps - warmup_steps, 1))
     if not warmup_steps:
@@ -36,10 +34,9 @@ def warmup_cosine_schedule(
 
 
 def weight_decay_mask(params: Any) -> Any:
-    """Says of each parameter whether to decay it.
+    """Whether to decay each parameter: not biases, scales, and arrays of less than two dims.
 
-    Spared are biases and scales by their name, since a scanned layer's have two dimensions, and
-    whatever else has fewer than two.
+    Biases and scales are found by their names, because those of a scanned layer have two dims.
     """
 
     def decays(path: jax.tree_util.KeyPath, value: Any) -> bool:
@@ -57,18 +54,15 @@ def adamw(
     b2: float = 0.999,
     clip_norm: float = 0.0,
 ) -> optax.GradientTransformation:
-    """AdamW that spares what `weight_decay_mask` spares.
+    """AdamW that decays what `weight_decay_mask` selects.
 
     Args:
       schedule: The learning rate of each update.
-      weight_decay: The share of a weight that goes in an update, in parts of the learning rate.
-      b1: How much of the mean of gradients stays in an update.
-      b2: How much of the mean of their squares does.
-      clip_norm: The largest global norm of a gradient, which a larger one is scaled down to; 0 for
-        any.
-
-    Returns:
-      The optimizer.
+      weight_decay: The decay of a weight in an update, as a multiple of the learning rate.
+      b1: The decay rate of the mean of gradients.
+      b2: The decay rate of the mean of their squares.
+      clip_norm: The largest global norm of a gradient, to which a larger one is scaled down; 0 for
+        no limit.
     """
     update = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=weight_decay_mask)
     return optax.chain(optax.clip_by_global_norm(clip_norm), update) if clip_norm else update

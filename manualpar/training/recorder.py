@@ -1,12 +1,12 @@
-"""Takes metrics off the device, a few steps behind the step that is being dispatched, and reports.
+"""Fetches metrics from the device, a few steps behind the step being dispatched, and reports them.
 
-Dispatching a step takes no time, waiting for its metrics does, and a device that nobody feeds
-meanwhile idles. So metrics stay on the device in a queue, and those of a step are fetched once
-`LAG` later steps have been dispatched. Evaluation goes through the same queue. A checkpoint and the
-end of the training empty it.
+Dispatching a step takes no time, but waiting for its metrics does, and meanwhile a device with
+nothing in its queue idles. So metrics stay on the device in a queue, and those of a step are
+fetched once `LAG` later steps have been dispatched. Evaluation uses the same queue. A checkpoint
+and the end of the training empty it.
 
-What is reported comes in two kinds: metrics, which are the same in every run of a config, and
-rates, which depend on the machine and the moment.
+A report has metrics, which are the same in every run of a config, and rates, which depend on the
+machine and the moment.
 """
 
 import collections
@@ -18,32 +18,26 @@ from typing import Any, Protocol
 from manualpar.metrics import Metrics, add_metrics, fetch_metrics, mean_metrics
 from manualpar.watching.writers import RunWriter
 
-# Small also because of simulated devices: XLA:CPU takes no more than 32 computations in flight, and
-# collectives of a loop that runs further ahead wait for each other until it aborts the process.
+# Small also because XLA:CPU, which simulates devices, takes at most 32 computations in flight.
+# Collectives of a loop that runs further ahead wait for each other until XLA aborts the process.
 LAG = 2
 
-NONFINITE = "nonfinite"  # The metric that programs add when they look for it.
+NONFINITE = "nonfinite"  # The metric of a program that looks for infinities and NaN.
 SKIPPED = "skipped_steps"
-
-Rates = Callable[[int, float], Mapping[str, float]]
 
 
 class Screen(Protocol):
     """Shows reports."""
 
     def advance(self, step: int) -> None:
-        """Says that `step` updates are done."""
+        """Shows that `step` updates are done."""
 
     def report(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
         """Shows metrics and rates of `split` after `step` updates."""
 
 
 class NonFiniteError(Exception):
-    """The loss or a gradient of a step is infinite or not a number.
-
-    Attributes:
-      step: Which, from 1.
-    """
+    """The loss or a gradient of a step, counted from 1, is infinite or not a number."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"the loss or a gradient of step {step} is not finite")
@@ -53,10 +47,7 @@ class NonFiniteError(Exception):
 def parse_state(
     state: Mapping[str, Any],
 ) -> tuple[dict[str, Metrics], dict[str, dict[str, float]], int]:
-    """What a `Recorder.state()` says, once it was stored as JSON.
-
-    Args:
-      state: The object.
+    """Reads a `Recorder.state()` that was stored as JSON.
 
     Returns:
       The totals and the latest report of each split, and the number of steps that were skipped.
@@ -65,7 +56,7 @@ def parse_state(
       Exception: It is no such state.
     """
     totals: dict[str, Metrics] = {
-        split: {name: (float(first), float(second)) for name, (first, second) in metrics.items()}
+        split: {name: (float(total), float(count)) for name, (total, count) in metrics.items()}
         for split, metrics in state["totals"].items()
     }
     latest = {
@@ -76,11 +67,11 @@ def parse_state(
 
 
 class Recorder:
-    """Takes in the metrics of steps in the order of dispatch and reports their means when there.
+    """Receives the metrics of steps in the order of dispatch, and reports their means.
 
-    A training report has the mean over the steps since the one before and the learning rate of the
-    last of them; its rates count the time of training steps only, and neither the first step of the
-    process, which compiles, nor evaluation, nor what `leave_out` was told.
+    A training report has the mean over the steps since the report before, and the learning rate of
+    the last of them. Its rates count the time of training steps alone: neither the first step of
+    the process, which compiles, nor evaluation, nor the time within `leave_out`.
     """
 
     def __init__(
@@ -89,20 +80,20 @@ class Recorder:
         screen: Screen,
         *,
         learning_rate: Callable[[int], Any],
-        rates: Rates,
+        rates: Callable[[int, float], Mapping[str, float]],
         derive: Callable[[str, dict[str, float]], dict[str, float]] = lambda split, means: means,
         skips_nonfinite: bool = False,
     ) -> None:
-        """Starts with nothing queued.
+        """Starts with an empty queue.
 
         Args:
-          writer: Who is told first.
-          screen: Who is told then, and of every training step that is done.
-          learning_rate: A function of the updates made before; a number, on a device or not.
-          rates: What to report about so many steps that took so many seconds.
-          derive: Turns the means of a split into what is reported of it.
-          skips_nonfinite: Whether the program skips the update of a step that is not finite; such
-            steps are then counted and leave the means alone. Otherwise they are an error.
+          writer: Receives every report first, before the screen.
+          screen: Receives every report, and the number of every training step that is done.
+          learning_rate: A function of the number of updates made before.
+          rates: The rates of so many steps that took so many seconds.
+          derive: Turns the means of a split into what is reported.
+          skips_nonfinite: Whether the program skips the update of a step that is not finite. Such
+            steps are counted then and not part of the means; otherwise they are an error.
         """
         self._writer = writer
         self._screen = screen
@@ -116,17 +107,16 @@ class Recorder:
         self._skipped = 0
         self._fetched_at: float | None = None
         self._has_compiled = False
-        self._timed_steps = 0
-        self._timed_seconds = 0.0
+        self._timed_steps, self._timed_seconds = 0, 0.0
 
     def put(self, split: str, step: int, metrics: Metrics, *, report: bool) -> None:
         """Queues metrics of `split` after `step` updates; with `report` they complete a report.
 
         Raises:
-          NonFiniteError: An earlier step, now fetched, was not finite.
+          NonFiniteError: An earlier step, fetched now, was not finite.
         """
-        # A schedule computes on the device as well, after all that is queued there: asked for when
-        # it is reported, it would wait until the device has nothing left to do.
+        # A schedule is computed on the device too, behind everything that is queued there. Computed
+        # when it is reported, it would wait until the device has nothing left to do.
         rate = self._learning_rate(step - 1) if report and split == "train" else None
         self._queue.append((split, step, metrics, report, rate))
         if len(self._queue) > LAG:
@@ -150,33 +140,33 @@ class Recorder:
             self._fetched_at += time.perf_counter() - started
 
     def latest(self, split: str) -> dict[str, float]:
-        """The latest report of `split`; nothing if there was none."""
+        """The latest report of `split`; empty if there was none."""
         return self._latest.get(split, {})
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on from here must know, as JSON; the queue must be empty."""
+        """Everything that a run needs to go on from here, as JSON; the queue must be empty."""
         assert not self._queue, "drained before"
         totals = {split: dict(metrics) for split, metrics in self._totals.items()}
         return {"totals": totals, "latest": self._latest, "skipped": self._skipped}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state()`, forgetting what is queued."""
+        """Goes on from a `state()`, and forgets what is queued."""
         self._queue.clear()
         self._totals, self._latest, self._skipped = parse_state(state)
         self._fetched_at = None
         self._timed_steps, self._timed_seconds = 0, 0.0
 
     def _fetch_oldest(self) -> None:
-        """Waits for the oldest entry of the queue and adds it up; reports if it is to be."""
         split, step, device_metrics, report, rate = self._queue.popleft()
         metrics: dict[str, Any] = fetch_metrics(device_metrics)
         is_nonfinite = bool(metrics.pop(NONFINITE, (0.0, 1.0))[0])
+        is_fatal = is_nonfinite and not self._skips_nonfinite
         if is_nonfinite and self._skips_nonfinite:
             self._skipped += 1
             metrics = dict.fromkeys(metrics, (0.0, 0.0))
         self._totals[split] = add_metrics(self._totals.get(split), metrics)
-        # The device works through the queue in order: what passed since the last fetch went into
-        # this entry.
+        # The device works through the queue in order, so that the time since the last fetch went
+        # into this entry.
         now, before = time.perf_counter(), self._fetched_at
         self._fetched_at = now
         if split == "train":
@@ -185,14 +175,12 @@ class Recorder:
                 self._timed_seconds += now - before
             self._has_compiled = True
             self._screen.advance(step)
-        is_fatal = is_nonfinite and not self._skips_nonfinite
         if report or is_fatal:
             self._report(split, step, rate)
         if is_fatal:
             raise NonFiniteError(step)
 
     def _report(self, split: str, step: int, rate: Any) -> None:
-        """Reports what has been added up for a split; `rate` is the learning rate, if known."""
         means = self._derive(split, mean_metrics(self._totals.pop(split)))
         rates: Mapping[str, float] = {}
         if split == "train":

@@ -19,15 +19,15 @@ from manualpar.inspect import draw_sharding, layout_table, state_bytes
 from manualpar.sharding.layout import unpad_whole
 from manualpar.sharding.mesh import axes_size, axis_tuple, describe_hosts
 from manualpar.train_state import TrainState
-from manualpar.training.command_line import UsageError
 from manualpar.training.devices import describe_mesh
 from manualpar.training.experiment import Experiment
-from manualpar.training.hooks import train
 from manualpar.training.loop import START
 from manualpar.training.recorder import Recorder
-from manualpar.training.saving import RunSaver, open_checkpoints, position_of, restore
+from manualpar.training.saving import open_checkpoints, position_of, restore
+from manualpar.training.trainer import Trainer
 from manualpar.training.workdir import check_folder
 from manualpar.training.workdir_lock import lock_workdir
+from manualpar.usage import UsageError
 from manualpar.watching.durable_files import WriteError
 from manualpar.watching.profiling import StepProfiler, parse_profile
 from manualpar.watching.report import write_report
@@ -36,16 +36,9 @@ from manualpar.watching.stalls import StallDetector
 from manualpar.watching.throughput import Throughput, lowest_peak, memory_in_use
 from manualpar.watching.writers import METRICS_FILE, PLACED_FILES, RunWriter
 
-Say = Callable[[str], None]
-
 
 class Result(NamedTuple):
-    """The outcome of a run.
-
-    Attributes:
-      metrics: The metrics of the test examples.
-      sample: A text that the trained model generated, if it generates any.
-    """
+    """The metrics of the test examples, and a text from the trained model, if it generates any."""
 
     metrics: dict[str, float]
     sample: str = ""
@@ -69,14 +62,11 @@ def run(
       on_error: Called with an error before anything is closed, because with several processes
         closing waits for the others, which may wait for this one.
 
-    Returns:
-      The result.
-
     Raises:
       CheckpointError: A checkpoint cannot be read or written.
       UsageError: The folder holds the run of another config, or another run is using it.
       WriteError: The folder cannot be written to.
-      StoppedError, KeyboardInterrupt, NonFiniteError, ReplicaError: See `hooks.train`.
+      StoppedError, KeyboardInterrupt, NonFiniteError, ReplicaError: See `Trainer.train`.
     """
     say = functools.partial(print_line, console)
     with contextlib.ExitStack() as stack:
@@ -118,17 +108,35 @@ def _run(
         say(f"going on from the checkpoint of step {restored.step} in {workdir}")
     position = position_of(restored) if restored else START
     with contextlib.ExitStack() as stack:
-        writer = _open_writer(experiment, workdir, restored, process=cluster.process_id, say=say)
+        place = restored.extra["files"] if restored else None
+        if place is None and (workdir / METRICS_FILE).exists():
+            # A run that ended before its first checkpoint begins again.
+            place = dict.fromkeys(PLACED_FILES, 0)
+        writer = RunWriter(
+            workdir,
+            config=config.to_dict(),
+            place=place,
+            step=position.step,
+            report=say,
+            process=cluster.process_id,
+        )
         stack.enter_context(writer)
         if cluster.is_main:
-            stack.push(_report_at_end(experiment, workdir, say))
+            stack.push(functools.partial(_write_report, experiment, workdir, say))
         progress = TrainingProgress(
             console,
             num_steps=config.training.num_steps,
             first_step=position.step,
             state_bytes=state_bytes(program.abstract_state)[0],
         )
-        recorder = _make_recorder(experiment, writer, stack.enter_context(progress))
+        recorder = Recorder(
+            writer,
+            stack.enter_context(progress),
+            learning_rate=experiment.schedule,
+            rates=_rates(experiment),
+            derive=task.derive,
+            skips_nonfinite=config.training.on_nonfinite == "skip",
+        )
         if restored:
             recorder.resume(restored.extra["recorder"])
         detector = StallDetector(
@@ -136,20 +144,13 @@ def _run(
         )
         # Processes of one host would write to the same file.
         profiled = parse_profile(config.profile) if cluster.is_main else None
+        profiler = StepProfiler(profiled, workdir / "profile", say=say)
         state = restored.state if restored else program.init(jax.random.key(config.seed))
         restored = None  # Its state is donated to the first step.
-        state = train(
-            config,
-            program,
-            task.dataset,
-            state=state,
-            position=position,
-            recorder=recorder,
-            saver=RunSaver(checkpoints, experiment, recorder, writer, cluster, detector, say),
-            cluster=cluster,
-            detector=detector,
-            profiler=StepProfiler(profiled, workdir / "profile", say=say),
+        trainer = Trainer(
+            experiment, checkpoints, recorder, writer, cluster, detector, profiler, report=say
         )
+        state = trainer.train(state, position)
         sample = ""
         if task.sample:
             sample = task.sample(_without_padding(program, state), jax.random.key(config.seed))
@@ -157,32 +158,22 @@ def _run(
 
 
 def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console.Console) -> None:
-    """Shows the mesh and the layout."""
-    config, program = experiment.config, experiment.program
-    hosts = describe_hosts(program.mesh)
-    print_line(console, f"mesh: {describe_mesh(program.mesh)}{hosts and f' ({hosts})'}")
+    """Shows the mesh, the layout, and how much of the state there are copies of to compare."""
+    debug, program = experiment.config.debug, experiment.program
+    mesh, hosts = program.mesh, describe_hosts(program.mesh)
+    print_line(console, f"mesh: {describe_mesh(mesh)}{hosts and f' ({hosts})'}")
     console.print(layout_table(program))
-    if config.debug.draw_sharding and cluster.is_main:
-        draw_sharding(program.abstract_state.params, config.debug.draw_sharding)
-    if config.debug.check_replicas_every:
-        print_line(console, _describe_check(program, config.debug.check_replicas_every))
-
-
-def _open_writer(
-    experiment: Experiment,
-    workdir: Path,
-    restored: Restored | None,
-    *,
-    process: int,
-    say: Say,
-) -> RunWriter:
-    """Opens the files of a run, cut back to what they were at its checkpoint."""
-    step, place = (restored.step, restored.extra["files"]) if restored else (0, None)
-    if place is None and (workdir / METRICS_FILE).exists():
-        # A run that ended before its first checkpoint begins again.
-        place = dict.fromkeys(PLACED_FILES, 0)
-    config = experiment.config.to_dict()
-    return RunWriter(workdir, config=config, place=place, step=step, report=say, process=process)
+    if debug.draw_sharding and cluster.is_main:
+        draw_sharding(program.abstract_state.params, debug.draw_sharding)
+    if every := debug.check_replicas_every:
+        specs = jax.tree.leaves(program.layout)
+        parts = [math.prod(axes_size(mesh, axis_tuple(entry)) for entry in spec) for spec in specs]
+        copied = sum(number < mesh.size for number in parts)
+        steps = "every step" if every == 1 else f"every {every} steps"
+        words = f"{steps}, {copied} of {len(specs)} arrays have copies to compare"
+        if not copied:
+            words = "nothing to compare, each part of the state is on one device only"
+        print_line(console, f"replica check: {words}")
 
 
 def _without_padding(program: Program, state: TrainState) -> TrainState:
@@ -197,66 +188,48 @@ def _without_padding(program: Program, state: TrainState) -> TrainState:
     return state.replace(params=jax.tree.map(take_off, state.params, program.whole_state.params))
 
 
-def _report_at_end(experiment: Experiment, workdir: Path, say: Say) -> Callable[..., None]:
-    """A function that writes the report of a run, however that ended."""
+def _write_report(
+    experiment: Experiment,
+    workdir: Path,
+    say: Callable[[str], None],
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: object,
+) -> None:
+    """Writes the report of a run, however that ended; takes what a context's exit does."""
+    del kind, traceback
     program = experiment.program
-
-    def write(
-        kind: type[BaseException] | None, error: BaseException | None, traceback: object
-    ) -> None:
-        facts = {
-            "ended": "finished" if error is None else f"{type(error).__name__}: {error}",
-            "strategy": f"{program.strategy.name}, mode {program.mode}",
-            "mesh": describe_mesh(program.mesh),
-            "parameters": f"{sum(math.prod(info.shape) for info, _ in program.parameters):,}",
-            "state on the fullest device": describe_bytes(state_bytes(program.abstract_state)[0]),
-            "manualpar": importlib.metadata.version("manualpar"),
-            "jax": jax.__version__,
-        }
-        try:
-            write_report(workdir, title=str(workdir), facts=facts, report=say)
-        except WriteError as failure:
-            if error is None:
-                raise
-            error.add_note(str(failure))  # The first error is the one to see.
-
-    return write
+    facts = {
+        "ended": "finished" if error is None else f"{type(error).__name__}: {error}",
+        "strategy": f"{program.strategy.name}, mode {program.mode}",
+        "mesh": describe_mesh(program.mesh),
+        "parameters": f"{sum(math.prod(info.shape) for info, _ in program.parameters):,}",
+        "state on the fullest device": describe_bytes(state_bytes(program.abstract_state)[0]),
+        "manualpar": importlib.metadata.version("manualpar"),
+        "jax": jax.__version__,
+    }
+    try:
+        write_report(workdir, title=str(workdir), facts=facts, report=say)
+    except WriteError as failure:
+        if error is None:
+            raise
+        error.add_note(str(failure))  # The first error is the one to see.
 
 
-def _make_recorder(
-    experiment: Experiment, writer: RunWriter, progress: TrainingProgress
-) -> Recorder:
-    config, task = experiment.config, experiment.task
-    mesh = experiment.program.mesh
+def _rates(experiment: Experiment) -> Callable[[int, float], dict[str, float]]:
+    """A function of a number of steps and seconds that returns the rates to report."""
+    task, devices = experiment.task, experiment.program.mesh.devices
     throughput = Throughput(
-        examples_per_step=config.data.batch_size,
+        examples_per_step=experiment.config.data.batch_size,
         tokens_per_example=task.tokens_per_example or None,
         flops_per_example=task.flops_per_example,
-        num_devices=mesh.size,
-        peak=lowest_peak(mesh.devices.flat, config.model.dtype),
+        num_devices=devices.size,
+        peak=lowest_peak(devices.flat, experiment.config.model.dtype),
     )
 
     def rates(steps: int, seconds: float) -> dict[str, float]:
-        memory = memory_in_use(mesh.devices.flat)
+        memory = memory_in_use(devices.flat)
         used = {} if memory is None else {"memory_bytes": float(memory)}
         return throughput.rates(steps, seconds) | used
 
-    return Recorder(
-        writer,
-        progress,
-        learning_rate=experiment.schedule,
-        rates=rates,
-        derive=task.derive,
-        skips_nonfinite=config.training.on_nonfinite == "skip",
-    )
-
-
-def _describe_check(program: Program, every: int) -> str:
-    """A line about how much of the state there are copies of to compare."""
-    mesh, specs = program.mesh, jax.tree.leaves(program.layout)
-    parts = [math.prod(axes_size(mesh, axis_tuple(entry)) for entry in spec) for spec in specs]
-    copied = sum(number < mesh.size for number in parts)
-    if not copied:
-        return "replica check: nothing to compare, each part of the state is on one device only"
-    steps = "every step" if every == 1 else f"every {every} steps"
-    return f"replica check: {steps}, {copied} of {len(specs)} arrays have copies to compare"
+    return rates

@@ -1,8 +1,8 @@
 """Text from a language model: one token after the other, each drawn from the model's prediction.
 
-Nothing is cached between tokens. The model sees a window of fixed length, which holds the latest
-tokens and behind them zeros, of which a causal model knows nothing; when it is full it moves on by
-one. So everything is one loop in one program, compiled once, and works with any causal model.
+Nothing is cached between tokens. The model sees a window of fixed length: the latest tokens, and
+behind them zeros, which a causal model ignores. A full window moves on by one token. So one
+program, compiled once, runs all of it in a loop, with any causal model.
 
 Symbols: `B` prompts, `P` tokens of a prompt, `S` positions of the window, `V` the vocabulary, `T`
 tokens drawn.
@@ -32,27 +32,27 @@ def sample_tokens(
     """Continues prompts.
 
     Args:
-      apply_fn: The `apply` of a causal model, giving logits `[B, S, V]` of tokens `[B, S]`, such as
-        `state.apply_fn`.
+      apply_fn: The `apply` of a causal model, which returns logits `[B, S, V]` for tokens `[B, S]`,
+        such as `state.apply_fn`.
       params: Its parameters; global arrays may be sharded in any way, but not padded.
-      prompt: `int[P]`, or `int[B, P]` for several of one length, the same in every process. Of a
-        prompt that is longer than the window only the end is seen.
+      prompt: `int[P]`, or `int[B, P]` for several of one length, the same in every process. The
+        model sees only the end of a prompt that is longer than the window.
       num_tokens: How many tokens to draw, `T`.
-      sequence_length: The positions of the window, `S`: those the model was trained with.
-      temperature: What the logits are divided by; 0 takes the likeliest token.
-      rng: A key; with the same one the same tokens are drawn.
+      sequence_length: The positions of the window, `S`: those that the model was trained with.
+      temperature: The logits are divided by it; 0 takes the likeliest token.
+      rng: A key; the same key draws the same tokens.
 
     Returns:
-      `int32[T]` or `int32[B, T]`, what comes after the prompt; whole on every device.
+      `int32[T]` or `int32[B, T]`, the tokens after the prompt; replicated on all devices.
 
     Raises:
       TypeError: The prompt is not of integers.
-      ValueError: The prompt is empty or of another rank, a number is out of range.
+      ValueError: The prompt is empty or of another rank, or a number is out of range.
 
     Communication:
-      Whatever XLA derives from the parameters' shardings.
+      Whatever XLA derives from the shardings of the parameters.
     """
-    # On no device yet, so that it may go where the parameters are.
+    # In numpy, so that jax puts it where the parameters are.
     prompt = np.asarray(prompt)
     _check(prompt, num_tokens, sequence_length, temperature)
     prompt_BP = np.atleast_2d(prompt)[:, -sequence_length:].astype(np.int32)
@@ -83,14 +83,13 @@ def _sample(
     num_tokens: int,
     replicated: NamedSharding | None,
 ) -> jax.Array:
-    """Draws `[B, T]` tokens after the first `length` ones of the window."""
     sequence_length = window_BS.shape[1]
 
     def draw(carry: tuple[jax.Array, jax.Array], rng: jax.Array) -> Any:
         window_BS, length = carry
         logits_BSV = apply_fn({"params": params}, window_BS, train=False)
         logits_BV = jax.lax.dynamic_index_in_dim(logits_BSV, length - 1, axis=1, keepdims=False)
-        # Not divided by 0 where the result is not used.
+        # Where the temperature is 0 the result is not used, and must not be NaN.
         divisor = jnp.where(temperature > 0, temperature, 1)
         drawn_B = jax.random.categorical(rng, logits_BV / divisor)
         token_B = jnp.where(temperature > 0, drawn_B, logits_BV.argmax(axis=-1)).astype(jnp.int32)
@@ -102,16 +101,14 @@ def _sample(
 
     keys = jax.random.split(rng, num_tokens)
     tokens_TB = jax.lax.scan(draw, (window_BS, length), keys)[1]
-    # Otherwise a process might not get to see what lies with another one.
-    return (
-        tokens_TB.T
-        if replicated is None
-        else jax.lax.with_sharding_constraint(tokens_TB.T, replicated)
-    )
+    if replicated is None:
+        return tokens_TB.T
+    # Otherwise a process might not have all tokens.
+    return jax.lax.with_sharding_constraint(tokens_TB.T, replicated)
 
 
 def _replicated(params: Any) -> NamedSharding | None:
-    """The sharding of what is whole on all devices that parameters are on; `None` for just one."""
+    """The sharding that replicates over all devices of the parameters; `None` for one device."""
     for x in jax.tree.leaves(params):
         sharding = getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding):
@@ -120,7 +117,6 @@ def _replicated(params: Any) -> NamedSharding | None:
 
 
 def _check(prompt: np.ndarray, num_tokens: int, sequence_length: int, temperature: float) -> None:
-    """Refuses what cannot be continued."""
     if prompt.ndim not in (1, 2) or not prompt.size:
         raise ValueError(
             f"sample_tokens: prompt has the shape {prompt.shape}, expected [tokens] or [prompts, "

@@ -1,12 +1,11 @@
-"""A run's checkpoints: the state, and where its data, its metrics and its reports were.
+"""The checkpoints of a run, and whether a run goes on from one.
 
-A workdir holds `checkpoints/`, and a run that finds one there goes on from it. What a checkpoint
-has besides the arrays is JSON: the config, the place in the data, the sums of metrics that are not
-reported yet, and how long the files of metrics were, so that what was written after it can be cut
-off and is written again, the same.
+A workdir holds `checkpoints/`, and a run that finds one there goes on from it. Besides the arrays a
+checkpoint has the config, the position in the data, the sums of metrics that are not reported yet,
+and the lengths of the files of metrics, all as JSON. The lines that were written after it are cut
+off and written again, the same.
 """
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -19,21 +18,16 @@ from manualpar.checkpoints import CheckpointError, Checkpoints, Restored, check_
 from manualpar.checkpoints.failures import explain
 from manualpar.checkpoints.orbax_files import read_extra
 from manualpar.checkpoints.retention import list_steps
-from manualpar.cluster import Cluster
-from manualpar.train_state import TrainState
-from manualpar.training.command_line import UsageError
 from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
-from manualpar.training.loop import Loop, Position, StoppedError
-from manualpar.training.recorder import NonFiniteError, Recorder, parse_state
+from manualpar.training.loop import Position
+from manualpar.training.recorder import parse_state
 from manualpar.untrusted import parse_object, read_object
+from manualpar.usage import UsageError
 from manualpar.watching.rewinding import PLACED_FILES
-from manualpar.watching.stalls import StallDetector
-from manualpar.watching.writers import CONFIG_FILE, RunWriter
+from manualpar.watching.writers import CONFIG_FILE
 
 FOLDER = "checkpoints"
-# So many rollbacks without a new checkpoint between them, and it is not the data.
-MAX_ROLLBACKS = 3
 # Metrics of which the best is the largest.
 LARGE_IS_GOOD = frozenset({"accuracy"})
 
@@ -53,19 +47,14 @@ def open_checkpoints(config: ml_collections.ConfigDict, workdir: Path) -> Checkp
 def check_continues(config: ml_collections.ConfigDict, workdir: Path) -> list[str]:
     """Compares a config with that of the run that a workdir holds.
 
-    A checkpoint has the config of its run too, and what it says counts: `config.json` may be gone,
-    or from another run. The checkpoint is only looked at here; `restore` checks that it is whole,
-    and compares again.
-
-    Args:
-      config: What is asked for.
-      workdir: A folder, which need not exist.
+    The config in the newest checkpoint counts, because `config.json` may be gone or from another
+    run. The checkpoint is not verified here. `restore` verifies it, and compares again.
 
     Returns:
       The differences that are allowed, a sentence each; none if the folder holds no run.
 
     Raises:
-      ValueError: They differ in what a run cannot change; the message shows the differences.
+      ValueError: They differ in something that a run cannot change; the message shows it.
     """
     path = workdir / CONFIG_FILE
     written, saved, note = None, _saved_config(workdir), ""
@@ -89,7 +78,7 @@ def check_continues(config: ml_collections.ConfigDict, workdir: Path) -> list[st
 
 
 def _saved_config(workdir: Path) -> dict[str, Any] | None:
-    """The config in the newest checkpoint, flat; `None` if there is none, or it is not readable."""
+    """The config in the newest checkpoint, flat; `None` if there is no readable one."""
     steps = list_steps(workdir / FOLDER)
     try:
         config = read_extra(workdir / FOLDER / str(steps[-1])).get("config") if steps else None
@@ -112,131 +101,6 @@ def _compare(
         ) from error
 
 
-@dataclasses.dataclass
-class RunSaver:
-    """A hook, called after every step, that saves a run and stops it; it also rolls it back.
-
-    It saves as often as the config says, after the last step, and where the run is asked to stop.
-
-    Attributes:
-      checkpoints: Where to.
-      experiment: What is running.
-      recorder: Holds the metrics that are not reported yet.
-      writer: Writes the files of the run.
-      cluster: The processes that train together.
-      detector: Is not to take a save for a stall.
-      report: Is told of what went wrong.
-    """
-
-    checkpoints: Checkpoints
-    experiment: Experiment
-    recorder: Recorder
-    writer: RunWriter
-    cluster: Cluster
-    detector: StallDetector
-    report: Callable[[str], None]
-
-    def __call__(self, state: TrainState, position: Position) -> None:
-        """Saves if it is time to, and ends the loop if the run is asked to stop.
-
-        Raises:
-          StoppedError: The run is asked to stop.
-          CheckpointError: This checkpoint or the one before it cannot be written.
-          NonFiniteError: A step up to this one was not finite; it is not saved.
-        """
-        step = position.step
-        stops = self.cluster.should_stop(step)
-        is_last = step == self.experiment.config.training.num_steps
-        saves = self._is_due(step) or (self._every > 0 and (stops or is_last))
-        if saves:
-            self.save(state, position)
-        if stops:
-            self.recorder.drain()
-            self.checkpoints.wait()
-            raise StoppedError(step, is_saved=saves)
-
-    def save(self, state: TrainState, position: Position) -> None:
-        """Saves a state once everything that is reported of it is on disk.
-
-        It may return before the checkpoint is on disk.
-
-        Raises:
-          CheckpointError: This checkpoint or the one before it cannot be written.
-          NonFiniteError: A step up to this one was not finite; nothing is saved.
-        """
-        self.cluster.enter("saving")
-        self.recorder.drain()
-        with self.recorder.leave_out(), self.detector.pause():
-            extra = {
-                "position": position.examples,
-                "config": self.experiment.config.to_dict(),
-                "data": self.experiment.task.dataset.fingerprint,
-                "recorder": self.recorder.state(),
-                "files": self.writer.place(),
-            }
-            self.checkpoints.save(
-                self.experiment.program,
-                state,
-                step=position.step,
-                extra=extra,
-                metrics=self.recorder.latest("eval"),
-            )
-
-    def train(self, loop: Loop, state: TrainState, position: Position) -> TrainState:
-        """Runs a loop; if the config says so, a step that is not finite rolls it back.
-
-        A rollback goes back to the latest checkpoint, and past the batch of the step that failed.
-
-        Raises:
-          NonFiniteError: The config does not ask for rollbacks, there is no checkpoint, or
-            `MAX_ROLLBACKS` in a row did not help.
-        """
-        rollbacks = 0
-        while True:
-            try:
-                return loop.run(state, position)
-            except NonFiniteError as error:
-                if any(map(self._is_due, range(position.step + 1, error.step))):
-                    rollbacks = 0
-                rollbacks += 1
-                restored = None
-                rolls_back = self.experiment.config.training.on_nonfinite == "rollback"
-                if rolls_back and self._every and rollbacks <= MAX_ROLLBACKS:
-                    self.cluster.enter("going back to a checkpoint")
-                    with self.recorder.leave_out(), self.detector.pause():
-                        restored = self.go_back()
-                if restored is None:
-                    raise
-                state, (step, earlier) = restored
-                # An earlier rollback may have begun this stretch beyond the checkpoint's position.
-                failed = position.examples + (error.step - position.step) * loop.batch_size
-                position = Position(step, failed)
-                self.report(
-                    f"{error}: back to the checkpoint of step {step}, past the "
-                    f"{(failed - earlier) // loop.batch_size} batches since then"
-                )
-
-    def go_back(self) -> tuple[TrainState, Position] | None:
-        """Takes recorder and files back to the latest checkpoint; `None` if there is none."""
-        self.checkpoints.wait()
-        if self.checkpoints.latest_step() is None:
-            return None
-        restored = restore(
-            self.checkpoints, self.experiment, self.writer.workdir, report=self.report
-        )
-        self.recorder.resume(restored.extra["recorder"])
-        self.writer.go_back(restored.extra["files"], step=restored.step, report=self.report)
-        return restored.state, position_of(restored)
-
-    @property
-    def _every(self) -> int:
-        every: int = self.experiment.config.checkpoint.every_steps
-        return every
-
-    def _is_due(self, step: int) -> bool:
-        return self._every > 0 and step % self._every == 0
-
-
 def restore(
     checkpoints: Checkpoints,
     experiment: Experiment,
@@ -244,7 +108,7 @@ def restore(
     *,
     report: Callable[[str], None],
 ) -> Restored:
-    """The latest checkpoint, or the latest that is whole if the config says so.
+    """Restores the latest checkpoint, or the latest undamaged one if the config says so.
 
     Args:
       checkpoints: Those of the run.
@@ -252,12 +116,9 @@ def restore(
       workdir: The folder of the run.
       report: Is told of checkpoints that are not used.
 
-    Returns:
-      The checkpoint.
-
     Raises:
       CheckpointError: It is damaged, or another model's, or of other data.
-      UsageError: Its config differs in what a run cannot change.
+      UsageError: Its config differs in something that a run cannot change.
     """
     restored = checkpoints.restore(
         experiment.program,
@@ -283,7 +144,7 @@ def restore(
 
 
 def _check_extra(restored: Restored) -> None:
-    """Refuses a checkpoint that has the right arrays, but not what a run saves besides them."""
+    """Refuses a checkpoint whose arrays are right, and whose JSON is not that of a run."""
     try:
         extra = parse_object(json.dumps(restored.extra), allow_nan=True)  # Not nested too deep.
         parse_state(extra["recorder"])

@@ -1,8 +1,8 @@
-"""What the processes of a run must have in common, for `Cluster.agree` to compare.
+"""The facts that the processes of a run must agree on, for `Cluster.agree` to compare.
 
-Left out on purpose is what may differ between hosts: where the data lies (its fingerprint and first
-examples are compared instead), how much is read ahead, what is watched, drawn and profiled, and the
-last number of Python's version.
+Hosts may differ in where the data lies (its fingerprint and first examples are compared instead),
+how much is read ahead, what is watched, drawn and profiled, and the last number of Python's
+version.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 
 PACKAGES = ("manualpar", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
-# Settings of jax that change what is computed, or which bits.
+# Settings of jax that change what is computed, or its bits.
 SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -35,42 +35,27 @@ LOCAL = ("watch.", "profile", "debug.draw_sharding", "data.path", "data.tokenize
 
 
 def run_facts(command: CommandLine) -> Facts:
-    """What is known of a run before there are devices: its config, its folder, and the versions.
-
-    Args:
-      command: The command line.
-
-    Returns:
-      The facts by name.
-    """
+    """The facts of a run before there are devices: its config, its folder, and the versions."""
     facts = {
         f"config.{name}": _show(value)
         for name, value in flatten_config(command.config).items()
         if not any(name.startswith(x) if x.endswith(".") else name == x for x in LOCAL)
     }
-    facts["--workdir"] = "not given" if command.workdir is None else str(command.workdir)
+    facts["--workdir"] = str(command.flags.workdir or "not given")
     facts["Python"] = ".".join(platform.python_version_tuple()[:2])
     facts |= {package: importlib.metadata.version(package) for package in PACKAGES}
     return facts | {setting: str(getattr(jax.config, setting)) for setting in SETTINGS}
 
 
 def experiment_facts(experiment: Experiment) -> Facts:
-    """What is known of a run when its data is open and its program traced.
-
-    Args:
-      experiment: The experiment.
-
-    Returns:
-      The facts by name.
-    """
+    """The facts of a run whose data is open and whose program is traced."""
     config, program = experiment.config, experiment.program
     dataset = experiment.task.dataset
     count = min(config.data.batch_size, FIRST_EXAMPLES)
     batch = train_batch(dataset.train, 0, batch_size=count, seed=config.seed)
-    state = jax.tree_util.tree_leaves_with_path(program.abstract_state)
     layout = [
         f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} {leaf.sharding.spec}"
-        for path, leaf in state
+        for path, leaf in jax.tree_util.tree_leaves_with_path(program.abstract_state)
     ]
     return {
         "the data's fingerprint": dataset.fingerprint,
@@ -85,13 +70,12 @@ def experiment_facts(experiment: Experiment) -> Facts:
 
 
 def _show(value: Any) -> str:
-    """A plain value as text, the same whatever order a dict has."""
+    """A plain value as text that does not depend on the order of a dict."""
     value = value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
     return json.dumps(value, sort_keys=True, default=str)
 
 
 def _digest(*parts: bytes) -> str:
-    """A short hash of some parts."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))

@@ -1,6 +1,6 @@
-"""What is learned: a model, its loss and its data, and how its progress is told.
+"""What a config trains: a model, its loss, its data, and how its progress is told.
 
-A config names the model, and everything else about a run is the same for all of them.
+The config names the model, and everything else about a run is the same for all models.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from manualpar.data import ClassificationDataset, Dataset, LanguageDataset, load
 from manualpar.models import Classifier, Transformer
 from manualpar.models.transformer import flops_per_token
 from manualpar.train_state import TrainState
-from manualpar.training.losses import classification_loss, language_model_loss
+from manualpar.training.cross_entropy import classification_loss, language_model_loss
 from manualpar.training.sampling import sample_tokens
 from manualpar.user_model.loss_function import LossFn
 
@@ -30,16 +30,16 @@ class Task:
     """What a config trains.
 
     Attributes:
-      dataset: What it is trained on.
+      dataset: Its data.
       model: The model.
       loss_fn: The loss.
-      headline: The metric that a run is summed up by.
-      flops_per_example: What a training step computes for an example, forward and backward, with
+      headline: The metric that sums up a run.
+      flops_per_example: The FLOPs of a training step for an example, forward and backward, with
         nothing recomputed.
       tokens_per_example: Tokens in an example, 0 if it has none.
       derive: Turns the means of a split's metrics into what is reported of it.
-      sample: Makes something with a trained model, given parameters of the model's own shapes and a
-        key, and tells it in a text; `None` if there is nothing to make.
+      sample: Generates a text with a trained model, given its state, not padded, and a key; `None`
+        if there is nothing to generate.
     """
 
     dataset: Dataset
@@ -53,16 +53,10 @@ class Task:
 
 
 def make_task(config: ml_collections.ConfigDict) -> Task:
-    """Loads the data that a config names and makes the model for it.
-
-    Args:
-      config: A config that `check_config` passes.
-
-    Returns:
-      The task.
+    """Loads the data that a config names, and makes the model for it.
 
     Raises:
-      ValueError: The data is not there, or the model does not fit it; the message names the field.
+      ValueError: The data is missing, or the model does not fit it; the message names the field.
     """
     if config.model.name == "transformer":
         return _language_modelling(config)
@@ -70,7 +64,6 @@ def make_task(config: ml_collections.ConfigDict) -> Task:
 
 
 def _classification(config: ml_collections.ConfigDict) -> Task:
-    """Vectors and the class of each."""
     dataset = load_dataset(source=config.data.source, seed=config.seed)
     assert isinstance(dataset, ClassificationDataset)
     if config.model.num_classes < dataset.num_classes:
@@ -91,7 +84,6 @@ def _classification(config: ml_collections.ConfigDict) -> Task:
 
 
 def _language_modelling(config: ml_collections.ConfigDict) -> Task:
-    """Text, and the token that comes next."""
     data, length = config.data, config.data.sequence_length
     dataset = load_dataset(
         source=data.source,
@@ -110,15 +102,14 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
     )
 
     def derive(split: str, means: dict[str, float]) -> dict[str, float]:
-        """Adds the bits per byte, by which models with other tokens can be compared."""
+        """Adds the bits per byte, in which models with different tokens can be compared."""
         tokens_per_byte = getattr(dataset, split).tokens_per_byte
         return means | {"bits_per_byte": means["loss"] / math.log(2) * tokens_per_byte}
 
-    # Before the training, so that a prompt that cannot be encoded is found out now.
+    # Here, so that a prompt that cannot be encoded is an error before the training.
     prompt = np.concatenate([[tokenizer.bos_token], tokenizer.encode(config.sample.prompt)])
 
     def sample(state: TrainState, rng: jax.Array) -> str:
-        """Text that begins with the prompt."""
         tokens = sample_tokens(
             state.apply_fn,
             state.params,
@@ -143,5 +134,4 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
 
 
 def _fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """The fields of a model, but for its name."""
     return {name: value for name, value in config.to_dict().items() if name != "name"}

@@ -1,12 +1,12 @@
-"""One run at a time in a workdir: a lock on `.lock`, which the kernel takes back from the dead.
+"""One run at a time in a workdir: a lock on `.lock`, which the kernel releases with its process.
 
-The lock is `flock`'s. It belongs to the open file, so it ends with the process, however that ends,
-and a file that remains keeps nobody out. Over NFS (version 4, or 3 with its lock daemon) Linux asks
-the server for it, so that it holds for all hosts; a host that falls keeps it there until its lease
-runs out, about 90 seconds later. Programs that are started by the run do not inherit it, and
-copies of the process let go of it: they would keep it after the run has been killed.
+The lock is `flock`'s. It belongs to the open file and ends with the process, however that ends, so
+that a file that remains keeps nobody out. Over NFS (version 4, or 3 with its lock daemon) Linux
+asks the server for it, so that it holds for all hosts; if a host crashes, the server keeps it until
+the lease runs out, about 90 seconds later. Programs that the run starts do not inherit it, and
+forked copies of the process close it, because they would keep it after the run has been killed.
 
-Process 0 takes it for all processes of a run. Whoever only reads a workdir takes none.
+Process 0 takes it for all processes of a run. Reading a workdir takes no lock.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from manualpar.training.command_line import UsageError
 from manualpar.untrusted import NotAFileError, kind_of, parse_object
+from manualpar.usage import UsageError
 from manualpar.watching.durable_files import explained
 
 LOCK_FILE = ".lock"
 LONGEST_OWNER = 4096
-# How long a process that was killed may take to be gone, and a copy of it to let go.
+# The time that a killed process may take to disappear, and a copy of it to close the file.
 DYING_SECONDS = 3.0
-# What a file system says that has no such locks.
+# The errors of file systems that have no such locks.
 UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
@@ -37,10 +37,7 @@ UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIN
 def lock_workdir(workdir: Path, *, report: Callable[[str], None]) -> Iterator[None]:
     """Keeps other runs out of a folder, which is created if need be, while the context lasts.
 
-    Args:
-      workdir: The folder.
-      report: Is told in a sentence if the file system has no locks; the context is then entered
-        without one.
+    If the file system has no locks, `report` is told so in a sentence, and nothing is locked.
 
     Raises:
       UsageError: Another run has the lock; the message says which.
@@ -54,42 +51,46 @@ def lock_workdir(workdir: Path, *, report: Callable[[str], None]) -> Iterator[No
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     held = [descriptor]
 
-    def let_go() -> None:
+    def close() -> None:
         while held:
             os.close(held.pop())
 
-    os.register_at_fork(after_in_child=let_go)
+    os.register_at_fork(after_in_child=close)
     try:
         with explained(path):
             _lock(descriptor, workdir, report)
         try:
             yield
         finally:
-            if held:  # Otherwise this is a copy of the process, and the file is not its own.
+            if held:  # Otherwise this is a copy of the process, and the lock is not its own.
                 with contextlib.suppress(OSError):
                     os.ftruncate(descriptor, 0)
     finally:
-        let_go()
+        close()
 
 
 def _lock(descriptor: int, workdir: Path, report: Callable[[str], None]) -> None:
-    """Locks an open file and writes into it whose it is."""
+    """Locks an open file, and writes into it who has it."""
     until = time.monotonic() + DYING_SECONDS
-    try:
-        while not _try_to_lock(descriptor):
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
             if time.monotonic() >= until:
                 raise UsageError(
                     f"--workdir={workdir} is in use by another run{_owner(descriptor)}; wait until "
                     "it ends, end it, or name another folder."
-                )
+                ) from None
             time.sleep(0.05)
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
-        report(
-            f"{workdir} is not locked, because its file system has no flock ({error.strerror}): "
-            "make sure that no other run writes there"
-        )
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            report(
+                f"{workdir} is not locked, because its file system has no flock "
+                f"({error.strerror}): make sure that no other run writes there"
+            )
+            break
     owner = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -99,17 +100,7 @@ def _lock(descriptor: int, workdir: Path, report: Callable[[str], None]) -> None
     os.write(descriptor, json.dumps(owner).encode())
 
 
-def _try_to_lock(descriptor: int) -> bool:
-    """Locks an open file, unless somebody else has."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _owner(descriptor: int) -> str:
-    """Who has the lock, as far as the file says."""
     try:
         owner = parse_object(os.pread(descriptor, LONGEST_OWNER, 0))
         return f": process {owner['pid']} on {owner['host']}, since {owner['since']}"

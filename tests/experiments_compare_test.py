@@ -11,9 +11,8 @@ import pytest
 from configs import compare as compare_config
 from experiments import compare as experiment
 from manualpar.strategies import strategy_kinds
-from manualpar.training.command_line import CommandLine, UsageError, parse_command_line
-from manualpar.training.compare import compare_command
-from manualpar.training.main import flags_parser
+from manualpar.training.command_line import CommandLine, flags_parser, parse_command_line
+from manualpar.usage import UsageError
 
 SMALL = (
     "--config.model.hidden_size=16",
@@ -35,7 +34,7 @@ def _inside(tmp_path, monkeypatch, devices8):
 
 def test_two_pairs_side_by_side(capsys):
     command = _command(*SMALL, TWO_PAIRS)
-    assert compare_command(command) == 0
+    assert experiment.compare_command(command) == 0
     workdir = Path("runs/compare/001")
     assert {path.name for path in workdir.iterdir()} == {
         "config.json",
@@ -129,7 +128,7 @@ def check_png(data):
 @pytest.mark.slow
 def test_a_mode_without_a_formula_and_an_unsharded_strategy(capsys):
     pairs = "--config.pairs=(('dp', 'manual'), ('fsdp', 'auto-unconstrained'))"
-    assert compare_command(_command(*SMALL, pairs, "--workdir=run")) == 0
+    assert experiment.compare_command(_command(*SMALL, pairs, "--workdir=run")) == 0
     dp, fsdp = json.loads(Path("run/comparison.json").read_text())["rows"]
     assert not dp["formula_is_bound"]
     assert 0 < dp["bytes_sent"] - dp["formula_bytes"] < 100
@@ -169,7 +168,7 @@ def test_what_cannot_be_compared_ends_in_one_sentence(arguments, message, capsys
     Path("old").mkdir()
     Path("old/config.json").write_text("{}\n")
     pairs = [] if "pairs" in arguments[0] else [TWO_PAIRS]
-    assert compare_command(_command(*SMALL, *pairs, *arguments)) == 2
+    assert experiment.compare_command(_command(*SMALL, *pairs, *arguments)) == 2
     output, error = capsys.readouterr()
     assert output == ""
     assert error.startswith("error: ")
@@ -180,7 +179,7 @@ def test_what_cannot_be_compared_ends_in_one_sentence(arguments, message, capsys
 
 def test_a_config_of_another_experiment_lacks_the_pairs(capsys):
     path = experiment.DEFAULT_CONFIG.parent / "fsdp.py"
-    assert compare_command(_command(f"--config={path}")) == 2
+    assert experiment.compare_command(_command(f"--config={path}")) == 2
     assert "config.pairs is missing, expected it as in configs/compare" in capsys.readouterr().err
 
 
@@ -201,8 +200,8 @@ def test_ctrl_c_is_not_a_traceback(monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("manualpar.training.compare.prepare", interrupt)
-    assert compare_command(_command(*SMALL, TWO_PAIRS)) == 130
+    monkeypatch.setattr("experiments.compare.prepare", interrupt)
+    assert experiment.compare_command(_command(*SMALL, TWO_PAIRS)) == 130
     assert capsys.readouterr().err == "error: interrupted; nothing was written\n"
 
 

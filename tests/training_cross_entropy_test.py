@@ -8,7 +8,7 @@ import pytest
 
 from manualpar.models import Classifier
 from manualpar.train_state import Batch
-from manualpar.training.losses import classification_loss, language_model_loss
+from manualpar.training.cross_entropy import classification_loss, language_model_loss
 
 MODEL = Classifier(hidden_size=8, num_classes=5, dropout_rate=0.0)
 

@@ -1,9 +1,8 @@
 """Losses as programs take them: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`.
 
-A loss is the mean over the examples, or the tokens, it is given: one device's share of a minibatch.
-Its metrics say how many those were, and by these counts the program weighs devices and minibatches
-into the mean over all of the batch. What has no weight leaves no trace, and a share in which
-nothing has any is 0.
+A loss is the mean over the examples or tokens of its batch, which is one device's share of a
+minibatch. Its metrics are sums and counts, and the program weighs devices and minibatches by the
+counts. An example without weight has no influence, and the loss of a share without any weight is 0.
 """
 
 from collections.abc import Callable
@@ -20,18 +19,17 @@ from manualpar.train_state import Batch
 def classification_loss(
     params: Any, apply_fn: Callable[..., jax.Array], batch: Batch, rng: jax.Array
 ) -> tuple[jax.Array, Metrics]:
-    """Cross entropy of the logits and the labels.
+    """The cross entropy of the logits and the labels.
 
     Args:
       params: The parameters of the model.
-      apply_fn: The model's `apply`, giving logits `[B, num_classes]`.
-      batch: Inputs; labels `int[B]`; optionally a mask `[B]` with each example's weight, 0 for
+      apply_fn: The model's `apply`, which returns logits `[B, num_classes]`.
+      batch: Inputs; labels `int[B]`; optionally a mask `[B]` with the weight of each example, 0 for
         padding.
-      rng: Key for dropout.
+      rng: A key for dropout.
 
     Returns:
-      The mean loss in nats, 0 if every example is masked out, and the metrics `loss` and
-      `accuracy`.
+      The mean loss in nats, and the metrics `loss` and `accuracy`.
 
     Raises:
       ValueError: The labels or the mask do not have a value for each example.
@@ -42,18 +40,18 @@ def classification_loss(
 def language_model_loss(
     params: Any, apply_fn: Callable[..., jax.Array], batch: Batch, rng: jax.Array
 ) -> tuple[jax.Array, Metrics]:
-    """Cross entropy of the logits at each position and the token that comes next.
+    """The cross entropy of the logits at each position and the next token.
 
     Args:
       params: The parameters of the model.
-      apply_fn: The model's `apply`, giving logits `[B, S, V]` of tokens `[B, S]`.
+      apply_fn: The model's `apply`, which returns logits `[B, S, V]` for tokens `[B, S]`.
       batch: Inputs `int[B, S]`; labels `int[B, S]`, the token after each position; optionally a
-        mask `[B, S]` with each label's weight, 0 for padding and for what comes after the end.
-      rng: Key for dropout.
+        mask `[B, S]` with the weight of each label, 0 for padding.
+      rng: A key for dropout.
 
     Returns:
-      The mean loss over the tokens in nats, 0 if every token is masked out, and the metrics `loss`,
-      nats and tokens, and `accuracy`, how many tokens are the likeliest ones.
+      The mean loss over the tokens in nats, and the metrics `loss` and `accuracy`, the share of
+      tokens that are the likeliest ones.
 
     Raises:
       ValueError: The labels or the mask do not have a value for each token.
@@ -64,7 +62,6 @@ def language_model_loss(
 def _mean_cross_entropy(
     name: str, params: Any, apply_fn: Callable[..., jax.Array], batch: Batch, rng: jax.Array
 ) -> tuple[jax.Array, Metrics]:
-    """The cross entropy of logits `[..., V]` and labels `[...]` with weights `[...]`."""
     logits = apply_fn({"params": params}, batch.inputs, train=True, rngs={"dropout": rng})
     for field in ("labels", "mask"):
         value = getattr(batch, field)
@@ -79,5 +76,5 @@ def _mean_cross_entropy(
     count = weights.sum()
     total = (losses * weights).sum()
     metrics = {"loss": (total, count), "accuracy": ((correct * weights).sum(), count)}
-    # A device's share may be all padding.
+    # The share of a device may consist of padding alone.
     return total / jnp.where(count > 0, count, 1), metrics
