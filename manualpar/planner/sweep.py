@@ -236,8 +236,8 @@ def _bases(topology: Topology, builder: Builder) -> Iterator[Candidate]:
     count, groups = topology.num_devices, group_sizes(topology)
     for strategy, kind in strategy_kinds().items():
         meshes = [{"data": count}]
-        if kind.replica_axis:
-            meshes = [{kind.replica_axis: count // size, "data": size} for size in groups]
+        if kind.replicates:
+            meshes = [{"replica": count // size, "data": size} for size in groups]
         elif kind.on_torus and topology.chip.is_tpu and groups:
             meshes.append({"data": count // groups[0], MINOR_AXIS: groups[0]})
         for mesh in meshes:

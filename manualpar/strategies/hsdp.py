@@ -43,4 +43,4 @@ def hsdp(
 
 
 FIELDS = PARAMETER_SHARDING.fields
-KIND = StrategyKind("hsdp", hsdp, "#CC79A7", FIELDS, replica_axis="replica", has_curve=True)
+KIND = StrategyKind("hsdp", hsdp, "#CC79A7", FIELDS, replicates=True, has_curve=True)

@@ -5,7 +5,8 @@ config fields that are its own, and its colour. After `register(kind)` configs c
 `experiments.compare` and `experiments.plan` try it, and pictures show it in its colour. (Its
 closed form, which the ledger is compared with, is part of the `Strategy` that its builder makes.)
 
-The table of strategies is the one thing in this package that importing a module may change.
+This table and that of the model libraries (`manualpar.user_model.adapter`) are the only things in
+the package that importing a module may change.
 """
 
 import dataclasses
@@ -28,8 +29,8 @@ class StrategyKind:
       fields: The fields of `config.parallel` that are its own, by the names of the builder's
         options, and what each may be. Fields that every strategy has are not among them.
       constants: Options of the builder that a config does not set.
-      replica_axis: The axis that the config's mesh must have because the strategy replicates over
-        it; `""` if there is none. The strategy shards over the batch's other axes.
+      replicates: Whether it replicates over the mesh axis `replica`, which the config's mesh must
+        then have, and shards over the batch's other axes.
       fewest_minibatches: The fewest minibatches that a plan tries it with, because with fewer it is
         another strategy.
       on_torus: Whether a plan tries it axis by axis on a TPU's torus too.
@@ -41,7 +42,7 @@ class StrategyKind:
     color: str
     fields: Mapping[str, Field] = dataclasses.field(default_factory=dict)
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    replica_axis: str = ""
+    replicates: bool = False
     fewest_minibatches: int = 1
     on_torus: bool = False
     has_curve: bool = False
@@ -63,10 +64,12 @@ def register(kind: StrategyKind) -> None:
         of its fields and may be something else.
     """
     for other in _KINDS.values():
-        if other.name == kind.name and _origin(other) != _origin(kind):
-            raise ValueError(
-                f"register: there is a strategy {kind.name!r} already, expected another name."
-            )
+        if other.name == kind.name:
+            if _origin(other) != _origin(kind):
+                raise ValueError(
+                    f"register: there is a strategy {kind.name!r} already, expected another name."
+                )
+            continue
         for name, field in kind.fields.items():
             if other.fields.get(name, field) != field:
                 raise ValueError(

@@ -126,11 +126,11 @@ def build_program(
     axes = _mesh_axes(parallel)
     mesh = abstract_mesh(axes, devices) if isinstance(devices, int) else make_mesh(axes, devices)
     kind = strategy_kinds()[parallel.strategy]
-    if kind.replica_axis and kind.replica_axis not in mesh.shape:
+    if kind.replicates and "replica" not in mesh.shape:
         raise ValueError(
             f"config.parallel.strategy is {kind.name!r} and config.parallel.mesh has the axes "
-            f"{list(mesh.shape)}, expected {kind.replica_axis!r} too; "
-            f"""set --config.parallel.mesh="{{{kind.replica_axis!r}: 2, 'data': -1}}"."""
+            f"{list(mesh.shape)}, expected 'replica' too; "
+            """set --config.parallel.mesh="{'replica': 2, 'data': -1}"."""
         )
     if parallel.reduce_dtype and parallel.mode != "manual":
         raise ValueError(
@@ -173,7 +173,7 @@ def build_program(
         "norm_metrics": config.training.norm_metrics,
         "nonfinite": NONFINITE[config.training.on_nonfinite],
     }
-    axis_name = tuple(axis for axis in data_axes if axis != kind.replica_axis)
+    axis_name = tuple(axis for axis in data_axes if axis != "replica" or not kind.replicates)
     if len(axis_name) > 1:
         shared["axis_name"] = axis_name
     own = {name: parallel[name] for name in kind.fields if name in parallel}
