@@ -7,12 +7,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
-from manualpar.core.collectives import Wire
 from manualpar.sharding.layout import (
     ParameterInfo,
     Placement,
     describe_parameters,
-    gathered_sizes,
     like_params,
     pad_leaf,
     replicate,
@@ -112,23 +110,6 @@ def test_only_the_state_of_zero_is_sharded():
     assert placement.spec == P()
     assert placement.state_spec == P(None, "data")
     assert (placement.padding, placement.parameter_padding) == ((0, 1), ())
-
-
-def test_the_sizes_that_a_parameter_has_when_gathered():
-    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
-    info = ParameterInfo("p", (3, 10, 64), jnp.float32, (None, None, "model"), frozenset({0}))
-    whole = 3 * 10 * 64
-    assert gathered_sizes(info, Placement((None, None, None)), mesh) == set()
-    both = gathered_sizes(info, Placement((None, "data", "model")), mesh)
-    assert both == {n // d for n in (whole, whole // 3) for d in (1, 2, 4)}
-    padded = Placement((None, ("data", "model"), None), padding=(0, 6, 0))
-    assert gathered_sizes(info, padded, mesh) == {640 * 3, 640, 64 * 16 * 3, 64 * 16}
-    # Axis by axis the minor one is gathered first: half of it, before it is whole.
-    wire = Wire(axis_by_axis=True)
-    halves = {64 * 8 * 3, 64 * 8}
-    assert gathered_sizes(info, padded, mesh, wire) == (gathered_sizes(info, padded, mesh) | halves)
-    alone = jax.sharding.AbstractMesh((1, 4), ("data", "model"))
-    assert gathered_sizes(info, Placement((None, "data", None)), alone) == set()
 
 
 PARAMS = {

@@ -11,9 +11,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar import Batch, ShardedParameter, fsdp, make_mesh
+from manualpar import Batch, ShardedParameter, fsdp, gather_examples, make_mesh
 from manualpar.inspect import count_by_kind, trace_collectives
-from manualpar.modes.remat import drop_gathered, regather_for_backward
+from manualpar.modes.remat import regather_for_backward
 from tests.one_device import train_on_one_device, train_program
 
 WIDTH = 16
@@ -147,9 +147,8 @@ def test_residuals_are_those_of_autodiff_without_the_gathered_weights(devices8):
             weight = ShardedParameter(kernel, (None, "data"), gather_axes=("data",)).unbox()
             return jnp.sin(jnp.sin(x) @ weight.astype(jnp.bfloat16).astype(jnp.float32).T.T).sum()
 
-        sizes = frozenset({16 * 64})
         found["plain"] = residual_shapes(loss, kernel, x)
-        found["again"] = residual_shapes(regather_for_backward(loss, sizes), kernel, x)
+        found["again"] = residual_shapes(regather_for_backward(loss), kernel, x)
         return x
 
     run = jax.shard_map(
@@ -205,26 +204,41 @@ def test_training_is_the_same(devices8, model, use_scan):
     chex.assert_trees_all_close(jax.device_get(state.params), expected.params, rtol=1e-4, atol=1e-6)
 
 
-def test_the_policy_drops_weights_and_what_layers_make_of_them():
-    policy = drop_gathered(frozenset({12}))
+class AsLarge(nn.Module):
+    """An activation with as many elements as the weight, gathered and cast like one."""
 
-    def decide(function, *shapes):
-        jaxpr = jax.make_jaxpr(function)(*(jnp.ones(shape) for shape in shapes))
-        eqn = jaxpr.eqns[-1]
-        return policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(WIDTH, use_bias=False)(jnp.sin(x))  # 16 examples of 16 features.
+        x = gather_examples(x).astype(jnp.bfloat16).T  # Needed for the gradient of the product.
+        return (x * x).astype(jnp.float32).T
 
-    assert not decide(lambda x: x.astype(jnp.bfloat16), (3, 4))
-    assert not decide(lambda x: x.T, (3, 4))
-    assert not decide(lambda x: jax.ad_checkpoint.checkpoint_name(x, "w"), (12,))
-    assert decide(lambda x: x.T, (3, 5))
-    assert decide(jnp.sin, (3, 4))
-    assert decide(lambda x, y: x @ y, (3, 4), (4, 4))
+
+def test_an_activation_of_a_weights_size_is_not_gathered_again(devices8):
+    def coupled(params, apply_fn, batch, rng):
+        loss = jnp.square(apply_fn({"params": params}, batch.inputs)).mean(-1)
+        return loss.mean(), {"loss": (loss.sum(), loss.size)}
+
+    counts = []
+    for again in (False, True):
+        program = fsdp(
+            AsLarge(),
+            optax.sgd(0.1),
+            coupled,
+            mesh=make_mesh({"data": 8}, devices8),
+            batch=make_batch(WIDTH),
+            min_weight_size=1,
+            reshard_after_forward=again,
+        )
+        counts.append(count_primitives(program))
+    primitives = "all_gather", "convert_element_type", "transpose", "sin", "cos"
+    # One kernel, whose value no gradient needs: nothing is computed or sent a second time.
+    assert [counts[0][p] for p in primitives] == [counts[1][p] for p in primitives]
 
 
 def test_a_loop_inside_of_a_branch_is_protected_too(devices8):
     """As `nn.cond` makes them: the same weights are read in a loop and in a `jax.checkpoint`."""
     mesh = make_mesh({"data": -1}, devices8)
-    sizes = frozenset({16 * 16})
     counts = {}
 
     def part(kernels, x, pick):
@@ -242,7 +256,7 @@ def test_a_loop_inside_of_a_branch_is_protected_too(devices8):
             return jax.lax.cond(pick, loop, checkpoint, x).sum()
 
         grads = {}
-        for name, function in (("plain", loss), ("again", regather_for_backward(loss, sizes))):
+        for name, function in (("plain", loss), ("again", regather_for_backward(loss))):
             grads[name] = jax.grad(function)(kernels, x)
             text = str(jax.make_jaxpr(jax.grad(function))(kernels, x))
             counts[name] = text.count("= all_gather["), text.count("= sin ")

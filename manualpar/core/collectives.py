@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from manualpar.sharding.mesh import AxisName, axis_tuple, check_axes_bound
@@ -43,11 +42,9 @@ SCOPES = (
     EXAMPLES_SCOPE,
     OPTIMIZER_SCOPE,
 )
-# The name, as in `jax.ad_checkpoint.checkpoint_name`, of what is kept for the backward pass even if
-# it has the size of a parameter that is gathered again for it, see `manualpar.modes.remat`.
-OWN_RESIDUAL = "own_residual"
 REGATHER = "regather_params"  # A purpose without a scope of its own, see `purpose_of`.
-_RECOMPUTED = "rematted_computation"  # JAX's name for what a `jax.checkpoint` computes again.
+# JAX's name for what a `jax.checkpoint` computes again, and ours.
+RECOMPUTED_SCOPE = "rematted_computation"
 
 
 def purpose_of(scope: str) -> str | None:
@@ -63,7 +60,7 @@ def purpose_of(scope: str) -> str | None:
     """
     parts = [part for part in re.split(r"[/()]", scope) if part]
     ours = next((part for part in reversed(parts) if part in SCOPES), None)
-    return REGATHER if ours == GATHER_SCOPE and _RECOMPUTED in parts else ours
+    return REGATHER if ours == GATHER_SCOPE and RECOMPUTED_SCOPE in parts else ours
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -325,8 +322,7 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
         check_axes_bound("gather_examples", axes)
 
     def gather(leaf: Any) -> jax.Array:
-        leaf = jax.lax.all_gather(cast_to_varying(leaf, axes), axes, axis=0, tiled=True)
-        return checkpoint_name(leaf, OWN_RESIDUAL)
+        return jax.lax.all_gather(cast_to_varying(leaf, axes), axes, axis=0, tiled=True)
 
     with jax.named_scope(EXAMPLES_SCOPE):
         return jax.tree.map(gather, x)

@@ -30,7 +30,6 @@ from manualpar.rng import typed_key
 from manualpar.sharding.layout import (
     ParameterInfo,
     Placement,
-    gathered_sizes,
     like_params,
     pad_leaf,
     param_specs,
@@ -205,7 +204,6 @@ def _build(
         norm_metrics=options.get("norm_metrics", False),
         wire=wire,
     )
-    sizes = jax.tree.map(lambda i, p: gathered_sizes(i, p, mesh, wire), infos, placements)
     step = Step(
         strategy=strategy,
         model=user_model,
@@ -218,9 +216,6 @@ def _build(
         nonfinite=options.get("nonfinite", "ignore"),
         placements=placements,
         update=update,
-        gathered_sizes=frozenset().union(
-            *jax.tree.leaves(sizes, is_leaf=lambda x: isinstance(x, set))
-        ),
     )
 
     def create_state(rng: jax.Array) -> TrainState:

@@ -69,7 +69,6 @@ class Step:
       nonfinite: What is done about a loss or a gradient that is not finite.
       update: What the optimizer does with the gradients.
       placements: The tree of parameters with a `Placement` at each leaf.
-      gathered_sizes: The numbers of elements of what is gathered.
     """
 
     strategy: Strategy
@@ -82,7 +81,6 @@ class Step:
     wire: Wire = AS_STORED
     nonfinite: Nonfinite = "ignore"
     placements: Any = None
-    gathered_sizes: frozenset[int] = frozenset()
     update: Update | None = None
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -162,8 +160,8 @@ class Step:
                 self.mode, batch, self.num_minibatches, self.mesh, self.data_axes
             )
         loss: CarryingLossFn = self.carrying_loss
-        if self.strategy.reshard_after_forward and self.gathered_sizes:
-            loss = regather_for_backward(loss, self.gathered_sizes)
+        if self.strategy.reshard_after_forward:
+            loss = regather_for_backward(loss)
         loss = self._keeping(loss)
         grads, metrics, collections = accumulate(
             loss,

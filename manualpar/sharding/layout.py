@@ -7,7 +7,6 @@ touches no device. A strategy is a `PlaceFn`: from what is known of a parameter 
 
 import dataclasses
 import difflib
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,10 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from manualpar.core.collectives import AS_STORED, Wire
 from manualpar.core.partitioning import Names, choose_shard_dim, is_box
 from manualpar.sharding.annotations import Rules, mesh_names
-from manualpar.sharding.mesh import axes_size, axis_tuple
+from manualpar.sharding.mesh import axis_tuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,34 +305,6 @@ def unpad_whole(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array
 def strip_boxes(tree: Any) -> Any:
     """Takes what boxes hold out of them as it is, with no constraint and no collective."""
     return jax.tree.map(lambda x: x.value if is_box(x) else x, tree, is_leaf=is_box)
-
-
-def gathered_sizes(
-    info: ParameterInfo, placement: Placement, mesh: Mesh, wire: Wire = AS_STORED
-) -> set[int]:
-    """The numbers of elements that a parameter has while and after it is gathered.
-
-    In a loop a slice of it is gathered, and under `jax.vmap` all slices at once.
-    """
-    if not any(axis_tuple(name) for name in placement.names):
-        return set()
-    padding = placement.parameter_padding or (0,) * len(info.shape)
-    shape = [size + width for size, width in zip(info.shape, padding, strict=True)]
-    # For each dim in how many shards it may lie: all first, and fewer after each round.
-    lefts: list[list[int]] = []
-    for name in placement.names:
-        rounds = wire.rounds(axis_tuple(name)) if name else ()
-        left = [axes_size(mesh, sum(rounds[:i], ())) for i in range(len(rounds), -1, -1)]
-        lefts.append(list(dict.fromkeys(left)))
-    shards = tuple(left[0] for left in lefts)
-    if math.prod(shards) == 1:  # It is whole already.
-        return set()
-    loops = math.prod(shape[dim] for dim in info.loop_dims)
-    sizes = {math.prod(info.shape)}
-    for some in itertools.product(*lefts):
-        if some != shards:
-            sizes.add(math.prod(shape) // math.prod(some))
-    return sizes | {size // loops for size in sizes}
 
 
 def path_name(path: Any) -> str:
