@@ -76,7 +76,8 @@ OWN: Mapping[str, Signature] = {
     "_mean_count": Signature("sync", ("count",)),
     "fold_rng_over_axis": Signature("key", ("rng", "axis_name"), "axis_name"),
     "cast_to_varying": Signature("passing", ("tree", "axes")),
-    "regather_for_backward": Signature("passing", ("function", "sizes")),
+    "regather_for_backward": Signature("passing", ("function",)),
+    "reduce_gradient": Signature("sync", ("g", "dtype"), "mean_axes", is_tree=True),
 }
 
 

@@ -58,7 +58,8 @@ FIRST = {
     "*:duplicate": (COUNTS,),
     "core.collectives:gather_invariant:*-ax?s": (TUPLES,),
     "core.collectives:gather_invariant:*": (STEPS,),
-    "core.gradients:sync_collections*": ("tests/gradients_test.py", "tests/collections_test.py"),
+    "collection_sync:*": ("tests/gradients_test.py", "tests/collections_test.py"),
+    "guards.nonfinite:*": ("tests/nonfinite_test.py",),
     "core.gradients:*": ("tests/gradients_test.py",),
     "core.partitioning:*.unbox:gather_invariant:*": (
         "tests/inspect_formulas_test.py::test_model_axes_are_gathered_too",
@@ -70,13 +71,13 @@ FIRST = {
     "user_model.recurrence:*": ("tests/unmodified_models_test.py",),
     "guards.replicas:*": ("tests/replicas_test.py",),
     "core.step:*:regather_for_backward:*": (COUNTS,),
-    "core.step:*:sync_collections:*": ("tests/collections_test.py",),
-    "core.step:*:fold_rng_over_axis:delete": (DROPOUT,),
-    "core.step:*-axes": (TUPLES,),
+    "modes.manual:*:sync_collections:*": ("tests/collections_test.py",),
+    "modes.manual:*:fold_rng_over_axis:delete": (DROPOUT,),
+    "modes.manual:*-axes": (TUPLES,),
     "core.step:*": (STEPS,),
+    "modes.manual:*": (STEPS,),
     "*:*-axis": (TUPLES,),
     "core.partitioning:*": (STEPS,),
-    "update:*": (STEPS,),
 }
 
 

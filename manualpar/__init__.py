@@ -1,6 +1,8 @@
 """Flax Linen models, data-parallel or fully sharded, with every collective written by hand."""
 
-import manualpar.nnx.model  # noqa: F401  # It registers the adapter of NNX models.
+# These register themselves: the modes in which XLA writes collectives, the adapter of NNX models.
+import manualpar.modes.global_arrays
+import manualpar.nnx.model  # noqa: F401
 from manualpar.core.collectives import gather_array_with_mean_grads, gather_examples
 from manualpar.core.gradients import accumulate_gradients, sync_gradients, sync_metrics
 from manualpar.core.partitioning import (

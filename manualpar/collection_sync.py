@@ -12,6 +12,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from manualpar.core.collectives import (
+    COLLECTIONS_SCOPE,
+    cast_to_varying,
+    is_vma_checked,
+    varying_axes,
+)
+from manualpar.sharding.mesh import AxisName, axis_tuple, check_axes_bound
+
 CollectionSync = Literal["mean", "sum", "max", "min"]
 COLLECTION_SYNCS: tuple[CollectionSync, ...] = ("mean", "sum", "max", "min")
 # flax's name for the running averages of its normalisation layers, Linen's and NNX's.
@@ -59,6 +67,52 @@ def check_sync_collections(
                 f"step to step; expected some of {sorted(names)}{hint}"
             )
     return rules
+
+
+def sync_collections(
+    collections: Any,
+    axis_names: AxisName,
+    *,
+    before: Any,
+    rules: Mapping[str, CollectionSync],
+) -> Any:
+    """Makes a model's other collections equal on all devices, where they differ by their types.
+
+    Args:
+      collections: The collections after a step, by name.
+      axis_names: The mesh axis, or tuple of axes, over which examples are split.
+      before: The collections before the step, which are equal on all devices.
+      rules: What becomes of what differs, by collection or path: its mean, maximum or minimum over
+        the devices, or what it was before and the sum of all devices' changes. `batch_stats` has
+        the mean if nothing else is said.
+
+    Returns:
+      The collections.
+
+    Raises:
+      ValueError: There is no rule for a leaf that differs, or its dtype has no such thing.
+
+    Communication:
+      One all-reduce for each leaf that varies by its type or is a sum; none for others that the
+      model has synchronised itself.
+    """
+    axes = axis_tuple(axis_names)
+    check_axes_bound("sync_collections", axes)
+
+    def sync(path: Any, x: Any, old: Any) -> Any:
+        is_typed = is_vma_checked(axes[0])
+        differing = tuple(a for a in axes if not is_typed or a in varying_axes(x))
+        rule = choose_sync(path, x, rules, differing)
+        if rule == "sum":  # What is added may be a constant of each device, such as `x.shape[0]`.
+            return old + jax.lax.psum(cast_to_varying(x - old, axes), axes)
+        if not differing:
+            return x
+        if rule == "mean":
+            return jax.lax.pmean(x, differing)
+        return jax.lax.pmax(x, differing) if rule == "max" else jax.lax.pmin(x, differing)
+
+    with jax.named_scope(COLLECTIONS_SCOPE):
+        return jax.tree_util.tree_map_with_path(sync, collections, before)
 
 
 def choose_sync(

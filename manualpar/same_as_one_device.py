@@ -19,8 +19,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from manualpar.core.partitioning import cast_floating
 from manualpar.core.program import Program
-from manualpar.core.step import NONFINITE_GRADIENTS, OBJECTIVE, batch_specs, check_batch, mean
-from manualpar.modes.modes import on_auto_axes, run_on_mesh
+from manualpar.core.step import OBJECTIVE, mean
+from manualpar.guards.nonfinite import NONFINITE_GRADIENTS
+from manualpar.sharding.mesh_context import on_auto_axes
+from manualpar.sharding.batches import check_batch
 from manualpar.sharding.layout import path_name, state_specs
 from manualpar.sharding.mesh_context import no_mesh
 from manualpar.train_state import TrainState
@@ -71,7 +73,7 @@ def assert_same_as_one_device(
             "assert_same_as_one_device: the program is on an abstract mesh or on those of several "
             "processes, expected devices of this process. Build it on make_mesh in one process."
         )
-    check_batch("assert_same_as_one_device: batch", batch, program.mesh, program.data_axes)
+    check_batch("assert_same_as_one_device: batch", batch, program.mesh, program.step.roles)
     state = program.init(rng)
     if rtol is None:
         dtypes = {program.wire.gather_dtype, program.wire.reduce_dtype}
@@ -115,14 +117,20 @@ def _on_one_device(
     """The function of a key that gives one device's gradients and means of metrics."""
     mesh = program.mesh
     one = Mesh(mesh.devices.flatten()[:1].reshape([1] * mesh.devices.ndim), mesh.axis_names)
+<<<<<<< HEAD:manualpar/same_as_one_device.py
     model = program.step.model.with_setting(mesh=one)
     step = dataclasses.replace(program.step, model=model, mesh=one)
+=======
+    mode = dataclasses.replace(program.step.mode, mesh=one)
+    model = dataclasses.replace(program.step.model, mode=mode)
+    step = dataclasses.replace(program.step, model=model, mode=mode)
+>>>>>>> 4b32780 (Modes are objects, a step is built once and complete, a program in three functions):manualpar/reference.py
 
     def gradients(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
         def loss_fn(params: Any) -> Any:
             cast = functools.partial(cast_floating, dtype=program.wire.gather_dtype)
             params = jax.tree.map(cast, params)
-            loss, metrics, _ = step.carrying_loss(params, collections, batch, rng)
+            loss, metrics, _ = step.loss(params, collections, batch, rng)
             return loss, metrics
 
         grads, metrics = jax.grad(loss_fn, has_aux=True)(params)
@@ -130,12 +138,10 @@ def _on_one_device(
         return jax.tree.map(lambda x: x[None], (grads, _means(metrics)))
 
     whole, each = PartitionSpec(), PartitionSpec(mesh.axis_names)
-    run = run_on_mesh(
-        program.mode,
+    run = mode.run(
         gradients,
-        mesh=one,
-        in_specs=(whole, whole, whole, batch_specs(batch, program.data_axes)),
-        out_specs=each if program.mode == "manual" else whole,
+        in_specs=(whole, whole, whole, step.roles.batch_specs(batch)),
+        out_specs=each if mode.writes_collectives else whole,
     )
     put = functools.partial(jax.device_put, device=NamedSharding(one, PartitionSpec()))
     params = jax.tree.map(_unpadded, put(state.params), program.whole_state.params)

@@ -31,7 +31,7 @@ from manualpar.leaves import (
     show_array,
     show_leaf,
 )
-from manualpar.modes.modes import on_auto_axes
+from manualpar.sharding.mesh_context import on_auto_axes
 from manualpar.rng import typed_key
 from manualpar.sharding.layout import pad_leaf, path_name, unpad_leaf
 from manualpar.sharding.mesh_context import no_mesh

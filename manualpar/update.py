@@ -19,13 +19,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from manualpar.core.collectives import AS_STORED, NEW_PARAMS_SCOPE, OPTIMIZER_SCOPE, Wire
-from manualpar.core.partitioning import replicate_shards
-from manualpar.core.strategy import Mode
-from manualpar.modes.modes import box_parameter, run_on_mesh
-from manualpar.sharding.layout import Placement, pad_leaf, param_specs, state_specs, unpad_leaf
+from manualpar.core.collectives import OPTIMIZER_SCOPE
+from manualpar.modes.manual import Manual
+from manualpar.sharding.layout import (
+    Placement,
+    map_in_scopes,
+    pad_leaf,
+    param_specs,
+    state_specs,
+    unpad_leaf,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,22 +38,16 @@ class Update:
     """The optimizer's part of a step.
 
     Attributes:
-      mesh: The mesh.
       mode: Who writes the collectives.
-      data_axes: The mesh axes that examples are split over.
       placements: The tree of parameters with a `Placement` at each leaf.
       opt_padding: The padding of each leaf of the optimizer's state.
       norm_metrics: Whether to compute norms.
-      wire: Which way new parameters travel: in their own dtype.
     """
 
-    mesh: Mesh
-    mode: Mode
-    data_axes: tuple[str, ...]
+    mode: Manual
     placements: Any
     opt_padding: tuple[tuple[int, ...], ...]
-    norm_metrics: bool
-    wire: Wire = AS_STORED
+    norm_metrics: bool = False
 
     def __call__(
         self,
@@ -125,41 +124,10 @@ class Update:
         if specs == param_specs(self.placements):
             return params
         params = jax.tree.map(self._constrain, params, specs)
-        if self.mode != "manual":
-            return self._map(self._replicate, params)
-        gather = run_on_mesh(
-            "manual",
-            lambda params: self._map(self._gather, params),
-            mesh=self.mesh,
-            in_specs=(specs,),
-            out_specs=param_specs(self.placements),
-        )
-        return gather(params)
-
-    def _gather(self, place: Placement, x: jax.Array) -> Any:
-        """Gathers an updated parameter if it is kept whole, inside `shard_map`."""
-        if place.state_names is None:
-            return x
-        box = box_parameter(
-            self.mode,
-            x,
-            place,
-            as_state=True,
-            mesh=self.mesh,
-            data_axes=self.data_axes,
-            wire=self.wire.uncast,
-        )
-        return replicate_shards(box)
-
-    def _replicate(self, place: Placement, x: jax.Array) -> jax.Array:
-        """Has the compiler gather an updated parameter if it is kept whole."""
-        if place.state_names is None:
-            return x
-        with jax.named_scope(NEW_PARAMS_SCOPE):
-            return unpad_leaf(self._constrain(x, place.spec), place.padding)
+        return self.mode.replicate(self.placements, params)
 
     def _constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mode.mesh, spec))
 
     def _map(self, function: Callable[..., Any], *trees: Any) -> Any:
         """Maps a function of a placement and leaves over trees like the parameters'."""
@@ -169,16 +137,6 @@ class Update:
         """Pads or unpads the leaves of the optimizer's state."""
         leaves, structure = jax.tree.flatten(opt_state)
         return jax.tree.unflatten(structure, map(function, leaves, self.opt_padding))
-
-
-def map_in_scopes(function: Callable[..., Any], placements: Any, *trees: Any) -> Any:
-    """Maps a function of leaves over trees like the parameters', in the scope of each path."""
-
-    def call(path: Any, *leaves: Any) -> Any:
-        with jax.named_scope(jax.tree_util.keystr(path, simple=True, separator="/")):
-            return function(*leaves)
-
-    return jax.tree_util.tree_map_with_path(call, placements, *trees)
 
 
 def global_norm(tree: Any) -> jax.Array:

@@ -20,7 +20,7 @@ from manualpar import (
     sync_gradients,
     sync_metrics,
 )
-from manualpar.core.gradients import sync_collections
+from manualpar.collection_sync import sync_collections
 from manualpar.sharding.layout import strip_boxes
 from manualpar.sharding.mesh import axes_size
 

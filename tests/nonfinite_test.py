@@ -12,8 +12,8 @@ import optax.contrib
 import pytest
 
 from manualpar import Batch, make_mesh
-from manualpar.core.gradients import find_nonfinite
 from manualpar.core.strategy import MODES
+from manualpar.guards.nonfinite import find_nonfinite
 from manualpar.guards.replicas import ReplicaSentinel
 from manualpar.inspect.communication import count_by_kind, total_bytes, trace_collectives
 from tests.strategies_test import STRATEGIES, build

@@ -7,8 +7,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import manualpar.core.step
 from manualpar import Batch, data_parallel, fsdp, make_mesh
+from manualpar.modes.manual import Manual
 from tests.one_device import train_on_one_device, train_program
 
 # Ten steps of float32 in another order of summation.
@@ -130,13 +130,13 @@ def test_masks_that_differ_by_device_and_minibatch(devices8, builder, use_scan):
 
 @pytest.mark.parametrize("builder", [data_parallel, fsdp])
 def test_without_the_gradient_sync_the_program_does_not_trace(devices8, monkeypatch, builder):
-    monkeypatch.setattr(manualpar.core.step, "sync_gradients", lambda grads, axes: grads)
+    monkeypatch.setattr(Manual, "sync", lambda self, place, shard, g: g)
     with pytest.raises(ValueError, match=r"out_specs.*\n*.*varying|varies|replicated"):
         build(builder, make_mesh({"data": 8}, devices8), optax.sgd(0.1))
 
 
 def test_without_the_metric_sync_the_program_does_not_trace(devices8, monkeypatch):
-    monkeypatch.setattr(manualpar.core.step, "sync_metrics", lambda metrics, axes: metrics)
+    monkeypatch.setattr(Manual, "sync_metrics", lambda self, metrics: metrics)
     with pytest.raises(ValueError, match="out_specs"):
         build(fsdp, make_mesh({"data": 8}, devices8), optax.sgd(0.1))
 

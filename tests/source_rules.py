@@ -34,9 +34,12 @@ ORDER = """
     core.gradients sharding.layout
     sharding.annotations
     core.partitioning
+    guards.divergence collection_sync guards.nonfinite
     core.collectives user_model.array_box
     rng train_state user_model.loss_function
-    sharding.mesh sharding.mesh_context collection_sync guards.donation guards.divergence
+    sharding.batches
+    sharding.roles
+    sharding.mesh sharding.mesh_context guards.donation
     compiler_options extras metrics untrusted usage core sharding guards
 """
 RANKS = {
@@ -60,7 +63,16 @@ COLLECTIVES = frozenset(
         "ragged_all_to_all",
     }
 )
-MAY_COMMUNICATE = frozenset({"core.collectives", "core.gradients", "core.partitioning"})
+MAY_COMMUNICATE = frozenset(
+    {
+        "collection_sync",
+        "core.collectives",
+        "core.gradients",
+        "core.partitioning",
+        "guards.nonfinite",
+        "layers",
+    }
+)
 EMPTY_NAMES = frozenset({"common", "helper", "helpers", "manager", "misc", "util", "utils"})
 CHANGES_ENVIRONMENT = (
     "os.environ",

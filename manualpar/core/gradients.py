@@ -13,30 +13,35 @@ while they are accumulated, and `sync_gradients` reduces them once. A gradient t
 is still varying, and `shard_map` then refuses to return it as replicated.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from manualpar.collection_sync import CollectionSync, choose_sync
 from manualpar.core.collectives import (
-    COLLECTIONS_SCOPE,
     COUNT_SCOPE,
     METRICS_SCOPE,
-    NONFINITE_SCOPE,
     REDUCE_SCOPE,
     cast_to_varying,
     is_vma_checked,
     varying_axes,
 )
 from manualpar.core.partitioning import boxed_axes, is_box, wire_dtype
+from manualpar.sharding.batches import split_minibatches
 from manualpar.sharding.mesh import AxisName, axis_tuple, check_axes_bound
 from manualpar.user_model.loss_function import LossFn, Metrics, call_loss
 
-# What accumulate differentiates: (params, collections, minibatch, rng) -> (loss, metrics, updated
-# collections).
+# (params, collections, minibatch, rng) -> (loss, metrics, updated collections).
 CarryingLossFn = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Metrics, Any]]
+# The same as it is differentiated: -> (loss times count, (metrics, updated collections)).
+WeightedLoss = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Metrics, Any]]]
+# What is done to the gradients of each minibatch before they are added up. It is linear.
+Reduce = Callable[[Any], Any]
+# In which order minibatches are differentiated and their gradients added up: (loss, params,
+# collections, (minibatches, keys), reduce) -> (summed gradients, summed metrics, collections).
+Schedule = Callable[[WeightedLoss, Any, Any, Any, Reduce], tuple[Any, Metrics, Any]]
 
 
 def accumulate_gradients(
@@ -86,7 +91,8 @@ def accumulate_gradients(
         return *call_loss(loss_fn, params, state.apply_fn, minibatch, key), collections
 
     minibatches = split_minibatches(batch, num_minibatches)
-    grads, metrics, _ = accumulate(stateless, state.params, {}, minibatches, rng, use_scan=use_scan)
+    schedule = scanned if use_scan else unrolled
+    grads, metrics, _ = accumulate(stateless, state.params, {}, minibatches, rng, schedule=schedule)
     return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params), metrics
 
 
@@ -97,8 +103,8 @@ def accumulate(
     minibatches: Any,
     rng: jax.Array,
     *,
-    use_scan: bool,
-    reduce: Callable[[Any], Any] | None = None,
+    schedule: Schedule,
+    reduce: Reduce = lambda grads: grads,
 ) -> tuple[Any, Metrics, Any]:
     """`accumulate_gradients` for a loss that carries collections between minibatches.
 
@@ -108,9 +114,9 @@ def accumulate(
       collections: The collections to begin with.
       minibatches: A tree whose leaves are `[M, B/M, ...]`, see `split_minibatches`.
       rng: A key.
-      use_scan: Whether the minibatches run in a scan.
+      schedule: In which order they run, and how: `unrolled` or `scanned`.
       reduce: What is done to the gradients of each minibatch before they are added up, such as
-        scattering them; it must be linear.
+        scattering them.
 
     Returns:
       The gradients in float32 or wider, the metrics, and the collections after the last minibatch.
@@ -129,51 +135,62 @@ def accumulate(
         loss = cast_to_varying(_at_least_float32(loss), axes)
         return loss * weight, (metrics, collections)
 
-    def part(collections: Any, minibatch: Any, key: jax.Array) -> tuple[Any, Any]:
-        grads, (metrics, collections) = jax.grad(weighted_loss, has_aux=True)(
-            params, collections, minibatch, key
-        )
-        grads = reduce(grads) if reduce else grads
-        return jax.tree.map(_accumulator, (grads, metrics)), collections
-
-    if use_scan:
-        total, collections = _sum_in_scan(part, collections, minibatches, keys)
-    else:
-        total, collections = _sum_in_loop(part, collections, minibatches, keys)
-    grads, metrics = total
+    grads, metrics, collections = schedule(
+        weighted_loss, params, collections, (minibatches, keys), reduce
+    )
     count = _mean_count(metrics["loss"][1])
     return jax.tree.map(lambda g: g / count, grads), metrics, collections
 
 
-def check_minibatches(batch: Any, num_minibatches: int, *, devices: int = 1) -> None:
-    """Refuses minibatches that do not divide what each of some devices has of a batch."""
-    if (
-        isinstance(num_minibatches, bool)
-        or not isinstance(num_minibatches, int)
-        or num_minibatches < 1
-    ):
-        raise ValueError(f"num_minibatches={num_minibatches!r}, expected a positive integer.")
-    for path, x in jax.tree_util.tree_leaves_with_path(batch):
-        examples = x.shape[0] // devices if jnp.ndim(x) else num_minibatches
-        if examples % num_minibatches or examples < num_minibatches:
-            raise ValueError(
-                f"num_minibatches={num_minibatches} does not divide the {examples} examples of "
-                f"batch{jax.tree_util.keystr(path)} "
-                f"on each device (shape {x.shape}), and no example may be dropped. Choose a "
-                f"divisor of {examples} or another batch size."
-            )
+def unrolled(
+    loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce
+) -> tuple[Any, Metrics, Any]:
+    """The schedule that runs one minibatch after another, each compiled by itself."""
+    total = None
+    for index in range(len(minibatches[1])):
+        with jax.named_scope(f"minibatch_{index}"):
+            minibatch = jax.tree.map(lambda x, i=index: x[i], minibatches)
+            part, collections = _differentiate(loss, params, reduce, collections, minibatch)
+            total = part if total is None else jax.tree.map(jnp.add, total, part)
+    assert total is not None  # `check_minibatches` has seen one.
+    return *total, collections
 
 
-def split_minibatches(batch: Any, num_minibatches: int) -> Any:
-    """Reshapes `[B, ...]` leaves to `[M, B/M, ...]` for `M` minibatches; repeats scalars."""
-    check_minibatches(batch, num_minibatches)
+def scanned(
+    loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce
+) -> tuple[Any, Metrics, Any]:
+    """The schedule that runs the minibatches in a `jax.lax.scan`, compiled once."""
+    part = functools.partial(_differentiate, loss, params, reduce)
+    first = jax.tree.map(lambda x: x[0], minibatches)
+    # A carry keeps its type throughout. Each round can only add axes to it.
+    for _ in range(len(jax.sharding.get_abstract_mesh().manual_axes) + 1):
+        types, carried = jax.eval_shape(part, collections, first)
+        collections = jax.tree.map(
+            lambda x, t: cast_to_varying(x, varying_axes(t)), collections, carried
+        )
 
-    def split(x: Any) -> jax.Array:
-        if not jnp.ndim(x):
-            return jnp.broadcast_to(x, (num_minibatches,))
-        return x.reshape(num_minibatches, x.shape[0] // num_minibatches, *x.shape[1:])
+    def zero(t: Any) -> jax.Array:
+        x = cast_to_varying(jnp.zeros(t.shape, t.dtype), varying_axes(t))
+        # Where shardings are types (mode `explicit`), the carry's is that of what is added to it.
+        return x if t.sharding is None else jax.sharding.reshard(x, t.sharding)
 
-    return jax.tree.map(split, batch)
+    def body(carry: Any, minibatch: Any) -> tuple[Any, None]:
+        total, collections = carry
+        with jax.named_scope("minibatch"):
+            one, collections = part(collections, minibatch)
+            return (jax.tree.map(jnp.add, total, one), collections), None
+
+    carry = (jax.tree.map(zero, types), collections)
+    total, collections = jax.lax.scan(body, carry, minibatches)[0]
+    return *total, collections
+
+
+def _differentiate(
+    loss: WeightedLoss, params: Any, reduce: Reduce, collections: Any, minibatch: Any
+) -> tuple[tuple[Any, Metrics], Any]:
+    """The gradients and metrics of one minibatch, as they are added up, and the collections."""
+    grads, (metrics, collections) = jax.grad(loss, has_aux=True)(params, collections, *minibatch)
+    return jax.tree.map(_accumulator, (reduce(grads), metrics)), collections
 
 
 def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
@@ -223,26 +240,29 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
     return jax.tree_util.tree_map_with_path(sync, grads, is_leaf=is_box)
 
 
-def find_nonfinite(grads: Any, axis_names: AxisName) -> jax.Array:
-    """Looks for gradients that are not finite, element by element: a norm could overflow.
+def reduce_gradient(
+    g: Any, dtype: Any, *, mean_axes: tuple[str, ...], sum_axes: tuple[str, ...], divisor: int
+) -> Any:
+    """Reduces a parameter's gradient as its placement says.
 
     Args:
-      grads: A tree of gradients, in no boxes; integers are finite, and so is what is empty.
-      axis_names: The mesh axes that split the batch.
-
-    Returns:
-      `float32[]`, 1 if there is one and else 0. On global arrays the same everywhere; inside
-      `shard_map` each device along `axis_names` speaks of its own part, of which `sync_metrics` can
-      take the sum.
+      g: Each device's own gradient, boxed where it has been scattered.
+      dtype: The dtype that travels.
+      mean_axes: The mesh axes to take the mean over, see `sync_gradients`.
+      sum_axes: The mesh axes to take the sum over.
+      divisor: What to divide by besides.
 
     Communication:
-      One all-reduce of 4 bytes over those other axes over which gradients vary, if there are any.
+      One all-reduce over those of `mean_axes` that it has not been scattered over, and one over
+      `sum_axes` if there are any.
     """
-    with jax.named_scope(NONFINITE_SCOPE):
-        found = [~jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]
-        flag = jnp.stack([jnp.zeros((), bool), *found]).any().astype(jnp.float32)
-        others = tuple(sorted(varying_axes(flag) - set(axis_tuple(axis_names))))
-        return jnp.minimum(jax.lax.psum(flag, others), 1) if others else flag
+    if set(mean_axes) - set(boxed_axes(g)) or sum_axes:
+        g = jax.tree.map(lambda x: x.astype(dtype), g)
+    if sum_axes:
+        with jax.named_scope(REDUCE_SCOPE):
+            g = jax.tree.map(lambda x: jax.lax.psum(x, sum_axes), g)
+    g = sync_gradients(g, mean_axes)
+    return g if divisor == 1 else jax.tree.map(lambda x: x / divisor, g)
 
 
 def sync_metrics(metrics: Metrics, axis_names: AxisName) -> Metrics:
@@ -269,95 +289,6 @@ def sync_metrics(metrics: Metrics, axis_names: AxisName) -> Metrics:
             for i, x in zip(same, total, strict=True):
                 leaves[i] = x
     return jax.tree.unflatten(structure, leaves)
-
-
-def sync_collections(
-    collections: Any,
-    axis_names: AxisName,
-    *,
-    before: Any,
-    rules: Mapping[str, CollectionSync],
-) -> Any:
-    """Makes a model's other collections equal on all devices, where they differ by their types.
-
-    Args:
-      collections: The collections after a step, by name.
-      axis_names: The mesh axis, or tuple of axes, over which examples are split.
-      before: The collections before the step, which are equal on all devices.
-      rules: What becomes of what differs, by collection or path: its mean, maximum or minimum over
-        the devices, or what it was before and the sum of all devices' changes. `batch_stats` has
-        the mean if nothing else is said.
-
-    Returns:
-      The collections.
-
-    Raises:
-      ValueError: There is no rule for a leaf that differs, or its dtype has no such thing.
-
-    Communication:
-      One all-reduce for each leaf that varies by its type or is a sum; none for others that the
-      model has synchronised itself.
-    """
-    axes = axis_tuple(axis_names)
-    check_axes_bound("sync_collections", axes)
-
-    def sync(path: Any, x: Any, old: Any) -> Any:
-        is_typed = is_vma_checked(axes[0])
-        differing = tuple(a for a in axes if not is_typed or a in varying_axes(x))
-        rule = choose_sync(path, x, rules, differing)
-        if rule == "sum":  # What is added may be a constant of each device, such as `x.shape[0]`.
-            return old + jax.lax.psum(cast_to_varying(x - old, axes), axes)
-        if not differing:
-            return x
-        if rule == "mean":
-            return jax.lax.pmean(x, differing)
-        return jax.lax.pmax(x, differing) if rule == "max" else jax.lax.pmin(x, differing)
-
-    with jax.named_scope(COLLECTIONS_SCOPE):
-        return jax.tree_util.tree_map_with_path(sync, collections, before)
-
-
-def _sum_in_loop(
-    part: Callable[..., Any], collections: Any, minibatches: Any, keys: jax.Array
-) -> tuple[Any, Any]:
-    """Sums `part` over the minibatches, unrolled."""
-    total = None
-    for index in range(len(keys)):
-        with jax.named_scope(f"minibatch_{index}"):
-            one, collections = part(
-                collections, *jax.tree.map(lambda x, i=index: x[i], (minibatches, keys))
-            )
-            total = one if total is None else jax.tree.map(jnp.add, total, one)
-    return total, collections
-
-
-def _sum_in_scan(
-    part: Callable[..., Any], collections: Any, minibatches: Any, keys: jax.Array
-) -> tuple[Any, Any]:
-    """Sums `part` over the minibatches in a scan, whose carry keeps its type throughout."""
-    first = jax.tree.map(lambda x: x[0], (minibatches, keys))
-    for _ in range(
-        len(jax.sharding.get_abstract_mesh().manual_axes) + 1
-    ):  # Each round can only add axes to a type.
-        types, carried = jax.eval_shape(part, collections, *first)
-        collections = jax.tree.map(
-            lambda x, t: cast_to_varying(x, varying_axes(t)), collections, carried
-        )
-
-    def zero(t: Any) -> jax.Array:
-        x = cast_to_varying(jnp.zeros(t.shape, t.dtype), varying_axes(t))
-        # Where shardings are types (mode `explicit`), the carry's is that of what is added to it.
-        return x if t.sharding is None else jax.sharding.reshard(x, t.sharding)
-
-    zeros = jax.tree.map(zero, types)
-
-    def body(carry: Any, xs: Any) -> tuple[Any, None]:
-        total, collections = carry
-        with jax.named_scope("minibatch"):
-            one, collections = part(collections, *xs)
-            return (jax.tree.map(jnp.add, total, one), collections), None
-
-    return jax.lax.scan(body, (zeros, collections), (minibatches, keys))[0]
 
 
 def _mean_count(count: jax.Array) -> jax.Array:

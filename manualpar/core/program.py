@@ -1,8 +1,11 @@
 """A layout, a model, a loss and an optimizer made into `init`, `train_step`, `eval_step`.
 
-The state is a plain tree of global arrays, initialised in one jitted call whose outputs have the
-layout's shardings, so that no device ever holds more than its part. A step is one jitted call too:
-see `manualpar.core.step`.
+The state is a plain tree of global arrays. It is initialised in one jitted call whose outputs have
+the layout's shardings, so that no device ever holds more than its part. A step is one jitted call
+too, see `manualpar.core.step`.
+
+`build_program` decides what a step does and how the state lies (`_design`), and jits it
+(`_assemble`). Building touches no device, so the mesh may be one of devices that nobody has.
 """
 
 import dataclasses
@@ -14,37 +17,40 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from manualpar.core.collectives import EXAMPLES_SCOPE, GATHER_SCOPE, Wire
-from manualpar.core.step import Step, abstract_batch, batch_specs, check_batch
+from manualpar.core.collectives import Wire
+from manualpar.core.gradients import scanned, unrolled
+from manualpar.core.step import Step
 from manualpar.core.strategy import Mode, Strategy
 from manualpar.guards.dispatch import check_state, guard_step
-from manualpar.guards.divergence import (
-    check_conditions,
-    check_constraints,
-    check_derivatives,
-    check_gathered_order,
-)
+from manualpar.guards.divergence import check_traced_steps
 from manualpar.guards.options import ProgramOptions, check_options, check_wire
-from manualpar.modes.modes import on_auto_axes
+from manualpar.modes.manual import mode_named
 from manualpar.rng import typed_key
+from manualpar.sharding.annotations import check_rules
+from manualpar.sharding.batches import abstract_batch, check_batch
 from manualpar.sharding.layout import (
     ParameterInfo,
     Placement,
+    complete,
     like_params,
     pad_leaf,
     param_specs,
     state_specs,
 )
 from manualpar.sharding.mesh import axes_size, axis_tuple, check_mesh_has, given_and_auto_mesh
-from manualpar.sharding.mesh_context import OutsideMeshes, explain_shardings, no_mesh
+from manualpar.sharding.mesh_context import (
+    OutsideMeshes,
+    explain_shardings,
+    no_mesh,
+    on_auto_axes,
+)
+from manualpar.sharding.roles import AxisRoles
 from manualpar.state_transfer import StartsFromArrays, check_has_devices
 from manualpar.train_state import TrainState
 from manualpar.update import Update
 from manualpar.user_model.adapter import Model
 from manualpar.user_model.loss_function import LossFn
-from manualpar.user_model.study import study
-
-REPLICATED = Placement(())
+from manualpar.user_model.study import UserModel, study
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,31 +137,83 @@ def build_program(
     """
     check_options(strategy.name, options)
     with no_mesh(), explain_shardings(strategy.name, options.get("mode", "manual")):
-        return _build(strategy, model, tx, loss_fn, options)
+        batch, step, states = _design(strategy, model, tx, loss_fn, options)
+        program = _assemble(batch, step, states, options)
+        check_traced_steps(
+            strategy.name,
+            *(
+                function.trace(program.abstract_state, program.abstract_batch).jaxpr
+                for function in (program.train_step, program.eval_step)
+            ),
+            data_axes=program.data_axes,
+        )
+    return program
 
 
-def _build(
+class _States:
+    """The training state: how it is made, and how it lies on the devices.
+
+    Attributes:
+      whole: The abstract state as one device would hold it.
+      held: The abstract state as the program holds it: padded.
+      layout: The state with a `PartitionSpec` at each leaf.
+      opt_padding: The padding of each leaf of the optimizer's state.
+    """
+
+    def __init__(self, model: UserModel, tx: optax.GradientTransformation, placements: Any) -> None:
+        self._model, self._tx, self._placements = model, tx, placements
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        self.whole = jax.eval_shape(self._create_whole, key)
+        opt_placements = like_params(
+            self.whole.opt_state, self.whole.params, placements, Placement(())
+        )
+        self.opt_padding = tuple(place.padding for place in jax.tree.leaves(opt_placements))
+        self.held = jax.eval_shape(self.create, key)
+        layout = jax.tree.map(lambda _: PartitionSpec(), self.held)
+        self.layout = layout.replace(
+            params=param_specs(placements), opt_state=state_specs(opt_placements)
+        )
+
+    def create(self, rng: jax.Array) -> TrainState:
+        """The initial state as the program holds it."""
+        state = self._create_whole(rng)
+        params = jax.tree.map(
+            lambda place, x: pad_leaf(x, place.parameter_padding), self._placements, state.params
+        )
+        leaves, structure = jax.tree.flatten(state.opt_state)
+        opt_state = jax.tree.unflatten(structure, map(pad_leaf, leaves, self.opt_padding))
+        return state.replace(params=params, opt_state=opt_state)
+
+    def _create_whole(self, rng: jax.Array) -> TrainState:
+        init_rng, rng = jax.random.split(rng)
+        collections = self._model.create_variables(init_rng)
+        return TrainState.create(
+            apply_fn=self._model.apply_fn,
+            params=collections.pop("params"),
+            tx=self._tx,
+            rng=rng,
+            collections=collections,
+        )
+
+
+def _design(
     strategy: Strategy,
     model: Model,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     options: ProgramOptions,
-) -> Program:
-    """Builds a program with no mesh set around it."""
-    name, batch = strategy.name, options["batch"]
-    has_devices = not isinstance(options["mesh"], AbstractMesh)
-    axes = (*strategy.replica_axes, *axis_tuple(options.get("axis_name", "data")))
-    mode = options.get("mode", "manual")
-    _check_arguments(name, tx, loss_fn, options["mesh"], axes)
-    # Building asks for nothing that an abstract mesh lacks. States and batches lie on the mesh that
-    # was given, whose axes may be explicit; a step runs on the same one with automatic axes.
-    given, mesh = cast("tuple[Mesh, Mesh]", given_and_auto_mesh(options["mesh"]))
+) -> tuple[Any, Step, _States]:
+    """The abstract batch, what a step does, and how the state lies."""
+    name = strategy.name
+    shard_axes = axis_tuple(options.get("axis_name", "data"))
+    roles = AxisRoles({0: (*strategy.replica_axes, *shard_axes)})
+    _check_arguments(name, tx, loss_fn, options["mesh"], roles.data_axes)
+    _, mesh = cast("tuple[Mesh, Mesh]", given_and_auto_mesh(options["mesh"]))
+    batch = abstract_batch(f"{name}: batch", options["batch"])
+    check_batch(f"{name}: batch", batch, mesh, roles)
     param_dtype, wire = check_wire(name, options)
-    batch = abstract_batch(f"{name}: batch", batch)
-    check_batch(f"{name}: batch", batch, mesh, axes)
-
-    key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building touches no device.
-    shard_axes = tuple(axis for axis in axes if axis not in strategy.replica_axes)
+    rules = check_rules(name, options.get("rules", ()), mesh)
+    mode = mode_named(options.get("mode", "manual"))(mesh, roles.data_axes, wire, rules)
 
     def place(info: ParameterInfo) -> Placement:
         return strategy.place(info, shard_axes, axes_size(mesh, shard_axes))
@@ -169,121 +227,88 @@ def _build(
         model,
         loss_fn,
         batch,
-        batch_specs=batch_specs(batch, axes),
-        mesh=mesh,
+        batch_specs=roles.batch_specs(batch),
         mode=mode,
-        data_axes=axes,
         param_dtype=param_dtype,
         options=options,
         is_gathered=is_gathered,
-        gathers_in_loss=mode == "manual" and strategy.gather_every == "minibatch",
+        gathers_in_loss=strategy.gather_every == "minibatch",
     )
-    infos = user_model.parameters
-    placements = jax.tree.map(place, infos)
-
-    def create_whole_state(rng: jax.Array) -> TrainState:
-        init_rng, rng = jax.random.split(rng)
-        collections = user_model.create_variables(init_rng)
-        return TrainState.create(
-            apply_fn=user_model.apply_fn,
-            params=collections.pop("params"),
-            tx=tx,
-            rng=rng,
-            collections=collections,
-        )
-
-    whole = jax.eval_shape(create_whole_state, key)
-    opt_placements = like_params(whole.opt_state, whole.params, placements, REPLICATED)
-    opt_padding = tuple(place.padding for place in jax.tree.leaves(opt_placements))
-    update = Update(
-        mesh=mesh,
-        mode=mode,
-        data_axes=axes,
-        placements=placements,
-        opt_padding=opt_padding,
-        norm_metrics=options.get("norm_metrics", False),
-        wire=wire,
-    )
+    if user_model.keeps_types:  # What the model's initialisers shard stays so where it is used.
+        roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
+    placements = jax.tree.map(lambda info: complete(place(info), roles), user_model.parameters)
+    states = _States(user_model, tx, placements)
     step = Step(
         strategy=strategy,
         model=user_model,
-        mesh=mesh,
-        data_axes=axes,
-        num_minibatches=options.get("num_minibatches", 1),
-        use_scan=options.get("use_scan", False),
         mode=mode,
-        wire=wire,
-        nonfinite=options.get("nonfinite", "ignore"),
+        roles=roles,
         placements=placements,
-        update=update,
+        update=Update(mode, placements, states.opt_padding, options.get("norm_metrics", False)),
+        num_minibatches=options.get("num_minibatches", 1),
+        schedule=scanned if options.get("use_scan", False) else unrolled,
+        nonfinite=options.get("nonfinite", "ignore"),
     )
+    return batch, step, states
 
-    def create_state(rng: jax.Array) -> TrainState:
-        state = create_whole_state(rng)
-        params = jax.tree.map(
-            lambda place, x: pad_leaf(x, place.parameter_padding), placements, state.params
+
+def _assemble(batch: Any, step: Step, states: _States, options: ProgramOptions) -> Program:
+    """The program of a step: jitted, on the mesh that was given."""
+    # States and batches lie on the mesh that was given, whose axes may be explicit. A step runs on
+    # the same mesh with automatic axes.
+    has_devices = not isinstance(options["mesh"], AbstractMesh)
+    given, mesh = cast("tuple[Mesh, Mesh]", given_and_auto_mesh(options["mesh"]))
+
+    def shard(specs: Any) -> Any:
+        return jax.tree.map(lambda spec: NamedSharding(given, spec), specs)
+
+    def jit(function: Callable[..., Any], out_specs: Any, **kwargs: Any) -> Any:
+        return OutsideMeshes(
+            jax.jit(on_auto_axes(function, mesh=given, out_specs=out_specs), **kwargs)
         )
-        return state.replace(params=params, opt_state=update.pad_state(state.opt_state))
 
-    abstract = jax.eval_shape(create_state, key)
-    layout = jax.tree.map(lambda _: PartitionSpec(), abstract)
-    layout = layout.replace(params=param_specs(placements), opt_state=state_specs(opt_placements))
-    shardings = jax.tree.map(lambda spec: NamedSharding(given, spec), layout)
-
-    def on_mesh(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-        return on_auto_axes(function, mesh=given, out_specs=out_specs)
-
-    create_sharded = jax.jit(on_mesh(create_state, layout), out_shardings=shardings)
-    compiler_options = dict(options.get("compiler_options", {})) or None
-    train_step: jax.stages.Wrapped = OutsideMeshes(
-        jax.jit(
-            on_mesh(step.train, (layout, PartitionSpec())),
-            in_shardings=(shardings, None),
-            out_shardings=(shardings, None),
-            donate_argnums=0,
-            compiler_options=compiler_options,
-        )
+    shardings = shard(states.layout)
+    abstract = _with_shardings(states.held, shardings)
+    steps_options: Any = {
+        "in_shardings": (shardings, None),
+        "compiler_options": dict(options.get("compiler_options", {})) or None,
+    }
+    train_step = jit(
+        step.train,
+        (states.layout, PartitionSpec()),
+        out_shardings=(shardings, None),
+        donate_argnums=0,
+        **steps_options,
     )
-    eval_step: jax.stages.Wrapped = OutsideMeshes(
-        jax.jit(
-            on_mesh(step.evaluate, PartitionSpec()),
-            in_shardings=(shardings, None),
-            compiler_options=compiler_options,
-        )
-    )
-    abstract = _with_shardings(abstract, shardings)
+    eval_step = jit(step.evaluate, PartitionSpec(), **steps_options)
 
-    def guarded(name: str, step: jax.stages.Wrapped) -> jax.stages.Wrapped:
+    def guard(name: str, function: jax.stages.Wrapped) -> jax.stages.Wrapped:
         check = functools.partial(check_state, name, abstract)
-        return guard_step(name, step, mesh, check) if has_devices else step
+        return guard_step(name, function, mesh, check) if has_devices else function
 
-    program = Program(
-        strategy=strategy,
-        mode=mode,
+    def init(create: Callable[[jax.Array], TrainState], rng: Any) -> TrainState:
+        check_has_devices("init", mesh)
+        return create(typed_key("init", rng))
+
+    infos, placements = map(jax.tree.leaves, (step.model.parameters, step.placements))
+    return Program(
+        strategy=step.strategy,
+        mode=step.mode.name,
         mesh=given,
-        data_axes=axes,
+        data_axes=step.roles.data_axes,
         num_minibatches=step.num_minibatches,
-        wire=wire,
-        layout=layout,
-        parameters=tuple(zip(jax.tree.leaves(infos), jax.tree.leaves(placements), strict=True)),
+        wire=step.mode.wire,
+        layout=states.layout,
+        parameters=tuple(zip(infos, placements, strict=True)),
         abstract_state=abstract,
-        whole_state=whole,
-        abstract_batch=_with_shardings(
-            batch, jax.tree.map(lambda spec: NamedSharding(given, spec), batch_specs(batch, axes))
-        ),
-        batch_sharding=NamedSharding(given, PartitionSpec(axes)),
-        init=functools.partial(_init, OutsideMeshes(create_sharded), mesh),
-        train_step=guarded("train_step", train_step),
-        eval_step=guarded("eval_step", eval_step),
+        whole_state=states.whole,
+        abstract_batch=_with_shardings(batch, shard(step.roles.batch_specs(batch))),
+        batch_sharding=NamedSharding(given, PartitionSpec(step.roles.data_axes)),
+        init=functools.partial(init, jit(states.create, states.layout, out_shardings=shardings)),
+        train_step=guard("train_step", train_step),
+        eval_step=guard("eval_step", eval_step),
         step=step,
     )
-    for function in (program.train_step, program.eval_step):
-        traced = function.trace(program.abstract_state, program.abstract_batch)
-        check_conditions(name, traced.jaxpr.jaxpr)
-        check_constraints(name, traced.jaxpr.jaxpr)
-        check_gathered_order(name, traced.jaxpr.jaxpr, EXAMPLES_SCOPE, axes)
-    check_derivatives(name, traced.jaxpr.jaxpr, GATHER_SCOPE)  # That of the evaluation.
-    return program
 
 
 def _check_arguments(
@@ -309,9 +334,3 @@ def _with_shardings(tree: Any, shardings: Any) -> Any:
         tree,
         shardings,
     )
-
-
-def _init(create_state: Callable[[jax.Array], TrainState], mesh: Any, rng: Any) -> TrainState:
-    """Makes the state, where there are devices to hold it."""
-    check_has_devices("init", mesh)
-    return create_state(typed_key("init", rng))

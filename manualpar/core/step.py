@@ -1,13 +1,16 @@
 """What happens in a step: on every device inside `shard_map`, and on global arrays outside.
 
-Inside run the forward and the backward pass and the synchronisation of gradients and metrics: every
-collective in it is written in this package. Outside runs the optimizer: there the norm of a
-gradient is that of the whole gradient, whichever devices hold it, and an elementwise update needs
-no collective. (In the modes in which XLA writes the collectives, all of it runs on global arrays.)
+Inside run the forward and the backward pass and the reductions of gradients and metrics. Read
+`Step._gradients_on_device` first, which is all of it in one line: *box* the parameters, so that
+they gather themselves; run the *loss*; *accumulate* gradients over minibatches; *reduce* them over
+the devices. Every collective in it is written in this package.
 
-Between the two a gradient has the spec of the optimizer's state. Parameters that are whole between
-steps while their state is not (ZeRO-1 and -2) are sliced for the optimizer, which sends nothing,
-and gathered after it.
+Outside runs the optimizer's *update*. There the norm of a gradient is that of the whole gradient,
+whichever devices hold it, and an elementwise update needs no collective. A gradient arrives in the
+spec of the optimizer's state. Parameters that are whole while their state is sharded (ZeRO-1 and
+-2) are sliced for the update, which sends nothing, and gathered after it.
+
+A `Mode` decides what box, reduce and the others do. The default is `manualpar.modes.manual`.
 """
 
 import dataclasses
@@ -17,40 +20,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from manualpar.core.collectives import AS_STORED, Wire
-from manualpar.core.gradients import (
-    CarryingLossFn,
-    accumulate,
-    check_minibatches,
-    find_nonfinite,
-    split_minibatches,
-    sync_collections,
-    sync_gradients,
-    sync_metrics,
-)
-from manualpar.core.partitioning import boxed_axes, is_box, scatter_gradients, wire_dtype
-from manualpar.core.strategy import Mode, Strategy
+from manualpar.core.gradients import Schedule, accumulate, unrolled
+from manualpar.core.partitioning import is_box
+from manualpar.core.strategy import Strategy
+from manualpar.guards.nonfinite import count_nonfinite, is_finite
 from manualpar.guards.options import Nonfinite
-from manualpar.modes.modes import (
-    box_parameter,
-    constrain,
-    run_on_mesh,
-    split_global_minibatches,
-)
+from manualpar.modes.manual import Manual
 from manualpar.modes.remat import regather_for_backward
-from manualpar.rng import fold_rng_over_axis
-from manualpar.sharding.layout import Placement, pad_leaf, param_specs, state_specs, strip_boxes
-from manualpar.sharding.mesh import axes_size
+from manualpar.sharding.batches import check_batch
+from manualpar.sharding.layout import (
+    Placement,
+    map_in_scopes,
+    param_specs,
+    state_specs,
+    strip_boxes,
+)
+from manualpar.sharding.roles import AxisRoles
 from manualpar.train_state import TrainState
-from manualpar.update import Update, map_in_scopes
+from manualpar.update import Update
 from manualpar.user_model.loss_function import Metrics
 from manualpar.user_model.study import UserModel
 
-# Metrics that no loss function can return by accident.
-OBJECTIVE = "objective of the optimizer"
-NONFINITE_GRADIENTS = "devices with a gradient that is not finite"
+OBJECTIVE = "objective of the optimizer"  # A metric that no loss function returns by accident.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,56 +51,45 @@ class Step:
     """A step of training and one of evaluation, to be jitted.
 
     Attributes:
-      strategy: The strategy.
+      strategy: When parameters are gathered and gradients scattered.
       model: The model with its loss.
-      mesh: The mesh.
-      data_axes: The mesh axes that examples are split over.
-      num_minibatches: Parts that a device takes its share of a batch in.
-      use_scan: Whether they run in a scan.
       mode: Who writes the collectives.
-      wire: The dtypes that travel, and which way.
-      nonfinite: What is done about a loss or a gradient that is not finite.
-      update: What the optimizer does with the gradients.
+      roles: What each mesh axis is for.
       placements: The tree of parameters with a `Placement` at each leaf.
+      update: What the optimizer does with the gradients.
+      num_minibatches: The number of parts that a device takes its share of a batch in.
+      schedule: How these parts run.
+      nonfinite: What is done about a loss or a gradient that is not finite.
     """
 
     strategy: Strategy
     model: UserModel
-    mesh: Mesh
-    data_axes: tuple[str, ...]
+    mode: Manual
+    roles: AxisRoles
+    placements: Any
+    update: Update
     num_minibatches: int = 1
-    use_scan: bool = False
-    mode: Mode = "manual"
-    wire: Wire = AS_STORED
+    schedule: Schedule = unrolled
     nonfinite: Nonfinite = "ignore"
-    placements: Any = None
-    update: Update | None = None
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Takes one step of the optimizer; returns the new state and the metrics of the batch."""
-        check_batch("batch", batch, self.mesh, self.data_axes)
+        check_batch("batch", batch, self.mode.mesh, self.roles)
         rng, step_rng = jax.random.split(state.rng)
         grads, metrics, collections = self.gradients(
             state.params, state.collections, step_rng, batch
         )
-        assert self.update is not None
+        is_applied, collections = self._check_finite(metrics, collections, state.collections)
         objective = metrics.pop(OBJECTIVE)
-        is_applied = None
-        if self.nonfinite != "ignore":
-            is_finite = self._is_finite(objective, metrics)
-            metrics["nonfinite"] = (1 - is_finite.astype(jnp.float32), jnp.ones(()))
-            if self.nonfinite == "skip":
-                is_applied = is_finite
-                select = functools.partial(jax.lax.select, is_applied)
-                collections = jax.tree.map(select, collections, state.collections)
-        value_and_grad = functools.partial(self._value_and_grad, state.collections, step_rng, batch)
         params, opt_state, norms = self.update(
             state.tx,
             state.params,
             grads,
             opt_state=state.opt_state,
             value=mean(objective),
-            value_and_grad=value_and_grad,
+            value_and_grad=functools.partial(
+                self._value_and_grad, state.collections, step_rng, batch
+            ),
             is_applied=is_applied,
         )
         metrics |= {name: (norm, jnp.ones(())) for name, norm in norms.items()}
@@ -122,114 +104,91 @@ class Step:
 
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
         """Returns the metrics of the batch with training turned off; the state stays as it is."""
-        check_batch("batch", batch, self.mesh, self.data_axes)
-        on_mesh = self._on_mesh(self._metrics_part, batch, PartitionSpec())
+        check_batch("batch", batch, self.mode.mesh, self.roles)
+        on_mesh = self._on_mesh(self._metrics_on_device, batch, PartitionSpec())
         metrics: Metrics = on_mesh(state.params, state.collections, state.rng, batch)
         return metrics
-
-    # What runs on the mesh: on one device's part in mode `manual`, on global arrays in the others.
 
     def gradients(
         self, params: Any, collections: Any, rng: jax.Array, batch: Any
     ) -> tuple[Any, Metrics, Any]:
         """The global gradients, in the specs of the optimizer's state, metrics and collections."""
         out_specs = (state_specs(self.placements), PartitionSpec(), PartitionSpec())
-        on_mesh = self._on_mesh(self._gradients_part, batch, out_specs)
+        on_mesh = self._on_mesh(self._gradients_on_device, batch, out_specs)
         grads, metrics, collections = on_mesh(params, collections, rng, batch)
         return grads, dict(metrics), collections
 
-    def _gradients_part(
+    def _gradients_on_device(
         self, params: Any, collections: Any, rng: jax.Array, batch: Any
     ) -> tuple[Any, Metrics, Any]:
-        """A training step up to the gradients."""
-        before = collections
-        is_manual = self.mode == "manual"
-        boxes = self._map(functools.partial(self._box, state=False), params)
-        shards = self._map(functools.partial(self._box, state=True), params)
-        if self.strategy.gather_every == "step":
+        """A training step up to the gradients, on a device's part of everything."""
+        mode, strategy = self.mode, self.strategy
+        # Box: as parameters are stored, and as their gradients are to lie.
+        boxes = self._map(mode.box, params)
+        shards = self._map(functools.partial(mode.box, as_state=True), params)
+        if strategy.gather_every == "step":
             boxes = self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
-        scatter = functools.partial(self._scatter, shards)
-        every_minibatch = self.strategy.reduce_every == "minibatch"
-        if is_manual:
-            rng = fold_rng_over_axis(rng, self.data_axes)
-            minibatches = split_minibatches(batch, self.num_minibatches)
-        else:
-            devices = axes_size(self.mesh, self.data_axes)
-            check_minibatches(batch, self.num_minibatches, devices=devices)
-            minibatches = split_global_minibatches(
-                self.mode, batch, self.num_minibatches, self.mesh, self.data_axes
-            )
-        loss: CarryingLossFn = self.carrying_loss
-        if self.strategy.reshard_after_forward:
+        # Loss.
+        loss = self.loss
+        if strategy.reshard_after_forward:
             loss = regather_for_backward(loss)
-        loss = self._keeping(loss)
-        grads, metrics, collections = accumulate(
-            loss,
+        # Accumulate.
+        scatter = functools.partial(self._map, mode.scatter, shards)
+        scatters_each = strategy.reduce_every == "minibatch"
+        grads, metrics, updated = accumulate(
+            lambda params, *args: loss(self._map(_unbox_kept, params), *args),
             boxes,
             collections,
-            minibatches,
-            rng,
-            use_scan=self.use_scan,
-            reduce=scatter if every_minibatch else None,
+            mode.split(batch, self.num_minibatches),
+            mode.fold(rng),
+            schedule=self.schedule,
+            reduce=scatter if scatters_each else lambda grads: grads,
         )
-        grads = grads if every_minibatch else scatter(grads)
-        if is_manual:
-            grads = jax.tree.map(self._to_wire, shards, grads, is_leaf=is_box)
-            grads = sync_gradients(grads, self.data_axes)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), strip_boxes(grads), params)
+        # Reduce.
+        grads = grads if scatters_each else scatter(grads)
+        grads = strip_boxes(self._map(mode.sync, shards, grads))
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         if self.nonfinite != "ignore":
-            # Of what was summed and cast, either of which may overflow.
-            found = find_nonfinite(grads, self.data_axes)
-            metrics = {**metrics, NONFINITE_GRADIENTS: (found, jnp.ones(()))}
-        if is_manual:
-            metrics = sync_metrics(metrics, self.data_axes)
-            collections = sync_collections(
-                collections, self.data_axes, before=before, rules=self.model.sync_collections
-            )
-        return grads, metrics, collections
+            metrics = count_nonfinite(metrics, grads, mode.data_axes)
+        updated = mode.sync_collections(updated, collections, self.model.sync_collections)
+        return grads, mode.sync_metrics(metrics), updated
 
-    def _is_finite(self, objective: tuple[jax.Array, jax.Array], metrics: Metrics) -> jax.Array:
-        """Whether the loss and all gradients are finite, `bool[]`; takes the latter's count out."""
-        if "nonfinite" in metrics:
-            raise ValueError(
-                f"{self.strategy.name}: nonfinite={self.nonfinite!r} reports a metric "
-                "'nonfinite', and loss_fn returns one of that name too; expected another. Rename "
-                "it."
-            )
-        devices, _ = metrics.pop(NONFINITE_GRADIENTS)
-        losses = jnp.stack([jnp.isfinite(x) for x in (mean(objective), mean(metrics["loss"]))])
-        return (devices == 0) & losses.all()
-
-    def _metrics_part(self, params: Any, collections: Any, rng: jax.Array, batch: Any) -> Metrics:
-        """An evaluation step."""
-        boxes = self._map(functools.partial(self._box, state=False), params)
-        boxes = self._map(functools.partial(self._unbox_kept, False), boxes)
-        if self.mode == "manual":
-            rng = fold_rng_over_axis(rng, self.data_axes)
-        metrics = self.model.eval_metrics(boxes, collections, batch, rng)
-        return sync_metrics(metrics, self.data_axes) if self.mode == "manual" else metrics
-
-    def carrying_loss(
+    def loss(
         self, params: Any, collections: Any, minibatch: Any, rng: jax.Array
-    ) -> tuple[Any, Any, Any]:
-        """The user's loss, with the model's other collections passed in and out."""
+    ) -> tuple[jax.Array, Metrics, Any]:
+        """The user's loss, with its value among the metrics."""
         loss, metrics, collections = self.model.train_loss(params, collections, minibatch, rng)
         count = metrics["loss"][1].astype(jnp.float32)
         objective = jax.lax.stop_gradient(loss).astype(jnp.float32) * count
         return loss, {**metrics, OBJECTIVE: (objective, count)}, collections
 
-    def _keeping(self, loss: CarryingLossFn) -> CarryingLossFn:
-        """The loss with what is kept gathered before it, and so outside of what drops."""
-        if not any(place.keep for place in jax.tree.leaves(self.placements)):
-            return loss
-        every_minibatch = self.strategy.gather_every == "minibatch"
-        unbox = functools.partial(self._unbox_kept, every_minibatch)
-        return lambda params, *args: loss(self._map(unbox, params), *args)
+    def _metrics_on_device(
+        self, params: Any, collections: Any, rng: jax.Array, batch: Any
+    ) -> Metrics:
+        """An evaluation step, on a device's part of everything."""
+        boxes = self._map(_unbox_kept, self._map(self.mode.box, params))
+        metrics = self.model.eval_metrics(boxes, collections, batch, self.mode.fold(rng))
+        return self.mode.sync_metrics(metrics)
 
-    @staticmethod
-    def _unbox_kept(gather: bool, place: Placement, x: Any) -> Any:
-        """Unboxes a parameter that is kept; without `gather` only if there is nothing to gather."""
-        return x.unbox() if place.keep and is_box(x) and (gather or not boxed_axes(x)) else x
+    def _check_finite(
+        self, metrics: Metrics, updated: Any, before: Any
+    ) -> tuple[jax.Array | None, Any]:
+        """Whether the step is applied, if that is a question, and the collections after it."""
+        if self.nonfinite == "ignore":
+            return None, updated
+        finite = is_finite(self.strategy.name, self.nonfinite, metrics, OBJECTIVE)
+        metrics["nonfinite"] = (1 - finite.astype(jnp.float32), jnp.ones(()))
+        if self.nonfinite == "report":
+            return None, updated
+        select = functools.partial(jax.lax.select, finite)
+        return finite, jax.tree.map(select, updated, before)
+
+    def _value_and_grad(
+        self, collections: Any, rng: jax.Array, batch: Any, params: Any
+    ) -> tuple[jax.Array, Any]:
+        """The loss and its gradient at stored parameters, for optimizers that try several."""
+        grads, metrics, _ = self.gradients(params, collections, rng, batch)
+        return mean(metrics[OBJECTIVE]), grads
 
     def _on_mesh(
         self, function: Callable[..., Any], batch: Any, out_specs: Any
@@ -239,52 +198,11 @@ class Step:
             param_specs(self.placements),
             PartitionSpec(),
             PartitionSpec(),
-            batch_specs(batch, self.data_axes),
+            self.roles.batch_specs(batch),
         )
-        return run_on_mesh(
-            self.mode, function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs
-        )
-
-    def _box(self, place: Placement, x: Any, *, state: bool) -> Any:
-        """Boxes a parameter as it is stored, or as its gradient and its state are."""
-        return box_parameter(
-            self.mode,
-            x,
-            place,
-            as_state=state,
-            mesh=self.mesh,
-            data_axes=self.data_axes,
-            wire=self.wire,
-            keep_types=self.model.keeps_types,
-        )
-
-    def _scatter(self, shards: Any, grads: Any) -> Any:
-        """Leaves each device its shard of gradients that are whole; others have been scattered."""
-        return self._map(self._scatter_one, shards, grads)
-
-    def _scatter_one(self, place: Placement, shard: Any, g: Any) -> Any:
-        if boxed_axes(g) == boxed_axes(shard):
-            return g
-        if self.mode == "manual":
-            return scatter_gradients(g, shard)
-        g = pad_leaf(g.value if is_box(g) else g, place.padding)
-        return shard.replace(value=constrain(self.mode, g, self.mesh, place.state_spec))
-
-    def _to_wire(self, shard: Any, g: Any) -> Any:
-        """Casts a gradient that is yet to be reduced."""
-        if not set(self.data_axes) - set(boxed_axes(g)):
-            return g
-        return jax.tree.map(lambda x: x.astype(wire_dtype(shard)), g)
-
-    def _value_and_grad(
-        self, collections: Any, rng: jax.Array, batch: Any, params: Any
-    ) -> tuple[jax.Array, Any]:
-        """The loss and its gradient at stored parameters, for optimizers that try several."""
-        grads, metrics, _ = self.gradients(params, collections, rng, batch)
-        return mean(metrics[OBJECTIVE]), grads
+        return self.mode.run(function, in_specs=in_specs, out_specs=out_specs)
 
     def _map(self, function: Callable[..., Any], *trees: Any) -> Any:
-        """Maps a function of a placement and leaves over trees like the parameters'."""
         return map_in_scopes(function, self.placements, *trees)
 
 
@@ -294,45 +212,6 @@ def mean(metric: tuple[jax.Array, jax.Array]) -> jax.Array:
     return total / jnp.where(count == 0, 1, count)
 
 
-def abstract_batch(field: str, batch: Any) -> Any:
-    """The shapes and dtypes of a batch; refuses what is no array, in the name of `field`."""
-
-    def abstract(path: Any, x: Any) -> Any:
-        try:
-            return jax.eval_shape(lambda x: x, x)
-        except TypeError as error:
-            raise TypeError(
-                f"{field}{jax.tree_util.keystr(path)} is a {type(x).__name__}, expected an array "
-                "of numbers, of shape [B, ...] where it has a row for each example."
-            ) from error
-
-    return jax.tree_util.tree_map_with_path(abstract, batch)
-
-
-def check_batch(field: str, batch: Any, mesh: Mesh, axes: tuple[str, ...]) -> None:
-    """Refuses a batch that cannot be split evenly over the data axes, in the name of `field`."""
-    devices = axes_size(mesh, axes)
-    sizes = {
-        f"{field}{jax.tree_util.keystr(path)}": x.shape[0]
-        for path, x in jax.tree_util.tree_leaves_with_path(batch)
-        if jnp.ndim(x)
-    }
-    if not sizes:
-        raise ValueError(f"{field} has no arrays of shape [B, ...], expected some examples.")
-    for name, size in sizes.items():
-        if not size or size % devices:
-            raise ValueError(
-                f"{name} has {size} examples, expected a positive multiple of the {devices} "
-                f"devices along {axes}: no example may be dropped. Change the batch size or the "
-                "number of devices, or pad the batch and mask the padding."
-            )
-    if len(set(sizes.values())) > 1:
-        raise ValueError(
-            f"{field} has leaves with different numbers of examples, expected one number along "
-            f"their leading dimension: {', '.join(f'{k} has {v}' for k, v in sizes.items())}."
-        )
-
-
-def batch_specs(batch: Any, axes: tuple[str, ...]) -> Any:
-    """Splits the leading dimension of each leaf over the data axes; scalars are replicated."""
-    return jax.tree.map(lambda x: PartitionSpec(axes) if jnp.ndim(x) else PartitionSpec(), batch)
+def _unbox_kept(place: Placement, x: Any) -> Any:
+    """Gathers a parameter that the model is to get whole."""
+    return x.unbox() if place.keep and is_box(x) else x

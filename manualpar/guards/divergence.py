@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from manualpar.core.collectives import EXAMPLES_SCOPE, GATHER_SCOPE
+
 # Primitives that name mesh axes and send nothing.
 SILENT_PRIMITIVES = frozenset(
     {
@@ -24,6 +26,27 @@ SILENT_PRIMITIVES = frozenset(
         "vary_unreduced_cast_p",
     }
 )
+
+
+def check_traced_steps(
+    name: str, train: ClosedJaxpr, evaluate: ClosedJaxpr, *, data_axes: tuple[str, ...]
+) -> None:
+    """Refuses the traced steps of a program if they are wrong in a way that types do not see.
+
+    Args:
+      name: The program's name, for messages.
+      train: The traced training step.
+      evaluate: The traced evaluation step.
+      data_axes: The mesh axes that split the batch, in order.
+
+    Raises:
+      ValueError: See the checks below.
+    """
+    for closed in (train, evaluate):
+        check_conditions(name, closed.jaxpr)
+        check_constraints(name, closed.jaxpr)
+        check_gathered_order(name, closed.jaxpr, EXAMPLES_SCOPE, data_axes)
+    check_derivatives(name, evaluate.jaxpr, GATHER_SCOPE)
 
 
 def check_conditions(name: str, jaxpr: Jaxpr) -> None:

@@ -35,6 +35,7 @@ from jax.extend.core import ClosedJaxpr
 from manualpar.core.collectives import OPTIMIZER_SCOPE
 from manualpar.core.program import Program
 from manualpar.core.step import Step
+from manualpar.modes.manual import Manual
 from manualpar.inspect.allocation import FUSIONS, find_peak
 from manualpar.inspect.communication import KIND_OF_PRIMITIVE
 from manualpar.inspect.flat_program import FlatProgram, Operation, Value
@@ -158,10 +159,10 @@ def _trace(program: Program) -> ClosedJaxpr:
             )
         jitted: Any = step
         written: Step = jitted.__wrapped__.__self__  # What was jitted is its method.
-        assert written.update is not None
-        update = dataclasses.replace(written.update, mode="manual")
-        model = written.model.with_setting(mode="manual")
-        manual = dataclasses.replace(written, mode="manual", model=model, update=update)
+        mode = Manual(written.mode.mesh, written.mode.data_axes, written.mode.wire)
+        update = dataclasses.replace(written.update, mode=mode)
+        model = dataclasses.replace(written.model, mode=mode)
+        manual = dataclasses.replace(written, mode=mode, model=model, update=update)
         step = jax.jit(manual.train)
     return step.trace(program.abstract_state, program.abstract_batch).jaxpr
 

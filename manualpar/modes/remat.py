@@ -156,7 +156,7 @@ def _drop_weights(function: Callable[..., list[Any]], *, in_loop: bool) -> Calla
 
         closed, shapes = jax.make_jaxpr(out_and_vjp, return_shape=True)(*values)
         out, vjp = map(jax.tree.structure, shapes)
-        residuals = _Residuals(closed.jaxpr, out.num_leaves, vjp)
+        residuals = _Residuals(closed.jaxpr, len(jax.tree.leaves(shapes[0])), vjp)
         flat, kept, inputs = residuals.compute(closed.consts, values)
         return jax.tree.unflatten(out, flat), (kept, inputs, residuals, wanted)
 

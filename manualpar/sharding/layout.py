@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from manualpar.core.partitioning import Names, choose_shard_dim, is_box
 from manualpar.sharding.annotations import Rules, mesh_names
 from manualpar.sharding.mesh import axis_tuple
+from manualpar.sharding.roles import AxisRoles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,18 +43,29 @@ class ParameterInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a parameter lives, and where its gradient and the optimizer's state for it do.
+    """Where a parameter lives, where its optimizer state lives, and how its gradient is reduced.
+
+    A strategy decides the first five fields. `complete` adds the others, which follow
+    from what each mesh axis is for.
 
     Attributes:
-      names: The mesh axis, or tuple of axes, that each dimension of the parameter is sharded over
-        between steps, or `None`.
-      note: Why it is not sharded where the strategy would have; `''` otherwise.
-      state_names: The same for its gradient and the optimizer's state; `None` if as `names`.
-      padding: The zeros at the end of each dimension of whatever is sharded along it, so that it
-        divides; `()` if there are none.
-      keep: Whether it is handed to the model whole: gathered once a minibatch, before the forward
-        pass, and kept until the backward one, however often it is used and whatever is done with
-        others.
+      names: For each dimension of the parameter the mesh axis, or tuple of axes, that it is sharded
+        over between steps, or `None`.
+      note: Why it is not sharded where the strategy would have sharded it; `''` otherwise.
+      state_names: The same as `names` for the gradient and the optimizer's state; `None` if they
+        are equal.
+      padding: How many zeros stand at the end of each dimension of whatever is sharded along it, so
+        that it divides; `()` if there are none.
+      keep: Whether the model gets it whole: gathered once in each minibatch, before the forward
+        pass, and kept until the backward pass.
+      mean_axes: The mesh axes along which devices see different examples: the gradient is averaged
+        over them.
+      sum_axes: The mesh axes along which each device has a part of the gradient: it is summed over
+        them.
+      divisor: What the gradient is divided by besides, where autodiff has already summed over axes
+        whose mean is meant.
+      storage_axes: The mesh axes that only share the storage: the parameter is gathered over them
+        where it is used.
     """
 
     names: Names
@@ -61,6 +73,10 @@ class Placement:
     state_names: Names | None = None
     padding: tuple[int, ...] = ()
     keep: bool = False
+    mean_axes: tuple[str, ...] = ()
+    sum_axes: tuple[str, ...] = ()
+    divisor: int = 1
+    storage_axes: tuple[str, ...] = ()
 
     @property
     def sharded_names(self) -> Names:
@@ -191,6 +207,16 @@ def shard_state_only(
     return dataclasses.replace(sharded, names=parameter.names, state_names=sharded.names)
 
 
+def complete(placement: Placement, roles: AxisRoles) -> Placement:
+    """A strategy's placement with how the parameter is gathered and its gradient reduced."""
+    axes = [axis for name in placement.names for axis in axis_tuple(name)]
+    return dataclasses.replace(
+        placement,
+        mean_axes=roles.data_axes,
+        storage_axes=tuple(axis for axis in axes if roles.role_of(axis) == "storage"),
+    )
+
+
 def describe_parameters(
     params: Any, loop_dims: Mapping[str, frozenset[int]], mesh: Mesh, rules: Rules
 ) -> Any:
@@ -305,6 +331,19 @@ def unpad_whole(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array
 def strip_boxes(tree: Any) -> Any:
     """Takes what boxes hold out of them as it is, with no constraint and no collective."""
     return jax.tree.map(lambda x: x.value if is_box(x) else x, tree, is_leaf=is_box)
+
+
+def map_in_scopes(function: Callable[..., Any], placements: Any, *trees: Any) -> Any:
+    """Maps a function of a placement and leaves over trees like the parameters'.
+
+    Each call runs in the named scope of the parameter's path.
+    """
+
+    def call(path: Any, *leaves: Any) -> Any:
+        with jax.named_scope(path_name(path)):
+            return function(*leaves)
+
+    return jax.tree_util.tree_map_with_path(call, placements, *trees)
 
 
 def path_name(path: Any) -> str:

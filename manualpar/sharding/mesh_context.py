@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 # What JAX says, the construct that it says it of, and the mode that the construct is written for.
 _CONSTRUCTS = (
@@ -86,6 +86,33 @@ def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
+
+
+def on_auto_axes(function: Callable[..., Any], *, mesh: Mesh, out_specs: Any) -> Callable[..., Any]:
+    """Runs a function on automatic axes, of global arrays whose mesh may have explicit ones.
+
+    Args:
+      function: The function; it finds no mesh around it.
+      mesh: The mesh of its arguments and of its results, all axes of one type.
+      out_specs: The specs of the results.
+
+    Returns:
+      A function of the same global arrays; `function` itself if the axes are automatic already.
+    """
+    if AxisType.Explicit not in mesh.axis_types:
+        return function
+
+    def untyped(*args: Any) -> Any:
+        with no_mesh():
+            return function(*args)
+
+    def run(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return jax.sharding.auto_axes(untyped, axes=mesh.axis_names, out_sharding=out_specs)(
+                *args
+            )
+
+    return run
 
 
 @contextlib.contextmanager

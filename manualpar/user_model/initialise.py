@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from manualpar.core.partitioning import cast_floating, is_box
+from manualpar.modes.manual import Manual
 from manualpar.sharding.mesh import axis_tuple
 from manualpar.user_model.adapter import InitArgs, ModelAdapter
-from manualpar.user_model.setting import Setting
 
 Init = Callable[[jax.Array], dict[str, Any]]
 
@@ -44,12 +44,20 @@ def initialisation(
     model: ModelAdapter,
     batch: Any,
     batch_specs: Any,
-    setting: Setting,
+    mode: Manual,
     *,
     init_args: InitArgs | None,
     dtype: str | None,
 ) -> tuple[Init, dict[str, Any]]:
     """Makes a model's initialisation a function of a key.
+
+    Args:
+      model: The model.
+      batch: The abstract global batch.
+      batch_specs: The spec of each of its leaves.
+      mode: Who writes the collectives.
+      init_args: See `call_arguments.initial_call`.
+      dtype: The dtype that floating-point parameters are cast to, if not `None`.
 
     Returns:
       A function from a key to the variables by collection, with annotated and typed parameters in
@@ -63,16 +71,17 @@ def initialisation(
         return variables | {"params": jax.tree.map(cast, params)}
 
     def init_on_mesh(rng: jax.Array) -> dict[str, Any]:
-        run = setting.on_mesh(init, (PartitionSpec(), batch_specs))
+        run = mode.under_mesh(init, (PartitionSpec(), batch_specs))
         variables: dict[str, Any] = run(rng, jax.tree.map(jnp.zeros_like, batch))
         return variables
 
     key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building touches no device.
-    found: tuple[Init, dict[str, Any]] = setting.with_mesh_if_needed(
-        lambda: (init, jax.eval_shape(init, key)),
-        lambda: (init_on_mesh, jax.eval_shape(init_on_mesh, key)),
-    )
-    return found
+    try:
+        return init, jax.eval_shape(init, key)
+    except Exception:  # Whatever it is: if it was not the mesh, it is raised again.
+        if mode.model_mesh is None:
+            raise
+    return init_on_mesh, jax.eval_shape(init_on_mesh, key)
 
 
 def typed_specs(params: Any) -> Any:

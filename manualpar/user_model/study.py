@@ -11,14 +11,11 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from jax.sharding import Mesh, PartitionSpec
 
 import manualpar.user_model.linen  # noqa: F401  # It registers the adapter of Linen models.
 from manualpar.collection_sync import CollectionSync, check_sync_collections
 from manualpar.core.partitioning import is_box
-from manualpar.core.strategy import Mode
-from manualpar.rng import fold_rng_over_axis
-from manualpar.sharding.annotations import check_rules
+from manualpar.modes.manual import Manual
 from manualpar.sharding.layout import (
     ParameterInfo,
     check_unmixed,
@@ -30,8 +27,7 @@ from manualpar.user_model.axis_names import check_axis_aliases
 from manualpar.user_model.carried_collections import CarryingApply, find_carried_collections
 from manualpar.user_model.initialise import Init, initialisation, typed_specs
 from manualpar.user_model.loss_function import LossFn, Metrics, call_loss
-from manualpar.user_model.probe import find_loop_dims
-from manualpar.user_model.setting import Setting
+from manualpar.user_model.probe import find_carried_collections, find_loop_dims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +40,7 @@ class UserModel:
       keeps_types: Whether the model's initialisers type its parameters as sharded.
       sync_collections: How collections that differ between devices are synchronised.
       collections: The names of the collections that a training state carries besides `params`.
+      mode: Who writes the collectives.
     """
 
     apply_fn: Callable[..., Any]
@@ -51,11 +48,11 @@ class UserModel:
     keeps_types: bool
     sync_collections: Mapping[str, CollectionSync]
     collections: tuple[str, ...]
+    mode: Manual
     _model: ModelAdapter
     _eval_phase: Phase
     _init: Init
     _loss_fn: LossFn
-    _setting: Setting
 
     def create_variables(self, key: jax.Array) -> dict[str, Any]:
         """The initial variables by collection: `params`, and those that a training state carries.
@@ -95,9 +92,9 @@ class UserModel:
             1
         ]
 
-    def with_setting(self, **changes: Any) -> "UserModel":
-        """The same model with another `mesh` of the same axes, or in another `mode`."""
-        return dataclasses.replace(self, _setting=dataclasses.replace(self._setting, **changes))
+    def _call_loss(self, *args: Any) -> tuple[jax.Array, Metrics]:
+        with self.mode.context():
+            return call_loss(self._loss_fn, *args)
 
 
 def study(
@@ -107,9 +104,7 @@ def study(
     batch: Any,
     *,
     batch_specs: Any,
-    mesh: Mesh,
-    mode: Mode,
-    data_axes: tuple[str, ...],
+    mode: Manual,
     param_dtype: str | None,
     options: Mapping[str, Any],
     is_gathered: Callable[[ParameterInfo], bool],
@@ -123,14 +118,12 @@ def study(
       loss_fn: The loss.
       batch: The abstract global batch.
       batch_specs: The tree of the batch with a `PartitionSpec` at each leaf.
-      mesh: The mesh, all axes of `AxisType.Auto`.
       mode: Who writes the collectives.
-      data_axes: The mesh axes that examples are split over.
       param_dtype: The dtype that floating-point parameters are cast to, if not `None`.
       options: The `ProgramOptions`; only those about the model are read.
       is_gathered: Whether a parameter would be sharded, or cast where it is used, if no loop ran
         over it and it had no annotation.
-      gathers_in_loss: Whether this package gathers parameters where the loss reads them.
+      gathers_in_loss: Whether parameters are gathered where the loss reads them.
 
     Returns:
       The model.
@@ -139,40 +132,37 @@ def study(
       TypeError: The model, or an option about it, is of the wrong kind.
       ValueError: The model or the loss does something that a program cannot do.
     """
-    setting = Setting(mesh, mode, data_axes, check_rules(strategy, options.get("rules", ()), mesh))
+    mesh, data_axes = mode.mesh, mode.data_axes
     aliases = check_axis_aliases(
         strategy,
         options.get("axis_aliases", {}),
         mesh=mesh,
         data_axes=data_axes,
-        on_global_arrays=not setting.is_manual,
+        on_global_arrays=not mode.writes_collectives,
     )
-    adapted = dataclasses.replace(_adapt(strategy, model, setting), axis_aliases=aliases)
-    init_args = options.get("init_args")
+    adapted = _make_model(lambda: adapt(model), mode)
+    if not isinstance(adapted, ModelAdapter):
+        hint = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
+        raise TypeError(
+            f"{strategy}: model is {model!r}, expected an instance of a flax.linen.Module, or an "
+            f"nnx.Module or what makes one of rngs.{hint}"
+        )
+    adapted = dataclasses.replace(adapted, axis_aliases=aliases)
+
+    specs, init_args = batch_specs, options.get("init_args")
     init, variables = initialisation(
-        adapted, batch, batch_specs, setting, init_args=init_args, dtype=param_dtype
+        adapted, batch, specs, mode, init_args=init_args, dtype=param_dtype
     )
     boxed_params, specs = variables["params"], typed_specs(variables["params"])
     if not jax.tree.leaves(boxed_params):
         expected = "expected some to train; in NNX those that an nnx.Param holds"
         raise ValueError(f"{strategy}: model {adapted!r} has no parameters, {expected}.")
-    variables, whole = strip_boxes(variables), PartitionSpec()
-    key = jax.eval_shape(lambda: jax.random.key(0))
-
-    def trace_call(call: Callable[..., None], variables: Any) -> None:
-        setting.trace(call, (whole, whole, batch_specs), variables, key, batch)
-
-    collections = find_carried_collections(adapted, variables, trace_call, init_args)
-
-    def trace_loss(params: Any, box: Callable[[Any], Any]) -> None:
-        def call(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
-            rng = fold_rng_over_axis(rng, data_axes) if setting.is_manual else rng
-            call_loss(loss_fn, box(params), CarryingApply(adapted, collections), batch, rng)
-
-        setting.trace(call, (specs, whole, whole, batch_specs), params, collections, key, batch)
+    whole = strip_boxes(variables)
+    collections = find_carried_collections(adapted, whole, batch, specs, mode, init_args)
+    sync = check_sync_collections(strategy, options.get("sync_collections", {}), collections)
 
     def describe(params: Any, loop_dims: Mapping[str, frozenset[int]]) -> Any:
-        infos = describe_parameters(params, loop_dims, mesh, setting.rules)
+        infos = describe_parameters(params, loop_dims, mesh, mode.rules)
         jax.tree.map(lambda info: check_unmixed(info, data_axes), infos)
         return infos
 
@@ -185,7 +175,17 @@ def study(
     )
     if any(jax.tree.leaves(boxed)):
         loop_dims = find_loop_dims(
-            strategy, trace_loss, params, boxed, gathers_in_loss=gathers_in_loss
+            strategy,
+            adapted,
+            loss_fn,
+            batch,
+            specs,
+            mode,
+            params=whole["params"],
+            param_specs=typed_specs(params),
+            boxed=boxed,
+            collections=collections,
+            gathers_in_loss=gathers_in_loss and mode.writes_collectives,
         )
     infos = describe(boxed_params, loop_dims)
     all_dims = {info.path: info.loop_dims for info in jax.tree.leaves(infos)}
@@ -200,19 +200,16 @@ def study(
         _eval_phase="eval_dropout" if options.get("eval_dropout", False) else "eval",
         _init=init,
         _loss_fn=loss_fn,
-        _setting=setting,
+        mode=mode,
     )
 
 
-def _adapt(strategy: str, model: Any, setting: Setting) -> ModelAdapter:
-    """The model's adapter; a function that makes a model finds the mesh if it needs it."""
-    adapted = setting.with_mesh_if_needed(
-        lambda: adapt(model), lambda: setting.under_mesh(adapt)(model)
-    )
-    if isinstance(adapted, ModelAdapter):
-        return adapted
-    hint = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
-    raise TypeError(
-        f"{strategy}: model is {model!r}, expected an instance of a flax.linen.Module, or an "
-        f"nnx.Module or what makes one of rngs.{hint}"
-    )
+def _make_model(make: Callable[[], Any], mode: Manual) -> Any:
+    """Makes a model, with a mesh around it only if the model cannot do without."""
+    try:
+        return make()
+    except Exception:  # Whatever it is: if it was not the mesh, it is raised again.
+        if mode.model_mesh is None:
+            raise
+    with jax.sharding.use_abstract_mesh(mode.model_mesh):
+        return make()

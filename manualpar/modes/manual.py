@@ -1,0 +1,206 @@
+"""Mode `manual`: every device runs the code on its own part, and we write every collective.
+
+This is the mode that the package is about, and the only one whose program says all that it sends.
+In the others, see `manualpar.modes.global_arrays`, the same step runs on global arrays and XLA
+derives the collectives. A step knows a mode by the methods below and by nothing else.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from manualpar.collection_sync import CollectionSync, sync_collections
+from manualpar.core.collectives import AS_STORED, Wire
+from manualpar.core.gradients import reduce_gradient, sync_metrics
+from manualpar.core.partitioning import (
+    Names,
+    ShardedParameter,
+    boxed_axes,
+    replicate_shards,
+    scatter_gradients,
+    wire_dtype,
+)
+from manualpar.core.strategy import Mode
+from manualpar.rng import fold_rng_over_axis
+from manualpar.sharding.annotations import Rules
+from manualpar.sharding.batches import split_minibatches
+from manualpar.sharding.layout import Placement, map_in_scopes, param_specs, state_specs
+from manualpar.sharding.mesh import axes_size, axis_tuple
+from manualpar.user_model.loss_function import Metrics
+
+
+_MODES: dict[str, type["Manual"]] = {}
+
+
+def register_mode(mode: type["Manual"]) -> type["Manual"]:
+    """Has `mode_named` find a mode; a decorator of its class."""
+    _MODES[mode.name] = mode
+    return mode
+
+
+def mode_named(name: str) -> type["Manual"]:
+    """The class of a mode, by its name."""
+    return _MODES[name]
+
+
+@register_mode
+@dataclasses.dataclass(frozen=True)
+class Manual:
+    """How a step runs on the mesh.
+
+    Attributes:
+      mesh: The mesh, all axes of `AxisType.Auto`.
+      data_axes: The mesh axes along which devices see different examples.
+      wire: The dtypes that travel, and the order of the axes.
+      rules: What logical names of activations mean where XLA derives the collectives.
+    """
+
+    name: ClassVar[Mode] = "manual"
+    writes_collectives: ClassVar[bool] = True  # And not XLA.
+
+    mesh: Mesh
+    data_axes: tuple[str, ...]
+    wire: Wire = AS_STORED
+    rules: Rules = ()
+
+    @property
+    def varying_axes(self) -> tuple[str, ...]:
+        """The axes along which devices run the code on different examples."""
+        return self.data_axes
+
+    def run(
+        self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """Makes a function of each device's part of some arrays one of the global arrays.
+
+        Args:
+          function: Of pytrees of arrays.
+          in_specs: The specs of its arguments.
+          out_specs: The specs of its results.
+        """
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
+        )
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """What a model needs around its application, inside `run`."""
+        # The axes are manual, so a model's own constraints on activations must do nothing.
+        return nn.logical_axis_rules(())
+
+    @property
+    def model_mesh(self) -> AbstractMesh | None:
+        """The mesh that a model may name axes of where it is made and initialised."""
+        return None
+
+    def under_mesh(self, function: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
+        """A function of global arrays that finds `model_mesh` around it."""
+        del in_specs
+        return function
+
+    def fold(self, rng: jax.Array) -> jax.Array:
+        """Makes a key one that differs between devices with different examples."""
+        return fold_rng_over_axis(rng, self.data_axes)
+
+    def split(self, batch: Any, num_minibatches: int) -> Any:
+        """Splits `[B, ...]` leaves into `[M, B/M, ...]`, `M` minibatches; repeats scalars."""
+        return split_minibatches(batch, num_minibatches)
+
+    def box(self, place: Placement, x: jax.Array, *, as_state: bool = False) -> Any:
+        """Boxes a parameter, so that it gathers itself where it is used.
+
+        Args:
+          place: Where it lives.
+          x: The array: in mode `manual` a device's shard, else the global array.
+          as_state: Whether `x` is sharded as its gradient and optimizer state are.
+
+        Returns:
+          The box; `x` itself if there is nothing to gather or to cast.
+        """
+        names = place.sharded_names if as_state else place.names
+        padding = place.padding if as_state else place.parameter_padding
+        # A complex parameter travels as it is.
+        wire = self.wire if jnp.issubdtype(x.dtype, jnp.floating) else self.wire.uncast
+        if not wire.casts and not any(map(axis_tuple, names)):
+            return x
+        sizes: tuple[int | None, ...] = ()
+        if any(padding):
+            whole = zip(self._whole_shape(x, names), padding, strict=True)
+            sizes = tuple(size - width if width else None for size, width in whole)
+        return self._make_box(
+            x,
+            names,
+            gather_axes=place.mean_axes,
+            storage_axes=place.storage_axes,
+            sizes=sizes,
+            wire=wire,
+        )
+
+    def scatter(self, place: Placement, shard: Any, g: Any) -> Any:
+        """Leaves each device its shard of a gradient, unless it has been scattered already.
+
+        Args:
+          place: Where the parameter lives.
+          shard: The parameter as `box(..., as_state=True)` has boxed it.
+          g: The gradient, boxed where the parameter was.
+        """
+        del place
+        return g if boxed_axes(g) == boxed_axes(shard) else scatter_gradients(g, shard)
+
+    def sync(self, place: Placement, shard: Any, g: Any) -> Any:
+        """Reduces a gradient over the axes that its placement names; arguments as `scatter`."""
+        return reduce_gradient(
+            g,
+            wire_dtype(shard),
+            mean_axes=place.mean_axes,
+            sum_axes=place.sum_axes,
+            divisor=place.divisor,
+        )
+
+    def sync_metrics(self, metrics: Metrics) -> Metrics:
+        """Sums metrics over the devices."""
+        return sync_metrics(metrics, self.data_axes)
+
+    def sync_collections(
+        self, collections: Any, before: Any, rules: Mapping[str, CollectionSync]
+    ) -> Any:
+        """Makes a model's other collections the same on all devices."""
+        return sync_collections(collections, self.data_axes, before=before, rules=rules)
+
+    def replicate(self, placements: Any, params: Any) -> Any:
+        """Gathers parameters, sharded as their state is, that every device keeps whole.
+
+        Args:
+          placements: Where the parameters live.
+          params: Global arrays in the specs of the optimizer's state.
+
+        Returns:
+          Global arrays in the parameters' own specs.
+        """
+        uncast = dataclasses.replace(self, wire=self.wire.uncast)
+
+        def gather(place: Placement, x: Any) -> Any:
+            if place.state_names is None:
+                return x
+            return replicate_shards(uncast.box(place, x, as_state=True))
+
+        run = self.run(
+            lambda params: map_in_scopes(gather, placements, params),
+            in_specs=(state_specs(placements),),
+            out_specs=param_specs(placements),
+        )
+        return run(params)
+
+    def _whole_shape(self, x: jax.Array, names: Names) -> list[int]:
+        return [
+            size * axes_size(self.mesh, axis_tuple(name))
+            for size, name in zip(x.shape, names, strict=True)
+        ]
+
+    def _make_box(self, x: jax.Array, names: Names, **fields: Any) -> ShardedParameter:
+        return ShardedParameter(x, names, **fields)
