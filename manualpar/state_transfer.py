@@ -31,10 +31,9 @@ from manualpar.leaves import (
     show_array,
     show_leaf,
 )
-from manualpar.sharding.mesh_context import on_auto_axes
 from manualpar.rng import typed_key
 from manualpar.sharding.layout import pad_leaf, path_name, unpad_leaf
-from manualpar.sharding.mesh_context import no_mesh
+from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
 from manualpar.train_state import TrainState, is_key
 from manualpar.user_model.adapter import collections_of
 from manualpar.user_model.carried_collections import SOWN_COLLECTIONS

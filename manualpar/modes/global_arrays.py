@@ -19,7 +19,7 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from manualpar.collection_sync import CollectionSync
 from manualpar.core.collectives import GATHER_SCOPE, NEW_PARAMS_SCOPE, SCATTER_SCOPE

@@ -34,7 +34,6 @@ from manualpar.sharding.layout import Placement, map_in_scopes, param_specs, sta
 from manualpar.sharding.mesh import axes_size, axis_tuple
 from manualpar.user_model.loss_function import Metrics
 
-
 _MODES: dict[str, type["Manual"]] = {}
 
 
