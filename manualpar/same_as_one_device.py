@@ -116,14 +116,9 @@ def _on_one_device(
     """The function of a key that gives one device's gradients and means of metrics."""
     mesh = program.mesh
     one = Mesh(mesh.devices.flatten()[:1].reshape([1] * mesh.devices.ndim), mesh.axis_names)
-<<<<<<< HEAD:manualpar/same_as_one_device.py
-    model = program.step.model.with_setting(mesh=one)
-    step = dataclasses.replace(program.step, model=model, mesh=one)
-=======
     mode = dataclasses.replace(program.step.mode, mesh=one)
     model = dataclasses.replace(program.step.model, mode=mode)
     step = dataclasses.replace(program.step, model=model, mode=mode)
->>>>>>> 4b32780 (Modes are objects, a step is built once and complete, a program in three functions):manualpar/reference.py
 
     def gradients(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
         def loss_fn(params: Any) -> Any:

@@ -10,11 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
-from manualpar.modes.manual import Manual
 from manualpar.sharding.layout import strip_boxes
-from manualpar.user_model.adapter import adapt
-from manualpar.user_model.initialise import init_variables
-from manualpar.user_model.probe import find_carried_collections
 
 BATCH = Batch(
     inputs=jax.ShapeDtypeStruct((16, 8), jnp.float32), labels=jax.ShapeDtypeStruct((16,), jnp.int32)
@@ -312,7 +308,6 @@ def test_what_is_sown_is_not_carried(devices8):
     init = functools.partial(Model().init, train=False)
     variables = jax.eval_shape(init, jax.random.key(0), BATCH.inputs)
     assert {"growing", "losses"} <= set(variables)
-    mode = Manual(make_mesh({"data": 8}), ("data",))
-    carried = find_carried_collections(model, variables, BATCH, P("data"), mode)
+    carried = build(Model(), training_loss).abstract_state.collections
     assert set(carried) == {"batch_stats"}
     assert set(carried["batch_stats"]["BatchNorm_0"]) == {"mean", "var"}

@@ -21,6 +21,7 @@ from manualpar.core.partitioning import cast_floating, is_box
 from manualpar.modes.manual import Manual
 from manualpar.sharding.mesh import axis_tuple
 from manualpar.user_model.adapter import InitArgs, ModelAdapter
+from manualpar.user_model.tracing import with_mesh_if_needed
 
 Init = Callable[[jax.Array], dict[str, Any]]
 
@@ -51,14 +52,6 @@ def initialisation(
 ) -> tuple[Init, dict[str, Any]]:
     """Makes a model's initialisation a function of a key.
 
-    Args:
-      model: The model.
-      batch: The abstract global batch.
-      batch_specs: The spec of each of its leaves.
-      mode: Who writes the collectives.
-      init_args: See `call_arguments.initial_call`.
-      dtype: The dtype that floating-point parameters are cast to, if not `None`.
-
     Returns:
       A function from a key to the variables by collection, with annotated and typed parameters in
       boxes and floating-point ones cast to `dtype`; and the abstract variables.
@@ -76,12 +69,12 @@ def initialisation(
         return variables
 
     key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building touches no device.
-    try:
-        return init, jax.eval_shape(init, key)
-    except Exception:  # Whatever it is: if it was not the mesh, it is raised again.
-        if mode.model_mesh is None:
-            raise
-    return init_on_mesh, jax.eval_shape(init_on_mesh, key)
+    found: tuple[Init, dict[str, Any]] = with_mesh_if_needed(
+        mode,
+        lambda: (init, jax.eval_shape(init, key)),
+        lambda: (init_on_mesh, jax.eval_shape(init_on_mesh, key)),
+    )
+    return found
 
 
 def typed_specs(params: Any) -> Any:

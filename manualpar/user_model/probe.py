@@ -20,85 +20,23 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
-from manualpar.modes.manual import Manual
 from manualpar.sharding.layout import is_inside, path_name
 from manualpar.user_model.array_box import ArrayBox
-from manualpar.user_model.carrying_apply import CarryingApply, leaf_paths
-from manualpar.user_model.loss_function import LossFn, call_loss
 
 # Packages whose lines are not the user's.
 LIBRARIES = frozenset({"flax", "jax", "jaxlib", "manualpar", "numpy", "optax"})
-
-
-def find_carried_collections(
-    model: ModelAdapter,
-    variables: dict[str, Any],
-    batch: Any,
-    batch_specs: Any,
-    mode: Manual,
-    init_args: InitArgs | None = None,
-) -> dict[str, Any]:
-    """Picks the collections that a training state carries from one step to the next.
-
-    Those are all but `params` and the sown ones: `SOWN_COLLECTIONS`, and collections that grow
-    whenever the model is applied.
-
-    Args:
-      model: The model.
-      variables: Its abstract variables without boxes.
-      batch: The abstract global batch.
-      batch_specs: The spec of each of its leaves.
-      mode: Who writes the collectives.
-      init_args: How the model is called, see `call_arguments.initial_call`.
-
-    Returns:
-      The abstract collections by name.
-    """
-    others = {name: tree for name, tree in variables.items() if name != "params"}
-    paths = {name: leaf_paths(tree) for name, tree in others.items()}
-    updated = dict(paths)
-
-    def on_device(variables: Any, rng: jax.Array, batch: Any) -> None:
-        args, kwargs = model.initial_call(batch, init_args)
-        kwargs = {**kwargs, "rngs": {"params": rng}, "mutable": list(others)}
-        with naming_unbound_axes():
-            _, updates = model.apply(cast_to_varying(variables, mode.varying_axes), *args, **kwargs)
-        updated.update({name: leaf_paths(tree) for name, tree in updates.items()})
-
-    if others and model.makes_variables_in_calls:
-        specs = (PartitionSpec(), PartitionSpec(), batch_specs)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        _trace(mode, on_device, specs, variables, key, batch)
-    return {
-        name: tree
-        for name, tree in others.items()
-        if name not in SOWN_COLLECTIONS and updated[name] == paths[name]
-    }
+# Traces the loss as a step calls it, with abstract parameters to which a function is applied first.
+TraceLoss = Callable[[Any, Callable[[Any], Any]], None]
 
 
 def find_loop_dims(
-    strategy: str,
-    model: ModelAdapter,
-    loss_fn: LossFn,
-    batch: Any,
-    batch_specs: Any,
-    mode: Manual,
-    *,
-    params: Any,
-    param_specs: Any,
-    boxed: Any,
-    collections: dict[str, Any],
-    gathers_in_loss: bool,
+    strategy: str, trace_loss: TraceLoss, params: Any, boxed: Any, *, gathers_in_loss: bool
 ) -> dict[str, frozenset[int]]:
     """Finds the dimensions of parameters that `nn.scan` and `nn.vmap` run over.
 
     Args:
       strategy: The strategy's name, for messages.
-      model: The model.
-      loss_fn: The loss.
-      batch: The abstract global batch.
-      batch_specs: The spec of each of its leaves.
-      mode: Who writes the collectives.
+      trace_loss: Traces the loss.
       params: The abstract parameters.
       boxed: The same tree with a bool at each leaf: whether to look at the parameter.
       gathers_in_loss: Whether this package gathers parameters where the loss reads them.
@@ -112,37 +50,25 @@ def find_loop_dims(
     key_dtype = jax.eval_shape(lambda: jax.random.key(0)).dtype
     notes: dict[str, set[int]] = {}
 
-    def on_device(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
-        apply_fn = CarryingApply(model, collections)
-        call_loss(loss_fn, params, apply_fn, batch, mode.fold(rng))
-
     def trace_boxed(boxed: Any) -> None:
-        def on_device_boxed(values: Any, *args: Any) -> None:
-            def box(path: Any, is_boxed: bool, x: Any, value: Any) -> Any:
-                value = cast_to_varying(value, mode.varying_axes)
-                if not is_boxed:
-                    return value
-                dims = _Notes(notes.setdefault(path_name(path), set()))
-                names = tuple(map(str, range(x.ndim)))
-                witness = jnp.zeros(x.shape) if gathers_in_loss else None
-                own = {"notes": dims, "whole_shape": x.shape, "witness": witness}
-                return _Probe(value, names, dtype=x.dtype, **own)
+        def box(path: Any, is_boxed: bool, x: Any, value: Any) -> Any:
+            if not is_boxed:
+                return value
+            dims = _Notes(notes.setdefault(path_name(path), set()))
+            names = tuple(map(str, range(x.ndim)))
+            witness = jnp.zeros(x.shape) if gathers_in_loss else None
+            own = {"notes": dims, "whole_shape": x.shape, "witness": witness}
+            return _Probe(value, names, dtype=x.dtype, **own)
 
         def box_all(values: Any) -> Any:
             return jax.tree_util.tree_map_with_path(box, boxed, params, values)
 
-        keys = jax.tree.map(
-            lambda is_boxed, x: jax.ShapeDtypeStruct(x.shape, key.dtype) if is_boxed else x,
-            boxed,
-            params,
-        )
-        _trace(mode, on_device_boxed, specs, keys, collections, key, batch)
+        def stored(is_boxed: bool, x: Any) -> Any:
+            return jax.ShapeDtypeStruct(x.shape, key_dtype) if is_boxed else x
 
-    def on_device_plain(params: Any, *args: Any) -> None:
-        on_device(cast_to_varying(params, mode.varying_axes), *args)
+        trace_loss(jax.tree.map(stored, boxed, params), box_all)
 
-    specs = (param_specs, PartitionSpec(), PartitionSpec(), batch_specs)
-    _trace(mode, on_device_plain, specs, params, collections, key, batch)
+    trace_loss(params, lambda params: params)
     try:
         trace_boxed(boxed)
     except Exception as error:  # Whatever it is: with plain parameters it was not raised.
@@ -194,17 +120,6 @@ def _find_read(boxed: Any, trace: Callable[[Any], None]) -> tuple[str, ...]:
         found.append(some[0].rpartition("/")[0] or some[0])
         paths = [path for path in paths if not is_inside(path, found[-1])]
     return tuple(found)
-
-
-def _trace(mode: Manual, function: Callable[..., None], in_specs: Any, *args: Any) -> None:
-    """Traces a function for what it notes on the way, as a step would run it."""
-
-    def in_context(*args: Any) -> None:
-        with mode.context():
-            function(*args)
-
-    run = mode.run(in_context, in_specs=in_specs, out_specs=PartitionSpec())
-    jax.eval_shape(run, *args)
 
 
 class _MisreadError(ValueError):

@@ -11,6 +11,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from jax.sharding import PartitionSpec
 
 import manualpar.user_model.linen  # noqa: F401  # It registers the adapter of Linen models.
 from manualpar.collection_sync import CollectionSync, check_sync_collections
@@ -27,7 +28,8 @@ from manualpar.user_model.axis_names import check_axis_aliases
 from manualpar.user_model.carried_collections import CarryingApply, find_carried_collections
 from manualpar.user_model.initialise import Init, initialisation, typed_specs
 from manualpar.user_model.loss_function import LossFn, Metrics, call_loss
-from manualpar.user_model.probe import find_carried_collections, find_loop_dims
+from manualpar.user_model.probe import find_loop_dims
+from manualpar.user_model.tracing import trace, with_mesh_if_needed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,7 @@ class UserModel:
           The loss, the checked metrics, and the collections after the call.
         """
         apply_fn = CarryingApply(self._model, collections)
-        with self._setting.context():
+        with self.mode.context():
             loss, metrics = call_loss(self._loss_fn, params, apply_fn, batch, rng)
         return loss, metrics, apply_fn.collections
 
@@ -91,10 +93,6 @@ class UserModel:
         return dataclasses.replace(self, _model=model).train_loss(params, collections, batch, rng)[
             1
         ]
-
-    def _call_loss(self, *args: Any) -> tuple[jax.Array, Metrics]:
-        with self.mode.context():
-            return call_loss(self._loss_fn, *args)
 
 
 def study(
@@ -140,26 +138,29 @@ def study(
         data_axes=data_axes,
         on_global_arrays=not mode.writes_collectives,
     )
-    adapted = _make_model(lambda: adapt(model), mode)
-    if not isinstance(adapted, ModelAdapter):
-        hint = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
-        raise TypeError(
-            f"{strategy}: model is {model!r}, expected an instance of a flax.linen.Module, or an "
-            f"nnx.Module or what makes one of rngs.{hint}"
-        )
-    adapted = dataclasses.replace(adapted, axis_aliases=aliases)
-
-    specs, init_args = batch_specs, options.get("init_args")
+    adapted = dataclasses.replace(_adapt(strategy, model, mode), axis_aliases=aliases)
+    init_args = options.get("init_args")
     init, variables = initialisation(
-        adapted, batch, specs, mode, init_args=init_args, dtype=param_dtype
+        adapted, batch, batch_specs, mode, init_args=init_args, dtype=param_dtype
     )
     boxed_params, specs = variables["params"], typed_specs(variables["params"])
     if not jax.tree.leaves(boxed_params):
         expected = "expected some to train; in NNX those that an nnx.Param holds"
         raise ValueError(f"{strategy}: model {adapted!r} has no parameters, {expected}.")
-    whole = strip_boxes(variables)
-    collections = find_carried_collections(adapted, whole, batch, specs, mode, init_args)
-    sync = check_sync_collections(strategy, options.get("sync_collections", {}), collections)
+    variables, whole = strip_boxes(variables), PartitionSpec()
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def trace_call(call: Callable[..., None], variables: Any) -> None:
+        trace(mode, call, (whole, whole, batch_specs), variables, key, batch)
+
+    collections = find_carried_collections(adapted, variables, trace_call, init_args)
+
+    def trace_loss(params: Any, box: Callable[[Any], Any]) -> None:
+        def call(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
+            rng = mode.fold(rng)
+            call_loss(loss_fn, box(params), CarryingApply(adapted, collections), batch, rng)
+
+        trace(mode, call, (specs, whole, whole, batch_specs), params, collections, key, batch)
 
     def describe(params: Any, loop_dims: Mapping[str, frozenset[int]]) -> Any:
         infos = describe_parameters(params, loop_dims, mesh, mode.rules)
@@ -176,15 +177,9 @@ def study(
     if any(jax.tree.leaves(boxed)):
         loop_dims = find_loop_dims(
             strategy,
-            adapted,
-            loss_fn,
-            batch,
-            specs,
-            mode,
-            params=whole["params"],
-            param_specs=typed_specs(params),
-            boxed=boxed,
-            collections=collections,
+            trace_loss,
+            params,
+            boxed,
             gathers_in_loss=gathers_in_loss and mode.writes_collectives,
         )
     infos = describe(boxed_params, loop_dims)
@@ -204,12 +199,19 @@ def study(
     )
 
 
-def _make_model(make: Callable[[], Any], mode: Manual) -> Any:
-    """Makes a model, with a mesh around it only if the model cannot do without."""
-    try:
-        return make()
-    except Exception:  # Whatever it is: if it was not the mesh, it is raised again.
-        if mode.model_mesh is None:
-            raise
-    with jax.sharding.use_abstract_mesh(mode.model_mesh):
-        return make()
+def _adapt(strategy: str, model: Any, mode: Manual) -> ModelAdapter:
+    """The model's adapter; a function that makes a model finds the mesh if it needs it."""
+
+    def adapt_on_mesh() -> Any:
+        assert mode.model_mesh is not None
+        with jax.sharding.use_abstract_mesh(mode.model_mesh):
+            return adapt(model)
+
+    adapted = with_mesh_if_needed(mode, lambda: adapt(model), adapt_on_mesh)
+    if isinstance(adapted, ModelAdapter):
+        return adapted
+    hint = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
+    raise TypeError(
+        f"{strategy}: model is {model!r}, expected an instance of a flax.linen.Module, or an "
+        f"nnx.Module or what makes one of rngs.{hint}"
+    )
