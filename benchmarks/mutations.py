@@ -1,18 +1,26 @@
 """Mutation test of our own collectives: each is got wrong in turn, and the tests must notice.
 
 python -m benchmarks.mutations [--jobs 1] [--only NAME] [--list] [--timeout S] [--output FILE.md]
+                               [--results FOLDER] [--shard I/N]
 
-What is mutated is in `mutation_sites`, how in `mutation_operators`. Every mutant is made in a copy
-of the working tree as it was when the command began; there `TESTS` run in one process until the
-first fails. A mutant is killed if a test fails, which includes a program that jax refuses to trace,
-or if the tests take longer than the timeout. Mutants that are the same program as the original are
-not run; they stand in `EQUIVALENT` with the reason. Without a mutation all tests must pass: that is
-run first, and fills a cache of compiled programs for the others. (A program is looked up in it by
-all that the compiler sees, so a mutant finds there only what it has in common with the original.)
+`mutation_sites` says which calls are mutated, `mutation_operators` how. Every mutant is made in a
+copy of the working tree as it was when the command began; there `TESTS` run in one process until
+the first fails. A mutant is killed if a test fails, which includes a program that jax refuses to
+trace, or if the tests take longer than the timeout. Mutants that are the same program as the
+original are not run; they stand in `EQUIVALENT` with the reason. Without a mutation all tests must
+pass: that is run first, and fills a cache of compiled programs for the others. (The cache finds a
+program by everything that the compiler sees, so a mutant shares only what it has in common with the
+original.)
+
+The whole takes hours. With `--results` every outcome is appended to a file in that folder, and a
+later command goes on from there, as long as the package and the tests are the same. With `--shard`
+a command runs every N-th mutant, so that several can share the work and one folder of results.
 """
 
 import argparse
 import dataclasses
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -90,13 +98,13 @@ class Outcome:
       error: The type of the exception in it: an `AssertionError` says that numbers, copies or
         counts were wrong, another one that the program was refused.
       seconds: How long they took.
-      output: What they wrote.
+      output: What they wrote; not kept in a file of results.
     """
 
     killed_by: str
     error: str
     seconds: float
-    output: str
+    output: str = ""
 
 
 def select_tests(mutant: Mutant | None) -> tuple[str, ...]:
@@ -153,6 +161,32 @@ def run_tests(
     raised = re.findall(r"^/?\S+:\d+: (?:[\w.]+\.)?(assert |\w+)", process.stdout, re.MULTILINE)
     error = "?" if not raised else raised[0].replace("assert ", "AssertionError")
     return Outcome(failed[0], error, seconds, process.stdout)
+
+
+def hash_sources(snapshot: Path) -> str:
+    """Tells the package and the tests of a snapshot from those of another."""
+    files = [path for top in ("manualpar", "tests") for path in (snapshot / top).rglob("*.py")]
+    parts = [f"{path.relative_to(snapshot)}\0{path.read_text('utf-8')}" for path in sorted(files)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def save_outcome(path: Path, sources: str, name: str, outcome: Outcome) -> None:
+    """Appends an outcome in one line, which several processes may do at a time."""
+    fields = dataclasses.asdict(dataclasses.replace(outcome, output=""))
+    line = json.dumps({"sources": sources, "mutant": name, **fields})
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def load_outcomes(path: Path, sources: str) -> dict[str, Outcome]:
+    """The outcomes so far by mutant, where `""` is no mutant, without those of other sources."""
+    outcomes = {}
+    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+        fields = json.loads(line)
+        name = fields.pop("mutant")
+        if fields.pop("sources") == sources:
+            outcomes[name] = Outcome(**fields)
+    return outcomes
 
 
 def report(sites: Sequence[Site], outcomes: dict[str, Outcome], total: int, command: str) -> str:
@@ -213,22 +247,45 @@ def choose(mutants: Iterable[Mutant], only: str) -> tuple[Mutant, ...]:
     return tuple(m for m in mutants if only in m.name and not m.equivalent)
 
 
-def main() -> None:
-    """Runs the mutants and prints a line for each."""
+def parse_shard(text: str) -> tuple[int, int]:
+    """`2/4`: every fourth mutant, from the second."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"is {text!r}, expected I/N with 1 <= I <= N")
+    return int(match[1]), int(match[2])
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--only", default="", help="run mutants with this in their name")
     parser.add_argument("--list", action="store_true", help="list the mutants and end")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for a mutant's tests")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        help="seconds for a mutant's tests, by default four times those without a mutation",
+    )
     parser.add_argument(
         "--output",
         type=Path,
         help="a Markdown file to write the report to, in a section of its own",
     )
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--results", type=Path, help="a folder for outcomes and compiled programs, to go on from"
+    )
+    parser.add_argument(
+        "--shard", type=parse_shard, default=(1, 1), metavar="I/N", help="run every N-th mutant"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs the mutants and prints a line for each."""
+    arguments = parse_arguments()
     command = " ".join(["python -m benchmarks.mutations", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as folder:
-        snapshot, cache = Path(folder) / "snapshot", Path(folder) / "cache"
+        snapshot, results = Path(folder) / "snapshot", arguments.results or Path(folder) / "results"
         shutil.copytree(ROOT, snapshot, ignore=shutil.ignore_patterns(*NOT_COPIED))
         sites = find_sites(snapshot)
         mutants = choose((m for site in sites for m in mutate(site)), arguments.only)
@@ -236,26 +293,46 @@ def main() -> None:
             for mutant in mutants:
                 print(f"{mutant.site.path}:{mutant.site.line} {mutant.name} {mutant.replacement}")
             return
-        control = run_tests(snapshot, None, cache=cache, timeout=None)
-        if control.killed_by:
-            sys.exit(f"{control.output}\nNot mutated, and yet {control.killed_by} fails.")
+        results.mkdir(parents=True, exist_ok=True)
+        path, cache, sources = (
+            results / "outcomes.jsonl",
+            results / "compiled",
+            hash_sources(snapshot),
+        )
+        control = load_outcomes(path, sources).get("")
+        if control is None:
+            control = run_tests(snapshot, None, cache=cache, timeout=None)
+            if control.killed_by:
+                sys.exit(f"{control.output}\nNot mutated, and yet {control.killed_by} fails.")
+            save_outcome(path, sources, "", control)
         print(f"not mutated: all pass, {control.seconds:.0f} s", flush=True)
-        outcomes: dict[str, Outcome] = {}
+        timeout = arguments.timeout or 4 * control.seconds
+        index, number = arguments.shard
+        known = load_outcomes(path, sources)
 
         def run(mutant: Mutant) -> tuple[Mutant, Outcome]:
-            return mutant, run_tests(snapshot, mutant, cache=cache, timeout=arguments.timeout)
+            outcome = run_tests(snapshot, mutant, cache=cache, timeout=timeout)
+            save_outcome(path, sources, mutant.name, outcome)
+            return mutant, outcome
 
+        def summarise() -> str:
+            outcomes = load_outcomes(path, sources)
+            chosen = {m.name: outcomes[m.name] for m in mutants if m.name in outcomes}
+            return report(sites, chosen, len(mutants), command)
+
+        mine = [mutant for mutant in mutants[index - 1 :: number] if mutant.name not in known]
         with ThreadPoolExecutor(arguments.jobs) as executor:
-            for mutant, outcome in executor.map(run, mutants):
-                outcomes[mutant.name] = outcome
+            for mutant, outcome in executor.map(run, mine):
                 verdict = "SURVIVED"
                 if outcome.killed_by:
                     verdict = f"killed by {outcome.killed_by} ({outcome.error})"
                 where = f"{mutant.site.path}:{mutant.site.line}"
                 print(f"{where} {mutant.name} {verdict} {outcome.seconds:.1f} s", flush=True)
                 if arguments.output:  # After each: a run that is broken off leaves what it has.
-                    write_section(arguments.output, report(sites, outcomes, len(mutants), command))
-        print(report(sites, outcomes, len(mutants), command))
+                    write_section(arguments.output, summarise())
+        if arguments.output:
+            write_section(arguments.output, summarise())
+        print(summarise())
 
 
 if __name__ == "__main__":

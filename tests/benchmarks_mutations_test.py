@@ -1,5 +1,6 @@
 """The mutator finds every collective and makes of each another program that can be read."""
 
+import argparse
 import ast
 import builtins
 from fnmatch import fnmatchcase
@@ -9,7 +10,19 @@ import pytest
 
 from benchmarks.mutation_operators import EQUIVALENT, FAMILIES, KINDS, LEFT_ALONE, mutate
 from benchmarks.mutation_sites import JAX, OWN, find_sites
-from benchmarks.mutations import FIRST, TESTS, Outcome, choose, report, select_tests, write_section
+from benchmarks.mutations import (
+    FIRST,
+    TESTS,
+    Outcome,
+    choose,
+    hash_sources,
+    load_outcomes,
+    parse_shard,
+    report,
+    save_outcome,
+    select_tests,
+    write_section,
+)
 from tests.source_rules import COLLECTIVES
 
 ROOT = Path(__file__).parent.parent
@@ -154,3 +167,26 @@ def test_the_report_takes_the_place_of_the_last_one(tmp_path):
     path.write_text("# All\n")
     write_section(path, "## Ours\n\nnew\n")
     assert path.read_text() == "# All\n\n## Ours\n\nnew\n"
+
+
+def test_outcomes_of_the_same_sources_are_gone_on_from(tmp_path):
+    source, results = tmp_path / "manualpar" / "a.py", tmp_path / "outcomes.jsonl"
+    source.parent.mkdir()
+    source.write_text("1\n")
+    before = hash_sources(tmp_path)
+    assert load_outcomes(results, before) == {}
+    save_outcome(results, before, "", Outcome("", "", 3.0, "passed"))
+    save_outcome(results, before, "one", Outcome("tests/a_test.py::test_b", "ValueError", 1.0))
+    assert load_outcomes(results, hash_sources(tmp_path)) == {
+        "": Outcome("", "", 3.0),
+        "one": Outcome("tests/a_test.py::test_b", "ValueError", 1.0),
+    }
+    source.write_text("2\n")
+    assert load_outcomes(results, hash_sources(tmp_path)) == {}
+
+
+def test_a_shard_is_one_of_several():
+    assert parse_shard("2/4") == (2, 4)
+    for text in ("0/4", "5/4", "2", "2/0", "a/b"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected I/N"):
+            parse_shard(text)
