@@ -334,7 +334,7 @@ PAIRS = [(strategy, mode) for strategy in STRATEGIES for mode in MODES]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@hypothesis.settings(max_examples=4)
+@hypothesis.settings(max_examples=2)
 @hypothesis.given(data=st.data())
 def test_gradients_are_those_of_one_device(devices8, strategy, data):
     check(data.draw(examples(strategy, "manual", devices=8, depth=1)))

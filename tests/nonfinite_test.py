@@ -16,6 +16,7 @@ from manualpar.core.strategy import MODES
 from manualpar.guards.nonfinite import find_nonfinite
 from manualpar.guards.replicas import ReplicaSentinel
 from manualpar.inspect.communication import count_by_kind, total_bytes, trace_collectives
+from tests.one_device import slow_unless
 from tests.strategies_test import STRATEGIES, build
 
 ROWS = 64
@@ -120,24 +121,19 @@ def check_skips(program, poisoned):
     ReplicaSentinel(program.mesh, program.layout).check(state)
 
 
-FAST = {("zero1", "auto"), ("fsdp", "auto"), ("fsdp", "explicit"), ("fsdp, pad", "manual")}
-
-
-def fast_or_slow(name, mode):
-    is_fast = (name, mode) in FAST or (mode == "manual" and "," not in name)
-    return pytest.param(name, mode, marks=() if is_fast else pytest.mark.slow)
+FAST = {("zero1", "auto"), ("fsdp", "explicit")}
+FAST |= {(name, "manual") for name in ("dp", "fsdp", "fsdp, pad", "hsdp")}
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [fast_or_slow(*pair) for pair in itertools.product(STRATEGIES, MODES)]
+    ("name", "mode"), [slow_unless(FAST, *pair) for pair in itertools.product(STRATEGIES, MODES)]
 )
 def test_a_step_that_is_skipped_leaves_no_trace(devices8, name, mode):
     program = make(name, devices8, mode=mode, nonfinite="skip", num_minibatches=2, use_scan=True)
     check_skips(program, POISONED)
 
 
-@pytest.mark.parametrize("use_scan", [False, True])
-@pytest.mark.parametrize("row", [0, 63])
+@pytest.mark.parametrize(("row", "use_scan"), [(0, True), (63, False)])
 def test_it_is_told_whichever_device_and_minibatch_has_it(devices8, row, use_scan, monkeypatch):
     monkeypatch.setattr("tests.nonfinite_test.ROW", row)
     program = make("dp", devices8[:4], nonfinite="report", num_minibatches=4, use_scan=use_scan)
@@ -146,15 +142,20 @@ def test_it_is_told_whichever_device_and_minibatch_has_it(devices8, row, use_sca
     assert np.isfinite(metrics["loss"][0])
 
 
-def test_on_every_factorisation_of_the_mesh(mesh8):
-    program = make("fsdp", None, mesh=mesh8, nonfinite="skip")
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("fsdp", {"data": 4, "model": 2}),
+        ("fsdp", {"replica": 2, "data": 2, "model": 2}),
+        pytest.param("fsdp", {"data": 1, "model": 8}, marks=pytest.mark.slow),
+        ("hsdp", {"replica": 4, "data": 2}),
+        pytest.param("hsdp", {"replica": 8, "data": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_on_other_meshes(devices8, name, shape):
+    program = make(name, devices8, mesh=make_mesh(shape, devices8), nonfinite="skip")
     check_skips(program, POISONED)
-
-
-@pytest.mark.parametrize(("replica", "data"), [(4, 2), (8, 1)])
-def test_on_groups_of_replicas(devices8, replica, data):
-    mesh = make_mesh({"replica": replica, "data": data}, devices8)
-    check_skips(make("hsdp", devices8, mesh=mesh, nonfinite="skip"), POISONED)
 
 
 # What is told and what is not.
@@ -271,11 +272,14 @@ OPTIMIZERS = {
 }
 
 
+FAST_OPTIMIZERS = {("zero1, pad", tx) for tx in ("multi steps", "a value", "a line search")}
+
+
 @pytest.mark.parametrize(
     ("name", "tx"),
     [
-        *(("zero1, pad", tx) for tx in OPTIMIZERS),
-        *(pytest.param("fsdp", tx, marks=pytest.mark.slow) for tx in OPTIMIZERS),
+        slow_unless(FAST_OPTIMIZERS, *pair)
+        for pair in itertools.product(("zero1, pad", "fsdp"), OPTIMIZERS)
     ],
 )
 def test_every_kind_of_optimizer_keeps_its_state(devices8, name, tx):
@@ -312,8 +316,10 @@ def test_a_program_that_ignores_it_computes_nothing_for_it(devices8, mode):
     assert str(trace(skips, "eval_step").jaxpr) == str(trace(plain, "eval_step").jaxpr)
 
 
-@pytest.mark.parametrize("nonfinite", ["report", "skip"])
-@pytest.mark.parametrize("name", ["dp", "zero2", "fsdp", "hsdp"])
+@pytest.mark.parametrize(
+    ("name", "nonfinite"),
+    [("dp", "report"), ("zero2", "skip"), ("fsdp", "report"), ("fsdp", "skip"), ("hsdp", "skip")],
+)
 def test_it_costs_eight_bytes_in_the_collective_of_the_metrics(devices8, name, nonfinite):
     plain = trace_collectives(trace(make(name, devices8)))
     found = trace_collectives(trace(make(name, devices8, nonfinite=nonfinite)))
@@ -322,7 +328,9 @@ def test_it_costs_eight_bytes_in_the_collective_of_the_metrics(devices8, name, n
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("name", ["dp", "zero1", "fsdp"])
+@pytest.mark.parametrize(
+    "name", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp", "zero1"))]
+)
 def test_a_selection_holds_no_more_than_what_it_selects_from(devices8, name):
     """XLA:CPU fuses less than others: it holds a shard of the moments twice, but no more."""
     width, layers = 512, 4
@@ -377,9 +385,10 @@ def test_a_metric_of_the_same_name_is_refused(devices8):
 def test_a_report_changes_nothing_else(devices8):
     batches = [*GOOD, POISONED["an infinite label, so an infinite loss"]]
     plain, _ = train(make("fsdp", devices8), batches[:3])
-    state, metrics = train(make("fsdp", devices8, nonfinite="report"), batches[:3])
+    program = make("fsdp", devices8, nonfinite="report")
+    state, metrics = train(program, batches[:3])
     assert metrics["nonfinite"] == (0, 1)
     assert bits(state) == bits(plain)
-    state, metrics = train(make("fsdp", devices8, nonfinite="report"), batches)
+    state, metrics = train(program, batches)
     assert metrics["nonfinite"] == (1, 1)
     assert not all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))

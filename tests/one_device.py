@@ -1,13 +1,14 @@
 """What every program must agree with: plain flax and optax on one device, none of this package."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 from manualpar import Batch, Program, TrainState
 
@@ -17,6 +18,11 @@ def name_of(parameter: Any) -> str:
     if isinstance(parameter, nn.Module):
         return type(parameter).__name__
     return getattr(parameter, "__name__", None) or str(parameter)
+
+
+def slow_unless(fast: Collection[tuple[str, ...]], *case: str) -> Any:
+    """A case of a sweep, which is `slow` if it is not one of the fast ones."""
+    return pytest.param(*case, marks=() if case in fast else pytest.mark.slow)
 
 
 class Trained(NamedTuple):
