@@ -14,7 +14,7 @@ from manualpar import abstract_mesh, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.core.strategy import MODES
 from manualpar.guards.replicas import ReplicaSentinel
 from manualpar.inspect import state_bytes, trace_collectives
-from tests.one_device import train_on_one_device, train_program
+from tests.one_device import slow_unless, train_on_one_device, train_program
 from tests.program_test import BATCHES, TOLERANCE, Classifier, loss_fn, make_batch
 
 SMALL = {"min_weight_size": 16}
@@ -49,6 +49,11 @@ def reference():
     return train_on_one_device(Classifier(), make_tx(), BATCHES, loss_fn, train=False)
 
 
+@pytest.fixture(scope="module")
+def linear_reference():
+    return train_on_one_device(Linear(16), make_tx(), BATCHES[:2], loss_fn, train=False)
+
+
 def build(name, devices, *, model=None, tx=None, batch=BATCHES[0], loss=loss_fn, **kwargs):
     builder, options = STRATEGIES[name]
     shape = {"replica": 2, "data": -1} if builder is hsdp else {"data": -1}
@@ -62,13 +67,12 @@ def own_shapes(program, params):
     return jax.tree.map(lambda x: x[tuple(map(slice, next(shapes)))], jax.device_get(params))
 
 
-def fast_or_slow(name, mode):
-    is_fast = mode == "manual" or name in ("zero1", "fsdp", "hsdp") or "pad, step" in name
-    return pytest.param(name, mode, marks=() if is_fast else pytest.mark.slow)
+FAST = {*((name, "manual") for name in STRATEGIES), *(("fsdp", mode) for mode in MODES)}
+FAST |= {("zero1", "auto"), ("hsdp", "explicit"), ("fsdp, pad, step", "auto")}
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [fast_or_slow(*pair) for pair in itertools.product(STRATEGIES, MODES)]
+    ("name", "mode"), [slow_unless(FAST, *pair) for pair in itertools.product(STRATEGIES, MODES)]
 )
 def test_ten_steps_equal_the_single_device(devices8, reference, name, mode):
     program = build(name, devices8, mode=mode, num_minibatches=2, use_scan=True)
@@ -110,7 +114,9 @@ def test_hsdp_on_every_factorisation(devices8, reference, replica, data):
         ("hsdp", ("data", "a")),
     ],
 )
-def test_axes_may_be_tuples_and_the_mesh_larger(devices8, reference, name, axis_name):
+def test_axes_may_be_tuples_and_the_mesh_larger(
+    devices8, reference, linear_reference, name, axis_name
+):
     shape = {"a": 2, "data": 2, "replica": 1 if name != "hsdp" else 2}
     mesh = make_mesh(shape, devices8)
     program = build(name, devices8, mesh=mesh, axis_name=axis_name)
@@ -119,11 +125,10 @@ def test_axes_may_be_tuples_and_the_mesh_larger(devices8, reference, name, axis_
     ReplicaSentinel(program.mesh, program.layout).check(state)
     # Shards in another order would permute hidden features, which changes nothing; not so classes.
     model = Linear(16)
-    expected = train_on_one_device(model, make_tx(), BATCHES[:2], loss_fn, train=False)
     _, losses = train_program(
         build(name, devices8, model=model, mesh=mesh, axis_name=axis_name), BATCHES[:2]
     )
-    np.testing.assert_allclose(losses, expected.losses, **TOLERANCE)
+    np.testing.assert_allclose(losses, linear_reference.losses, **TOLERANCE)
 
 
 AXES = {"axis_by_axis": True}
@@ -132,17 +137,18 @@ AXES = {"axis_by_axis": True}
 @pytest.mark.parametrize(
     ("name", "shape", "options"),
     [
-        ("dp", (4, 2), AXES),
+        pytest.param("dp", (4, 2), AXES, marks=pytest.mark.slow),
         ("zero1", (2, 4), AXES),
-        ("zero1, pad", (8, 1), {}),
-        ("zero2", (4, 2), AXES),
-        ("fsdp", (4, 2), AXES),
+        pytest.param("zero2", (4, 2), AXES, marks=pytest.mark.slow),
+        pytest.param("fsdp", (4, 2), AXES, marks=pytest.mark.slow),
         ("fsdp", (2, 4), AXES | {"keep_gathered": ("output_dense", "input_dense/kernel")}),
-        ("fsdp", (1, 8), AXES),
-        ("fsdp, keep", (8, 1), AXES),
+        pytest.param("fsdp", (1, 8), AXES, marks=pytest.mark.slow),
+        pytest.param("fsdp, keep", (8, 1), AXES, marks=pytest.mark.slow),
         ("fsdp, pad", (2, 4), AXES | {"communicate_every": "gather-step"}),
         ("fsdp, pad, step", (4, 2), AXES),
-        ("hsdp", (2, 2), AXES | {"keep_gathered": ("output_dense",)}),
+        pytest.param(
+            "hsdp", (2, 2), AXES | {"keep_gathered": ("output_dense",)}, marks=pytest.mark.slow
+        ),
         ("hsdp", (2, 2), AXES | {"communicate_every": "gather-step"}),
     ],
 )
@@ -154,13 +160,12 @@ def test_however_it_is_sent_it_is_the_same_training(devices8, reference, name, s
 
 
 @pytest.mark.parametrize("name", ["zero1", "fsdp", "fsdp, step"])
-def test_axis_by_axis_shards_keep_their_order(devices8, name):
+def test_axis_by_axis_shards_keep_their_order(devices8, linear_reference, name):
     # In another one hidden features would be permuted, which changes nothing; not so classes.
     model = Linear(16)
     program = build_over_two_axes(name, devices8, (2, 4), model=model, axis_by_axis=True)
-    expected = train_on_one_device(model, make_tx(), BATCHES[:2], loss_fn, train=False)
     _, losses = train_program(program, BATCHES[:2])
-    np.testing.assert_allclose(losses, expected.losses, **TOLERANCE)
+    np.testing.assert_allclose(losses, linear_reference.losses, **TOLERANCE)
 
 
 def build_over_two_axes(name, devices, shape, **options):
@@ -169,9 +174,13 @@ def build_over_two_axes(name, devices, shape, **options):
     return build(name, devices, mesh=mesh, axis_name=tuple(axes), **options)
 
 
-@pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize(
-    "options", [{"keep_gathered": ("output_dense",)}, {"communicate_every": "gather-step"}], ids=str
+    ("mode", "options"),
+    [
+        ("auto", {"communicate_every": "gather-step"}),
+        ("explicit", {"keep_gathered": ("output_dense",)}),
+    ],
+    ids=str,
 )
 def test_what_is_kept_is_kept_in_other_modes(devices8, reference, options, mode):
     program = build("fsdp", devices8, mode=mode, num_minibatches=2, use_scan=True, **options)
@@ -217,23 +226,29 @@ def test_a_padded_state_counts_its_padding(devices8):
     assert program.parameters[0][1].note == "padded from 15 to 16"
 
 
-@pytest.mark.parametrize("name", ["fsdp, pad", "zero1, pad"])
+NORMED = {
+    "lamb": optax.lamb(0.1, weight_decay=0.1),
+    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=4),
+    "adaptive clip": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.5)),
+    "muon": optax.contrib.muon(0.1),
+}
+FAST_NORMED = {("fsdp, pad", "lamb"), ("fsdp, pad", "muon"), ("zero1, pad", "adafactor")}
+
+
 @pytest.mark.parametrize(
-    "tx",
+    ("name", "optimizer"),
     [
-        optax.lamb(0.1, weight_decay=0.1),
-        optax.adafactor(0.1, min_dim_size_to_factor=4),
-        optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.5)),
-        optax.contrib.muon(0.1),
+        slow_unless(FAST_NORMED, *pair)
+        for pair in itertools.product(("fsdp, pad", "zero1, pad"), NORMED)
     ],
-    ids=["lamb", "adafactor", "adaptive clip", "muon"],
 )
-def test_no_optimizer_sees_the_padding(devices8, name, tx):
+def test_no_optimizer_sees_the_padding(devices8, name, optimizer):
     class Odd(nn.Module):
         @nn.compact
         def __call__(self, x, train):
             return nn.Dense(5)(nn.silu(nn.Dense(27)(x)))
 
+    tx = NORMED[optimizer]
     expected = train_on_one_device(Odd(), tx, BATCHES[:3], loss_fn, train=False)
     program = build(name, devices8, model=Odd(), tx=tx)
     state, losses = train_program(program, BATCHES[:3])
