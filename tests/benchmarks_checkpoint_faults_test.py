@@ -14,6 +14,7 @@ def reference(tmp_path_factory, devices8):
     return make_reference(tmp_path_factory.mktemp("faults"))
 
 
+@pytest.mark.slow
 def test_a_sample_is_survived(reference, tmp_path, capsys):
     chosen = list(cases(reference.workdir, reference.outside))
     assert len(chosen) > 400

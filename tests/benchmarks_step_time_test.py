@@ -152,6 +152,7 @@ def test_a_plain_step_is_the_programs(devices8):
     assert not plain.counts.collectives
 
 
+@pytest.mark.slow
 def test_a_scanned_model_does_not_grow(devices8):
     found = scaling.measure_depths([2, 3], [2], is_tiny=True, is_compiled=False)
     assert scaling.growing(found) == []

@@ -124,6 +124,7 @@ def test_a_block_of_the_loop_ends_when_its_checkpoint_is_complete(bench, monkeyp
     assert steps_made(bench) == made + 3
 
 
+@pytest.mark.slow
 def test_saving_is_measured_as_often_as_asked(bench):
     costs = checkpoint_costs.measure_saving(bench, steps=3, rounds=2)
     assert costs.steps == 3
@@ -146,6 +147,7 @@ def test_a_block_outlasts_a_save(bench, monkeypatch):
     assert checkpoint_costs._steps_for(bench, saves) == SAVED_AFTER + 9
 
 
+@pytest.mark.slow
 def test_the_report_is_written_in_a_section(config, tmp_path, monkeypatch, capsys, devices8):
     def run(config, workdir, *, num_steps, **_):
         workdir.mkdir(exist_ok=True)

@@ -17,6 +17,9 @@ from manualpar.core.collectives import (
 from manualpar.sharding.mesh import axes_size, axis_tuple
 
 AXIS_NAMES = ("data", ("data", "model"), ("model", "data"))
+BOTH = ("data", "model")
+# The axes, and whether types are checked.
+GATHERED = [*((axes, True) for axes in AXIS_NAMES), (BOTH, False)]
 AXIS_BY_AXIS = Wire(axis_by_axis=True)
 
 
@@ -29,51 +32,52 @@ def index_coded(shape):
     return jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("dim", [0, -1])
-@pytest.mark.parametrize("axis_name", AXIS_NAMES, ids=str)
-def test_gathers_every_element_into_its_place(mesh8, axis_name, dim, check_vma):
+@pytest.mark.parametrize(("axis_name", "check_vma"), GATHERED, ids=str)
+def test_gathers_every_element_into_its_place(mesh8, axis_name, check_vma):
     skip_unless_mesh_has(mesh8, axis_name)
     x = index_coded((8, 16, 8))
-    names = [None] * 3
-    names[dim] = axis_name
-    everywhere = P(tuple(mesh8.axis_names))
+    dims = {0: P(axis_name), -1: P(None, None, axis_name)}
 
-    def on_device(shard):
-        return gather_array_with_mean_grads(shard, dim, axis_name)[None]
+    def on_device(shards):
+        return {
+            dim: gather_array_with_mean_grads(shard, dim, axis_name)[None]
+            for dim, shard in shards.items()
+        }
 
     run = jax.shard_map(
-        on_device, mesh=mesh8, in_specs=P(*names), out_specs=everywhere, check_vma=check_vma
+        on_device,
+        mesh=mesh8,
+        in_specs=(dims,),
+        out_specs=P(tuple(mesh8.axis_names)),
+        check_vma=check_vma,
     )
-    copies = jax.jit(run)(x)
-    np.testing.assert_array_equal(copies, np.broadcast_to(x, (8, 8, 16, 8)))
+    for copies in jax.jit(run)(dict.fromkeys(dims, x)).values():
+        np.testing.assert_array_equal(copies, np.broadcast_to(x, (8, 8, 16, 8)))
 
 
-@pytest.mark.parametrize(("check_vma", "dim"), [(True, 0), (True, 1), (False, 0)])
-@pytest.mark.parametrize("axis_name", AXIS_NAMES, ids=str)
-def test_gradient_is_the_mean_over_the_gathered_axes(mesh8, axis_name, dim, check_vma):
+@pytest.mark.parametrize(("axis_name", "check_vma"), GATHERED, ids=str)
+def test_gradient_is_the_mean_over_the_gathered_axes(mesh8, axis_name, check_vma):
     skip_unless_mesh_has(mesh8, axis_name)
     axes = axis_tuple(axis_name)
     n = axes_size(mesh8, axes)
     x = index_coded((8, 16))
     weights = jax.random.normal(jax.random.key(0), (n, 8, 16))  # Each device's own linear loss.
-    names = [None, None]
-    names[dim] = axis_name
+    dims = {0: P(axis_name), 1: P(None, axis_name)}
 
-    def on_device(shard, weight):
-        def loss(shard):
-            return jnp.sum(gather_array_with_mean_grads(shard, dim, axis_name) * weight[0])
+    def on_device(shards, weight):
+        def loss(shards):
+            return sum(
+                jnp.sum(gather_array_with_mean_grads(shard, dim, axis_name) * weight[0])
+                for dim, shard in shards.items()
+            )
 
-        return jax.grad(loss)(shard)
+        return jax.grad(loss)(shards)
 
     run = jax.shard_map(
-        on_device,
-        mesh=mesh8,
-        in_specs=(P(*names), P(axes)),
-        out_specs=P(*names),
-        check_vma=check_vma,
+        on_device, mesh=mesh8, in_specs=(dims, P(axes)), out_specs=dims, check_vma=check_vma
     )
-    np.testing.assert_allclose(jax.jit(run)(x, weights), weights.mean(0), rtol=1e-6)
+    for grad in jax.jit(run)(dict.fromkeys(dims, x), weights).values():
+        np.testing.assert_allclose(grad, weights.mean(0), rtol=1e-6)
 
 
 @pytest.mark.parametrize("wire", [AS_STORED, AXIS_BY_AXIS], ids=["at once", "axis by axis"])

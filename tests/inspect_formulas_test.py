@@ -26,6 +26,7 @@ from manualpar.inspect import (
     trace_collectives,
 )
 from manualpar.sharding.layout import Placement
+from tests.one_device import slow_unless
 
 SIZES = (16, 32, 64, 8)  # Of the inputs and of each layer's outputs.
 KERNELS = [math.prod(pair) for pair in itertools.pairwise(SIZES)]
@@ -137,15 +138,29 @@ WIRES: dict[str, tuple[dict[str, str], dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize("use_scan", [False, True], ids=["unrolled", "scan"])
-@pytest.mark.parametrize("m", [1, 4])
+@pytest.mark.parametrize(
+    ("m", "use_scan"),
+    [
+        (1, False),
+        (4, True),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(4, False, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_row_of_the_table(devices8, name, m, use_scan):
     check_row(name, m, use_scan=use_scan)
 
 
-@pytest.mark.parametrize("wire", list(WIRES)[1:])
-@pytest.mark.parametrize("name", BUILDERS)
+MIXED = "gather-bfloat16-reduce-float32"
+FAST_WIRES = {*((name, MIXED) for name in BUILDERS), ("dp", "reduce-bfloat16")}
+FAST_WIRES |= {("fsdp-reshard", wire) for wire in WIRES}
+
+
+@pytest.mark.parametrize(
+    ("name", "wire"),
+    [slow_unless(FAST_WIRES, *pair) for pair in itertools.product(BUILDERS, list(WIRES)[1:])],
+)
 def test_what_travels_has_its_own_dtype(devices8, name, wire):
     check_row(name, 4, use_scan=True, wire=wire)
 
@@ -178,8 +193,14 @@ def check_row(name: str, m: int, *, use_scan: bool, wire: str = "float32") -> No
     assert {axes: x + spared.get(axes, 0) for axes, x in sent.items()} == predicted
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.parametrize("mode", ["auto", "explicit"])
+FAST_MODES = {("dp", "explicit"), ("zero2", "explicit"), ("fsdp-reshard", "explicit")}
+FAST_MODES |= {("zero1", "auto"), ("fsdp-keep", "auto"), ("hsdp-step", "auto")}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [slow_unless(FAST_MODES, *pair) for pair in itertools.product(BUILDERS, ("auto", "explicit"))],
+)
 def test_the_prediction_is_the_same_in_other_modes(devices8, name, mode):
     program = build(name, num_minibatches=2, mode=mode)
     assert step_bytes(program) == step_bytes(build(name, num_minibatches=2))
@@ -199,8 +220,10 @@ class Odd(nn.Module):
         return nn.Dense(7)(nn.Dense(13)(x))
 
 
-@pytest.mark.parametrize("pad", [False, True])
-@pytest.mark.parametrize("name", KEEPING)
+@pytest.mark.parametrize(
+    ("name", "pad"),
+    [*((name, True) for name in KEEPING), ("zero1", False), ("fsdp-keep", False)],
+)
 def test_padding_travels_and_small_parameters_cost_an_all_reduce(devices8, name, pad):
     options = {} if name == "dp" else {"pad": pad}
     program = build(name, Odd(), num_minibatches=2, **options)
@@ -248,8 +271,10 @@ class Annotated(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("wire", ["float32", "gather-bfloat16-reduce-float32"])
-@pytest.mark.parametrize("name", KEEPING)
+@pytest.mark.parametrize(
+    ("name", "wire"),
+    [*((name, "float32") for name in KEEPING), ("fsdp-keep", MIXED), ("hsdp-step", MIXED)],
+)
 def test_model_axes_are_gathered_too(devices8, name, wire):
     sizes = {"replica": 2} if name.startswith("hsdp") else {}
     mesh = make_mesh({**sizes, "data": 2, "model": 2})
@@ -273,11 +298,20 @@ def test_model_axes_are_gathered_again(devices8):
     assert {axes: x + spared[axes] for axes, x in sent.items()} == step_bytes(program)
 
 
-@pytest.mark.parametrize(("major", "minor"), [(4, 2), (2, 4), (8, 1), (1, 8)])
-@pytest.mark.parametrize("name", BUILDERS)
-def test_axis_by_axis_as_much_is_sent_and_most_of_it_over_the_major_axis(
-    devices8, name, major, minor
-):
+FAST_SHAPES = {*((name, (4, 2)) for name in BUILDERS), ("zero1", (2, 4))}
+FAST_SHAPES |= {("fsdp-reshard", shape) for shape in ((2, 4), (8, 1), (1, 8))}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        slow_unless(FAST_SHAPES, *pair)
+        for pair in itertools.product(BUILDERS, ((4, 2), (2, 4), (8, 1), (1, 8)))
+    ],
+    ids=str,
+)
+def test_axis_by_axis_as_much_is_sent_and_most_of_it_over_the_major_axis(devices8, name, shape):
+    major, minor = shape
     replica = {}
     if name.startswith("hsdp"):
         if major * minor > 8 // 2 and 1 not in (major, minor):
@@ -314,8 +348,15 @@ def _without_zeros(sent: dict[tuple[str, ...], Fraction]) -> dict[tuple[str, ...
     return {axes: x for axes, x in sent.items() if x}
 
 
-@pytest.mark.parametrize("keep", [("Dense_1",), ("Dense_1/kernel",), ("Dense_1", "Dense_2")])
-@pytest.mark.parametrize("name", ["fsdp-reshard", "hsdp-reshard"])
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [
+        ("fsdp-reshard", ("Dense_1",)),
+        ("fsdp-reshard", ("Dense_1/kernel",)),
+        ("hsdp-reshard", ("Dense_1", "Dense_2")),
+    ],
+    ids=str,
+)
 def test_what_is_kept_is_not_gathered_again(devices8, name, keep):
     program = build(name, keep_gathered=keep, num_minibatches=2)
     n = program.mesh.shape["data"]

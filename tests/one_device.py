@@ -20,7 +20,7 @@ def name_of(parameter: Any) -> str:
     return getattr(parameter, "__name__", None) or str(parameter)
 
 
-def slow_unless(fast: Collection[tuple[str, ...]], *case: str) -> Any:
+def slow_unless(fast: Collection[tuple[Any, ...]], *case: Any) -> Any:
     """A case of a sweep, which is `slow` if it is not one of the fast ones."""
     return pytest.param(*case, marks=() if case in fast else pytest.mark.slow)
 
