@@ -38,16 +38,9 @@ def _inside(tmp_path, monkeypatch, devices8):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "dp",
-        "fsdp",
-        pytest.param("zero", marks=pytest.mark.slow),
-        pytest.param("hsdp", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("strategy", ["dp", "fsdp", "zero", "hsdp"])
 @pytest.mark.optimized
+@pytest.mark.slow
 def test_the_default_configs_learn_the_digits(strategy, capsys):
     assert run_command(_command(strategy)) == 0
     shown = capsys.readouterr().out.splitlines()
