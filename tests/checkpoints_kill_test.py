@@ -135,7 +135,7 @@ def test_killed_at_every_step_of_putting_it_in_place(tmp_path, monkeypatch):
 
 
 def test_killed_while_saving(tmp_path):
-    kill_several_times(tmp_path, kills=2, longest=0.5)
+    kill_several_times(tmp_path, kills=1, longest=0.5)
 
 
 @pytest.mark.slow

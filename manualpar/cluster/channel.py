@@ -62,8 +62,8 @@ class Channel:
         self._is_connected.wait()
 
     def send(self, message: Message) -> None:
-        """Has a message sent; safe in any thread and in signal handlers, and never waits."""
-        with contextlib.suppress(RuntimeError):  # The loop is closed: nobody is to be told.
+        """Hands a message to the thread; safe anywhere, also in signal handlers; never waits."""
+        with contextlib.suppress(RuntimeError):  # The loop is closed: there is nobody left to tell.
             self._loop.call_soon_threadsafe(self._link.send, message)
 
     def agree(self, facts: Facts) -> None:
@@ -73,7 +73,7 @@ class Channel:
             raise DisagreementError(differences)
 
     def steps(self) -> dict[int, tuple[int, float]]:
-        """The last step that is known of each process, and the seconds since it came to that."""
+        """The last known step of each process, and the seconds since it came to that."""
         since = time.monotonic() - self._heard_at
         return {
             process: (entry[0], entry[1] + since)

@@ -2,8 +2,8 @@
 
 They make the same steps, so they share their fate. A process that dies, is stopped or fails ends
 all of them within `timeout_seconds`, each with a sentence that names it. So does a process whose
-main thread hangs. A request to stop, made to any of them, stops all after the same step. With a
-single process the same calls do what is left.
+main thread hangs. A request to stop, made to any of them, stops all after the same step. A single
+process makes the same calls, and those that concern others do nothing.
 
 A thread ends the process when another is lost, at once and by `os._exit`, because the main thread
 may stand in a collective that nobody will ever finish. So whatever must be on disk is written when

@@ -27,7 +27,7 @@ from manualpar.cluster.meeting import MAX_HELLO_BYTES, TOKEN_VARIABLE, Terms, re
 
 # How long the others have to leave before process 0 does.
 LEAVING_SECONDS = 2.0
-# So long may a stranger take to say who it is, and so many may be connected at once.
+# A stranger may take this long to say who it is, and this many may be connected at once.
 STRANGER_SECONDS = 10.0
 MAX_STRANGERS = 64
 
@@ -102,7 +102,7 @@ class Hub:
     def _challenge(self, link: Link) -> None:
         """Asks a new connection who it is."""
         if len(self._strangers) >= MAX_STRANGERS + len(self._members):
-            self._turn_away(next(iter(self._strangers)))  # Our own processes answer at once.
+            self._turn_away(next(iter(self._strangers)))  # Our own processes answer sooner.
         self._strangers[link] = challenge = secrets.token_hex(16)
         link.send({"kind": "challenge", "challenge": challenge})
         asyncio.get_running_loop().call_later(STRANGER_SECONDS, self._turn_away, link)
@@ -218,7 +218,7 @@ class Hub:
     def _watch_for(self, missing: list[int], awake: float) -> None:
         """Says which processes have not come, and gives them up when it has been too long."""
         self._waited += awake
-        # The process's imports have taken a while before: so it is told before the timeout is over.
+        # Process 0 has spent time on its imports before, so it does not wait for the whole timeout.
         warn_seconds = self._terms.timeout_seconds / 2
         if self._waited > self._terms.join_seconds:
             self._lose(
