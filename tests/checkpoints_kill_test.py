@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from manualpar.checkpoints import Checkpoints
-from tests.checkpoints_worker import Model, make_program
+from tests.checkpoints_worker import Model, make_program, shared_program
 
 ROOT = Path(__file__).parents[1]
 
@@ -97,7 +97,7 @@ def die_at(monkeypatch, number):
 
 
 def test_killed_at_every_step_of_putting_it_in_place(tmp_path, monkeypatch):
-    program = make_program("fsdp", jax.devices())
+    program = shared_program("fsdp")
     state = program.init(jax.random.key(0))
 
     def save_one_and_the_next(folder, number):

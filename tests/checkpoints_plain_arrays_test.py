@@ -14,7 +14,7 @@ import tensorstore
 
 from manualpar.checkpoints import CheckpointError, Checkpoints
 from manualpar.checkpoints.plain_arrays import find_differences, nest, state_leaves
-from tests.checkpoints_worker import PROGRAMS, Model, make_program, train
+from tests.checkpoints_worker import PROGRAMS, Model, make_program, shared_program, train
 
 
 def no_report(line):
@@ -23,7 +23,7 @@ def no_report(line):
 
 @pytest.fixture(scope="module")
 def programs():
-    return {name: make_program(name, jax.devices()) for name in PROGRAMS}
+    return {name: shared_program(name) for name in PROGRAMS}
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 
 from manualpar.checkpoints import CheckpointError, Checkpoints
 from manualpar.checkpoints.orbax_files import OrbaxFiles
-from tests.checkpoints_worker import make_program, state_of_step, train
+from tests.checkpoints_worker import shared_program, state_of_step, train
 
 
 def no_report(line):
@@ -20,7 +20,7 @@ def no_report(line):
 
 @pytest.fixture(scope="module")
 def program():
-    return make_program("fsdp", jax.devices())
+    return shared_program("fsdp")
 
 
 @pytest.fixture(scope="module")

@@ -83,6 +83,12 @@ def make_program(
     )
 
 
+@functools.cache
+def shared_program(name: str) -> Program:
+    """A program on all devices, which all tests of a process share: it compiles once."""
+    return make_program(name, jax.devices())
+
+
 def train(program: Program, state: TrainState, steps: range) -> tuple[TrainState, list[float]]:
     """Trains for some steps; returns the losses too."""
     losses = []

@@ -13,7 +13,7 @@ import pytest
 
 from manualpar.checkpoints import Checkpoints
 from manualpar.cluster.agreement import first_failure, from_first, gather
-from tests.checkpoints_worker import make_program, train
+from tests.checkpoints_worker import shared_program, train
 from tests.cluster_processes import lines_of_ours
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +60,7 @@ def losses_of(line, steps):
 
 @pytest.mark.slow
 def test_two_processes_and_one(tmp_path):
-    program = make_program("fsdp", jax.devices())
+    program = shared_program("fsdp")
     first, _ = train(program, program.init(jax.random.key(1)), range(3))
     expected = jax.device_get(first.params)
     _, expected_losses = train(program, first, range(3, 6))
