@@ -198,18 +198,3 @@ def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...])
         raise ValueError(
             f"{builder}: {field}={value!r}, expected one of {', '.join(map(repr, choices))}."
         )
-
-
-def check_names(builder: str, field: str, value: Any) -> None:
-    """Refuses anything but a tuple of names of parameters or modules."""
-    if not isinstance(value, tuple) or not all(isinstance(x, str) for x in value):
-        raise TypeError(
-            f"{builder}: {field}={value!r}, expected a tuple of names of parameters or modules, "
-            "such as ('head',)."
-        )
-
-
-def check_number(builder: str, field: str, value: Any, unit: str) -> None:
-    """Refuses anything but an integer that is 0 or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{builder}: {field}={value!r}, expected a number of {unit}, 0 or more.")

@@ -7,7 +7,7 @@ import optax
 
 from manualpar.core.program import Program, build_program
 from manualpar.core.strategy import Strategy
-from manualpar.guards.options import ProgramOptions, check_choice, check_names, check_number
+from manualpar.guards.options import ProgramOptions, check_choice
 from manualpar.sharding.layout import check_named
 from manualpar.strategies.fields import Field
 from manualpar.user_model.adapter import Model
@@ -122,16 +122,26 @@ def build_sharded(
     """
     values = {name: options.get(name, default) for name, default in own.defaults.items()}
     for name, value in values.items():
-        if name == "min_weight_size":
-            check_number(builder, name, value, "elements")
-        elif name == "communicate_every":
-            check_choice(builder, name, value, COMMUNICATE_EVERY)
-        elif isinstance(own.defaults[name], bool):
-            check_choice(builder, name, value, (True, False))
-        else:
-            check_names(builder, name, value)
+        _check(builder, name, value)
     shared = {name: value for name, value in options.items() if name not in values}
     program = build_program(strategy(**values), model, tx, loss_fn, **shared)
     names = {name: values[name] for name in ("keep_gathered", "replicate") if name in values}
     check_named(builder, program.parameters, **names)
     return program
+
+
+def _check(builder: str, name: str, value: Any) -> None:
+    if name in ("pad", "reshard_after_forward"):
+        check_choice(builder, name, value, (True, False))
+    elif name == "communicate_every":
+        check_choice(builder, name, value, COMMUNICATE_EVERY)
+    elif name == "min_weight_size":
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(
+                f"{builder}: {name}={value!r}, expected a number of elements, 0 or more."
+            )
+    elif not isinstance(value, tuple) or not all(isinstance(x, str) for x in value):
+        raise TypeError(
+            f"{builder}: {name}={value!r}, expected a tuple of names of parameters or modules, "
+            "such as ('head',)."
+        )
