@@ -36,8 +36,7 @@ LEFT_ALONE: Mapping[str, str] = {
     "core.collectives:is_vma_checked:axis_index": "its type is read and its value is not",
     "modes.global_arrays:GlobalParameter.unbox:gather_data_axes": "a constraint; XLA gathers",
     "user_model.probe:*": "traced for what the model does with its variables; it never runs",
-    "user_model.setting:*": "traced for what the model does with its variables; it never runs",
-    "user_model.study:study.*": "traced for what the model does with its variables; it never runs",
+    "user_model.tracing:*": "traced for what the model does with its variables; it never runs",
     "guards.replicas:ReplicaSentinel.fingerprints:process_allgather": "several processes only",
 }
 
@@ -60,9 +59,9 @@ EQUIVALENT: Mapping[str, str] = {
     "modes.manual:*:sync_collections:duplicate": _NOTHING_LEFT,
     "core.step:*:gather_data_axes:duplicate": _NOTHING_LEFT,
     "modes.manual:*:replicate_shards:duplicate": _NOTHING_LEFT,
-    "core.partitioning:*:gather_params:duplicate": _NOTHING_LEFT,
-    "core.partitioning:*:gather_params:drop-last-axis": "all axes of a dim's tuple count",
-    "core.partitioning:*:gather_params:reverse-axes": "a dim's own tuple counts, in order",
+    "by_hand:*:gather_params:duplicate": _NOTHING_LEFT,
+    "by_hand:*:gather_params:drop-last-axis": "all axes of a dim's tuple count",
+    "by_hand:*:gather_params:reverse-axes": "a dim's own tuple counts, in order",
 }
 
 
@@ -103,7 +102,7 @@ def _varying(x: str, axes: str) -> str:
 
 
 def _delete_gather(site: Site) -> str:
-    return f"jnp.concatenate([{site.x}] * jax.lax.axis_size({site.axes}), {site.dim})"
+    return f"jax.numpy.concatenate([{site.x}] * jax.lax.axis_size({site.axes}), {site.dim})"
 
 
 def _delete_scatter(site: Site) -> str:

@@ -73,9 +73,9 @@ FIRST = {
         "tests/inspect_formulas_test.py::test_model_axes_are_gathered_too",
         "tests/annotated_models_test.py::test_fsdp_with_a_model_axis_of_any_size",
     ),
-    "core.partitioning:*:axis_index:*": ("tests/partitioning_test.py",),
-    "core.partitioning:*:gather_params:*": ("tests/partitioning_test.py",),
-    "core.partitioning:gather_params.*": ("tests/partitioning_test.py",),
+    "by_hand:*:axis_index:*": ("tests/partitioning_test.py",),
+    "by_hand:*:gather_params:*": ("tests/partitioning_test.py",),
+    "by_hand:gather_params.*": ("tests/partitioning_test.py",),
     "user_model.recurrence:*": ("tests/unmodified_models_test.py",),
     "guards.replicas:*": ("tests/replicas_test.py",),
     "core.step:*:regather_for_backward:*": (COUNTS,),
@@ -86,6 +86,8 @@ FIRST = {
     "modes.manual:*": (STEPS,),
     "*:*-axis": (TUPLES,),
     "core.partitioning:*": (STEPS,),
+    "by_hand:*": ("tests/partitioning_test.py",),
+    "whole_batch:*": ("tests/collectives_test.py",),
 }
 
 

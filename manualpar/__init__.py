@@ -3,14 +3,10 @@
 # These register themselves: the modes in which XLA writes collectives, the adapter of NNX models.
 import manualpar.modes.global_arrays
 import manualpar.nnx.model  # noqa: F401
-from manualpar.core.collectives import gather_array_with_mean_grads, gather_examples
+from manualpar.by_hand import gather_params, shard_module_params, shard_params
+from manualpar.core.collectives import gather_array_with_mean_grads
 from manualpar.core.gradients import accumulate_gradients, sync_gradients, sync_metrics
-from manualpar.core.partitioning import (
-    ShardedParameter,
-    gather_params,
-    shard_module_params,
-    shard_params,
-)
+from manualpar.core.partitioning import ShardedParameter
 from manualpar.core.program import Program
 from manualpar.metrics import print_metrics
 from manualpar.rng import fold_rng_over_axis
@@ -21,6 +17,7 @@ from manualpar.strategies.fsdp import fsdp
 from manualpar.strategies.hsdp import hsdp
 from manualpar.strategies.zero import zero
 from manualpar.train_state import Batch, TrainState
+from manualpar.whole_batch import gather_examples
 
 __all__ = [
     "Batch",

@@ -12,13 +12,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.collectives import (
-    COLLECTIONS_SCOPE,
-    cast_to_varying,
-    is_vma_checked,
-    varying_axes,
-)
-from manualpar.sharding.mesh import AxisName, axis_tuple, check_axes_bound
+from manualpar.core.collectives import cast_to_varying, is_vma_checked, varying_axes
+from manualpar.purposes import COLLECTIONS_SCOPE
+from manualpar.sharding.axes import AxisName, axis_tuple, check_axes_bound
 
 CollectionSync = Literal["mean", "sum", "max", "min"]
 COLLECTION_SYNCS: tuple[CollectionSync, ...] = ("mean", "sum", "max", "min")

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from manualpar.sharding.mesh import AxisName, axis_tuple, check_axes_bound
+from manualpar.sharding.axes import AxisName, axis_tuple, check_axes_bound
 
 
 def fold_rng_over_axis(rng: jax.Array, axis_name: AxisName) -> jax.Array:

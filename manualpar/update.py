@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from manualpar.core.collectives import OPTIMIZER_SCOPE
 from manualpar.modes.manual import Manual
+from manualpar.purposes import OPTIMIZER_SCOPE
 from manualpar.sharding.layout import (
     Placement,
     map_in_scopes,

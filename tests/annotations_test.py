@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from manualpar import make_mesh
 from manualpar.core.partitioning import ShardedParameter
 from manualpar.sharding.annotations import check_rules, mesh_names
-from manualpar.sharding.mesh import axes_size, axis_tuple
+from manualpar.sharding.axes import axes_size, axis_tuple
 
 RULES = (("embed", None), ("mlp", "model"), ("heads", ("data", "model")), ("batch", "data"))
 

@@ -14,7 +14,7 @@ from manualpar.core.collectives import (
     scatter_mean,
     varying_axes,
 )
-from manualpar.sharding.mesh import axes_size, axis_tuple
+from manualpar.sharding.axes import axes_size, axis_tuple
 
 AXIS_NAMES = ("data", ("data", "model"), ("model", "data"))
 BOTH = ("data", "model")

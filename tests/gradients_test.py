@@ -21,8 +21,8 @@ from manualpar import (
     sync_metrics,
 )
 from manualpar.collection_sync import sync_collections
+from manualpar.sharding.axes import axes_size
 from manualpar.sharding.layout import strip_boxes
-from manualpar.sharding.mesh import axes_size
 
 PARAMS = {
     "w": jax.random.normal(jax.random.key(0), (4, 8)),

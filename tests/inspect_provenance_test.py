@@ -1,13 +1,5 @@
 import pytest
 
-from manualpar.core.collectives import (
-    CAST_SCOPE,
-    COUNT_SCOPE,
-    GATHER_SCOPE,
-    METRICS_SCOPE,
-    REDUCE_SCOPE,
-    REGATHER,
-)
 from manualpar.inspect.provenance import (
     OTHER,
     TENSOR_PARALLEL,
@@ -15,6 +7,14 @@ from manualpar.inspect.provenance import (
     module_of,
     phase_of,
     purpose_in,
+)
+from manualpar.purposes import (
+    CAST_SCOPE,
+    COUNT_SCOPE,
+    GATHER_SCOPE,
+    METRICS_SCOPE,
+    REDUCE_SCOPE,
+    REGATHER,
 )
 
 IN_BACKWARD = "transpose(jvp(minibatch_0))/jvp()"

@@ -21,7 +21,7 @@ from manualpar.inspect import (
 )
 from manualpar.inspect.communication import as_number
 from manualpar.inspect.provenance import TENSOR_PARALLEL
-from manualpar.sharding.mesh import is_axis_bound
+from manualpar.sharding.axes import is_axis_bound
 from tests.scopes_test import make, trace
 from tests.strategies_test import Linear, build
 

@@ -3,12 +3,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from manualpar.sharding.axes import axis_tuple, check_mesh_has
 from manualpar.sharding.mesh import (
     abstract_mesh,
     arrange_devices,
     axes_across_hosts,
-    axis_tuple,
-    check_mesh_has,
     describe_hosts,
     make_mesh,
 )

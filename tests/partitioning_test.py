@@ -18,7 +18,7 @@ from manualpar import (
 )
 from manualpar.core.collectives import cast_to_varying
 from manualpar.core.partitioning import boxed_axes, choose_shard_dim, is_box
-from manualpar.sharding.mesh import axes_size
+from manualpar.sharding.axes import axes_size
 
 REPLICATED = P()
 

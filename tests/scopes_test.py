@@ -11,7 +11,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, fsdp, gather_examples, make_mesh
-from manualpar.core.collectives import (
+from manualpar.core.collectives import cast_to_varying
+from manualpar.core.strategy import MODES
+from manualpar.inspect import ledger
+from manualpar.inspect.communication import trace_collectives
+from manualpar.inspect.compiled import compiled_collectives
+from manualpar.inspect.provenance import compiled_scopes, module_of
+from manualpar.models.transformer import Transformer
+from manualpar.purposes import (
     CAST_SCOPE,
     COLLECTIONS_SCOPE,
     COUNT_SCOPE,
@@ -25,15 +32,8 @@ from manualpar.core.collectives import (
     REGATHER,
     SCATTER_SCOPE,
     SCOPES,
-    cast_to_varying,
     purpose_of,
 )
-from manualpar.core.strategy import MODES
-from manualpar.inspect import ledger
-from manualpar.inspect.communication import trace_collectives
-from manualpar.inspect.compiled import compiled_collectives
-from manualpar.inspect.provenance import compiled_scopes, module_of
-from manualpar.models.transformer import Transformer
 from tests.strategies_test import STRATEGIES, build
 
 

@@ -33,14 +33,15 @@ ORDER = """
     core.strategy leaves
     core.gradients sharding.layout
     sharding.annotations
+    by_hand
     core.partitioning
-    guards.divergence collection_sync guards.nonfinite
+    whole_batch guards.divergence collection_sync guards.nonfinite
     core.collectives user_model.array_box
     rng train_state user_model.loss_function
     sharding.batches
-    sharding.roles
-    sharding.mesh sharding.mesh_context guards.donation
-    compiler_options extras metrics untrusted usage core sharding guards
+    sharding.roles sharding.mesh
+    sharding.axes sharding.mesh_context guards.donation
+    compiler_options extras metrics purposes untrusted usage core sharding guards
 """
 RANKS = {
     unit: rank
@@ -65,12 +66,14 @@ COLLECTIVES = frozenset(
 )
 MAY_COMMUNICATE = frozenset(
     {
+        "by_hand",
         "collection_sync",
         "core.collectives",
         "core.gradients",
         "core.partitioning",
         "guards.nonfinite",
         "layers",
+        "whole_batch",
     }
 )
 EMPTY_NAMES = frozenset({"common", "helper", "helpers", "manager", "misc", "util", "utils"})

@@ -20,17 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.collectives import (
-    COUNT_SCOPE,
-    METRICS_SCOPE,
-    REDUCE_SCOPE,
-    cast_to_varying,
-    is_vma_checked,
-    varying_axes,
-)
+from manualpar.core.collectives import cast_to_varying, is_vma_checked, varying_axes
 from manualpar.core.partitioning import boxed_axes, is_box, wire_dtype
+from manualpar.purposes import COUNT_SCOPE, METRICS_SCOPE, REDUCE_SCOPE
+from manualpar.sharding.axes import AxisName, axis_tuple, check_axes_bound
 from manualpar.sharding.batches import split_minibatches
-from manualpar.sharding.mesh import AxisName, axis_tuple, check_axes_bound
 from manualpar.user_model.loss_function import LossFn, Metrics, call_loss
 
 # (params, collections, minibatch, rng) -> (loss, metrics, updated collections).

@@ -13,29 +13,26 @@ shards are those of the padded array, and whatever leaves a box has the paramete
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
-from absl import logging
 from jax.ad_checkpoint import checkpoint_name
 
 from manualpar.core.collectives import (
     AS_STORED,
-    NEW_PARAMS_SCOPE,
     Wire,
     gather_array_with_mean_grads,
     gather_invariant,
     scatter_mean,
 )
-from manualpar.sharding.mesh import AxisName, axis_tuple, check_axes_bound, is_axis_bound
+from manualpar.purposes import NEW_PARAMS_SCOPE
+from manualpar.sharding.axes import AxisName, axis_tuple, is_axis_bound
 from manualpar.user_model.array_box import ArrayBox
 
 Names = tuple[AxisName | None, ...]
-
 # The name, as in `jax.ad_checkpoint.checkpoint_name`, of every value that leaves a box.
 GATHERED = "gathered_parameter"
 
@@ -192,93 +189,6 @@ def choose_shard_dim(
     return max(divisible, key=lambda dim: (shape[dim], -dim)), ""
 
 
-def shard_params(params: Any, axis_name: AxisName, min_weight_size: int = 2**18) -> Any:
-    """Keeps this device's shard of every parameter that is worth sharding.
-
-    Args:
-      params: A tree of whole parameters, the same on all devices along `axis_name`. Leaves may be
-        boxed already (`nn.Partitioned`); a box that names one of the axes in any dimension, alone
-        or in a tuple, is left as it is.
-      axis_name: The mesh axis to shard over, or a tuple of axes: then one dimension is sharded over
-        their product.
-      min_weight_size: The fewest elements of a parameter that is sharded; a smaller one stays
-        whole.
-
-    Returns:
-      The same tree. A sharded parameter is a `ShardedParameter` holding `[..., D/axis_name, ...]`
-      along its largest free dimension that divides by the size of the axis, the first of equals;
-      others are returned unchanged, and absl's log says why at level info.
-
-    Raises:
-      ValueError: An axis is not bound by a `shard_map`.
-
-    Communication:
-      None.
-    """
-    axes = axis_tuple(axis_name)
-    check_axes_bound("shard_params", axes)
-    axis_size, name = jax.lax.axis_size(axes), axes[0] if len(axes) == 1 else axes
-
-    def shard(x: Any) -> Any:
-        value = x.value if is_box(x) else x
-        names = _full_names(x, value.ndim)
-        if set(boxed_axes(x)) & set(axes):
-            return x
-        dim, note = choose_shard_dim(value.shape, names, axis_size, min_weight_size=min_weight_size)
-        if dim is None:
-            logging.info("shard_params: %s with names %s stays whole: %s", value.shape, names, note)
-            return x
-        size = value.shape[dim] // axis_size
-        local = jax.lax.dynamic_slice_in_dim(value, jax.lax.axis_index(axes) * size, size, axis=dim)
-        gather_axes = x.gather_axes if isinstance(x, ShardedParameter) else ()
-        return ShardedParameter(
-            local, (*names[:dim], name, *names[dim + 1 :]), gather_axes=(*gather_axes, *axes)
-        )
-
-    return jax.tree.map(shard, params, is_leaf=is_box)
-
-
-def gather_params(params: Any, axis_name: AxisName) -> Any:
-    """Gathers every parameter that is sharded over a mesh axis.
-
-    Args:
-      params: A tree of arrays and boxes, as `shard_params` returns it.
-      axis_name: The mesh axis, or tuple of axes, to gather over.
-
-    Returns:
-      The same tree with plain arrays where nothing is sharded any more. A dimension whose name is a
-      tuple with one of the axes in it is gathered over the whole tuple, for its shards are not
-      contiguous along one axis of it. A parameter that is sharded over other axes too keeps a box
-      naming those.
-
-    Raises:
-      ValueError: An axis is not bound by a `shard_map`.
-
-    Communication:
-      One all-gather for each such dimension; in the backward pass one reduce-scatter.
-
-    Gradient:
-      The mean over the devices along the gathered axes, see `gather_array_with_mean_grads`.
-    """
-    axes = axis_tuple(axis_name)
-    check_axes_bound("gather_params", axes)
-
-    def gather(x: Any) -> Any:
-        if not set(boxed_axes(x)) & set(axes):
-            return x
-        value, names = x.value, list(_full_names(x, x.value.ndim))
-        for dim, name in enumerate(names):
-            if set(axis_tuple(name)) & set(axes):
-                value = gather_array_with_mean_grads(value, dim, axis_tuple(name))
-                names[dim] = None
-        if not any(axis_tuple(name) for name in names):
-            return value
-        gather_axes = tuple(axis for axis in getattr(x, "gather_axes", ()) if axis not in axes)
-        return ShardedParameter(value, tuple(names), gather_axes=gather_axes)
-
-    return jax.tree.map(gather, params, is_leaf=is_box)
-
-
 def scatter_gradients(grads: Any, shards: Any) -> Any:
     """Leaves each device its shard of the mean of the devices' gradients.
 
@@ -338,42 +248,3 @@ def replicate_shards(params: Any) -> Any:
         return x.unpad(value)
 
     return jax.tree.map(lambda x: gather(x) if is_box(x) else x, params, is_leaf=is_box)
-
-
-def shard_module_params(
-    target: type[nn.Module] | Callable[..., Any], axis_name: AxisName, min_weight_size: int = 2**18
-) -> Any:
-    """Wraps a module so that its parameters are sharded, and gathered together in a call.
-
-    The module-level form of `ShardedParameter`: the module is the unit that is gathered, once a
-    call, however often it uses a parameter.
-
-    Args:
-      target: A Linen module class, or a function with a module as its first argument.
-      axis_name: The mesh axis, or tuple of axes, to shard over; it must be bound when the module is
-        initialised or applied.
-      min_weight_size: The fewest elements of a parameter that is sharded.
-
-    Returns:
-      The wrapped class or function, used like `target`. Its initialised `params` contain
-      `ShardedParameter` boxes.
-
-    Communication:
-      As `gather_params`, once for each call.
-    """
-
-    def gather(params: Any) -> Any:
-        return gather_params(params, axis_name)
-
-    def shard(params: Any) -> Any:
-        return shard_params(params, axis_name, min_weight_size)
-
-    return nn.map_variables(
-        target, trans_in_fn=gather, trans_out_fn=shard, mapped_collections="params", mutable=True
-    )
-
-
-def _full_names(x: Any, ndim: int) -> Names:
-    """The names of a leaf, one for each dimension."""
-    names = tuple(x.names) if is_box(x) else ()
-    return names + (None,) * (ndim - len(names))

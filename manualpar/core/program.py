@@ -27,6 +27,7 @@ from manualpar.guards.options import ProgramOptions, check_options, check_wire
 from manualpar.modes.manual import mode_named
 from manualpar.rng import typed_key
 from manualpar.sharding.annotations import check_rules
+from manualpar.sharding.axes import axes_size, axis_tuple, check_mesh_has, given_and_auto_mesh
 from manualpar.sharding.batches import abstract_batch, check_batch
 from manualpar.sharding.layout import (
     ParameterInfo,
@@ -37,7 +38,6 @@ from manualpar.sharding.layout import (
     param_specs,
     state_specs,
 )
-from manualpar.sharding.mesh import axes_size, axis_tuple, check_mesh_has, given_and_auto_mesh
 from manualpar.sharding.mesh_context import (
     OutsideMeshes,
     explain_shardings,

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from manualpar.core.collectives import EXAMPLES_SCOPE, GATHER_SCOPE
+from manualpar.purposes import EXAMPLES_SCOPE, GATHER_SCOPE
 
 # Primitives that name mesh axes and send nothing.
 SILENT_PRIMITIVES = frozenset(

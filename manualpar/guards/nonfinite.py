@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.collectives import NONFINITE_SCOPE, varying_axes
-from manualpar.sharding.mesh import AxisName, axis_tuple
+from manualpar.core.collectives import varying_axes
+from manualpar.purposes import NONFINITE_SCOPE
+from manualpar.sharding.axes import AxisName, axis_tuple
 from manualpar.user_model.loss_function import Metrics
 
 # A metric that no loss function returns by accident.

@@ -14,7 +14,7 @@ from manualpar.collection_sync import CollectionSync
 from manualpar.core.collectives import Wire
 from manualpar.core.strategy import MODES, Mode
 from manualpar.sharding.annotations import Rules
-from manualpar.sharding.mesh import AxisName
+from manualpar.sharding.axes import AxisName
 
 Nonfinite = Literal["ignore", "report", "skip"]
 NONFINITE: tuple[Nonfinite, ...] = ("ignore", "report", "skip")

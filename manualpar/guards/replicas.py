@@ -28,8 +28,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from manualpar.core.collectives import cast_to_varying
+from manualpar.sharding.axes import axis_tuple
 from manualpar.sharding.layout import path_name
-from manualpar.sharding.mesh import axis_tuple
 
 MAX_DEVICES_NAMED = 8
 

@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.collectives import GATHER_SCOPE, REGATHER
 from manualpar.inspect.communication import Collective, Kind, as_number, ring_bytes
 from manualpar.inspect.compiled import CompiledCollective
 from manualpar.inspect.hlo import array_bytes
@@ -31,6 +30,7 @@ from manualpar.inspect.provenance import (
     module_of,
     purpose_in,
 )
+from manualpar.purposes import GATHER_SCOPE, REGATHER
 
 ChangeKind = Literal["merged", "hoisted", "retyped", "replaced", "removed", "added"]
 UNLIKE = 7  # See `_difference`.

@@ -32,18 +32,18 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from manualpar.core.collectives import (
+from manualpar.core.partitioning import Names
+from manualpar.core.program import Program
+from manualpar.inspect.communication import Collective, ring_bytes
+from manualpar.purposes import (
     COLLECTIONS_SCOPE,
     COUNT_SCOPE,
     EXAMPLES_SCOPE,
     METRICS_SCOPE,
     NONFINITE_SCOPE,
 )
-from manualpar.core.partitioning import Names
-from manualpar.core.program import Program
-from manualpar.inspect.communication import Collective, ring_bytes
+from manualpar.sharding.axes import axes_size, axis_tuple
 from manualpar.sharding.layout import ParameterInfo, Placement
-from manualpar.sharding.mesh import axes_size, axis_tuple
 
 # The scopes of what a step sends besides parameters and gradients.
 OTHER_SCOPES = (METRICS_SCOPE, COUNT_SCOPE, COLLECTIONS_SCOPE, NONFINITE_SCOPE, EXAMPLES_SCOPE)

@@ -32,13 +32,13 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from manualpar.core.collectives import OPTIMIZER_SCOPE
 from manualpar.core.program import Program
 from manualpar.core.step import Step
 from manualpar.inspect.allocation import FUSIONS, find_peak
 from manualpar.inspect.communication import KIND_OF_PRIMITIVE
 from manualpar.inspect.flat_program import FlatProgram, Operation, Value
 from manualpar.modes.manual import Manual
+from manualpar.purposes import OPTIMIZER_SCOPE
 
 # Their result is a parameter if their operand is one, as that of an all-gather is.
 _SAME_WEIGHT_WORDS = """

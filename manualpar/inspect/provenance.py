@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Literal
 
-from manualpar.core.collectives import (
+from manualpar.purposes import (
     CAST_SCOPE,
     NEW_PARAMS_SCOPE,
     NONFINITE_SCOPE,
@@ -94,7 +94,7 @@ def purpose_in(scope: str, axes: Collection[str], data_axes: Collection[str] = (
       data_axes: The mesh axes that split the batch, none if they are not known.
 
     Returns:
-      See `manualpar.core.collectives.purpose_of`; for collectives that this package has not written
+      See `manualpar.purposes.purpose_of`; for collectives that this package has not written
       `TENSOR_PARALLEL` if they run over none of the data axes, else `OTHER`.
     """
     if ours := purpose_of(scope):

@@ -10,8 +10,8 @@ from rich import box
 from rich.table import Table
 
 from manualpar.core.program import Program
+from manualpar.sharding.axes import axes_size, axis_tuple
 from manualpar.sharding.layout import path_name
-from manualpar.sharding.mesh import axes_size, axis_tuple
 
 ALL = "all"  # The path of all parameters.
 # The width that jax takes the output to have, the height it gives a drawing, and the columns that

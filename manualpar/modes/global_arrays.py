@@ -22,10 +22,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from manualpar.collection_sync import CollectionSync
-from manualpar.core.collectives import GATHER_SCOPE, NEW_PARAMS_SCOPE, SCATTER_SCOPE
 from manualpar.core.partitioning import Names, ShardedParameter, boxed_axes, cast_floating, is_box
 from manualpar.core.strategy import Mode
 from manualpar.modes.manual import Manual, register_mode
+from manualpar.purposes import GATHER_SCOPE, NEW_PARAMS_SCOPE, SCATTER_SCOPE
+from manualpar.sharding.axes import axes_size, axis_tuple, with_axis_types
 from manualpar.sharding.batches import check_minibatches
 from manualpar.sharding.layout import (
     Placement,
@@ -34,7 +35,6 @@ from manualpar.sharding.layout import (
     pad_leaf,
     unpad_leaf,
 )
-from manualpar.sharding.mesh import axes_size, axis_tuple, with_axis_types
 from manualpar.user_model.loss_function import Metrics
 
 

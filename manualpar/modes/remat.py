@@ -24,7 +24,8 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
-from manualpar.core.collectives import GATHER_SCOPE, RECOMPUTED_SCOPE, cast_to_varying, varying_axes
+from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.purposes import GATHER_SCOPE, RECOMPUTED_SCOPE
 
 CALLS = frozenset({"jit", "pjit"})
 LOOPS = frozenset({"cond", "scan"})  # What has a backward pass of its own.

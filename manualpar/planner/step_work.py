@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from manualpar.core.collectives import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.core.program import Program
 from manualpar.inspect import state_bytes
 from manualpar.inspect.communication import Collective, CollectiveReader
@@ -35,6 +34,7 @@ from manualpar.inspect.equations import Around, EquationReader
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import flops_of
 from manualpar.inspect.provenance import phase_of
+from manualpar.purposes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.watching.throughput import Throughput
 
 REDUCTIONS = frozenset(

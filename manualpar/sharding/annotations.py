@@ -21,7 +21,7 @@ import flax.linen as nn
 from jax.sharding import Mesh, PartitionSpec
 
 from manualpar.core.partitioning import Names
-from manualpar.sharding.mesh import AxisName, axes_size, axis_tuple, written_with
+from manualpar.sharding.axes import AxisName, axes_size, axis_tuple, written_with
 
 Rules = tuple[tuple[str, AxisName | None], ...]
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from manualpar.sharding.mesh import axes_size
+from manualpar.sharding.axes import axes_size
 from manualpar.sharding.roles import AxisRoles
 
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from manualpar.core.partitioning import Names, choose_shard_dim, is_box
 from manualpar.sharding.annotations import Rules, mesh_names
-from manualpar.sharding.mesh import axis_tuple
+from manualpar.sharding.axes import axis_tuple
 from manualpar.sharding.roles import AxisRoles
 
 

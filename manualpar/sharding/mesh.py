@@ -1,7 +1,4 @@
-"""Meshes and the names of their axes.
-
-An axis name is a string; wherever one is taken, a tuple of names is taken too and means their
-product, the first name being the major one, as in a `PartitionSpec`.
+"""Meshes, built for the hosts that the devices are on.
 
 With several processes the major axes go across *hosts* and the others stay within, where the sizes
 allow it. A host is what a slow network connects to others: what JAX calls a slice where there are
@@ -9,142 +6,16 @@ several, else a process. One slice of TPUs is one host, for its own network join
 """
 
 import collections
-import contextlib
 import math
 import os
 import re
-import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
-
-AxisName = str | tuple[str, ...]
-
-
-def axis_tuple(axis_name: AxisName | Sequence[str] | None) -> tuple[str, ...]:
-    """The axes behind a name, a tuple of names or the `None` of an unsharded dimension."""
-    if axis_name is None:
-        return ()
-    if isinstance(axis_name, str):
-        return (axis_name,)
-    if not isinstance(axis_name, Sequence) or not all(isinstance(a, str) for a in axis_name):
-        raise TypeError(f"axis_name={axis_name!r}, expected a mesh axis or a tuple of mesh axes.")
-    return tuple(axis_name)
-
-
-def is_axis_bound(axis: str) -> bool:
-    """Whether the code being traced runs once for each index of `axis`."""
-    try:
-        jax.lax.axis_size(axis)
-    except NameError:
-        return False
-    return True
-
-
-def check_axes_bound(function: str, axes: tuple[str, ...]) -> None:
-    """Raises a `ValueError` in the name of `function` unless a `shard_map` binds each axis."""
-    unbound = [axis for axis in axes if not is_axis_bound(axis)]
-    if unbound or not axes:
-        bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-        raise ValueError(
-            f"{function}: axis_name names {unbound or 'no axis'}, expected axes of the surrounding "
-            f"jax.shard_map, which binds {list(bound)}. Call it inside a shard_map over a mesh "
-            "that has the axis."
-        )
-
-
-@contextlib.contextmanager
-def naming_unbound_axes() -> Iterator[None]:
-    """Names the axis where a model or a loss calls a collective over one that is not bound.
-
-    Raises:
-      ValueError: In place of JAX's errors, of which one says nothing at all.
-    """
-    try:
-        yield
-    except (AssertionError, NameError) as error:
-        name = _unbound_axis(error)
-        if name is None:
-            raise
-        mesh = jax.sharding.get_abstract_mesh()
-        bound = list(mesh.manual_axes)
-        meant = name if name in mesh.axis_names else [*mesh.axis_names, "data"][0]
-        where, mend = (
-            "in this mode there is none, because the batch is that of all devices",
-            "leave it out, or use mode='manual'",
-        )
-        if bound:
-            where = f"the mesh has the axes {bound}"
-            mend = (
-                f"write an axis of the mesh, or build make_mesh({{{name!r}: -1}}) and pass "
-                f"axis_name={name!r}"
-            )
-        raise ValueError(
-            f"model or loss_fn: something reduces over a mesh axis {name!r}, but {where}. If it is "
-            f"a layer with axis_name={name!r}, such as BatchNorm, say which axes that means: "
-            f"axis_aliases={{{name!r}: {meant!r}}}. If it is a collective that "
-            f"you call, such as jax.lax.pmean(x, {name!r}), {mend}."
-        ) from error
-
-
-def _unbound_axis(error: BaseException) -> str | None:
-    """The axis that JAX did not find; `None` if the error is another."""
-    if isinstance(error, NameError):
-        found = re.search(r"unbound axis name: (\w+)", str(error))
-        return found[1] if found else None
-    # An assertion without a word, about what a function was called with.
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    names = frame.f_locals.get("axis_name")
-    names = names if isinstance(names, tuple | list | frozenset) else (names,)
-    unbound = [x for x in names if isinstance(x, str) and not is_axis_bound(x)]
-    return unbound[0] if unbound and not error.args else None
-
-
-def check_mesh_has(function: str, mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> None:
-    """Raises a `ValueError` in the name of `function` unless the mesh has each axis."""
-    missing = [axis for axis in axes if axis not in mesh.shape]
-    if missing or not axes:
-        raise ValueError(
-            f"{function}: axis_name names {missing or 'no axis'}, but the mesh has the axes "
-            f"{list(mesh.shape)}. Build it with {written_with(mesh, missing)}, of a larger size to "
-            "split the batch along that axis, or name one of the mesh's axes with axis_name=."
-        )
-    if len(set(axes)) != len(axes):
-        raise ValueError(f"{function}: axis_name={axes} names an axis twice; name each once.")
-
-
-def written_with(mesh: Mesh | AbstractMesh, missing: list[str]) -> str:
-    """How to make a mesh like this one that has the missing axes too, of size 1."""
-    sizes: dict[str, int] = dict.fromkeys(missing or ["data"], 1)
-    return f"make_mesh({sizes | dict(mesh.shape)})"
-
-
-def axes_size(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
-    """How many devices `axes` span together."""
-    return math.prod(mesh.shape[axis] for axis in axes)
-
-
-def with_axis_types(mesh: Mesh | AbstractMesh, axis_type: AxisType) -> Mesh | AbstractMesh:
-    """The mesh with axes that are all of one type; the mesh itself if they are."""
-    types = (axis_type,) * len(mesh.axis_names)
-    if mesh.axis_types == types:
-        return mesh
-    if isinstance(mesh, AbstractMesh):
-        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-
-
-def given_and_auto_mesh(
-    mesh: Mesh | AbstractMesh,
-) -> tuple[Mesh | AbstractMesh, Mesh | AbstractMesh]:
-    """A mesh with axes of one type, explicit if any of its own are, and one with automatic axes."""
-    auto = with_axis_types(mesh, AxisType.Auto)
-    is_explicit = AxisType.Explicit in mesh.axis_types
-    return (with_axis_types(mesh, AxisType.Explicit) if is_explicit else auto), auto
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -11,7 +11,7 @@ from typing import Unpack
 import optax
 
 from manualpar.core.program import Program
-from manualpar.sharding.mesh import AxisName, axis_tuple
+from manualpar.sharding.axes import AxisName, axis_tuple
 from manualpar.strategies.fsdp import fully_sharded
 from manualpar.strategies.options import PARAMETER_SHARDING, ParameterShardingOptions, build_sharded
 from manualpar.strategies.registry import StrategyKind

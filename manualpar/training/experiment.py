@@ -12,7 +12,8 @@ from manualpar.compiler_options import compiler_options
 from manualpar.core.program import Program
 from manualpar.data import abstract_batch
 from manualpar.inspect.state_layout import ALL
-from manualpar.sharding.mesh import abstract_mesh, axes_size, make_mesh
+from manualpar.sharding.axes import axes_size
+from manualpar.sharding.mesh import abstract_mesh, make_mesh
 from manualpar.strategies import strategy_kinds
 from manualpar.training.config import check_config, nearest
 from manualpar.training.optimizer import adamw, warmup_cosine_schedule

@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manualpar.core.collectives import (
+from manualpar.extras import require
+from manualpar.inspect.ledger_difference import Json, sent_by
+from manualpar.inspect.provenance import TENSOR_PARALLEL
+from manualpar.purposes import (
     CAST_SCOPE,
     EXAMPLES_SCOPE,
     GATHER_SCOPE,
@@ -19,9 +22,6 @@ from manualpar.core.collectives import (
     REGATHER,
     SCATTER_SCOPE,
 )
-from manualpar.extras import require
-from manualpar.inspect.ledger_difference import Json, sent_by
-from manualpar.inspect.provenance import TENSOR_PARALLEL
 from manualpar.training.inspection_report import describe_fit, read_collectives
 from manualpar.watching.screen import describe_bytes
 

@@ -16,8 +16,9 @@ from manualpar.cluster import Cluster
 from manualpar.cluster.agreement import first_failure
 from manualpar.core.program import Program
 from manualpar.inspect import draw_sharding, layout_table, state_bytes
+from manualpar.sharding.axes import axes_size, axis_tuple
 from manualpar.sharding.layout import unpad_whole
-from manualpar.sharding.mesh import axes_size, axis_tuple, describe_hosts
+from manualpar.sharding.mesh import describe_hosts
 from manualpar.train_state import TrainState
 from manualpar.training.devices import describe_mesh
 from manualpar.training.experiment import Experiment

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from manualpar.sharding.mesh import AxisName, axis_tuple, is_axis_bound
+from manualpar.sharding.axes import AxisName, axis_tuple, is_axis_bound
 
 
 @dataclasses.dataclass(frozen=True)

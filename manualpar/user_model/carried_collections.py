@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from manualpar.sharding.mesh import naming_unbound_axes
+from manualpar.sharding.axes import naming_unbound_axes
 from manualpar.user_model.adapter import InitArgs, ModelAdapter
 from manualpar.user_model.call_arguments import signature_of
 from manualpar.user_model.evaluation import SWITCHES, overrule

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from manualpar.core.partitioning import cast_floating, is_box
 from manualpar.modes.manual import Manual
-from manualpar.sharding.mesh import axis_tuple
+from manualpar.sharding.axes import axis_tuple
 from manualpar.user_model.adapter import InitArgs, ModelAdapter
 from manualpar.user_model.tracing import with_mesh_if_needed
 

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from manualpar.sharding.mesh import naming_unbound_axes
+from manualpar.sharding.axes import naming_unbound_axes
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
 LossFn = Callable[[Any, Callable[..., Any], Any, jax.Array], tuple[jax.Array, Mapping[str, Any]]]
