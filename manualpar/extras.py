@@ -1,7 +1,7 @@
 """Optional dependencies, which an extra brings: `pip install 'manualpar[train]'`.
 
 `import manualpar` needs none of them. A module that needs some calls `require` before it imports
-them, so that a missing one is a sentence that says what to install.
+them, so that the error for a missing one is a sentence that says how to install it.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ def require(user: str, *modules: str) -> None:
     """Checks that optional modules are installed, without importing them.
 
     Args:
-      user: The subject of the sentence: what needs them.
+      user: The subject of the sentence, which needs the modules.
       *modules: Names from `MODULES`, all of one extra.
 
     Raises:

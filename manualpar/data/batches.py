@@ -10,7 +10,7 @@ may hold the end of an epoch and the start of the next.
 Evaluation takes each example once, in order, and pads the last batch.
 
 A process reads the rows that its own devices hold, each once, even if several of them hold it. The
-sharding says which; nobody asks for the number of processes.
+sharding says which; the number of processes does not matter.
 
 Symbol: `B` examples in a batch. Threads do all the reading ahead, because Grain's worker processes
 need parsed flags and seconds to start, which only heavy decoding is worth.

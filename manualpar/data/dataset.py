@@ -1,7 +1,7 @@
 """Examples by number, in three splits.
 
-A `Split` is random access: example `i` is always the same one, whoever asks and in which order.
-This is what makes a run repeatable, because a pipeline only has to say which numbers it wants.
+A `Split` is random access: example `i` is always the same one, in whatever order examples are read.
+This makes a run repeatable, because a pipeline only has to say which numbers it wants.
 
 A split of text is a stream of tokens, `BOS doc BOS doc ... BOS doc BOS`: the token BOS begins a
 document and ends the one before it; the last one only ends a document. So every token of every
@@ -29,7 +29,7 @@ SPLITS = ("train", "eval", "test")
 
 
 class DamagedDataError(ValueError):
-    """A file of the data has changed, or holds what it cannot; one sentence for the user."""
+    """A file of the data has changed, or its content is impossible; one sentence for the user."""
 
 
 class Split(Protocol):
@@ -77,7 +77,7 @@ class ArrayStream:
 
     Attributes:
       tokens: `uint[N]`.
-      name: What messages call the array.
+      name: The name of the array in messages.
       vocab_size: The number that every token is less than.
     """
 

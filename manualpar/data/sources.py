@@ -31,7 +31,7 @@ def load_dataset(
       tokenizer: For `text` a `tokenizer.json`, or "" for bytes.
 
     Raises:
-      ValueError: An argument does not fit, or what it names; the message calls it
+      ValueError: An argument, or the file that it names, does not fit; the message calls it
         `config.data.<argument>`.
     """
     if source == "digits":

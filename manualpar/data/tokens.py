@@ -79,7 +79,7 @@ class TokenFiles:
 def load_tokens(path: str, *, sequence_length: int) -> LanguageDataset:
     """Opens a directory of token files.
 
-    Only their lengths say whether the files are what they were.
+    Of the files, only the lengths and the first tokens are checked.
 
     Raises:
       ValueError: A file is missing, or does not fit the description.

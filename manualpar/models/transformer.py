@@ -312,7 +312,7 @@ def check_transformer(model: Transformer) -> None:
     """Refuses a model whose fields are out of range or do not fit each other.
 
     Raises:
-      ValueError: The message names the field, what it is, and what was expected.
+      ValueError: The message names the field, its value, and the expected one.
     """
 
     def refuse(field: str, expected: str) -> None:

@@ -1,6 +1,6 @@
 """Files that are whole whenever the process ends, and whose errors are one sentence.
 
-A killed process loses what it has buffered, and a full disk may take only half of what it is given.
+A killed process loses its buffers, and a full disk may take only half of what it is given.
 So lines are appended without a buffer, and a file is replaced by renaming a new one over it.
 """
 

@@ -1,9 +1,9 @@
 """Takes a run's files back to the place where a checkpoint found them.
 
-A run that goes on from a checkpoint computes again what was written after it. A *place* is the size
-in bytes of each file at the checkpoint, which is the end of a line. What lies beyond, even the half
-line of a killed process, moves to `discarded.jsonl` before it is cut off: if the process is killed
-in between, both files hold it, and the next resume discards it once more.
+A run that goes on from a checkpoint computes everything after it again. A *place* is the size
+in bytes of each file at the checkpoint, which is the end of a line. The rest of the file, even the
+half line of a killed process, moves to `discarded.jsonl` before it is cut off. If the process is
+killed in between, both files hold it, and the next resume discards it once more.
 
 `metrics.jsonl` must be what the checkpoint found, because a resumed run leaves the same bytes there
 as one that was never interrupted. `throughput.jsonl` differs in every run, so a damaged one is kept

@@ -4,8 +4,8 @@ A training that hangs looks like one that is slow. The loop says that it is aliv
 (`beat`), and a thread that hears nothing for a configured time reports it: once, and again whenever
 the silence has doubled. It ends nothing.
 
-The first step compiles; if that takes longer it is reported too, which does no harm. What is known
-to take long, such as restoring a checkpoint, happens within `pause`.
+The first step compiles; if that takes longer it is reported too, which does no harm. A task
+that takes long, such as restoring a checkpoint, runs within `pause`.
 
 Python reads the stacks, so a thread that hangs in C code and keeps Python's lock stops the detector
 too. `py-spy dump` shows such a thread from outside.

@@ -1,7 +1,7 @@
 """How fast a run is: examples, tokens and model FLOPs a second, and the share of the peak.
 
 Model FLOPs utilization (MFU) is the FLOPs that the model asks for, divided by what the devices
-could do in the time. What is computed again for the backward pass does not count (PaLM, appendix B,
+could do in the time. Recomputation for the backward pass does not count (PaLM, appendix B,
 https://arxiv.org/abs/2204.02311).
 
 A peak is that of dense matrix products, without structured sparsity, on one `jax.Device`, with

@@ -89,10 +89,10 @@ class RunWriter:
         Args:
           workdir: The folder of the run, created if need be.
           config: The config to run with.
-          place: What `place()` returned when the checkpoint was saved; `None` for a new run. What
-            the files hold beyond it goes to `discarded.jsonl`, and TensorBoard forgets it.
+          place: What `place()` returned when the checkpoint was saved; `None` for a new run. The
+            lines after it go to `discarded.jsonl`, and TensorBoard forgets them.
           step: How many updates were made by then.
-          report: Is told what is missing of `throughput.jsonl`.
+          report: Is told if `throughput.jsonl` is damaged.
           process: The number of this process.
 
         Raises:
@@ -149,7 +149,7 @@ class RunWriter:
         self._write_event(Event(step=step, summary=Summary(value=scalars)))
 
     def place(self) -> dict[str, int]:
-        """The size in bytes of each file of lines, after waiting for the disk.
+        """Waits for the disk, and returns the size in bytes of each file of lines.
 
         A checkpoint holds it, so that `__init__` and `go_back` can cut the files back to it. It is
         empty on processes other than 0.
@@ -185,7 +185,7 @@ class RunWriter:
                 raise
 
     def _forget_events(self, place: Mapping[str, int], step: int) -> None:
-        """Has TensorBoard drop what was written after a checkpoint, as `purge_step` does."""
+        """Makes TensorBoard drop everything after a checkpoint, as `purge_step` does."""
         # At the very beginning step 0 is written again: an evaluation.
         first = step + 1 if any(place.values()) else 0
         self._write_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
