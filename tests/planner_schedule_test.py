@@ -1,4 +1,4 @@
-"""What is read off programs that XLA's TPU compiler has written (libtpu 0.0.42).
+"""What is read off programs of XLA's TPU compiler (libtpu 0.0.42), and how long they take.
 
 The texts in `data/tpu` are programs without the tables of stack frames, all but the last whole:
 
@@ -20,19 +20,27 @@ from pathlib import Path
 import pytest
 
 from manualpar.inspect.hlo import parse_module
-from manualpar.planner.schedule import Compute, Repeat, Schedule, Start, Wait, read_schedule
+from manualpar.planner.schedule import Schedule, read_schedule
 
 DATA = Path(__file__).parent / "data" / "tpu"
 TWO_AXES = {"data": 4, "data_minor": 4}
+# The products of `gathers_v5e_2x2` are of 2048 x 1024 x 4096; a chip multiplies 4 x 128 x 128 of
+# those in a cycle.
+PRODUCT_CYCLES = 2048 * 1024 * 4096 // (4 * 128 * 128)
 
 
 def text_of(name: str) -> str:
     return (DATA / f"{name}.txt").read_text(encoding="utf-8")
 
 
+def read(text: str, mesh: dict[str, int]) -> Schedule:
+    """Follows a program whose collectives take no time; a cycle is a second."""
+    return read_schedule(text, mesh, clock=1.0, wire_seconds=lambda collective: 0.0)
+
+
 @pytest.fixture
 def gathers() -> Schedule:
-    return read_schedule(text_of("gathers_v5e_2x2"), {"data": 4})
+    return read(text_of("gathers_v5e_2x2"), {"data": 4})
 
 
 def test_collectives_count_as_often_as_their_loop_turns(gathers: Schedule) -> None:
@@ -54,16 +62,11 @@ def test_fused_collective_is_asynchronous_and_the_product_it_is_fused_with_lies_
     assert not first.is_async
     assert first.cycles_between == 0
     assert second.is_async
-    assert any(scope.endswith("dot_general") for scope in second.between)
-    (loop,) = (event for event in gathers.events if isinstance(event, Repeat))
-    assert loop.times == 3
-    start, wait = loop.events.index(Start(1)), loop.events.index(Wait(1))
-    between = [each.cycles for each in loop.events[start:wait] if isinstance(each, Compute)]
-    assert sum(between) == second.cycles_between > 0
+    assert second.cycles_between > PRODUCT_CYCLES
     assert gathers.num_carried == 0
 
 
-def test_estimates_are_of_compute_alone(gathers: Schedule) -> None:
+def test_estimates_are_of_compute_alone() -> None:
     """No collective has one, and a product that carries one has that of the product alone."""
     module = parse_module(text_of("gathers_v5e_2x2"))
     collectives = [
@@ -74,12 +77,10 @@ def test_estimates_are_of_compute_alone(gathers: Schedule) -> None:
     ]
     assert len(collectives) > 3
     assert all(instruction.cycles is None for instruction in collectives)
-    (loop,) = (event for event in gathers.events if isinstance(event, Repeat))
-    computes = [each for each in loop.events if isinstance(each, Compute)]
-    carrying, plain = sorted(each.cycles for each in computes)[-2:]
-    # Both products are of 2048 x 1024 x 4096; the chip does 4 x 128 x 128 such steps a cycle.
-    ideal = 2048 * 1024 * 4096 // (4 * 128 * 128)
-    assert ideal < carrying <= plain < 1.2 * ideal
+    inside = set(_in_loops(text_of("gathers_v5e_2x2")))
+    estimates = _estimates(text_of("gathers_v5e_2x2"))
+    carrying, plain = sorted(cycles for name, cycles in estimates if name in inside)[-2:]
+    assert PRODUCT_CYCLES < carrying <= plain < 1.2 * PRODUCT_CYCLES
 
 
 def test_cycles_of_a_loop_count_as_often_as_it_turns(gathers: Schedule) -> None:
@@ -118,7 +119,7 @@ def _in_loops(text: str) -> list[str]:
 
 
 def test_flat_axis_that_fills_a_torus_becomes_an_all_reduce() -> None:
-    schedule = read_schedule(text_of("flat_v5e_4x4"), {"data": 16})
+    schedule = read(text_of("flat_v5e_4x4"), {"data": 16})
     kinds = [each.kind for each in schedule.collectives]
     assert kinds == ["all_gather", "all_gather", "all_reduce"]
     reduced = schedule.collectives[2]
@@ -127,7 +128,7 @@ def test_flat_axis_that_fills_a_torus_becomes_an_all_reduce() -> None:
 
 
 def test_scattered_over_one_axis_after_the_other_it_stays_a_reduce_scatter() -> None:
-    schedule = read_schedule(text_of("scattered_twice_v5e_4x4"), TWO_AXES)
+    schedule = read(text_of("scattered_twice_v5e_4x4"), TWO_AXES)
     found = [(each.kind, each.axes, each.group_size) for each in schedule.collectives]
     assert found == [("reduce_scatter", ("data",), 4), ("reduce_scatter", ("data_minor",), 4)]
     whole = 1024 * 1024 * 2
@@ -135,7 +136,7 @@ def test_scattered_over_one_axis_after_the_other_it_stays_a_reduce_scatter() -> 
 
 
 def test_product_that_is_scattered_by_permutations_runs_them_behind_itself() -> None:
-    schedule = read_schedule(text_of("windowed_v5e_2x4"), {"data": 8})
+    schedule = read(text_of("windowed_v5e_2x4"), {"data": 8})
     assert {each.kind for each in schedule.collectives} == {"permute"}
     in_loop = [each for each in schedule.collectives if each.times > 1]
     # Two directions, two steps a turn: a turn is four shards, so two turns make eight.
@@ -146,7 +147,7 @@ def test_product_that_is_scattered_by_permutations_runs_them_behind_itself() -> 
 
 
 def test_padded_reduce_scatter_is_one_and_what_shifts_it_belongs_to_it() -> None:
-    scatter, shift = read_schedule(text_of("padded_v5e_2x4"), {"data": 8}).collectives
+    scatter, shift = read(text_of("padded_v5e_2x4"), {"data": 8}).collectives
     assert (scatter.kind, scatter.axes) == ("reduce_scatter", ("data",))
     assert scatter.bytes_sent == 11520 * 4096 * 2 * 7 / 8
     assert (shift.kind, shift.axes, shift.is_async) == ("permute", ("data",), False)
@@ -174,22 +175,22 @@ ENTRY %main (x: f32[4]) -> f32[8] {
 
 
 def test_wrapped_pair_is_asynchronous_too() -> None:
-    (gather,) = read_schedule(PAIR, {"data": 2}).collectives
+    (gather,) = read(PAIR, {"data": 2}).collectives
     assert (gather.kind, gather.name, gather.operand_bytes) == ("all_gather", "begin", 16)
     assert (gather.is_async, gather.cycles_between) == (True, 77)
 
 
 def test_what_is_carried_into_the_next_turn_is_counted_and_said() -> None:
     begun = PAIR.replace("ROOT %end = f32[8] async-done(%more)", "ROOT %end = f32[4] copy(%work)")
-    schedule = read_schedule(begun, {"data": 2})
+    schedule = read(begun, {"data": 2})
     assert schedule.num_carried == 1
-    assert schedule.events[-1] == Wait(0)
+    assert schedule.collectives[0].cycles_between == 77  # It ends with the turn.
 
 
 def test_work_without_an_estimate_is_listed() -> None:
     large = '  %large = f32[1048576] custom-call(%x), custom_call_target="Mine"\n'
     text = PAIR.replace("  %busy =", f"{large}  %busy =")
-    assert read_schedule(text, {"data": 2}).unestimated == {"custom-call Mine": 1}
+    assert read(text, {"data": 2}).unestimated == {"custom-call Mine": 1}
 
 
 def test_branch_that_computes_the_most_counts() -> None:
@@ -211,30 +212,30 @@ ENTRY %main (p: pred[], x: f32[4]) -> f32[4] {
   ROOT %c = f32[4] conditional(%p, %x, %x), true_computation=%small, false_computation=%large
 }
 """
-    schedule = read_schedule(text, {"data": 2})
+    schedule = read(text, {"data": 2})
     assert schedule.collectives == ()
     assert schedule.compute_cycles == 9
     # Of branches that compute alike, the one that sends.
-    equal = read_schedule(text.replace('"9"', '"0"'), {"data": 2})
+    equal = read(text.replace('"9"', '"0"'), {"data": 2})
     assert [each.kind for each in equal.collectives] == ["all_reduce"]
 
 
 def test_what_sends_an_unknown_amount_is_refused() -> None:
     text = PAIR.replace("f32[4] negate(%x)", "f32[4] ragged-all-to-all(%x)")
     with pytest.raises(ValueError, match="contains ragged-all-to-all"):
-        read_schedule(text, {"data": 2})
+        read(text, {"data": 2})
 
 
 def test_end_of_what_the_turn_before_began_is_passed_over() -> None:
     done = "  %late = f32[8] all-gather-done(%elsewhere)\n"
     text = PAIR.replace("  %busy =", f"{done}  %busy =")
-    assert read_schedule(text, {"data": 2}).events == read_schedule(PAIR, {"data": 2}).events
+    assert read(text, {"data": 2}) == read(PAIR, {"data": 2})
 
 
 @pytest.mark.parametrize("text", ["", "module @jit_f {}", "HloModule jit_f, num_partitions=8"])
 def test_text_that_is_not_scheduled_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected an HloModule that is scheduled"):
-        read_schedule(text, {"data": 8})
+        read(text, {"data": 8})
 
 
 def test_loop_that_does_not_count_is_refused() -> None:
@@ -252,4 +253,127 @@ ENTRY"""
     while_ = '%while.1 = f32[4] while(%x), condition=%test, body=%turn, metadata={op_name="scan"}'
     text = PAIR.replace("\nENTRY", loop).replace("  %busy =", f"  {while_}\n  %busy =")
     with pytest.raises(ValueError, match=r"loop while\.1 \(scope: scan\).*Write it as a jax\.lax"):
-        read_schedule(text, {"data": 2})
+        read(text, {"data": 2})
+
+
+# How long it takes, against arithmetic by hand: a cycle is a second.
+
+Event = int | str | tuple[int, list["Event"]]
+
+
+def program(events: list[Event]) -> str:
+    """A program of one device that computes so many cycles, starts and waits, and repeats events.
+
+    An event is a number of cycles, `start 0`, `wait 0`, or turns with the events of one.
+    """
+    computations: list[str] = []
+
+    def written(name: str, events: list[Event]) -> None:
+        lines = ["%x = f32[8] parameter(0)"]
+        for i, event in enumerate(events):
+            if isinstance(event, int):
+                estimate = f'backend_config={{"window_config":{{"estimated_cycles":"{event}"}}}}'
+                lines.append(f"%c{i} = f32[8] negate(%x), {estimate}")
+            elif isinstance(event, tuple):
+                turns, body = event
+                written(f"{name}.{i}", body)
+                known = f'backend_config={{"known_trip_count":{{"n":"{turns}"}}}}'
+                loop = f"condition=%{name}.{i}, body=%{name}.{i}, {known}"
+                lines.append(f"%w{i} = f32[8] while(%x), {loop}")
+            elif event.startswith("start"):
+                gather = "all-gather-start(%x), channel_id=1, replica_groups={}"
+                lines.append(f"%g{event[6:]} = f32[16] {gather}")
+            else:
+                lines.append(f"%d{i} = f32[16] all-gather-done(%g{event[5:]})")
+        head = "ENTRY %main" if name == "main" else f"%{name}"
+        computations.append(f"{head} (x: f32[8]) -> f32[8] {{\n  " + "\n  ".join(lines) + "\n}\n")
+
+    written("main", events)
+    return "HloModule m, is_scheduled=true, num_partitions=2\n\n" + "\n".join(computations)
+
+
+def times(*events: Event, wire: list[float]) -> Schedule:
+    """Follows events whose collectives take so long."""
+    return read_schedule(
+        program(list(events)),
+        {"data": 2},
+        clock=1.0,
+        wire_seconds=lambda collective: wire[int(collective.name[1:])],
+    )
+
+
+def test_collective_that_is_waited_for_at_once_is_exposed() -> None:
+    found = times(3, "start 0", "wait 0", 4, wire=[5])
+    assert (found.compute_seconds, found.exposed_seconds, found.step_seconds) == (7, 5, 12)
+    assert found.collectives[0].hidden_seconds == 0
+
+
+@pytest.mark.parametrize(("compute", "exposed"), [(0, 5), (2, 3), (5, 0), (9, 0)])
+def test_compute_between_hides_as_much_as_there_is(compute: int, exposed: int) -> None:
+    found = times("start 0", compute, "wait 0", wire=[5])
+    assert found.exposed_seconds == exposed
+    assert found.hidden_seconds == 5 - exposed
+
+
+def test_links_carry_one_collective_at_a_time() -> None:
+    # The second is on the wire from 5 to 9, and two seconds of compute are over at 2.
+    found = times("start 0", "start 1", 2, "wait 1", "wait 0", wire=[5, 4])
+    assert found.exposed_seconds == 7
+    assert found.step_seconds == 9
+    # One that is waited for at once waits for that before it as well.
+    found = times("start 0", "start 1", "wait 1", 3, "wait 0", wire=[5, 4])
+    assert found.step_seconds == 12
+
+
+def test_turns_of_a_loop_add_up_also_of_loops_in_loops() -> None:
+    inner: Event = (3, [2, "start 0", 1, "wait 0"])
+    found = times((2, [inner, 10]), 7, wire=[4])
+    assert found.compute_seconds == 2 * (3 * 3 + 10) + 7
+    assert found.exposed_seconds == 6 * 3
+    assert found.collectives[0].wire_seconds == 24
+    assert found.collectives[0].hidden_seconds == 6
+
+
+def test_loop_runs_behind_what_was_begun_before_it_and_its_collectives_delay_what_follows() -> None:
+    found = times("start 0", (4, [1]), "wait 0", wire=[5])
+    assert found.exposed_seconds == 1
+    assert found.collectives[0].cycles_between == 4
+    found = times((2, ["start 1", "wait 1"]), "start 0", "wait 0", wire=[5, 3])
+    assert found.step_seconds == 11
+
+
+@pytest.mark.parametrize("compute", [0, 3, 7])
+def test_rounding_hides_nothing(compute: int) -> None:
+    found = times(compute, (10, [compute, "start 0", "wait 0"]), wire=[0.1])
+    assert found.hidden_seconds == 0
+
+
+def calling(events: list[Event], branch: list[Event]) -> str:
+    """A program whose computation of no cycles is a call of other events."""
+    called = program(branch).partition("\n\n")[2].replace("ENTRY %main", "%branch")
+    text = program(events).replace("\nENTRY", f"\n{called}\nENTRY")
+    return re.sub(r'negate\(%x\).*"0"}}', "call(%x), to_apply=%branch", text)
+
+
+@pytest.mark.parametrize("between", [2, 4, 9])
+def test_what_is_called_takes_the_time_of_its_caller(between: int) -> None:
+    text = calling([3, "start 0", 0, 1, "wait 0"], [between - 1])
+    found = read_schedule(text, {"data": 2}, clock=1.0, wire_seconds=lambda collective: 5.0)
+    assert found.compute_cycles == 3 + between
+    assert found.exposed_seconds == max(0, 5 - between)
+
+
+def test_what_is_called_shares_the_links_of_its_caller() -> None:
+    # Each takes 5 seconds: the call's own ends at 3 + 10, the last at 3 + 15.
+    text = calling([3, "start 0", 0, "start 1", "wait 1", "wait 0"], ["start 7", 2, "wait 7"])
+    found = read_schedule(text, {"data": 2}, clock=1.0, wire_seconds=lambda collective: 5.0)
+    assert found.step_seconds == 18
+    assert [one.cycles_between for one in found.collectives] == [2, 2, 0]
+
+
+def test_what_is_noted_of_a_loop_counts_as_often_as_it_turns() -> None:
+    large = '  %large = f32[1048576] custom-call(%x), custom_call_target="Mine"\n'
+    text = program([(3, ["start 0", 2])]).replace("  %c1", f"{large}  %c1")
+    found = read(text, {"data": 2})
+    assert found.unestimated == {"custom-call Mine": 3}
+    assert found.num_carried == 1

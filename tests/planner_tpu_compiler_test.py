@@ -11,8 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from manualpar.planner import tpu_compiler
-from manualpar.planner.compiled_plan import module_and_purpose, plan_of
-from manualpar.planner.schedule import read_schedule
+from manualpar.planner.compiled_plan import module_and_purpose, plan_of, schedule_of
 from manualpar.planner.tpu_compiler import TpuCompilerError, compile_for_tpu, compile_step
 from manualpar.planner.tpu_worker import PROGRAM, RESULT, is_out_of_hbm
 from manualpar.training.config_files import load_config
@@ -158,7 +157,7 @@ def test_plan_is_what_the_compiler_says(
     }
     assert sum(plan.memory.values()) == plan.peak_bytes == 2000
     step = compile_step(config, "v5e:4x4")
-    cycles = read_schedule(step.text, step.facts["mesh"]).compute_cycles
+    cycles = schedule_of(step).compute_cycles
     assert plan.compute_seconds == pytest.approx(cycles / 1.5e9)
     assert plan.exposed_seconds is not None
     assert plan.step_seconds == pytest.approx(plan.compute_seconds + plan.exposed_seconds)
@@ -207,7 +206,7 @@ def test_step_is_compiled_for_a_topology(config: ConfigDict) -> None:
     assert plan.num_devices == 4
     assert plan.memory["parameters"] > 0
     assert 0 <= plan.memory["other arguments"] < plan.peak_bytes
-    schedule = read_schedule(step.text, step.facts["mesh"])
+    schedule = schedule_of(step)
     assert not schedule.num_carried
     found = {module_and_purpose(each) for each in schedule.collectives}
     assert ("layers/mlp/gate", "gather_params") in found

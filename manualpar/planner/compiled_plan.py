@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from manualpar.inspect.provenance import compiled_scopes, module_of, phase_of, purpose_in
+from manualpar.planner.hardware import Chip
 from manualpar.planner.out_of_memory import read_out_of_memory
 from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
 from manualpar.planner.schedule import Schedule, ScheduledCollective, read_schedule
-from manualpar.planner.schedule_time import ScheduleTime, follow
 from manualpar.planner.topology import Topology, ring_over
 from manualpar.watching.throughput import Throughput
 
@@ -66,25 +66,20 @@ def plan_of(step: CompiledStep) -> Plan:
             fits=False,
             notes=too_much.sentences(),
         )
-    schedule = read_schedule(step.text, facts["mesh"])
-    times = follow(
-        schedule,
-        clock=chip.clock,
-        wire_seconds=lambda one: _wire_seconds(one, topology, facts["mesh"]),
-    )
+    schedule = schedule_of(step)
     plan = Plan(
         **common,
         hbm_bytes=chip.hbm_bytes,
         memory=_memory(facts["memory"], facts["state"]),
         peak_bytes=facts["memory"]["peak"],
         fits=True,
-        collectives=merge_alike(_planned(schedule, times, chip.network.names[0])),
-        compute_seconds=times.compute_seconds,
-        exposed_seconds=times.exposed_seconds,
-        overlapped_seconds=times.overlapped_seconds,
-        step_seconds=times.step_seconds,
+        collectives=merge_alike(_planned(one, chip) for one in schedule.collectives),
+        compute_seconds=schedule.compute_seconds,
+        exposed_seconds=schedule.exposed_seconds,
+        overlapped_seconds=schedule.hidden_seconds,
+        step_seconds=schedule.step_seconds,
         assumptions=_assumptions(step),
-        notes=tuple(_notes(schedule, times)),
+        notes=tuple(_notes(schedule)),
     )
     return plan.with_rates(
         Throughput(
@@ -97,15 +92,18 @@ def plan_of(step: CompiledStep) -> Plan:
     )
 
 
-def _wire_seconds(
-    collective: ScheduledCollective, topology: Topology, mesh: Mapping[str, int]
-) -> float:
-    """How long a collective takes once, by itself."""
-    if collective.group_size < 2:
-        return 0.0
-    axes = collective.axes or tuple(axis for axis, size in mesh.items() if size > 1)
-    sent = float(collective.bytes_sent) / collective.times
-    return ring_over(topology, mesh, axes).seconds(topology.chip.network, sent)
+def schedule_of(step: CompiledStep) -> Schedule:
+    """Follows a compiled step that fits, with the clock and the links of its topology."""
+    topology, mesh = step.topology, step.facts["mesh"]
+
+    def wire_seconds(collective: ScheduledCollective) -> float:
+        if collective.group_size < 2:
+            return 0.0
+        axes = collective.axes or tuple(axis for axis, size in mesh.items() if size > 1)
+        sent = float(collective.bytes_sent) / collective.times
+        return ring_over(topology, mesh, axes).seconds(topology.chip.network, sent)
+
+    return read_schedule(step.text, mesh, clock=topology.chip.clock, wire_seconds=wire_seconds)
 
 
 def _memory(memory: Mapping[str, int], state: Mapping[str, int]) -> dict[str, int]:
@@ -128,22 +126,19 @@ def module_and_purpose(collective: ScheduledCollective) -> tuple[str, str]:
     return module_of(scope, root="Transformer"), purpose_in(scope, collective.axes)
 
 
-def _planned(schedule: Schedule, times: ScheduleTime, network: str) -> Iterator[PlannedCollective]:
-    """Each collective, with its times."""
-    seconds = zip(times.wire_seconds, times.hidden_seconds, strict=True)
-    for one, (wire, hidden) in zip(schedule.collectives, seconds, strict=True):
-        yield PlannedCollective(
-            kind=one.kind,
-            axes=one.axes,
-            purpose=module_and_purpose(one)[1],
-            phase=phase_of(one.scope),
-            times=one.times,
-            bytes_sent=float(one.bytes_sent),
-            seconds=wire,
-            hidden_seconds=hidden,
-            is_async=one.is_async,
-            network=network,
-        )
+def _planned(one: ScheduledCollective, chip: Chip) -> PlannedCollective:
+    return PlannedCollective(
+        kind=one.kind,
+        axes=one.axes,
+        purpose=module_and_purpose(one)[1],
+        phase=phase_of(one.scope),
+        times=one.times,
+        bytes_sent=float(one.bytes_sent),
+        seconds=one.wire_seconds,
+        hidden_seconds=one.hidden_seconds,
+        is_async=one.is_async,
+        network=chip.network.names[0],
+    )
 
 
 def _assumptions(step: CompiledStep) -> tuple[str, ...]:
@@ -162,14 +157,13 @@ def _assumptions(step: CompiledStep) -> tuple[str, ...]:
     )
 
 
-def _notes(schedule: Schedule, times: ScheduleTime) -> Iterator[str]:
+def _notes(schedule: Schedule) -> Iterator[str]:
     """What the step waits for most, and what has no estimate."""
     exposed: dict[tuple[str, str, str], float] = {}
-    waits = zip(times.wire_seconds, times.hidden_seconds, strict=True)
-    for one, (wire, hidden) in zip(schedule.collectives, waits, strict=True):
+    for one in schedule.collectives:
         module, purpose = module_and_purpose(one)
         key = (one.kind, purpose, module or "no module")
-        exposed[key] = exposed.get(key, 0.0) + (wire - hidden)
+        exposed[key] = exposed.get(key, 0.0) + one.wire_seconds - one.hidden_seconds
     longest = sorted(exposed.items(), key=lambda item: -item[1])[:NUM_NOTED]
     for (kind, purpose, module), seconds in longest:
         if seconds > 0:

@@ -1,8 +1,12 @@
-"""What a program that XLA has compiled for a TPU does, in order: compute, send, wait.
+"""The schedule of a program that XLA has compiled for a TPU, followed with a clock.
 
-A schedule is a list of events. An instruction computes for as many cycles as the compiler
-estimates. A collective starts; if it is *asynchronous*, other instructions run before something
-waits for it, and those can hide it. A loop repeats events.
+A chip computes one thing at a time, and its links carry one collective at a time, in the order in
+which they start; the two run at once. An instruction computes for as many cycles as the compiler
+estimates. A collective is on the wire as soon as it has started and the links are free. Whoever
+waits for one stands still until it has ended: that part of it is *exposed*, the rest is hidden. An
+*asynchronous* collective has other instructions between its start and the wait, which can hide it.
+A turn of a loop begins with free links, because it has waited for everything that it sends; so one
+turn is followed and counts as often as the loop turns.
 
 Asynchronous collectives have two forms in the text. One is a pair of instructions, such as
 `collective-permute-start` and `-done`. The other is *fused* with compute: a fusion that ends in the
@@ -11,12 +15,14 @@ a copy of its instruction, then a fusion with `AsyncCollectiveDone`. All of them
 
 The compiler estimates no cycles for a collective in either form, and its estimate of a product that
 carries a part of one is that of the product alone (`tests/planner_schedule_test.py` shows both). So
-cycles are compute, and `manualpar.planner.schedule_time` adds the time on the wire.
+cycles are compute, and the caller says how long a collective is on the wire.
 """
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import NamedTuple
 
 from manualpar.inspect.communication import total_bytes
 from manualpar.inspect.compiled import (
@@ -65,39 +71,6 @@ CALLING_OPCODES = frozenset({"fusion", "async-start", "call-start"})
 MIN_NOTED_BYTES = 2**20
 
 
-@dataclasses.dataclass(frozen=True)
-class Compute:
-    """An instruction computes for as many cycles as the compiler estimates."""
-
-    cycles: int
-    scope: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """A collective starts: the one at this position of `Schedule.collectives`."""
-
-    collective: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Wait:
-    """Nothing goes on until a collective has ended; its position, as in `Start`."""
-
-    collective: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Repeat:
-    """A loop runs its events again and again."""
-
-    times: int
-    events: tuple["Event", ...]
-
-
-Event = Compute | Start | Wait | Repeat
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduledCollective(CompiledCollective):
     """A collective of a scheduled program.
@@ -105,16 +78,27 @@ class ScheduledCollective(CompiledCollective):
     Attributes:
       name: The name of its instruction, or of the one that starts it.
       axes: The mesh axes it goes over; none where its groups of devices lie along no axes.
-      is_async: Whether other instructions can run between its start and the wait for it.
-      cycles_between: The cycles of those instructions, each time.
-      between: Their scopes, without repetitions.
+      cycles_between: The cycles of compute between its start and the wait for it, each time.
+      wire_seconds: The time of all its runs on the wire.
+      exposed_seconds: The time that the step waits for all its runs.
     """
 
     name: str
     axes: tuple[str, ...]
-    is_async: bool = False
     cycles_between: int = 0
-    between: tuple[str, ...] = ()
+    wire_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+
+    @property
+    def is_async(self) -> bool:
+        """Whether anything computes between its start and the wait for it."""
+        return self.cycles_between > 0
+
+    @property
+    def hidden_seconds(self) -> float:
+        """The time on the wire for which nobody waits; a rounding error does not count."""
+        is_exposed = self.exposed_seconds > self.wire_seconds * (1 - 1e-9)
+        return 0.0 if is_exposed else self.wire_seconds - self.exposed_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,42 +106,50 @@ class Schedule:
     """A scheduled program.
 
     Attributes:
-      events: What it does, in order.
       collectives: What it sends, in the order of the program.
+      compute_cycles: The cycles of all compute in a step.
+      compute_seconds: The time of all compute.
       unestimated: How often a step runs instructions that work on a MiB or more and have no
         estimate of their cycles, by opcode. They count as nothing.
       num_carried: How many collectives start in one turn of a loop and are waited for in the next.
         They are taken to end with the turn in which they start.
     """
 
-    events: tuple[Event, ...]
     collectives: tuple[ScheduledCollective, ...]
+    compute_cycles: int
+    compute_seconds: float
     unestimated: Mapping[str, int]
     num_carried: int
 
     @property
-    def compute_cycles(self) -> int:
-        """The cycles of all compute in a step."""
-        return total_cycles(self.events)
+    def exposed_seconds(self) -> float:
+        """The time that the step waits for collectives."""
+        return sum(collective.exposed_seconds for collective in self.collectives)
+
+    @property
+    def hidden_seconds(self) -> float:
+        """The time of collectives while something computes."""
+        return sum(collective.hidden_seconds for collective in self.collectives)
+
+    @property
+    def step_seconds(self) -> float:
+        """The time of a step."""
+        return self.compute_seconds + self.exposed_seconds
 
 
-def total_cycles(events: Sequence[Event]) -> int:
-    """The cycles of compute in events."""
-    cycles = 0
-    for event in events:
-        if isinstance(event, Repeat):
-            cycles += event.times * total_cycles(event.events)
-        elif isinstance(event, Compute):
-            cycles += event.cycles
-    return cycles
+WireSeconds = Callable[[ScheduledCollective], float]
 
 
-def read_schedule(text: str, mesh: Mapping[str, int]) -> Schedule:
-    """Reads the schedule of a program that was compiled for a TPU.
+def read_schedule(
+    text: str, mesh: Mapping[str, int], *, clock: float, wire_seconds: WireSeconds
+) -> Schedule:
+    """Follows a program that was compiled for a TPU.
 
     Args:
       text: The `as_text()` of the compiled program.
       mesh: The sizes of the mesh axes, the major one first.
+      clock: Cycles a second.
+      wire_seconds: How long one run of a collective is on the wire, by itself.
 
     Returns:
       Its schedule. Of the branches of a conditional, only the one that computes the most is in it;
@@ -174,47 +166,68 @@ def read_schedule(text: str, mesh: Mapping[str, int]) -> Schedule:
             "scheduled: jax.jit(f).lower(*args).compile().as_text() with the devices of a TPU."
         )
     module = parse_module(text)
-    block = _Block(module, mesh, module.entry, times=1, first=0)
+    block = _Block(_Program(module, mesh, clock, wire_seconds), module.entry, times=1)
     return Schedule(
-        tuple(block.events), tuple(block.collectives), dict(block.unestimated), block.num_carried
+        collectives=tuple(block.collectives),
+        compute_cycles=block.cycles,
+        compute_seconds=block.cycles / clock,
+        unestimated=dict(block.unestimated),
+        num_carried=block.num_carried,
     )
 
 
+class _Program(NamedTuple):
+    module: HloModule
+    mesh: Mapping[str, int]
+    clock: float
+    wire_seconds: WireSeconds
+
+
+class _Begun(NamedTuple):
+    """A collective that is on the wire: its position, its end, and the cycles at its start."""
+
+    position: int
+    ends: float
+    cycles: int
+
+
 class _Block:
-    """Reads a computation that runs `times` times; its collectives are numbered from `first`."""
+    """Follows a computation that runs `times` times, from a time at which the links are taken."""
 
     def __init__(
-        self, module: HloModule, mesh: Mapping[str, int], name: str, *, times: int, first: int
+        self,
+        program: _Program,
+        name: str,
+        *,
+        times: int,
+        now: float = 0.0,
+        links_free: float = 0.0,
     ) -> None:
-        self.module, self.mesh, self.times, self.first = module, mesh, times, first
-        self.computation = module.computations[name]
-        self.events: list[Event] = []
+        self.program, self.module, self.times = program, program.module, times
+        self.now, self.links_free, self.cycles = now, links_free, 0
+        self.computation = self.module.computations[name]
         self.collectives: list[ScheduledCollective] = []
         self.unestimated: Counter[str] = Counter()
         self.num_carried = 0
-        # The collectives that have started and are not waited for yet, by name or channel.
-        self.begun: dict[str, int] = {}
+        self.begun: dict[str, _Begun] = {}  # By name or channel, until something waits for it.
         for instruction in self.computation.values():
-            self._read(instruction)
+            self._follow(instruction)
         for key in list(self.begun):
             self.num_carried += 1
             self._wait(key)
 
-    def _read(self, instruction: Instruction) -> None:
+    def _follow(self, instruction: Instruction) -> None:
         opcode, name = instruction.opcode, instruction.name
         base = opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
         inside = self._collectives_inside(instruction)
         is_collective = base in KIND_OF_OPCODE
         if opcode == "while":
-            turns = self._turns(instruction)
-            body = self._take(self._called(instruction.loop[1], turns))
-            self.events.append(Repeat(turns, tuple(body)))
+            self._loop(instruction)
         elif opcode == "conditional":
-            branches = [self._called(branch) for branch in instruction.called]
-            self.events += self._take(max(branches, key=_cost))
+            self._go_on(max(map(self._called, instruction.called), key=_cost))
         elif opcode == "call":
             for called in instruction.called:
-                self.events += self._take(self._called(called))
+                self._go_on(self._called(called))
         elif base in UNKNOWN_OPCODES:
             refuse_unknown("read_schedule", instruction)
         elif opcode.endswith(("-done", "-update")) and (
@@ -230,22 +243,11 @@ class _Block:
             if opcode == base:
                 self._wait(name)
         elif inside:
-            self._read_fused(instruction, inside)
+            self._follow_fused(instruction, inside)
         else:
             self._compute(instruction)
 
-    def _called(self, name: str, turns: int = 1) -> "_Block":
-        first = self.first + len(self.collectives)
-        return _Block(self.module, self.mesh, name, times=self.times * turns, first=first)
-
-    def _take(self, called: "_Block") -> list[Event]:
-        """Adds what a called computation sends, and returns its events."""
-        self.collectives += called.collectives
-        self.unestimated += called.unestimated
-        self.num_carried += called.num_carried
-        return called.events
-
-    def _turns(self, loop: Instruction) -> int:
+    def _loop(self, loop: Instruction) -> None:
         turns = trip_count(self.module, self.computation, loop)
         if turns is None:
             raise ValueError(
@@ -253,7 +255,25 @@ class _Block:
                 "count in equal steps from a constant to a constant, so nobody knows how often it "
                 "runs. Write it as a jax.lax.scan, or a fori_loop with fixed bounds."
             )
-        return turns
+        body = _Block(self.program, loop.loop[1], times=self.times * turns)
+        self._add(body, turns)
+        self.now += turns * body.now
+
+    def _called(self, name: str) -> "_Block":
+        return _Block(
+            self.program, name, times=self.times, now=self.now, links_free=self.links_free
+        )
+
+    def _go_on(self, called: "_Block") -> None:
+        """Goes on when a called computation has ended, and with it everything that it has sent."""
+        self._add(called, 1)
+        self.now = called.now
+
+    def _add(self, called: "_Block", turns: int) -> None:
+        self.cycles += turns * called.cycles
+        self.collectives += called.collectives
+        self.unestimated += called.unestimated
+        self.num_carried += called.num_carried
 
     def _collectives_inside(
         self, instruction: Instruction
@@ -269,10 +289,10 @@ class _Block:
             if inner.opcode in KIND_OF_OPCODE
         ]
 
-    def _read_fused(
+    def _follow_fused(
         self, fusion: Instruction, inside: list[tuple[Instructions, Instruction]]
     ) -> None:
-        """Reads the start of a fused collective, a product that carries it, its end, or all."""
+        """Follows the start of a fused collective, a product that carries it, its end, or all."""
         targets = {
             inner.target
             for name in fusion.called
@@ -305,46 +325,36 @@ class _Block:
         if any(name.startswith(SCATTER_FUSION) for name in instruction.called):
             found = as_scatter(found)
         scope = inner.op_name or scope_of(self.module, self.computation, instruction)
-        axes = axes_of(device_groups(self.module, inner), self.mesh)
+        axes = axes_of(device_groups(self.module, inner), self.program.mesh)
         fields = vars(found) | {"scope": scope, "name": instruction.name, "axes": axes}
-        self.begun[key] = self.first + len(self.collectives)
-        self.collectives.append(ScheduledCollective(**fields))
-        self.events.append(Start(self.begun[key]))
+        collective = ScheduledCollective(**fields)
+        seconds = self.program.wire_seconds(collective)
+        self.links_free = max(self.now, self.links_free) + seconds
+        self.begun[key] = _Begun(len(self.collectives), self.links_free, self.cycles)
+        wire_seconds = seconds * self.times
+        self.collectives.append(dataclasses.replace(collective, wire_seconds=wire_seconds))
 
     def _wait(self, key: str) -> None:
-        """Notes that a collective is waited for, and what has been computed since it started."""
-        index = self.begun.pop(key, None)
-        if index is None:
-            return  # It started in the turn before, which has waited for it already.
-        between = self.events[self.events.index(Start(index)) + 1 :]
-        cycles = total_cycles(between)
-        collective = self.collectives[index - self.first]
-        self.collectives[index - self.first] = dataclasses.replace(
-            collective,
-            is_async=bool(cycles),
-            cycles_between=cycles,
-            between=tuple(dict.fromkeys(_scopes(between))),
-        )
-        self.events.append(Wait(index))
+        """Waits for a collective; one from the turn before has been waited for there."""
+        if begun := self.begun.pop(key, None):
+            late = max(0.0, begun.ends - self.now)
+            self.now += late
+            self.collectives[begun.position] = dataclasses.replace(
+                self.collectives[begun.position],
+                cycles_between=self.cycles - begun.cycles,
+                exposed_seconds=self.times * late,
+            )
 
     def _compute(self, instruction: Instruction) -> None:
-        """Notes what an instruction computes, or that the compiler does not say how long."""
+        """Passes the time of an instruction, or notes that the compiler does not estimate it."""
         if instruction.cycles is not None:
-            scope = scope_of(self.module, self.computation, instruction)
-            self.events.append(Compute(instruction.cycles, scope))
+            self.cycles += instruction.cycles
+            self.now += instruction.cycles / self.program.clock
         elif instruction.opcode not in FREE_OPCODES | PREFETCH_OPCODES:
             size = sum(array_bytes(*array) for array in arrays(instruction.shape))
             if size >= MIN_NOTED_BYTES:
                 self.unestimated[f"{instruction.opcode} {instruction.target}".strip()] += self.times
 
 
-def _cost(branch: _Block) -> tuple[int, object]:
-    return total_cycles(branch.events), total_bytes(branch.collectives)
-
-
-def _scopes(events: Sequence[Event]) -> Iterator[str]:
-    for event in events:
-        if isinstance(event, Repeat):
-            yield from _scopes(event.events)
-        elif isinstance(event, Compute) and event.cycles:
-            yield event.scope
+def _cost(branch: _Block) -> tuple[int, Fraction]:
+    return branch.cycles, total_bytes(branch.collectives)
