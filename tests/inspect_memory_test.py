@@ -93,22 +93,21 @@ def test_parameters_that_are_gathered_at_once_are_gathered_bytes():
     assert dropped.gathered < kept.gathered / 2
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_fsdp_holds_less_than_zero_and_zero_less_than_data_parallelism(platform):
-    peaks = [
-        step_memory(mlp(BUILDERS[name][0], **BUILDERS[name][1]), platform=platform).peak
-        for name in ("fsdp", "zero1", "dp")
-    ]
-    assert peaks == sorted(peaks)
+def test_fsdp_holds_less_than_zero_and_zero_less_than_data_parallelism():
+    programs = [mlp(BUILDERS[name][0], **BUILDERS[name][1]) for name in ("fsdp", "zero1", "dp")]
+    for platform in ("cpu", "tpu"):
+        peaks = [step_memory(program, platform=platform).peak for program in programs]
+        assert peaks == sorted(peaks)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_what_is_recomputed_is_not_held(platform):
-    peaks = [
-        step_memory(language_model(model={"remat": remat, "num_layers": 3}), platform=platform).peak
+def test_what_is_recomputed_is_not_held():
+    programs = [
+        language_model(model={"remat": remat, "num_layers": 3})
         for remat in ("full", "dots", "none")
     ]
-    assert peaks == sorted(peaks)
+    for platform in ("cpu", "tpu"):
+        peaks = [step_memory(program, platform=platform).peak for program in programs]
+        assert peaks == sorted(peaks)
 
 
 @pytest.mark.parametrize("use_scan", [False, True])
@@ -119,7 +118,7 @@ def test_more_minibatches_hold_fewer_activations(use_scan):
                 examples=64,
                 num_minibatches=m,
                 use_scan=use_scan,
-                model={"remat": "none", "dtype": "bfloat16"},
+                model={"remat": "none", "dtype": "bfloat16", "num_layers": 2},
             )
         ).activations
         for m in (4, 2, 1)
@@ -140,13 +139,13 @@ def test_more_devices_hold_less_state_and_the_same_activations():
 def test_a_scanned_model_grows_with_depth_by_what_a_layer_keeps(remat):
     few, many = (
         step_memory(language_model(model={"remat": remat, "num_layers": n})).activations
-        for n in (8, 16)
+        for n in (2, 4)
     )
     stream = 16 // 8 * 64 * 64 * 4  # Bytes of the residual stream, the least that a layer keeps.
     if remat == "full":
-        assert many - few == 8 * stream
+        assert many - few == 2 * stream
     else:
-        assert many - few > 8 * 4 * stream
+        assert many - few > 2 * 4 * stream
 
 
 def test_eighty_layers_on_a_pod():
