@@ -17,8 +17,7 @@ from pathlib import Path
 from absl import app
 
 from manualpar.planner.hardware import chip_named
-from manualpar.training.inspection import inspect_command
-from manualpar.training.inspection_flags import inspect_flags_parser
+from manualpar.training.inspection import inspect_command, inspect_flags_parser
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
 

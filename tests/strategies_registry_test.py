@@ -20,8 +20,7 @@ from manualpar.training.command_line import parse_command_line
 from manualpar.training.config import check_config
 from manualpar.training.config_files import load_config
 from manualpar.training.experiment import prepare
-from manualpar.training.inspection import inspect_command
-from manualpar.training.inspection_flags import parse_inspect_command
+from manualpar.training.inspection import inspect_command, parse_inspect_command
 from manualpar.training.main import run_command
 from manualpar.training.task import make_task
 

@@ -14,8 +14,11 @@ from absl import flags
 from experiments import inspect as experiment
 from manualpar.inspect.budgets import read_budgets
 from manualpar.training import inspection
-from manualpar.training.inspection import inspect_command
-from manualpar.training.inspection_flags import inspect_flags_parser, parse_inspect_command
+from manualpar.training.inspection import (
+    inspect_command,
+    inspect_flags_parser,
+    parse_inspect_command,
+)
 from manualpar.training.inspection_report import describe_fit
 from manualpar.usage import UsageError
 
@@ -217,16 +220,16 @@ def test_values_are_set_in_every_config_wherever_they_stand():
     assert [named.config.seed for named in before.configs] == [7, 7]
     after = _parse(FSDP, "--config.training.num_steps", "9", "--devices=4")
     assert after.configs[0].config.training.num_steps == 9
-    assert (before.devices, after.devices) == (4, 4)
+    assert (before.flags.devices, after.flags.devices) == (4, 4)
     assert _parse().configs[0].path == experiment.DEFAULT_CONFIG
 
 
 def test_what_is_compiled_depends_on_the_number_of_devices():
-    assert _parse().compile
-    assert _parse("--devices=64").compile
-    assert not _parse("--devices=65").compile
-    assert _parse("--devices=65", "--compile").compile
-    assert not _parse("--nocompile").compile
+    assert _parse().flags.compile
+    assert _parse("--devices=64").flags.compile
+    assert not _parse("--devices=65").flags.compile
+    assert _parse("--devices=65", "--compile").flags.compile
+    assert not _parse("--nocompile").flags.compile
 
 
 def test_files_of_one_name_are_told_apart_by_their_folders():
@@ -238,11 +241,11 @@ def test_files_of_one_name_are_told_apart_by_their_folders():
 
 
 def test_memory_is_a_size_or_a_chip():
-    assert (_parse("--memory=16GiB").memory, _parse().memory) == (2**34, None)
-    chip = _parse("--memory=v5p")
-    assert (chip.memory, chip.memory_name) == (experiment.chip_memory("v5p"), "v5p")
-    assert describe_fit(2**20, "v5p", 2**22) == "memory: 25.0% of the v5p's 4 MiB"
-    assert describe_fit(2**20, "v5p", 2**34) == "memory: less than 0.1% of the v5p's 16 GiB"
+    assert _parse("--memory=16GiB").flags.memory == ("device", 2**34)
+    assert _parse().flags.memory is None
+    assert _parse("--memory=v5p").flags.memory == ("v5p", experiment.chip_memory("v5p"))
+    assert describe_fit(2**20, "v5p", 2**22) == "25.0% of the v5p's 4 MiB"
+    assert describe_fit(2**20, "v5p", 2**34) == "less than 0.1% of the v5p's 16 GiB"
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ Exit codes: 0 if all went well, 1 if a budget is broken, 2 for a mistake of the 
 Ctrl-C.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import rich.console
+from absl import flags as absl_flags
 
 from manualpar.inspect.budget_writing import budget_text, replace_budget
 from manualpar.inspect.budgets import (
@@ -25,16 +27,23 @@ from manualpar.inspect.budgets import (
     budget_for,
     check_budget,
     parse_budgets,
+    parse_size,
     read_budgets,
 )
 from manualpar.inspect.ledger_difference import Json, compare_ledgers
 from manualpar.inspect.provenance import compiled_scopes, module_of, purpose_in
 from manualpar.inspect.step_ledger import ledger
-from manualpar.training.command_line import answer, write_json
+from manualpar.training.command_line import (
+    CommandLine,
+    Flag,
+    answer,
+    flags_parser,
+    parse_command_line,
+    write_json,
+)
 from manualpar.training.config_files import NamedConfig
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import prepare
-from manualpar.training.inspection_flags import InspectCommand
 from manualpar.training.inspection_picture import Bound, draw_ledgers
 from manualpar.training.inspection_report import (
     describe_fit,
@@ -54,13 +63,92 @@ PICTURE = "inspect.png"
 NEEDED = ("mesh", "bytes", "counts", "collectives", "flops", "memory", "compiled")
 
 
-def inspect_command(command: InspectCommand) -> int:
+MOST_COMPILED = 64
+INSPECT_FLAGS: Mapping[str, Flag] = {
+    "devices": Flag(
+        "How many devices a step is for, by default those there are (8 simulated ones where the "
+        "CPU is all there is).",
+        int,
+    ),
+    "compile": Flag(
+        "Whether to compile the steps too, for simulated CPU devices if --devices is given; by "
+        f"default, up to {MOST_COMPILED} devices. --nocompile needs no devices, however many.",
+        bool,
+    ),
+    "output": Flag("Folder of the results, by default a new runs/inspect/<next number>.", Path),
+    "against": Flag(
+        "A ledger written before, or a folder of them, to show the difference to.", Path
+    ),
+    "budget": Flag("A TOML file with the most that each config may send, hold and compute.", Path),
+    "write_budget": Flag("Writes what is measured into the file that --budget names.", bool, False),
+    "memory": Flag(
+        "What a device has, such as 16GiB, or the name of a chip such as v5p: marked in the "
+        "picture."
+    ),
+}
+
+ChipMemory = Callable[[str], int]
+
+
+def inspect_flags_parser(
+    description: str, default_config: Path, *, chip_memory: ChipMemory
+) -> Callable[[list[str]], CommandLine]:
+    """Makes the parser that `absl.app.run` takes, see `command_line.flags_parser`.
+
+    Args:
+      description: What `--help` shows first.
+      default_config: The config where `--config` is not given.
+      chip_memory: The bytes that a chip of a name has; raises `ValueError` for an unknown name.
+
+    Returns:
+      A function of the arguments that returns what they ask for, or ends the process.
+    """
+    parse = functools.partial(parse_inspect_command, chip_memory=chip_memory)
+    return flags_parser(description, default_config, flags=INSPECT_FLAGS, parse=parse)
+
+
+def parse_inspect_command(
+    argv: Sequence[str],
+    *,
+    default_config: Path,
+    chip_memory: ChipMemory,
+    flag_values: absl_flags.FlagValues | None = None,
+) -> CommandLine:
+    """Parses a command line with one or several configs, see `parse_command_line`.
+
+    Returns:
+      The command line. `compile` is never `None`, and `memory` is a `Bound` if it is given.
+
+    Raises:
+      UsageError: It cannot be followed; the message is one sentence that says why.
+    """
+    line = parse_command_line(
+        argv,
+        default_config=default_config,
+        flags=INSPECT_FLAGS,
+        takes_several=True,
+        flag_values=flag_values,
+    )
+    flags = line.flags
+    if flags.write_budget and not flags.budget:
+        raise UsageError(
+            "--write_budget needs the name of the file, as in --budget=configs/budgets.toml "
+            "--write_budget."
+        )
+    if flags.compile is None:
+        flags.compile = (flags.devices or 1) <= MOST_COMPILED
+    if flags.memory is not None:
+        flags.memory = _read_memory(flags.memory, chip_memory)
+    return line
+
+
+def inspect_command(line: CommandLine) -> int:
     """Does what a command line asks for, for `absl.app.run`; returns the exit code."""
     broken: list[str] = []
 
     def work(console: rich.console.Console) -> Path:
         try:
-            output, sentences = _inspect(command, console)
+            output, sentences = _inspect(line, console)
         except BudgetError as error:
             raise UsageError(str(error)) from error
         broken.extend(sentences)
@@ -110,49 +198,60 @@ def read_ledger(named: NamedConfig, *, devices: int | None, compile: bool) -> di
     }
 
 
-def _inspect(command: InspectCommand, console: rich.console.Console) -> tuple[Path, list[str]]:
+def _inspect(line: CommandLine, console: rich.console.Console) -> tuple[Path, list[str]]:
     """Returns the folder of the results, and a sentence for each broken limit."""
-    names = [named.name for named in command.configs]
+    flags, names = line.flags, [named.name for named in line.configs]
     # All files are read first, so that mistakes show at once.
-    budgets = _read_budgets(command.budget, names) if not command.write_budget else {}
-    earlier = {name: _read_earlier(command.against, name) for name in names if command.against}
-    if command.output:
+    budgets = _read_budgets(flags.budget, names) if not flags.write_budget else {}
+    earlier = {name: _read_earlier(flags.against, name) for name in names if flags.against}
+    if flags.output:
         try:
-            check_workdir(command.output)  # What this command wrote there it may write again.
+            check_workdir(flags.output)  # What this command wrote there it may write again.
         except ValueError as error:
             raise UsageError(str(error).replace("--workdir", "--output")) from error
-    if command.compile or command.devices is None:  # Otherwise no device is needed.
-        try:
-            simulate_devices(command.devices)
-        except RuntimeError as error:
-            raise UsageError(f"--devices={command.devices}: {error}.") from error
-        except ValueError as error:
-            raise UsageError(f"{error} --nocompile needs no devices, however many.") from error
-    ledgers: dict[str, Json] = {}
-    for named in command.configs:
-        found = read_ledger(named, devices=command.devices, compile=command.compile)
-        ledgers[named.name] = found
-        print_ledger(console, named.name, found)
-        if found["memory"] and command.memory is not None:
-            words = describe_fit(found["memory"]["peak"], command.memory_name, command.memory)
-            print_line(console, f"{named.name}: {words}\n")
+    ledgers = _read_ledgers(line, console)
     if len(ledgers) > 1:
         print_summary(console, ledgers)
     for name, (path, before) in earlier.items():
         print_difference(console, name, compare_ledgers(before, ledgers[name]), path)
     broken: list[str] = []
     verdicts = {
-        name: check_budget(budget, ledgers[name], command.budget)
-        for name, budget in budgets.items()
+        name: check_budget(budget, ledgers[name], flags.budget) for name, budget in budgets.items()
     }
     for name, verdict in verdicts.items():
         print_verdict(console, name, verdict)
         broken += verdict.broken
-    output = _write(command, ledgers, budgets)
-    if command.write_budget and command.budget:
-        _write_budgets(command.budget, ledgers)
-        print_line(console, f"budgets: {command.budget}")
+    bounds = {name: [flags.memory] if flags.memory else [] for name in names}
+    for name, budget in budgets.items():
+        if (allowed := budget.most("peak_memory")) is not None:
+            bounds[name].insert(0, Bound("budget", allowed))
+    output = _write(flags.output, ledgers, bounds)
+    if flags.write_budget:
+        _write_budgets(flags.budget, ledgers)
+        print_line(console, f"budgets: {flags.budget}")
     return output, broken
+
+
+def _read_ledgers(line: CommandLine, console: rich.console.Console) -> dict[str, Json]:
+    """Reads and prints the ledger of each config."""
+    flags = line.flags
+    if flags.compile or flags.devices is None:  # Otherwise no device is needed.
+        try:
+            simulate_devices(flags.devices)
+        except RuntimeError as error:
+            raise UsageError(f"--devices={flags.devices}: {error}.") from error
+        except ValueError as error:
+            raise UsageError(f"{error} --nocompile needs no devices, however many.") from error
+    ledgers: dict[str, Json] = {}
+    for named in line.configs:
+        found = read_ledger(named, devices=flags.devices, compile=flags.compile)
+        ledgers[named.name] = found
+        print_ledger(console, named.name, found)
+        if found["memory"] and flags.memory is not None:
+            bound: Bound = flags.memory
+            words = describe_fit(found["memory"]["peak"], bound.name, bound.size)
+            print_line(console, f"{named.name}: memory: {words}\n")
+    return ledgers
 
 
 def _read_budgets(path: Path | None, names: list[str]) -> dict[str, Budget]:
@@ -199,17 +298,11 @@ def _read_earlier(against: Path, name: str) -> tuple[Path, Json]:
 
 
 def _write(
-    command: InspectCommand, ledgers: Mapping[str, Json], budgets: Mapping[str, Budget]
+    folder: Path | None, ledgers: Mapping[str, Json], bounds: Mapping[str, Sequence[Bound]]
 ) -> Path:
     """Writes the ledgers and the picture; returns the folder."""
-    bounds: dict[str, list[Bound]] = {name: [] for name in ledgers}
-    for name, bound in bounds.items():
-        if name in budgets and (allowed := budgets[name].most("peak_memory")) is not None:
-            bound.append(Bound("budget", allowed))
-        if command.memory is not None:
-            bound.append(Bound(command.memory_name, command.memory))
     try:
-        output = command.output or create_numbered_folder(Path("runs") / "inspect")
+        output = folder or create_numbered_folder(Path("runs") / "inspect")
         output.mkdir(parents=True, exist_ok=True)
         for name, found in ledgers.items():
             write_json(output / f"{name}.json", found)
@@ -219,3 +312,15 @@ def _write(
             f"the results cannot be written: {error}; name another folder with --output."
         ) from error
     return output
+
+
+def _read_memory(text: str, chip_memory: ChipMemory) -> Bound:
+    """The memory of a device: a size, or that of a chip."""
+    if size := parse_size(text):
+        return Bound("device", size)
+    try:
+        return Bound(text, chip_memory(text))
+    except ValueError as error:
+        raise UsageError(
+            f"--memory={text}: expected a size such as 16GiB, or a chip: {error}"
+        ) from error

@@ -183,7 +183,7 @@ def _held(ledger: Json, bounds: Sequence[Bound]) -> _Panel:
     if compiled:
         marks.append(_Mark(compiled["peak"], f"compiled {describe_bytes(compiled['peak'])}", ":"))
     for name, size in bounds:
-        text = describe_fit(memory["peak"], name, size).removeprefix("memory: ")
+        text = describe_fit(memory["peak"], name, size)
         marks.append(_Mark(size, text, "--"))
     return _Panel("held", bars, marks)
 

@@ -136,12 +136,12 @@ def read_collectives(ledger: Json) -> list[Json]:
 
 
 def describe_fit(peak: int, name: str, size: int) -> str:
-    """Whether the memory of a step fits into a device's, and how well."""
+    """Whether a step with this peak of memory fits into some memory, and how well."""
     there = f"the {name}'s {describe_bytes(size)}"
     if peak > size:
-        return f"memory: does not fit {there}, by {describe_bytes(peak - size)}"
+        return f"does not fit {there}, by {describe_bytes(peak - size)}"
     share = peak / size
-    return f"memory: {f'{share:.1%}' if share >= 0.001 else 'less than 0.1%'} of {there}"
+    return f"{f'{share:.1%}' if share >= 0.001 else 'less than 0.1%'} of {there}"
 
 
 def describe_flops(flops: float) -> str:
