@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
+import manualpar
 from experiments import compare, comparison, fsdp, inspect, plan
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
 from manualpar.planner import sweep
@@ -126,7 +128,11 @@ def test_its_own_field_is_checked_and_other_strategies_need_not_have_it():
 def test_a_name_is_taken_once_and_a_field_means_one_thing():
     register(fsdp_file.KIND)  # The same again.
     with pytest.raises(ValueError, match="register: there is a strategy 'fsdp' already, expected"):
-        register(dataclasses.replace(fsdp_file.KIND, builder=print))
+        register(dataclasses.replace(fsdp_file.KIND, builder=manualpar.zero))
+    with pytest.raises(
+        TypeError, match=r"builder of 'fsdp' is functools\.partial.*expected a func"
+    ):
+        register(dataclasses.replace(fsdp_file.KIND, builder=functools.partial(manualpar.fsdp)))
     other = dataclasses.replace(fsdp_file.KIND, name="other", fields={"pad": Field(int, 0)})
     with pytest.raises(ValueError, match="field 'pad' of 'other' is an integer, at least 0, and"):
         register(other)

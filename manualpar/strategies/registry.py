@@ -10,6 +10,7 @@ the package that importing a module may change.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,9 +61,15 @@ def register(kind: StrategyKind) -> None:
       kind: The strategy.
 
     Raises:
+      TypeError: Its builder is not a function.
       ValueError: Another strategy has that name, or a field of another strategy has the name of one
         of its fields and may be something else.
     """
+    if not inspect.isfunction(kind.builder):
+        raise TypeError(
+            f"register: builder of {kind.name!r} is {kind.builder!r}, expected a function; options "
+            "that do not change go into constants."
+        )
     for other in _KINDS.values():
         if other.name == kind.name:
             if _origin(other) != _origin(kind):
