@@ -1,5 +1,6 @@
 """The source keeps the rules of `source_rules`, and the rules would notice if it did not."""
 
+import ast
 import subprocess
 import sys
 import textwrap
@@ -245,3 +246,48 @@ def test_importing_everything_asks_for_no_device_and_changes_no_environment():
         check=False,
     )
     assert process.returncode == 0, process.stderr
+
+
+# The core, in reading order.
+CORE = ("collectives", "partitioning", "gradients", "strategy", "step", "program")
+CORE_LINES = 1600
+# All that the core and one strategy import, to the last module.
+CLOSURE_LINES = 6700
+
+
+def _closure(*starts: str) -> dict[str, str]:
+    """The sources of some modules and of all modules of the package that these import."""
+    sources = dict(_sources("manualpar"))
+    found: dict[str, str] = {}
+    pending = list(starts)
+    while pending:
+        module = pending.pop()
+        if module in found:
+            continue
+        found[module] = sources[module]
+        for node in ast.walk(ast.parse(sources[module])):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or "", *(f"{node.module}.{a.name}" for a in node.names)]
+            else:
+                continue
+            pending += [name for name in names if name in sources and name != "manualpar"]
+    return found
+
+
+def test_the_core_can_be_read_through():
+    """Room to read in: a change that adds to it takes something away."""
+    sources = dict(_sources("manualpar"))
+    core = [sources[f"manualpar.core.{name}"] for name in CORE]
+    assert sum(len(source.splitlines()) for source in core) <= CORE_LINES
+    closure = _closure("manualpar.core.program", "manualpar.strategies.fsdp")
+    assert sum(len(source.splitlines()) for source in closure.values()) <= CLOSURE_LINES
+
+
+def test_the_core_knows_no_adapter():
+    """NNX, and the modes in which XLA writes collectives, register themselves."""
+    closure = _closure("manualpar.core.program", "manualpar.strategies.fsdp")
+    assert "manualpar.modes.manual" in closure
+    rooms = ("manualpar.nnx", "manualpar.modes.global_arrays", "manualpar.training")
+    assert not [module for module in closure if module.startswith(rooms)]
