@@ -1,8 +1,8 @@
-"""What becomes of variables outside `params` whose values differ between devices after a step.
+"""How variables outside `params` are made equal again where devices differ after a step.
 
-Each device updates a model's other collections from its own examples. What is right for them then
-depends on what they are, which no type tells: running averages want the mean, counters the sum,
-running maxima the maximum. Only `batch_stats` is known. The rest has to be said.
+Each device updates a model's other collections from its own examples. Which rule is right for them
+depends on their meaning, which no type tells: running averages need the mean, counters the sum,
+running maxima the maximum. Only that of `batch_stats` is known. The user states the others.
 """
 
 import difflib
@@ -25,15 +25,7 @@ KNOWN: Mapping[str, CollectionSync] = {"batch_stats": "mean"}
 def check_sync_collections(
     builder: str, rules: Any, collections: Any
 ) -> Mapping[str, CollectionSync]:
-    """Refuses rules that are none, or that are for no variable.
-
-    Args:
-      builder: The name of what was given the option, for messages.
-      rules: The option: a `CollectionSync` by collection or by path.
-      collections: The collections that a training state carries, by name.
-
-    Returns:
-      The rules.
+    """Returns the rules, by collection or by path, if each is one and fits a variable.
 
     Raises:
       TypeError: The rules are no mapping.
@@ -114,19 +106,19 @@ def sync_collections(
 def choose_sync(
     path: Any, x: Any, rules: Mapping[str, CollectionSync], axes: tuple[str, ...]
 ) -> CollectionSync:
-    """What becomes of a variable after a step.
+    """Chooses the rule for a variable: that of the longest name that fits its path.
 
     Args:
       path: Its path in the tree of collections.
       x: The variable.
-      rules: See `check_sync_collections`; the longest name that fits counts.
-      axes: The mesh axes it differs over by its type.
+      rules: See `check_sync_collections`.
+      axes: The mesh axes that it differs over by its type.
 
     Returns:
-      The rule; `"mean"`, which changes nothing, if there is none and it is the same everywhere.
+      The rule; `"mean"`, which changes nothing, if there is none and no device differs.
 
     Raises:
-      ValueError: It differs and there is no rule for it, or its dtype has no such thing.
+      ValueError: It differs and has no rule, or its dtype does not allow the rule.
     """
     name, rules = _name(path), {**KNOWN, **rules}
     fits = max((rule for rule in rules if f"{name}/".startswith(f"{rule}/")), key=len, default="")

@@ -5,7 +5,7 @@ kept: as in Linen a loss gives keys, `rngs={"dropout": key}`, and the stream of 
 from a key of its own, folded with the module's path from the one of that name.
 
 Invariants: no two streams share a key; a stack's streams have as many keys as it has layers; a
-stream without a key is no error before it is asked for numbers.
+stream without a key is an error only when it is asked for numbers.
 """
 
 import zlib
@@ -28,8 +28,8 @@ def stream_keys(module: nnx.Module, rngs: Any) -> dict[Path, Any]:
 
     Returns:
       For the path of each stream a key, or the sentence that says why it has none. A stream takes
-      the key of its name; one of no name of its own (`default`) that of its module's
-      `rng_collection`; if there is none, the one called `default`, or the only one given.
+      the key of its name. One without a name of its own (`default`) takes that of its module's
+      `rng_collection`. If there is no such key, it takes the one called `default`, or the only one.
     """
     nodes = list(nnx.iter_graph(module))
     modules = {path: node for path, node in nodes if isinstance(node, nnx.Module)}
@@ -60,7 +60,7 @@ def stream_variable(variable: nnx.Variable[Any], key: Any) -> nnx.Variable[Any]:
 
     Args:
       variable: The variable of either, with an abstract value.
-      key: What `stream_keys` says of the stream.
+      key: The value that `stream_keys` returns for the stream.
 
     Returns:
       A variable like it with a value.

@@ -3,20 +3,19 @@
 NNX modules read a parameter through its `nnx.Variable`: `param[...]`, `param.get_value()`, or an
 operator. A parameter's shard is therefore put into a variable of a subclass of its own type whose
 `get_value` gathers it, as `unbox()` does for Linen. The variable holds the bare array, so that
-NNX's transformations carry it about like any other, and what its box would say is metadata.
+NNX's transformations carry it about like any other; the rest of the box is metadata.
 
 A loop (`nnx.scan`, `nnx.vmap`, `jax.lax.scan` over a module) takes dimensions away without saying
-which. They are told from the shapes, among those that the probe has found loops to run over.
+which. They are inferred from the shapes, among those that the probe has found loops to run over.
 
-Invariants: all that leaves such a variable is whole; what a module reads of it is what the
-parameter's own type makes of the whole value; nothing is gathered that is not read.
+Invariants: a value that leaves such a variable is whole; a module reads what the parameter's own
+type makes of the whole value; a parameter that is not read is not gathered.
 """
 
 import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import flax.core.spmd
@@ -39,19 +38,14 @@ def path_name(path: Path) -> str:
 
 
 def annotate(variable: nnx.Variable[Any], path: str) -> Any:
-    """The value of a variable, in a box if it is annotated.
+    """The value of a parameter, in a box if the parameter is annotated.
 
-    Args:
-      variable: A parameter; `nnx.with_partitioning` and `nnx.Param(..., out_sharding=...)` annotate
-        it, with rules of its own in `sharding_rules`.
-      path: Its path, for messages.
-
-    Returns:
-      The value; or an `AxesOrLogicalNames` of it, whose rules are the variable's and then those of
-      `nnx.logical_axis_rules` around the call.
+    `nnx.with_partitioning` and `nnx.Param(..., out_sharding=...)` annotate it. The box has the
+    variable's own rules (`sharding_rules`) and then those of `nnx.logical_axis_rules` around the
+    call.
 
     Raises:
-      TypeError: The annotation is of another kind than names.
+      TypeError: The annotation is of another kind than names; `path` is for the message.
     """
     value = variable.get_raw_value()
     names = variable.get_metadata("out_sharding", None)
@@ -77,7 +71,7 @@ def gathering_variable(
       variable: The parameter's own variable, of any value: its type and its metadata are used.
       box: The box, such as a `ShardedParameter`.
       path: The parameter's path, `encoder/kernel`.
-      loop_dims: The dimensions that loops run over; `None` if that is yet to be found out.
+      loop_dims: The dimensions that loops run over; `None` while they are unknown.
 
     Returns:
       A variable of a subclass of the parameter's type.
@@ -107,7 +101,7 @@ class _Use:
     loop_dims: frozenset[int] | None
 
     def gather(self, stored: Any) -> Any:
-        """The parameter, or the slice of it that is in the loops around."""
+        """The parameter, or the slice of it that the loops around see."""
         box = self.box.replace(value=stored)
         if stored.shape != self.shape:
             # Where several dims are of one size the loops may run over any: a probe notes all.
@@ -117,8 +111,14 @@ class _Use:
             return box.unbox()
 
     def _taken_away(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The sets of dimensions without which the stored array is of a shape."""
-        found = list(self._subsets(shape))
+        """The sets of dimensions without which the stored array has a shape."""
+        dims = range(len(self.shape)) if self.loop_dims is None else sorted(self.loop_dims)
+        number = max(len(self.shape) - len(shape), 0)
+        found = [
+            taken
+            for taken in itertools.combinations(dims, number)
+            if tuple(x for dim, x in enumerate(self.shape) if dim not in taken) == shape
+        ]
         if not found:
             raise ValueError(
                 f"model: parameter {self.path!r} of shape {self.shape} is read when it has become "
@@ -126,13 +126,6 @@ class _Use:
                 "it, with param[...], before it is reshaped or transposed."
             )
         return found
-
-    def _subsets(self, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        dims = range(len(self.shape)) if self.loop_dims is None else sorted(self.loop_dims)
-        for taken in itertools.combinations(dims, max(len(self.shape) - len(shape), 0)):
-            rest = tuple(size for dim, size in enumerate(self.shape) if dim not in taken)
-            if rest == shape:
-                yield taken
 
     @staticmethod
     def _without(box: Any, dims: tuple[int, ...]) -> Any:
@@ -142,12 +135,12 @@ class _Use:
 
 
 class _Gathering:
-    """What makes a variable's type one that gathers."""
+    """The methods of a variable's type that gathers."""
 
     __slots__ = ()
 
     def get_value(self: Any, **kwargs: Any) -> Any:
-        """What the parameter's own type makes of the whole value."""
+        """The value that the parameter's own type makes of the whole array."""
         return self._whole().get_value(**kwargs)
 
     def set_value(self: Any, value: Any, **kwargs: Any) -> None:
@@ -194,7 +187,7 @@ class _Gathering:
 
 @functools.cache
 def _gathering_type(base: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any]]:
-    """The subclass of a type of variables that gathers; one, for NNX compares types."""
+    """The subclass of a type of variables that gathers; only one, because NNX compares types."""
     metaclass: Any = type(base)
     made: type[nnx.Variable[Any]] = metaclass(
         base.__name__, (_Gathering, base), {"__module__": __name__}
