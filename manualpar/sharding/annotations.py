@@ -6,7 +6,7 @@ A model annotates a parameter with a flax box around it. `nn.with_partitioning` 
 and *rules* say which mesh axes it is sharded over. A rule is a pair of a logical name and a mesh
 axis, a tuple of axes or `None`. A name may have several rules: it takes the first whose axes no
 earlier rule has given to another dimension of the same parameter, and stays whole if there is none.
-That is how `nn.logical_to_mesh_axes` reads rules, and it is asked here.
+`nn.logical_to_mesh_axes` reads rules in this way, and it is called here.
 
 Invariants: deciding touches no device; the names that come out are axes of the mesh, one entry for
 each dimension; an axis occurs once at most; a dimension divides by its axes; a dimension that
@@ -31,16 +31,16 @@ class AxesOrLogicalNames(nn.LogicallyPartitioned):
 
 
 def check_rules(strategy: str, rules: Any, mesh: Mesh) -> Rules:
-    """Checks rules from logical names to mesh axes, and writes them in one way.
+    """Checks rules from logical names to mesh axes.
 
     Args:
-      strategy: Who was given the rules, for the messages.
+      strategy: The strategy's name, for messages.
       rules: A sequence of pairs: a logical name with a mesh axis, a tuple of axes, or `None`. The
         first rules of a name have precedence. Names that no parameter uses are fine.
       mesh: The mesh.
 
     Returns:
-      The rules as tuples of tuples; no axes is always `None`, and one axis a string.
+      The rules as tuples of tuples, with `None` for no axes and a string for one axis.
 
     Raises:
       TypeError: They are not a sequence of pairs of a name and axes.
@@ -84,12 +84,12 @@ def mesh_names(
     """Reads off a parameter's box which mesh axes its dimensions are sharded over.
 
     Args:
-      path: Where the parameter is in the tree, `encoder/kernel`, for the messages.
-      box: The `nn.Partitioned` or `nn.LogicallyPartitioned` around it. Rules that the latter
-        carries itself have precedence over `rules`.
+      path: The parameter's path, `encoder/kernel`, for messages.
+      box: The `nn.Partitioned` or `nn.LogicallyPartitioned` around it. The latter's own rules have
+        precedence over `rules`.
       shape: The parameter's global shape.
-      loop_dims: The dimensions that `nn.scan` and `nn.vmap` run over. What a loop calls its
-        dimension (`nn.PARTITION_NAME`) means nothing unless it is a mesh axis or has a rule.
+      loop_dims: The dimensions that `nn.scan` and `nn.vmap` run over. A loop's own name for its
+        dimension (`nn.PARTITION_NAME`) is ignored unless it is a mesh axis or has a rule.
       mesh: The mesh.
       rules: What logical names mean, as `check_rules` returns it.
 
@@ -123,7 +123,7 @@ def mesh_names(
         known = {name for name, _ in rules}
         is_logical = any(isinstance(name, str) and name in known for name in names)
         rules = (*rules, *((axis, axis) for axis in mesh.shape if axis not in known))
-    # Nested loops may share a name, which flax refuses; where it shards nothing it is no matter.
+    # Nested loops may share a name, which flax refuses. A name that shards nothing is left out.
     sharding = {name for name, axes in rules if axes} if is_logical else set(mesh.shape)
     names = tuple(
         None if dim in loop_dims and not set(axis_tuple(name)) <= sharding else name
@@ -173,7 +173,7 @@ def _apply_rules(where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules) -
 def _check_axes(
     where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules, takes_rules: bool
 ) -> Names:
-    """The names themselves, which are to be mesh axes."""
+    """The names themselves, which have to be mesh axes."""
     axes = [axis for name in names for axis in axis_tuple(name)]
     unknown = sorted(set(axes) - set(mesh.shape))
     if unknown:

@@ -1,8 +1,8 @@
 """Initial carries of recurrent cells, made to vary over devices as the inputs do.
 
 A scan demands a carry of one type from beginning to end. A cell's `initialize_carry` makes a
-constant, which is the same on all devices, and the first step makes something else of it. So what
-`initialize_carry` returns is cast while a model is called, in `nn.RNN` and in a user's own scan.
+constant, which is the same on all devices, but the first step makes it vary. The carry is therefore
+cast while a model is called, in `nn.RNN` and in a user's own scan.
 
 Linen's cells are made where they are used, and flax's interceptors do not see this method. So their
 classes are changed, for the time of the call and for the calling thread alone.
