@@ -22,7 +22,10 @@ from jax.sharding import AbstractMesh
 
 from manualpar.core.partitioning import is_box
 from manualpar.guards.donation import check_alive
-from manualpar.leaves import (
+from manualpar.rng import typed_key
+from manualpar.sharding.layout import pad_leaf, path_name, unpad_leaf
+from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
+from manualpar.state_arrays import (
     Leaf,
     leaves_of,
     list_some,
@@ -31,9 +34,6 @@ from manualpar.leaves import (
     show_array,
     show_leaf,
 )
-from manualpar.rng import typed_key
-from manualpar.sharding.layout import pad_leaf, path_name, unpad_leaf
-from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
 from manualpar.train_state import TrainState, is_key
 from manualpar.user_model.adapter import collections_of
 from manualpar.user_model.carried_collections import SOWN_COLLECTIONS
@@ -75,7 +75,7 @@ class StartsFromArrays:
           TypeError: An argument is of the wrong kind.
 
         Communication:
-          None, but for arrays that are spread over several processes, see `leaves.to_host`. Each
+          None, but for arrays that are spread over several processes, see `state_arrays.to_host`. Each
           device receives its own shards from the host.
         """
         program: Any = self

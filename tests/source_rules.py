@@ -30,7 +30,7 @@ ORDER = """
     core.step
     update user_model
     modes guards.dispatch guards.options
-    core.strategy leaves
+    core.strategy state_arrays
     core.gradients sharding.layout
     sharding.annotations
     by_hand

@@ -15,8 +15,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from manualpar.core.program import Program
-from manualpar.leaves import Leaf, leaves_of, list_some, show_array
 from manualpar.sharding.layout import unpad_whole
+from manualpar.state_arrays import Leaf, leaves_of, list_some, show_array
 from manualpar.train_state import TrainState
 
 

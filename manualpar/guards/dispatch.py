@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from manualpar.guards.donation import check_alive, is_deleted
-from manualpar.leaves import list_some
 from manualpar.sharding.layout import path_name
+from manualpar.state_arrays import list_some
 from manualpar.train_state import TrainState
 
 MAX_STEPS_AHEAD = 8
