@@ -1,7 +1,7 @@
-"""The arrays of a state one by one: their names, and their way to the host and to the devices.
+"""The arrays of a state one by one: their names, and how they get to the host and to the devices.
 
-A program holds arrays sharded and perhaps padded. Under the same names and without padding any
-other program, on any mesh, can hold them too.
+A program holds arrays sharded and perhaps padded. Under the same names and without padding, any
+other program can hold them too, on any mesh.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Leaf:
     Attributes:
       name: Its name, `params/dense/kernel`.
       keys: The keys that lead to it in nested dicts.
-      abstract: What the program holds: with padding, perhaps a typed key.
+      abstract: The array that the program holds, with padding; it may be a typed key.
       shape: The shape without padding.
       held_shape: The shape that the program holds; of a key, that of its data.
       dtype: The dtype; of a key, that of its data.
@@ -65,7 +65,7 @@ def leaves_of(held: Any, whole: Any) -> list[Leaf]:
     ):
         data, shape = abstract, unpadded.shape
         if is_key(abstract):
-            # What jax keeps of each such call goes when the function does, and this one goes.
+            # A new function each time: jax's cache of the call is freed together with it.
             data = jax.eval_shape(lambda key: jax.random.key_data(key), abstract)
             shape = data.shape
         keys = tuple(path_name((entry,)) for entry in path)
@@ -80,7 +80,7 @@ def show_array(dtype: Any, shape: Any) -> str:
 
 
 def show_leaf(x: Any) -> str:
-    """What a leaf is, for messages."""
+    """The dtype and shape of a leaf, or its type if it is no array, for messages."""
     array = x if hasattr(x, "dtype") and hasattr(x, "shape") else np.asarray(x)
     if array.dtype == object:
         return f"a {type(x).__name__}"
@@ -95,12 +95,12 @@ def list_some(lines: Iterable[str]) -> list[str]:
 
 
 def place_leaf(function: str, leaf: Leaf, x: Any) -> jax.Array:
-    """Puts an array where a program holds it: padded, cast, each device its own part.
+    """Puts an array on a program's devices: padded, cast, on each device its own part.
 
     Args:
-      function: In whose name to raise.
-      leaf: What the program holds.
-      x: The array, whole, wherever it lies; see `read_unpadded`.
+      function: The function's name, for messages.
+      leaf: The array that the program holds.
+      x: The whole array, wherever it lies; see `read_unpadded`.
 
     Returns:
       A global array with the program's sharding.
@@ -135,15 +135,15 @@ def read_unpadded(function: str, leaf: Leaf, x: Any) -> np.ndarray:
     """Reads an array to the host.
 
     Args:
-      function: In whose name to raise.
-      leaf: What a program holds.
+      function: The function's name, for messages.
+      leaf: The array that a program holds.
       x: An array of the leaf's shape, or one with zeros for padding at the end of a dimension.
 
     Returns:
       The array without padding; of a typed key its data.
 
     Raises:
-      ValueError: What would be taken off is not zeros.
+      ValueError: The padding is not zeros.
 
     Communication:
       That of `to_host`.

@@ -1,11 +1,11 @@
-"""Starting from arrays that one has, and getting them back whole.
+"""States made from existing arrays, and variables given back whole.
 
-`init_from` makes a state of parameters from anywhere, `adopt` takes another program's state, and
-`whole` gives the variables to flax. All three move one array at a time through the host: a device
-receives its own shards and nothing else, and a source on devices is copied shard by shard.
+`init_from` makes a state from given parameters, `adopt` takes another program's state, and `whole`
+gives the variables to flax. All three move one array at a time through the host: a device receives
+its own shards and nothing else, and a source on devices is copied shard by shard.
 
-Invariants: nothing is placed before everything has been compared with what the program holds. The
-optimizer's state is made from the parameters given, because some optimizers keep parameters in it.
+Invariants: nothing is placed before all arrays have been compared with those of the program. The
+optimizer's state is made from the given parameters, because some optimizers keep parameters in it.
 A source is neither donated nor changed.
 """
 
@@ -47,7 +47,7 @@ class StartsFromArrays:
     def init_from(
         self, params_or_variables: Any, rng: jax.Array | None = None, *, missing: Missing = "error"
     ) -> TrainState:
-        """Makes a state of parameters that one has, at step 0.
+        """Makes a state from given parameters, at step 0.
 
         ```python
         state = program.init_from(model.init(key, x))            # from plain flax
@@ -57,14 +57,14 @@ class StartsFromArrays:
 
         Args:
           params_or_variables: A tree of whole arrays, either parameters or variables by collection
-            (`{"params": ..., "batch_stats": ...}`), by the names that the model gives them: NumPy
-            arrays, arrays on any devices, another program's parameters, flax's boxes; of an NNX
-            model also an `nnx.State` or the module, without its random streams. Floats of another
-            dtype are cast to what the program stores, with a warning where that loses precision.
-            In several processes each passes the same tree.
-          rng: The key, used as by `init`: for what is missing, and to train with. By default
+            (`{"params": ..., "batch_stats": ...}`), under the model's own names: NumPy arrays,
+            arrays on any devices, another program's parameters, flax's boxes; of an NNX model also
+            an `nnx.State` or the module, without its random streams. Floats are cast to the dtype
+            that the program stores, with a warning where that loses precision. With several
+            processes, each passes the same tree.
+          rng: The key, used as by `init`: for missing arrays, and to train with. By default
             `jax.random.key(0)`.
-          missing: Whether what is missing is an `"error"`, or made as by `init(rng)`, bit for bit.
+          missing: Whether a missing array is an `"error"`, or made as by `init(rng)`, bit for bit.
 
         Returns:
           The state, on the program's devices. The optimizer's state is that of these parameters.
@@ -75,8 +75,8 @@ class StartsFromArrays:
           TypeError: An argument is of the wrong kind.
 
         Communication:
-          None, but for arrays that are spread over several processes, see `state_arrays.to_host`. Each
-          device receives its own shards from the host.
+          None, except for arrays that are spread over several processes: see
+          `state_arrays.to_host`. Each device receives its own shards from the host.
         """
         program: Any = self
         check_has_devices("init_from", program.mesh)
@@ -117,9 +117,9 @@ class StartsFromArrays:
           The state as this program holds it: the same bits, step and key included.
 
         Raises:
-          ValueError: The state is of another model or optimizer, or has been donated; what differs
-            is named. Or the program is on an abstract mesh.
-          TypeError: It is no `TrainState`.
+          ValueError: The state is of another model or optimizer, or has been donated; each
+            difference is named. Or the program is on an abstract mesh.
+          TypeError: It is not a `TrainState`.
 
         Communication:
           As for `init_from`.
@@ -142,12 +142,12 @@ class StartsFromArrays:
           state: A state of this program, or one that `adopt` would take.
 
         Returns:
-          The variables by collection, `{"params": ..., "batch_stats": ...}`, as NumPy arrays of
-          their own: the state may be donated.
+          The variables by collection, `{"params": ..., "batch_stats": ...}`, as NumPy arrays that
+          share no memory with the state, so that it may be donated.
 
         Raises:
           ValueError: The state does not fit or has been donated.
-          TypeError: It is no `TrainState`.
+          TypeError: It is not a `TrainState`.
 
         Communication:
           As for `init_from`; nothing is placed on a device.
@@ -187,9 +187,9 @@ def _variable_leaves(program: Any) -> list[Leaf]:
 def _finish(
     program: Any, leaves: list[Leaf], placed: dict[str, jax.Array], rng: jax.Array
 ) -> TrainState:
-    """A state of variables that have been placed, and for the rest as `init` makes it."""
+    """A state with placed variables; everything else is as `init` makes it."""
 
-    def finish(placed: dict[str, jax.Array], state: TrainState) -> TrainState:
+    def replace_variables(placed: dict[str, jax.Array], state: TrainState) -> TrainState:
         made, structure = jax.tree.flatten(variables_of(state))
         values = [placed.get(leaf.name, x) for leaf, x in zip(leaves, made, strict=True)]
         collections = jax.tree.unflatten(structure, values)
@@ -200,7 +200,7 @@ def _finish(
         opt_state = _map_leaves(pad_leaf, opt_state, [leaf.padding for leaf in opt_leaves])
         return state.replace(params=params, opt_state=opt_state, collections=collections)
 
-    on_auto = on_auto_axes(finish, mesh=program.mesh, out_specs=program.layout)
+    on_auto = on_auto_axes(replace_variables, mesh=program.mesh, out_specs=program.layout)
     state: TrainState = on_auto(placed, program.init(rng))  # Only what is missing is computed.
     return state
 
@@ -236,7 +236,7 @@ def _by_name(variables: Any, abstract: TrainState) -> Iterator[tuple[str, Any]]:
     )
     for keys, value in _walk(variables, () if has_collections else ("params",)):
         if keys[0] in SOWN_COLLECTIONS and keys[0] not in abstract.collections:
-            continue  # What `model.init` has sown is no part of a state.
+            continue  # A state does not keep what `model.init` has sown.
         yield "/".join(keys), value
 
 
@@ -309,7 +309,7 @@ def _fits_in_state(leaf: Leaf, x: Any) -> bool:
     shape = np.shape(x)
     if isinstance(x, jax.Array) or len(shape) != len(leaf.shape):
         return shape in (leaf.shape, _padded_shape(leaf, x))
-    # What comes from a file lies on no devices. Its padding is known by being zeros.
+    # An array from a file lies on no devices. `read_unpadded` checks that its padding is zeros.
     return all(size >= own for size, own in zip(shape, leaf.shape, strict=True))
 
 
@@ -327,7 +327,6 @@ def _dtype(x: Any) -> Any:
 
 
 def _warn_of_casts(leaves: list[Leaf], found: Mapping[str, Any]) -> None:
-    """Says which arrays lose precision, if any do."""
     narrowed = [
         f"{leaf.name} from {_dtype(found[leaf.name])} to {leaf.dtype}"
         for leaf in leaves
@@ -344,6 +343,5 @@ def _warn_of_casts(leaves: list[Leaf], found: Mapping[str, Any]) -> None:
 
 
 def _map_leaves(function: Callable[..., Any], tree: Any, paddings: list[tuple[int, ...]]) -> Any:
-    """Pads or unpads the leaves of a tree."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, map(function, leaves, paddings))
