@@ -119,7 +119,7 @@ def build_program(
 
     Args:
       strategy: The strategy.
-      model: A Linen or NNX model, written for one device, see `manualpar.nnx.model.NNXModel.wrap`.
+      model: The model, written for one device, see `manualpar.user_model.adapter`.
       tx: Any optax optimizer.
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`. It returns the mean over
         the examples that it is given, and pairs `{"loss": (sum, count), ...}`, see
