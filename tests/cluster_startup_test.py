@@ -25,6 +25,7 @@ def assert_equal_results(result, expected):
         np.testing.assert_allclose(result[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(processes, tmp_path):
     options = {"strategy": "hsdp", "mesh": {"replica": 2, "data": -1}, "steps": 4}
     one, _ = result_of(processes, 1, tmp_path / "one.npz", devices=4, **options)

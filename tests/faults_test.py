@@ -344,6 +344,7 @@ def test_a_rollback_goes_past_the_batch(tmp_path, poison, undisturbed, monkeypat
     assert_same_run(interrupted, workdir)
 
 
+@pytest.mark.slow
 def test_a_rollback_after_another_goes_past_both_batches(tmp_path, poison, undisturbed, capsys):
     poison(9, 10, 11)
     workdir = tmp_path / "run"

@@ -69,7 +69,6 @@ def fast_or_slow(name, mode):
     is_fast = (name, mode) in {
         ("dp", "manual"),
         ("fsdp", "manual"),
-        ("fsdp, keep", "manual"),
         ("fsdp, pad, step", "manual"),
         ("fsdp", "explicit"),
     }

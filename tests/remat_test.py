@@ -190,11 +190,15 @@ def test_a_scanned_model_holds_no_more_than_a_layer_gathered(devices8):
 
 
 @pytest.mark.parametrize(
-    "model",
-    [Tied(), Stack("everything", scan=True), Stack("dots", depth=2), Stack("full", scan=True)],
+    ("model", "use_scan"),
+    [
+        (Tied(), False),
+        (Stack("everything", scan=True), True),
+        (Stack("dots", depth=2), True),
+        (Stack("full", scan=True), False),
+    ],
     ids=["tied", "everything", "dots", "full"],
 )
-@pytest.mark.parametrize("use_scan", [False, True], ids=["loop", "scan"])
 def test_training_is_the_same(devices8, model, use_scan):
     batches = [make_batch()] * 3
     expected = train_on_one_device(model, optax.sgd(0.1), batches, loss_fn)

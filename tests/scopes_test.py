@@ -116,7 +116,7 @@ def test_every_collective_says_what_it_is_for(devices8, name):
         assert c.kind == kinds.get(purpose_of(c.scope), "all_reduce")
 
 
-@pytest.mark.parametrize("name", ["dp", "zero1", "fsdp", "hsdp"])
+@pytest.mark.parametrize("name", ["zero1", "hsdp"])
 def test_the_compiled_program_says_it_too(devices8, name):
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
     program = make(name, devices8, tx=tx, nonfinite="skip")
