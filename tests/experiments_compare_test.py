@@ -32,6 +32,7 @@ def _inside(tmp_path, monkeypatch, devices8):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_two_pairs_side_by_side(capsys):
     command = _command(*SMALL, TWO_PAIRS)
     assert experiment.compare_command(command) == 0
