@@ -6,6 +6,7 @@ roofline alone. GPU clusters are the roofline's.
 """
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,17 +16,16 @@ from absl import flags as absl_flags
 
 from manualpar.planner.plan import Plan
 from manualpar.planner.plan_picture import draw_plans, draw_sweep
-from manualpar.planner.plan_report import print_plans, print_sources, print_sweep, sweep_json
+from manualpar.planner.plan_report import (
+    print_assumptions,
+    print_plans,
+    print_sources,
+    print_sweep,
+    sweep_json,
+)
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work
-from manualpar.planner.sweep import (
-    Builder,
-    Candidate,
-    Outcome,
-    scaling_curves,
-    sweep,
-    throughput_of,
-)
+from manualpar.planner.sweep import Builder, Candidate, scaling_curves, sweep, throughput_of
 from manualpar.planner.topology import Topology, parse_topology
 from manualpar.planner.tpu_compiler import compile_for_tpu
 from manualpar.planner.vocabulary import prepare_planned
@@ -140,26 +140,22 @@ def plan_command(command: PlanCommand) -> int:
         with users_mistakes():
             if command.line.flags.workdir:
                 check_workdir(command.line.flags.workdir)
-            results = _sweep(command, console) if command.sweep else _plan(command, console)
+            # Nothing is written before everything is known.
+            write = _sweep(command, console) if command.sweep else _plan(command, console)
         workdir = open_results(command.line, Path("runs") / f"plan-{command.line.configs[0].name}")
-        for write in results:
-            write(workdir)
+        write(workdir)
         return workdir
 
     return answer(work)
 
 
-Write = Callable[[Path], None]
-
-
-def _plan(command: PlanCommand, console: rich.console.Console) -> list[Write]:
-    """Plans the config as it is."""
+def _plan(command: PlanCommand, console: rich.console.Console) -> Callable[[Path], None]:
+    """Plans the config as it is, prints that, and returns what writes it into a folder."""
     config, topology = command.line.config, command.topology
     plans: list[Plan] = []
     experiment = _prepare(command)
-    is_manual = experiment.program.mode == "manual"
     wants_compiler = _wants_compiler(command, console)
-    if is_manual or not wants_compiler:
+    if experiment.program.mode == "manual" or not wants_compiler:
         work = read_work(experiment.program, throughput_of(config, experiment.task))
         plans.append(estimate(work, topology))
     if wants_compiler:
@@ -172,7 +168,7 @@ def _plan(command: PlanCommand, console: rich.console.Console) -> list[Write]:
         write_json(workdir / "plan.json", {"plans": [plan.to_json() for plan in plans]})
         draw_plans(plans, workdir / "plan.png")
 
-    return [write]
+    return write
 
 
 def _prepare(command: PlanCommand) -> Experiment:
@@ -182,37 +178,33 @@ def _prepare(command: PlanCommand) -> Experiment:
 
 
 def _wants_compiler(command: PlanCommand, console: rich.console.Console) -> bool:
-    """Whether to compile; says why not where one might expect it."""
-    topology = command.topology
-    if command.compiler != "auto":
+    if command.compiler != "auto" or not command.topology.chip.is_tpu:
         return command.compiler == "tpu"
-    if not topology.chip.is_tpu:
-        return False
-    if importlib.util.find_spec("libtpu") is None:
-        print_line(
-            console,
-            "libtpu is not installed: this is the roofline's model, and no compiler's word; "
-            "pip install 'manualpar[tpu-compiler]' adds it.",
-        )
-        return False
-    return True
+    if importlib.util.find_spec("libtpu"):
+        return True
+    print_line(
+        console,
+        "libtpu is not installed: this is the roofline's model, and no compiler's word; "
+        "pip install 'manualpar[tpu-compiler]' adds it.",
+    )
+    return False
 
 
-def _sweep(command: PlanCommand, console: rich.console.Console) -> list[Write]:
-    """Compares candidates, and draws how some of them scale."""
+def _sweep(command: PlanCommand, console: rich.console.Console) -> Callable[[Path], None]:
+    """Compares candidates and how some of them scale, prints that, and returns what writes it."""
     config, topology = command.line.config, command.topology
     builder = Builder(config, _prepare(command).task)  # Refuses what no candidate could mend.
-
-    def report(line: str) -> None:
-        print_line(console, line)
-
+    report = functools.partial(print_line, console)
     outcomes = sweep(builder, topology, report=report)
-    candidates = _curves_of(outcomes)
-    curves = scaling_curves(builder, topology, candidates, report=report)
+    fastest: dict[str, Candidate] = {}
+    for strategy in (name for name, kind in strategy_kinds().items() if kind.has_curve):
+        found = [each for each in outcomes if each.candidate.strategy == strategy and each.plan]
+        if found:
+            fastest[strategy] = found[0].candidate
+    curves = scaling_curves(builder, topology, fastest, report=report)
     print_sweep(console, outcomes)
     if outcomes[0].plan:
-        for assumption in outcomes[0].plan.assumptions:
-            console.print(f"- {assumption}", markup=False, highlight=False)
+        print_assumptions(console, outcomes[0].plan)
     print_sources(console, topology.chip)
     examples = config.data.batch_size // topology.num_devices
     title = f"{command.line.config_path.stem} on {topology.name}: a model's estimates"
@@ -222,14 +214,4 @@ def _sweep(command: PlanCommand, console: rich.console.Console) -> list[Write]:
         per_device = f"{examples} example{'s' * (examples != 1)}"
         draw_sweep(outcomes, curves, workdir / "sweep.png", title=title, per_device=per_device)
 
-    return [write]
-
-
-def _curves_of(outcomes: list[Outcome]) -> dict[str, Candidate]:
-    """What to draw against the number of devices: the fastest candidate of some strategies."""
-    curves: dict[str, Candidate] = {}
-    for strategy in (name for name, kind in strategy_kinds().items() if kind.has_curve):
-        found = [each for each in outcomes if each.candidate.strategy == strategy and each.plan]
-        if found:
-            curves[strategy] = found[0].candidate
-    return curves
+    return write

@@ -14,9 +14,8 @@ import ml_collections
 from manualpar.models import Transformer
 from manualpar.models.transformer import flops_per_token
 from manualpar.training.config import check_config
-from manualpar.training.experiment import Experiment, build_program, prepare
-from manualpar.training.optimizer import warmup_cosine_schedule
-from manualpar.training.task import make_task
+from manualpar.training.experiment import Experiment, prepare
+from manualpar.training.task import Task, make_task
 
 
 def prepare_planned(
@@ -38,9 +37,12 @@ def prepare_planned(
     Raises:
       ValueError: The config does not fit itself or the devices, or its model has no vocabulary.
     """
-    if not vocab_size:
-        return prepare(config, devices=devices)
     check_config(config)
+    task = _with_vocabulary(config, vocab_size) if vocab_size else None
+    return prepare(config, devices=devices, task=task)
+
+
+def _with_vocabulary(config: ml_collections.ConfigDict, vocab_size: int) -> Task:
     task = make_task(config)
     model = task.model
     if not isinstance(model, Transformer) or vocab_size < 1:
@@ -51,12 +53,4 @@ def prepare_planned(
     model = model.clone(vocab_size=vocab_size, bos_token=min(model.bos_token, vocab_size - 1))
     length = task.tokens_per_example
     flops = flops_per_token(model, length) * length
-    task = dataclasses.replace(task, model=model, flops_per_example=flops)
-    optimizer = config.optimizer
-    schedule = warmup_cosine_schedule(
-        optimizer.learning_rate,
-        warmup_steps=optimizer.warmup_steps,
-        num_steps=config.training.num_steps,
-    )
-    program = build_program(config, task, schedule, devices=devices)
-    return Experiment(config, task, schedule, program)
+    return dataclasses.replace(task, model=model, flops_per_example=flops)

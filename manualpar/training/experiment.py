@@ -37,7 +37,10 @@ class Experiment(NamedTuple):
 
 
 def prepare(
-    config: ml_collections.ConfigDict, *, devices: Sequence[jax.Device] | int | None = None
+    config: ml_collections.ConfigDict,
+    *,
+    devices: Sequence[jax.Device] | int | None = None,
+    task: Task | None = None,
 ) -> Experiment:
     """Checks a config and builds what it describes.
 
@@ -45,6 +48,7 @@ def prepare(
       config: See `manualpar.training.config` for its fields, and `configs/` for examples.
       devices: What to train on, by default all of `jax.devices()`; a number of devices that nobody
         has to trace, and not run, what would run on them.
+      task: What to train, by default `make_task(config)`.
 
     Returns:
       The experiment.
@@ -54,7 +58,7 @@ def prepare(
     """
     check_config(config)
     parse_profile(config.profile)
-    task = make_task(config)
+    task = task or make_task(config)
     schedule = warmup_cosine_schedule(
         config.optimizer.learning_rate,
         warmup_steps=config.optimizer.warmup_steps,
