@@ -198,32 +198,22 @@ def check_budget(budget: Budget, ledger: Json, source: object) -> Verdict:
             f"it with --devices={budget.devices}."
         )
     measured = amounts(ledger)
-    verdict: tuple[list[str], list[str], list[str]] = ([], [], [])
-    broken, slack, unchecked = verdict
+    broken, slack, unchecked = [], [], []
     for key, most in budget.limits.items():
-        members = sorted(found for found in measured if _is_about(key, found))
-        over = [found for found in members if measured[found] > most]
-        label = f"{budget.name}: {key}"
-        for found in over:
-            more = measured[found] - most
-            part = f" (+{more / most:.1%})" if most else ""
-            whose = f": {name_module(found.name)} has" if key.group == "modules" else " is"
-            where_to_look = "" if key.group == "modules" else _offenders(budget, key, ledger)
-            broken.append(
-                f"{label}{whose} {measured[found]:,}, expected at most {most:,}: {more:,} too many"
-                f"{part}{where_to_look}."
-            )
-        if not members and key.group:
+        found = sorted((each.name, n) for each, n in measured.items() if _is_about(key, each))
+        over = [(name, amount) for name, amount in found if amount > most]
+        broken += [_too_many(budget, key, name, amount, ledger) for name, amount in over]
+        if not found and key.group:
             raise BudgetError(f"{where} {key}: {_no_such_name(key, measured)}")
-        if not members:
+        if not found:
             unchecked.append(str(key))
         elif not over:
             # Of modules that are alike the largest shows how far the limit could come down.
-            largest = max(members, key=lambda found: measured[found])
-            if most > SLACK * measured[largest]:
-                whose = f" of {name_module(largest.name)}" if key.group == "modules" else ""
-                slack.append(f"{label} allows {most:,}, {measured[largest]:,}{whose} would do")
-    return Verdict(*map(tuple, verdict))
+            name, amount = max(found, key=lambda item: item[1])
+            of = f" of {name_module(name)}" if key.group == "modules" else ""
+            if most > SLACK * amount:
+                slack.append(f"{budget.name}: {key} allows {most:,}, {amount:,}{of} would do")
+    return Verdict(tuple(broken), tuple(slack), tuple(unchecked))
 
 
 def amounts(ledger: Json) -> dict[Key, int]:
@@ -306,6 +296,19 @@ def _is_about(limit: Key, found: Key) -> bool:
     is_same = (limit.group, limit.quantity) == (found.group, found.quantity)
     return is_same and (
         matches(limit.name, found.name) if limit.group == "modules" else limit.name == found.name
+    )
+
+
+def _too_many(budget: Budget, key: Key, name: str, amount: int, ledger: Json) -> str:
+    """What is wrong, by how much, and where to look."""
+    most, more = budget.limits[key], amount - budget.limits[key]
+    part = f" (+{more / most:.1%})" if most else ""
+    verb, where = " is", _offenders(budget, key, ledger)
+    if key.group == "modules":
+        verb, where = f": {name_module(name)} has", ""
+    return (
+        f"{budget.name}: {key}{verb} {amount:,}, expected at most {most:,}: {more:,} too many"
+        f"{part}{where}."
     )
 
 

@@ -92,7 +92,7 @@ def of_parameters(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     )
 
 
-class _Gather(NamedTuple):
+class _DimGather(NamedTuple):
     """The gather of a dimension: over which axes, and how many elements a device puts in."""
 
     axes: tuple[str, ...]
@@ -144,7 +144,7 @@ def _of_parameter(
 
 def _gathers(
     program: Program, info: ParameterInfo, names: Names, shard: int, *, data_first: bool
-) -> list[_Gather]:
+) -> list[_DimGather]:
     """The gathers, in their order, that make a parameter whole of which a device has `shard`."""
     dims = [axis_tuple(name) for name in names if axis_tuple(name)]
     is_data = [bool(set(axes) & set(program.data_axes)) for axes in dims]
@@ -158,7 +158,7 @@ def _gathers(
     for axes, data in in_order:
         for some in reversed(program.wire.rounds(axes)):
             size = axes_size(program.mesh, some)
-            gathers.append(_Gather(some, size, shard, data))
+            gathers.append(_DimGather(some, size, shard, data))
             shard *= size
     return gathers
 

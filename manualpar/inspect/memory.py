@@ -33,7 +33,6 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from manualpar.core.program import Program
-from manualpar.core.step import Step
 from manualpar.inspect.allocation import FUSIONS, find_peak
 from manualpar.inspect.communication import KIND_OF_PRIMITIVE
 from manualpar.inspect.flat_program import FlatProgram, Operation, Value
@@ -157,13 +156,11 @@ def _trace(program: Program) -> ClosedJaxpr:
                 ", expected mode 'manual', or 'auto' or 'explicit' on data axes alone: the "
                 "compiler is free to hold what it likes. Compile it and ask its memory_analysis()."
             )
-        jitted: Any = step
-        written: Step = jitted.__wrapped__.__self__  # What was jitted is its method.
-        mode = Manual(written.mode.mesh, written.mode.data_axes, written.mode.wire)
-        update = dataclasses.replace(written.update, mode=mode)
-        model = dataclasses.replace(written.model, mode=mode)
-        manual = dataclasses.replace(written, mode=mode, model=model, update=update)
-        step = jax.jit(manual.train)
+        asked = program.step
+        mode = Manual(asked.mode.mesh, asked.mode.data_axes, asked.mode.wire)
+        update = dataclasses.replace(asked.update, mode=mode)
+        model = dataclasses.replace(asked.model, mode=mode)
+        step = jax.jit(dataclasses.replace(asked, mode=mode, model=model, update=update).train)
     return step.trace(program.abstract_state, program.abstract_batch).jaxpr
 
 
