@@ -1,8 +1,12 @@
 """Collectives whose gradient is written by hand, and what the types say about them.
 
+A parameter that is stored in shards is gathered where it is used, and its gradient is scattered
+back. The gradient of such a gather is written by hand, because the mean over devices is wanted
+where autodiff would take the sum.
+
 Under `jax.shard_map(check_vma=True)` the type of every value names the mesh axes over which it
-*varies*, that is, over which devices may hold different values. Everything that reads or changes
-that set is in this file.
+*varies*, that is, along which devices may hold different values. This file has all the code that
+reads or changes that set.
 """
 
 from typing import Any, NamedTuple
@@ -28,28 +32,27 @@ def cast_to_varying(tree: Any, axes: tuple[str, ...] | frozenset[str]) -> Any:
     """Types every leaf as varying over `axes`, so that autodiff does not sum its gradient.
 
     Communication:
-      None. (The *transpose* of this cast is a `psum`: that is what differentiating with respect to
-      a value that has not been cast costs, and why it is cast before differentiation and not
-      inside.)
+      None. The *transpose* of this cast is a `psum`. A value that is cast inside a differentiated
+      function therefore costs an all-reduce in the backward pass. Cast it before.
     """
 
     def cast(x: Any) -> Any:
         missing = tuple(sorted(set(axes) - varying_axes(x)))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-    with jax.named_scope(CAST_SCOPE):  # Of the transpose: the cast itself sends nothing.
+    with jax.named_scope(CAST_SCOPE):  # The scope is for the transpose.
         return jax.tree.map(cast, tree)
 
 
 class Wire(NamedTuple):
-    """What travels, where it is not the parameter's own dtype, and which way.
+    """The dtypes that travel, and the order of the axes.
 
     Attributes:
-      gather_dtype: What a shard is cast to before it is gathered, and computed with; `None`: as it
-        is.
-      reduce_dtype: What gradients are summed in; `None`: the dtype in which they arrive.
-      axis_by_axis: Whether what is sharded over a tuple of axes is gathered, and its gradient
-        scattered, over one of them after the other, and not over their product at once.
+      gather_dtype: The dtype that a shard is cast to before it is gathered, and that the model
+        computes with; `None` for the shard's own.
+      reduce_dtype: The dtype that gradients are summed in; `None` for their own.
+      axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered, and its
+        gradient scattered, over one axis after the other instead of over their product at once.
     """
 
     gather_dtype: str | None = None
@@ -58,19 +61,19 @@ class Wire(NamedTuple):
 
     @property
     def casts(self) -> bool:
-        """Whether anything travels in another dtype than its own."""
+        """Whether anything travels in a dtype that is not its own."""
         return self.gather_dtype is not None or self.reduce_dtype is not None
 
     @property
     def uncast(self) -> "Wire":
-        """The same way, for what travels as it is."""
+        """The same without casts."""
         return self._replace(gather_dtype=None, reduce_dtype=None)
 
     def rounds(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-        """The axes of each collective that scatters over `axes`, in order; gathers go backwards.
+        """The axes of each collective that scatters over `axes`, in order; gathers reverse it.
 
-        The major axis is scattered over first, so that shards lie as a `PartitionSpec` says. Either
-        way a device sends as many bytes: what one round leaves is all that the next one sends.
+        The major axis comes first, so that shards lie as a `PartitionSpec` says. The number of
+        rounds does not change the bytes that a device sends.
         """
         return tuple((axis,) for axis in axes) if self.axis_by_axis else (axes,)
 
@@ -87,7 +90,7 @@ def gather_array_with_mean_grads(
       x: The local shard, `[..., D/axis_name, ...]`.
       axis: The dimension along which `x` is sharded.
       axis_name: The mesh axis, or tuple of axes, over which it is sharded.
-      wire: The dtypes that travel, and which way.
+      wire: The dtypes that travel, and the order of the axes.
 
     Returns:
       The whole array, `[..., D, ...]`, on every device, of dtype `wire.gather_dtype`.
@@ -97,14 +100,14 @@ def gather_array_with_mean_grads(
 
     Communication:
       Forward an all-gather over `axis_name`: a device sends `(N - 1) / N` of the gathered bytes on
-      a ring of `N`. Backward a reduce-scatter of the same size. With `wire.axis_by_axis` one of
-      each for each axis, and as many bytes in all.
+      a ring of `N`. Backward a reduce-scatter of the same size. With `wire.axis_by_axis` there is
+      one of each for each axis, and the bytes are the same.
 
     Gradient:
       Written by hand: `psum_scatter(g) / N`, where the transpose of an all-gather would be
-      `psum_scatter(g)`. With it the gradient of a sharded parameter is the mean of the devices'
-      gradients, as `pmean` gives for a replicated one. It is summed in `wire.reduce_dtype` and has
-      the dtype of `x`.
+      `psum_scatter(g)`. So the gradient of a sharded parameter is the mean of the devices'
+      gradients, which is what `pmean` gives for a replicated one. It is summed in
+      `wire.reduce_dtype` and returned in the dtype of `x`.
     """
     axes = axis_tuple(axis_name)
     check_axes_bound("gather_array_with_mean_grads", axes)
@@ -114,8 +117,8 @@ def gather_array_with_mean_grads(
             f"{x.shape}."
         )
     if is_vma_checked(axes[0]) and not varying_axes(x) & set(axes):
-        # Devices that all hold the same shard: flax's nested scans ask so for shapes alone, with
-        # values that have lost their types, and expect a type that has lost them too.
+        # By its type all devices hold the same shard. Flax's nested scans trace a box like this to
+        # learn shapes, with values that have lost their types.
         x = jnp.concatenate([x] * jax.lax.axis_size(axes), axis)
         return x.astype(wire.gather_dtype or x.dtype)
     plan = _Gather(axis % x.ndim, axes, x.dtype, wire)
@@ -123,7 +126,7 @@ def gather_array_with_mean_grads(
 
 
 class _Gather(NamedTuple):
-    """What is known of a gather before it runs."""
+    """The static arguments of a gather."""
 
     dim: int
     axes: tuple[str, ...]
@@ -135,7 +138,7 @@ def _gather(x: jax.Array, plan: _Gather) -> jax.Array:
     with jax.named_scope(GATHER_SCOPE):
         x = x.astype(plan.wire.gather_dtype or x.dtype)
         for axes in reversed(plan.wire.rounds(plan.axes)):
-            if jax.lax.axis_size(axes) > 1:  # XLA may keep what sends nothing, and copy for it.
+            if jax.lax.axis_size(axes) > 1:  # XLA may keep a collective over one device, and copy.
                 x = jax.lax.all_gather(x, axes, axis=plan.dim, tiled=True)
         return x
 
@@ -144,7 +147,7 @@ _gather_with_mean_grads = jax.custom_vjp(_gather, nondiff_argnums=(1,))
 
 
 def _gather_forward(x: jax.Array, plan: _Gather) -> tuple[jax.Array, None]:
-    # Not the function with the rule but the bare one: a remat policy must see the all-gather.
+    # The function without the rule, so that `modes.remat` sees the all-gather.
     return _gather(x, plan), None
 
 
@@ -166,7 +169,7 @@ def scatter_mean(
       x: Each device's own `[..., D, ...]`.
       dim: The dimension to scatter along; the size of `axes` divides it.
       axes: The mesh axes.
-      wire: Which way it travels; `x` has been cast to the dtype that does.
+      wire: The order of the axes; `x` has the dtype that travels.
 
     Returns:
       `[..., D/axes, ...]`, the shard of the mean.
@@ -197,7 +200,7 @@ def gather_invariant(
       dim: The dimension along which it is sharded.
       axes: The mesh axes over which it is sharded.
       scope: The named scope that says for what purpose.
-      wire: Which way it travels; the dtype stays.
+      wire: The order of the axes; the dtype stays.
 
     Returns:
       The whole array, `[..., D, ...]`, not varying over `axes`.
@@ -206,8 +209,8 @@ def gather_invariant(
       One all-gather, or one for each axis: a device sends `(N - 1) / N` of the gathered bytes.
 
     Gradient:
-      The shard of the gradient, nothing is sent: who uses the array differently on the devices
-      along `axes` has it summed by the cast that makes it varying.
+      The device's shard of the gradient; nothing is sent. Where devices along `axes` use the array
+      differently, the cast that makes it varying has summed their gradients.
     """
     with jax.named_scope(scope):
         x = cast_to_varying(x, axes)

@@ -2,15 +2,15 @@
 
 The gradient of a step is that of `sum over all examples / their global number`, however the
 examples are split over devices and minibatches and however many of them are masked. With `n_k`
-valid examples and local mean loss `l_k` on part `k`, that is `sum_k n_k grad(l_k) / sum_k n_k`, so
-each part is weighted by its count *before* anything is averaged: a mean of means would be another
+valid examples and local mean loss `l_k` on part `k`, it is `sum_k n_k grad(l_k) / sum_k n_k`. So
+each part is weighted by its count *before* anything is averaged. A mean of means would be another
 loss.
 
-Who adds up the devices' gradients is decided by the types. Differentiating with respect to a
-parameter that is *invariant* over a mesh axis makes autodiff insert the `psum` itself, once for
-every use and minibatch. Here parameters are therefore cast to *varying* first, gradients stay local
-while they are accumulated, and `sync_gradients` reduces them once. A gradient that nobody reduced
-is still varying, and `shard_map` then refuses to return it as replicated.
+The types decide who adds up the devices' gradients. Where a parameter is *invariant* over a mesh
+axis, autodiff inserts a `psum` over that axis, once for every use and minibatch. Therefore
+parameters are cast to *varying* first. Then gradients stay local while they are accumulated, and
+`sync_gradients` reduces them once. A gradient that nobody has reduced still varies, and `shard_map`
+refuses to return it as replicated.
 """
 
 import functools
@@ -31,10 +31,10 @@ from manualpar.user_model.loss_function import LossFn, Metrics, call_loss
 CarryingLossFn = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Metrics, Any]]
 # The same as it is differentiated: -> (loss times count, (metrics, updated collections)).
 WeightedLoss = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Metrics, Any]]]
-# What is done to the gradients of each minibatch before they are added up. It is linear.
+# A linear function of the gradients of each minibatch, applied before they are added up.
 Reduce = Callable[[Any], Any]
-# In which order minibatches are differentiated and their gradients added up: (loss, params,
-# collections, (minibatches, keys), reduce) -> (summed gradients, summed metrics, collections).
+# Runs the minibatches and adds up their gradients: (loss, params, collections, (minibatches, keys),
+# reduce) -> (summed gradients, summed metrics, collections).
 Schedule = Callable[[WeightedLoss, Any, Any, Any, Reduce], tuple[Any, Metrics, Any]]
 
 
@@ -50,9 +50,9 @@ def accumulate_gradients(
 
     Args:
       state: Anything with `params` (boxes allowed) and `apply_fn`, such as a `TrainState`.
-      batch: A tree whose leaves are `[B, ...]`, this device's examples; scalars go to every
+      batch: A tree whose leaves are `[B, ...]`, this device's examples. Scalars go to every
         minibatch as they are.
-      rng: A key; every minibatch gets its own. It is used as given: `fold_rng_over_axis` it where
+      rng: A key, from which every minibatch gets its own. Apply `fold_rng_over_axis` to it where
         devices should differ.
       num_minibatches: How many equal parts the batch is taken in. It must divide `B`.
       loss_fn: `loss_fn(params, apply_fn, minibatch, rng) -> (loss, metrics)`. `loss` is the mean
@@ -62,8 +62,8 @@ def accumulate_gradients(
 
     Returns:
       The gradients, of the parameters' structure and dtypes, and the metrics summed over the
-      minibatches. Gradients are local to the device; their mean over the axes that split the batch,
-      as `sync_gradients` takes it, is the gradient of the global mean.
+      minibatches. The gradients are local to the device. `sync_gradients` makes them the gradient
+      of the global mean.
 
     Raises:
       ValueError: `num_minibatches` does not divide the batch, the loss is not a scalar, `metrics`
@@ -71,9 +71,9 @@ def accumulate_gradients(
       TypeError: `loss_fn` returns something else than a pair of a loss and a mapping.
 
     Communication:
-      One `pmean` of a scalar where the count differs between devices (masked losses); none where it
-      is a constant. In the backward pass one `psum` of a scalar for each minibatch if the loss is
-      the same on all devices already. Boxed parameters add their own gathers.
+      One `pmean` of a scalar if the count may differ between devices, as with masked losses. In the
+      backward pass one `psum` of a scalar for each minibatch if the loss is the same on all devices
+      already. Boxed parameters add their own gathers.
 
     Gradient:
       Of the float32 product `loss * count`; minibatches are accumulated in float32.
@@ -108,9 +108,9 @@ def accumulate(
       collections: The collections to begin with.
       minibatches: A tree whose leaves are `[M, B/M, ...]`, see `split_minibatches`.
       rng: A key.
-      schedule: In which order they run, and how: `unrolled` or `scanned`.
-      reduce: What is done to the gradients of each minibatch before they are added up, such as
-        scattering them.
+      schedule: How the minibatches run: `unrolled` or `scanned`.
+      reduce: Applied to the gradients of each minibatch before they are added up, for instance to
+        scatter them.
 
     Returns:
       The gradients in float32 or wider, the metrics, and the collections after the last minibatch.
@@ -124,8 +124,9 @@ def accumulate(
     ) -> tuple[jax.Array, Any]:
         loss, metrics, collections = loss_fn(params, collections, minibatch, key)
         weight = jax.lax.stop_gradient(_at_least_float32(metrics["loss"][1]))
-        # A loss that is the same on all devices (a pmean, a ratio of psums) is the loss of each of
-        # them. Differentiated once for all, the mean of the gradients would be too small.
+        # A loss that is the same on all devices (a pmean, a ratio of psums) is each device's loss.
+        # Without the cast it is differentiated once for all, and the mean of the gradients is too
+        # small.
         loss = cast_to_varying(_at_least_float32(loss), axes)
         return loss * weight, (metrics, collections)
 
@@ -182,7 +183,7 @@ def scanned(
 def _differentiate(
     loss: WeightedLoss, params: Any, reduce: Reduce, collections: Any, minibatch: Any
 ) -> tuple[tuple[Any, Metrics], Any]:
-    """The gradients and metrics of one minibatch, as they are added up, and the collections."""
+    """The gradients and metrics of one minibatch, in the dtypes of their sums, and collections."""
     grads, (metrics, collections) = jax.grad(loss, has_aux=True)(params, collections, *minibatch)
     return jax.tree.map(_accumulator, (reduce(grads), metrics)), collections
 
@@ -191,21 +192,21 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
     """Takes the mean of the devices' gradients over the mesh axes that split the batch.
 
     Args:
-      grads: A tree of local gradients. A boxed one has been reduced over the axes it is sharded
-        over when its parameter was gathered, and is reduced over the others only.
+      grads: A tree of local gradients. A boxed gradient has already been reduced over the axes that
+        it is sharded over, by the backward pass of the gather. It is reduced over the others only.
       axis_names: The mesh axis, or tuple of axes, over which examples are split.
 
     Returns:
       The same tree; unboxed gradients are equal on all devices along `axis_names`.
 
     Raises:
-      ValueError: An axis is not bound; or a gradient is not varying over an axis, which means that
-        autodiff has summed it already and a mean would leave it too large by the size of the axis.
-        (With `check_vma=False` types do not tell, and autodiff does not sum.)
+      ValueError: An axis is not bound. Or a gradient does not vary over an axis, because autodiff
+        has summed it already, so that its mean would be too large by the size of the axis. (With
+        `check_vma=False` types do not tell, and autodiff does not sum.)
 
     Communication:
-      One all-reduce for each gradient that is replicated over some of the axes: `2 (N - 1) / N` of
-      its bytes a device, in the dtype that its box says.
+      One all-reduce for each gradient that is replicated over some of the axes: a device sends
+      `2 (N - 1) / N` of its bytes, in the dtype that its box says.
     """
     axes = axis_tuple(axis_names)
     check_axes_bound("sync_gradients", axes)
@@ -244,7 +245,7 @@ def reduce_gradient(
       dtype: The dtype that travels.
       mean_axes: The mesh axes to take the mean over, see `sync_gradients`.
       sum_axes: The mesh axes to take the sum over.
-      divisor: What to divide by besides.
+      divisor: The number to divide by besides.
 
     Communication:
       One all-reduce over those of `mean_axes` that it has not been scattered over, and one over
@@ -302,10 +303,9 @@ def _at_least_float32(x: jax.Array) -> jax.Array:
 
 
 def _accumulator(x: jax.Array) -> jax.Array:
-    """What minibatches are summed in: float32 or wider, and integers as they are."""
+    """Casts floating types to float32 or wider, in which minibatches are summed."""
     return _at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _union(sets: Any) -> frozenset[str]:
-    """The union of some sets of axes."""
     return frozenset().union(*sets)

@@ -1,15 +1,15 @@
 """Parameters that are stored in shards and gather themselves where they are used.
 
 `flax.linen` calls `unbox()` on every boxed parameter that a module asks for. `ShardedParameter` is
-such a box: it holds a device's shard, and its `unbox()` gathers the whole parameter. A model
-written for one device is therefore sharded without a change, a layer inside `nn.scan` gathers only
-its own slice, and what is gathered can be dropped as soon as it was used (ZeRO-3: Rajbhandari et
-al., https://arxiv.org/abs/1910.02054; FSDP: Zhao et al., https://arxiv.org/abs/2304.11277).
+such a box: it holds a device's shard, and its `unbox()` gathers the whole parameter. So a model
+written for one device is sharded without a change. A layer inside `nn.scan` gathers only its own
+slice, and a gathered parameter can be dropped as soon as it was used (ZeRO-3: Rajbhandari et al.,
+https://arxiv.org/abs/1910.02054; FSDP: Zhao et al., https://arxiv.org/abs/2304.11277).
 
 Invariants: `names[i]` is the mesh axis (or tuple of axes) that dimension `i` is sharded over, or
-`None`; the value inside `shard_map` is the local shard, outside it is the global array; a gradient
-has the box of its parameter. A dimension that does not divide may be padded with zeros: then the
-shards are those of the padded array, and whatever leaves a box has the parameter's own shape.
+`None`. The value is the local shard inside `shard_map` and the global array outside. A gradient has
+the box of its parameter. A dimension that does not divide may be padded with zeros. Then the shards
+are those of the padded array, and the value that leaves a box has the parameter's own shape.
 """
 
 import math
@@ -53,14 +53,14 @@ class ShardedParameter(ArrayBox, eq=False):
     Attributes:
       value: The local shard inside `shard_map`; the global array, or its abstract shape, outside.
       names: For each dimension the mesh axis, or tuple of axes, that it is sharded over, or `None`.
-      gather_axes: The mesh axes that `unbox()` gathers, whose devices see different examples: the
-        gradient is scattered back as their mean.
-      storage_axes: The mesh axes that `unbox()` gathers whose devices see the same examples: they
-        only share the storage, and each keeps its part of the gradient. A dimension sharded over
-        other axes than these two stays as it is.
+      gather_axes: The mesh axes to gather over along which devices see different examples. The
+        gradient is scattered back as the mean over them.
+      storage_axes: The mesh axes to gather over along which devices see the same examples. They
+        only share the storage, and each device keeps its part of the gradient. A dimension that is
+        sharded over any other axis stays sharded.
       sizes: For each dimension that is padded the parameter's own size, `None` for the others; `()`
-        if none is. Only dimensions sharded over `gather_axes` are padded.
-      wire: The dtypes that are gathered, computed with, and reduced, and which way they travel.
+        if none is padded. Only dimensions sharded over `gather_axes` are.
+      wire: The dtypes that travel, and the order of the axes.
     """
 
     names: Names = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
@@ -89,7 +89,7 @@ class ShardedParameter(ArrayBox, eq=False):
         return self.finish(value)
 
     def finish(self, value: jax.Array) -> jax.Array:
-        """What a module gets of a gathered value: without padding, cast, and named `GATHERED`."""
+        """The value that a module gets: without padding, cast, and named `GATHERED`."""
         value = self.unpad(value)
         return checkpoint_name(cast_floating(value, self.wire.gather_dtype), GATHERED)
 
@@ -112,10 +112,10 @@ class ShardedParameter(ArrayBox, eq=False):
         return self.replace(names=tuple(names), sizes=tuple(sizes))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
-        """Forgets a dim that `nn.scan` or `nn.vmap` takes away, which must not need gathering.
+        """Forgets a dim that `nn.scan` or `nn.vmap` takes away.
 
         Raises:
-          ValueError: The dimension is sharded over axes to be gathered.
+          ValueError: The dimension would have to be gathered.
         """
         names, sizes = list(self.names), list(self.sizes)
         index %= len(names)
@@ -132,11 +132,12 @@ class ShardedParameter(ArrayBox, eq=False):
         return self.replace(names=tuple(names), sizes=tuple(sizes))
 
     def gather_data_axes(self) -> "ShardedParameter":
-        """The same box with nothing left to gather over `gather_axes`, cast to what is gathered.
+        """The box of the value that is gathered over `gather_axes` and cast.
+
+        It is called once a step, outside the function that is differentiated.
 
         Communication:
-          One all-gather for each dimension sharded over `gather_axes`. It is meant to run once a
-          step, outside of what is differentiated.
+          One all-gather for each dimension sharded over `gather_axes`.
         """
         value, names = cast_floating(self.value, self.wire.gather_dtype), list(self.names)
         for dim, name in enumerate(names):
@@ -163,13 +164,13 @@ def choose_shard_dim(
 ) -> tuple[int | None, str]:
     """Decides which dimension of a parameter to shard.
 
-    The largest dimension that is free (its name is `None`) and divisible by `axis_size`; among
-    equals the first, whose shards are contiguous in memory. A parameter of fewer than
+    It is the largest dimension that is free (its name is `None`) and divisible by `axis_size`.
+    Among equals it is the first, whose shards are contiguous in memory. A parameter of fewer than
     `min_weight_size` elements is not worth a collective and is not sharded.
 
     Args:
       shape: The parameter's shape.
-      names: What each dimension is sharded over already.
+      names: The axes that each dimension is sharded over already.
       axis_size: The number of shards.
       min_weight_size: The fewest elements that are sharded.
       excluded_dims: Dimensions that must stay whole (those that `nn.scan` runs over).
@@ -195,11 +196,12 @@ def scatter_gradients(grads: Any, shards: Any) -> Any:
     Args:
       grads: A tree of each device's own gradients of whole parameters, boxed where the parameters
         are.
-      shards: The same tree with a `ShardedParameter` for each gradient that is to be scattered:
-        over its dims that are sharded over its `gather_axes`.
+      shards: The same tree with a `ShardedParameter` for each gradient that is to be scattered over
+        the box's `gather_axes`.
 
     Returns:
-      The tree of `shards` with gradients for values; what is not scattered is as it is in `grads`.
+      The tree of `shards` with gradients for values. Gradients that are not scattered stay as they
+      are.
 
     Communication:
       One reduce-scatter for each such dimension, in `wire.reduce_dtype`, else in
@@ -224,18 +226,17 @@ def scatter_gradients(grads: Any, shards: Any) -> Any:
 
 
 def wire_dtype(x: Any) -> Any:
-    """The dtype in which a gradient is reduced, from the box of it or of its parameter."""
+    """The dtype in which a gradient is reduced, from its box or that of its parameter."""
     if not isinstance(x, ShardedParameter):
         return (x.value if is_box(x) else x).dtype
     return jnp.dtype(x.wire.reduce_dtype or x.wire.gather_dtype or x.value.dtype)
 
 
 def replicate_shards(params: Any) -> Any:
-    """Gathers whole parameters that all devices hold, from boxed shards.
+    """Gathers boxed shards into whole parameters that all devices hold.
 
     Communication:
-      One all-gather for each dimension sharded over `gather_axes`; a box that names other axes too
-      keeps them.
+      One all-gather for each dimension sharded over `gather_axes`.
     """
 
     def gather(x: Any) -> Any:

@@ -62,32 +62,32 @@ class Program(StartsFromArrays):
     Attributes:
       strategy: The strategy.
       mode: Who writes the collectives.
-      mesh: The mesh it runs on; on an abstract one it can be traced and not run.
+      mesh: The mesh it runs on. On an abstract mesh it can be traced but not run.
       data_axes: The mesh axes that examples are split over.
-      num_minibatches: How many parts a device takes its share of a batch in.
-      wire: The dtypes that travel, and which way.
+      num_minibatches: The number of parts that a device takes its share of a batch in.
+      wire: The dtypes that travel, and the order of the axes.
       layout: A `TrainState` with a `PartitionSpec` at each leaf.
-      parameters: A `(ParameterInfo, Placement)` for each parameter, in the order of the tree; a
+      parameters: A `(ParameterInfo, Placement)` for each parameter, in the order of the tree. The
         placement's note says why a parameter stays whole.
       abstract_state: A `TrainState` of `jax.ShapeDtypeStruct`s with shardings.
       whole_state: The same as one device would hold it: no padding, no shardings.
       abstract_batch: The batch that the program was built for, as `jax.ShapeDtypeStruct`s with
         shardings.
-      batch_sharding: How a batch's leaves lie on the mesh: the leading dimension split over the
-        data axes. Put batches there with `jax.device_put(batch, program.batch_sharding)`; one that
-        lies elsewhere is moved in every step. A batch with scalars in it takes the shardings of
+      batch_sharding: How a batch's leaves lie on the mesh: the leading dimension is split over the
+        data axes. `jax.device_put(batch, program.batch_sharding)` puts a batch there; one that lies
+        elsewhere is moved in every step. A batch with scalars in it takes the shardings of
         `abstract_batch`.
-      init: `init(rng) -> TrainState`. `init_rng, rng = jax.random.split(rng)`, and the parameters
-        are those of `model.init({"params": init_rng}, batch.inputs, train=False)`, or with what the
-        option `init_args` returns for arguments, bit for bit on every mesh. Each device only ever
-        holds its own shard.
-      train_step: `train_step(state, batch) -> (state, metrics)`, jitted; the state is donated: use
-        the one returned. Metrics are `(sum, count)` pairs over the global batch, the same on all
-        devices. With the option `nonfinite="skip"` a step may leave the state as it is but for
+      init: `init(rng) -> TrainState`. It takes `init_rng, rng = jax.random.split(rng)`. On every
+        mesh the parameters are, bit for bit, those of `model.init({"params": init_rng},
+        batch.inputs, train=False)`, or of a call with the arguments that the option `init_args`
+        returns. No device ever holds more than its own shard.
+      train_step: `train_step(state, batch) -> (state, metrics)`, jitted. The state is donated, so
+        use the returned one. Metrics are `(sum, count)` pairs over the global batch, the same on
+        all devices. With the option `nonfinite="skip"` a step may change nothing of the state but
         its step and key, see `ProgramOptions`.
-      eval_step: `eval_step(state, batch) -> metrics`, jitted; the same loss function with training
-        turned off.
-      step: What the two are made of: the model, the loss, and functions to be jitted.
+      eval_step: `eval_step(state, batch) -> metrics`, jitted. It is the same loss function with
+        training turned off.
+      step: The functions that are jitted, with the model, the loss and the placements.
     """
 
     strategy: Strategy
