@@ -1,6 +1,8 @@
 """Flax Linen models, data-parallel or fully sharded, with every collective written by hand."""
 
-# These register themselves: the modes in which XLA writes collectives, the adapter of NNX models.
+# These register themselves: the modes in which XLA writes collectives, and the adapters of Linen's
+# and of NNX's models.
+import manualpar.linen.model
 import manualpar.modes.global_arrays
 import manualpar.nnx.model  # noqa: F401
 from manualpar.by_hand import gather_params, shard_module_params, shard_params

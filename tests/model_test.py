@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from manualpar import Batch
+from manualpar.linen.call_arguments import initial_call
 from manualpar.user_model.adapter import adapt
-from manualpar.user_model.call_arguments import initial_call
 from manualpar.user_model.carried_collections import CarryingApply
 from manualpar.user_model.initialise import init_variables
 

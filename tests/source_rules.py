@@ -24,7 +24,7 @@ ORDER = """
     data cluster watching
     models
     inspect
-    strategies same_as_one_device nnx
+    strategies same_as_one_device linen nnx
     core.program guards.replicas
     state_transfer
     core.step

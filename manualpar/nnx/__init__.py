@@ -1,1 +1,1 @@
-"""NNX models as an adapter: they are called as Linen models are."""
+"""NNX models: their adapter, which registers itself when `manualpar.nnx.model` is imported."""

@@ -11,8 +11,7 @@ import jax
 
 from manualpar.sharding.axes import naming_unbound_axes
 from manualpar.user_model.adapter import InitArgs, ModelAdapter
-from manualpar.user_model.call_arguments import signature_of
-from manualpar.user_model.evaluation import SWITCHES, overrule
+from manualpar.user_model.evaluation import SWITCHES, overrule, signature_of
 
 # Collections that flax and its users sow values into, to be read where the model is applied.
 SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})
@@ -33,7 +32,7 @@ def find_carried_collections(
       model: The model.
       variables: Its abstract variables without boxes.
       trace: Traces a function of variables, a key and a batch on some variables.
-      init_args: How the model is called, see `call_arguments.initial_call`.
+      init_args: How the model is called, see `ModelAdapter.initial_call`.
 
     Returns:
       The abstract collections by name.

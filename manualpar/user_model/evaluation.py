@@ -26,6 +26,21 @@ SWITCHES: Mapping[Phase, Mapping[str, bool]] = {
 }
 
 
+def signature_of(module: Any, method: Any) -> inspect.Signature:
+    """The signature of a module's method without the module; that of `__call__` for `None`."""
+    is_name = method is None or isinstance(method, str)
+    function = getattr(module, method or "__call__", None) if is_name else method
+    if not callable(function):
+        raise TypeError(
+            f"model: {type(module).__name__} has no method {method or '__call__'!r}, expected "
+            "one to initialise it with. Name it with init_args=lambda batch: ((batch.inputs,), "
+            "{'method': '...'})."
+        )
+    parameters = list(inspect.signature(function).parameters.values())
+    parameters = parameters if is_name else parameters[1:]
+    return inspect.Signature([x.replace(annotation=x.empty) for x in parameters])
+
+
 def overrule(
     signature: inspect.Signature,
     args: tuple[Any, ...],

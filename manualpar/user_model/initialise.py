@@ -35,7 +35,7 @@ def init_variables(
 ) -> dict[str, Any]:
     """The variables by collection, as `model.init({"params": rng}, *args, **kwargs)` makes them.
 
-    The arguments are those of `call_arguments.initial_call`, with zeros for the batch's values.
+    The arguments are those of `ModelAdapter.initial_call`, with zeros for the batch's values.
     """
     args, kwargs = model.initial_call(jax.tree.map(jnp.zeros_like, batch), init_args)
     return model.init({"params": rng}, *args, **kwargs)

@@ -13,7 +13,6 @@ import flax.linen as nn
 import jax
 from jax.sharding import PartitionSpec
 
-import manualpar.user_model.linen  # noqa: F401  # It registers the adapter of Linen models.
 from manualpar.collection_sync import CollectionSync, check_sync_collections
 from manualpar.core.partitioning import is_box
 from manualpar.modes.manual import Manual

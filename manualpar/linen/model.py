@@ -21,8 +21,8 @@ from typing import Any, ClassVar, Self
 import flax.linen as nn
 from flax.errors import InvalidRngError
 
+from manualpar.linen.call_arguments import initial_call
 from manualpar.user_model.adapter import InitArgs, ModelAdapter, register
-from manualpar.user_model.call_arguments import initial_call
 from manualpar.user_model.evaluation import DROPOUT_STREAM, EVAL_SWITCHES, SWITCHES, overrule
 from manualpar.user_model.recurrence import varying_linen_carries
 
