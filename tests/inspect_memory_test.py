@@ -110,7 +110,7 @@ def test_what_is_recomputed_is_not_held():
         assert peaks == sorted(peaks)
 
 
-@pytest.mark.parametrize("use_scan", [False, True])
+@pytest.mark.parametrize("use_scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_more_minibatches_hold_fewer_activations(use_scan):
     held = [
         step_memory(

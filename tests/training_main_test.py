@@ -138,7 +138,13 @@ def test_what_cannot_be_run_ends_in_one_sentence(arguments, message, capsys):
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("strategy", strategy_kinds())
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(kind, marks=() if kind in ("dp", "hsdp") else pytest.mark.slow)
+        for kind in strategy_kinds()
+    ],
+)
 def test_one_line_selects_a_strategy(strategy, capsys):
     mesh = ["--config.parallel.mesh={'replica': 2, 'data': -1}"] if strategy == "hsdp" else []
     arguments = (*FEW_STEPS, *mesh, "--config.debug.draw_sharding=input_dense/kernel")
@@ -154,7 +160,14 @@ def test_one_line_selects_a_strategy(strategy, capsys):
     assert [record["split"] for record in read_metrics(Path("runs/fsdp/001"))] == ["train", "test"]
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "manual"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=() if mode == "explicit" else pytest.mark.slow)
+        for mode in MODES
+        if mode != "manual"
+    ],
+)
 def test_one_line_selects_a_mode(mode, capsys):
     arguments = (*FEW_STEPS, f"--config.parallel.mode={mode}", "--config.data.source=digits")
     assert run_command(_command("zero", *arguments)) == 0

@@ -215,10 +215,14 @@ NOT_EXPLICIT = {
 }
 
 
+# Like another model but for an option.
+VARIANTS = {"scan, named", "scan, unnamed", "scan over dim 1", "remat", "GRU, time major"}
+
+
 def every_mode():
     """Each model in the manual mode, and in the others what is not much the same."""
     for name in MODELS:
-        yield name, "manual"
+        yield pytest.param(name, "manual", marks=pytest.mark.slow if name in VARIANTS else ())
         for mode in ("auto", "explicit"):
             fast = name in ("scan, remat", "LSTM") and mode == "explicit"
             if mode != "explicit" or name not in NOT_EXPLICIT:
