@@ -138,12 +138,12 @@ def test_a_config_builds_its_strategy(config, name, devices8):
         (
             {"mode": "auto", "reduce_dtype": "float32"},
             "config.parallel.reduce_dtype is 'float32' and config.parallel.mode is 'auto', "
-            "expected '', for XLA chooses where it sums, or mode 'manual'.",
+            "expected '', because XLA chooses where it sums, or mode 'manual'.",
         ),
         (
             {"mode": "auto", "axis_by_axis": True},
             "config.parallel.axis_by_axis is True and config.parallel.mode is 'auto', expected "
-            "False, for XLA chooses how it sends, or mode 'manual'.",
+            "False, because XLA chooses how it sends, or mode 'manual'.",
         ),
         (
             {"keep_gathered": ("output_dens",)},

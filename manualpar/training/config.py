@@ -1,9 +1,9 @@
-"""What a training config may hold, checked before anything else happens.
+"""The fields of a training config, which are checked before anything else happens.
 
 A config is a locked `ml_collections.ConfigDict` of plain values, so that every field can be set by
 a flag and stored as JSON, where tuples are lists. `FIELDS` lists those of every config and
-`MODEL_FIELDS` those that a model adds: a config has each of them and no other. A field that means
-nothing for a strategy is there, checked and not used.
+`MODEL_FIELDS` those that a model adds. A config has each of them and no other; a field that means
+nothing for its strategy is checked and not used.
 """
 
 import difflib
@@ -22,10 +22,10 @@ DTYPES = ("bfloat16", "float16", "float32")
 # "" leaves it as it is. In float16 gradients overflow: they are summed before they are divided.
 WIRE_DTYPES = ("", "bfloat16", "float32")
 ON_NONFINITE = ("ignore", "stop", "skip", "rollback")
-# What Python writes out is traced and compiled one by one, about a tenth of a second each.
+# Layers and minibatches in a Python loop are traced and compiled one by one, 0.1 s each.
 MOST_WRITTEN_OUT = 1000
-LARGEST = 1e38  # What float32 holds.
-LONGEST_SECONDS = 1e6  # What every clock and timer takes.
+LARGEST = 1e38  # That float32 holds.
+LONGEST_SECONDS = 1e6  # That every clock and timer accepts.
 
 
 FIELDS: Mapping[str, Field] = {
@@ -127,7 +127,7 @@ def one_line(value: object) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name most like `name`; of a dotted one the last part alone may be what is alike."""
+    """The known name that is most like `name`; of dotted names the last parts are compared too."""
 
     def likeness(candidate: str) -> float:
         pairs = [(name, candidate), (name.split(".")[-1], candidate.split(".")[-1])]
@@ -149,12 +149,9 @@ def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 def check_config(config: Any) -> None:
     """Checks a config against `fields_of(config)`.
 
-    Args:
-      config: The `ConfigDict`.
-
     Raises:
-      ValueError: It is none, lacks a field, has an unknown one, or a value does not fit; the
-        message names the first.
+      ValueError: It is no `ConfigDict`, lacks a field, has an unknown one, or a value is not
+        allowed; the message names the first.
     """
     if not isinstance(config, ml_collections.ConfigDict):
         raise ValueError(
@@ -199,7 +196,7 @@ def check_config(config: Any) -> None:
 
 
 def _check_written_out(config: ml_collections.ConfigDict) -> None:
-    """Refuses a program that would take hours to trace and to compile."""
+    """Refuses a program that would take hours to trace and compile."""
     layers = () if config.model.get("scan_layers", False) else ("model.num_layers",)
     for name in (*layers, "optimizer.num_minibatches"):
         group, field = name.split(".")
@@ -212,6 +209,6 @@ def _check_written_out(config: ml_collections.ConfigDict) -> None:
 
 
 def _of_model(config: ml_collections.ConfigDict) -> str:
-    """Whose fields are known, where a model adds some."""
+    """Names the model in a message, if it adds fields."""
     name = config.model.name if "model" in config else None
     return f" of a config with model.name={name!r}" if name in MODEL_FIELDS else ""

@@ -20,15 +20,15 @@ from manualpar.training.optimizer import adamw, warmup_cosine_schedule
 from manualpar.training.task import Task, make_task
 from manualpar.watching.profiling import parse_profile
 
-# What a program does about a step that is not finite, where the loop does what a config says.
+# The program's part of `config.training.on_nonfinite`; the loop does the rest.
 NONFINITE = {"ignore": "ignore", "stop": "report", "skip": "skip", "rollback": "report"}
-# What the batch is split over, as far as the mesh has it; the axis that is replicated over first.
+# The axes that split the batch, as far as the mesh has them, the one that is replicated over first.
 # `data` in two parts, `data` and `data_minor`, is for collectives axis by axis.
 DATA_AXES = ("replica", "data", "data_minor")
 
 
 class Experiment(NamedTuple):
-    """Everything a run needs, nothing compiled yet."""
+    """Everything that a run needs; nothing is compiled yet."""
 
     config: ml_collections.ConfigDict
     task: Task
@@ -46,15 +46,12 @@ def prepare(
 
     Args:
       config: See `manualpar.training.config` for its fields, and `configs/` for examples.
-      devices: What to train on, by default all of `jax.devices()`; a number of devices that nobody
-        has to trace, and not run, what would run on them.
+      devices: The devices to train on, by default all of `jax.devices()`; or the number of devices
+        to trace a program for, which cannot run.
       task: What to train, by default `make_task(config)`.
 
-    Returns:
-      The experiment.
-
     Raises:
-      ValueError: The config does not fit itself or the devices; the message names the field.
+      ValueError: Fields contradict each other or the devices; the message names them.
     """
     check_config(config)
     parse_profile(config.profile)
@@ -77,7 +74,7 @@ def prepare(
 
 
 def _check_best_metric(config: ml_collections.ConfigDict, task: Task, program: Program) -> None:
-    """Refuses to keep the best checkpoint by what is never reported."""
+    """Refuses to find the best checkpoint by a metric that is never reported."""
     wanted = config.checkpoint.best_metric
     if not wanted:
         return
@@ -106,12 +103,12 @@ def build_program(
     """Builds the program that `config` describes, for batches of the task's data.
 
     An option that the strategy does not have, such as `pad` for `dp`, is not used. On a mesh with
-    several of `DATA_AXES` a strategy shards over them as one axis, but for the axis that it
+    several of `DATA_AXES` a strategy shards over them as over one axis, except for the axis that it
     replicates over.
 
     Args:
       config: A config that `check_config` passes.
-      task: What it is to learn; of the data only shapes and dtypes are read.
+      task: The model, the loss and the data, whose shapes and dtypes alone are read.
       schedule: The learning rate of each update.
       devices: As for `prepare`.
 
@@ -119,8 +116,8 @@ def build_program(
       The program, traced but not compiled.
 
     Raises:
-      ValueError: The batch size, the minibatches and the devices do not fit together, or two
-        options; the message names them.
+      ValueError: Two options, or the batch size, the minibatches and the devices, contradict each
+        other; the message names them.
     """
     optimizer, parallel = config.optimizer, config.parallel
     if config.model.get("attention") == "cudnn" and jax.default_backend() != "gpu":
@@ -137,16 +134,16 @@ def build_program(
             f"{list(mesh.shape)}, expected 'replica' too; "
             """set --config.parallel.mesh="{'replica': 2, 'data': -1}"."""
         )
-    if parallel.reduce_dtype and parallel.mode != "manual":
-        raise ValueError(
-            f"config.parallel.reduce_dtype is {parallel.reduce_dtype!r} and config.parallel.mode "
-            f"is {parallel.mode!r}, expected '', for XLA chooses where it sums, or mode 'manual'."
-        )
-    if parallel.axis_by_axis and parallel.mode != "manual":
-        raise ValueError(
-            f"config.parallel.axis_by_axis is True and config.parallel.mode is {parallel.mode!r}, "
-            "expected False, for XLA chooses how it sends, or mode 'manual'."
-        )
+    for field, unused, what in (
+        ("reduce_dtype", "", "where it sums"),
+        ("axis_by_axis", False, "how it sends"),
+    ):
+        if parallel[field] and parallel.mode != "manual":
+            raise ValueError(
+                f"config.parallel.{field} is {parallel[field]!r} and config.parallel.mode is "
+                f"{parallel.mode!r}, expected {unused!r}, because XLA chooses {what}, or mode "
+                "'manual'."
+            )
     data_axes = tuple(axis for axis in DATA_AXES if axis in mesh.shape)
     along, devices = " and ".join(map(repr, data_axes)), axes_size(mesh, data_axes)
     parts = devices * optimizer.num_minibatches
@@ -163,10 +160,9 @@ def build_program(
         b2=optimizer.b2,
         clip_norm=optimizer.clip_norm,
     )
-    batch = abstract_batch(task.dataset.train, config.data.batch_size)
     shared: dict[str, Any] = {
         "mesh": mesh,
-        "batch": batch,
+        "batch": abstract_batch(task.dataset.train, config.data.batch_size),
         "num_minibatches": optimizer.num_minibatches,
         "mode": parallel.mode,
         "rules": parallel.rules,
@@ -186,14 +182,14 @@ def build_program(
 
 
 def _device_kind(mesh: Mesh | AbstractMesh) -> str:
-    """What kind of devices a mesh has; `""` for those that nobody has."""
+    """The kind of the devices of a mesh; `""` for an abstract one."""
     return mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else ""
 
 
 def _mesh_axes(parallel: ml_collections.ConfigDict) -> dict[str, int]:
-    """The axes of the mesh, the major one first: a config keeps no order, ours is `DATA_AXES`.
+    """The axes of the mesh, the major one first, in the order of `DATA_AXES`: a config keeps none.
 
-    Devices of a group that shares a replica are then neighbours, whose links are the fastest.
+    So the devices of one replica are neighbours, whose links are the fastest.
     """
     sizes = parallel.mesh.to_dict()
     first = {axis: sizes[axis] for axis in DATA_AXES if axis in sizes}

@@ -89,11 +89,11 @@ class Loop:
     def every(
         self, steps: int, hook: Hook, *, at_start: bool = False, at_end: bool = False
     ) -> None:
-        """Adds a hook.
+        """Calls a hook with the state, which the next step donates, and the position.
 
         Args:
-          steps: The hook is called after every so many updates; 0 for never.
-          hook: A function of the state, which the next step donates, and the position.
+          steps: How many updates lie between two calls; 0 for no call.
+          hook: The hook.
           at_start: Whether to call it before the first update of a run too.
           at_end: Whether to call it after the last update in any case.
         """
