@@ -17,7 +17,8 @@ from pathlib import Path
 from absl import app
 
 from manualpar.planner.hardware import chip_named
-from manualpar.training.inspection import inspect_command, inspect_flags_parser
+from manualpar.training.command_line import flags_parser
+from manualpar.training.inspection import inspect_command, inspect_syntax
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
 
@@ -29,7 +30,7 @@ def chip_memory(name: str) -> int:
 
 def main() -> None:
     """Runs the command line and exits."""
-    parser = inspect_flags_parser(__doc__ or "", DEFAULT_CONFIG, chip_memory=chip_memory)
+    parser = flags_parser(__doc__ or "", DEFAULT_CONFIG, inspect_syntax(chip_memory))
     app.run(inspect_command, flags_parser=parser)
 
 

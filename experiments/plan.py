@@ -9,14 +9,15 @@ from pathlib import Path
 
 from absl import app
 
-from manualpar.planner.command import plan_command, plan_flags_parser
+from manualpar.planner.command import PLANNING, plan_command
+from manualpar.training.command_line import flags_parser
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "fsdp_lm.py"
 
 
 def main() -> None:
     """Runs the command line and exits."""
-    app.run(plan_command, flags_parser=plan_flags_parser(__doc__ or "", DEFAULT_CONFIG))
+    app.run(plan_command, flags_parser=flags_parser(__doc__ or "", DEFAULT_CONFIG, PLANNING))
 
 
 if __name__ == "__main__":

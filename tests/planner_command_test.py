@@ -1,6 +1,5 @@
 """The planner's command, from its arguments to what it leaves behind."""
 
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -12,10 +11,11 @@ from absl import flags
 
 from experiments import plan as experiment
 from manualpar.planner import command as planner_command
-from manualpar.planner.command import parse_plan_command, plan_command, plan_flags_parser
+from manualpar.planner.command import PLANNING, plan_command
 from manualpar.planner.plan import Plan
 from manualpar.planner.sweep import sweep
 from manualpar.strategies import strategy_kinds
+from manualpar.training.command_line import flags_parser, parse_command_line
 from manualpar.usage import UsageError
 
 SMALL = (
@@ -32,17 +32,23 @@ def _inside(tmp_path, monkeypatch):
 
 
 def _command(*arguments):
-    return parse_plan_command(["program", *arguments], default_config=experiment.DEFAULT_CONFIG)
+    return parse_command_line(
+        ["program", *arguments], default_config=experiment.DEFAULT_CONFIG, syntax=PLANNING
+    )
 
 
 def test_flags_of_the_planner_and_of_the_config_are_told_apart():
     command = _command(
         "--config.data.batch_size=64", "--topology=v5p:2x2x2", "--sweep", "--vocab_size", "1000"
     )
-    assert command.topology.name == "v5p:2x2x2"
-    assert (command.compiler, command.vocab_size, command.sweep) == ("auto", 1000, True)
-    assert command.line.config.data.batch_size == 64
-    assert _command().topology.num_devices == 256
+    assert command.flags.topology.name == "v5p:2x2x2"
+    assert (command.flags.compiler, command.flags.vocab_size, command.flags.sweep) == (
+        "auto",
+        1000,
+        True,
+    )
+    assert command.config.data.batch_size == 64
+    assert _command().flags.topology.num_devices == 256
 
 
 @pytest.mark.parametrize(
@@ -53,7 +59,7 @@ def test_flags_of_the_planner_and_of_the_config_are_told_apart():
         (["--topolgy=v5e:2x2"], "--topolgy is not a known flag; the nearest one is --topology"),
         (["--compiler=gpu"], "--compiler=gpu: expected one of auto, tpu, none"),
         (["--compiler=tpu", "--topology=h100:8"], "expected a TPU topology such as v5e:16x16"),
-        (["--devices=4"], "--devices means nothing to a plan"),
+        (["--devices=4"], "--devices means nothing here: --topology says what a plan is for."),
         (["--vocab_size=many"], "--vocab_size=many"),
         (["--config.data.batchsize=3"], "the nearest one is --config.data.batch_size"),
         (["extra"], "'extra' is not understood"),
@@ -147,12 +153,13 @@ def test_a_sweep_leaves_a_table_and_a_picture(capsys, monkeypatch):
     assert Path("here/sweep.png").read_bytes().startswith(b"\x89PNG")
     output = capsys.readouterr().out
     assert "fit; the fastest, by a model" in output
-    assert plan_command(dataclasses.replace(command, sweep=False)) == 2  # The folder is taken.
+    command.flags.sweep = False
+    assert plan_command(command) == 2  # The folder is taken.
 
 
 def test_help_lists_flags_and_fields(capsys):
     with pytest.raises(SystemExit) as raised:
-        plan_flags_parser("About.", experiment.DEFAULT_CONFIG)(["program", "--help"])
+        flags_parser("About.", experiment.DEFAULT_CONFIG, PLANNING)(["program", "--help"])
     assert raised.value.code == 0
     output = capsys.readouterr().out
     assert "--topology" in output
@@ -162,6 +169,6 @@ def test_help_lists_flags_and_fields(capsys):
 def test_the_parser_ends_with_code_2_and_a_sentence(capsys, monkeypatch):
     monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
     with pytest.raises(SystemExit) as raised:
-        plan_flags_parser("", experiment.DEFAULT_CONFIG)(["program", "--topology=x"])
+        flags_parser("", experiment.DEFAULT_CONFIG, PLANNING)(["program", "--topology=x"])
     assert raised.value.code == 2
     assert capsys.readouterr().err.startswith("error: --topology: ")

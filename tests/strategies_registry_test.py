@@ -14,7 +14,7 @@ import manualpar
 from experiments import compare, comparison, fsdp, inspect, plan
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
 from manualpar.planner import sweep
-from manualpar.planner.command import parse_plan_command, plan_command
+from manualpar.planner.command import PLANNING, plan_command
 from manualpar.planner.topology import parse_topology
 from manualpar.strategies import Field, register, registry, strategy_kinds
 from manualpar.strategies import fsdp as fsdp_file
@@ -22,7 +22,7 @@ from manualpar.training.command_line import parse_command_line
 from manualpar.training.config import check_config
 from manualpar.training.config_files import load_config
 from manualpar.training.experiment import prepare
-from manualpar.training.inspection import inspect_command, parse_inspect_command
+from manualpar.training.inspection import inspect_command, inspect_syntax
 from manualpar.training.main import run_command
 from manualpar.training.task import make_task
 
@@ -69,10 +69,10 @@ def test_a_config_trains_with_it_and_saves_what_it_stores(capsys):
 
 def test_it_is_inspected_and_sends_what_its_closed_form_says(capsys):
     flags = (*SMALL, "--nocompile", "--devices=8")
-    command = parse_inspect_command(
+    command = parse_command_line(
         ["program", _own_config(), *flags],
         default_config=inspect.DEFAULT_CONFIG,
-        chip_memory=inspect.chip_memory,
+        syntax=inspect_syntax(inspect.chip_memory),
     )
     assert inspect_command(command) == 0
     assert f"own: {NAME} manual on data=8; of a device in a step" in capsys.readouterr().out
@@ -106,7 +106,7 @@ def test_it_is_compared_in_its_colour(monkeypatch):
 def test_it_is_planned_and_part_of_a_sweep(capsys):
     config = _own_config()
     arguments = ["program", config, *SMALL, "--topology=h100:8", "--workdir=planned"]
-    command = parse_plan_command(arguments, default_config=plan.DEFAULT_CONFIG)
+    command = parse_command_line(arguments, default_config=plan.DEFAULT_CONFIG, syntax=PLANNING)
     assert plan_command(command) == 0
     assert f"{NAME} manual" in capsys.readouterr().out
     config = load_config(Path("own.py"))

@@ -14,11 +14,8 @@ from absl import flags
 from experiments import inspect as experiment
 from manualpar.inspect.budgets import read_budgets
 from manualpar.training import inspection
-from manualpar.training.inspection import (
-    inspect_command,
-    inspect_flags_parser,
-    parse_inspect_command,
-)
+from manualpar.training.command_line import flags_parser, parse_command_line
+from manualpar.training.inspection import inspect_command, inspect_syntax
 from manualpar.training.inspection_report import describe_fit
 from manualpar.usage import UsageError
 
@@ -26,13 +23,12 @@ CONFIGS = experiment.DEFAULT_CONFIG.parent
 FSDP, DP, HSDP, LM = (f"--config={CONFIGS / name}.py" for name in ("fsdp", "dp", "hsdp", "fsdp_lm"))
 SMALL = ("--config.model.hidden_size=16", "--config.model.num_layers=1")
 ABSTRACT = ("--nocompile", "--devices=8")
+SYNTAX = inspect_syntax(experiment.chip_memory)
 
 
 def _parse(*arguments: str):
-    return parse_inspect_command(
-        ["program", *arguments],
-        default_config=experiment.DEFAULT_CONFIG,
-        chip_memory=experiment.chip_memory,
+    return parse_command_line(
+        ["program", *arguments], default_config=experiment.DEFAULT_CONFIG, syntax=SYNTAX
     )
 
 
@@ -352,9 +348,7 @@ def test_the_devices_there_are_are_eight_simulated_ones_where_there_is_a_cpu():
 def test_help_and_mistakes_end_the_process(capsys, monkeypatch):
     # Other commands define flags of the same names, each in a process of its own.
     monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
-    parse = inspect_flags_parser(
-        experiment.__doc__ or "", experiment.DEFAULT_CONFIG, chip_memory=experiment.chip_memory
-    )
+    parse = flags_parser(experiment.__doc__ or "", experiment.DEFAULT_CONFIG, SYNTAX)
     with pytest.raises(SystemExit) as ended:
         parse(["program", "--help"])
     assert ended.value.code == 0

@@ -1,6 +1,6 @@
 """The command lines of train, compare, inspect and plan: flags, configs, and how they are answered.
 
-A command declares its flags as a mapping from names to `Flag`s. `--config` names a file with
+A command declares its flags in a `Syntax`. `--config` names a file with
 `get_config()`, and `--config.<field>=<value>` sets a field, through `ml_collections.config_flags`.
 A command that takes several configs sets it in all of them. A user's mistake ends with exit code 2,
 one sentence and no traceback; a mistake of ours keeps its traceback.
@@ -55,21 +55,6 @@ WORKDIR = Flag(
     Path,
 )
 DEVICES = Flag("How many CPU devices to simulate, by default 8 where the CPU is all there is.", int)
-TRAIN_FLAGS: Mapping[str, Flag] = {
-    "workdir": WORKDIR,
-    "devices": DEVICES,
-    "coordinator_address": Flag(
-        "Host:port of process 0, where several processes train together and nothing in the "
-        "environment says so; auto has jax find all three."
-    ),
-    "num_processes": Flag("How many processes train together, with --coordinator_address.", int),
-    "process_id": Flag("Which of them this is, from 0, with --coordinator_address.", int),
-    "force": Flag(
-        "Starts what does not fit into memory, and more devices than one would simulate.",
-        bool,
-        False,
-    ),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +80,48 @@ class CommandLine:
         return self.configs[0].path
 
 
+class Syntax(NamedTuple):
+    """The flags of a command besides `--config` and `--config.<field>`.
+
+    Attributes:
+      flags: The flags by name.
+      takes_several: Whether `--config` may be given several times.
+      refused: Flags of other commands that mean nothing here, each with the reason.
+      refine: Checks the values of the flags, and may replace them; a mistake is a `UsageError`.
+    """
+
+    flags: Mapping[str, Flag]
+    takes_several: bool = False
+    refused: Mapping[str, str] = types.MappingProxyType({})
+    refine: Callable[[CommandLine], None] = lambda line: None
+
+
+TRAINING = Syntax(
+    {
+        "workdir": WORKDIR,
+        "devices": DEVICES,
+        "coordinator_address": Flag(
+            "Host:port of process 0, where several processes train together and nothing in the "
+            "environment says so; auto has jax find all three."
+        ),
+        "num_processes": Flag(
+            "How many processes train together, with --coordinator_address.", int
+        ),
+        "process_id": Flag("Which of them this is, from 0, with --coordinator_address.", int),
+        "force": Flag(
+            "Starts what does not fit into memory, and more devices than one would simulate.",
+            bool,
+            False,
+        ),
+    }
+)
+
+
 def parse_command_line(
     argv: Sequence[str],
     *,
     default_config: Path,
-    flags: Mapping[str, Flag] = TRAIN_FLAGS,
-    takes_several: bool = False,
+    syntax: Syntax = TRAINING,
     flag_values: absl_flags.FlagValues | None = None,
 ) -> CommandLine:
     """Parses a command line.
@@ -108,16 +129,13 @@ def parse_command_line(
     Args:
       argv: The arguments, the program's name first.
       default_config: The config where `--config` is not given.
-      flags: The flags besides `--config` and `--config.<field>`.
-      takes_several: Whether `--config` may be given several times.
+      syntax: The flags.
       flag_values: Where to define the flags, by default where nobody else sees them.
-
-    Returns:
-      What it asks for.
 
     Raises:
       UsageError: It cannot be followed; the message is one sentence that says why.
     """
+    flags = syntax.flags
     flag_values = absl_flags.FlagValues() if flag_values is None else flag_values
     absl_flags.DEFINE_multi_string("config", [], CONFIG_HELP, flag_values=flag_values)
     define = {int: absl_flags.DEFINE_integer, bool: absl_flags.DEFINE_boolean}
@@ -131,11 +149,11 @@ def parse_command_line(
     kinds = {name: (flag.kind, "") for name, flag in flags.items()}
     with explained(kinds.get):
         _, *rest = flag_values(list(argv), known_only=True)
-    overrides = _check_overrides(rest, {*flags, "config"})
+    overrides = _check_overrides(rest, syntax)
     paths: list[str] = flag_values.config or [str(default_config)]
     if not all(paths):
         raise UsageError(no_value)
-    if len(paths) > 1 and not takes_several:
+    if len(paths) > 1 and not syntax.takes_several:
         raise UsageError("--config is given twice, expected once.")
     values: dict[str, Any] = {name: flag_values[name].value for name in flags}
     for name, value in values.items():
@@ -145,36 +163,34 @@ def parse_command_line(
             values[name] = Path(value) if value else None
     if values.get("devices") is not None and values["devices"] < 1:
         raise UsageError(f"--devices={values['devices']}: expected at least 1 device to simulate.")
-    return CommandLine(load_configs(paths, overrides), types.SimpleNamespace(**values))
+    line = CommandLine(load_configs(paths, overrides), types.SimpleNamespace(**values))
+    syntax.refine(line)
+    return line
 
 
 def flags_parser(
-    description: str,
-    default_config: Path,
-    *,
-    flags: Mapping[str, Flag] = TRAIN_FLAGS,
-    parse: Callable[..., Any] = parse_command_line,
-) -> Callable[[list[str]], Any]:
+    description: str, default_config: Path, syntax: Syntax = TRAINING
+) -> Callable[[list[str]], CommandLine]:
     """Makes the parser that `absl.app.run` takes.
 
     Args:
       description: What `--help` shows first.
       default_config: The config where `--config` is not given.
-      flags: The flags that `--help` lists.
-      parse: A function of the arguments, `default_config` and `flag_values`, such as
-        `parse_command_line`.
+      syntax: The flags.
 
     Returns:
-      A function of the arguments that returns what `parse` does, or ends the process: with
-      code 0 for `--help`, with code 2 and a sentence for a mistake.
+      A function of the arguments that returns what they ask for, or ends the process: with code 0
+      for `--help`, with code 2 and a sentence for a mistake.
     """
 
-    def parse_or_end(argv: list[str]) -> Any:
+    def parse_or_end(argv: list[str]) -> CommandLine:
         if {"--help", "-help", "-h", "--helpshort"} & set(argv):
-            print(_help_text(description, default_config, flags))
+            print(_help_text(description, default_config, syntax.flags))
             sys.exit(0)
         try:
-            return parse(argv, default_config=default_config, flag_values=absl_flags.FLAGS)
+            return parse_command_line(
+                argv, default_config=default_config, syntax=syntax, flag_values=absl_flags.FLAGS
+            )
         except UsageError as error:
             print_error(error)
             sys.exit(USAGE_EXIT_CODE)
@@ -245,16 +261,17 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _check_overrides(arguments: list[str], known: set[str]) -> list[str]:
+def _check_overrides(arguments: list[str], syntax: Syntax) -> list[str]:
     """Refuses what neither overrides a field nor is the value of an override."""
     takes_value = False
     for argument in arguments:
         is_override = OVERRIDE.match(argument)
         if not is_override and re.match(r"--?[a-zA-Z_]", argument):
             name = argument.lstrip("-").split("=")[0]
-            raise UsageError(
-                f"--{name} is not a known flag; the nearest one is --{nearest(name, known)}."
-            )
+            if name in syntax.refused:
+                raise UsageError(f"--{name} means nothing here: {syntax.refused[name]}.")
+            near = nearest(name, {*syntax.flags, "config"})
+            raise UsageError(f"--{name} is not a known flag; the nearest one is --{near}.")
         if not is_override and not takes_value:
             raise UsageError(
                 f"{argument!r} is not understood, expected flags such as --config.seed=1."

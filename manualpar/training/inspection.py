@@ -11,14 +11,12 @@ Exit codes: 0 if all went well, 1 if a budget is broken, 2 for a mistake of the 
 Ctrl-C.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import rich.console
-from absl import flags as absl_flags
 
 from manualpar.inspect.budget_writing import budget_text, replace_budget
 from manualpar.inspect.budgets import (
@@ -36,9 +34,8 @@ from manualpar.inspect.step_ledger import ledger
 from manualpar.training.command_line import (
     CommandLine,
     Flag,
+    Syntax,
     answer,
-    flags_parser,
-    parse_command_line,
     write_json,
 )
 from manualpar.training.config_files import NamedConfig
@@ -61,8 +58,6 @@ BROKEN_EXIT_CODE = 1
 PICTURE = "inspect.png"
 # The keys without which a ledger from a file cannot be compared.
 NEEDED = ("mesh", "bytes", "counts", "collectives", "flops", "memory", "compiled")
-
-
 MOST_COMPILED = 64
 INSPECT_FLAGS: Mapping[str, Flag] = {
     "devices": Flag(
@@ -87,59 +82,27 @@ INSPECT_FLAGS: Mapping[str, Flag] = {
     ),
 }
 
-ChipMemory = Callable[[str], int]
 
-
-def inspect_flags_parser(
-    description: str, default_config: Path, *, chip_memory: ChipMemory
-) -> Callable[[list[str]], CommandLine]:
-    """Makes the parser that `absl.app.run` takes, see `command_line.flags_parser`.
+def inspect_syntax(chip_memory: Callable[[str], int]) -> Syntax:
+    """The flags, refined so that `compile` is never `None`, and `memory` is a `Bound` if given.
 
     Args:
-      description: What `--help` shows first.
-      default_config: The config where `--config` is not given.
       chip_memory: The bytes that a chip of a name has; raises `ValueError` for an unknown name.
-
-    Returns:
-      A function of the arguments that returns what they ask for, or ends the process.
     """
-    parse = functools.partial(parse_inspect_command, chip_memory=chip_memory)
-    return flags_parser(description, default_config, flags=INSPECT_FLAGS, parse=parse)
 
+    def refine(line: CommandLine) -> None:
+        flags = line.flags
+        if flags.write_budget and not flags.budget:
+            raise UsageError(
+                "--write_budget needs the name of the file, as in --budget=configs/budgets.toml "
+                "--write_budget."
+            )
+        if flags.compile is None:
+            flags.compile = (flags.devices or 1) <= MOST_COMPILED
+        if flags.memory is not None:
+            flags.memory = _read_memory(flags.memory, chip_memory)
 
-def parse_inspect_command(
-    argv: Sequence[str],
-    *,
-    default_config: Path,
-    chip_memory: ChipMemory,
-    flag_values: absl_flags.FlagValues | None = None,
-) -> CommandLine:
-    """Parses a command line with one or several configs, see `parse_command_line`.
-
-    Returns:
-      The command line. `compile` is never `None`, and `memory` is a `Bound` if it is given.
-
-    Raises:
-      UsageError: It cannot be followed; the message is one sentence that says why.
-    """
-    line = parse_command_line(
-        argv,
-        default_config=default_config,
-        flags=INSPECT_FLAGS,
-        takes_several=True,
-        flag_values=flag_values,
-    )
-    flags = line.flags
-    if flags.write_budget and not flags.budget:
-        raise UsageError(
-            "--write_budget needs the name of the file, as in --budget=configs/budgets.toml "
-            "--write_budget."
-        )
-    if flags.compile is None:
-        flags.compile = (flags.devices or 1) <= MOST_COMPILED
-    if flags.memory is not None:
-        flags.memory = _read_memory(flags.memory, chip_memory)
-    return line
+    return Syntax(INSPECT_FLAGS, takes_several=True, refine=refine)
 
 
 def inspect_command(line: CommandLine) -> int:
@@ -314,7 +277,7 @@ def _write(
     return output
 
 
-def _read_memory(text: str, chip_memory: ChipMemory) -> Bound:
+def _read_memory(text: str, chip_memory: Callable[[str], int]) -> Bound:
     """The memory of a device: a size, or that of a chip."""
     if size := parse_size(text):
         return Bound("device", size)
