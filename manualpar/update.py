@@ -107,10 +107,6 @@ class Update:
                 norms["parameter_norm"] = global_norm(new_params)
             return self._store(new_params), self._map_state(pad_leaf, opt_state), norms
 
-    def pad_state(self, opt_state: Any) -> Any:
-        """The optimizer's state as it is stored, from that of the parameters' own shapes."""
-        return self._map_state(pad_leaf, opt_state)
-
     def _shard(self, place: Placement, x: jax.Array) -> jax.Array:
         """A parameter as the optimizer takes it; nothing is sent."""
         if place.state_names is not None:
