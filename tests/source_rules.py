@@ -41,7 +41,7 @@ ORDER = """
     sharding.batches
     sharding.roles sharding.mesh
     sharding.axes sharding.mesh_context guards.donation
-    compiler_options extras metrics purposes untrusted usage core sharding guards
+    compiler_options extras jaxprs metrics purposes untrusted usage core sharding guards
 """
 RANKS = {
     unit: rank

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from manualpar.jaxprs import all_equations, inner_jaxprs
 from manualpar.purposes import EXAMPLES_SCOPE, GATHER_SCOPE
 
 # Primitives that name mesh axes and send nothing.
@@ -59,9 +60,9 @@ def check_conditions(name: str, jaxpr: Jaxpr) -> None:
     Raises:
       ValueError: There is one; the message says where.
     """
-    for eqn in _all_equations(jaxpr):
+    for eqn in all_equations(jaxpr):
         varying = _varying_condition(eqn)
-        for inner in _inner_equations(eqn) if varying else ():
+        for inner in _equations_inside(eqn) if varying else ():
             shared = sorted(varying & _communication_axes(inner))
             if shared:
                 where = f"{eqn.source_info.name_stack}/{inner.source_info.name_stack}".strip("/")
@@ -85,7 +86,7 @@ def check_constraints(name: str, jaxpr: Jaxpr) -> None:
     Raises:
       ValueError: There is one, which JAX refuses when it lowers the program and not before.
     """
-    for eqn in _all_equations(jaxpr):
+    for eqn in all_equations(jaxpr):
         if eqn.primitive.name != "sharding_constraint":
             continue
         sharding = eqn.params["sharding"]
@@ -111,7 +112,7 @@ def check_gathered_order(name: str, jaxpr: Jaxpr, scope: str, data_axes: tuple[s
     Raises:
       ValueError: Examples are gathered so.
     """
-    for eqn in _all_equations(jaxpr):
+    for eqn in all_equations(jaxpr):
         if scope not in re.split(r"[/()]", str(eqn.source_info.name_stack)):
             continue
         axes = tuple(jax.tree.leaves(eqn.params.get("axis_name"))) or data_axes
@@ -146,7 +147,7 @@ def check_derivatives(name: str, jaxpr: Jaxpr, scope: str) -> None:
                 "its own parameters use replicate= or data_parallel."
             )
         if "custom_vjp" not in eqn.primitive.name:
-            for inner in _inner_jaxprs(eqn):
+            for inner in inner_jaxprs(eqn):
                 check_derivatives(name, inner, scope)
 
 
@@ -164,6 +165,11 @@ def _varying(variable: Any) -> frozenset[str]:
     return frozenset(getattr(variable.aval, "mat", jax.typeof(0).mat).varying)
 
 
+def _equations_inside(eqn: Any) -> Iterator[Any]:
+    for inner in inner_jaxprs(eqn):
+        yield from all_equations(inner)
+
+
 def _communication_axes(eqn: Any) -> frozenset[str]:
     """The mesh axes that an equation sends something along."""
     if eqn.primitive.name in SILENT_PRIMITIVES:
@@ -171,26 +177,3 @@ def _communication_axes(eqn: Any) -> frozenset[str]:
     names = [eqn.params.get("axis_name"), *(eqn.params.get("axes") or ())]
     flat = jax.tree.leaves(names)
     return frozenset(axis for axis in flat if isinstance(axis, str))
-
-
-def _all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Every equation of a jaxpr, those inside other equations too."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        yield from _inner_equations(eqn)
-
-
-def _inner_equations(eqn: Any) -> Iterator[Any]:
-    """Every equation inside an equation."""
-    for inner in _inner_jaxprs(eqn):
-        yield from _all_equations(inner)
-
-
-def _inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
-    """The jaxprs that are parameters of an equation."""
-    for value in eqn.params.values():
-        for inner in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(inner, ClosedJaxpr):
-                yield inner.jaxpr
-            elif isinstance(inner, Jaxpr):
-                yield inner

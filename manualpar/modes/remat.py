@@ -15,7 +15,7 @@ gathers one layer at a time in its backward pass too.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.jaxprs import inner_jaxprs
 from manualpar.purposes import GATHER_SCOPE, RECOMPUTED_SCOPE
 
 CALLS = frozenset({"jit", "pjit"})
@@ -288,13 +289,4 @@ def _gathers(jaxpr: Jaxpr, *, but_not_in: frozenset[str] = frozenset()) -> bool:
 def _gathers_inside(eqn: Any) -> bool:
     if eqn.primitive.name in REMAT_PRIMITIVES:
         return False
-    return any(map(_gathers, _inner_jaxprs(eqn)))
-
-
-def _inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
-    """The programs that an operation runs."""
-    for value in eqn.params.values():
-        for inner in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-            if isinstance(jaxpr, Jaxpr):
-                yield jaxpr
+    return any(map(_gathers, inner_jaxprs(eqn)))
