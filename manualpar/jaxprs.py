@@ -10,15 +10,15 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
     """Every equation of a program, outer ones before those inside them."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in inner_jaxprs(eqn):
+        for _, inner in inner_jaxprs(eqn):
             yield from all_equations(inner)
 
 
-def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr]:
-    """The programs that are parameters of an equation."""
-    for value in eqn.params.values():
+def inner_jaxprs(eqn: Any) -> Iterator[tuple[str, Jaxpr]]:
+    """The programs that are parameters of an equation, each with the name of its parameter."""
+    for name, value in eqn.params.items():
         for inner in value if isinstance(value, tuple | list) else (value,):
             if isinstance(inner, ClosedJaxpr):
-                yield inner.jaxpr
+                yield name, inner.jaxpr
             elif isinstance(inner, Jaxpr):
-                yield inner
+                yield name, inner

@@ -147,7 +147,7 @@ def check_derivatives(name: str, jaxpr: Jaxpr, scope: str) -> None:
                 "its own parameters use replicate= or data_parallel."
             )
         if "custom_vjp" not in eqn.primitive.name:
-            for inner in inner_jaxprs(eqn):
+            for _, inner in inner_jaxprs(eqn):
                 check_derivatives(name, inner, scope)
 
 
@@ -166,7 +166,7 @@ def _varying(variable: Any) -> frozenset[str]:
 
 
 def _equations_inside(eqn: Any) -> Iterator[Any]:
-    for inner in inner_jaxprs(eqn):
+    for _, inner in inner_jaxprs(eqn):
         yield from all_equations(inner)
 
 

@@ -8,11 +8,13 @@ counted with a number of rounds that the caller gives. Every choice of this kind
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 from jax.sharding import AxisType
+
+from manualpar.jaxprs import inner_jaxprs
 
 Finding = TypeVar("Finding")
 
@@ -104,7 +106,7 @@ class EquationReader(Generic[Finding]):
             around = around._replace(sizes={**around.sizes, **mesh.shape}, spread=math.prod(left))
         elif name == "scan":
             around = around._replace(times=around.times * eqn.params["length"])
-        read = [self.read(jaxpr, around) for _, jaxpr in _inner(eqn)]
+        read = [self.read(jaxpr, around) for _, jaxpr in inner_jaxprs(eqn)]
         parts = [part for part in read if part]
         if name == "cond" and parts:
             if len({self.cost(part) for part in read}) > 1:
@@ -129,7 +131,7 @@ class EquationReader(Generic[Finding]):
     def _read_while(self, eqn: Any, around: Around) -> tuple[Finding, ...]:
         trips = 1 if self.while_trips is None else self.while_trips
         found: tuple[Finding, ...] = ()
-        for name, jaxpr in _inner(eqn):
+        for name, jaxpr in inner_jaxprs(eqn):
             rounds = trips + 1 if name == "cond_jaxpr" else trips
             found += self.read(jaxpr, around._replace(times=around.times * rounds))
         if found and self.while_trips is None:
@@ -146,24 +148,6 @@ class EquationReader(Generic[Finding]):
     def _note(self, words: str) -> None:
         if words not in self.notes:
             self.notes.append(words)
-
-
-def equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Every equation of a jaxpr and of the jaxprs inside it, each once."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for _, inner in _inner(eqn):
-            yield from equations(inner)
-
-
-def _inner(eqn: Any) -> Iterator[tuple[str, Jaxpr]]:
-    """The jaxprs directly inside an equation, each with the name of its parameter."""
-    for name, value in eqn.params.items():
-        for inner in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(inner, ClosedJaxpr):
-                yield name, inner.jaxpr
-            elif isinstance(inner, Jaxpr):
-                yield name, inner
 
 
 def _manual_axes(shard_map: Any) -> frozenset[str]:

@@ -32,11 +32,12 @@ from manualpar.inspect.communication import (
     total_bytes,
 )
 from manualpar.inspect.compiled import Compiled, read_compiled
-from manualpar.inspect.equations import Around, equations
+from manualpar.inspect.equations import Around
 from manualpar.inspect.formulas import step_bytes
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import Computation, ProductReader, by_phase_and_module, uncounted
 from manualpar.inspect.provenance import PHASES
+from manualpar.jaxprs import all_equations
 
 T = TypeVar("T")
 Amount = TypeVar("Amount", int, Fraction)
@@ -181,7 +182,7 @@ def ledger(
             f"FLOPs {where} are taken as spread evenly over {max(spread)} devices: where XLA "
             "computes the same on several, a device's are more"
         )
-    if names := sorted(set(uncounted(equations(jaxpr)))):
+    if names := sorted(set(uncounted(all_equations(jaxpr)))):
         notes.append(f"FLOPs of {', '.join(names)} are not known here and left out")
     if ours and ours.mode != "manual":
         notes.append(
@@ -274,7 +275,7 @@ def _meshes(program: Any, traced: jax.stages.Traced, args: tuple[Any, ...]) -> I
     if not isinstance(program, jax.stages.Traced):
         jaxpr = _called(program, args)  # Of a jitted function it names the shardings.
     inside = []
-    for eqn in equations(jaxpr):
+    for eqn in all_equations(jaxpr):
         named = [eqn.params.get(name) for name in ("sharding", "in_shardings", "out_shardings")]
         shardings += jax.tree.leaves(named)
         inside += [eqn.params["mesh"]] if eqn.primitive.name == "shard_map" else []

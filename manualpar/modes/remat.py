@@ -289,4 +289,4 @@ def _gathers(jaxpr: Jaxpr, *, but_not_in: frozenset[str] = frozenset()) -> bool:
 def _gathers_inside(eqn: Any) -> bool:
     if eqn.primitive.name in REMAT_PRIMITIVES:
         return False
-    return any(map(_gathers, inner_jaxprs(eqn)))
+    return any(_gathers(inner) for _, inner in inner_jaxprs(eqn))
