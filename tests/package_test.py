@@ -114,17 +114,17 @@ def test_the_package_alone_trains_a_step_and_names_the_extra_for_more(wheel: Pat
     venv.create(tmp_path / "venv", with_pip=True)
     binaries = "Scripts" if sys.platform == "win32" else "bin"
     python = tmp_path / "venv" / binaries / "python"
-    _run(python, "-m", "pip", "install", wheel, cwd=tmp_path)
+    _run(python, "-I", "-m", "pip", "install", wheel, cwd=tmp_path)
     loss, location = _run(python, "-I", "-c", STEP, cwd=tmp_path).splitlines()
     assert loss.startswith("loss: ")
     assert "site-packages" in Path(location).parts
     assert Path(location).is_relative_to(tmp_path / "venv")
-    packages = _run(python, "-m", "pip", "list", cwd=tmp_path).lower()
+    packages = _run(python, "-I", "-m", "pip", "list", cwd=tmp_path).lower()
     optional = "grain ml_collections tensorboardx scikit-learn tokenizers matplotlib pytest"
     assert [name for name in optional.split() if re.search(rf"^{name} ", packages, re.M)] == []
     command = (python, "-I", "-c", "import manualpar.training")
     refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     sentence = "needs grain and ml-collections and tensorboardX, which are not installed: "
     assert f"{sentence}pip install 'manualpar[train]'" in refused.stderr.splitlines()[-1]
-    _run(python, "-m", "pip", "install", f"{wheel}[train]", cwd=tmp_path)
+    _run(python, "-I", "-m", "pip", "install", f"{wheel}[train]", cwd=tmp_path)
     _run(python, "-I", "-c", "import manualpar.training.main, manualpar.models", cwd=tmp_path)
