@@ -25,6 +25,8 @@ SMALL = (
     "--config.model.num_layers=1",
 )
 
+CLASSIFIER = f"--config={experiment.DEFAULT_CONFIG.with_name('fsdp.py')}"  # Its traces are short.
+
 
 @pytest.fixture(autouse=True)
 def _inside(tmp_path, monkeypatch):
@@ -101,7 +103,7 @@ def test_a_tpu_without_libtpu_gets_the_model_and_a_hint(capsys, monkeypatch):
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "libtpu" else find_spec(name)
     )
-    assert plan_command(_command(*SMALL, "--topology=v5e:2x4")) == 0
+    assert plan_command(_command(CLASSIFIER, "--topology=v5e:2x4")) == 0
     assert "pip install 'manualpar[tpu-compiler]'" in capsys.readouterr().out
 
 
@@ -133,7 +135,7 @@ def test_what_the_compiler_says_stands_beside_the_model(monkeypatch):
 
 
 def test_another_mode_is_only_the_compilers(capsys):
-    arguments = (*SMALL, "--config.parallel.mode=auto", "--topology=h100:8")
+    arguments = (CLASSIFIER, "--config.parallel.mode=auto", "--topology=h100:8")
     assert plan_command(_command(*arguments)) == 2
     assert "mode='auto', expected 'manual'" in capsys.readouterr().err
 
@@ -144,8 +146,7 @@ def test_a_sweep_leaves_a_table_and_a_picture(capsys, monkeypatch):
     monkeypatch.setattr("manualpar.planner.sweep.strategy_kinds", lambda: kinds)
     monkeypatch.setattr("manualpar.planner.sweep.CHIP_COUNTS", (8,))
     monkeypatch.setattr(planner_command, "sweep", functools.partial(sweep, traced=1))
-    config = experiment.DEFAULT_CONFIG.with_name("fsdp.py")  # The classifier's traces are short.
-    command = _command(f"--config={config}", "--topology=h100:8", "--sweep", "--workdir=here")
+    command = _command(CLASSIFIER, "--topology=h100:8", "--sweep", "--workdir=here")
     assert plan_command(command) == 0
     written = json.loads(Path("here/sweep.json").read_text())
     assert {each["strategy"] for each in written["candidates"]} == {"dp", "fsdp"}
