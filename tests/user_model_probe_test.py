@@ -191,10 +191,11 @@ def stepped(params, apply_fn, batch, rng):
 
 def test_a_derivative_of_shards_is_refused(devices8):
     why = "they are differentiated, with nn.vjp, .*if only that of the inputs .*=False"
-    message = rf"of 'Dense_0', .*, in call at probe_test.py:\d+ \(return dense\(x\)\): {why}"
+    here = r"at user_model_probe_test.py:\d+"
+    message = rf"of 'Dense_0', .*, in call {here} \(return dense\(x\)\): {why}"
     with pytest.raises(ValueError, match=message):
         build(Differentiated())
-    with pytest.raises(ValueError, match=rf", in <lambda> at probe_test.py:\d+ .*: {why}"):
+    with pytest.raises(ValueError, match=rf", in <lambda> {here} .*: {why}"):
         build(nn.Dense(8), pulled_back)
     with pytest.raises(ValueError, match=r"in stepped at .* steps such as p - lr \* g"):
         build(nn.Dense(8), stepped)
