@@ -79,7 +79,7 @@ def test_two_configs_side_by_side(capsys):
     assert found["predicted_bytes"] == {"total": formula, "by_axes": {"data": formula}}
     assert found["predicted_is_bound"]
     less = gathered - 2 * 4 * last * 7 // 8
-    assert f"({less:,} less, for what backward does not need is not gathered again)" in output
+    assert f"({less:,} less, because what backward does not need is not gathered again)" in output
     assert [row[0] for row in rows if row[0] in ("closed form", "jaxpr", "compiled")] == [
         "closed form",
         "jaxpr",
@@ -205,7 +205,7 @@ def test_a_budget_is_written_kept_and_broken(capsys):
 def test_what_is_compiled_is_not_checked_where_nothing_is(capsys):
     Path("b.toml").write_text("[fsdp]\ntemporaries = 1\n")
     assert _run(FSDP, *SMALL, *ABSTRACT, "--budget=b.toml") == 0
-    assert "not checked, for nothing was compiled or it is not known: temporaries" in (
+    assert "not checked, because nothing was compiled or it is not known: temporaries" in (
         capsys.readouterr().out
     )
 

@@ -119,7 +119,9 @@ def print_verdict(console: rich.console.Console, name: str, verdict: Verdict) ->
     if not verdict.broken:
         print_line(console, f"{name}: the budget is kept")
     for key in verdict.unchecked:
-        print_line(console, f"  not checked, for nothing was compiled or it is not known: {key}")
+        print_line(
+            console, f"  not checked, because nothing was compiled or it is not known: {key}"
+        )
     for sentence in verdict.slack:
         print_line(console, f"  slack: {sentence}")
 
@@ -173,7 +175,7 @@ def explain_closed_form(ledger: Json) -> str:
     )
     less = predicted["total"] - sent
     if less > 0 and ledger["predicted_is_bound"]:
-        words += f" ({less:,.0f} less, for what backward does not need is not gathered again)"
+        words += f" ({less:,.0f} less, because what backward does not need is not gathered again)"
     elif less:
         words += f" ({abs(less):,.0f} {'less' if less > 0 else 'more'})"
     if others:
@@ -206,7 +208,7 @@ def _print_axes(console: rich.console.Console, ledger: Json) -> None:
             _share(sent.get(axes, 0), ledger["bytes"]["total"]),
             _closed_form(ledger, axes) if axes in predicted else "-",
         )
-        for axes in sorted(sent.keys() | predicted.keys(), key=lambda x: -sent.get(x, 0))
+        for axes in sorted(sent.keys() | predicted.keys(), key=lambda x: (-sent.get(x, 0), x))
     ]
     _print_table(console, ("axes", "devices", "sent", "share", "closed form"), rows)
 
