@@ -39,7 +39,7 @@ POLL_SECONDS = 0.05
 
 @dataclasses.dataclass
 class _Process:
-    """A process, and the threads that read what it prints."""
+    """A process, and the threads that read its output."""
 
     popen: subprocess.Popen[bytes]
     readers: list[threading.Thread]
@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    own, separator, command = _split(arguments)
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    command = arguments[at + 1 :]
     parser = OneSentenceParser(
         prog="python -m manualpar.launch",
         usage="%(prog)s --processes=N [--devices-per-process=N] [--grace=SECONDS] -- command ...",
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--grace", default="15", help="seconds to end in when one has failed (default: 15)"
     )
-    options = parser.parse_args(own)
+    options = parser.parse_args(arguments[:at])
     processes = _parse_count(parser, "--processes", options.processes)
     devices = options.devices_per_process
     if devices is not None:
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         grace = -1.0
     if not 0 <= grace < float("inf"):
         parser.error(f"--grace={options.grace}: expected a number of seconds.")
-    if not separator or not command:
+    if not command:
         parser.error("no command, expected one after --, such as -- python -m experiments.fsdp.")
     return launch(command, processes=processes, devices_per_process=devices, grace_seconds=grace)
 
@@ -127,7 +128,7 @@ def launch(
             _send(one, signal.SIGKILL)
             one.popen.wait()
             for reader in one.readers:
-                # What it started itself may hold its output open.
+                # A process that it started may keep its output open.
                 reader.join(TERMINATE_SECONDS)
         for number, handler in earlier.items():
             signal.signal(number, handler)
@@ -165,7 +166,7 @@ def _watch(started: Sequence[_Process], signals: queue.SimpleQueue[int], grace: 
 
 
 def _say_who_was_killed(started: Sequence[_Process]) -> None:
-    """Names processes that a signal ended: they could not say it, and the others may not know."""
+    """Names processes that a signal ended, because they could not say it themselves."""
     for number, one in enumerate(started):
         if (one.popen.returncode or 0) < 0:
             name = signal.Signals(-one.popen.returncode).name
@@ -173,7 +174,7 @@ def _say_who_was_killed(started: Sequence[_Process]) -> None:
 
 
 def _first_failure(started: Sequence[_Process]) -> int | None:
-    """The exit code of a process that has failed, one that a signal ended if there is one."""
+    """The exit code of a process that failed, by preference of one that a signal ended."""
     codes = [one.popen.returncode for one in started if one.popen.returncode]
     # The others' codes only say that they noticed.
     signalled = [128 - code for code in codes if code < 0]
@@ -183,14 +184,15 @@ def _first_failure(started: Sequence[_Process]) -> int | None:
 def _start(
     command: Sequence[str], variables: dict[str, str], prefix: bytes, lock: threading.Lock
 ) -> _Process:
-    """Starts a process and the threads that pass its output on."""
+    """Starts a process, and the threads that copy its output."""
     popen = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, **variables},
-        # Ctrl-C in a terminal goes to a whole group; so it comes through here alone.
+        # Ctrl-C in a terminal goes to a whole group. In a group of its own a process gets it only
+        # from here.
         start_new_session=True,
     )
     assert popen.stdout is not None
@@ -208,7 +210,7 @@ def _start(
 
 
 def _pass_on(source: IO[bytes], target: IO[bytes], prefix: bytes, lock: threading.Lock) -> None:
-    """Copies lines, each behind the prefix and none inside another."""
+    """Copies lines, each behind the prefix and as a whole."""
     with source:
         for line in source:
             with lock:
@@ -217,7 +219,7 @@ def _pass_on(source: IO[bytes], target: IO[bytes], prefix: bytes, lock: threadin
 
 
 def _send(one: _Process, number: int) -> None:
-    """Sends a signal to a process, SIGKILL to what it has started too."""
+    """Sends a signal to a process; SIGKILL goes to the processes that it started too."""
     if number == signal.SIGKILL:
         try:
             os.killpg(one.popen.pid, number)
@@ -228,12 +230,12 @@ def _send(one: _Process, number: int) -> None:
 
 
 def _variables(address: str, processes: int, process: int, devices: int | None) -> dict[str, str]:
-    """What a process is told in its environment, besides all that is in ours."""
+    """The variables of a process's environment that ours does not have."""
     variables = {
         "MANUALPAR_COORDINATOR_ADDRESS": address,
         "MANUALPAR_NUM_PROCESSES": str(processes),
         "MANUALPAR_PROCESS_ID": str(process),
-        # What Python holds back would come out late, or never where it is killed.
+        # Output in Python's buffers would come late, or never if the process is killed.
         "PYTHONUNBUFFERED": "1",
     }
     if devices is not None:
@@ -242,22 +244,12 @@ def _variables(address: str, processes: int, process: int, devices: int | None) 
 
 
 def _free_port() -> int:
-    """A port that nobody uses now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port
 
 
-def _split(arguments: list[str]) -> tuple[list[str], bool, list[str]]:
-    """The launcher's own arguments, whether there is a `--`, and the command behind it."""
-    if "--" not in arguments:
-        return arguments, False, []
-    at = arguments.index("--")
-    return arguments[:at], True, arguments[at + 1 :]
-
-
 def _parse_count(parser: OneSentenceParser, name: str, text: str) -> int:
-    """A positive integer that one machine may be asked for."""
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 0 < int(text) <= MOST):
         parser.error(f"{name}={text}: expected a positive integer such as 2, at most {MOST}.")
     return int(text)

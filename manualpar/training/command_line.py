@@ -54,7 +54,6 @@ WORKDIR = Flag(
     "checkpoint goes on from it.",
     Path,
 )
-DEVICES = Flag("How many CPU devices to simulate, by default 8 where the CPU is all there is.", int)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +98,9 @@ class Syntax(NamedTuple):
 TRAINING = Syntax(
     {
         "workdir": WORKDIR,
-        "devices": DEVICES,
+        "devices": Flag(
+            "How many CPU devices to simulate, by default 8 where the CPU is all there is.", int
+        ),
         "coordinator_address": Flag(
             "Host:port of process 0, where several processes train together and nothing in the "
             "environment says so; auto has jax find all three."
