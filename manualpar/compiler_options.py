@@ -1,14 +1,14 @@
 """Which compiler options make XLA run collectives behind compute, for each generation of TPUs.
 
-A v5e does so by default for what is gathered, and no option was found that does it for what is
-scattered and leaves room for the rest. A v6e has units of its own for it, the SparseCores, and a
-v5p takes some of both. The sets were chosen by compiling one step (FSDP, sixteen scanned layers of
-width 2048) for each, with libtpu 0.0.42, and taking the one that leaves the least to wait for: the
-bytes of each collective over one direction of all links, less what is computed between its start
-and its end. None has run on a TPU. `benchmarks/compiled_for_tpu.py` compiles with them.
+A v5e does so by default for gathers, and no option was found that does it for reduce-scatters and
+leaves room for the rest. A v6e has units of its own for it, the SparseCores, and a v5p takes some
+of both. To choose the sets, one step (FSDP, sixteen scanned layers of width 2048) was compiled with
+each, with libtpu 0.0.42. The set was taken that leaves the least to wait for: the bytes of each
+collective over one direction of all links, less what is computed between its start and its end.
+None has run on a TPU. `benchmarks/compiled_for_tpu.py` compiles with them.
 
-An option that a compiler does not know is an error of its own, so with another libtpu than that
-one some of them may have to go.
+A compiler refuses an option that it does not know, so some of them may have to go with another
+version of libtpu.
 """
 
 import re
@@ -53,13 +53,13 @@ def compiler_options(
 
     Args:
       device_kind: `jax.Device.device_kind`, such as `TPU v5 lite`.
-      overlap: `"default"` for the compiler's own, `"asynchronous"` for those that make what it can
-        run behind compute run so.
+      overlap: `"default"` for the compiler's own options, `"asynchronous"` for those that make it
+        run collectives behind compute where it can.
       others: More options, which win over these.
 
     Returns:
-      Options as `jax.jit` and `jax.stages.Lowered.compile` take them. For devices of which it is
-      not known which make collectives asynchronous, such as CPUs and GPUs, `others` alone.
+      Options as `jax.jit` and `jax.stages.Lowered.compile` take them. For devices without known
+      options, such as CPUs and GPUs, `others` alone.
 
     Raises:
       ValueError: `overlap` is not known.
