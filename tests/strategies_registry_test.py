@@ -138,6 +138,13 @@ def test_a_name_is_taken_once_and_a_field_means_one_thing():
         register(other)
 
 
+@pytest.mark.parametrize("where", ["fields", "constants"])
+def test_what_every_builder_takes_is_no_option_of_its_own(where):
+    own = {"param_dtype": Field(str)} if where == "fields" else {"param_dtype": "bfloat16"}
+    with pytest.raises(ValueError, match="register: 'other' has 'param_dtype' among its fields or"):
+        register(dataclasses.replace(fsdp_file.KIND, name="other", **{where: own}))
+
+
 @pytest.mark.parametrize("name", ["data_parallel", "zero", "fsdp", "hsdp", "throwaway"])
 def test_a_strategy_has_fewer_than_sixty_lines(name):
     own = ROOT / "tests" / "throwaway_strategy.py"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manualpar.core.program import Program
+from manualpar.guards.options import ProgramOptions
 from manualpar.strategies.fields import Field
 
 
@@ -62,13 +63,18 @@ def register(kind: StrategyKind) -> None:
 
     Raises:
       TypeError: Its builder is not a function.
-      ValueError: Another strategy has that name, or a field of another strategy has the name of one
-        of its fields and may be something else.
+      ValueError: Another strategy has that name, a field of another strategy has the name of one of
+        its fields and may be something else, or a field or constant is an option of all builders.
     """
     if not inspect.isfunction(kind.builder):
         raise TypeError(
             f"register: builder of {kind.name!r} is {kind.builder!r}, expected a function; options "
             "that do not change go into constants."
+        )
+    for name in sorted(ProgramOptions.__annotations__.keys() & {*kind.fields, *kind.constants}):
+        raise ValueError(
+            f"register: {kind.name!r} has {name!r} among its fields or constants, expected options "
+            "of its own: every builder takes that one. Set it in the builder."
         )
     for other in _KINDS.values():
         if other.name == kind.name:
