@@ -1,5 +1,6 @@
 """Models that say how they are sharded keep what they say; a strategy adds its axis."""
 
+import itertools
 import re
 
 import flax.linen as nn
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
-from tests.one_device import train_on_one_device, train_program
+from tests.one_device import name_of, slow_unless, train_on_one_device, train_program
 
 RULES = (("embed", None), ("mlp", "model"), ("batch", "data"))
 
@@ -72,9 +73,18 @@ def reference():
 BUILDERS = [data_parallel, zero, fsdp, hsdp]
 
 
-@pytest.mark.parametrize("mode", ["manual", "auto", "explicit"])
-@pytest.mark.parametrize("builder", BUILDERS)
-@pytest.mark.parametrize("logical", [True, False], ids=["logical", "axes"])
+FAST = {*((builder, "manual", True) for builder in BUILDERS), (fsdp, "manual", False)}
+FAST |= {(fsdp, "auto", True), (hsdp, "explicit", True), (zero, "explicit", False)}
+
+
+@pytest.mark.parametrize(
+    ("builder", "mode", "logical"),
+    [
+        slow_unless(FAST, *case)
+        for case in itertools.product(BUILDERS, ("manual", "auto", "explicit"), (True, False))
+    ],
+    ids=name_of,
+)
 def test_annotated_models_train_as_on_one_device(devices8, reference, builder, mode, logical):
     mesh = make_mesh({"replica": 2, "data": 2, "model": 2}, devices8)
     program = build(builder, mesh, Annotated(logical), mode=mode)
@@ -91,9 +101,15 @@ def test_annotated_models_train_as_on_one_device(devices8, reference, builder, m
 
 
 @pytest.mark.parametrize(
-    "shape", [{"data": 8, "model": 1}, {"data": 4, "model": 2}, {"data": 1, "model": 8}]
+    ("shape", "communicate_every"),
+    [
+        ({"data": 8, "model": 1}, "minibatch"),
+        ({"data": 4, "model": 2}, "minibatch"),
+        ({"data": 4, "model": 2}, "step"),
+        ({"data": 1, "model": 8}, "minibatch"),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("communicate_every", ["minibatch", "step"])
 def test_fsdp_with_a_model_axis_of_any_size(devices8, reference, shape, communicate_every):
     program = build(
         fsdp,
