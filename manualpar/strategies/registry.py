@@ -5,8 +5,9 @@ config fields that are its own, and its colour. After `register(kind)` configs c
 `experiments.compare` and `experiments.plan` try it, and pictures show it in its colour. (Its
 closed form, which the ledger is compared with, is part of the `Strategy` that its builder makes.)
 
-This table and that of the model libraries (`manualpar.user_model.adapter`) are the only things in
-the package that importing a module may change.
+This table, that of the modes (`manualpar.modes.manual`) and that of the model libraries
+(`manualpar.user_model.adapter`) are the only things in the package that importing a module may
+change.
 """
 
 import dataclasses
