@@ -316,7 +316,7 @@ def test_ctrl_c_is_not_a_traceback(monkeypatch, capsys):
     [
         (10**9, 0, ""),
         (1, 1, "error: over budget: fsdp: bytes is "),
-        (-1, 2, "error: b.toml: [fsdp]"),
+        (-1, 2, "error: --budget=b.toml: b.toml: [fsdp]"),
     ],
 )
 def test_the_process_ends_with_the_exit_code(most, code, message):
