@@ -263,6 +263,7 @@ def test_attention_is_asked_of_jax_with_fewer_key_heads(monkeypatch, name, passe
     assert calls[0] == ((2, 8, 4, 6), (2, 8, 2, 6), (2, 8, 2, 6), passed)
 
 
+@pytest.mark.slow
 def test_weights_begin_as_documented():
     model = Transformer(vocab_size=512, num_layers=8, hidden_size=256, num_heads=8, mlp_size=768)
     params = _init(model)

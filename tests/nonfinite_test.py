@@ -121,7 +121,7 @@ def check_skips(program, poisoned):
     ReplicaSentinel(program.mesh, program.layout).check(state)
 
 
-FAST = {("zero1", "auto"), ("fsdp", "explicit")}
+FAST = {("zero1", "auto")}
 FAST |= {(name, "manual") for name in ("dp", "fsdp", "fsdp, pad", "hsdp")}
 
 
@@ -145,7 +145,7 @@ def test_it_is_told_whichever_device_and_minibatch_has_it(devices8, row, use_sca
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("fsdp", {"data": 4, "model": 2}),
+        pytest.param("fsdp", {"data": 4, "model": 2}, marks=pytest.mark.slow),
         ("fsdp", {"replica": 2, "data": 2, "model": 2}),
         pytest.param("fsdp", {"data": 1, "model": 8}, marks=pytest.mark.slow),
         ("hsdp", {"replica": 4, "data": 2}),

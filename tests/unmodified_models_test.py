@@ -215,8 +215,16 @@ NOT_EXPLICIT = {
 }
 
 
-# Like another model but for an option.
-VARIANTS = {"scan, named", "scan, unnamed", "scan over dim 1", "remat", "GRU, time major"}
+# Like another model but for an option, or like those of other tests.
+VARIANTS = {
+    "stack",
+    "vmap",
+    "scan, named",
+    "scan, unnamed",
+    "scan over dim 1",
+    "remat",
+    "GRU, time major",
+}
 
 
 def every_mode():
