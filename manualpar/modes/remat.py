@@ -181,21 +181,16 @@ class _Residuals:
     def __init__(self, jaxpr: Jaxpr, num_outputs: int, vjp: Any) -> None:
         self._jaxpr, self._vjp = jaxpr, vjp
         self._out, self._all = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
-        makes: dict[Var, Any] = {}  # The operation that each weight comes from.
+        weights: set[Var] = set()
+        making: list[Any] = []
         for eqn in jaxpr.eqns:
-            is_cast = eqn.primitive.name in CASTS and any(v in makes for v in _variables(eqn))
+            is_cast = eqn.primitive.name in CASTS and not weights.isdisjoint(_variables(eqn))
             if is_cast or _is_gather(eqn):
-                makes.update(dict.fromkeys(eqn.outvars, eqn))
-        self._is_dropped = [isinstance(v, Var) and v in makes for v in self._all]
-        needed = {
-            v for v, is_dropped in zip(self._all, self._is_dropped, strict=True) if is_dropped
-        }
-        self._eqns: list[Any] = []
-        for eqn in reversed(jaxpr.eqns):
-            if needed.intersection(eqn.outvars):
-                self._eqns.insert(0, eqn)
-                needed.update(v for v in _variables(eqn) if v in makes)
-        operands = (v for eqn in self._eqns for v in _variables(eqn) if v not in makes)
+                weights.update(eqn.outvars)
+                making.append(eqn)
+        self._is_dropped = [isinstance(v, Var) and v in weights for v in self._all]
+        self._eqns = _needed(making, self._select(gone=True))
+        operands = (v for eqn in self._eqns for v in _variables(eqn) if v not in weights)
         self._inputs = list(dict.fromkeys(operands))
 
     def _select(self, *, gone: bool) -> list[Any]:
@@ -207,7 +202,11 @@ class _Residuals:
         kept = self._select(gone=False)
         sizes = len(self._out), len(kept)
         outvars = [*self._out, *kept, *self._inputs]
-        jaxpr = self._jaxpr.replace(outvars=outvars, debug_info=_unnamed(self._jaxpr))
+        jaxpr = self._jaxpr.replace(
+            eqns=_needed(self._jaxpr.eqns, outvars),
+            outvars=outvars,
+            debug_info=_unnamed(self._jaxpr),
+        )
         values = jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args)
         end = sum(sizes)
         return values[: sizes[0]], values[sizes[0] : end], values[end:]
@@ -268,6 +267,22 @@ def _after(values: Any, inputs: Sequence[Any]) -> list[Any]:
         for i, x in zip(indices, jax.lax.optimization_barrier(together)[0], strict=True):
             inputs[i] = x
     return inputs
+
+
+def _needed(eqns: Sequence[Any], outvars: Iterable[Any]) -> list[Any]:
+    """Those of some equations that results are made by, and those that have effects."""
+    needed = {v for v in outvars if isinstance(v, Var)}
+    found: list[Any] = []
+    for eqn in reversed(eqns):
+        if _has_effects(eqn) or not needed.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            needed.update(_variables(eqn))
+    return found[::-1]
+
+
+def _has_effects(eqn: Any) -> bool:
+    """Whether an equation does more than compute; that a collective names axes does not count."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def _variables(eqn: Any) -> list[Var]:
