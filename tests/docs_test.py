@@ -22,10 +22,14 @@ def test_a_page_prints_what_it_shows(page):
 
 
 def test_pages_lead_to_files_that_exist():
-    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+    for page in [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks/README.md"]:
         text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]+)#?([^)]*)\)", text):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+            if anchor:
+                headings = re.findall(r"(?m)^#+ (.*)$", (page.parent / target).read_text())
+                slugs = [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
+                assert anchor in slugs, f"{page.name}: {target}#{anchor}"
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,3 @@ def test_the_first_example_is_short(examples):
 
 def test_it_is_short():
     assert len(README.read_text().splitlines()) <= 120
-
-
-def test_the_files_that_it_points_to_exist():
-    links = re.findall(r"\]\(([^)#:]+)\)", README.read_text())
-    assert links
-    for link in links:
-        assert (README.parent / link).exists(), link
