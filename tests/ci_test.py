@@ -31,3 +31,13 @@ def test_the_lock_has_each_dependency_once_with_a_version_and_a_hash():
     for line in "\n".join(wanted).split("\n"):
         if line and not line.startswith("manualpar["):
             assert re.split(r"[ \[><=~]", line)[0].lower() in names
+
+
+def test_every_file_of_slow_tests_is_there():
+    named = re.findall(r"tests/\S+_test\.py", (ROOT / ".ci" / "run").read_text())
+    files = []
+    for name in named:
+        before, names, after = re.fullmatch(r"([^{]*)\{?([^}]*?)\}?(_test\.py)", name).groups()
+        files += [f"{before}{one}{after}" for one in names.split(",")]
+    assert len(files) > 20
+    assert not [file for file in files if not (ROOT / file).exists()]
