@@ -1,14 +1,14 @@
-"""Runs the code of a page, block by block, and holds what it prints against what the page shows.
+"""Runs the code of a page, block by block, and compares what it prints with what the page shows.
 
     python -m docs.run docs/three_modes.md            # shows each block and what it prints
-    python -m docs.run docs/three_modes.md --check    # fails where the page shows something else
-    python -m docs.run docs/three_modes.md --write    # puts into the page what was printed
+    python -m docs.run docs/three_modes.md --check    # fails if the page shows something else
+    python -m docs.run docs/three_modes.md --write    # writes the output into the page
 
-A page is Markdown. Its blocks of `python` run one after the other in one program, its blocks of
-`bash` in the repository's folder. Both find an empty folder in the environment variable `WORK`. A
-block of `text` that follows one shows what it prints; `...` there stands for anything, and keeps
-standing when the page is written again if the rest still fits. A picture of the page is one that
-its code has drawn into `$WORK` under the same name.
+A page is Markdown. Its blocks of `python` run one after the other in one program, and its blocks of
+`bash` in the folder of the repository. The environment variable `WORK` names an empty folder for
+both. A block of `text` that follows a block shows what that prints. `...` in it stands for
+anything, and stays there when the page is written again if the rest still fits. The code of a page
+draws its pictures, each into `$WORK` under the name that it has in the page.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from manualpar.untrusted import read_file
 from manualpar.usage import OneSentenceParser
 
 ROOT = Path(__file__).parents[1]
-# A block that runs and, with nothing but white space between, the one that shows its output.
+# A block that runs and the one that shows its output, with only white space between them.
 _BLOCK = re.compile(
     r"^```(?P<language>python|bash)\n(?P<code>.*?)^```$(?:\s*^```text\n(?P<shown>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
@@ -46,8 +46,8 @@ class Block(NamedTuple):
       language: `python` or `bash`.
       code: What runs.
       line: The line of the page on which the code begins.
-      shown: What the page says it prints; `None` if it says nothing.
-      span: Where `shown` is in the text of the page.
+      shown: What the page shows as its output; `None` if there is no such block.
+      span: The positions of `shown` in the text of the page.
     """
 
     language: str
@@ -72,12 +72,12 @@ def read_blocks(text: str) -> list[Block]:
 
 
 def matches(shown: str, printed: str) -> bool:
-    """Whether what was printed is what is shown.
+    """Whether the output is what a page shows.
 
     Args:
-      shown: The text of a page: `...` stands for anything, and a decimal fraction for one that is
-        within 5% or 0.001 of it, for another machine rounds in another order.
-      printed: What was printed.
+      shown: The text of a page. `...` stands for anything, and a decimal fraction for any that is
+        within 5% or 0.001 of it, because another machine rounds in another order.
+      printed: The output.
     """
     parts = re.split(rf"({_DECIMAL}|\.\.\.)", _tidy(shown))
     patterns = {part: ".*?" if part == "..." else f"({_DECIMAL})" for part in parts[1::2]}
@@ -95,14 +95,14 @@ def run_blocks(page: Path, work: Path) -> Iterator[tuple[Block, str]]:
 
     Args:
       page: The Markdown file.
-      work: An empty folder for what its code writes.
+      work: An empty folder that its code may write to.
 
     Yields:
-      Each block and what it printed.
+      Each block and its output.
 
     Raises:
       subprocess.CalledProcessError: A block of `bash` failed.
-      Exception: What a block of `python` raised.
+      Exception: A block of `python` raised it.
     """
     environment = {**os.environ, "WORK": str(work), "PATH": _path_of_this_python()}
     os.environ["WORK"] = str(work)
@@ -123,7 +123,7 @@ def run_blocks(page: Path, work: Path) -> Iterator[tuple[Block, str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a page; returns the exit code: 1 where the page shows something else."""
+    """Runs a page; returns the exit code, which is 1 if `--check` finds a difference."""
     parser = OneSentenceParser(prog="python -m docs.run", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("page", type=Path, help="a Markdown file")
@@ -163,17 +163,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _tidy(text: str) -> str:
-    """Text whose lines end where their words end."""
+    """The text without white space at the ends of its lines."""
     return "".join(f"{line.rstrip()}\n" for line in text.rstrip().splitlines())
 
 
 def _path_of_this_python() -> str:
-    """The PATH on which `python` is the one that runs this."""
+    """A PATH on which `python` is the one that runs this."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 def _print_difference(where: str, shown: str, printed: str) -> None:
-    """Says what a page shows and what was printed instead."""
     lines = difflib.unified_diff(
         _tidy(shown).splitlines(),
         _tidy(printed).splitlines(),
