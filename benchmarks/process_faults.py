@@ -5,8 +5,8 @@
 Each fault happens to a small run of its own: a process is killed, stopped, raises, hangs or ends;
 it has another config, seed, version, token or data; it is killed while it starts; strangers talk to
 the port where the processes meet; the launcher gets signals. A fault is survived if all processes
-end in time, with the exit code that docs/running.md promises, and those that nothing happened to say
-what did, without a traceback. The exit code is 1 if one was not survived.
+end in time, with the exit code that docs/running.md promises, and those that nothing happened to
+say what did, without a traceback. The exit code is 1 if one was not survived.
 
 It takes about a quarter of a minute a fault on two idle cores. The bounds are generous, because a
 busy machine is no fault; the seconds are reported.
