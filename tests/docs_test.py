@@ -13,6 +13,10 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if read_blocks(page.read_text()))
 
 
+def _pages():
+    return [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_prints_what_it_shows(page):
@@ -22,7 +26,7 @@ def test_a_page_prints_what_it_shows(page):
 
 
 def test_pages_lead_to_files_that_exist():
-    for page in [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks/README.md"]:
+    for page in _pages():
         text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
         for target, anchor in re.findall(r"\]\((?!https?:)([^)#]+)#?([^)]*)\)", text):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
@@ -30,6 +34,18 @@ def test_pages_lead_to_files_that_exist():
                 headings = re.findall(r"(?m)^#+ (.*)$", (page.parent / target).read_text())
                 slugs = [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
                 assert anchor in slugs, f"{page.name}: {target}#{anchor}"
+
+
+def test_pages_name_files_and_what_is_in_them():
+    """In running text: `manualpar/update.py`, and `box` (`modes/manual.py`)."""
+    places = (ROOT, ROOT / "manualpar", ROOT / ".ci")
+    for page in _pages():
+        text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+        for name in re.findall(r"`([a-z_]+/[a-z_/]+\.(?:py|md|toml))`", text):
+            assert any((place / name).exists() for place in places), f"{page.name}: {name}"
+        for name, path in re.findall(r"`([\w.]+)`\s\(`([a-z_/]+/\w+\.py)`\)", text):
+            (file,) = (place / path for place in places if (place / path).exists())
+            assert name.split(".")[-1] in file.read_text(), f"{page.name}: {name} in {path}"
 
 
 @pytest.mark.parametrize(
