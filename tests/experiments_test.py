@@ -85,11 +85,9 @@ def test_a_killed_run_has_on_disk_what_it_had_printed(tmp_path):
     printed = [(int(step), split) for step, split in printed]
     assert printed[-1] >= (20, "train")
     records = read_metrics(tmp_path / "killed")
-    recorded = [(record["step"], record["split"]) for record in records]
-    assert recorded[: len(printed)] == printed
-    # The event files are flushed once a second, and a run goes on without their last lines.
+    assert [(record["step"], record["split"]) for record in records][: len(printed)] == printed
     in_events = {(step, tag.split("/")[0]) for step, tag, _ in read_events(tmp_path / "killed")}
-    assert in_events <= set(recorded)
+    assert in_events >= set(printed)
 
 
 def test_ctrl_c_ends_a_run_with_a_message(tmp_path):

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from tensorboardX.proto import event_pb2
 
-from manualpar.watching import writers
 from manualpar.watching.durable_files import WriteError
 from manualpar.watching.writers import (
     RunWriter,
@@ -67,8 +66,7 @@ def read_metrics(workdir: Path, name: str = "metrics.jsonl") -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
-def test_records_are_on_disk_as_soon_as_they_are_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(writers, "FLUSH_SECONDS", 0)
+def test_records_are_on_disk_as_soon_as_they_are_written(tmp_path):
     with RunWriter(tmp_path / "new" / "run", config={"seed": 1, "a": {"b": None}}) as writer:
         workdir = writer.workdir
         assert json.loads((workdir / "config.json").read_text()) == {"seed": 1, "a": {"b": None}}
@@ -82,14 +80,6 @@ def test_records_are_on_disk_as_soon_as_they_are_written(tmp_path, monkeypatch):
         assert read_events(workdir)[2:] == [(4, "eval/loss", 0.125)]
 
 
-def test_events_are_on_disk_when_a_checkpoint_is_saved(tmp_path):
-    with RunWriter(tmp_path, config={}) as writer:
-        writer.write(3, "train", {"loss": 0.5})
-        assert read_events(tmp_path) == [], "nothing waits for the disk in every step"
-        writer.place()
-        assert read_events(tmp_path) == [(3, "train/loss", 0.5)]
-
-
 def test_event_files_of_one_second_are_read_in_the_order_in_which_they_were_made(tmp_path):
     names = []
     for _ in range(12):
@@ -100,8 +90,7 @@ def test_event_files_of_one_second_are_read_in_the_order_in_which_they_were_made
     assert sorted(names) == names
 
 
-def test_an_event_file_that_takes_no_more_is_a_sentence_and_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(writers, "FLUSH_SECONDS", 0)
+def test_an_event_file_that_takes_no_more_is_a_sentence_and_ends_the_run(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with RunWriter(tmp_path, config={}) as writer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (60, before[1]))

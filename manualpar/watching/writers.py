@@ -11,9 +11,9 @@ A line of `metrics.jsonl` or `throughput.jsonl` is an object with `step`, `split
 or `test`) and numbers by name. JSON has no infinities and no NaN: they are `null` there; the event
 file has them as they are.
 
-A line is with the operating system before `write` returns, so a killed run loses none. Events are
-buffered for at most `FLUSH_SECONDS`. tensorboardX writes them, without its `SummaryWriter`: when a
-disk is full, that one's thread dies, and its queue keeps the process from ending.
+Lines and events are with the operating system before `write` returns, so a killed run loses none.
+tensorboardX writes the events, without its `SummaryWriter`: when a disk is full, that one's thread
+dies, and its queue keeps the process from ending.
 """
 
 import contextlib
@@ -34,7 +34,6 @@ from manualpar.watching.durable_files import LineFile, WriteError, explained, re
 from manualpar.watching.rewinding import METRICS_FILE, PLACED_FILES, THROUGHPUT_FILE, cut_back
 
 CONFIG_FILE = "config.json"
-FLUSH_SECONDS = 10
 NO_RATES: Mapping[str, float] = {}
 
 
@@ -115,7 +114,6 @@ class RunWriter:
         self._events_path = workdir.absolute() / "events"
         with explained(self._events_path):
             self._events = EventsWriter(str(self._events_path), f".{number:04d}")
-        self._flushed_at = time.monotonic()
         if place is not None:
             self._forget_events(place, step)
 
@@ -127,7 +125,7 @@ class RunWriter:
         *,
         throughput: Mapping[str, float] = NO_RATES,
     ) -> None:
-        """Writes the numbers of `split` after `step` updates: lines at once, events soon.
+        """Writes the numbers of `split` after `step` updates.
 
         Args:
           step: How many updates were made.
@@ -157,8 +155,6 @@ class RunWriter:
         Raises:
           WriteError: The disk does not take what was written.
         """
-        if self._files:
-            self._flush_events()
         return {name: lines.sync() for name, lines in self._files.items()}
 
     def go_back(
@@ -194,13 +190,7 @@ class RunWriter:
         event.wall_time = time.time()
         with explained(self._events_path):
             self._events.write_event(event)
-        if time.monotonic() - self._flushed_at >= FLUSH_SECONDS:
-            self._flush_events()
-
-    def _flush_events(self) -> None:
-        with explained(self._events_path):
             self._events.flush()
-        self._flushed_at = time.monotonic()
 
 
 def _store_config(workdir: Path, config: Mapping[str, Any]) -> None:
