@@ -8,8 +8,8 @@ import pytest
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
 from manualpar.inspect import ledger
-from manualpar.inspect.equations import equations
 from manualpar.inspect.products import flops_of
+from manualpar.jaxprs import all_equations
 from manualpar.models.transformer import Transformer, flops_per_token
 
 # What an equation computes is found out by running it on ones: the sum of its result is the number
@@ -27,7 +27,7 @@ def multiplications(eqn, group_sizes=None):
 
 def products(function, *shapes):
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    eqns = list(equations(jax.make_jaxpr(function)(*arguments).jaxpr))
+    eqns = list(all_equations(jax.make_jaxpr(function)(*arguments).jaxpr))
     return [eqn for eqn in eqns if flops_of(eqn) is not None]
 
 

@@ -78,6 +78,8 @@ def run(
                     stack.enter_context(lock_workdir(workdir, report=say))
                     # Another run may have used it since the command line was checked.
                     check_folder(experiment.config, workdir)
+                except WriteError:  # A ValueError too, and no mistake on the command line.
+                    raise
                 except (UsageError, ValueError) as error:
                     failure = str(error)
             if failure := first_failure(failure):
