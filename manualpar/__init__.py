@@ -1,4 +1,4 @@
-"""Flax Linen models, data-parallel or fully sharded, with every collective written by hand."""
+"""Flax models, data-parallel or fully sharded, with every collective written by hand."""
 
 # These register themselves: the modes in which XLA writes collectives, and the adapters of Linen's
 # and of NNX's models.
