@@ -13,7 +13,7 @@ from manualpar.strategies.options import STATE_SHARDING, build_sharded
 def zero_in_16_bits(
     model: Any, tx: Any, loss_fn: Any, *, stored_dtype: str, **options: Any
 ) -> Program:
-    """Builds ZeRO-1 whose parameters and optimizer state are stored in `stored_dtype`."""
+    """Builds ZeRO-1 that stores in `param_dtype` if it is given, or else in `stored_dtype`."""
 
     def strategy(**placing: Any) -> Strategy:
         return Strategy(
@@ -22,7 +22,7 @@ def zero_in_16_bits(
             lambda minibatches, keep: Sends(minibatches, scatters=1, new_gathers=1),
         )
 
-    options["param_dtype"] = stored_dtype
+    options["param_dtype"] = options.get("param_dtype") or stored_dtype
     return build_sharded(
         "zero_in_16_bits", strategy, model, tx, loss_fn, options=options, own=STATE_SHARDING
     )

@@ -1,16 +1,16 @@
 """What happens in a step: on every device inside `shard_map`, and on global arrays outside.
 
 Inside run the forward and the backward pass and the reductions of gradients and metrics. Read
-`Step._gradients_on_device` first, which is all of it in one line: *box* the parameters, so that
-they gather themselves; run the *loss*; *accumulate* gradients over minibatches; *reduce* them over
-the devices. Every collective in it is written in this package.
+`Step._gradients_on_device` first. It is one straight line: *box* the parameters, so that they
+gather themselves; run the *loss*; *accumulate* gradients over minibatches; *reduce* them over the
+devices. Every collective in it is written in this package.
 
 Outside runs the optimizer's *update*. There the norm of a gradient is that of the whole gradient,
 whichever devices hold it, and an elementwise update needs no collective. A gradient arrives in the
 spec of the optimizer's state. Parameters that are whole while their state is sharded (ZeRO-1 and
 -2) are sliced for the update, which sends nothing, and gathered after it.
 
-A `Mode` decides what box, reduce and the others do. The default is `manualpar.modes.manual`.
+The mode decides what box, reduce and the others do. The default is `manualpar.modes.manual`.
 """
 
 import dataclasses

@@ -26,7 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
 from manualpar.jaxprs import inner_jaxprs
-from manualpar.purposes import GATHER_SCOPE, RECOMPUTED_SCOPE
+from manualpar.purposes import GATHER_SCOPE, RECOMPUTED_SCOPE, REGATHER, purpose_of
 
 CALLS = frozenset({"jit", "pjit"})
 LOOPS = frozenset({"cond", "scan"})  # What has a backward pass of its own.
@@ -290,7 +290,8 @@ def _variables(eqn: Any) -> list[Var]:
 
 
 def _is_gather(eqn: Any) -> bool:
-    return eqn.primitive.name in GATHERS and GATHER_SCOPE in str(eqn.source_info.name_stack)
+    scope = str(eqn.source_info.name_stack)
+    return eqn.primitive.name in GATHERS and purpose_of(scope) in (GATHER_SCOPE, REGATHER)
 
 
 def _gathers(jaxpr: Jaxpr, *, but_not_in: frozenset[str] = frozenset()) -> bool:
