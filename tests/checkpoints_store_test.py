@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from manualpar.checkpoints import CheckpointError, Checkpoints
-from manualpar.checkpoints.orbax_files import OrbaxFiles
+from manualpar.checkpoints.saved_state import OrbaxFiles
 from tests.checkpoints_worker import shared_program, state_of_step, train
 
 

@@ -29,14 +29,10 @@ class CheckpointError(Exception):
 
 
 def explain(error: BaseException) -> str:
-    """Says what an error of the libraries below means.
+    """The meaning of an error, or else its type and the first line of its text.
 
     It looks at the errors behind it too, and at their texts, because tensorstore has the operating
     system's error only there.
-
-    Returns:
-      The meaning of the first known error; otherwise the error's type and the first line of its
-      text.
     """
     for cause in causes(error):
         number = getattr(cause, "errno", None)

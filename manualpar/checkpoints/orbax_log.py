@@ -1,9 +1,8 @@
 """Keeps Orbax's messages off the screen.
 
-Orbax reports every phase of a save through absl's log, and an error with its traceback. When a
-write fails, asyncio reports hundreds of others, because nobody waits for them and their event loop
-is closed. All that a user has to know arrives as one `CheckpointError`. Setting absl's verbosity to
-DEBUG (`--verbosity=1`, or `absl.logging.set_verbosity(1)`) shows the rest.
+Orbax logs every phase of a save, and when a write fails asyncio reports hundreds of others that
+nobody waits for. All that a user has to know arrives as one `CheckpointError`. Setting absl's
+verbosity to DEBUG (`absl.logging.set_verbosity(1)`) shows the rest.
 """
 
 import contextlib

@@ -28,10 +28,7 @@ SUPERSEDED = ".superseded"
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the last, those at round numbers, the best; see `Checkpoints`.
-
-    Checkpoints that were saved without the metric don't compete, and of equals the newest stays.
-    """
+    """Which checkpoints stay: the last, those at round numbers, the best; see `Checkpoints`."""
 
     keep: int
     keep_every_steps: int
@@ -47,7 +44,7 @@ class Retention:
             raise ValueError(f"best_mode={self.best_mode!r}, expected 'min' or 'max'.")
 
     def choose(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """The steps whose checkpoints stay, from the metrics of each by its step."""
+        """The steps that stay, from the metrics of each. Of equally good ones the newest stays."""
         steps = sorted(metrics)
         kept = set(steps[-self.keep :])
         if self.keep_every_steps:
@@ -81,9 +78,9 @@ def read_metrics(folder: Path, steps: list[int]) -> dict[int, Mapping[str, float
 def put_in_place(folder: Path, step: int, *, after: int) -> None:
     """Gives a complete checkpoint its name.
 
-    Checkpoints of steps later than `after`, the step that this one goes on from, belong to a course
-    of training that was given up. They are renamed, not deleted, because going back may have been
-    only a try. But the new one must be the newest, because the next start goes on from the newest.
+    Checkpoints of steps later than `after`, the step that this one goes on from, are of a course of
+    training that was given up. They are renamed, not deleted, because going back may have been a
+    try. But the new one must be the newest, because the next start goes on from the newest.
     """
     for other in list_steps(folder):
         if other > after:

@@ -4,11 +4,11 @@ Orbax copies the arrays off the devices and writes them while training goes on, 
 shards. It writes to `12.unfinished`. When all processes have finished, process 0 hashes every file,
 forces it to the disk, adds the manifest and renames the folder to `12`. So a folder whose name is a
 number is a complete checkpoint, whenever a process was killed. Only then are older ones deleted.
-See `plain_arrays` for what is stored and `manifest` for what is checked.
+See `saved_state` for what is stored and `manifest` for what is checked.
 
-Several processes share one folder. Every method is collective: all processes call it. Whatever
-waits for another process, apart from Orbax's own barriers, does so in the calling thread. Only
-leaving the context by an error waits for this process's writes alone.
+Several processes share one folder, and every method is collective: all processes call it, and
+wait for each other in the thread that calls. Only leaving the context by an error waits for this
+process's writes alone.
 """
 
 import concurrent.futures
@@ -24,14 +24,7 @@ from typing import Literal, Self
 import jax
 
 from manualpar.checkpoints.failures import CheckpointError, cannot_write, explain
-from manualpar.checkpoints.manifest import (
-    MANIFEST,
-    DamagedError,
-    read_manifest,
-    verify_files,
-    write_manifest,
-)
-from manualpar.checkpoints.orbax_files import OrbaxFiles
+from manualpar.checkpoints.manifest import DamagedError, read_manifest, verify_files, write_manifest
 from manualpar.checkpoints.retention import (
     UNFINISHED,
     Retention,
@@ -41,6 +34,7 @@ from manualpar.checkpoints.retention import (
     put_in_place,
     read_metrics,
 )
+from manualpar.checkpoints.saved_state import OrbaxFiles
 from manualpar.cluster.agreement import JSON, first_failure, from_first
 from manualpar.core.program import Program
 from manualpar.guards.donation import check_alive
@@ -49,7 +43,7 @@ from manualpar.train_state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """The step that a checkpoint was saved at, its state on the program's devices, the extras."""
+    """What a checkpoint held: its step, its state on the program's devices, and the extras."""
 
     step: int
     state: TrainState
@@ -92,7 +86,7 @@ class Checkpoints:
         self._asynchronous = asynchronous
         self._orbax = OrbaxFiles()
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
-        self._pending: tuple[int, concurrent.futures.Future[str] | None] | None = None
+        self._pending: tuple[int, concurrent.futures.Future[str]] | None = None
         self._current: int | None = None  # The step that was saved or restored last.
 
     def steps(self) -> list[int]:
@@ -169,11 +163,8 @@ class Checkpoints:
             raise CheckpointError(failure)
         with _writing(path):
             self._orbax.save(self._folder / f"{step}{UNFINISHED}", program, state, extra=extra)
-        future = None
-        if jax.process_index() == 0:
-            after = step - 1 if self._current is None else min(step - 1, self._current)
-            future = self._background.submit(self._finish, step, after, numbers)
-        self._pending = (step, future)
+        after = step - 1 if self._current is None else min(step - 1, self._current)
+        self._pending = (step, self._background.submit(self._finish, step, after, numbers))
         if not self._asynchronous:
             self.wait()
 
@@ -185,10 +176,10 @@ class Checkpoints:
         """
         if self._pending is None:
             return
-        step, failure = self._join()
-        # If arrays could not be written, `_join` has raised: the other processes are held up in
-        # Orbax's barrier and would not answer. Here all processes have written theirs.
-        if failure := first_failure(failure):
+        (step, finishing), self._pending = self._pending, None
+        # If arrays could not be written, this raises: the other processes are held up in Orbax's
+        # barrier and would not answer. Otherwise all processes have written theirs.
+        if failure := first_failure(finishing.result()):
             raise CheckpointError(failure)
         self._current = step
 
@@ -202,17 +193,14 @@ class Checkpoints:
     ) -> Restored:
         """Restores a state as a program on any mesh, under any strategy, holds it.
 
-        First the processes share out the files and check each of them. Then a device reads its own
-        part of every array. The next save sets aside any checkpoints later than the restored one.
+        Every file is checked first, then each device reads its own part of every array. The next
+        save sets aside any checkpoints later than the restored one.
 
         Args:
           program: The program; its shapes and dtypes are those of the checkpoint.
           step: Which checkpoint; None for the newest.
           on_corruption: What to do about a damaged one: raise, or take the one before.
           report: Is told in a sentence what happens that was not asked for.
-
-        Returns:
-          The state and what was saved with it.
 
         Raises:
           CheckpointError: There is none, it is damaged, or it is of another model.
@@ -226,8 +214,8 @@ class Checkpoints:
             raise CheckpointError(
                 f"{self._folder} holds no checkpoint of step {step}; there are {steps}."
             )
-        candidates = [s for s in reversed(steps) if step is None or s <= step]
-        for candidate in candidates:
+        candidates = [s for s in steps if step is None or s <= step]
+        for candidate in reversed(candidates):
             damage = self._find_damage(candidate)
             if not damage:
                 restored = self._read(program, candidate)
@@ -246,7 +234,7 @@ class Checkpoints:
             report(f"{damage}. Trying the checkpoint before it.")
         raise CheckpointError(
             f"{self._folder} holds no checkpoint that can be used"
-            + (f": {sorted(candidates)} are all damaged." if candidates else ".")
+            + (f": {candidates} are all damaged." if candidates else ".")
         )
 
     def close(self) -> None:
@@ -274,32 +262,24 @@ class Checkpoints:
             return
         # The first error is the one to see. Other processes know nothing of it and are not asked.
         try:
-            if self._pending is not None and (failure := self._join()[1]):
+            if self._pending is not None and (failure := self._pending[1].result()):
                 error.add_note(failure)
         except CheckpointError as second:
             error.add_note(str(second))
         finally:
             self._end_threads()
 
-    def _join(self) -> tuple[int, str]:
-        """Waits for this process's part; returns the step, and why process 0 could not finish."""
-        assert self._pending is not None
-        (step, future), self._pending = self._pending, None
-        if future is not None:
-            return step, future.result()
-        with _writing(self._folder / str(step)):
-            self._orbax.wait()
-        return step, ""
-
     def _end_threads(self) -> None:
         self._background.shutdown()
         self._orbax.close()
 
     def _finish(self, step: int, after: int, metrics: Mapping[str, float]) -> str:
-        """What process 0 does in the background; returns why it could not."""
+        """Waits for Orbax; then process 0 names the checkpoint, and returns why it could not."""
         path = self._folder / str(step)
         with _writing(path):
             self._orbax.wait()
+        if jax.process_index() != 0:
+            return ""
         try:
             write_manifest(self._folder / f"{step}{UNFINISHED}", step=step, metrics=metrics)
             put_in_place(self._folder, step, after=after)
@@ -313,12 +293,12 @@ class Checkpoints:
         return ""
 
     def _find_damage(self, step: int) -> str:
-        """What is wrong with a checkpoint, found by all processes together; '' if nothing."""
+        """What is wrong with a checkpoint; the processes share out its files. '' if nothing is."""
         path, failure = self._folder / str(step), ""
         try:
             manifest = read_manifest(path)
             if manifest.step != step:
-                raise DamagedError(f"{MANIFEST} is of step {manifest.step}")
+                raise DamagedError(f"manifest.json is of step {manifest.step}")
             verify_files(path, manifest, part=jax.process_index(), parts=jax.process_count())
         except DamagedError as error:
             failure = f"checkpoint {path} is damaged: {error}"

@@ -16,8 +16,8 @@ import ml_collections
 
 from manualpar.checkpoints import CheckpointError, Checkpoints, Restored, check_resumable
 from manualpar.checkpoints.failures import explain
-from manualpar.checkpoints.orbax_files import read_extra
 from manualpar.checkpoints.retention import list_steps
+from manualpar.checkpoints.saved_state import read_extra
 from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 from manualpar.training.loop import Position

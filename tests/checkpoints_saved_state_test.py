@@ -13,7 +13,7 @@ import pytest
 import tensorstore
 
 from manualpar.checkpoints import CheckpointError, Checkpoints
-from manualpar.checkpoints.plain_arrays import find_differences, nest, state_leaves
+from manualpar.checkpoints.saved_state import find_differences, nest, state_leaves
 from tests.checkpoints_worker import PROGRAMS, Model, make_program, shared_program, train
 
 

@@ -1,0 +1,219 @@
+"""A training state as plain arrays, in a folder that Orbax writes and reads.
+
+A checkpoint has to outlive the program that wrote it. So what is stored is a nested dict of strings
+with an array at each leaf, `params/layers/attention/query/kernel`, `opt_state/0/mu/...`, `step`,
+`rng`: no optax class, no padding, no typed key. Every array has the shape that it would have on one
+device, so any strategy on any mesh can read it.
+
+In the folder, `state` holds the arrays, `extra` what the caller adds, and `keys` the implementation
+of each random key, whose data is stored as an array. Orbax alone, without this package, reads all
+three.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from manualpar.checkpoints.failures import CheckpointError
+from manualpar.checkpoints.orbax_log import mute
+from manualpar.cluster.agreement import JSON
+from manualpar.core.program import Program
+from manualpar.sharding.layout import unpad_whole
+from manualpar.state_arrays import Leaf, leaves_of, list_some, show_array
+from manualpar.train_state import TrainState
+from manualpar.untrusted import NotAFileError, parse_object, read_file, read_object
+
+# An array is stored in chunks of at most this size, and a read takes whole chunks: small enough
+# that a device of another mesh reads little besides its own part, large enough for one read.
+CHUNK_BYTES = 1 << 20
+
+
+def read_extra(path: Path) -> dict[str, JSON]:
+    """What the caller added to the checkpoint in a folder, without Orbax and without a checksum.
+
+    Raises:
+      ValueError: It is not a JSON object.
+      OSError: It can't be read.
+    """
+    for folder in (path, path / "extra"):
+        if folder.is_symlink():
+            raise NotAFileError(f"{folder} is a link, expected a folder")
+    return parse_object(read_file(path / "extra" / "metadata"), allow_nan=True)
+
+
+class OrbaxFiles:
+    """Writes in the background and reads; raises whatever Orbax and tensorstore raise."""
+
+    def __init__(self) -> None:
+        self._made: Any = None
+        self._muted = contextlib.ExitStack()
+
+    def save(
+        self, path: Path, program: Program, state: TrainState, *, extra: Mapping[str, JSON]
+    ) -> None:
+        """Starts to write a folder, which must not exist; returns once the arrays are copied.
+
+        Communication:
+          One all-gather for each padded array, one array at a time. An array whose shape does not
+          divide can't be sharded, so process 0 writes it from its own memory. Devices hold one such
+          array whole for a moment, as they do in every training step.
+        """
+        import orbax.checkpoint as ocp
+
+        leaves = state_leaves(program)
+        arrays: dict[tuple[str, ...], Any] = {}
+        keys: dict[str, str] = {}
+        for leaf, x in zip(leaves, jax.tree.leaves(state), strict=True):
+            if leaf.is_key:
+                keys[leaf.name] = str(jax.random.key_impl(x))
+                x = jax.random.key_data(x)
+            elif any(leaf.padding):
+                x = _take_off_padding(leaf, x)
+            arrays[leaf.keys] = x
+        chunks = nest(leaves, lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
+        content = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(unflatten_dict(arrays), save_args=chunks),
+            extra=ocp.args.JsonSave(extra),
+            keys=ocp.args.JsonSave(keys),
+        )
+        self._checkpointer().save(path, args=content)
+
+    def wait(self) -> None:
+        """Waits until every process has written its part."""
+        self._checkpointer().wait_until_finished()
+
+    def read(self, path: Path, program: Program) -> tuple[TrainState, dict[str, JSON]]:
+        """Reads the state and what the caller added; each device reads its own part of the arrays.
+
+        Raises:
+          CheckpointError: The arrays are not those of the program; none has been read.
+        """
+        import orbax.checkpoint as ocp
+
+        # Otherwise the names of arrays would be names of files, and could lead out of the folder.
+        if read_object(path / "state" / "_METADATA").get("use_ocdbt") is not True:
+            raise ValueError(
+                "its arrays are not in an OCDBT database, which is what is written here"
+            )
+        leaves = state_leaves(program)
+        reader = self._checkpointer()
+        both = ocp.args.Composite(extra=ocp.args.JsonRestore(), keys=ocp.args.JsonRestore())
+        texts = reader.restore(path, args=both)
+        keys = texts["keys"]
+        stored = reader.metadata(path).item_metadata["state"].tree
+        if differences := find_differences(leaves, stored, keys):
+            raise CheckpointError(
+                f"checkpoint {path} is of another model: {'; '.join(differences)}. Choose another "
+                "workdir, or the config that it was saved with."
+            )
+        if not isinstance(texts["extra"], dict):
+            raise ValueError("extra is not a JSON object")
+        targets = nest(
+            leaves,
+            lambda leaf: ocp.ArrayRestoreArgs(
+                restore_type=jax.Array,
+                sharding=leaf.abstract.sharding,
+                global_shape=leaf.held_shape,
+                # If not strict, Orbax appends zeros, which is what padding is.
+                strict=not any(leaf.padding),
+            ),
+        )
+        wanted = ocp.args.PyTreeRestore(item=nest(leaves, lambda _: 0), restore_args=targets)
+        plain = reader.restore(path, args=ocp.args.Composite(state=wanted))["state"]
+        arrays = flatten_dict(plain)
+        values = [
+            jax.random.wrap_key_data(arrays[leaf.keys], impl=keys[leaf.name])
+            if leaf.is_key
+            else arrays[leaf.keys]
+            for leaf in leaves
+        ]
+        state = jax.tree.unflatten(jax.tree.structure(program.abstract_state), values)
+        return state, texts["extra"]
+
+    def close(self) -> None:
+        """Waits, and ends Orbax's threads."""
+        if self._made is not None:
+            try:
+                self._made.close()
+            finally:
+                self._made = None
+                gc.collect()  # Failed writes leave objects that report when they are collected.
+                self._muted.close()
+
+    def _checkpointer(self) -> Any:
+        """Orbax's, made when first needed: importing it takes half a second."""
+        if self._made is None:
+            import orbax.checkpoint as ocp
+
+            self._muted.enter_context(mute())
+            self._made = ocp.AsyncCheckpointer(
+                ocp.CompositeCheckpointHandler(
+                    state=ocp.PyTreeCheckpointHandler(),
+                    extra=ocp.JsonCheckpointHandler(),
+                    keys=ocp.JsonCheckpointHandler(),
+                ),
+                # So a folder that can't be made is an error here and now, not after a time-out.
+                async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+            )
+        return self._made
+
+
+def state_leaves(program: Program) -> list[Leaf]:
+    """What a program's state consists of, in the order of the tree."""
+    return leaves_of(program.abstract_state, program.whole_state)
+
+
+def nest(leaves: list[Leaf], function: Callable[[Leaf], Any]) -> dict[str, Any]:
+    """The nested dict with the function's value for each leaf."""
+    nested: dict[str, Any] = unflatten_dict({leaf.keys: function(leaf) for leaf in leaves})
+    return nested
+
+
+def find_differences(
+    leaves: list[Leaf], stored: Mapping[str, Any], keys: Mapping[str, str]
+) -> list[str]:
+    """Compares what is stored with what a program needs, before anything large is read.
+
+    `stored` has a shape and a dtype at each leaf, and `keys` each key's implementation. Returns a
+    line for each array that is missing, not expected, or of another shape or dtype.
+    """
+    found = {path: show_array(x.dtype, x.shape) for path, x in flatten_dict(stored).items()}
+    lines = []
+    for leaf in leaves:
+        expected = show_array(leaf.dtype, leaf.shape)
+        got = found.pop(leaf.keys, "missing")
+        kind = keys.get(leaf.name)
+        if got != expected:
+            lines.append(f"{leaf.name} is {got}, expected {expected}")
+        elif leaf.is_key != (kind is not None) or (
+            kind is not None and _key_dtype(leaf, kind) != leaf.abstract.dtype
+        ):
+            lines.append(f"{leaf.name} is {kind or 'no typed key'}, expected {leaf.abstract.dtype}")
+    lines += [f"{'/'.join(path)} is {got}, expected no such array" for path, got in found.items()]
+    return list_some(lines)
+
+
+def _take_off_padding(leaf: Leaf, x: jax.Array) -> np.ndarray:
+    """A padded array whole and without its padding, in the memory of process 0."""
+    whole = unpad_whole(x, leaf.padding, leaf.abstract.sharding.mesh)
+    if jax.process_index() == 0:
+        return np.array(whole.addressable_data(0))
+    # The others write nothing of it; this has the shape and takes no memory.
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+
+
+def _key_dtype(leaf: Leaf, implementation: str) -> Any:
+    """The dtype of the key that the stored data would become; None if it can't become one."""
+    data = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    try:
+        return jax.eval_shape(
+            lambda data: jax.random.wrap_key_data(data, impl=implementation), data
+        ).dtype
+    except (TypeError, ValueError):
+        return None
