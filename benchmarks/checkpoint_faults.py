@@ -41,7 +41,7 @@ from benchmarks.checkpoint_fault_cases import (
 )
 from manualpar.checkpoints import CheckpointError
 from manualpar.train_state import TrainState
-from manualpar.training.config_files import load_config
+from manualpar.training.config import load_config
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.recorder import parse_state

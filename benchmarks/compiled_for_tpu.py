@@ -30,7 +30,7 @@ from manualpar.compiler_options import Overlap
 from manualpar.planner.plan import Plan
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import compile_for_tpu
-from manualpar.training.config_files import load_config
+from manualpar.training.config import load_config
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "fsdp_lm.py"

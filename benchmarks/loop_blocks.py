@@ -24,7 +24,7 @@ from manualpar.data import train_batches
 from manualpar.guards.dispatch import MAX_STEPS_AHEAD
 from manualpar.inspect import state_bytes
 from manualpar.train_state import Batch, TrainState
-from manualpar.training.config_files import load_config
+from manualpar.training.config import load_config
 from manualpar.training.experiment import prepare
 from manualpar.training.loop import Position
 from manualpar.training.recorder import Recorder

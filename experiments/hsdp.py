@@ -14,10 +14,5 @@ from manualpar.training.main import run_command
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "hsdp.py"
 
 
-def main() -> None:
-    """Runs the command line and exits."""
-    app.run(run_command, flags_parser=flags_parser(__doc__ or "", DEFAULT_CONFIG))
-
-
 if __name__ == "__main__":
-    main()
+    app.run(run_command, flags_parser=flags_parser(__doc__ or "", DEFAULT_CONFIG))

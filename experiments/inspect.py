@@ -28,11 +28,6 @@ def chip_memory(name: str) -> int:
     return chip_named(name).hbm_bytes
 
 
-def main() -> None:
-    """Runs the command line and exits."""
+if __name__ == "__main__":
     parser = flags_parser(__doc__ or "", DEFAULT_CONFIG, inspect_syntax(chip_memory))
     app.run(inspect_command, flags_parser=parser)
-
-
-if __name__ == "__main__":
-    main()

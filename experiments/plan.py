@@ -15,10 +15,5 @@ from manualpar.training.command_line import flags_parser
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "fsdp_lm.py"
 
 
-def main() -> None:
-    """Runs the command line and exits."""
-    app.run(plan_command, flags_parser=flags_parser(__doc__ or "", DEFAULT_CONFIG, PLANNING))
-
-
 if __name__ == "__main__":
-    main()
+    app.run(plan_command, flags_parser=flags_parser(__doc__ or "", DEFAULT_CONFIG, PLANNING))

@@ -24,7 +24,7 @@ def config(tmp_path_factory):
     """A config file of a model that takes no time."""
     path = tmp_path_factory.mktemp("configs") / "tiny.py"
     text = f"""
-        from manualpar.training.config_files import load_config
+        from manualpar.training.config import load_config
         from pathlib import Path
 
         def get_config():

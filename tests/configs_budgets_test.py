@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from manualpar.inspect.budgets import Verdict, check_budget, read_budgets
-from manualpar.training.config_files import NamedConfig, load_config
+from manualpar.training.command_line import NamedConfig
+from manualpar.training.config import load_config
 from manualpar.training.inspection import read_ledger
 
 FOLDER = Path(__file__).parent.parent / "configs"

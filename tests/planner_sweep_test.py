@@ -18,7 +18,7 @@ from manualpar.planner.sweep import (
     sweep,
 )
 from manualpar.planner.topology import Topology, parse_topology
-from manualpar.training.config_files import load_config
+from manualpar.training.config import load_config
 from manualpar.training.task import make_task
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -14,7 +14,7 @@ from manualpar.planner import tpu_compiler
 from manualpar.planner.compiled_plan import module_and_purpose, plan_of, schedule_of
 from manualpar.planner.tpu_compiler import TpuCompilerError, compile_for_tpu, compile_step
 from manualpar.planner.tpu_worker import PROGRAM, RESULT, is_out_of_hbm
-from manualpar.training.config_files import load_config
+from manualpar.training.config import load_config
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).parent / "data" / "tpu"

@@ -4,7 +4,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from manualpar.planner.vocabulary import prepare_planned
-from manualpar.training.config_files import load_config
+from manualpar.training.config import load_config
 from manualpar.training.task import make_task
 
 CONFIGS = Path(__file__).parents[1] / "configs"

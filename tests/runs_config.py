@@ -20,7 +20,7 @@ from pathlib import Path
 import ml_collections
 
 from manualpar.cluster import Cluster
-from manualpar.training.config_files import load_config
+from manualpar.training.config import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

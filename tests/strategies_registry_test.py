@@ -19,8 +19,7 @@ from manualpar.planner.topology import parse_topology
 from manualpar.strategies import Field, register, registry, strategy_kinds
 from manualpar.strategies import fsdp as fsdp_file
 from manualpar.training.command_line import parse_command_line
-from manualpar.training.config import check_config
-from manualpar.training.config_files import load_config
+from manualpar.training.config import check_config, load_config
 from manualpar.training.experiment import prepare
 from manualpar.training.inspection import inspect_command, inspect_syntax
 from manualpar.training.main import run_command

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from manualpar.training.command_line import parse_command_line
-from manualpar.training.config import check_config
-from manualpar.training.config_files import load_config
+from manualpar.training.config import check_config, load_config
 from manualpar.usage import UsageError
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from manualpar.checkpoints import CheckpointError, Restored
-from manualpar.training.config_files import load_config
+from manualpar.training.config import load_config
 from manualpar.training.saving import check_continues, restore
 from manualpar.training.workdir import check_folder
 from manualpar.usage import UsageError

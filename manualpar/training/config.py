@@ -1,14 +1,17 @@
-"""The fields of a training config, which are checked before anything else happens.
+"""Config files, and the fields of a config, which are checked before anything else happens.
 
-A config is a locked `ml_collections.ConfigDict` of plain values, so that every field can be set by
-a flag and stored as JSON, where tuples are lists. `FIELDS` lists those of every config and
-`MODEL_FIELDS` those that a model adds. A config has each of them and no other; a field that means
-nothing for its strategy is checked and not used.
+A config file is Python with a `get_config()`. Its config is a locked `ml_collections.ConfigDict` of
+plain values, so that every field can be set by a flag and stored as JSON, where tuples are lists.
+`FIELDS` lists those of every config and `MODEL_FIELDS` those that a model adds. A config has each
+of them and no other; a field that means nothing for its strategy is checked and not used.
 """
 
 import difflib
+import importlib.util
 import re
+import traceback
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_collections
@@ -17,6 +20,7 @@ from manualpar.checkpoints.compatibility import REMOVED
 from manualpar.compiler_options import OVERLAPS
 from manualpar.core.strategy import MODES
 from manualpar.strategies import BUILT_IN, Field, strategy_kinds
+from manualpar.usage import UsageError
 
 DTYPES = ("bfloat16", "float16", "float32")
 # "" leaves it as it is. In float16 gradients overflow: they are summed before they are divided.
@@ -103,6 +107,49 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
 DICT_FIELDS = frozenset({"parallel.mesh"})
 
 
+def load_config(path: Path) -> ml_collections.ConfigDict:
+    """Runs a config file and returns the config of its `get_config()`, locked and not checked.
+
+    Raises:
+      UsageError: There is no such file, it is not Python, it raises an error or asks to exit, or it
+        has no `get_config()` that returns a `ConfigDict`.
+    """
+
+    def refused(why: str) -> UsageError:
+        return UsageError(f"--config={path}: {why}.")
+
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # The name is too long, for example.
+        raise refused(str(error.strerror)) from error
+    if not is_file:
+        raise refused("there is no such file; name one such as configs/fsdp.py")
+    spec = importlib.util.spec_from_file_location("config_file", path)
+    if spec is None or spec.loader is None:
+        raise refused("expected a Python file whose name ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        get_config = getattr(module, "get_config", None)
+        config = get_config() if callable(get_config) else None
+    except SyntaxError as error:
+        raise refused(f"line {error.lineno}: {error.msg}") from error
+    except (Exception, SystemExit) as error:  # Whatever the user's code raises.
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame.lineno for frame in frames if frame.filename == spec.origin]
+        where = f"line {own[-1]}: " if own else ""
+        raise refused(
+            f"{where}{type(error).__name__}: {one_line(error)}; expected a file whose get_config() "
+            "returns the config"
+        ) from error
+    if not callable(get_config):
+        raise refused("the file has no function get_config(), expected one")
+    if not isinstance(config, ml_collections.ConfigDict):
+        kind = type(config).__name__
+        raise refused(f"get_config() returns a {kind}, expected an ml_collections.ConfigDict")
+    return config.lock()
+
+
 def fields_of(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Field]:
     """The fields of every config, and those of its `model.name` and `parallel.strategy`."""
 
@@ -122,7 +169,7 @@ def fields_of(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str
 
 
 def one_line(value: object) -> str:
-    """The text of a value without line breaks, for a message that is one sentence."""
+    """The text of a value without line breaks."""
     return re.sub(r"\s*\n\s*", " ", str(value))
 
 

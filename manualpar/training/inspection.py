@@ -34,11 +34,11 @@ from manualpar.inspect.step_ledger import ledger
 from manualpar.training.command_line import (
     CommandLine,
     Flag,
+    NamedConfig,
     Syntax,
     answer,
     write_json,
 )
-from manualpar.training.config_files import NamedConfig
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import prepare
 from manualpar.training.inspection_picture import Bound, draw_ledgers
