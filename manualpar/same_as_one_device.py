@@ -21,9 +21,9 @@ from manualpar.core.partitioning import cast_floating
 from manualpar.core.program import Program
 from manualpar.core.step import OBJECTIVE, mean
 from manualpar.guards.nonfinite import NONFINITE_GRADIENTS
-from manualpar.sharding.batches import check_batch
 from manualpar.sharding.layout import path_name, state_specs
 from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
+from manualpar.sharding.splitting import check_batch
 from manualpar.train_state import TrainState
 from manualpar.user_model.loss_function import Metrics
 

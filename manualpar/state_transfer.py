@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from manualpar.core.partitioning import is_box
-from manualpar.guards.donation import check_alive
+from manualpar.guards.dispatch import check_alive
 from manualpar.rng import typed_key
 from manualpar.sharding.layout import pad_leaf, path_name, unpad_leaf
 from manualpar.sharding.mesh_context import no_mesh, on_auto_axes

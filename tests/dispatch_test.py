@@ -6,11 +6,12 @@ from pathlib import Path
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 from manualpar import Batch, TrainState, data_parallel, make_mesh
-from manualpar.guards.dispatch import MAX_STEPS_AHEAD, guard_step
+from manualpar.guards.dispatch import MAX_STEPS_AHEAD, GuardedStep, check_alive
 
 
 class Metric:
@@ -34,7 +35,7 @@ def test_the_step_some_steps_ago_is_waited_for(devices8, with_state):
         metrics.append(Metric(waited_for))
         return (state, {"loss": (metrics[-1], 1)}) if with_state else {"loss": (metrics[-1], 1)}
 
-    limited = guard_step("train_step", step, make_mesh({"data": 8}, devices8))
+    limited = GuardedStep("train_step", step, make_mesh({"data": 8}, devices8))
     for count in range(1, 3 * MAX_STEPS_AHEAD):
         limited(None, None)
         assert waited_for == metrics[: max(count - MAX_STEPS_AHEAD, 0)]
@@ -43,13 +44,13 @@ def test_the_step_some_steps_ago_is_waited_for(devices8, with_state):
 @pytest.mark.parametrize("count", [1, 8])
 def test_only_simulated_devices_are_waited_for(devices8, count):
     step = jax.jit(lambda state, batch: (state, batch))
-    guarded = guard_step("train_step", step, make_mesh({"data": count}, devices8[:count]))
+    guarded = GuardedStep("train_step", step, make_mesh({"data": count}, devices8[:count]))
     assert guarded.is_limited == (count > 1)
 
 
 def test_it_is_used_like_the_jitted_function(devices8):
     step = jax.jit(lambda state, batch: (state + batch, {"loss": (batch, 1)}))
-    limited = guard_step("train_step", step, make_mesh({"data": 8}, devices8))
+    limited = GuardedStep("train_step", step, make_mesh({"data": 8}, devices8))
     assert limited(jnp.float32(1), jnp.float32(2))[0] == 3
     assert "add" in limited.lower(jnp.float32(1), jnp.float32(2)).as_text()
 
@@ -57,7 +58,7 @@ def test_it_is_used_like_the_jitted_function(devices8):
 def test_a_metric_that_was_donated_does_not_stop_the_run(devices8):
     step = jax.jit(lambda state, batch: (state, {"loss": (batch + 1, 1)}))
     consume = jax.jit(lambda x: x + 1, donate_argnums=0)
-    limited = guard_step("train_step", step, make_mesh({"data": 8}, devices8))
+    limited = GuardedStep("train_step", step, make_mesh({"data": 8}, devices8))
     for _ in range(2 * MAX_STEPS_AHEAD):
         _, metrics = limited(jnp.float32(1), jnp.float32(2))
         consume(metrics["loss"][0])
@@ -65,7 +66,7 @@ def test_a_metric_that_was_donated_does_not_stop_the_run(devices8):
 
 def test_tracing_leaves_nothing_to_wait_for(devices8):
     step = jax.jit(lambda state, batch: (state, {"loss": (batch + 1, 1)}))
-    guarded = guard_step("train_step", step, make_mesh({"data": 8}, devices8))
+    guarded = GuardedStep("train_step", step, make_mesh({"data": 8}, devices8))
     for _ in range(2 * MAX_STEPS_AHEAD):
         jax.eval_shape(guarded, make_state(), Batch(jnp.ones(2), jnp.ones(2)).inputs)
 
@@ -90,8 +91,8 @@ def test_a_state_that_was_donated_is_refused_before_jax_sees_it(devices8, count)
         state = jax.tree.map(lambda x: x if x.ndim == 0 else x + batch.inputs.sum(), state)
         return state.replace(step=state.step + 1), {"loss": (batch.inputs.sum(), 1)}
 
-    train_step = guard_step("train_step", jax.jit(train, donate_argnums=0), mesh)
-    eval_step = guard_step("eval_step", jax.jit(lambda s, b: train(s, b)[1]), mesh)
+    train_step = GuardedStep("train_step", jax.jit(train, donate_argnums=0), mesh)
+    eval_step = GuardedStep("eval_step", jax.jit(lambda s, b: train(s, b)[1]), mesh)
     batch = Batch(jnp.ones(4), jnp.ones(4))
     first = make_state()
     eval_step(first, batch)
@@ -168,3 +169,22 @@ def test_what_is_no_state_of_the_program_is_refused_in_words(devices8):
             TypeError, match=rf"{name}: batch.labels\[0\] is a str, expected an arr"
         ):
             getattr(program, name)(state, Batch(x, ["a", 1]))
+    same = data_parallel(nn.Dense(2), optax.sgd(0.1), loss_fn, mesh=mesh, batch=batch)
+    with pytest.raises(ValueError, match=r"train_step: .* another model or optimizer.*adopt"):
+        same.train_step(state, batch)
+
+
+def test_what_is_gone_is_named():
+    state = {"params": {"kernel": jnp.ones(3), "rng": jax.random.key(0)}, "step": np.zeros(2)}
+    check_alive("train_step", state=state, batch=None)
+    state["params"]["kernel"].delete()
+    with pytest.raises(
+        ValueError, match=r"train_step: state\['params'\]\['kernel'\] .*Use the returned one.*cells"
+    ):
+        check_alive("train_step", state=state)
+    with pytest.raises(ValueError, match=r"eval_step: batch.* Make the batch again"):
+        check_alive("eval_step", batch=state)
+
+
+def test_what_is_being_traced_is_alive():
+    jax.eval_shape(lambda x: check_alive("train_step", state=x), jnp.ones(3))

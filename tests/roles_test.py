@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from manualpar import Batch, fsdp, make_mesh
 from manualpar.core.gradients import accumulate, split_minibatches, unrolled
 from manualpar.modes.manual import Manual
-from manualpar.sharding.batches import check_batch
 from manualpar.sharding.layout import Placement, complete
 from manualpar.sharding.roles import AxisRoles
+from manualpar.sharding.splitting import check_batch
 
 DATA = AxisRoles({0: ("replica", "data")})
 TOKENS = AxisRoles({0: ("data",), 1: ("context",)}, {"expert": "model"})

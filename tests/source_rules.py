@@ -38,9 +38,9 @@ ORDER = """
     whole_batch guards.divergence collection_sync guards.nonfinite
     core.collectives user_model.array_box
     rng train_state user_model.loss_function
-    sharding.batches
+    sharding.splitting
     sharding.roles sharding.mesh
-    sharding.axes sharding.mesh_context guards.donation
+    sharding.axes sharding.mesh_context
     compiler_options extras jaxprs metrics purposes untrusted usage core sharding guards
 """
 RANKS = {

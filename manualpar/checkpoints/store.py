@@ -37,7 +37,7 @@ from manualpar.checkpoints.retention import (
 from manualpar.checkpoints.saved_state import OrbaxFiles
 from manualpar.cluster.agreement import JSON, first_failure, from_first
 from manualpar.core.program import Program
-from manualpar.guards.donation import check_alive
+from manualpar.guards.dispatch import check_alive
 from manualpar.train_state import TrainState
 
 

@@ -24,7 +24,7 @@ from manualpar.core.collectives import cast_to_varying, is_vma_checked, varying_
 from manualpar.core.partitioning import boxed_axes, is_box, wire_dtype
 from manualpar.purposes import COUNT_SCOPE, METRICS_SCOPE, REDUCE_SCOPE
 from manualpar.sharding.axes import AxisName, axis_tuple, check_axes_bound
-from manualpar.sharding.batches import split_minibatches
+from manualpar.sharding.splitting import split_minibatches
 from manualpar.user_model.loss_function import LossFn, Metrics, call_loss
 
 # (params, collections, minibatch, rng) -> (loss, metrics, updated collections).

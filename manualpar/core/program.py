@@ -21,14 +21,13 @@ from manualpar.core.collectives import Wire
 from manualpar.core.gradients import scanned, unrolled
 from manualpar.core.step import Step
 from manualpar.core.strategy import Mode, Strategy
-from manualpar.guards.dispatch import check_state, guard_step
+from manualpar.guards.dispatch import GuardedStep, check_state
 from manualpar.guards.divergence import check_traced_steps
 from manualpar.guards.options import ProgramOptions, check_options, check_wire
 from manualpar.modes.manual import mode_named
 from manualpar.rng import typed_key
 from manualpar.sharding.annotations import check_rules
 from manualpar.sharding.axes import axes_size, axis_tuple, check_mesh_has, given_and_auto_mesh
-from manualpar.sharding.batches import abstract_batch, check_batch
 from manualpar.sharding.layout import (
     ParameterInfo,
     Placement,
@@ -45,6 +44,7 @@ from manualpar.sharding.mesh_context import (
     on_auto_axes,
 )
 from manualpar.sharding.roles import AxisRoles
+from manualpar.sharding.splitting import abstract_batch, check_batch
 from manualpar.state_transfer import StartsFromArrays, check_has_devices
 from manualpar.train_state import TrainState
 from manualpar.update import Update
@@ -284,7 +284,7 @@ def _assemble(batch: Any, step: Step, states: _States, options: ProgramOptions) 
 
     def guard(name: str, function: jax.stages.Wrapped) -> jax.stages.Wrapped:
         check = functools.partial(check_state, name, abstract)
-        return guard_step(name, function, mesh, check) if has_devices else function
+        return cast(Any, GuardedStep(name, function, mesh, check)) if has_devices else function
 
     def init(create: Callable[[jax.Array], TrainState], rng: Any) -> TrainState:
         check_has_devices("init", mesh)

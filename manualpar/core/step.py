@@ -29,7 +29,6 @@ from manualpar.guards.nonfinite import count_nonfinite, is_finite
 from manualpar.guards.options import Nonfinite
 from manualpar.modes.manual import Manual
 from manualpar.modes.remat import regather_for_backward
-from manualpar.sharding.batches import check_batch
 from manualpar.sharding.layout import (
     Placement,
     map_in_scopes,
@@ -38,6 +37,7 @@ from manualpar.sharding.layout import (
     strip_boxes,
 )
 from manualpar.sharding.roles import AxisRoles
+from manualpar.sharding.splitting import check_batch
 from manualpar.train_state import TrainState
 from manualpar.update import Update
 from manualpar.user_model.loss_function import Metrics

@@ -1,20 +1,22 @@
-"""Refuses programs in which devices could miss each other.
+"""Refuses traced programs that are wrong in ways that the types of `check_vma=True` do not see.
 
 A collective waits for all devices along its axes. Inside a `cond` or a `while` whose condition
 varies over such an axis some devices would take part and others not: the program then hangs, or
-matches one device's collective with another's of the same size and computes nonsense. The types of
-`check_vma=True` do not forbid it, but they say where it can happen.
+matches one device's collective with another's of the same size and computes nonsense. The types do
+not forbid it, but they say where it can happen.
+
+The gradient of a gather is written by hand. Where a model or a loss differentiates a gathered
+parameter by itself, JAX takes the gradient of the bare gather in its place when a step
+differentiates once more. That is the sum over the devices, and not the mean.
 """
 
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from manualpar.jaxprs import all_equations, inner_jaxprs
-from manualpar.purposes import EXAMPLES_SCOPE, GATHER_SCOPE
+from manualpar.purposes import EXAMPLES_SCOPE, GATHER_SCOPE, REGATHER, purpose_of
 
 # Primitives that name mesh axes and send nothing.
 SILENT_PRIMITIVES = frozenset(
@@ -32,142 +34,90 @@ SILENT_PRIMITIVES = frozenset(
 def check_traced_steps(
     name: str, train: ClosedJaxpr, evaluate: ClosedJaxpr, *, data_axes: tuple[str, ...]
 ) -> None:
-    """Refuses the traced steps of a program if they are wrong in a way that types do not see.
-
-    Args:
-      name: The program's name, for messages.
-      train: The traced training step.
-      evaluate: The traced evaluation step.
-      data_axes: The mesh axes that split the batch, in order.
+    """Refuses the traced steps of a program, in which the batch is split over `data_axes`.
 
     Raises:
-      ValueError: See the checks below.
+      ValueError: Devices would miss each other, or wait for others for ever; or a gather has lost
+        its gradient. The message says where.
     """
     for closed in (train, evaluate):
-        check_conditions(name, closed.jaxpr)
-        check_constraints(name, closed.jaxpr)
-        check_gathered_order(name, closed.jaxpr, EXAMPLES_SCOPE, data_axes)
-    check_derivatives(name, evaluate.jaxpr, GATHER_SCOPE)
+        for eqn in all_equations(closed.jaxpr):
+            _check_condition(name, eqn)
+            _check_constraint(name, eqn)
+            _check_gathered_order(name, eqn, data_axes)
+    _check_derivatives(name, evaluate.jaxpr)
 
 
-def check_conditions(name: str, jaxpr: Jaxpr) -> None:
-    """Refuses collectives under a condition that differs between the devices they wait for.
-
-    Args:
-      name: The program's name, for messages.
-      jaxpr: The traced program.
-
-    Raises:
-      ValueError: There is one; the message says where.
-    """
-    for eqn in all_equations(jaxpr):
-        varying = _varying_condition(eqn)
-        for inner in _equations_inside(eqn) if varying else ():
-            shared = sorted(varying & _communication_axes(inner))
-            if shared:
-                where = f"{eqn.source_info.name_stack}/{inner.source_info.name_stack}".strip("/")
-                raise ValueError(
-                    f"{name}: a {eqn.primitive.name} contains a {inner.primitive.name} ({where}), "
-                    f"and its condition differs between the devices along "
-                    f"{shared}: some would wait there for the others for ever. A sharded parameter "
-                    "is gathered where it is used: call the module outside of the branch or loop "
-                    "and choose with jnp.where, make the condition the same on all devices "
-                    "(jax.lax.pmax), or use data_parallel."
-                )
-
-
-def check_constraints(name: str, jaxpr: Jaxpr) -> None:
-    """Refuses sharding constraints to axes along which every device has its own part already.
-
-    Args:
-      name: The program's name, for messages.
-      jaxpr: The traced program.
-
-    Raises:
-      ValueError: There is one, which JAX refuses when it lowers the program and not before.
-    """
-    for eqn in all_equations(jaxpr):
-        if eqn.primitive.name != "sharding_constraint":
-            continue
-        sharding = eqn.params["sharding"]
-        manual = set(getattr(getattr(sharding, "mesh", None), "manual_axes", ()))
-        if manual & set(jax.tree.leaves(tuple(getattr(sharding, "spec", ())))):
+def _check_condition(name: str, eqn: Any) -> None:
+    """Refuses collectives under a condition that differs between the devices they wait for."""
+    varying = _varying_condition(eqn)
+    jaxprs = inner_jaxprs(eqn) if varying else ()
+    for inner in (inner for _, jaxpr in jaxprs for inner in all_equations(jaxpr)):
+        shared = sorted(varying & _communication_axes(inner))
+        if shared:
+            where = f"{eqn.source_info.name_stack}/{inner.source_info.name_stack}".strip("/")
             raise ValueError(
-                f"{name}: the model or the loss constrains an array to {sharding.spec} with "
-                "mode='manual', maybe by jax.vmap(..., spmd_axis_name=...); expected no constraint,"
-                " because every device runs the model on its own part of the batch alone. Use "
-                "mode='auto', or take it out."
+                f"{name}: a {eqn.primitive.name} contains a {inner.primitive.name} ({where}), "
+                f"and its condition differs between the devices along "
+                f"{shared}: some would wait there for the others for ever. A sharded parameter "
+                "is gathered where it is used: call the module outside of the branch or loop "
+                "and choose with jnp.where, make the condition the same on all devices "
+                "(jax.lax.pmax), or use data_parallel."
             )
 
 
-def check_gathered_order(name: str, jaxpr: Jaxpr, scope: str, data_axes: tuple[str, ...]) -> None:
-    """Refuses examples that are gathered over other axes, or in another order, than they are split.
-
-    Args:
-      name: The program's name, for messages.
-      jaxpr: The traced program.
-      scope: The named scope in which examples are gathered.
-      data_axes: The mesh axes that examples are split over, in their order.
-
-    Raises:
-      ValueError: Examples are gathered so.
-    """
-    for eqn in all_equations(jaxpr):
-        if scope not in re.split(r"[/()]", str(eqn.source_info.name_stack)):
-            continue
-        axes = tuple(jax.tree.leaves(eqn.params.get("axis_name"))) or data_axes
-        if axes != tuple(axis for axis in data_axes if axis in axes):
-            raise ValueError(
-                f"{name}: {scope} gathers over {axes}, but the batch is split over {data_axes}, in "
-                f"this order; expected the same. Pass axis_name={data_axes!r} to it."
-            )
+def _check_constraint(name: str, eqn: Any) -> None:
+    """Refuses a constraint to manual axes, which JAX refuses only when it lowers the program."""
+    if eqn.primitive.name != "sharding_constraint":
+        return
+    sharding = eqn.params["sharding"]
+    manual = set(getattr(getattr(sharding, "mesh", None), "manual_axes", ()))
+    if manual & set(jax.tree.leaves(tuple(getattr(sharding, "spec", ())))):
+        raise ValueError(
+            f"{name}: the model or the loss constrains an array to {sharding.spec} with "
+            "mode='manual', maybe by jax.vmap(..., spmd_axis_name=...); expected no constraint,"
+            " because every device runs the model on its own part of the batch alone. Use "
+            "mode='auto', or take it out."
+        )
 
 
-def check_derivatives(name: str, jaxpr: Jaxpr, scope: str) -> None:
-    """Refuses losses in which gathered parameters are differentiated, as a step does once more.
+def _check_gathered_order(name: str, eqn: Any, data_axes: tuple[str, ...]) -> None:
+    """Refuses examples that are gathered over other axes, or in another order, than they lie."""
+    axes = tuple(jax.tree.leaves(eqn.params.get("axis_name")))
+    if not axes or purpose_of(str(eqn.source_info.name_stack)) != EXAMPLES_SCOPE:
+        return
+    if axes != tuple(axis for axis in data_axes if axis in axes):
+        raise ValueError(
+            f"{name}: {EXAMPLES_SCOPE} gathers over {axes}, but the batch is split over "
+            f"{data_axes}, in this order; expected the same. Pass axis_name={data_axes!r} to it."
+        )
 
-    The gradient of a gather is written by hand, and JAX takes the bare gather for it where a loss
-    differentiates: the gradient of that is the sum over the devices, and not the mean.
 
-    Args:
-      name: The program's name, for messages.
-      jaxpr: The traced evaluation, in which nothing else is differentiated.
-      scope: The named scope in which parameters are gathered.
-
-    Raises:
-      ValueError: There is a gather without its gradient; the message says where.
-    """
+def _check_derivatives(name: str, jaxpr: Jaxpr) -> None:
+    """Refuses gathers without their gradient in an evaluation, which differentiates nothing."""
     for eqn in jaxpr.eqns:
-        scopes = re.split(r"[/()]", str(eqn.source_info.name_stack))
-        if eqn.primitive.name == "all_gather" and scope in scopes:
+        scope = str(eqn.source_info.name_stack)
+        if eqn.primitive.name == "all_gather" and purpose_of(scope) in (GATHER_SCOPE, REGATHER):
             raise ValueError(
-                f"{name}: a parameter that is gathered ({eqn.source_info.name_stack}) is "
+                f"{name}: a parameter that is gathered ({scope}) is "
                 "differentiated within the model or the loss (jax.vjp, nn.vjp), expected one that "
                 "is whole: take nn.unbox(params) in the loss, and for a module that differentiates "
                 "its own parameters use replicate= or data_parallel."
             )
         if "custom_vjp" not in eqn.primitive.name:
             for _, inner in inner_jaxprs(eqn):
-                check_derivatives(name, inner, scope)
+                _check_derivatives(name, inner)
 
 
 def _varying_condition(eqn: Any) -> frozenset[str]:
     """The mesh axes that the condition of a branch or a loop varies over."""
     if eqn.primitive.name == "cond":
-        return _varying(eqn.invars[0])
-    if eqn.primitive.name == "while":
-        return _varying(eqn.params["cond_jaxpr"].jaxpr.outvars[0])
-    return frozenset()
-
-
-def _varying(variable: Any) -> frozenset[str]:
-    """The mesh axes that a variable or a literal of a jaxpr varies over."""
-    return frozenset(getattr(variable.aval, "mat", jax.typeof(0).mat).varying)
-
-
-def _equations_inside(eqn: Any) -> Iterator[Any]:
-    for _, inner in inner_jaxprs(eqn):
-        yield from all_equations(inner)
+        condition = eqn.invars[0]
+    elif eqn.primitive.name == "while":
+        condition = eqn.params["cond_jaxpr"].jaxpr.outvars[0]
+    else:
+        return frozenset()
+    return frozenset(getattr(condition.aval, "mat", jax.typeof(0).mat).varying)
 
 
 def _communication_axes(eqn: Any) -> frozenset[str]:

@@ -27,7 +27,6 @@ from manualpar.core.strategy import Mode
 from manualpar.modes.manual import Manual, register_mode
 from manualpar.purposes import GATHER_SCOPE, NEW_PARAMS_SCOPE, SCATTER_SCOPE
 from manualpar.sharding.axes import axes_size, axis_tuple, with_axis_types
-from manualpar.sharding.batches import check_minibatches
 from manualpar.sharding.layout import (
     Placement,
     map_in_scopes,
@@ -35,6 +34,7 @@ from manualpar.sharding.layout import (
     pad_leaf,
     unpad_leaf,
 )
+from manualpar.sharding.splitting import check_minibatches
 from manualpar.user_model.loss_function import Metrics
 
 

@@ -30,8 +30,8 @@ from manualpar.core.strategy import Mode
 from manualpar.rng import fold_rng_over_axis
 from manualpar.sharding.annotations import Rules
 from manualpar.sharding.axes import axes_size, axis_tuple
-from manualpar.sharding.batches import split_minibatches
 from manualpar.sharding.layout import Placement, map_in_scopes, param_specs, state_specs
+from manualpar.sharding.splitting import split_minibatches
 from manualpar.user_model.loss_function import Metrics
 
 _MODES: dict[str, type["Manual"]] = {}

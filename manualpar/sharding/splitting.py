@@ -1,4 +1,4 @@
-"""Batches, as far as it matters how they are split over the mesh."""
+"""How a batch is split over the mesh and into minibatches, and which batches cannot be."""
 
 from typing import Any
 
