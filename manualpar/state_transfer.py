@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh
 from manualpar.core.partitioning import is_box
 from manualpar.guards.dispatch import check_alive
 from manualpar.rng import typed_key
-from manualpar.sharding.layout import pad_leaf, path_name, unpad_leaf
+from manualpar.sharding.layout import map_padded, pad_leaf, path_name, unpad_leaf
 from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
 from manualpar.state_arrays import (
     Leaf,
@@ -195,9 +195,9 @@ def _finish(
         collections = jax.tree.unflatten(structure, values)
         params = collections.pop("params")
         paddings = [leaf.padding for leaf in leaves if leaf.keys[0] == "params"]
-        opt_state = state.tx.init(_map_leaves(unpad_leaf, params, paddings))
+        opt_state = state.tx.init(map_padded(unpad_leaf, params, paddings))
         opt_leaves = leaves_of(program.abstract_state.opt_state, program.whole_state.opt_state)
-        opt_state = _map_leaves(pad_leaf, opt_state, [leaf.padding for leaf in opt_leaves])
+        opt_state = map_padded(pad_leaf, opt_state, (leaf.padding for leaf in opt_leaves))
         return state.replace(params=params, opt_state=opt_state, collections=collections)
 
     on_auto = on_auto_axes(replace_variables, mesh=program.mesh, out_specs=program.layout)
@@ -340,8 +340,3 @@ def _warn_of_casts(leaves: list[Leaf], found: Mapping[str, Any]) -> None:
             f"{'; '.join(list_some(narrowed))}.",
             stacklevel=4,
         )
-
-
-def _map_leaves(function: Callable[..., Any], tree: Any, paddings: list[tuple[int, ...]]) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, map(function, leaves, paddings))

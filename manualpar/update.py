@@ -26,6 +26,7 @@ from manualpar.purposes import OPTIMIZER_SCOPE
 from manualpar.sharding.layout import (
     Placement,
     map_in_scopes,
+    map_padded,
     pad_leaf,
     param_specs,
     state_specs,
@@ -84,7 +85,7 @@ class Update:
         with jax.named_scope(OPTIMIZER_SCOPE):
             params = self._map(self._shard, params)
             grads = self._map(lambda place, g: unpad_leaf(g, place.padding), grads)
-            before = opt_state = self._map_state(unpad_leaf, opt_state)
+            before = opt_state = map_padded(unpad_leaf, opt_state, self.opt_padding)
 
             def evaluate(params: Any) -> tuple[jax.Array, Any]:
                 value, grads = value_and_grad(self._store(params))
@@ -105,7 +106,8 @@ class Update:
                 norms["gradient_norm"] = global_norm(grads)
                 norms["update_norm"] = global_norm(updates)
                 norms["parameter_norm"] = global_norm(new_params)
-            return self._store(new_params), self._map_state(pad_leaf, opt_state), norms
+            opt_state = map_padded(pad_leaf, opt_state, self.opt_padding)
+            return self._store(new_params), opt_state, norms
 
     def _shard(self, place: Placement, x: jax.Array) -> jax.Array:
         """A parameter as the optimizer takes it; nothing is sent."""
@@ -128,11 +130,6 @@ class Update:
     def _map(self, function: Callable[..., Any], *trees: Any) -> Any:
         """Maps a function of a placement and leaves over trees like the parameters'."""
         return map_in_scopes(function, self.placements, *trees)
-
-    def _map_state(self, function: Callable[..., Any], opt_state: Any) -> Any:
-        """Pads or unpads the leaves of the optimizer's state."""
-        leaves, structure = jax.tree.flatten(opt_state)
-        return jax.tree.unflatten(structure, map(function, leaves, self.opt_padding))
 
 
 def global_norm(tree: Any) -> jax.Array:

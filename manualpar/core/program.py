@@ -15,7 +15,7 @@ from typing import Any, Unpack, cast
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from manualpar.core.collectives import Wire
 from manualpar.core.gradients import scanned, unrolled
@@ -27,12 +27,13 @@ from manualpar.guards.options import ProgramOptions, check_options, check_wire
 from manualpar.modes.manual import mode_named
 from manualpar.rng import typed_key
 from manualpar.sharding.annotations import check_rules
-from manualpar.sharding.axes import axes_size, axis_tuple, check_mesh_has, given_and_auto_mesh
+from manualpar.sharding.axes import axes_size, axis_tuple, check_mesh_has, with_axis_types
 from manualpar.sharding.layout import (
     ParameterInfo,
     Placement,
     complete,
     like_params,
+    map_padded,
     pad_leaf,
     param_specs,
     state_specs,
@@ -180,8 +181,7 @@ class _States:
         params = jax.tree.map(
             lambda place, x: pad_leaf(x, place.parameter_padding), self._placements, state.params
         )
-        leaves, structure = jax.tree.flatten(state.opt_state)
-        opt_state = jax.tree.unflatten(structure, map(pad_leaf, leaves, self.opt_padding))
+        opt_state = map_padded(pad_leaf, state.opt_state, self.opt_padding)
         return state.replace(params=params, opt_state=opt_state)
 
     def _create_whole(self, rng: jax.Array) -> TrainState:
@@ -208,7 +208,7 @@ def _design(
     shard_axes = axis_tuple(options.get("axis_name", "data"))
     roles = AxisRoles({0: (*strategy.replica_axes, *shard_axes)})
     _check_arguments(name, tx, loss_fn, options["mesh"], roles.data_axes)
-    _, mesh = cast("tuple[Mesh, Mesh]", given_and_auto_mesh(options["mesh"]))
+    mesh = cast(Mesh, with_axis_types(options["mesh"], AxisType.Auto))
     batch = abstract_batch(f"{name}: batch", options["batch"])
     check_batch(f"{name}: batch", batch, mesh, roles)
     param_dtype, wire = check_wire(name, options)
@@ -254,10 +254,12 @@ def _design(
 
 def _assemble(batch: Any, step: Step, states: _States, options: ProgramOptions) -> Program:
     """The program of a step: jitted, on the mesh that was given."""
-    # States and batches lie on the mesh that was given, whose axes may be explicit. A step runs on
-    # the same mesh with automatic axes.
-    has_devices = not isinstance(options["mesh"], AbstractMesh)
-    given, mesh = cast("tuple[Mesh, Mesh]", given_and_auto_mesh(options["mesh"]))
+    # States and batches lie on the mesh that was given, all of whose axes are explicit if any is. A
+    # step runs on the same mesh with automatic axes.
+    mesh, given = step.mode.mesh, step.mode.mesh
+    if AxisType.Explicit in options["mesh"].axis_types:
+        given = cast(Mesh, with_axis_types(mesh, AxisType.Explicit))
+    has_devices = not isinstance(mesh, AbstractMesh)
 
     def shard(specs: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(given, spec), specs)

@@ -127,12 +127,3 @@ def with_axis_types(mesh: Mesh | AbstractMesh, axis_type: AxisType) -> Mesh | Ab
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-
-
-def given_and_auto_mesh(
-    mesh: Mesh | AbstractMesh,
-) -> tuple[Mesh | AbstractMesh, Mesh | AbstractMesh]:
-    """A mesh with axes of one type, explicit if any of its own are, and one with automatic axes."""
-    auto = with_axis_types(mesh, AxisType.Auto)
-    is_explicit = AxisType.Explicit in mesh.axis_types
-    return (with_axis_types(mesh, AxisType.Explicit) if is_explicit else auto), auto

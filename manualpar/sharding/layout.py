@@ -45,8 +45,8 @@ class ParameterInfo:
 class Placement:
     """Where a parameter lives, where its optimizer state lives, and how its gradient is reduced.
 
-    A strategy decides the first five fields. `complete` adds the others, which follow
-    from what each mesh axis is for.
+    A strategy decides the first five fields. `complete` adds the others, which follow from the
+    roles of the mesh axes.
 
     Attributes:
       names: For each dimension of the parameter the mesh axis, or tuple of axes, that it is sharded
@@ -127,8 +127,8 @@ def shard_largest_dim(
 ) -> Placement:
     """Shards a parameter along its largest free dimension, as `shard_params` does.
 
-    With `pad`, one no dimension of which divides is padded along its largest free dimension. What
-    `keep_gathered` names is kept. What `replicate` names is whole, annotated or not.
+    With `pad`, a parameter of which no dimension divides is padded along its largest free one.
+    What `keep_gathered` names is kept. What `replicate` names is whole, annotated or not.
     """
     if any(is_inside(parameter.path, name) for name in replicate):
         return Placement((None,) * len(parameter.shape), "named by replicate", keep=True)
@@ -220,20 +220,10 @@ def complete(placement: Placement, roles: AxisRoles) -> Placement:
 def describe_parameters(
     params: Any, loop_dims: Mapping[str, frozenset[int]], mesh: Mesh, rules: Rules
 ) -> Any:
-    """Collects what a strategy may look at.
+    """The tree of abstract parameters, boxes included, with a `ParameterInfo` at each leaf.
 
-    Args:
-      params: The abstract parameters as the model's `init` returns them, boxes included.
-      loop_dims: The dimensions that `nn.scan` and `nn.vmap` run over, by a parameter's path.
-      mesh: The mesh.
-      rules: What logical names mean.
-
-    Returns:
-      The tree of parameters with a `ParameterInfo` at each leaf.
-
-    Raises:
-      ValueError: An annotation names what the mesh and the rules do not know, or does not fit the
-        shape.
+    `loop_dims` are the dimensions that loops run over, by a parameter's path. An annotation that
+    does not fit is refused, see `mesh_names`.
     """
 
     def info(path: Any, x: Any) -> ParameterInfo:
@@ -264,22 +254,13 @@ def like_params(tree: Any, params: Any, values: Any, default: Any) -> Any:
     """Gives each leaf of an optimizer's state what is said of the parameter that it belongs to.
 
     A leaf belongs to a parameter if its path ends in the parameter's path and it has the
-    parameter's shape (Adam's moments do, Adafactor's factored ones have another shape).
-
-    Args:
-      tree: The abstract optimizer state.
-      params: The abstract parameters.
-      values: A value for each of them, of the same structure.
-      default: The value for a leaf that belongs to none.
-
-    Returns:
-      `tree` with a value at each leaf.
+    parameter's shape (Adam's moments do, Adafactor's factored ones have another shape). `values` is
+    a tree like `params`. Leaves that belong to no parameter get the default.
     """
     flat = jax.tree_util.tree_leaves_with_path(params)
-    of_params = jax.tree.leaves(jax.tree.map(lambda _, value: _Value(value), params, values))
     by_path = {
-        _keys(path): (x.shape, value.value)
-        for (path, x), value in zip(flat, of_params, strict=True)
+        _keys(path): (x.shape, value)
+        for (path, x), value in zip(flat, jax.tree.leaves(values), strict=True)
     }
 
     def value(path: Any, x: Any) -> Any:
@@ -316,13 +297,16 @@ def unpad_leaf(x: jax.Array, padding: tuple[int, ...]) -> jax.Array:
     return jax.lax.slice(x, [0] * x.ndim, ends)
 
 
+def map_padded(function: Callable[..., Any], tree: Any, paddings: Iterable[Any]) -> Any:
+    """Applies `pad_leaf` or `unpad_leaf` to each leaf of a tree with the padding of its own."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, map(function, leaves, paddings))
+
+
 def unpad_whole(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array:
-    """A global array without its padding, whole on every device of a mesh.
+    """A global array without its padding, whole on every device of a mesh: one all-gather.
 
     What is left cannot stay sharded: its shape does not divide, which is why it was padded.
-
-    Communication:
-      One all-gather of the array.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
     return jax.jit(unpad_leaf, static_argnums=1, out_shardings=replicated)(x, padding)
@@ -349,13 +333,6 @@ def map_in_scopes(function: Callable[..., Any], placements: Any, *trees: Any) ->
 def path_name(path: Any) -> str:
     """A tree path as people write it: `encoder/kernel`."""
     return "/".join(_keys(path))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Value:
-    """A leaf, whatever it holds."""
-
-    value: Any
 
 
 def _keys(path: Any) -> tuple[str, ...]:
