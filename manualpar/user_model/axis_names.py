@@ -65,18 +65,9 @@ def check_axis_aliases(
     data_axes: tuple[str, ...],
     on_global_arrays: bool,
 ) -> AxisAliases:
-    """Checks aliases for axis names.
+    """Checks a user's aliases: a mesh axis, or a tuple of axes, by the model's name for it.
 
-    Args:
-      strategy: The strategy's name, for messages.
-      aliases: A mesh axis, or a tuple of axes, by the model's name for it.
-      mesh: The mesh.
-      data_axes: The mesh axes that the batch is split over.
-      on_global_arrays: Whether the model runs on global arrays, where no axis is bound: then
-        `data_axes` are renamed too.
-
-    Returns:
-      The aliases.
+    On global arrays, where no axis is bound, `data_axes` are renamed too.
 
     Raises:
       TypeError: The aliases are not names of axes.

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from manualpar.sharding.axes import naming_unbound_axes
+from manualpar.sharding.layout import path_name
 from manualpar.user_model.adapter import InitArgs, ModelAdapter
 from manualpar.user_model.evaluation import SWITCHES, overrule, signature_of
 
@@ -23,19 +24,10 @@ def find_carried_collections(
     trace: Callable[[Callable[..., None], Any], None],
     init_args: InitArgs | None,
 ) -> dict[str, Any]:
-    """Picks the collections that a training state carries.
+    """Picks, from a model's abstract variables, the collections that a training state carries.
 
     Those are all but `params` and the sown ones: `SOWN_COLLECTIONS`, and collections that grow
-    whenever the model is applied.
-
-    Args:
-      model: The model.
-      variables: Its abstract variables without boxes.
-      trace: Traces a function of variables, a key and a batch on some variables.
-      init_args: How the model is called, see `ModelAdapter.initial_call`.
-
-    Returns:
-      The abstract collections by name.
+    whenever the model is applied. `trace` traces a function of variables, a key and a batch.
     """
     others = {name: tree for name, tree in variables.items() if name != "params"}
     paths = {name: leaf_paths(tree) for name, tree in others.items()}
@@ -103,8 +95,7 @@ class CarryingApply:
 
 def leaf_paths(tree: Any) -> list[str]:
     """The paths of a tree's leaves, in order."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _check_update(name: str, old: Any, new: Any) -> None:

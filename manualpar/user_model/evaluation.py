@@ -49,15 +49,8 @@ def overrule(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Sets those arguments of a call that are switches.
 
-    Args:
-      signature: That of the called method, without the module.
-      args: The positional arguments.
-      kwargs: The keyword arguments.
-      switches: The value of each switch by its name.
-
-    Returns:
-      The arguments. A switch that is not passed is not added. One that is `None` stays `None`,
-      which leaves it to a field of the module.
+    A switch that is not passed is not added. One that is `None` stays `None`, which leaves it to a
+    field of the module. The signature is that of the called method, without the module.
     """
 
     def switch(name: str, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A model's initialisation, on the mesh that the model asks for.
+"""How a model is initialised and traced, on the mesh that the model asks for.
 
 Most models are made and initialised with no mesh around them. A model that states shardings itself,
 in its call (`with_sharding_constraint`) or in its initialisers (`out_sharding=`), may need one: if
@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from manualpar.core.collectives import cast_to_varying
 from manualpar.core.partitioning import cast_floating, is_box
 from manualpar.modes.manual import Manual
 from manualpar.sharding.axes import axis_tuple
 from manualpar.user_model.adapter import InitArgs, ModelAdapter
-from manualpar.user_model.tracing import with_mesh_if_needed
 
 Init = Callable[[jax.Array], dict[str, Any]]
 
@@ -90,3 +90,28 @@ def _box_typed(x: Any) -> Any:
     """A parameter, in a box if its type shards it."""
     names = () if is_box(x) else tuple(jax.typeof(x).sharding.spec)
     return TypedParameter(x, names=names) if any(map(axis_tuple, names)) else x
+
+
+def with_mesh_if_needed(
+    mode: Manual, call: Callable[[], Any], call_on_mesh: Callable[[], Any]
+) -> Any:
+    """Calls the first function; the second if that fails and the mode has a mesh for models."""
+    try:
+        return call()
+    except Exception:  # Whatever it is: if it was not the mesh, it is raised again.
+        if mode.model_mesh is None:
+            raise
+    return call_on_mesh()
+
+
+def trace(mode: Manual, function: Callable[..., Any], in_specs: Any, *args: Any) -> None:
+    """Traces a function of abstract global arguments as a step would run it.
+
+    Its first argument is a tree of variables, which is made to vary over devices.
+    """
+
+    def on_device(variables: Any, *args: Any) -> None:
+        with mode.context():
+            function(cast_to_varying(variables, mode.varying_axes), *args)
+
+    jax.eval_shape(mode.run(on_device, in_specs=in_specs, out_specs=PartitionSpec()), *args)

@@ -32,17 +32,10 @@ TraceLoss = Callable[[Any, Callable[[Any], Any]], None]
 def find_loop_dims(
     strategy: str, trace_loss: TraceLoss, params: Any, boxed: Any, *, gathers_in_loss: bool
 ) -> dict[str, frozenset[int]]:
-    """Finds the dimensions of parameters that `nn.scan` and `nn.vmap` run over.
+    """Finds the dimensions of parameters that `nn.scan` and `nn.vmap` run over, by path.
 
-    Args:
-      strategy: The strategy's name, for messages.
-      trace_loss: Traces the loss.
-      params: The abstract parameters.
-      boxed: The same tree with a bool at each leaf: whether to look at the parameter.
-      gathers_in_loss: Whether this package gathers parameters where the loss reads them.
-
-    Returns:
-      The dimensions of each parameter that was looked at, by its path.
+    It looks at the parameters for which `boxed` has a true leaf. With `gathers_in_loss` this
+    package gathers parameters where the loss reads them, so that none may be differentiated there.
 
     Raises:
       ValueError: A parameter is read other than by a module that asks for it, or differentiated.
@@ -68,10 +61,10 @@ def find_loop_dims(
 
         trace_loss(jax.tree.map(stored, boxed, params), box_all)
 
-    trace_loss(params, lambda params: params)
     try:
         trace_boxed(boxed)
-    except Exception as error:  # Whatever it is: with plain parameters it was not raised.
+    except Exception as error:
+        trace_loss(params, lambda params: params)  # Raises what the boxes are not to blame for.
         read = _find_read(boxed, trace_boxed)
         raise ValueError(
             f"{strategy}: parameters that are to be sharded, of {', '.join(map(repr, read))}, are "
@@ -152,24 +145,19 @@ class _Notes:
 class _Probe(ArrayBox, eq=False):
     """A box of keys that stands for a parameter and notes how it is used.
 
-    Attributes:
-      dtype: The parameter's dtype.
-      notes: The dimensions that loops run over.
-      whole_shape: The parameter's shape outside of loops; `names` has the numbers of its dims.
-      witness: Zeros that go where the keys go, and unlike them can be differentiated.
+    Its `names` are the numbers of the parameter's dims, `None` for one that a loop has added.
     """
 
     dtype: Any = flax.struct.field(default=None, pytree_node=False)
     notes: Any = flax.struct.field(default=None, pytree_node=False)
     whole_shape: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
+    # Zeros that go where the keys go, and unlike them can be differentiated.
     witness: Any = None
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         """A parameter of the expected shape, typed as a gathered one is.
 
-        Raises:
-          ValueError: The box's content was changed without asking the box, by `jax.vmap` say, or
-            is differentiated.
+        It refuses content that was changed without asking the box, or is differentiated.
         """
         if self.witness is not None:
             _refuse_derivative(self.witness)

@@ -25,10 +25,15 @@ from manualpar.sharding.layout import (
 from manualpar.user_model.adapter import Model, ModelAdapter, Phase, adapt
 from manualpar.user_model.axis_names import check_axis_aliases
 from manualpar.user_model.carried_collections import CarryingApply, find_carried_collections
-from manualpar.user_model.initialise import Init, initialisation, typed_specs
+from manualpar.user_model.initialise import (
+    Init,
+    initialisation,
+    trace,
+    typed_specs,
+    with_mesh_if_needed,
+)
 from manualpar.user_model.loss_function import LossFn, Metrics, call_loss
 from manualpar.user_model.probe import find_loop_dims
-from manualpar.user_model.tracing import trace, with_mesh_if_needed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +63,7 @@ class UserModel:
     def create_variables(self, key: jax.Array) -> dict[str, Any]:
         """The initial variables by collection: `params`, and those that a training state carries.
 
-        Args:
-          key: The key for all of them.
-
-        Returns:
-          Whole arrays without boxes; parameters are in `param_dtype`.
+        They are whole and in no boxes; parameters are in `param_dtype`.
         """
         variables = strip_boxes(self._init(key))
         return {name: variables[name] for name in ("params", *self.collections)}
@@ -70,13 +71,7 @@ class UserModel:
     def train_loss(
         self, params: Any, collections: Any, batch: Any, rng: jax.Array
     ) -> tuple[jax.Array, Metrics, Any]:
-        """Calls the user's loss.
-
-        Args:
-          params: The parameters; those that are sharded are in boxes.
-          collections: The model's other collections.
-          batch: The examples, a device's own or all of them as the mode says.
-          rng: The key for the loss.
+        """Calls the user's loss; sharded parameters are in boxes.
 
         Returns:
           The loss, the checked metrics, and the collections after the call.
@@ -89,9 +84,8 @@ class UserModel:
     def eval_metrics(self, params: Any, collections: Any, batch: Any, rng: jax.Array) -> Metrics:
         """The metrics of the same loss with training turned off; arguments as `train_loss`."""
         model = dataclasses.replace(self._model, phase=self._eval_phase)
-        return dataclasses.replace(self, _model=model).train_loss(params, collections, batch, rng)[
-            1
-        ]
+        evaluated = dataclasses.replace(self, _model=model)
+        return evaluated.train_loss(params, collections, batch, rng)[1]
 
 
 def study(
@@ -121,13 +115,6 @@ def study(
       is_gathered: Whether a parameter would be sharded, or cast where it is used, if no loop ran
         over it and it had no annotation.
       gathers_in_loss: Whether parameters are gathered where the loss reads them.
-
-    Returns:
-      The model.
-
-    Raises:
-      TypeError: The model, or an option about it, is of the wrong kind.
-      ValueError: The model or the loss does something that a program cannot do.
     """
     mesh, data_axes = mode.mesh, mode.data_axes
     aliases = check_axis_aliases(
