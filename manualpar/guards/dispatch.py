@@ -135,7 +135,8 @@ def check_state(function: str, abstract: TrainState, state: Any) -> None:
         elif not _lies_as(x, wanted[name].sharding):
             lies, expected = map(_show_sharding, (x.sharding, wanted[name].sharding))
             lines.append(f"{name} lies {lies}, expected {expected}")
-    if not lines and jax.tree.structure(state) != jax.tree.structure(abstract):
+    structure: Any = jax.tree.structure(abstract)
+    if not lines and structure != jax.tree.structure(state):
         lines = ["it belongs to another model or optimizer"]
     if lines:
         raise ValueError(
