@@ -6,24 +6,24 @@ import socket
 import time
 from collections.abc import Callable
 
-HELLO = {
-    "kind": "hello",
-    "process": 1,
-    "num_processes": 2,
-    "host": "h",
-    "pid": 1,
-    "proof": "0" * 64,
-}
+
+def frame(data: bytes) -> bytes:
+    """A message as the processes send it, behind its length."""
+    return len(data).to_bytes(4, "big") + data
+
+
+HELLO = {"process": 1, "num_processes": 2, "host": "h", "pid": 1, "proof": "0" * 64}
 STRANGERS: dict[str, bytes] = {
-    "deep JSON": b"[" * 100_000 + b"\n",
-    "deep JSON in a short line": b"[" * 4000 + b"\n",
-    "bytes that are no text": b"\x00\xff\n" * 50,
-    "2 MB without a line": b"a" * 2_000_000,
+    "deep JSON": frame(b"[" * 100_000),
+    "deep JSON in a short message": frame(b"[" * 4000),
+    "bytes that are no text": frame(b"\x00\xff\n" * 50),
+    "2 MB": b"a" * 2_000_000,
     "HTTP": b"GET / HTTP/1.0\r\n\r\n",
-    "a hello with a wrong proof": json.dumps(HELLO).encode() + b"\n",
-    "a hello without fields": b'{"kind": "hello"}\n',
-    "other kinds of messages": b'{"kind": "failed", "error": "x"}\n{"kind": "stop"}\n',
-    "half a line, held": b'{"kind": "hel',
+    "a hello with a wrong proof": frame(json.dumps(HELLO).encode()),
+    "a hello without fields": frame(b'{"proof": ""}'),
+    "other kinds of messages": frame(b'{"kind": "failed", "error": "x"}')
+    + frame(b'{"kind": "stop"}'),
+    "half a message, held": frame(b'{"kind": "hello"}')[:10],
     "many connections, held": b"",
 }
 MANY = 400

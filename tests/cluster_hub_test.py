@@ -1,8 +1,8 @@
 """The hub and its processes over real sockets, in one process: who is let in, and who is not."""
 
+import asyncio
 import contextlib
 import dataclasses
-import json
 import resource
 import socket
 import threading
@@ -11,13 +11,26 @@ import time
 import pytest
 
 from manualpar.cluster import DisagreementError
-from manualpar.cluster.channel import Channel
+from manualpar.cluster.channel import Channel, knock
 from manualpar.cluster.hub import Hub
 from manualpar.cluster.lost import Pace
-from manualpar.cluster.meeting import Terms, knock, listen, split_address
+from manualpar.cluster.messages import Terms
+from manualpar.cluster.startup import listen, split_address
 from manualpar.cluster.stopping import StopGate
+from tests.cluster_messages_test import framed
 
 HANG_SECONDS = 60
+
+
+def knock_and_leave(port, terms):
+    """Connects as a process does, and closes the connection."""
+
+    async def run():
+        _, writer, _ = await knock(["127.0.0.1"], port, terms)
+        writer.close()
+        await writer.wait_closed()
+
+    asyncio.run(run())
 
 
 class Meeting:
@@ -30,14 +43,11 @@ class Meeting:
         self.lost, self.channels, self.gates = {}, {}, {}
         self.hub = Hub(listener, self.terms)
 
-    def knock(self, process, **others):
-        terms = dataclasses.replace(self.terms, process=process, **others)
-        return knock(["127.0.0.1"], self.port, terms)
-
     def join(self, process, **others):
         self.channels[process] = Channel(
-            self.knock(process, **others),
-            timeout_seconds=self.terms.timeout_seconds,
+            ["127.0.0.1"],
+            self.port,
+            dataclasses.replace(self.terms, process=process, **others),
             gate=self.gates.setdefault(process, StopGate()),
             pace=Pace(),
             on_loss=lambda loss: self.lost.__setitem__(process, loss),
@@ -47,8 +57,6 @@ class Meeting:
     def join_all(self):
         for process in range(self.terms.num_processes):
             self.join(process)
-        for channel in self.channels.values():
-            assert channel.is_joined.wait(HANG_SECONDS)
         assert not self.lost
 
     def agree(self, facts):
@@ -71,7 +79,7 @@ class Meeting:
 
     def end(self):
         for channel in self.channels.values():
-            channel.send({"kind": "done"})
+            channel.send({"kind": "done", "value": None})
         self.hub.thread.join(HANG_SECONDS)
         assert not self.hub.thread.is_alive()
 
@@ -122,31 +130,18 @@ def test_all_stop_in_the_call_after_the_largest_number():
 
 
 STRANGERS = [
-    b"[" * 100_000 + b"\n",
-    b"[" * 4000 + b"\n",
-    b'{"a":' * 700 + b"\n",
-    b"\x00\xff\n" * 5,
-    b"a" * 2_000_000,
     b"GET / HTTP/1.0\r\n\r\n",
-    b'{"token":{},"kind":[]}\n',
-    b'{"kind":"hello"}\n',
-    b'{"kind":"hello","process":1}\n{"kind":"done"}\n',
-    b'{"kind":"failed","error":"x"}\n',
-    b'{"kind":"stop"}\n',
-    b"null\n",
-    b"\n" * 4000,
-    b'{"kind":"hello","process":"1","num_processes":2,"host":[],"pid":{},"proof":1}\n',
-    json.dumps(
-        {
-            "kind": "hello",
-            "process": 1,
-            "num_processes": 2,
-            "host": "h",
-            "pid": 1,
-            "proof": "\ud800",
-        }
-    ).encode()
-    + b"\n",
+    b"a" * 2_000_000,
+    b"\x00\xff\n" * 5,
+    framed(b"[" * 4000),
+    framed(b'{"a":' * 700),
+    framed(b"null"),
+    framed(b'{"kind":"stop"}'),
+    framed(b'{"kind":"failed","error":"x"}'),
+    framed(b'{"process":1}') + framed(b'{"kind":"done","value":null}'),
+    framed(b'{"process":"1","num_processes":2,"host":[],"pid":{},"proof":1}'),
+    framed(b'{"process":1,"num_processes":2,"host":"h","pid":1,"proof":"\\ud800"}'),
+    framed(b'{"process":1,"num_processes":2,"host":"h","pid":1,"proof":"' + b"0" * 4096 + b'"}'),
 ]
 
 
@@ -158,10 +153,8 @@ def test_no_stranger_stops_the_hub(connect):
         with contextlib.suppress(ConnectionError):  # It is closed while it still talks.
             stranger.sendall(data)
     for _ in range(3):
-        connect(meeting.port).sendall(b'{"kind')  # And says no more.
+        connect(meeting.port).sendall(framed(b'{"kind"')[:7])  # And says no more.
     meeting.join(1)
-    for channel in meeting.channels.values():
-        assert channel.is_joined.wait(HANG_SECONDS)
     meeting.end()
     assert not meeting.lost
 
@@ -189,7 +182,6 @@ def test_a_stranger_without_the_token_is_told_and_the_run_says_it_once(capfd):
     said = capfd.readouterr().err
     assert said == "a connection with another MANUALPAR_TOKEN was refused\n"
     meeting.join(1)
-    assert meeting.channels[1].is_joined.wait(HANG_SECONDS)
     meeting.end()
 
 
@@ -224,8 +216,7 @@ def test_another_number_of_processes_ends_all_with_a_sentence():
 def test_who_came_and_died_before_the_others_is_named_at_once():
     meeting = Meeting(3)
     meeting.join(0)
-    died = meeting.knock(2)
-    died.close()
+    knock_and_leave(meeting.port, dataclasses.replace(meeting.terms, process=2))
     assert meeting.channels[0].is_over.wait(HANG_SECONDS)
     assert str(meeting.lost[0]).startswith("process 2 on ")
     assert str(meeting.lost[0]).endswith("was lost: its connection closed")
@@ -248,7 +239,8 @@ def test_process_0_may_come_last(capfd):
     said, joined, terms = "", [], Terms(0, 2, "", 0.6, HANG_SECONDS)
 
     def join():
-        joined.append(knock(["127.0.0.1"], port, dataclasses.replace(terms, process=1)))
+        knock_and_leave(port, dataclasses.replace(terms, process=1))
+        joined.append(True)
 
     thread = threading.Thread(target=join)
     thread.start()
@@ -260,14 +252,13 @@ def test_process_0_may_come_last(capfd):
     Hub(listen(f"127.0.0.1:{port}"), terms)
     thread.join(HANG_SECONDS)
     assert joined
-    joined[0].close()
 
 
 def test_process_0_that_never_comes_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(ConnectionError, match=f"cannot be reached on its port {port} within 0.2 s"):
-        knock(["127.0.0.1"], port, Terms(1, 2, "", 20.0, 0.2))
+        asyncio.run(knock(["127.0.0.1"], port, Terms(1, 2, "", 20.0, 0.2)))
 
 
 @pytest.mark.parametrize("address", ["203.0.113.77:0", "no.such.host.invalid:1234"])

@@ -1,9 +1,8 @@
 """What every process found, known to all of them.
 
-Each process could find out by itself whether a checkpoint is whole and which one is the newest, but
-on a shared file system not all would find the same at once. These functions are collective: every
-process calls them in the same order, from the thread that also runs the training steps, because
-another order in another process would be a deadlock.
+On a shared file system not all processes would find the same checkpoints at once. These functions
+are collective: every process calls them in the same order, from the thread that also runs the
+training steps, because another order in another process would be a deadlock.
 """
 
 import json

@@ -1,22 +1,28 @@
-"""One process's side of the channel: beats, tells what happens here, hears what happens elsewhere.
+"""A process's side: it knocks at the hub, beats, tells what happens here, and hears the rest.
 
-A daemon thread runs the event loop that the link to the hub belongs to. It ends with the link: when
-all are done, when the processes differ, or when one is lost.
+A daemon thread runs the event loop of the connection. It ends with the connection: when all are
+done, when the processes differ, or when one is lost.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
+import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from manualpar.cluster.facts import DisagreementError, Facts, announce
-from manualpar.cluster.link import Link, Message, beats
-from manualpar.cluster.lost import CLOSED, Loss, Pace, describe_silence
+from manualpar.cluster.lost import CLOSED, SILENT, Loss, Pace
+from manualpar.cluster.messages import Hello, Message, Terms, beats, make_hello, receive, send
 from manualpar.cluster.stopping import StopGate
+
+CONNECT_SECONDS = 5.0
+KNOCK_SECONDS = 0.1
 
 
 class Channel:
@@ -24,107 +30,105 @@ class Channel:
 
     Attributes:
       loss: Who is lost, once that is known.
-      is_over: Set when the link has ended, whatever ended it.
-      is_joined: Set when all processes are connected, or the link has ended.
+      is_over: Set when the connection has ended, whatever ended it.
     """
 
     def __init__(
         self,
-        connection: socket.socket,
+        hosts: Sequence[str],
+        port: int,
+        terms: Terms,
         *,
-        timeout_seconds: float,
         gate: StopGate,
         pace: Pace,
         on_loss: Callable[[Loss], None],
     ) -> None:
-        """Starts the thread on a connection on which the hub has admitted this process.
+        """Starts the thread, and waits until the hub has admitted this process; see `knock`.
 
-        The hub may be silent for `timeout_seconds`. The thread calls `on_loss` at most once.
+        The thread calls `on_loss` at most once.
         """
-        self._timeout_seconds = timeout_seconds
-        self._gate = gate
-        self._pace = pace
-        self._on_loss = on_loss
+        self._gate, self._pace, self._on_loss = gate, pace, on_loss
         self._differences: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-        self._first = ("", 0)  # Host and process id of process 0.
         self._heard_at = time.monotonic()
         self._others: list[tuple[int, float] | None] = []
         self._silence = 0.0
-        self._loop = asyncio.new_event_loop()
-        self._is_connected = threading.Event()
+        self._admitted = concurrent.futures.Future[None]()
         self.loss: Loss | None = None
         self.is_over = threading.Event()
-        self.is_joined = threading.Event()
-        self.thread = threading.Thread(
-            target=self._run, args=(connection,), name="cluster-channel", daemon=True
-        )
-        self.thread.start()
-        self._is_connected.wait()
+        threading.Thread(
+            target=self._run, args=(hosts, port, terms), name="cluster-channel", daemon=True
+        ).start()
+        self._admitted.result()
 
     def send(self, message: Message) -> None:
         """Hands a message to the thread; safe anywhere, also in signal handlers; never waits."""
         with contextlib.suppress(RuntimeError):  # The loop is closed: there is nobody left to tell.
-            self._loop.call_soon_threadsafe(self._link.send, message)
+            self._loop.call_soon_threadsafe(send, self._writer, message)
 
     def agree(self, facts: Facts) -> None:
         """See `Cluster.agree`."""
-        self.send({"kind": "facts", "facts": dict(facts)})
+        self.send({"kind": "facts", "value": dict(facts)})
         if differences := self._differences.get():
             raise DisagreementError(differences)
 
     def steps(self) -> dict[int, tuple[int, float]]:
         """The last known step of each process, and the seconds since it came to that."""
         since = time.monotonic() - self._heard_at
-        return {
-            process: (entry[0], entry[1] + since)
-            for process, entry in enumerate(self._others)
-            if entry is not None
-        }
+        steps = enumerate(self._others)
+        return {process: (step[0], step[1] + since) for process, step in steps if step}
 
-    def _run(self, connection: socket.socket) -> None:
-        self._loop.run_until_complete(self._serve(connection))
-        self._loop.close()
-        self.is_over.set()
-        self.is_joined.set()
-        self._differences.put([])
+    def _run(self, hosts: Sequence[str], port: int, terms: Terms) -> None:
+        try:
+            asyncio.run(self._knock_and_serve(hosts, port, terms))
+        finally:
+            self.is_over.set()
+            self._differences.put([])
 
-    async def _serve(self, connection: socket.socket) -> None:
-        """Serves the link until it ends."""
+    async def _knock_and_serve(self, hosts: Sequence[str], port: int, terms: Terms) -> None:
+        try:
+            reader, self._writer, first = await knock(hosts, port, terms)
+        except Exception as error:
+            self._admitted.set_exception(error)
+            return
+        self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[Loss | None] = self._loop.create_future()
-        self._link = Link(
-            opened=lambda link: self._is_connected.set(),
-            received=self._receive,
-            closed=lambda link: self._finish(Loss(0, *self._first, CLOSED)),
-        )
-        await self._loop.create_connection(lambda: self._link, sock=connection)
-        async for _, awake in beats(self._end, timeout_seconds=self._timeout_seconds):
+        self._admitted.set_result(None)
+
+        def lose_hub(reason: str) -> None:
+            self._finish(Loss(0, first["host"], first["pid"], reason))
+
+        async def hear() -> None:
+            try:
+                while True:
+                    self._handle(await receive(reader))
+            finally:
+                lose_hub(CLOSED)
+
+        hearing = asyncio.create_task(hear())
+        async for awake in beats(self._end, terms.timeout_seconds):
             self._pace.watch(awake)
             progress = dataclasses.asdict(self._pace.progress())
-            self._link.send({"kind": "beat", "progress": progress})
+            send(self._writer, {"kind": "beat", "progress": progress})
             self._silence += awake
-            if self._silence > self._timeout_seconds:
-                self._finish(Loss(0, *self._first, describe_silence(self._timeout_seconds)))
+            if self._silence > terms.timeout_seconds:
+                lose_hub(SILENT.format(terms.timeout_seconds))
         self.loss = self._end.result()
         if self.loss:
             self._on_loss(self.loss)
-        self._link.close()
-        await self._link.is_closed
+        self._writer.transport.abort()
+        with contextlib.suppress(OSError):  # That the connection has ended.
+            await hearing
 
-    def _receive(self, link: Link, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         """Does what the hub says."""
         self._silence = 0.0
         kind = message.pop("kind")
-        if kind == "welcome":
-            self._first = (message["host"], message["pid"])
-            self.is_joined.set()
-        elif kind == "beat":
+        if kind == "beat":
             self._heard_at, self._others = time.monotonic(), message["steps"]
         elif kind == "hold":
-            link.send({"kind": "held", "calls": self._gate.hold()})
+            send(self._writer, {"kind": "held", "value": self._gate.hold()})
         elif kind == "stop":
             self._gate.release(message["at"])
-        elif kind == "lost":
-            self._finish(Loss(**message))
         elif kind == "waiting":
             announce(message["text"])
         elif kind == "agreed":
@@ -132,9 +136,74 @@ class Channel:
         elif kind == "differences":
             self._differences.put(message["differences"])
             self._finish(None)
+        elif kind == "lost":
+            self._finish(Loss(**message))
         elif kind == "end":
             self._finish(None)
 
     def _finish(self, loss: Loss | None) -> None:
         if not self._end.done():
             self._end.set_result(loss)
+
+
+async def knock(
+    hosts: Sequence[str], port: int, terms: Terms
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, dict[str, Any]]:
+    """Connects to the hub as soon as it is there, on any of the hosts, and says who this is.
+
+    Returns the connection on which the hub has admitted this process, and the hub's host and
+    process id. If that takes half the timeout, it announces that process 0 is not there.
+
+    Raises:
+      ConnectionError: Process 0 was not there in time.
+      DisagreementError: The number of processes differs.
+      ValueError: Process 0 does not take this process for one of its own.
+    """
+    began, has_warned, warn_seconds = time.monotonic(), False, terms.timeout_seconds / 2
+    while True:
+        failures = []
+        for host in dict.fromkeys(hosts):
+            try:
+                return await _introduce(host, port, terms)
+            except (OSError, KeyError) as error:
+                failures.append(f"{host}: {str(error) or 'timed out'}")
+        waited, reasons = time.monotonic() - began, "; ".join(failures)
+        if waited > terms.join_seconds:
+            raise ConnectionError(
+                f"initialize: process 0 cannot be reached on its port {port} within "
+                f"{terms.join_seconds:g} s, expected an open network between the hosts of a run, "
+                f"and all processes to be started with the same address ({reasons})"
+            )
+        if waited > warn_seconds and not has_warned:
+            has_warned = True
+            announce(
+                f"process 0 is not there after {warn_seconds:g} s, at port {port} ({reasons}); "
+                f"waiting up to {terms.join_seconds:g} s"
+            )
+        await asyncio.sleep(KNOCK_SECONDS)
+
+
+async def _introduce(
+    host: str, port: int, terms: Terms
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, dict[str, Any]]:
+    """Answers the hub's challenge, and waits to be admitted."""
+    # It blocks the event loop, which has nothing else to do yet.
+    connection = socket.create_connection((host, port), CONNECT_SECONDS)
+    reader, writer = await asyncio.open_connection(sock=connection)
+    hello = Hello(terms.process, terms.num_processes, socket.gethostname(), os.getpid())
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            challenge = str((await receive(reader))["challenge"])
+            send(writer, make_hello(hello, token=terms.token, challenge=challenge))
+            answer = await receive(reader)
+        if answer["kind"] == "admitted":
+            return reader, writer, answer
+        if answer["kind"] == "differences":
+            raise DisagreementError([str(line) for line in answer["differences"]])
+        raise ValueError(
+            f"initialize: process 0 refuses process {hello.process}: {answer['reason']}; start all "
+            "processes with the same token, and each with a number of its own."
+        )
+    except BaseException:
+        writer.transport.abort()
+        raise

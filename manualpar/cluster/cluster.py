@@ -1,9 +1,9 @@
 """The processes that train together, as one of them sees them.
 
-They make the same steps, so they share their fate. A process that dies, is stopped or fails ends
-all of them within `timeout_seconds`, each with a sentence that names it. So does a process whose
-main thread hangs. A request to stop, made to any of them, stops all after the same step. A single
-process makes the same calls, and those that concern others do nothing.
+They make the same steps, so they share their fate. A process that dies, is stopped, fails or hangs
+ends all of them within `timeout_seconds`, each with a sentence that names it. A request to stop,
+made to any of them, stops all after the same step. A single process makes the same calls, and those
+that concern others do nothing.
 
 A thread ends the process when another is lost, at once and by `os._exit`, because the main thread
 may stand in a collective that nobody will ever finish. So whatever must be on disk is written when
@@ -13,11 +13,10 @@ it is reported, and checkpoints are committed in one step.
 import contextlib
 import faulthandler
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -27,6 +26,7 @@ from manualpar.cluster.channel import Channel
 from manualpar.cluster.facts import Facts, announce
 from manualpar.cluster.hub import LEAVING_SECONDS, Hub
 from manualpar.cluster.lost import Loss, Pace, causes
+from manualpar.cluster.messages import Terms
 from manualpar.cluster.stopping import StopGate, on_sigterm
 
 # The codes that a process of a cluster ends with, for schedulers to tell them apart.
@@ -111,10 +111,7 @@ class Cluster:
 
         Every process enters the same number of phases in the same order. A process that is behind
         for `timeout_seconds` longer than any phase has taken so far is lost. A call costs a
-        microsecond.
-
-        Args:
-          phase: What it is doing, such as `"in a step"`; `UNWATCHED` if it is not to be watched.
+        microsecond. A phase is such as `"in a step"`; `UNWATCHED` is not watched.
         """
         self._pace.enter(phase)
 
@@ -130,7 +127,7 @@ class Cluster:
             self._channel.agree(facts)
 
     def steps(self) -> dict[int, tuple[int, float]]:
-        """How far each process is: its last step and the seconds since it came to that.
+        """The last step of each process, and the seconds since it came to that.
 
         Processes that have not made a step are missing. What is known of the others is as old as
         their last beat, a second at most.
@@ -142,18 +139,15 @@ class Cluster:
         return steps
 
     def explain_failure(self, error: BaseException) -> str | None:
-        """Finds out whether an error only shows that another process is gone.
+        """A sentence that names a lost process, if an error only shows that it is gone.
 
         When a process is gone the others' collectives fail, often before it is known who is gone.
         So an error of the runtime waits `NEWS_SECONDS` for the news. Usually this does not return
-        then, because the process ends with the sentence and `LOST_PROCESS_EXIT_CODE`.
-
-        Returns:
-          A sentence that names the lost process; `None` if the error is this process's own.
+        then, because the channel's thread ends the process with the sentence and
+        `LOST_PROCESS_EXIT_CODE`. It is `None` if the error is this process's own.
         """
         if not self._channel or not any(isinstance(one, FROM_OTHERS) for one in causes(error)):
             return None
-        # The channel's thread, not this one, ends the process.
         self._channel.is_over.wait(NEWS_SECONDS)
         loss = self._channel.loss
         return None if loss is None or loss.process == self.process_id else str(loss)
@@ -178,7 +172,7 @@ class Cluster:
         """
         if self._channel is None:
             return
-        self._channel.send({"kind": "done"})
+        self._channel.send({"kind": "done", "value": None})
         if not self._channel.is_over.wait(CLOSE_SECONDS):
             announce(
                 f"process {self.process_id} has waited {CLOSE_SECONDS:g} s for the others to "
@@ -201,20 +195,14 @@ class Cluster:
         if error is None:
             self.close()
 
-    def connect(self, connection: socket.socket, hub: Hub | None = None) -> None:
-        """Waits until all processes have met; only `initialize` calls it.
-
-        The hub has admitted this process on the connection; process 0 has the hub itself too.
-        """
+    def connect(
+        self, hosts: Sequence[str], port: int, terms: Terms, hub: Hub | None = None
+    ) -> None:
+        """Joins the hub on one of the hosts, in process 0 its own; only `initialize` calls it."""
         self._hub = hub
         self._channel = Channel(
-            connection,
-            timeout_seconds=self.timeout_seconds,
-            gate=self._gate,
-            pace=self._pace,
-            on_loss=self._end_because_of,
+            hosts, port, terms, gate=self._gate, pace=self._pace, on_loss=self._end_because_of
         )
-        self._channel.is_joined.wait()
 
     def _end_because_of(self, loss: Loss) -> None:
         """Ends this process because another is lost; runs in the channel's thread."""

@@ -21,19 +21,13 @@ MEND = (
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """Which process of a run this one is.
+    """Which process of a run this one is; `None` stands for what JAX finds out."""
 
-    Attributes:
-      coordinator_address: `host:port` of JAX's coordination service; `None` if JAX finds it.
-      num_processes: How many processes there are; `None` if JAX finds it.
-      process_id: Which of them this is; `None` if JAX finds it.
-      sees_all_devices: Whether this process is to see all devices of its host. Otherwise JAX
-        chooses: in Slurm and Open MPI one device a process.
-    """
-
-    coordinator_address: str | None
+    coordinator_address: str | None  # `host:port` of JAX's coordination service.
     num_processes: int | None
     process_id: int | None
+    # Whether this process is to see all devices of its host. Otherwise JAX chooses: in Slurm and
+    # Open MPI one device a process.
     sees_all_devices: bool
 
 
@@ -43,10 +37,7 @@ def find_assignment(
     process_id: int | None,
     environment: Mapping[str, str],
 ) -> Assignment | None:
-    """Finds out which process this is; for the arguments see `manualpar.cluster.initialize`.
-
-    Returns:
-      The assignment; `None` if this process is the only one.
+    """Finds out which process this is, `None` if it is the only one; see `initialize`.
 
     Raises:
       ValueError: Only some of what is needed is given, or it does not fit together.
@@ -68,22 +59,19 @@ def find_assignment(
         "num_processes": num_processes,
         "process_id": process_id,
     }
-    if any(value is not None for value in flags.values()):
+    if set(flags.values()) != {None}:
         return _check(flags, sees_all)
-    if any(environment.get(name) for name in (COUNT_VARIABLE, ID_VARIABLE)) or (
-        COORDINATOR_VARIABLE in environment
-    ):
-        address = environment.get(COORDINATOR_VARIABLE) or environment.get(
-            "JAX_COORDINATOR_ADDRESS"
-        )
-        count, process = environment.get(COUNT_VARIABLE), environment.get(ID_VARIABLE)
-        if (count, process) == ("1", None) and not address:
+    names = (COORDINATOR_VARIABLE, COUNT_VARIABLE, ID_VARIABLE)
+    variables: dict[str, str | int | None] = {name: environment.get(name) for name in names}
+    jax_address = environment.get("JAX_COORDINATOR_ADDRESS")
+    if COORDINATOR_VARIABLE in environment or any(variables.values()):
+        address, count, process = variables.values()
+        if (address or jax_address, count, process) == (None, "1", None):
             return None
-        variables = {COORDINATOR_VARIABLE: address, COUNT_VARIABLE: count, ID_VARIABLE: process}
-        return _check(variables, sees_all)
+        return _check(variables | {COORDINATOR_VARIABLE: address or jax_address}, sees_all)
     if _is_known_cluster(environment):
         return found_by_jax
-    if environment.get("JAX_COORDINATOR_ADDRESS"):
+    if jax_address:
         raise ValueError(
             "initialize: JAX_COORDINATOR_ADDRESS is set, but nothing says how many processes there "
             f"are and which one this is. Set {COUNT_VARIABLE} and {ID_VARIABLE} too, or unset it."

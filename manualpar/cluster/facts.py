@@ -27,9 +27,8 @@ class DisagreementError(ValueError):
 def describe_differences(facts: Mapping[int, Facts]) -> list[str]:
     """Compares the facts of the processes, given by process number.
 
-    Returns:
-      A sentence for each fact that differs, such as `config.seed is 42 in process 0 and 3 in
-      process 1`: at most `MAX_DIFFERENCES`, and one that counts the rest.
+    Each difference is a sentence such as `config.seed is 42 in process 0 and 3 in process 1`. There
+    are at most `MAX_DIFFERENCES`, and one that counts the rest.
     """
     sentences = []
     for name in dict.fromkeys(name for process in sorted(facts) for name in facts[process]):
@@ -50,9 +49,7 @@ def announce(sentence: str) -> None:
 
 def name_processes(processes: list[int]) -> str:
     """Processes by their numbers: `process 1`, `processes 1, 3`."""
-    if len(processes) == 1:
-        return f"process {processes[0]}"
-    return f"processes {', '.join(map(str, processes))}"
+    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
 
 
 def _shorten(value: str) -> str:

@@ -21,25 +21,18 @@ FIRST_SECONDS = 600.0
 # Outside the phases that are watched: nothing is expected of a process then.
 UNWATCHED = ""
 CLOSED = "its connection closed"
+SILENT = "it has been silent for {:g} s"  # It is stopped, or behind a broken network.
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A process that the others cannot go on without.
+    """A process that the others cannot go on without."""
 
-    Attributes:
-      process: Its number; `None` if it is one of them, and nobody knows which.
-      host: The name of its host; empty if unknown.
-      pid: Its process id there; 0 if unknown.
-      reason: How the loss shows.
-      is_failure: Whether it reported its own failure; `reason` is then its error.
-    """
-
-    process: int | None
-    host: str
+    process: int | None  # Its number; `None` if it is one of them, and nobody knows which.
+    host: str  # The name of its host, and its process id there; empty if they are unknown.
     pid: int
-    reason: str
-    is_failure: bool = False
+    reason: str  # How the loss shows.
+    is_failure: bool = False  # Whether it reported its own failure; `reason` is then its error.
 
     def __str__(self) -> str:
         if self.process is None:
@@ -61,32 +54,17 @@ def causes(error: BaseException) -> Iterator[BaseException]:
             yield current
 
 
-def describe_silence(seconds: float) -> str:
-    """The reason for a process that is stopped, or behind a broken network."""
-    return f"it has been silent for {seconds:g} s"
-
-
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a process is.
+    """How far a process is; times are in seconds."""
 
-    Attributes:
-      count: How many phases it has entered.
-      phase: The one it is in.
-      is_known: Whether it has completed that phase often enough to know how long it takes.
-      longest: The seconds that its longest phase has taken so far.
-      stuck: The seconds that it has been in this phase.
-      step: Its last step; `None` before the first.
-      step_age: The seconds since it came to that step.
-    """
-
-    count: int = 0
-    phase: str = UNWATCHED
-    is_known: bool = False
-    longest: float = 0.0
-    stuck: float = 0.0
-    step: int | None = None
-    step_age: float = 0.0
+    count: int = 0  # How many phases it has entered.
+    phase: str = UNWATCHED  # The one that it is in.
+    is_known: bool = False  # Whether it has completed that phase `KNOWN_AFTER` times.
+    longest: float = 0.0  # How long its longest phase has taken so far.
+    stuck: float = 0.0  # How long it has been in this phase.
+    step: int | None = None  # Its last step; `None` before the first.
+    step_age: float = 0.0  # How long ago it came to that step.
 
 
 class Pace:

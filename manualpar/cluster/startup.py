@@ -7,6 +7,8 @@ JAX's own watch over the processes stays as the second line, for a process whose
 """
 
 import dataclasses
+import errno
+import functools
 import math
 import os
 import secrets
@@ -21,15 +23,9 @@ from manualpar.cluster.cluster import Cluster
 from manualpar.cluster.environment import Assignment, find_assignment
 from manualpar.cluster.facts import Facts, announce
 from manualpar.cluster.hub import Hub
-from manualpar.cluster.meeting import (
-    BIND_VARIABLE,
-    TOKEN_VARIABLE,
-    Terms,
-    knock,
-    listen,
-    split_address,
-)
+from manualpar.cluster.messages import TOKEN_VARIABLE, Terms
 
+BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
 # JAX's own timeouts are longer than ours by this.
 JAX_EXTRA_SECONDS = 20
 # JAX retries a refused connection only after a second, so process 0 goes first.
@@ -89,9 +85,11 @@ def initialize(
             raise ValueError(f"initialize: {name}={value}, expected a positive number of seconds.")
     environment = os.environ if environment is None else environment
     own = find_assignment(coordinator_address, num_processes, process_id, environment)
-    timeouts = {"timeout_seconds": timeout_seconds, "start_timeout_seconds": start_timeout_seconds}
+    start_jax = functools.partial(
+        _start_jax, timeout_seconds=timeout_seconds, start_timeout_seconds=start_timeout_seconds
+    )
     if own is not None and own.coordinator_address is None:
-        _initialize_jax(own, None, **timeouts)
+        start_jax(own, None)
         count, process = jax.process_count(), jax.process_index()
         own = dataclasses.replace(own, num_processes=count, process_id=process)
     if own is None or own.num_processes == 1:
@@ -115,8 +113,10 @@ def initialize(
         listen_at = environment.get(BIND_VARIABLE) or own.coordinator_address
         bind_address = _meet_before_jax(cluster, terms, own.coordinator_address, listen_at)
         cluster.agree(facts or {})
+        if not cluster.is_main:
+            time.sleep(HEAD_START_SECONDS)
         try:
-            _initialize_jax(own, bind_address, **timeouts)
+            start_jax(own, bind_address)
         except Exception as error:
             # Usually it does not return: another process is gone, and this one ends because of it.
             cluster.explain_failure(error)
@@ -132,7 +132,7 @@ def initialize(
     return cluster
 
 
-def _initialize_jax(
+def _start_jax(
     own: Assignment,
     bind_address: str | None,
     *,
@@ -173,22 +173,19 @@ def _meet_before_jax(cluster: Cluster, terms: Terms, address: str, listen_at: st
     """
     host, port = split_address(address)
     if not cluster.is_main:
-        cluster.connect(knock([host], port, terms))
-        time.sleep(HEAD_START_SECONDS)
+        cluster.connect([host], port, terms)
         return None
     listener = listen(listen_at)
-    is_ipv6 = listener.family == socket.AF_INET6
-    name, port = listener.getsockname()[:2]
     if not terms.token and not host.startswith(LOOPBACK):
         announce(
             f"{TOKEN_VARIABLE} is not set: whoever can reach {address} can join this run, or end "
             "it; see SECURITY.md"
         )
-    hub = Hub(listener, terms)
+    name, port = listener.getsockname()[:2]
     # Where a listener at all addresses can be reached from this host.
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(name, name)
-    cluster.connect(knock([reachable], port, terms), hub)
-    return f"[{name}]:{port}" if is_ipv6 else f"{name}:{port}"
+    cluster.connect([reachable], port, terms, Hub(listener, terms))
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
 def _meet_after_jax(cluster: Cluster, terms: Terms) -> None:
@@ -200,16 +197,49 @@ def _meet_after_jax(cluster: Cluster, terms: Terms) -> None:
         port, hub = listener.getsockname()[1], Hub(listener, terms)
     token, port, name, hosts = from_first([terms.token, port, own_name, _own_hosts()])
     hosts += ["localhost"] if name == own_name else []
-    cluster.connect(knock(hosts, port, dataclasses.replace(terms, token=token)), hub)
+    cluster.connect(hosts, port, dataclasses.replace(terms, token=token), hub)
 
 
 def _own_hosts() -> list[str]:
     """Names and addresses at which the others may reach this host, the likeliest first."""
-    hosts = [socket.gethostname()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # Sends nothing; the kernel chooses the interface.
-            hosts.append(probe.getsockname()[0])
-        except OSError:
-            hosts.append(socket.getfqdn())  # A host without a route to anywhere.
-    return hosts
+            return [socket.gethostname(), probe.getsockname()[0]]
+        except OSError:  # A host without a route to anywhere.
+            return [socket.gethostname(), socket.getfqdn()]
+
+
+def listen(address: str) -> socket.socket:
+    """Opens the port `host:port` that the processes meet at, on that address only.
+
+    Raises:
+      ConnectionError: The address is not one of this host's, or its port is taken.
+    """
+    host, port = split_address(address)
+    try:
+        for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            is_all = where[0] == "::" and socket.has_dualstack_ipv6()
+            try:
+                server = socket.create_server(where[:2], family=family, dualstack_ipv6=is_all)
+            except OSError as error:
+                failure = error
+                continue
+            # Its connections inherit this: asyncio sets it only for those that it makes itself.
+            server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return server
+    except OSError as error:  # No such host.
+        failure = error
+    mend = (
+        "expected an address of this host, because it is process 0; give its own address, or set "
+        f"{BIND_VARIABLE} to the one to listen at, such as [::]:{port} for all"
+    )
+    if failure.errno == errno.EADDRINUSE:
+        mend = "another program has that port; choose a free one"
+    raise ConnectionError(f"initialize: process 0 cannot listen at {address} ({failure}): {mend}")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """The host, without brackets, and the port of `host:port`."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

@@ -49,18 +49,12 @@ class StopGate:
 
 @contextlib.contextmanager
 def on_sigterm(first: Callable[[], None], second: Callable[[], None]) -> Iterator[None]:
-    """Within, SIGTERM does not end the process, but calls functions from a thread.
+    """Within, a thread calls `first` for the first SIGTERM and `second` for every later one.
 
     Python would run a signal handler in the main thread, which may stand in a compilation or a
     collective, and would run it once for two signals in a row. So Python's C handler writes each
-    signal's number to a socket (`signal.set_wakeup_fd`), and the thread reads it there.
-
-    Args:
-      first: Called for the first SIGTERM.
-      second: Called for every later one.
-
-    Raises:
-      ValueError: It is not called in the main thread.
+    signal's number to a socket (`signal.set_wakeup_fd`), and the thread reads it there. It has to
+    be called in the main thread.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
