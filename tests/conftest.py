@@ -17,6 +17,7 @@ import pytest
 
 from tests import compiling
 from tests.cluster_processes import Processes
+from tests.runs import run_here
 
 NUM_DEVICES = 8
 
@@ -71,6 +72,15 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     """Starts processes, and ends those that are left when the test has ended."""
     with contextlib.closing(Processes(tmp_path)) as processes:
         yield processes
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, devices8: list[jax.Device]) -> Path:
+    """The folder of a run that nobody disturbed, to compare others with. Copy it to change it."""
+    del devices8
+    workdir = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert run_here(workdir) == 0
+    return workdir
 
 
 @pytest.fixture(scope="session")

@@ -75,7 +75,7 @@ ELSEWHERE = {
     ),
     "auto": (["--config.parallel.mode=auto"], "fsdp, mode auto"),
 }
-QUICK = ("four devices, minibatches", "hsdp")
+QUICK = ("hsdp",)
 
 
 @pytest.mark.parametrize(

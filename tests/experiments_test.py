@@ -75,6 +75,7 @@ def test_a_run_needs_no_flag_and_no_folder(tmp_path):
     assert len(read_metrics(tmp_path / "runs/dp/001")) == 2
 
 
+@pytest.mark.slow
 def test_a_killed_run_has_on_disk_what_it_had_printed(tmp_path):
     process = _start("fsdp", "--devices=2", "--workdir=killed", *ENDLESS, cwd=tmp_path)
     lines = _read_until_step(process, 20)
@@ -90,6 +91,7 @@ def test_a_killed_run_has_on_disk_what_it_had_printed(tmp_path):
     assert in_events >= set(printed)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_with_a_message(tmp_path):
     process = _start("dp", "--devices=4", "--workdir=stopped", *ENDLESS, cwd=tmp_path)
     _read_until_step(process, 10)

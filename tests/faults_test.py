@@ -27,13 +27,6 @@ from tests.runs import (
 from tests.watching_writers_test import read_metrics
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, devices8):
-    workdir = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert run_here(workdir) == 0
-    return workdir
-
-
 @pytest.fixture
 def workdir(tmp_path, undisturbed):
     """A copy of it, to be damaged."""
@@ -323,6 +316,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, poison, undi
     assert counted == [(step, 0 if step < 10 else 2) for step, _ in counted]
 
 
+@pytest.mark.slow
 def test_a_rollback_goes_past_the_batch(tmp_path, poison, undisturbed, monkeypatch, capsys):
     """The steps after it are those of a run that never saw the batches in between."""
     poison(10)

@@ -67,10 +67,8 @@ def renamed(params):
 
 def fast_or_slow(name, mode):
     is_fast = (name, mode) in {
-        ("dp", "manual"),
         ("fsdp", "manual"),
         ("fsdp, pad, step", "manual"),
-        ("fsdp", "explicit"),
     }
     return pytest.param(name, mode, marks=() if is_fast else pytest.mark.slow)
 

@@ -122,7 +122,7 @@ def check_skips(program, poisoned):
 
 
 FAST = {("zero1", "auto")}
-FAST |= {(name, "manual") for name in ("dp", "fsdp", "fsdp, pad", "hsdp")}
+FAST |= {(name, "manual") for name in ("fsdp, pad", "hsdp")}
 
 
 @pytest.mark.parametrize(

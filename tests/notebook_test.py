@@ -4,6 +4,7 @@ Its own `init`, its own train steps, modules wrapped by hand: only the imports a
 JAX (`jax.shard_map`, `check_vma`, `jax.tree.map`, typed keys) are of today."""
 
 import functools
+import itertools
 
 import chex
 import flax.linen as nn
@@ -25,6 +26,7 @@ from manualpar import (
     shard_module_params,
     sync_gradients,
 )
+from tests.one_device import slow_unless
 
 
 def get_config(use_scan=False):
@@ -197,8 +199,10 @@ def test_layout_is_the_notebooks(devices8, check_vma):
     assert moment.value.sharding.shard_shape(moment.value.shape) == (512 // 8, 10)
 
 
-@pytest.mark.parametrize("use_scan", [False, True])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("check_vma", "use_scan"),
+    [slow_unless({(True, False)}, *pair) for pair in itertools.product((True, False), repeat=2)],
+)
 def test_dp_and_fsdp_learn_the_batch_alike(devices8, check_vma, use_scan, capsys):
     _, _, dp = run(DPClassifier, dp_sync, check_vma=check_vma, use_scan=use_scan)
     _, _, sharded = run(FSDPClassifier, fsdp_sync, check_vma=check_vma, use_scan=use_scan)

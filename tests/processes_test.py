@@ -39,6 +39,7 @@ def children_of(process):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_stops_all_and_one_goes_on(processes, tmp_path, undisturbed, capsys):
     workdir = tmp_path / "run"
     launcher = start_launcher(processes, workdir, *EXACT, slow=20)

@@ -19,13 +19,6 @@ from tests.runs import (
 from tests.watching_writers_test import read_metrics
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, devices8):
-    workdir = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert run_here(workdir) == 0
-    return workdir
-
-
 def content(folder):
     """Every file below a folder."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -58,6 +51,7 @@ def test_killed_then_told_to_stop_then_finished(processes, tmp_path, undisturbed
     assert_same_run(workdir, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_ends_at_once(processes, tmp_path):
     process = start(processes, tmp_path / "run", slow=10, seconds=3600)
     wait_for_checkpoint(tmp_path / "run")
@@ -101,6 +95,7 @@ def test_a_stop_without_checkpoints_says_that_nothing_is_saved(tmp_path, monkeyp
     assert "holds an earlier run (config.json), which is not over" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys, undisturbed):
     workdir = tmp_path / "run"
     with monkeypatch.context() as patch:
@@ -156,6 +151,7 @@ def test_a_run_that_was_to_end_later_goes_on_past_its_end(tmp_path, capsys, undi
     ]
 
 
+@pytest.mark.slow
 def test_a_profile_on_request(tmp_path, capsys):
     workdir = tmp_path / "run"
     assert run_here(workdir, "--config.profile=3:5", "--config.training.num_steps=8") == 0

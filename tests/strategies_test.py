@@ -67,8 +67,8 @@ def own_shapes(program, params):
     return jax.tree.map(lambda x: x[tuple(map(slice, next(shapes)))], jax.device_get(params))
 
 
-FAST = {*((name, "manual") for name in STRATEGIES), *(("fsdp", mode) for mode in MODES)}
-FAST |= {("zero1", "auto"), ("hsdp", "explicit"), ("fsdp, pad, step", "auto")}
+FAST = {(name, "manual") for name in STRATEGIES if "pad" not in name and name != "fsdp, step"}
+FAST |= {("fsdp, pad, step", "manual"), ("fsdp", "auto"), ("fsdp", "explicit")}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_ten_steps_equal_the_single_device(devices8, reference, name, mode):
 
 
 @pytest.mark.parametrize(
-    ("replica", "data"), [(1, 8), (4, 2), pytest.param(8, 1, marks=pytest.mark.slow)]
+    ("replica", "data"), [slow_unless({(4, 2)}, *pair) for pair in [(1, 8), (4, 2), (8, 1)]]
 )
 def test_hsdp_on_every_factorisation(devices8, reference, replica, data):
     mesh = make_mesh({"replica": replica, "data": data}, devices8)
@@ -140,14 +140,14 @@ AXES = {"axis_by_axis": True}
     ("name", "shape", "options"),
     [
         pytest.param("dp", (4, 2), AXES, marks=pytest.mark.slow),
-        ("zero1", (2, 4), AXES),
+        pytest.param("zero1", (2, 4), AXES, marks=pytest.mark.slow),
         pytest.param("zero2", (4, 2), AXES, marks=pytest.mark.slow),
         pytest.param("fsdp", (4, 2), AXES, marks=pytest.mark.slow),
         ("fsdp", (2, 4), AXES | {"keep_gathered": ("output_dense", "input_dense/kernel")}),
         pytest.param("fsdp", (1, 8), AXES, marks=pytest.mark.slow),
         pytest.param("fsdp, keep", (8, 1), AXES, marks=pytest.mark.slow),
         ("fsdp, pad", (2, 4), AXES | {"communicate_every": "gather-step"}),
-        ("fsdp, pad, step", (4, 2), AXES),
+        pytest.param("fsdp, pad, step", (4, 2), AXES, marks=pytest.mark.slow),
         pytest.param(
             "hsdp", (2, 2), AXES | {"keep_gathered": ("output_dense",)}, marks=pytest.mark.slow
         ),
@@ -234,7 +234,7 @@ NORMED = {
     "adaptive clip": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.5)),
     "muon": optax.contrib.muon(0.1),
 }
-FAST_NORMED = {("fsdp, pad", "lamb"), ("fsdp, pad", "muon"), ("zero1, pad", "adafactor")}
+FAST_NORMED = {("fsdp, pad", "lamb"), ("zero1, pad", "adafactor")}
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_what_cannot_be_run_ends_in_one_sentence(arguments, message, capsys):
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(kind, marks=() if kind in ("dp", "hsdp") else pytest.mark.slow)
+        pytest.param(kind, marks=() if kind == "hsdp" else pytest.mark.slow)
         for kind in strategy_kinds()
     ],
 )
@@ -176,6 +176,7 @@ def test_one_line_selects_a_mode(mode, capsys):
     assert [record["split"] for record in read_metrics(Path("runs/zero/001"))] == ["train", "test"]
 
 
+@pytest.mark.slow
 def test_norms_are_reported_on_request(capsys):
     arguments = (*FEW_STEPS, "--config.training.norm_metrics=true")
     assert run_command(_command("fsdp", *arguments)) == 0

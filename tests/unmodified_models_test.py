@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
-from tests.one_device import train_on_one_device, train_program
+from tests.one_device import slow_unless, train_on_one_device, train_program
 
 WIDTH = 16
 
@@ -215,26 +215,19 @@ NOT_EXPLICIT = {
 }
 
 
-# Like another model but for an option, or like those of other tests.
-VARIANTS = {
-    "stack",
-    "vmap",
-    "scan, named",
-    "scan, unnamed",
-    "scan over dim 1",
-    "remat",
-    "GRU, time major",
+# Each has something that the others have not; the rest differ from one of them in an option.
+FAST = {
+    *((name, "manual") for name in ("scan, remat", "scan, broadcast", "scan over the last dim")),
+    *((name, "manual") for name in ("scan in scan", "vmap, shared", "tied", "attention", "LSTM")),
+    ("scan, remat", "explicit"),
 }
 
 
 def every_mode():
-    """Each model in the manual mode, and in the others what is not much the same."""
     for name in MODELS:
-        yield pytest.param(name, "manual", marks=pytest.mark.slow if name in VARIANTS else ())
-        for mode in ("auto", "explicit"):
-            fast = name in ("scan, remat", "LSTM") and mode == "explicit"
+        for mode in ("manual", "auto", "explicit"):
             if mode != "explicit" or name not in NOT_EXPLICIT:
-                yield pytest.param(name, mode, marks=() if fast else pytest.mark.slow)
+                yield slow_unless(FAST, name, mode)
 
 
 @pytest.mark.parametrize(("name", "mode"), list(every_mode()))

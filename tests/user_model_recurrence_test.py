@@ -16,6 +16,7 @@ from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh
 from manualpar.core.collectives import varying_axes
 from manualpar.user_model.adapter import adapt
 from manualpar.user_model.recurrence import varying_linen_carries
+from tests.one_device import slow_unless
 
 WIDTH = 8
 OVER_TIME = {
@@ -105,14 +106,13 @@ PROGRAMS = {
     "auto": (fsdp, {"data": 8}, {"mode": "auto"}),
     "explicit": (fsdp, {"data": 8}, {"mode": "explicit"}),
 }
-FAST = {("both ways", "minibatches"), ("function", "hsdp"), ("nnx", "minibatches")}
+FAST = {("function", "hsdp"), ("nnx", "minibatches")}
 
 
 def cases():
     for model in MODELS:
         for program in PROGRAMS:
-            marks = () if (model, program) in FAST else pytest.mark.slow
-            yield pytest.param(model, program, marks=marks)
+            yield slow_unless(FAST, model, program)
 
 
 def loss_fn(params, apply_fn, batch, rng):
