@@ -70,12 +70,7 @@ def sync_collections(
       collections: The collections after a step, by name.
       axis_names: The mesh axis, or tuple of axes, over which examples are split.
       before: The collections before the step, which are equal on all devices.
-      rules: What becomes of what differs, by collection or path: its mean, maximum or minimum over
-        the devices, or what it was before and the sum of all devices' changes. `batch_stats` has
-        the mean if nothing else is said.
-
-    Returns:
-      The collections.
+      rules: What becomes of what differs, by collection or path, see `check_sync_collections`.
 
     Raises:
       ValueError: There is no rule for a leaf that differs, or its dtype has no such thing.
@@ -106,19 +101,10 @@ def sync_collections(
 def choose_sync(
     path: Any, x: Any, rules: Mapping[str, CollectionSync], axes: tuple[str, ...]
 ) -> CollectionSync:
-    """Chooses the rule for a variable: that of the longest name that fits its path.
+    """The rule for a variable that differs over `axes` by its type: that of the longest name.
 
-    Args:
-      path: Its path in the tree of collections.
-      x: The variable.
-      rules: See `check_sync_collections`.
-      axes: The mesh axes that it differs over by its type.
-
-    Returns:
-      The rule; `"mean"`, which changes nothing, if there is none and no device differs.
-
-    Raises:
-      ValueError: It differs and has no rule, or its dtype does not allow the rule.
+    It is `"mean"`, which changes nothing, if no name fits and no device differs. A variable that
+    differs and has no rule, or whose dtype does not allow the rule, is refused.
     """
     name, rules = _name(path), {**KNOWN, **rules}
     fits = max((rule for rule in rules if f"{name}/".startswith(f"{rule}/")), key=len, default="")

@@ -36,18 +36,7 @@ def fold_rng_over_axis(rng: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def typed_key(function: str, rng: Any) -> jax.Array:
-    """Makes a key a typed one.
-
-    Args:
-      function: In whose name to raise.
-      rng: A key, typed or raw.
-
-    Returns:
-      The typed key.
-
-    Raises:
-      TypeError: It is no key, or several.
-    """
+    """A typed or raw key as a typed one; raises in the name of `function` if it is not one key."""
     dtype = getattr(rng, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and rng.shape == ():
         return rng

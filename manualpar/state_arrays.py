@@ -47,17 +47,13 @@ class Leaf:
     @property
     def padding(self) -> tuple[int, ...]:
         """The zeros that the program holds at the end of each dimension."""
-        return tuple(
-            held - stored for held, stored in zip(self.held_shape, self.shape, strict=True)
-        )
+        return tuple(held - own for held, own in zip(self.held_shape, self.shape, strict=True))
 
 
 def leaves_of(held: Any, whole: Any) -> list[Leaf]:
-    """The arrays of a tree, in its order.
+    """The arrays of a tree such as the `abstract_state` of a program, in its order.
 
-    Args:
-      held: Abstract arrays, such as the `abstract_state` of a program.
-      whole: The same without padding, such as its `whole_state`.
+    `whole` is the same without padding, such as the program's `whole_state`.
     """
     leaves = []
     for (path, abstract), unpadded in zip(
@@ -95,18 +91,7 @@ def list_some(lines: Iterable[str]) -> list[str]:
 
 
 def place_leaf(function: str, leaf: Leaf, x: Any) -> jax.Array:
-    """Puts an array on a program's devices: padded, cast, on each device its own part.
-
-    Args:
-      function: The function's name, for messages.
-      leaf: The array that the program holds.
-      x: The whole array, wherever it lies; see `read_unpadded`.
-
-    Returns:
-      A global array with the program's sharding.
-
-    Raises:
-      ValueError: As for `read_unpadded`.
+    """Puts an array from anywhere on a program's devices: padded, cast, each device its own part.
 
     Communication:
       That of `to_host`. A device receives its own part and nothing else.
@@ -132,15 +117,7 @@ def place_leaf(function: str, leaf: Leaf, x: Any) -> jax.Array:
 
 
 def read_unpadded(function: str, leaf: Leaf, x: Any) -> np.ndarray:
-    """Reads an array to the host.
-
-    Args:
-      function: The function's name, for messages.
-      leaf: The array that a program holds.
-      x: An array of the leaf's shape, or one with zeros for padding at the end of a dimension.
-
-    Returns:
-      The array without padding; of a typed key its data.
+    """Reads an array to the host, without zeros at the end of its dims; of a typed key its data.
 
     Raises:
       ValueError: The padding is not zeros.
@@ -163,13 +140,7 @@ def read_unpadded(function: str, leaf: Leaf, x: Any) -> np.ndarray:
 
 
 def to_host(x: Any) -> np.ndarray:
-    """An array in the host's memory.
-
-    Args:
-      x: A NumPy array, or a global array wherever it lies.
-
-    Returns:
-      The whole array, the same in every process.
+    """The whole of a NumPy array, or of a global array, in the memory of every process.
 
     Communication:
       None within a process: every shard is copied to the host by itself. Over several, one

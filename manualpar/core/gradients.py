@@ -109,8 +109,7 @@ def accumulate(
       minibatches: A tree whose leaves are `[M, B/M, ...]`, see `split_minibatches`.
       rng: A key.
       schedule: How the minibatches run: `unrolled` or `scanned`.
-      reduce: Applied to the gradients of each minibatch before they are added up, for instance to
-        scatter them.
+      reduce: Applied to the gradients of each minibatch before they are added up.
 
     Returns:
       The gradients in float32 or wider, the metrics, and the collections after the last minibatch.
@@ -238,14 +237,7 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
 def reduce_gradient(
     g: Any, dtype: Any, *, mean_axes: tuple[str, ...], sum_axes: tuple[str, ...], divisor: int
 ) -> Any:
-    """Reduces a parameter's gradient as its placement says.
-
-    Args:
-      g: Each device's own gradient, boxed where it has been scattered.
-      dtype: The dtype that travels.
-      mean_axes: The mesh axes to take the mean over, see `sync_gradients`.
-      sum_axes: The mesh axes to take the sum over.
-      divisor: The number to divide by besides.
+    """Reduces a parameter's gradient, which travels in `dtype`, as its placement says.
 
     Communication:
       One all-reduce over those of `mean_axes` that it has not been scattered over, and one over

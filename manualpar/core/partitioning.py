@@ -168,12 +168,7 @@ def choose_shard_dim(
     Among equals it is the first, whose shards are contiguous in memory. A parameter of fewer than
     `min_weight_size` elements is not worth a collective and is not sharded.
 
-    Args:
-      shape: The parameter's shape.
-      names: The axes that each dimension is sharded over already.
-      axis_size: The number of shards.
-      min_weight_size: The fewest elements that are sharded.
-      excluded_dims: Dimensions that must stay whole (those that `nn.scan` runs over).
+    `excluded_dims` must stay whole (those that `nn.scan` runs over).
 
     Returns:
       The dimension and `''`, or `None` and the reason why there is none.

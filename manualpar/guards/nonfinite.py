@@ -22,9 +22,8 @@ def find_nonfinite(grads: Any, axis_names: AxisName) -> jax.Array:
       axis_names: The mesh axes that split the batch.
 
     Returns:
-      `float32[]`, 1 if there is one and else 0. On global arrays the same everywhere; inside
-      `shard_map` each device along `axis_names` speaks of its own part, of which `sync_metrics` can
-      take the sum.
+      `float32[]`, 1 if there is one and else 0. Inside `shard_map` each device along `axis_names`
+      speaks of its own part, of which `sync_metrics` can take the sum.
 
     Communication:
       One all-reduce of 4 bytes over those other axes over which gradients vary, if there are any.
@@ -37,12 +36,9 @@ def find_nonfinite(grads: Any, axis_names: AxisName) -> jax.Array:
 
 
 def count_nonfinite(metrics: Metrics, grads: Any, axes: tuple[str, ...]) -> Metrics:
-    """Adds to a device's metrics whether its gradients are not finite.
+    """Adds to a device's metrics, which have yet to be summed, whether its gradients are finite.
 
-    Args:
-      metrics: The metrics, before they are summed over devices.
-      grads: The gradients as they leave the device: summing and casting may both overflow.
-      axes: The mesh axes that split the batch.
+    The gradients are those that leave the device: summing and casting may both overflow.
     """
     return {**metrics, NONFINITE_GRADIENTS: (find_nonfinite(grads, axes), jnp.ones(()))}
 
@@ -50,14 +46,8 @@ def count_nonfinite(metrics: Metrics, grads: Any, axes: tuple[str, ...]) -> Metr
 def is_finite(builder: str, option: str, metrics: Metrics, objective: str) -> jax.Array:
     """Whether the loss and all gradients of a step are finite, `bool[]`.
 
-    Args:
-      builder: The strategy's name, for messages.
-      option: The value of its option `nonfinite`.
-      metrics: The summed metrics; what `count_nonfinite` has added is taken out.
-      objective: The name of the metric that is the loss which was differentiated.
-
-    Raises:
-      ValueError: The loss function returns a metric `nonfinite` too.
+    What `count_nonfinite` has added to the metrics is taken out. `objective` names the metric that
+    is the loss which was differentiated. A loss that returns a metric `nonfinite` is refused.
     """
     if "nonfinite" in metrics:
         raise ValueError(

@@ -76,13 +76,7 @@ class Manual:
     def run(
         self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
     ) -> Callable[..., Any]:
-        """Makes a function of each device's part of some arrays one of the global arrays.
-
-        Args:
-          function: Of pytrees of arrays.
-          in_specs: The specs of its arguments.
-          out_specs: The specs of its results.
-        """
+        """Makes a function of each device's part of some arrays one of the global arrays."""
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
         )
@@ -113,13 +107,9 @@ class Manual:
     def box(self, place: Placement, x: jax.Array, *, as_state: bool = False) -> Any:
         """Boxes a parameter, so that it gathers itself where it is used.
 
-        Args:
-          place: Where it lives.
-          x: The array: in mode `manual` a device's shard, else the global array.
-          as_state: Whether `x` is sharded as its gradient and optimizer state are.
-
-        Returns:
-          The box; `x` itself if there is nothing to gather or to cast.
+        The array is a device's shard, or the global array if XLA writes the collectives. With
+        `as_state` it is sharded as its gradient is. It stays in no box if there is nothing to
+        gather or to cast.
         """
         names = place.sharded_names if as_state else place.names
         padding = place.padding if as_state else place.parameter_padding
@@ -143,10 +133,7 @@ class Manual:
     def scatter(self, place: Placement, shard: Any, g: Any) -> Any:
         """Leaves each device its shard of a gradient, unless it has been scattered already.
 
-        Args:
-          place: Where the parameter lives.
-          shard: The parameter as `box(..., as_state=True)` has boxed it.
-          g: The gradient, boxed where the parameter was.
+        `shard` is the parameter as `box(..., as_state=True)` has boxed it.
         """
         del place
         return g if boxed_axes(g) == boxed_axes(shard) else scatter_gradients(g, shard)
@@ -172,15 +159,7 @@ class Manual:
         return sync_collections(collections, self.data_axes, before=before, rules=rules)
 
     def replicate(self, placements: Any, params: Any) -> Any:
-        """Gathers parameters, sharded as their state is, that every device keeps whole.
-
-        Args:
-          placements: Where the parameters live.
-          params: Global arrays in the specs of the optimizer's state.
-
-        Returns:
-          Global arrays in the parameters' own specs.
-        """
+        """Gathers global arrays that are sharded as their gradients are into their own specs."""
         uncast = dataclasses.replace(self, wire=self.wire.uncast)
 
         def gather(place: Placement, x: Any) -> Any:

@@ -91,13 +91,7 @@ def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
 def on_auto_axes(function: Callable[..., Any], *, mesh: Mesh, out_specs: Any) -> Callable[..., Any]:
     """Runs a function on automatic axes, of global arrays whose mesh may have explicit ones.
 
-    Args:
-      function: The function; it finds no mesh around it.
-      mesh: The mesh of its arguments and of its results, all axes of one type.
-      out_specs: The specs of the results.
-
-    Returns:
-      A function of the same global arrays; `function` itself if the axes are automatic already.
+    The function finds no mesh around it. All axes of the mesh are of one type.
     """
     if AxisType.Explicit not in mesh.axis_types:
         return function
@@ -119,13 +113,8 @@ def on_auto_axes(function: Callable[..., Any], *, mesh: Mesh, out_specs: Any) ->
 def explain_shardings(strategy: str, mode: str) -> Iterator[None]:
     """Says in our words what a model may not say about shardings in a mode.
 
-    Args:
-      strategy: Its name, for messages.
-      mode: The mode.
-
     Raises:
-      ValueError: What JAX refuses is a sharding that the model states; other errors pass as they
-        are.
+      ValueError: What JAX refuses is a sharding that the model states; other errors pass.
     """
     try:
         yield
