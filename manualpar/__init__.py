@@ -2,9 +2,9 @@
 
 # These register themselves: the modes in which XLA writes collectives, and the adapters of Linen's
 # and of NNX's models.
-import manualpar.linen.model
+import manualpar.linen.linen_model
 import manualpar.modes.global_arrays
-import manualpar.nnx.model  # noqa: F401
+import manualpar.nnx.nnx_model  # noqa: F401
 from manualpar.by_hand import gather_params, shard_module_params, shard_params
 from manualpar.core.collectives import gather_array_with_mean_grads
 from manualpar.core.gradients import accumulate_gradients, sync_gradients, sync_metrics

@@ -17,7 +17,7 @@ from manualpar import abstract_mesh, data_parallel, fsdp, make_mesh
 from manualpar.checkpoints import Checkpoints
 from manualpar.core.strategy import MODES
 from manualpar.inspect import ledger, trace_collectives
-from manualpar.nnx.model import NNXModel
+from manualpar.nnx.nnx_model import NNXModel
 from manualpar.user_model.adapter import adapt
 from tests.program_test import BATCHES, TOLERANCE, Classifier, loss_fn
 from tests.strategies_test import STRATEGIES, build

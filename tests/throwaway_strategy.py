@@ -7,7 +7,7 @@ from manualpar.core.program import Program
 from manualpar.core.strategy import Sends, Strategy
 from manualpar.sharding.layout import shard_state_only
 from manualpar.strategies import Field, StrategyKind, register
-from manualpar.strategies.options import STATE_SHARDING, build_sharded
+from manualpar.strategies.shared_options import STATE_SHARDING, build_sharded
 
 
 def zero_in_16_bits(

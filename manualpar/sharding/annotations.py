@@ -31,16 +31,9 @@ class AxesOrLogicalNames(nn.LogicallyPartitioned):
 
 
 def check_rules(strategy: str, rules: Any, mesh: Mesh) -> Rules:
-    """Checks rules from logical names to mesh axes.
+    """The user's rules as tuples of tuples, with `None` for no axes and a string for one axis.
 
-    Args:
-      strategy: The strategy's name, for messages.
-      rules: A sequence of pairs: a logical name with a mesh axis, a tuple of axes, or `None`. The
-        first rules of a name have precedence. Names that no parameter uses are fine.
-      mesh: The mesh.
-
-    Returns:
-      The rules as tuples of tuples, with `None` for no axes and a string for one axis.
+    Names that no parameter uses are fine.
 
     Raises:
       TypeError: They are not a sequence of pairs of a name and axes.
@@ -81,20 +74,10 @@ def mesh_names(
     mesh: Mesh,
     rules: Rules,
 ) -> Names:
-    """Reads off a parameter's box which mesh axes its dimensions are sharded over.
+    """Reads off a parameter's box which mesh axes each of its dimensions is sharded over.
 
-    Args:
-      path: The parameter's path, `encoder/kernel`, for messages.
-      box: The `nn.Partitioned` or `nn.LogicallyPartitioned` around it. The latter's own rules have
-        precedence over `rules`.
-      shape: The parameter's global shape.
-      loop_dims: The dimensions that `nn.scan` and `nn.vmap` run over. A loop's own name for its
-        dimension (`nn.PARTITION_NAME`) is ignored unless it is a mesh axis or has a rule.
-      mesh: The mesh.
-      rules: What logical names mean, as `check_rules` returns it.
-
-    Returns:
-      For each dimension a mesh axis, a tuple of axes, or `None`.
+    The own rules of an `nn.LogicallyPartitioned` have precedence over `rules`. A loop's own name
+    for its dimension (`nn.PARTITION_NAME`) is ignored unless it is a mesh axis or has a rule.
 
     Raises:
       TypeError: The names are not a tuple of names, or the box's own rules not rules.

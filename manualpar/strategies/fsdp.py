@@ -11,8 +11,12 @@ import optax
 from manualpar.core.program import Program
 from manualpar.core.strategy import Every, Sends, Strategy
 from manualpar.sharding.layout import shard_largest_dim
-from manualpar.strategies.options import PARAMETER_SHARDING, ParameterShardingOptions, build_sharded
 from manualpar.strategies.registry import StrategyKind
+from manualpar.strategies.shared_options import (
+    PARAMETER_SHARDING,
+    ParameterShardingOptions,
+    build_sharded,
+)
 from manualpar.user_model.adapter import Model
 from manualpar.user_model.loss_function import LossFn
 

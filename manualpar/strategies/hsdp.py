@@ -13,8 +13,12 @@ import optax
 from manualpar.core.program import Program
 from manualpar.sharding.axes import AxisName, axis_tuple
 from manualpar.strategies.fsdp import fully_sharded
-from manualpar.strategies.options import PARAMETER_SHARDING, ParameterShardingOptions, build_sharded
 from manualpar.strategies.registry import StrategyKind
+from manualpar.strategies.shared_options import (
+    PARAMETER_SHARDING,
+    ParameterShardingOptions,
+    build_sharded,
+)
 from manualpar.user_model.adapter import Model
 from manualpar.user_model.loss_function import LossFn
 

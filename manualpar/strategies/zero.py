@@ -13,8 +13,8 @@ from manualpar.core.program import Program
 from manualpar.core.strategy import Sends, Strategy
 from manualpar.guards.options import check_choice
 from manualpar.sharding.layout import shard_state_only
-from manualpar.strategies.options import STATE_SHARDING, StateShardingOptions, build_sharded
 from manualpar.strategies.registry import StrategyKind
+from manualpar.strategies.shared_options import STATE_SHARDING, StateShardingOptions, build_sharded
 from manualpar.user_model.adapter import Model
 from manualpar.user_model.loss_function import LossFn
 

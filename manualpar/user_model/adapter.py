@@ -1,7 +1,7 @@
 """The functions of a model that a program calls, whichever library the model was written with.
 
 A library's adapter is a subclass of `ModelAdapter` that is registered when its module is imported:
-Linen's is in `manualpar.linen.model`, NNX's in `manualpar.nnx`. The modules that call models
+Linen's is in `manualpar.linen.linen_model`, NNX's in `manualpar.nnx`. The modules that call models
 import neither.
 """
 

@@ -112,13 +112,6 @@ def build_sharded(
       loss_fn: The loss.
       options: The keyword arguments that the builder was called with.
       own: Which of them are the strategy's own.
-
-    Returns:
-      The program.
-
-    Raises:
-      ValueError: An option does not fit, or names no parameter of the model.
-      TypeError: An option is of the wrong kind.
     """
     values = {name: options.get(name, default) for name, default in own.defaults.items()}
     for name, value in values.items():
