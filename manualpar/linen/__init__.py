@@ -1,1 +1,1 @@
-"""Linen models: their adapter, which registers itself when `manualpar.linen.linen_model` is imported."""
+"""Linen models: their adapter registers itself when `manualpar.linen.linen_model` is imported."""

@@ -16,17 +16,11 @@ from manualpar.user_model.evaluation import EVAL_SWITCHES, signature_of
 def initial_call(
     module: Any, batch: Any, init_args: InitArgs | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Finds the arguments that a module is called with to initialise it.
+    """The `args` and `kwargs` that a module is called with to initialise it.
 
-    Args:
-      module: The Linen module.
-      batch: The batch.
-      init_args: Makes `(args, kwargs)` from the batch; `kwargs` may name another `method` than
-        `__call__`. If `None`, the module is called with `batch.inputs`.
-
-    Returns:
-      `args` and `kwargs`. If the method has an argument `train` that is not given, it is `False`,
-      and likewise each other one of `EVAL_SWITCHES` that has no default.
+    The `kwargs` of `init_args` may name another `method` than `__call__`. If the method has an
+    argument `train` that is not given, it is `False`, and likewise each other one of
+    `EVAL_SWITCHES` that has no default.
 
     Raises:
       TypeError: The method cannot be called like this.

@@ -1,1 +1,1 @@
-"""NNX models: their adapter, which registers itself when `manualpar.nnx.nnx_model` is imported."""
+"""NNX models: their adapter registers itself when `manualpar.nnx.nnx_model` is imported."""

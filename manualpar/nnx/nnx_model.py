@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 
 from manualpar.nnx.streams import stream_keys, stream_variable
 from manualpar.nnx.variables import Path, annotate, gathering_variable, path_name
@@ -50,16 +51,13 @@ class NNXModel(ModelAdapter):
 
     @classmethod
     def wrap(cls, model: Any) -> Self | None:
-        """Gives an NNX model `init` and `apply`.
+        """The adapter of an NNX model; `None` for anything else.
 
         Args:
           model: An `nnx.Module`, whose values are the initial ones whatever the key; or, so that
             nothing is materialised before it is sharded, its class or a function: anything that
             takes `rngs` and makes one. With a key, its parameters are those of
             `model(rngs=nnx.Rngs(key))`.
-
-        Returns:
-          The model; `None` for anything else.
 
         Raises:
           TypeError: A class cannot be constructed with `rngs` alone, a function makes something
@@ -89,15 +87,9 @@ class NNXModel(ModelAdapter):
         return _by_collection(nnx.to_flat_state(variables))
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Makes the variables.
+        """Makes the variables by collection from a key; an annotated parameter is in a box.
 
-        Args:
-          rngs: The key, or `{"params": key}`.
-          *args: The arguments that a Linen model would be called with; they are ignored.
-          **kwargs: Likewise.
-
-        Returns:
-          Nested dicts by collection; an annotated parameter is in a box.
+        The arguments that a Linen model would be called with are ignored.
         """
         del args, kwargs
         module = self.make(rngs["params"] if isinstance(rngs, Mapping) else rngs)
@@ -112,7 +104,7 @@ class NNXModel(ModelAdapter):
         method: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Calls the module with some variables.
+        """Calls the module with some variables, see `ModelAdapter.apply`.
 
         Args:
           variables: By collection, as `init` returns them; a parameter may be in a box.
@@ -122,9 +114,6 @@ class NNXModel(ModelAdapter):
           method: A method's name, or a function of the module; its `__call__` if `None`.
           **kwargs: Further arguments of the call. A `train` that the call does not take turns NNX's
             own switch: `module.train()` or `module.eval()`.
-
-        Returns:
-          The result of the call; if `mutable` is not `False`, with the collections it names.
 
         Raises:
           ValueError: A variable is missing, or the call makes new ones, sets a parameter that is
@@ -158,8 +147,7 @@ class NNXModel(ModelAdapter):
         if mutable is False:
             return out
         for name, state in zip(sown, states, strict=True):
-            for path, leaf in nnx.to_flat_state(state):
-                _insert(updates.setdefault(name, {}), path, _raw(leaf))
+            updates |= {name: {}} | _by_collection(nnx.to_flat_state(state))
         asked = updates if mutable is True else asked
         return out, {name: updates[name] for name in asked if name in updates}
 
@@ -333,25 +321,15 @@ def _by_collection(
     leaves: Iterable[tuple[Path, Any]], box: Callable[[Any, str], Any] | None = None
 ) -> dict[str, Any]:
     """The values of variables in nested dicts by collection; `box` is applied to parameters."""
-    collections: dict[str, Any] = {}
+    values = {}
     for path, leaf in leaves:
         name = collection_of(leaf)
         if name is not None:
-            value = box(leaf, path_name(path)) if box and name == "params" else _raw(leaf)
-            _insert(collections.setdefault(name, {}), path, value)
+            value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+            boxed = box(leaf, path_name(path)) if box and name == "params" else value
+            values[name, *map(str, path)] = boxed
+    collections: dict[str, Any] = unflatten_dict(values)
     return collections
-
-
-def _raw(leaf: Any) -> Any:
-    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-
-
-def _insert(tree: dict[str, Any], path: Path, value: Any) -> None:
-    """Puts a value into nested dicts."""
-    *parents, last = map(str, path)
-    for name in parents:
-        tree = tree.setdefault(name, {})
-    tree[last] = value
 
 
 def _find(variables: Mapping[str, Any], collection: str, path: Path) -> Any:
@@ -371,12 +349,10 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
     """The parameters of a function or a class; none of anything else."""
     if not callable(function):
         return {}
-    given: tuple[Any, ...] = ()
-    if isinstance(function, functools.partial):
-        function, given = function.func, (function.args, function.keywords)
-    if isinstance(function, type):  # NNX's classes take anything, and hand it to __init__.
-        constructor: Any = function
-        function = functools.partial(constructor.__init__, None)
-    if given:
-        function = functools.partial(function, *given[0], **given[1])
-    return inspect.signature(function).parameters
+    partial = function if isinstance(function, functools.partial) else functools.partial(function)
+    called: Any = partial.func
+    if isinstance(called, type):  # NNX's classes take anything, and hand it to __init__.
+        called = functools.partial(called.__init__, None)
+    return inspect.signature(
+        functools.partial(called, *partial.args, **partial.keywords)
+    ).parameters

@@ -20,16 +20,11 @@ from manualpar.nnx.variables import Path, path_name
 
 
 def stream_keys(module: nnx.Module, rngs: Any) -> dict[Path, Any]:
-    """Finds a key for each random stream of a module.
+    """Finds for each random stream of a module, by path, a key or why it has none, in a sentence.
 
-    Args:
-      module: The module; its values are not looked at.
-      rngs: Keys by the names of streams, one key for all of them, or `None`.
-
-    Returns:
-      For the path of each stream a key, or the sentence that says why it has none. A stream takes
-      the key of its name. One without a name of its own (`default`) takes that of its module's
-      `rng_collection`. If there is no such key, it takes the one called `default`, or the only one.
+    `rngs` are keys by the names of streams, one key for all of them, or `None`. A stream takes the
+    key of its name. One without a name of its own (`default`) takes that of its module's
+    `rng_collection`. If there is no such key, it takes the one called `default`, or the only one.
     """
     nodes = list(nnx.iter_graph(module))
     modules = {path: node for path, node in nodes if isinstance(node, nnx.Module)}
@@ -56,15 +51,7 @@ def stream_keys(module: nnx.Module, rngs: Any) -> dict[Path, Any]:
 
 
 def stream_variable(variable: nnx.Variable[Any], key: Any) -> nnx.Variable[Any]:
-    """A stream's key or count at its beginning.
-
-    Args:
-      variable: The variable of either, with an abstract value.
-      key: The value that `stream_keys` returns for the stream.
-
-    Returns:
-      A variable like it with a value.
-    """
+    """The variable of a stream's key or count at its beginning, by its entry of `stream_keys`."""
     abstract, metadata = variable.get_raw_value(), variable.get_metadata()
     if not isinstance(variable, nnx.RngKey):
         count = jnp.zeros(abstract.shape, abstract.dtype)

@@ -65,19 +65,9 @@ def annotate(variable: nnx.Variable[Any], path: str) -> Any:
 def gathering_variable(
     variable: nnx.Variable[Any], box: Any, *, path: str, loop_dims: frozenset[int] | None
 ) -> nnx.Variable[Any]:
-    """Puts a boxed parameter into a variable that unboxes it where it is read.
+    """Puts a boxed parameter into a variable, like its own, that unboxes it where it is read.
 
-    Args:
-      variable: The parameter's own variable, of any value: its type and its metadata are used.
-      box: The box, such as a `ShardedParameter`.
-      path: The parameter's path, `encoder/kernel`.
-      loop_dims: The dimensions that loops run over; `None` while they are unknown.
-
-    Returns:
-      A variable of a subclass of the parameter's type.
-
-    Communication:
-      None; that of `box.unbox()` wherever the variable is read.
+    `loop_dims` are the dimensions that loops run over; `None` while they are unknown.
     """
     use = _Use(box.replace(value=None), box.value.shape, path, loop_dims)
     metadata = {**variable.get_metadata(), BOX: use}
@@ -86,17 +76,10 @@ def gathering_variable(
 
 @dataclasses.dataclass(frozen=True)
 class _Use:
-    """How a stored array becomes the parameter that a module reads.
+    """How a stored array becomes the parameter that a module reads."""
 
-    Attributes:
-      box: The parameter's box without its value.
-      shape: The shape of the stored array before any loop.
-      path: The parameter's path.
-      loop_dims: See `gathering_variable`.
-    """
-
-    box: Any
-    shape: tuple[int, ...]
+    box: Any  # Without its value.
+    shape: tuple[int, ...]  # That of the stored array before any loop.
     path: str
     loop_dims: frozenset[int] | None
 
