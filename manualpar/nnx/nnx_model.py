@@ -350,9 +350,9 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
     if not callable(function):
         return {}
     partial = function if isinstance(function, functools.partial) else functools.partial(function)
-    called: Any = partial.func
+    called = partial.func
     if isinstance(called, type):  # NNX's classes take anything, and hand it to __init__.
-        called = functools.partial(called.__init__, None)
-    return inspect.signature(
-        functools.partial(called, *partial.args, **partial.keywords)
-    ).parameters
+        constructor: Any = called
+        called = functools.partial(constructor.__init__, None)
+    called = functools.partial(called, *partial.args, **partial.keywords)
+    return inspect.signature(called).parameters

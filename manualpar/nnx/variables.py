@@ -24,12 +24,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from manualpar.sharding.annotations import AxesOrLogicalNames
+from manualpar.user_model.array_box import OF_SHAPE
 
 Path = tuple[Any, ...]
 # The key in a variable's metadata under which its box is, without a value.
 BOX = "manualpar_box"
-# Attributes of a parameter that are known without gathering it.
-_OF_SHAPE = frozenset({"dtype", "ndim", "shape", "size"})
 
 
 def path_name(path: Path) -> str:
@@ -151,7 +150,7 @@ class _Gathering:
             return metadata[name]
         if name.startswith("__"):  # What jax and numpy ask every object for.
             raise AttributeError(name)
-        return getattr(self._abstract() if name in _OF_SHAPE else self.get_value(), name)
+        return getattr(self._abstract() if name in OF_SHAPE else self.get_value(), name)
 
     def _whole(self: Any) -> nnx.Variable[Any]:
         """A variable of the parameter's own type with the whole value."""

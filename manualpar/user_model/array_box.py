@@ -18,7 +18,8 @@ from typing import Any, Self
 import flax.linen as nn
 import jax
 
-_OF_SHAPE = frozenset({"dtype", "ndim", "shape", "size"})
+# Attributes of an array that are known without gathering it.
+OF_SHAPE = frozenset({"dtype", "ndim", "shape", "size"})
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 _OPERATORS = (
     *("neg", "pos", "abs", "getitem", "eq", "ne", "lt", "le", "gt", "ge"),
@@ -45,7 +46,7 @@ class ArrayBox(nn.Partitioned, eq=False):
         """The attributes of an array, such as `T`."""
         if name.startswith("_") or not hasattr(jax.Array, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(jax.eval_shape(self.unbox) if name in _OF_SHAPE else self.unbox(), name)
+        return getattr(jax.eval_shape(self.unbox) if name in OF_SHAPE else self.unbox(), name)
 
     def of_one_array(self) -> Self:
         """The box for code that carries nothing but `value` along."""
