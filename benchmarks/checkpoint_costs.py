@@ -24,7 +24,7 @@ from benchmarks.loop_blocks import SAVED_AFTER, Bench
 from benchmarks.turns import Estimate, estimate, ratios, take_turns
 from manualpar.checkpoints import Checkpoints
 from manualpar.checkpoints.manifest import read_manifest, verify_files
-from manualpar.training.saving import FOLDER, restore
+from manualpar.training.workdir import FOLDER, restore
 from manualpar.watching.rewinding import PLACED_FILES
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from manualpar.checkpoints import manifest
-from manualpar.training.saving import FOLDER
+from manualpar.training.workdir import FOLDER
 
 STEPS = (20, 40)  # Those that have a checkpoint.
 GOES_ON, REFUSED, EITHER = "goes on", "is refused", "goes on or is refused"

@@ -45,8 +45,7 @@ from manualpar.training.config import load_config
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.recorder import parse_state
-from manualpar.training.saving import open_checkpoints, restore
-from manualpar.training.workdir import check_folder
+from manualpar.training.workdir import check_folder, open_checkpoints, restore
 from manualpar.training.workdir_lock import lock_workdir
 from manualpar.usage import UsageError
 from manualpar.watching.durable_files import WriteError

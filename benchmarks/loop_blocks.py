@@ -7,7 +7,7 @@ All blocks go on with the same state, and all batches are those of the run.
 
 import collections
 import contextlib
-import dataclasses
+import copy
 import io
 import itertools
 import time
@@ -26,9 +26,9 @@ from manualpar.inspect import state_bytes
 from manualpar.train_state import Batch, TrainState
 from manualpar.training.config import load_config
 from manualpar.training.experiment import prepare
-from manualpar.training.loop import Position
 from manualpar.training.recorder import Recorder
 from manualpar.training.trainer import Trainer
+from manualpar.training.workdir import START, Position
 from manualpar.watching.profiling import StepProfiler
 from manualpar.watching.screen import TrainingProgress
 from manualpar.watching.stalls import StallDetector
@@ -205,8 +205,19 @@ class Bench:
         checkpoints: Any
         checkpoints, save_as = saver or (None, None)
         with TrainingProgress(console, num_steps=num_steps) as progress, detector:
-            trainer = Trainer(
-                self.experiment,
+            batches = self.batches(source)
+
+            class Block(Trainer):
+                """Has read its first batch already."""
+
+                def read_from(self, examples: int) -> Any:
+                    return batches
+
+            block = copy.deepcopy(config)
+            with block.unlocked():
+                block.training.num_steps = num_steps
+            trainer = Block(
+                self.experiment._replace(config=block),
                 checkpoints,
                 self._recorder(progress),
                 self.writer,
@@ -216,16 +227,10 @@ class Bench:
                 report=print,
             )
             line = FinishLine(num_steps, trainer, save_as)
-            batches = self.batches(source)
-            loop = dataclasses.replace(
-                trainer.loop(),
-                read_from=lambda examples: contextlib.closing(batches),
-                num_steps=num_steps,
-            )
-            loop.every(1, line)
+            trainer.every(1, line)
             jax.block_until_ready(self.state)
             with contextlib.suppress(FinishError):
-                loop.run(self.state)
+                trainer.run(self.state, START)
         assert line.state is not None
         assert batches.started is not None
         self.state = line.state

@@ -67,7 +67,7 @@ BROKEN = [
         "may not import",
     ),
     (find_upward_imports, "manualpar.models.mlp", "from manualpar import Batch", "may not import"),
-    (find_upward_imports, "manualpar.training.loop", "import configs.fsdp", "may not import"),
+    (find_upward_imports, "manualpar.training.trainer", "import configs.fsdp", "may not import"),
     (
         find_upward_imports,
         "manualpar.core.collectives",
@@ -181,7 +181,7 @@ SOUND = [
         "from manualpar.strategies.fsdp import fsdp\nfrom manualpar.rng import fold_rng_over_axis",
     ),
     (
-        "manualpar.training.loop",
+        "manualpar.training.trainer",
         "from manualpar.metrics import Metrics\nimport manualpar.sharding.mesh",
     ),
     ("manualpar.core.program", "from manualpar.core import gradients\nimport jax.numpy as jnp"),

@@ -1,68 +1,36 @@
-"""Training from a command line to an exit code, for `absl.app.run`.
+"""Training from a command line to an exit code of `manualpar.training.ending`."""
 
-Exit codes, for people and schedulers:
-
-     0  finished
-     1  an error of ours, with a traceback; of `experiments.inspect`, a budget that is broken
-     2  a mistake of the user's, in one sentence
-     3  copies of the state differ between devices (`config.debug.check_replicas_every`)
-     4  another process was lost, or failed
-     5  the loss or a gradient is not finite (`config.training.on_nonfinite`)
-     6  a checkpoint, or a file of the run or of its data, cannot be read or written
-    75  asked to stop by SIGTERM, stopped and saved: start the same command again to go on
-   130  Ctrl-C
-   143  SIGTERM a second time: ended at once, nothing saved since the last checkpoint
-"""
-
-import os
 import sys
 import time
-import traceback
 from pathlib import Path
 
-from manualpar.checkpoints import CheckpointError
-from manualpar.cluster import (
-    FAILED_EXIT_CODE,
-    LOST_PROCESS_EXIT_CODE,
-    TERMINATED_EXIT_CODE,
-    Cluster,
-    DisagreementError,
-    initialize,
-)
-from manualpar.data import DamagedDataError
+from manualpar.cluster import TERMINATED_EXIT_CODE, Cluster, DisagreementError, initialize
 from manualpar.guards.replicas import ReplicaError
 from manualpar.training.command_line import CommandLine, quiet_absl
 from manualpar.training.config import check_config
 from manualpar.training.devices import simulate_devices
+from manualpar.training.ending import (
+    FILES_ERRORS,
+    FILES_EXIT_CODE,
+    NONFINITE_EXIT_CODE,
+    REPLICAS_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    end_all,
+    ending_all,
+)
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.fit import check_fits
-from manualpar.training.loop import StoppedError
 from manualpar.training.recorder import NonFiniteError
 from manualpar.training.run import run
 from manualpar.training.shared_facts import experiment_facts, run_facts
+from manualpar.training.trainer import StoppedError
 from manualpar.training.workdir import check_folder, choose_workdir
 from manualpar.usage import INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE, UsageError, print_error
-from manualpar.watching.durable_files import WriteError
 from manualpar.watching.screen import make_console, print_line
-
-REPLICAS_EXIT_CODE = 3
-NONFINITE_EXIT_CODE = 5
-FILES_EXIT_CODE = 6
-STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again.
-FILES_ERRORS = (CheckpointError, DamagedDataError, WriteError)
-# Errors that every process raises after the same step.
-AGREED_ERRORS = (StoppedError, NonFiniteError, ReplicaError)
 
 
 def run_command(command: CommandLine) -> int:
-    """Trains what a command line asks for, under the strategy that its config names.
-
-    Args:
-      command: The command line.
-
-    Returns:
-      The exit code.
-    """
+    """Trains what a command line asks for, and returns the exit code."""
     started = time.perf_counter()
     quiet_absl()
     config, flags = command.config, command.flags
@@ -85,11 +53,7 @@ def run_command(command: CommandLine) -> int:
         print_error(f"--workdir={flags.workdir} cannot be read: {error}")
         return FILES_EXIT_CODE
     with cluster, cluster.stop_on_sigterm():
-        try:
-            return _run(command, cluster, changes=changes, started=started)
-        except Exception as error:
-            _end_all(cluster, error)
-            raise
+        return _run(command, cluster, changes=changes, started=started)
 
 
 def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started: float) -> int:
@@ -97,25 +61,14 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
     console = make_console(process=cluster.process_id)
     remains, goes_on = "nothing was written", ""
     try:
-        try:
-            experiment = _prepare(command, cluster)
-            workdir = choose_workdir(command)
-        except (UsageError, ValueError) as error:
-            if not isinstance(error, DisagreementError):
-                _end_all(cluster, UsageError(str(error)))
-            raise UsageError(str(error)) from error
-        remains = f"the results so far are in {workdir}"
-        if command.config.checkpoint.every_steps:
-            goes_on = f", and the same command with --workdir={workdir} goes on"
-        for change in changes:
-            print_line(console, change)
-        result = run(
-            experiment,
-            workdir,
-            cluster=cluster,
-            console=console,
-            on_error=lambda error: _end_all(cluster, error),
-        )
+        with ending_all(cluster):
+            experiment, workdir = _prepare(command, cluster)
+            remains = f"the results so far are in {workdir}"
+            if command.config.checkpoint.every_steps:
+                goes_on = f", and the same command with --workdir={workdir} goes on"
+            for change in changes:
+                print_line(console, change)
+            result = run(experiment, workdir, cluster=cluster, console=console)
     except UsageError as error:
         print_error(error)
         return USAGE_EXIT_CODE
@@ -144,41 +97,23 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
     return 0
 
 
-def _prepare(command: CommandLine, cluster: Cluster) -> Experiment:
-    cluster.enter("preparing")
-    experiment = prepare(command.config)
-    cluster.enter("comparing what it prepared")
-    if cluster.num_processes > 1:
-        cluster.agree(experiment_facts(experiment))
-    cluster.enter("starting")
-    if not command.flags.force:
-        check_fits(experiment)
-    return experiment
-
-
-def _end_all(cluster: Cluster, error: Exception) -> None:
-    """Ends all processes, if there are several and the others may not raise this error.
-
-    They wait for this process in a collective, and an ordinary end would wait for them.
-    """
-    if cluster.num_processes == 1 or isinstance(error, AGREED_ERRORS):
-        return
-    if sentence := cluster.explain_failure(error):  # If there is one, it mostly does not return.
-        print_error(sentence)
-        os._exit(LOST_PROCESS_EXIT_CODE)
-    code = FAILED_EXIT_CODE
-    if isinstance(error, FILES_ERRORS):
-        code = FILES_EXIT_CODE
-    elif isinstance(error, UsageError):
-        code = USAGE_EXIT_CODE
-    if code == FAILED_EXIT_CODE:
-        traceback.print_exception(error)
-    else:
-        print_error(error)
-    cluster.failed(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def _prepare(command: CommandLine, cluster: Cluster) -> tuple[Experiment, Path]:
+    """The experiment, checked in all processes, and its folder."""
+    try:
+        cluster.enter("preparing")
+        experiment = prepare(command.config)
+        cluster.enter("comparing what it prepared")
+        if cluster.num_processes > 1:
+            cluster.agree(experiment_facts(experiment))
+        cluster.enter("starting")
+        if not command.flags.force:
+            check_fits(experiment)
+        return experiment, choose_workdir(command.flags.workdir, name=command.config_path.stem)
+    except (UsageError, ValueError) as error:
+        mistake = UsageError(str(error))
+        if not isinstance(error, DisagreementError):  # The others may not have made it.
+            end_all(cluster, mistake)
+        raise mistake from error
 
 
 def _explain_stop(error: StoppedError, workdir: Path, *, is_main: bool) -> int:

@@ -13,9 +13,10 @@ import collections
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from manualpar.metrics import Metrics, add_metrics, fetch_metrics, mean_metrics
+from manualpar.watching.screen import TrainingProgress
 from manualpar.watching.writers import RunWriter
 
 # Small also because XLA:CPU, which simulates devices, takes at most 32 computations in flight.
@@ -24,16 +25,6 @@ LAG = 2
 
 NONFINITE = "nonfinite"  # The metric of a program that looks for infinities and NaN.
 SKIPPED = "skipped_steps"
-
-
-class Screen(Protocol):
-    """Shows reports."""
-
-    def advance(self, step: int) -> None:
-        """Shows that `step` updates are done."""
-
-    def report(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
-        """Shows metrics and rates of `split` after `step` updates."""
 
 
 class NonFiniteError(Exception):
@@ -47,13 +38,9 @@ class NonFiniteError(Exception):
 def parse_state(
     state: Mapping[str, Any],
 ) -> tuple[dict[str, Metrics], dict[str, dict[str, float]], int]:
-    """Reads a `Recorder.state()` that was stored as JSON.
+    """Reads a `Recorder.state()` that was stored as JSON; raises anything if it is none.
 
-    Returns:
-      The totals and the latest report of each split, and the number of steps that were skipped.
-
-    Raises:
-      Exception: It is no such state.
+    Returns the totals and the latest report of each split, and how many steps were skipped.
     """
     totals: dict[str, Metrics] = {
         split: {name: (float(total), float(count)) for name, (total, count) in metrics.items()}
@@ -77,7 +64,7 @@ class Recorder:
     def __init__(
         self,
         writer: RunWriter,
-        screen: Screen,
+        screen: TrainingProgress,
         *,
         learning_rate: Callable[[int], Any],
         rates: Callable[[int, float], Mapping[str, float]],
@@ -87,13 +74,13 @@ class Recorder:
         """Starts with an empty queue.
 
         Args:
-          writer: Receives every report first, before the screen.
+          writer: Receives every report, before the screen does.
           screen: Receives every report, and the number of every training step that is done.
           learning_rate: A function of the number of updates made before.
           rates: The rates of so many steps that took so many seconds.
           derive: Turns the means of a split into what is reported.
-          skips_nonfinite: Whether the program skips the update of a step that is not finite. Such
-            steps are counted then and not part of the means; otherwise they are an error.
+          skips_nonfinite: Whether steps that are not finite are counted, and left out of the means,
+            because the program skips their updates; otherwise they are an error.
         """
         self._writer = writer
         self._screen = screen
@@ -123,11 +110,7 @@ class Recorder:
             self._fetch_oldest()
 
     def drain(self) -> None:
-        """Waits for everything that is queued.
-
-        Raises:
-          NonFiniteError: One of the steps was not finite.
-        """
+        """Waits for everything that is queued; raises as `put` does."""
         while self._queue:
             self._fetch_oldest()
 

@@ -21,12 +21,11 @@ from manualpar.sharding.layout import unpad_whole
 from manualpar.sharding.mesh import describe_hosts
 from manualpar.train_state import TrainState
 from manualpar.training.devices import describe_mesh
+from manualpar.training.ending import ending_all
 from manualpar.training.experiment import Experiment
-from manualpar.training.loop import START
 from manualpar.training.recorder import Recorder
-from manualpar.training.saving import open_checkpoints, position_of, restore
 from manualpar.training.trainer import Trainer
-from manualpar.training.workdir import check_folder
+from manualpar.training.workdir import START, check_folder, open_checkpoints, position_of, restore
 from manualpar.training.workdir_lock import lock_workdir
 from manualpar.usage import UsageError
 from manualpar.watching.durable_files import WriteError
@@ -46,22 +45,11 @@ class Result(NamedTuple):
 
 
 def run(
-    experiment: Experiment,
-    workdir: Path,
-    *,
-    cluster: Cluster,
-    console: rich.console.Console,
-    on_error: Callable[[Exception], None] = lambda error: None,
+    experiment: Experiment, workdir: Path, *, cluster: Cluster, console: rich.console.Console
 ) -> Result:
     """Trains and tests, and shows the mesh, the layout and the progress.
 
-    Args:
-      experiment: What to run.
-      workdir: The folder of the run. If it holds a checkpoint, the run goes on from there.
-      cluster: The processes that run it together.
-      console: Where to show it.
-      on_error: Called with an error before anything is closed, because with several processes
-        closing waits for the others, which may wait for this one.
+    If the folder holds a checkpoint, the run goes on from there.
 
     Raises:
       CheckpointError: A checkpoint cannot be read or written.
@@ -69,29 +57,24 @@ def run(
       WriteError: The folder cannot be written to.
       StoppedError, KeyboardInterrupt, NonFiniteError, ReplicaError: See `Trainer.train`.
     """
-    say = functools.partial(print_line, console)
     with contextlib.ExitStack() as stack:
-        try:
-            failure = ""
-            if cluster.is_main:
-                try:
-                    stack.enter_context(lock_workdir(workdir, report=say))
-                    # Another run may have used it since the command line was checked.
-                    check_folder(experiment.config, workdir)
-                except WriteError:  # A ValueError too, and no mistake on the command line.
-                    raise
-                except (UsageError, ValueError) as error:
-                    failure = str(error)
-            if failure := first_failure(failure):
-                raise UsageError(failure)
-            _describe(experiment, cluster=cluster, console=console)
-            checkpoints = stack.enter_context(open_checkpoints(experiment.config, workdir))
-            return _run(experiment, workdir, checkpoints, cluster=cluster, console=console)
-        except UsageError:
-            raise  # Every process raises it.
-        except Exception as error:
-            on_error(error)
-            raise
+        failure = ""
+        if cluster.is_main:
+            try:
+                say = functools.partial(print_line, console)
+                stack.enter_context(lock_workdir(workdir, report=say))
+                # Another run may have used it since the command line was checked.
+                check_folder(experiment.config, workdir)
+            except WriteError:  # A ValueError too, and no mistake on the command line.
+                raise
+            except (UsageError, ValueError) as error:
+                failure = str(error)
+        if failure := first_failure(failure):
+            raise UsageError(failure)
+        _describe(experiment, cluster=cluster, console=console)
+        checkpoints = stack.enter_context(open_checkpoints(experiment.config, workdir))
+        stack.enter_context(ending_all(cluster))
+        return _run(experiment, workdir, checkpoints, cluster=cluster, console=console)
 
 
 def _run(
@@ -125,7 +108,7 @@ def _run(
         )
         stack.enter_context(writer)
         if cluster.is_main:
-            stack.push(functools.partial(_write_report, experiment, workdir, say))
+            stack.push(lambda _, error, __: _write_report(experiment, workdir, say, error))
         progress = TrainingProgress(
             console,
             num_steps=config.training.num_steps,
@@ -195,12 +178,9 @@ def _write_report(
     experiment: Experiment,
     workdir: Path,
     say: Callable[[str], None],
-    kind: type[BaseException] | None,
     error: BaseException | None,
-    traceback: object,
 ) -> None:
-    """Writes the report of a run, however that ended; takes what a context's exit does."""
-    del kind, traceback
+    """Writes the report of a run, however that ended."""
     program = experiment.program
     facts = {
         "ended": "finished" if error is None else f"{type(error).__name__}: {error}",

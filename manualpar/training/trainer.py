@@ -1,36 +1,55 @@
-"""A training: the hooks of its loop in their order, its checkpoints, and its rollbacks."""
+"""The training loop: it reads a batch, takes a step, and calls the hooks that are due.
+
+Everything else that happens between two steps is a hook: `trainer.every(n, hook)` calls
+`hook(state, position)` after every `n` steps. Hooks are called in the order in which they were
+added, and an exception that a hook raises ends the loop. `Trainer.train` adds, in this order, the
+check of replicas, evaluation, and saving. So a checkpoint of step s holds everything that is
+reported of step s, and a run that goes on from it reports nothing twice and leaves nothing out.
+"""
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple
 
 import jax
 
 from manualpar.checkpoints import Checkpoints
-from manualpar.cluster import Cluster
-from manualpar.cluster.lost import UNWATCHED
+from manualpar.cluster import UNWATCHED, Cluster
 from manualpar.data import evaluation_batches, train_batches
 from manualpar.guards.replicas import ReplicaError, ReplicaSentinel
-from manualpar.train_state import Batch, TrainState
+from manualpar.train_state import TrainState
 from manualpar.training.experiment import Experiment
-from manualpar.training.loop import (
-    BETWEEN_STEPS,
-    START,
-    Hook,
-    Loop,
-    Position,
-    StoppedError,
-    postponed_interrupt,
-)
 from manualpar.training.recorder import NonFiniteError, Recorder
-from manualpar.training.saving import position_of, restore
+from manualpar.training.workdir import START, Position, position_of, restore
 from manualpar.watching.profiling import StepProfiler
 from manualpar.watching.stalls import StallDetector
 from manualpar.watching.writers import RunWriter
 
 # So many rollbacks without a new checkpoint between them, and it is not the data.
 MAX_ROLLBACKS = 3
+BETWEEN_STEPS = "between two steps"
+
+Hook = Callable[[TrainState, Position], None]
+
+
+class StoppedError(Exception):
+    """The run was asked to stop. It did so after `step`, and if that is saved it can go on."""
+
+    def __init__(self, step: int, *, is_saved: bool) -> None:
+        super().__init__(f"stopped after step {step}")
+        self.step = step
+        self.is_saved = is_saved
+
+
+class _Scheduled(NamedTuple):
+    hook: Hook
+    steps: int
+    at_start: bool
+    at_end: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +59,7 @@ class Trainer:
     Attributes:
       experiment: What to train.
       checkpoints: Those of the run.
-      recorder: Receives all metrics.
+      recorder: Receives the metrics of every step.
       writer: Writes the files of the run.
       cluster: The processes that train together.
       detector: Watches for a step that does not end.
@@ -56,13 +75,10 @@ class Trainer:
     detector: StallDetector
     profiler: StepProfiler
     report: Callable[[str], None]
+    _hooks: list[_Scheduled] = dataclasses.field(default_factory=list)
 
     def train(self, state: TrainState, position: Position = START) -> TrainState:
-        """Trains from a position to the last step.
-
-        Args:
-          state: The state at `position`; donated.
-          position: Where to begin.
+        """Trains from a position to the last step, and tests; `state` is donated.
 
         Returns:
           The trained state. The metrics of the test are `recorder.latest("test")`.
@@ -76,109 +92,85 @@ class Trainer:
           ReplicaError: Copies of the state differ. The step before it was reported first.
         """
         config = self.experiment.config
-        loop = self.loop()
         if config.debug.check_replicas_every:
-            loop.every(config.debug.check_replicas_every, self._replica_check())
-        loop.every(config.training.eval_every_steps, self._evaluate, at_start=True, at_end=True)
-        loop.every(1, self._save_or_stop)
+            self.every(config.debug.check_replicas_every, self._replica_check())
+        self.every(config.training.eval_every_steps, self._evaluate, at_start=True, at_end=True)
+        self.every(1, self._save_or_stop)
         with contextlib.ExitStack() as stack:
             for context in (postponed_interrupt(self.cluster), self.detector, self.profiler):
                 stack.enter_context(context)
             # After the loop the processes do different things: process 0 alone writes a report.
             stack.callback(self.cluster.enter, UNWATCHED)
-            state = self._run(loop, state, position)
+            state = self._run_and_roll_back(state, position)
             self._evaluate_on("test", state, config.training.num_steps)
             self.cluster.enter("finishing")
             self.recorder.drain()
         return state
 
-    def loop(self) -> Loop:
-        """The loop without the hooks that check, evaluate and save."""
-        config, program = self.experiment.config, self.experiment.program
+    def every(
+        self, steps: int, hook: Hook, *, at_start: bool = False, at_end: bool = False
+    ) -> None:
+        """Calls a hook after every `steps` steps with the state, which the next step donates.
 
-        def take_step(step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
-            # Every process enters the same number of phases, although one alone profiles.
-            is_profiled = self.profiler.covers(step)
-            self.cluster.enter("in a profiled step" if is_profiled else "in a step")
-            self.profiler.before(step, state)
-            state, metrics = program.train_step(state, batch)
-            self.profiler.after(step, state)
-            return state, metrics
-
-        loop = Loop(
-            take_step=take_step,
-            read_from=lambda examples: contextlib.closing(
-                train_batches(
-                    self.experiment.task.dataset.train,
-                    seed=config.seed,
-                    batch_size=config.data.batch_size,
-                    sharding=program.batch_sharding,
-                    start_position=examples,
-                    prefetch=config.data.prefetch,
-                )
-            ),
-            recorder=self.recorder,
-            cluster=self.cluster,
-            batch_size=config.data.batch_size,
-            num_steps=config.training.num_steps,
-            log_every_steps=config.training.log_every_steps,
-        )
-        loop.every(1, lambda state, position: self.detector.beat(position.step))
-        return loop
-
-    def save(self, state: TrainState, position: Position) -> None:
-        """Saves a state once everything that is reported of it is on disk.
-
-        It may return before the checkpoint is on disk.
-
-        Raises:
-          CheckpointError: This checkpoint or the one before it cannot be written.
-          NonFiniteError: A step up to this one was not finite; nothing is saved.
+        Args:
+          steps: How many steps lie between two calls; 0 for no call.
+          hook: The hook.
+          at_start: Whether to call it before the first step of a run too.
+          at_end: Whether to call it after the last step in any case.
         """
-        self.cluster.enter("saving")
-        self.recorder.drain()
-        with self.recorder.leave_out(), self.detector.pause():
-            extra = {
-                "position": position.examples,
-                "config": self.experiment.config.to_dict(),
-                "data": self.experiment.task.dataset.fingerprint,
-                "recorder": self.recorder.state(),
-                "files": self.writer.place(),
-            }
-            self.checkpoints.save(
-                self.experiment.program,
-                state,
-                step=position.step,
-                extra=extra,
-                metrics=self.recorder.latest("eval"),
-            )
+        if steps:
+            self._hooks.append(_Scheduled(hook, steps, at_start, at_end))
 
-    def _save_or_stop(self, state: TrainState, position: Position) -> None:
-        """Saves if it is time to, and ends the loop if the run is asked to stop."""
-        config, step = self.experiment.config, position.step
-        stops = self.cluster.should_stop(step)
-        is_last = step == config.training.num_steps
-        saves = self._is_due(step) or (config.checkpoint.every_steps > 0 and (stops or is_last))
-        if saves:
-            self.save(state, position)
-        if stops:
-            self.recorder.drain()
-            self.checkpoints.wait()
-            raise StoppedError(step, is_saved=saves)
+    def run(self, state: TrainState, position: Position) -> TrainState:
+        """The loop itself; the recorder may still wait for the last metrics when it ends."""
+        config = self.experiment.config
+        num_steps, log_every = config.training.num_steps, config.training.log_every_steps
+        if not position.step:
+            for each in self._hooks:
+                if each.at_start:
+                    each.hook(state, position)
+        with contextlib.closing(self.read_from(position.examples)) as batches:
+            while position.step < num_steps:
+                self.cluster.enter("reading a batch")
+                batch = next(batches)
+                step = position.step + 1
+                position = Position(step, position.examples + config.data.batch_size)
+                # Every process enters the same number of phases, although one alone profiles.
+                is_profiled = self.profiler.covers(step)
+                self.cluster.enter("in a profiled step" if is_profiled else "in a step")
+                self.profiler.before(step, state)
+                state, metrics = self.experiment.program.train_step(state, batch)
+                self.profiler.after(step, state)
+                self.cluster.enter(BETWEEN_STEPS)
+                is_last = step == num_steps
+                self.recorder.put("train", step, metrics, report=is_last or step % log_every == 0)
+                self.detector.beat(step)
+                for each in self._hooks:
+                    if step % each.steps == 0 or (is_last and each.at_end):
+                        each.hook(state, position)
+        return state
 
-    def _is_due(self, step: int) -> bool:
-        every: int = self.experiment.config.checkpoint.every_steps
-        return every > 0 and step % every == 0
+    def read_from(self, examples: int) -> Any:
+        """Batches for training, without end, after so many examples; to be closed."""
+        config = self.experiment.config
+        return train_batches(
+            self.experiment.task.dataset.train,
+            seed=config.seed,
+            batch_size=config.data.batch_size,
+            sharding=self.experiment.program.batch_sharding,
+            start_position=examples,
+            prefetch=config.data.prefetch,
+        )
 
-    def _run(self, loop: Loop, state: TrainState, position: Position) -> TrainState:
-        """Runs a loop; if the config says so, a step that is not finite rolls it back.
+    def _run_and_roll_back(self, state: TrainState, position: Position) -> TrainState:
+        """Runs the loop; if the config says so, a step that is not finite rolls it back.
 
         A rollback goes back to the latest checkpoint, and past the batch of the step that failed.
         """
-        rollbacks = 0
+        batch_size, rollbacks = self.experiment.config.data.batch_size, 0
         while True:
             try:
-                return loop.run(state, position)
+                return self.run(state, position)
             except NonFiniteError as error:
                 if any(map(self._is_due, range(position.step + 1, error.step))):
                     rollbacks = 0
@@ -188,11 +180,11 @@ class Trainer:
                     raise
                 state, (step, earlier) = restored
                 # An earlier rollback may have begun this stretch beyond the checkpoint's position.
-                failed = position.examples + (error.step - position.step) * loop.batch_size
+                failed = position.examples + (error.step - position.step) * batch_size
                 position = Position(step, failed)
                 self.report(
                     f"{error}: back to the checkpoint of step {step}, past the "
-                    f"{(failed - earlier) // loop.batch_size} batches since then"
+                    f"{(failed - earlier) // batch_size} batches since then"
                 )
 
     def _go_back(self) -> tuple[TrainState, Position] | None:
@@ -250,3 +242,80 @@ class Trainer:
             waiting = program.eval_step(state, batch)
             self.detector.beat(step)
         self.recorder.put(split, step, waiting, report=True)
+
+    def _save_or_stop(self, state: TrainState, position: Position) -> None:
+        """Saves if it is time to, and ends the loop if the run is asked to stop."""
+        config, step = self.experiment.config, position.step
+        stops = self.cluster.should_stop(step)
+        is_last = step == config.training.num_steps
+        saves = self._is_due(step) or (config.checkpoint.every_steps > 0 and (stops or is_last))
+        if saves:
+            self.save(state, position)
+        if stops:
+            self.recorder.drain()
+            self.checkpoints.wait()
+            raise StoppedError(step, is_saved=saves)
+
+    def _is_due(self, step: int) -> bool:
+        every: int = self.experiment.config.checkpoint.every_steps
+        return every > 0 and step % every == 0
+
+    def save(self, state: TrainState, position: Position) -> None:
+        """Saves a state once everything that is reported of it is on disk.
+
+        It may return before the checkpoint is on disk.
+
+        Raises:
+          CheckpointError: This checkpoint or the one before it cannot be written.
+          NonFiniteError: A step up to this one was not finite; nothing is saved.
+        """
+        self.cluster.enter("saving")
+        self.recorder.drain()
+        with self.recorder.leave_out(), self.detector.pause():
+            extra = {
+                "position": position.examples,
+                "config": self.experiment.config.to_dict(),
+                "data": self.experiment.task.dataset.fingerprint,
+                "recorder": self.recorder.state(),
+                "files": self.writer.place(),
+            }
+            self.checkpoints.save(
+                self.experiment.program,
+                state,
+                step=position.step,
+                extra=extra,
+                metrics=self.recorder.latest("eval"),
+            )
+
+
+@contextlib.contextmanager
+def postponed_interrupt(cluster: Cluster) -> Iterator[threading.Event]:
+    """Turns the first Ctrl-C into a request to stop between two steps.
+
+    The `StoppedError` that follows becomes a `KeyboardInterrupt`. A second Ctrl-C is one at once.
+    An exception raised in a signal handler can come up anywhere, also where Python discards it,
+    such as in a callback of the garbage collector.
+    """
+    interrupted = threading.Event()
+    previous = signal.getsignal(signal.SIGINT)
+    main_thread = threading.current_thread() is threading.main_thread()
+    # A shell's background jobs ignore Ctrl-C, and None is a handler that Python cannot put back.
+    if not main_thread or previous in (signal.SIG_IGN, None):
+        yield interrupted
+        return
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        del signum, frame
+        interrupted.set()
+        cluster.request_stop()
+        signal.signal(signal.SIGINT, previous)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield interrupted
+    except StoppedError as error:
+        if interrupted.is_set():
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, previous)

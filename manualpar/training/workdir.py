@@ -1,27 +1,72 @@
-"""The folder of a run: a new one, or one that holds a run to go on with."""
+"""The folder of a run: a new one, or one that holds a run to go on with.
 
+A workdir holds `checkpoints/`, and a run that finds one there goes on from it. Besides the arrays a
+checkpoint has the config, the position in the data, the sums of metrics that are not reported yet,
+and the lengths of the files of metrics, all as JSON. The lines that were written after it are cut
+off and written again, the same.
+"""
+
+import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
 
+from manualpar.checkpoints import CheckpointError, Checkpoints, Restored, check_resumable
+from manualpar.checkpoints.failures import explain
 from manualpar.checkpoints.retention import find_leftovers, list_steps
+from manualpar.checkpoints.saved_state import read_extra
 from manualpar.cluster.agreement import from_first
-from manualpar.training.command_line import CommandLine
-from manualpar.training.saving import FOLDER, check_continues
+from manualpar.training.config import flatten_config
+from manualpar.training.experiment import Experiment
+from manualpar.training.recorder import parse_state
+from manualpar.untrusted import parse_object, read_object
 from manualpar.usage import UsageError
-from manualpar.watching.writers import check_workdir, create_numbered_folder
+from manualpar.watching.rewinding import PLACED_FILES
+from manualpar.watching.writers import CONFIG_FILE, check_workdir, create_numbered_folder
 
 RUNS = Path("runs")
+FOLDER = "checkpoints"
+# Metrics of which the best is the largest.
+LARGE_IS_GOOD = frozenset({"accuracy"})
+
+
+class Position(NamedTuple):
+    """How far a run is: the updates made, and the training examples taken since its beginning."""
+
+    step: int = 0
+    examples: int = 0
+
+
+START = Position()
+
+
+def choose_workdir(workdir: Path | None, *, name: str) -> Path:
+    """The folder that was asked for, or a new numbered one, the same for all processes.
+
+    Raises:
+      UsageError: A new one cannot be created.
+    """
+    if workdir is not None:
+        return workdir
+    path, failure = "", ""
+    if jax.process_index() == 0:
+        try:
+            path = str(create_numbered_folder(RUNS / name))
+        except OSError as error:
+            failure = f"the results cannot be written: {error}; name another folder with --workdir."
+    # The other processes find it if they share the file system.
+    path, failure = from_first([path, failure])
+    if failure:
+        raise UsageError(failure)
+    return Path(path)
 
 
 def check_folder(config: ml_collections.ConfigDict, workdir: Path | None) -> list[str]:
-    """Checks that a folder is new, or holds a run that goes on with this config.
-
-    Args:
-      config: The config.
-      workdir: The folder; `None` for a new one.
+    """Checks that a folder, `None` for a new one, is new or holds a run to go on with.
 
     Returns:
       The differences between the config and that of the run, a sentence each.
@@ -45,28 +90,6 @@ def check_folder(config: ml_collections.ConfigDict, workdir: Path | None) -> lis
     return check_continues(config, workdir)
 
 
-def choose_workdir(command: CommandLine) -> Path:
-    """The folder that a command line names, or a new numbered one, the same for all processes.
-
-    Raises:
-      UsageError: A new one cannot be created.
-    """
-    workdir: Path | None = command.flags.workdir
-    if workdir is not None:
-        return workdir
-    path, failure = "", ""
-    if jax.process_index() == 0:
-        try:
-            path = str(create_numbered_folder(RUNS / command.config_path.stem))
-        except OSError as error:
-            failure = f"the results cannot be written: {error}; name another folder with --workdir."
-    # The other processes find it if they share the file system.
-    path, failure = from_first([path, failure])
-    if failure:
-        raise UsageError(failure)
-    return Path(path)
-
-
 def _check_writable(folder: Path) -> None:
     """Refuses a folder that cannot be written to or created, without creating it."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -82,3 +105,133 @@ def _check_writable(folder: Path) -> None:
         )
     if reason and there.is_dir():
         raise ValueError(f"the results cannot be written: {folder} {reason}; name another folder.")
+
+
+def check_continues(config: ml_collections.ConfigDict, workdir: Path) -> list[str]:
+    """Compares a config with that of the run that a workdir holds.
+
+    The config in the newest checkpoint counts, because `config.json` may be gone or from another
+    run. The checkpoint is not verified here. `restore` verifies it, and compares again.
+
+    Returns:
+      The differences that are allowed, a sentence each; none if the folder holds no run.
+
+    Raises:
+      ValueError: They differ in something that a run cannot change; the message shows it.
+    """
+    path = workdir / CONFIG_FILE
+    written, saved, note = None, _saved_config(workdir), ""
+    if os.path.lexists(path):
+        try:
+            written = flatten_config(read_object(path, follow_links=True))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"--workdir={workdir} holds a run whose {CONFIG_FILE} cannot be read: {error}; "
+                "restore the file from a copy, or name another folder."
+            ) from error
+    if written is not None and saved is not None:
+        try:
+            check_resumable(saved, written)
+        except ValueError:
+            note = f"{CONFIG_FILE} there is not of the run whose checkpoint is the newest"
+    earlier = written if saved is None else saved
+    changes = [] if earlier is None else _compare(earlier, config, workdir=workdir, note=note)
+    lines = [f"changed since the run began: {change}" for change in changes]
+    return [f"{note}; going on as the checkpoint says", *lines] if note else lines
+
+
+def _saved_config(workdir: Path) -> dict[str, Any] | None:
+    """The config in the newest checkpoint, flat; `None` if there is no readable one."""
+    steps = list_steps(workdir / FOLDER)
+    try:
+        config = read_extra(workdir / FOLDER / str(steps[-1])).get("config") if steps else None
+    except (OSError, ValueError):
+        return None  # Restoring says what is wrong with it, or takes the one before.
+    return flatten_config(config) if isinstance(config, dict) else None
+
+
+def _compare(
+    saved: Mapping[str, Any], config: ml_collections.ConfigDict, *, workdir: Path, note: str = ""
+) -> list[str]:
+    """The differences that are allowed; a `ValueError` where there are others."""
+    asked_for = json.loads(json.dumps(config.to_dict()))
+    try:
+        return check_resumable(saved, flatten_config(asked_for))
+    except ValueError as error:
+        raise ValueError(
+            f"--workdir={workdir} holds another run: {error}"
+            + (f"\n{note}, and the checkpoint counts." if note else "")
+        ) from error
+
+
+def open_checkpoints(config: ml_collections.ConfigDict, workdir: Path) -> Checkpoints:
+    """The checkpoints of a workdir, kept as the config says."""
+    checkpoint = config.checkpoint
+    return Checkpoints(
+        workdir / FOLDER,
+        keep=checkpoint.keep,
+        keep_every_steps=checkpoint.keep_every_steps,
+        best_metric=checkpoint.best_metric,
+        best_mode="max" if checkpoint.best_metric in LARGE_IS_GOOD else "min",
+    )
+
+
+def restore(
+    checkpoints: Checkpoints,
+    experiment: Experiment,
+    workdir: Path,
+    *,
+    report: Callable[[str], None],
+) -> Restored:
+    """Restores the latest checkpoint, or the latest undamaged one if the config says so.
+
+    `report` is told of checkpoints that are not used.
+
+    Raises:
+      CheckpointError: It is damaged, or another model's, or of other data.
+      UsageError: Its config differs in something that a run cannot change.
+    """
+    restored = checkpoints.restore(
+        experiment.program,
+        on_corruption=experiment.config.checkpoint.on_corruption,
+        report=report,
+    )
+    _check_extra(restored)
+    if "config" in restored.extra:
+        try:
+            saved = flatten_config(restored.extra["config"])
+            _compare(saved, experiment.config, workdir=workdir)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    found, expected = restored.extra["data"], experiment.task.dataset.fingerprint
+    if found != expected:
+        raise CheckpointError(
+            f"the checkpoint of step {restored.step} was saved with other data (fingerprint "
+            f"{found}, now {expected}): the files of config.data have changed since, and the run "
+            "would not see the examples it has not seen yet. Bring them back as they were, or "
+            "begin another run in another workdir."
+        )
+    return restored
+
+
+def _check_extra(restored: Restored) -> None:
+    """Refuses a checkpoint whose arrays are right, and whose JSON is not that of a run."""
+    try:
+        extra = parse_object(json.dumps(restored.extra), allow_nan=True)  # Not nested too deep.
+        parse_state(extra["recorder"])
+        numbers = [extra["position"], *(extra["files"][name] for name in PLACED_FILES)]
+        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+            raise ValueError("the position or the size of a file is not a number of them")
+        if not isinstance(extra["data"], str) or not isinstance(extra.get("config", {}), dict):
+            raise TypeError("data is not a string, or config not an object")
+    except Exception as error:  # Anything may be in there.
+        raise CheckpointError(
+            f"the checkpoint of step {restored.step} does not hold what a run saves besides its "
+            f"arrays ({explain(error)}): begin another run in another workdir, or go on from an "
+            "earlier checkpoint, by deleting this one."
+        ) from error
+
+
+def position_of(restored: Restored) -> Position:
+    """How far the run was that saved a checkpoint."""
+    return Position(restored.step, restored.extra["position"])

@@ -16,9 +16,9 @@ from manualpar.cluster import Cluster
 from manualpar.data import ArraySplit, Dataset, train_batch
 from manualpar.guards.replicas import ReplicaError
 from manualpar.training import trainer
-from manualpar.training.loop import START, Position, StoppedError, postponed_interrupt
 from manualpar.training.recorder import LAG, NonFiniteError, Recorder
-from manualpar.training.trainer import MAX_ROLLBACKS, Trainer
+from manualpar.training.trainer import MAX_ROLLBACKS, StoppedError, Trainer, postponed_interrupt
+from manualpar.training.workdir import START, Position
 from manualpar.watching.profiling import StepProfiler
 from manualpar.watching.stalls import StallDetector
 

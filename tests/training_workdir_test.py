@@ -8,8 +8,7 @@ import pytest
 
 from manualpar.checkpoints import CheckpointError, Restored
 from manualpar.training.config import load_config
-from manualpar.training.saving import check_continues, restore
-from manualpar.training.workdir import check_folder
+from manualpar.training.workdir import check_continues, check_folder, restore
 from manualpar.usage import UsageError
 from tests.runs import ROOT
 
