@@ -26,7 +26,7 @@ import ml_collections
 import rich.console
 from absl import app
 
-from experiments.comparison import Row, draw, footnotes, markdown, print_table
+from experiments.comparison import PICTURE, Row, draw, footnotes, markdown, print_rows
 from manualpar.core.program import Program
 from manualpar.core.strategy import MODES
 from manualpar.data import train_batch
@@ -54,7 +54,7 @@ from manualpar.training.config import nearest
 from manualpar.training.devices import describe_mesh, simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.fit import check_fits
-from manualpar.watching.screen import print_line
+from manualpar.watching.tables import print_line
 from manualpar.watching.writers import check_workdir
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "compare.py"
@@ -272,7 +272,7 @@ def compare_command(line: CommandLine) -> int:
 def _compare(line: CommandLine, console: rich.console.Console) -> Path:
     config, flags = line.config, line.flags
     with users_mistakes():  # Everything that can be checked before something compiles.
-        require("comparison.png", "matplotlib")
+        require(PICTURE, "matplotlib")
         if flags.workdir:
             check_workdir(flags.workdir)
         simulate_devices(flags.devices, force=flags.force)
@@ -291,8 +291,8 @@ def _compare(line: CommandLine, console: rich.console.Console) -> Path:
     text = json.dumps(about | {"rows": pairs, "one_device": reference})
     write_json(workdir / "comparison.json", json.loads(text, parse_constant=lambda _: None))
     (workdir / "comparison.md").write_text(markdown(rows, notes), encoding="utf-8")
-    draw(rows, workdir / "comparison.png")
-    print_table(console, rows, notes)
+    draw(rows, workdir / PICTURE)
+    print_rows(console, rows, notes)
     return workdir
 
 

@@ -10,14 +10,23 @@ from typing import Any
 
 import jax
 import rich.console
-from rich import box
-from rich.table import Table
 
 from manualpar.strategies import strategy_kinds
-from manualpar.watching.screen import LOG_WIDTH
+from manualpar.watching.pictures import (
+    DARK,
+    GREY,
+    INK,
+    Bar,
+    draw_bars,
+    explain,
+    new_figure,
+    scale_in_bytes,
+)
+from manualpar.watching.tables import UNKNOWN, describe_bytes, print_table, print_wrapped
 
 Row = dict[str, Any]
 
+PICTURE = "comparison.png"
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 HEADERS = (
     "",
@@ -37,9 +46,6 @@ DASHES: dict[str, Any] = {
     "explicit": (0, (1, 1.4)),
     "auto-unconstrained": (0, (6, 1.5, 1, 1.5)),
 }
-INK, DARK, GREY, FAINT = "#222222", "#555555", "#B8BEC6", "#DDDDDD"
-BAR_HEIGHT = 0.7
-MIB = 2**20
 
 
 def name(row: Row) -> str:
@@ -66,22 +72,11 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def print_table(console: rich.console.Console, rows: Sequence[Row], notes: Sequence[str]) -> None:
+def print_rows(console: rich.console.Console, rows: Sequence[Row], notes: Sequence[str]) -> None:
     """Prints the table, the single device below a line, and the footnotes."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
-    for header in HEADERS:
-        # In a narrow terminal words are broken, and no digit is left out.
-        table.add_column(
-            header.replace(" ", "\n"),
-            justify="right" if header else "left",
-            overflow="fold",
-            no_wrap=console.width >= LOG_WIDTH,
-        )
-    for row in rows:
-        table.add_row(*cells(row), end_section=row is rows[-2])
-    console.print(table)
-    for note in notes:
-        console.print(note, markup=False, highlight=False)
+    *pairs, reference = map(cells, rows)
+    print_table(console, [header.replace(" ", "\n") for header in HEADERS], pairs, last=reference)
+    print_wrapped(console, *notes)
 
 
 def markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
@@ -113,31 +108,15 @@ def footnotes(rows: Sequence[Row], *, repetitions: int) -> list[str]:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Draws the losses, and bars for what a device holds and sends, into a PNG file."""
-    # An extra of its own. Without pyplot, whose settings would be those of the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08)
-    figure = Figure(figsize=(15, max(6.4, 2.6 + 0.34 * len(rows))), layout=layout)
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, 3, width_ratios=(1.35, 1, 1), height_ratios=(2.2, 1))
-    losses = figure.add_subplot(grid[0, 0])
-    differences = figure.add_subplot(grid[1, 0], sharex=losses)
-    memory = figure.add_subplot(grid[:, 1])
-    sent = figure.add_subplot(grid[:, 2], sharey=memory)
-    _draw_losses(losses, differences, rows)
-    _draw_memory(memory, rows)
-    _draw_bytes(sent, rows)
-    for axes in (losses, differences, memory, sent):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=9, colors=INK)
-        axes.set_axisbelow(True)
-        is_bars = axes in (memory, sent)
-        axes.grid(axis="x" if is_bars else "both", color=FAINT, linewidth=0.6)
     mesh = " x ".join(f"{axis}={size}" for axis, size in rows[0]["mesh"].items())
-    figure.suptitle(f"One config under {len(rows) - 1} strategies and modes ({mesh})", color=INK)
-    figure.savefig(path, dpi=120)
+    title = f"One config under {len(rows) - 1} strategies and modes ({mesh})"
+    with new_figure(path.name, (15, max(6.4, 2.6 + 0.34 * len(rows))), title=title) as figure:
+        grid = figure.add_gridspec(2, 3, width_ratios=(1.35, 1, 1), height_ratios=(2.2, 1))
+        losses = figure.add_subplot(grid[0, 0])
+        _draw_losses(losses, figure.add_subplot(grid[1, 0], sharex=losses), rows)
+        _draw_memory(figure.add_subplot(grid[:, 1]), rows)
+        _draw_bytes(figure.add_subplot(grid[:, 2]), rows)
+        figure.savefig(path)
 
 
 def _draw_losses(losses: Any, differences: Any, rows: Sequence[Row]) -> None:
@@ -153,57 +132,42 @@ def _draw_losses(losses: Any, differences: Any, rows: Sequence[Row]) -> None:
     losses.plot(steps, reference["losses"], color=INK, linewidth=0.8, label="one device")
     differences.axhline(0, color=INK, linewidth=0.8)
     distance = max(row["largest_difference"] for row in pairs)
-    title = f"Training loss, at most {distance:.1e} from that of one device"
-    losses.set_title(title, fontsize=11, loc="left")
+    losses.set_title(f"Training loss, at most {distance:.1e} from that of one device")
     losses.tick_params(labelbottom=False)
-    losses.legend(fontsize=8, ncols=2, frameon=False, handlelength=3.2)
-    differences.set_title("Loss minus that of one device", fontsize=11, loc="left")
+    losses.legend(fontsize=8, ncols=2, handlelength=3.2)
+    differences.set_title("Loss minus that of one device")
     differences.set_xlabel("step")
-    differences.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
+    differences.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     for axes in (losses, differences):
         axes.set_ylabel("nats")
 
 
 def _draw_memory(axes: Any, rows: Sequence[Row]) -> None:
-    for y, row in enumerate(rows):
-        state, temporaries = row["state_bytes"] / MIB, (row["temporary_bytes"] or 0) / MIB
-        axes.barh(y, state, color=_color(row), height=BAR_HEIGHT)
-        axes.barh(y, temporaries, left=state, color=GREY, height=BAR_HEIGHT)
-        _label(axes, state + temporaries, y, f"{state:.2f} + {temporaries:.2f}")
-    *pairs, reference = rows
-    axes.set_yticks(range(len(rows)), [*map(name, pairs), reference["strategy"]])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.margins(x=0.28)
-    axes.set_title("Held on a device: state + temporaries", fontsize=11, loc="left")
-    axes.set_xlabel("MiB")
+    bars = []
+    for row in rows:
+        state, temporaries = row["state_bytes"], row["temporary_bytes"] or 0
+        label = name(row) if row is not rows[-1] else row["strategy"]
+        text = f"{describe_bytes(state)} + {describe_bytes(temporaries)}"
+        bars.append(Bar(label, [(state, _color(row)), (temporaries, GREY)], text))
+    draw_bars(axes, bars)
+    scale_in_bytes(axes)
+    axes.set_title("Held on a device: state + temporaries")
 
 
 def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
+    bars = []
     for y, row in enumerate(rows):
-        sent, formula = row["bytes_sent"] / MIB, (row["formula_bytes"] or 0) / MIB
+        sent, formula = row["bytes_sent"], row["formula_bytes"] or 0
         color = _color(row) if row["read_from"] == "traced" else _pale(_color(row))
-        axes.barh(y, sent, color=color, height=BAR_HEIGHT)
+        # The text stands behind the formula, too.
+        parts = [(sent, color), (max(formula - sent, 0), "none")]
+        bars.append(Bar("", parts, describe_bytes(sent)))
         if formula:
             axes.plot(formula, y, color=INK, marker="|", markersize=13, markeredgewidth=2.2)
-        _label(axes, max(sent, formula), y, f"{sent:.2f}")
-    axes.tick_params(labelleft=False)
-    axes.margins(x=0.16)
-    axes.set_title("Sent by a device in a step (|: the formula)", fontsize=11, loc="left")
-    axes.set_xlabel("MiB")
-    for label, color in (("as traced", DARK), ("as compiled", _pale(DARK))):
-        axes.plot([], [], "s", color=color, label=label)
-    axes.legend(
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.07),
-        ncols=2,
-        fontsize=9,
-        frameon=False,
-    )
-
-
-def _label(axes: Any, x: float, y: float, text: str) -> None:
-    offset = {"xytext": (7, 0), "textcoords": "offset points"}
-    axes.annotate(text, (x, y), va="center", fontsize=8.5, color=INK, **offset)
+    draw_bars(axes, bars)
+    scale_in_bytes(axes)
+    axes.set_title("Sent by a device in a step (|: the formula)")
+    explain(axes, {"as traced": DARK, "as compiled": _pale(DARK)})
 
 
 def _color(row: Row) -> str:
@@ -217,4 +181,4 @@ def _pale(color: str) -> str:
 
 
 def _kib(size: float | None) -> str:
-    return "-" if size is None else f"{size / 1024:,.1f}"
+    return UNKNOWN if size is None else f"{size / 1024:,.1f}"

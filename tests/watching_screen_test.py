@@ -10,11 +10,10 @@ from manualpar.watching.screen import (
     LOG_WIDTH,
     TrainingProgress,
     describe,
-    describe_bytes,
     describe_within,
     make_console,
-    print_line,
 )
+from manualpar.watching.tables import print_line
 
 METRICS = {"accuracy": 0.5, "loss": 1.25, "learning_rate": 1e-3, "examples_per_second": 1234.5}
 
@@ -73,12 +72,6 @@ def test_norms_are_named_in_words():
     assert describe(norms | {"loss": 1.0}) == (
         "loss 1.0000  gradient norm 0.512  update norm 1e-05  parameter norm 1.23e+03"
     )
-
-
-def test_a_line_is_neither_wrapped_nor_read_as_markup(console):
-    path = "/a/long/path" * 30 + "/[bold]"
-    print_line(console, f"results: {path}")
-    assert console.file.getvalue() == f"results: {path}\n"
 
 
 def test_a_log_file_has_room_for_tables(capsys):
@@ -183,17 +176,3 @@ def test_only_process_0_shows_something(capsys):
     assert "process 0" in shown
     assert "process 1" not in shown
     assert shown.count("loss 1.0000") == 1
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1023, "0.999 KiB"),
-        (2**20, "1 MiB"),
-        (1.5 * 2**50, "1.54e+03 TiB"),
-    ],
-)
-def test_bytes_have_three_digits(size, text):
-    assert describe_bytes(size) == text

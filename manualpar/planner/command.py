@@ -42,7 +42,7 @@ from manualpar.training.command_line import (
 from manualpar.training.config import nearest
 from manualpar.training.experiment import Experiment
 from manualpar.usage import UsageError
-from manualpar.watching.screen import print_line
+from manualpar.watching.tables import print_line
 from manualpar.watching.writers import check_workdir
 
 DEFAULT_TOPOLOGY = "v5e:16x16"

@@ -1,52 +1,43 @@
-"""A plan and a sweep as pictures: where a step's time and a device's memory go, and how it scales.
+"""Plans and sweeps as pictures: what takes a step's time and memory, and how a step scales."""
 
-Matplotlib is used without pyplot, because pyplot's figures, backend and settings belong to the
-whole process.
-"""
-
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from manualpar.extras import require
 from manualpar.planner.plan import Plan
-from manualpar.planner.plan_report import seconds
 from manualpar.planner.sweep import Outcome
 from manualpar.strategies import strategy_kinds
+from manualpar.watching.pictures import (
+    BLUE,
+    GREY,
+    INK,
+    MEMORY_COLORS,
+    RED,
+    ROOM,
+    Bar,
+    draw_bars,
+    explain,
+    new_figure,
+    scale_in_bytes,
+)
+from manualpar.watching.tables import describe_bytes, describe_seconds, describe_share
 
-# Okabe and Ito's colours, which colour-blind people can tell apart.
-BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
-RED, PINK, YELLOW, PALE = "#D55E00", "#CC79A7", "#F0E442", "#F3C9A8"
-INK, GREY = "#222222", "#B8BEC6"
-MEMORY_COLORS = {
-    "parameters": BLUE,
-    "gradients": ORANGE,
-    "optimizer": GREEN,
-    "gathered": SKY,
-    "activations": PINK,
-    "batch": YELLOW,
-    "temporaries": "#999999",
-}
-TIME_COLORS = {"computing": BLUE, "sending, exposed": RED, "sending, hidden": PALE}
-DPI = 120
+HIDDEN = "#F3C9A8"  # A pale red.
+TIME_COLORS = {"computing": BLUE, "sending, exposed": RED, "sending, hidden": HIDDEN}
 SHOWN = 10
 MARKERS = "osD^v"
-GIB = 2**30
 
 
 def draw_plans(plans: Sequence[Plan], path: Path) -> None:
-    """Draws plans of one step into a PNG file: a bar of time and one of memory for each.
-
-    Args:
-      plans: The compiler's and the roofline's, or one of them.
-      path: The file.
-    """
-    figure, (time, memory) = _figure((13, 2.6 + 0.9 * len(plans)), width_ratios=(1.1, 1))
+    """Draws plans of one step into a PNG file: a bar of time and one of memory for each."""
+    title = f"{plans[0].name} on {plans[0].topology}: estimated, not measured"
     names = [f"{plan.source}\n(a model)" if plan.is_model else plan.source for plan in plans]
-    _draw_times(time, plans, names, title="Step time")
-    _draw_memory(memory, plans)
-    first = plans[0]
-    _save(figure, path, f"{first.name} on {first.topology}: estimated, not measured")
+    with new_figure(path.name, (13, 2.6 + 0.9 * len(plans)), title=title) as figure:
+        time, memory = figure.subplots(1, 2, width_ratios=(1.1, 1))
+        _draw_times(time, plans, names, title="Step time")
+        _draw_memory(memory, plans)
+        figure.savefig(path)
 
 
 def draw_sweep(
@@ -66,7 +57,6 @@ def draw_sweep(
       title: What was planned on what.
       per_device: The load of each device, such as `4 examples`.
     """
-    figure, (ranking, scaling) = _figure((15, 6.4), width_ratios=(1, 1.25))
     fitting = [(x.candidate, x.plan) for x in outcomes if x.plan and not x.reason][:SHOWN]
     labels = []
     for candidate, _ in fitting:
@@ -75,91 +65,56 @@ def draw_sweep(
         details += [f"gather {candidate.gather_dtype}"] if candidate.gather_dtype else []
         labels.append(f"{candidate.name}\n{', '.join(details)}")
     heading = f"The fastest of those that fit ({len(outcomes)} compared)"
-    _draw_times(ranking, [plan for _, plan in fitting], labels, title=heading)
-    _draw_curves(scaling, curves)
-    scaling.set_title(f"Step time against devices, {per_device} on each (weak scaling)", loc="left")
-    _save(figure, path, title)
-
-
-def _figure(size: tuple[float, float], *, width_ratios: tuple[float, float]) -> tuple[Any, Any]:
-    """A figure and its two axes."""
-    require("the picture of a plan", "matplotlib")
-    # Matplotlib takes a second to import.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2, width_ratios=width_ratios)
-    for each in axes:
-        each.spines[["top", "right"]].set_visible(False)
-        each.tick_params(labelsize=9)
-    return figure, axes
-
-
-def _save(figure: Any, path: Path, title: str) -> None:
-    figure.suptitle(title, fontsize=13)
-    figure.savefig(path, dpi=DPI)
-
-
-def _draw_bars(
-    axes: Any,
-    labels: Sequence[str],
-    parts: Mapping[str, Sequence[float]],
-    colors: Mapping[str, str],
-    *,
-    texts: Sequence[str],
-) -> None:
-    """Draws a horizontal bar of parts for each label, the first on top, and a text behind it."""
-    places, ends = range(len(labels)), [0.0] * len(labels)
-    for name, sizes in parts.items():
-        color = colors.get(name, GREY)
-        axes.barh(places, sizes, left=ends, height=0.5, color=color, label=name)
-        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-    for place, end, text in zip(places, ends, texts, strict=True):
-        white = {"facecolor": "white", "edgecolor": "none", "pad": 0}
-        axes.text(end, place, f"  {text}", va="center", fontsize=9, bbox=white)
-    axes.set_yticks(places, labels)
-    axes.set_ylim(max(len(labels), 1) - 0.4, -0.6)
-    axes.set_xlim(0, 1.5 * max(ends, default=1) or 1)
+    with new_figure(path.name, (15, 6.4), title=title) as figure:
+        ranking, scaling = figure.subplots(1, 2, width_ratios=(1, 1.25))
+        _draw_times(ranking, [plan for _, plan in fitting], labels, title=heading)
+        _draw_curves(scaling, curves)
+        scaling.set_title(f"Step time against devices, {per_device} on each (weak scaling)")
+        figure.savefig(path)
 
 
 def _draw_times(axes: Any, plans: Sequence[Plan], labels: Sequence[str], *, title: str) -> None:
     """Draws what steps compute and wait for; hidden collectives are thin bars below."""
     factor, unit = _time_unit(plans)
-    computing, exposed, hidden = (
-        [factor * (getattr(plan, f"{name}_seconds") or 0) for plan in plans]
-        for name in ("compute", "exposed", "overlapped")
-    )
-    mfus = ["" if plan.mfu is None else f", MFU {plan.mfu:.1%}" for plan in plans]
-    texts = [seconds(plan.step_seconds) + mfu for plan, mfu in zip(plans, mfus, strict=True)]
-    parts = {"computing": computing, "sending, exposed": exposed}
-    _draw_bars(axes, labels, parts, TIME_COLORS, texts=texts)
-    below = [place + 0.33 for place in range(len(plans))]
-    hidden_name = "sending, hidden"
-    axes.barh(below, hidden, height=0.12, color=TIME_COLORS[hidden_name], label=hidden_name)
-    axes.set_title(title, loc="left")
+    bars = []
+    for place, (plan, label) in enumerate(zip(plans, labels, strict=True)):
+        mfu = "" if plan.mfu is None else f", MFU {describe_share(plan.mfu)}"
+        computing, exposed, hidden = (
+            factor * (seconds or 0)
+            for seconds in (plan.compute_seconds, plan.exposed_seconds, plan.overlapped_seconds)
+        )
+        parts = [(computing, BLUE), (exposed, RED)]
+        bars.append(Bar(label, parts, describe_seconds(plan.step_seconds) + mfu))
+        axes.barh(place + 0.41, hidden, height=0.12, color=HIDDEN)
+    draw_bars(axes, bars)
+    axes.set_title(title)
     axes.set_xlabel(f"{unit} a step, estimated")
-    _explain(axes)
+    explain(axes, TIME_COLORS)
 
 
 def _draw_memory(axes: Any, plans: Sequence[Plan]) -> None:
     """Draws what a device holds, and a line at what it has."""
     bound, largest = max(p.hbm_bytes for p in plans), max(p.peak_bytes for p in plans)
-    size, unit = (GIB, "GiB") if largest >= 0.1 * GIB else (2**20, "MiB")
-    names = dict.fromkeys(name for plan in plans for name in plan.memory)
-    parts = {name: [plan.memory.get(name, 0) / size for plan in plans] for name in names}
-    texts = [
-        f"{plan.peak_bytes / size:.2f} {unit} of {plan.hbm_bytes / GIB:.2f} GiB" for plan in plans
+    sizes: dict[str, int] = {}
+    for name, size in (item for plan in plans for item in plan.memory.items()):
+        sizes[name] = max(sizes.get(name, 0), size)
+    # The others could not be seen.
+    colors = {n: MEMORY_COLORS.get(n, GREY) for n, size in sizes.items() if size > 0.002 * largest}
+    bars = [
+        Bar(
+            "",
+            [(plan.memory.get(name, 0), color) for name, color in colors.items()],
+            f"{describe_bytes(plan.peak_bytes)} of {describe_bytes(plan.hbm_bytes)}",
+        )
+        for plan in plans
     ]
-    shown = {name: sizes for name, sizes in parts.items() if max(sizes) > 0.002 * largest / size}
-    _draw_bars(axes, [""] * len(plans), shown, MEMORY_COLORS, texts=texts)
-    if largest > 0.2 * bound:
-        axes.axvline(bound / size, color=RED, linewidth=1.2, linestyle="--")
-        axes.set_xlim(0, 1.5 * max(bound, largest) / size)
-    axes.set_title("Memory of a device at the step's peak", loc="left")
-    axes.set_xlabel(unit)
-    _explain(axes)
+    is_near = largest > 0.2 * bound
+    draw_bars(axes, bars, end=ROOM * max(bound, largest) if is_near else 0)
+    if is_near:
+        axes.axvline(bound, color=RED, linewidth=1.2, linestyle="--")
+    scale_in_bytes(axes)
+    axes.set_title("Memory of a device at the step's peak")
+    explain(axes, colors)
 
 
 def _time_unit(plans: Sequence[Plan]) -> tuple[float, str]:
@@ -168,15 +123,10 @@ def _time_unit(plans: Sequence[Plan]) -> tuple[float, str]:
     return (1.0, "seconds") if longest >= 1 else (1e3, "milliseconds")
 
 
-def _explain(axes: Any) -> None:
-    """Explains the colours below the axes."""
-    axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
-
-
 def _draw_curves(axes: Any, curves: Mapping[str, Sequence[tuple[int, Plan]]]) -> None:
     """Draws step time against devices; the marker of a plan that does not fit is hollow."""
     factor, unit = _time_unit([plan for curve in curves.values() for _, plan in curve])
-    for (name, curve), marker in zip(curves.items(), MARKERS, strict=False):
+    for (name, curve), marker in zip(curves.items(), itertools.cycle(MARKERS), strict=False):
         color = strategy_kinds()[name].color
         counts = [count for count, _ in curve]
         times = [factor * (plan.step_seconds or 0) for _, plan in curve]
@@ -193,5 +143,4 @@ def _draw_curves(axes: Any, curves: Mapping[str, Sequence[tuple[int, Plan]]]) ->
     axes.set_ylim(bottom=0)
     axes.set_xlabel("devices")
     axes.set_ylabel(f"{unit} a step, estimated")
-    axes.grid(alpha=0.4)
-    axes.legend(fontsize=9, frameon=False)
+    axes.legend()

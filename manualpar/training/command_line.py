@@ -28,7 +28,8 @@ from ml_collections import config_flags
 from manualpar.checkpoints.compatibility import REMOVED
 from manualpar.training.config import flatten_config, load_config, nearest
 from manualpar.usage import INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE, UsageError, print_error
-from manualpar.watching.screen import make_console, print_line
+from manualpar.watching.screen import make_console
+from manualpar.watching.tables import print_line
 from manualpar.watching.writers import CONFIG_FILE, create_numbered_folder
 
 CONFIG_HELP = "The file to take the config from, a Python file with get_config()."

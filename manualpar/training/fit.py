@@ -14,7 +14,7 @@ import jax
 from manualpar.core.program import Program
 from manualpar.inspect import state_bytes, step_memory
 from manualpar.training.experiment import Experiment
-from manualpar.watching.screen import describe_bytes
+from manualpar.watching.tables import describe_bytes
 
 SLACK = 2
 # Where Linux says how much memory the processes of a container may have together.

@@ -51,7 +51,7 @@ from manualpar.training.inspection_report import (
 )
 from manualpar.untrusted import read_object
 from manualpar.usage import UsageError, print_error
-from manualpar.watching.screen import print_line
+from manualpar.watching.tables import print_line
 from manualpar.watching.writers import check_workdir, create_numbered_folder
 
 BROKEN_EXIT_CODE = 1

@@ -5,42 +5,41 @@ What is printed is the JSON that is also written to files, see `manualpar.traini
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 
 import rich.console
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from manualpar.inspect.budgets import Verdict
 from manualpar.inspect.formulas import OTHER_SCOPES
 from manualpar.inspect.ledger_difference import Difference, Json, Sent, name_module, sent_by
-from manualpar.watching.screen import describe_bytes, print_line
+from manualpar.watching.tables import (
+    UNKNOWN,
+    describe_bytes,
+    describe_count,
+    describe_difference,
+    describe_flops,
+    describe_share,
+    print_line,
+    print_table,
+)
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 MOST_MODULES = 24  # In a table; the file has all.
 MOST_CHANGES = 40
-LEFT = frozenset({"", "axes", "kind", "purpose", "module"})  # The columns of words.
 
 
 def print_ledger(console: rich.console.Console, name: str, ledger: Json) -> None:
-    """Prints the tables of a step.
-
-    Args:
-      console: The console.
-      name: The name of the config.
-      ledger: What was read of its step.
-    """
+    """Prints the tables of the step of a config."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in ledger["mesh"].items())
-    title = Text(f"{name}: {ledger['name']} on {mesh}; of a device in a step", style="bold")
-    console.print(title, soft_wrap=True)
-    _print_purposes(console, ledger)
+    title = f"{name}: {ledger['name']} on {mesh}; of a device in a step"
+    _print_purposes(console, ledger, title)
     _print_axes(console, ledger)
     _print_modules(console, ledger)
-    flops, memory = ledger["flops"], ledger["memory"]
-    _print_parts(console, "FLOPs", {**flops["by_phase"], "total": flops["total"]})
-    if memory:
-        _print_parts(console, "memory", memory)
+    flops = {**ledger["flops"]["by_phase"], "total": ledger["flops"]["total"]}
+    _print_parts(console, "FLOPs", flops, describe_flops)
+    if ledger["memory"]:
+        _print_parts(console, "memory", ledger["memory"], describe_bytes)
     _print_readings(console, ledger)
     if words := explain_closed_form(ledger):
         print_line(console, f"  {words}")
@@ -59,22 +58,21 @@ def print_summary(console: rich.console.Console, ledgers: Mapping[str, Json]) ->
     """Prints a line for each config, side by side."""
     rows = []
     for name, ledger in ledgers.items():
-        compiled, memory = ledger["compiled"], ledger["memory"]
+        compiled, memory = ledger["compiled"] or {}, ledger["memory"] or {}
         rows.append(
             (
                 name,
-                f"{sum(ledger['counts'].values()):,}",
+                describe_count(sum(ledger["counts"].values())),
                 describe_bytes(ledger["bytes"]["total"]),
                 _closed_form(ledger),
-                describe_bytes(compiled["bytes"]) if compiled else "-",
+                describe_bytes(compiled.get("bytes")),
                 describe_flops(ledger["flops"]["total"]),
-                describe_bytes(memory["peak"]) if memory else "-",
-                describe_bytes(compiled["temporaries"]) if compiled else "-",
+                describe_bytes(memory.get("peak")),
+                describe_bytes(compiled.get("temporaries")),
             )
         )
-    sent = ("collectives", "sent", "closed form", "compiled")
-    print_line(console, "side by side")
-    _print_table(console, ("", *sent, "FLOPs", "memory", "temporaries"), rows)
+    headers = ("", "collectives", "sent", "closed form", "compiled", "FLOPs", "memory")
+    print_table(console, (*headers, "temporaries"), rows, title="side by side")
 
 
 def print_difference(
@@ -84,7 +82,6 @@ def print_difference(
     if found.is_empty:
         print_line(console, f"{name}: no difference to {against}")
         return
-    print_line(console, f"{name}: difference to {against}")
     rows = [
         (
             change.what,
@@ -94,36 +91,28 @@ def print_difference(
             change.axes,
             _describe_sent(change.before, change.after),
             _describe_sent(change.after, change.before),
-            _signed(change.bytes_more, describe_bytes(abs(change.bytes_more))),
+            describe_difference(change.bytes_more, describe_bytes),
         )
-        for change in found.collectives[:MOST_CHANGES]
+        for change in found.collectives
     ]
-    names = ("purpose", "module", "kind", "axes")
-    _print_table(console, ("", *names, "before", "after", "bytes"), rows)
-    if (left_out := len(found.collectives) - MOST_CHANGES) > 0:
-        print_line(console, f"and {left_out} more, which are in the files")
+    headers = ("", "purpose", "module", "kind", "axes", "before", "after", "bytes")
+    title = f"{name}: difference to {against}"
+    print_table(console, headers, rows, title=title, words=5, most=MOST_CHANGES)
     numbers = [
-        (
-            total,
-            _describe(total, before),
-            _describe(total, after),
-            _describe_difference(total, before, after),
-        )
+        (total, *_compare(before, after, _describer(total)))
         for total, (before, after) in found.totals.items()
     ]
-    _print_table(console, ("", "before", "after", "difference"), numbers)
+    print_table(console, ("", "before", "after", "difference"), numbers)
 
 
 def print_verdict(console: rich.console.Console, name: str, verdict: Verdict) -> None:
     """Prints whether a budget is kept, and what of it has slack; broken limits are errors."""
     if not verdict.broken:
         print_line(console, f"{name}: the budget is kept")
-    for key in verdict.unchecked:
-        print_line(
-            console, f"  not checked, because nothing was compiled or it is not known: {key}"
-        )
-    for sentence in verdict.slack:
-        print_line(console, f"  slack: {sentence}")
+    unchecked = "not checked, because nothing was compiled or it is not known"
+    lines = [f"{unchecked}: {key}" for key in verdict.unchecked]
+    for line in [*lines, *(f"slack: {sentence}" for sentence in verdict.slack)]:
+        print_line(console, f"  {line}")
 
 
 def read_collectives(ledger: Json) -> list[Json]:
@@ -142,19 +131,8 @@ def describe_fit(peak: int, name: str, size: int) -> str:
     there = f"the {name}'s {describe_bytes(size)}"
     if peak > size:
         return f"does not fit {there}, by {describe_bytes(peak - size)}"
-    share = peak / size
-    return f"{f'{share:.1%}' if share >= 0.001 else 'less than 0.1%'} of {there}"
-
-
-def describe_flops(flops: float) -> str:
-    """A number of operations in three digits, such as `3.33 GFLOP`."""
-    if not flops:
-        return "0"
-    units = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
-    index = 0
-    while flops >= 999.5 and index < len(units) - 1:
-        flops, index = flops / 1000, index + 1
-    return f"{flops:.3g} {units[index]}"
+    share = describe_share(peak, size) if peak >= 0.001 * size else "less than 0.1%"
+    return f"{share} of {there}"
 
 
 def explain_closed_form(ledger: Json) -> str:
@@ -162,42 +140,37 @@ def explain_closed_form(ledger: Json) -> str:
     predicted = ledger["predicted_bytes"]
     if predicted is None or not ledger["collectives"]:
         return ""
-    others = {
-        purpose: sent.bytes
-        for (purpose,), sent in sent_by(ledger["collectives"], "purpose").items()
-        if purpose in OTHER_SCOPES
-    }
-    sent = ledger["bytes"]["total"] - sum(others.values())
-    bound = "≤ " if ledger["predicted_is_bound"] else ""
+    sums = sent_by(ledger["collectives"], "purpose")
+    others = {name: sent.bytes for (name,), sent in sums.items() if name in OTHER_SCOPES}
+    sent, is_bound = ledger["bytes"]["total"] - sum(others.values()), ledger["predicted_is_bound"]
     words = (
-        f"the closed form is of parameters and gradients: {bound}{predicted['total']:,.0f} bytes, "
-        f"of which the step sends {sent:,.0f}"
+        f"the closed form is of parameters and gradients: {'≤ ' * is_bound}"
+        f"{predicted['total']:,.0f} bytes, of which the step sends {sent:,.0f}"
     )
     less = predicted["total"] - sent
-    if less > 0 and ledger["predicted_is_bound"]:
+    if less > 0 and is_bound:
         words += f" ({less:,.0f} less, because what backward does not need is not gathered again)"
     elif less:
         words += f" ({abs(less):,.0f} {'less' if less > 0 else 'more'})"
     if others:
-        named = ", ".join(f"{name} {x:,.0f}" for name, x in others.items())
+        named = ", ".join(f"{name} {size:,.0f}" for name, size in others.items())
         words += f"; besides it sends {named}"
     return words
 
 
-def _print_purposes(console: rich.console.Console, ledger: Json) -> None:
+def _print_purposes(console: rich.console.Console, ledger: Json, title: str) -> None:
     sums = sent_by(read_collectives(ledger), "purpose", "axes")
-    largest = sorted(sums.items(), key=lambda item: -item[1].bytes)
     times, total = sum(x.times for x in sums.values()), sum(x.bytes for x in sums.values())
     rows = [
-        (*names, f"{x.times:,}", describe_bytes(x.bytes), _share(x.bytes, total))
-        for names, x in largest
+        (*names, f"{x.times:,}", describe_bytes(x.bytes), describe_share(x.bytes, total))
+        for names, x in sorted(sums.items(), key=lambda item: -item[1].bytes)
     ]
+    headers = ("purpose", "axes", "collectives", "sent", "share")
     last = ("total", "", f"{times:,}", describe_bytes(total), "")
-    _print_table(console, ("purpose", "axes", "collectives", "sent", "share"), rows, last)
+    print_table(console, headers, rows, title=title, words=2, last=last)
 
 
 def _print_axes(console: rich.console.Console, ledger: Json) -> None:
-    """Prints what goes over which axes, and what the closed form says of it."""
     sent = ledger["bytes"]["by_axes"]
     predicted = (ledger["predicted_bytes"] or {}).get("by_axes", {})
     rows = [
@@ -205,139 +178,109 @@ def _print_axes(console: rich.console.Console, ledger: Json) -> None:
             axes,
             f"{math.prod(ledger['mesh'].get(axis, 1) for axis in axes.split(',')):,}",
             describe_bytes(sent.get(axes, 0)),
-            _share(sent.get(axes, 0), ledger["bytes"]["total"]),
-            _closed_form(ledger, axes) if axes in predicted else "-",
+            describe_share(sent.get(axes, 0), ledger["bytes"]["total"]),
+            _closed_form(ledger, axes) if axes in predicted else UNKNOWN,
         )
         for axes in sorted(sent.keys() | predicted.keys(), key=lambda x: (-sent.get(x, 0), x))
     ]
-    _print_table(console, ("axes", "devices", "sent", "share", "closed form"), rows)
+    print_table(console, ("axes", "devices", "sent", "share", "closed form"), rows)
 
 
 def _print_modules(console: rich.console.Console, ledger: Json) -> None:
     """Prints what each module sends and computes, the largest first; those alike in one line."""
     sums = {module: sent for (module,), sent in sent_by(read_collectives(ledger), "module").items()}
     flops: Mapping[str, int] = ledger["flops"]["by_module"]
-    alike: dict[tuple[str, int, float, int], list[str]] = {}
+    alike: defaultdict[tuple[str, int, float, int], list[str]] = defaultdict(list)
     for module in sums.keys() | flops.keys():
-        sent, own_flops = sums.get(module, Sent(0, 0.0)), flops.get(module, 0)
-        key = (re.sub(r"\d+", "*", module), sent.times, sent.bytes, own_flops)
-        alike.setdefault(key, []).append(module)
-    rows = []
+        sent = sums.get(module, Sent(0, 0.0))
+        glob = re.sub(r"\d+", "*", module)
+        alike[glob, sent.times, sent.bytes, flops.get(module, 0)].append(module)
+    found = []
     for (glob, times, sent_bytes, own_flops), modules in alike.items():
         n = len(modules)
         name = f"{glob} ({n})" if n > 1 else name_module(modules[0])
-        rows.append((name, n * times, n * sent_bytes, n * own_flops))
-    rows.sort(key=lambda row: (-row[2], -row[3], row[0]))
-    total = sum(row[2] for row in rows)
-    texts = [
+        found.append((name, n * times, n * sent_bytes, n * own_flops))
+    found.sort(key=lambda row: (-row[2], -row[3], row[0]))
+    total = sum(row[2] for row in found)
+    rows = [
         (
             name,
             f"{times:,}",
             describe_bytes(sent_bytes),
-            _share(sent_bytes, total),
+            describe_share(sent_bytes, total),
             describe_flops(own_flops),
-            _share(own_flops, ledger["flops"]["total"]),
+            describe_share(own_flops, ledger["flops"]["total"]),
         )
-        for name, times, sent_bytes, own_flops in rows[:MOST_MODULES]
+        for name, times, sent_bytes, own_flops in found
     ]
-    _print_table(console, ("module", "collectives", "sent", "share", "FLOPs", "share"), texts)
-    if (left_out := len(rows) - MOST_MODULES) > 0:
-        print_line(console, f"and {left_out} more lines of modules, which are in the file")
+    headers = ("module", "collectives", "sent", "share", "FLOPs", "share")
+    print_table(console, headers, rows, most=MOST_MODULES)
 
 
-def _print_parts(console: rich.console.Console, title: str, numbers: Mapping[str, int]) -> None:
+def _print_parts(
+    console: rich.console.Console,
+    title: str,
+    numbers: Mapping[str, int],
+    describe: Callable[[float | None], str],
+) -> None:
     """Prints numbers of which the last one is the sum of the others."""
-    describe = describe_flops if title == "FLOPs" else describe_bytes
     *parts, (last, whole) = numbers.items()
-    rows = [(name, describe(part), _share(part, whole)) for name, part in parts]
-    _print_table(console, (title, "", "share"), rows, (last, describe(whole), ""))
+    rows = [(name, describe(part), describe_share(part, whole)) for name, part in parts]
+    print_table(console, (title, "", "share"), rows, last=(last, describe(whole), ""))
 
 
 def _print_readings(console: rich.console.Console, ledger: Json) -> None:
     """Prints the closed form, the traced step and the compiled step side by side."""
     compiled, memory = ledger["compiled"], ledger["memory"]
-    counted = [ledger["counts"], compiled["counts"] if compiled else {}]
-    kinds = [kind for kind in KINDS if any(kind in counts for counts in counted)]
-    rows = []
-    if ledger["predicted_bytes"]:
-        rows.append(("closed form", _closed_form(ledger), *["-"] * len(kinds), "-", "-"))
-    sent, flops = ledger["bytes"]["total"], ledger["flops"]["total"]
-    held = f"{describe_bytes(memory['peak'])} peak" if memory else "-"
+    held = f"{describe_bytes(memory['peak'])} peak" if memory else UNKNOWN
+    flops, sent = ledger["flops"]["total"], ledger["bytes"]["total"]
     readings = [("jaxpr", sent, ledger["counts"], flops, held)]
     if compiled:
         held = " + ".join(describe_bytes(compiled[name]) for name in ("arguments", "temporaries"))
-        held += " temporaries"
-        sent, flops = compiled["bytes"], compiled["flops"]
-        readings.append(("compiled", sent, compiled["counts"], flops, held))
+        numbers = compiled["bytes"], compiled["counts"], compiled["flops"]
+        readings.append(("compiled", *numbers, f"{held} temporaries"))
+    kinds = [kind for kind in KINDS if any(kind in counts for _, _, counts, _, _ in readings)]
+    rows = []
+    if ledger["predicted_bytes"]:
+        rows.append(["closed form", _closed_form(ledger), *[UNKNOWN] * (len(kinds) + 2)])
     for name, sent, counts, flops, held in readings:
         times = (f"{counts.get(kind, 0):,}" for kind in kinds)
-        operations = "-" if flops is None else describe_flops(flops)
-        rows.append((name, describe_bytes(sent), *times, operations, held))
+        rows.append([name, describe_bytes(sent), *times, describe_flops(flops), held])
     headers = [kind.replace("_", "-\n", 1) for kind in kinds]
-    _print_table(console, ("reading", "sent", *headers, "FLOPs", "memory"), rows)
-
-
-def _print_table(
-    console: rich.console.Console,
-    headers: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    last: Sequence[str] | None = None,
-) -> None:
-    """Prints a table, if it has rows: words to the left, numbers to the right, `last` below."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
-    for index, header in enumerate(headers):
-        is_left = index == 0 or header in LEFT
-        table.add_column(header, justify="left" if is_left else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    if not table.row_count:
-        return
-    if last:
-        table.add_section()
-        table.add_row(*map(Text, last))
-    console.print(table)
-    console.print()
+    print_table(console, ("reading", "sent", *headers, "FLOPs", "memory"), rows)
 
 
 def _closed_form(ledger: Json, axes: str = "") -> str:
     """The bytes of the closed form, in all or over some axes."""
     if not (predicted := ledger["predicted_bytes"]):
-        return "-"
+        return UNKNOWN
     bound = "≤ " if ledger["predicted_is_bound"] else ""
     return bound + describe_bytes(predicted["by_axes"][axes] if axes else predicted["total"])
 
 
-def _describe(name: str, number: float | None) -> str:
-    """One of the totals of a ledger."""
-    if number is None:
-        return "-"
-    if name.startswith("FLOPs"):
-        return describe_flops(number)
-    return f"{number:,.0f}" if name.endswith("collectives") else describe_bytes(number)
+def _describer(total: str) -> Callable[[float | None], str]:
+    """What describes the total of a ledger that has this name."""
+    if total.startswith("FLOPs"):
+        return describe_flops
+    return describe_count if total.endswith("collectives") else describe_bytes
 
 
-def _describe_difference(name: str, before: float | None, after: float | None) -> str:
-    if before == after:
-        return "="
-    if before is None or after is None:
-        return "-"
-    part = f" ({(after - before) / before:+.1%})" if before else ""
-    return _signed(after - before, _describe(name, abs(after - before))) + part
+def _compare(
+    before: float | None, after: float | None, describe: Callable[[float | None], str]
+) -> tuple[str, str, str]:
+    """A number before and after, and the difference."""
+    difference = UNKNOWN
+    if before is not None and after is not None:
+        difference = describe_difference(after - before, describe)
+        difference += f" ({(after - before) / before:+.1%})" if before and after != before else ""
+    return describe(before), describe(after), difference
 
 
 def _describe_sent(sent: Sent | None, other: Sent | None) -> str:
     """What some collectives carry, with as much of it as tells them from the others."""
     if sent is None:
-        return "-"
+        return UNKNOWN
     text = f"{sent.times:,} x {', '.join(sent.dtypes)}"
     if other and other.shapes != sent.shapes:
         text += " " + ", ".join("x".join(map(str, shape)) or "()" for shape in sent.shapes)
     return text
-
-
-def _signed(more: float, text: str) -> str:
-    return f"+{text}" if more > 0 else f"-{text}" if more < 0 else "="
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "-"

@@ -26,7 +26,8 @@ from manualpar.training.shared_facts import experiment_facts, run_facts
 from manualpar.training.trainer import StoppedError
 from manualpar.training.workdir import check_folder, choose_workdir
 from manualpar.usage import INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE, UsageError, print_error
-from manualpar.watching.screen import make_console, print_line
+from manualpar.watching.screen import make_console
+from manualpar.watching.tables import print_line
 
 
 def run_command(command: CommandLine) -> int:

@@ -31,8 +31,9 @@ from manualpar.usage import UsageError
 from manualpar.watching.durable_files import WriteError
 from manualpar.watching.profiling import StepProfiler, parse_profile
 from manualpar.watching.report import write_report
-from manualpar.watching.screen import TrainingProgress, describe_bytes, print_line
+from manualpar.watching.screen import TrainingProgress
 from manualpar.watching.stalls import StallDetector
+from manualpar.watching.tables import describe_bytes, print_line
 from manualpar.watching.throughput import Throughput, lowest_peak, memory_in_use
 from manualpar.watching.writers import METRICS_FILE, PLACED_FILES, RunWriter
 

@@ -1,20 +1,16 @@
-"""Draws the charts of a run with matplotlib.
-
-`pyplot` is not used, because its figures, backend and settings would be those of the whole process.
-"""
+"""Draws the charts of a run with matplotlib."""
 
 import io
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from manualpar.extras import require
+from manualpar.watching.pictures import BLUE, GREEN, INK, PINK, RED, new_figure
 from manualpar.watching.run_record import Chart, Point
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-COLORS = {"train": "#0072B2", "eval": "#D55E00", "test": "#009E73"}
-OTHER_COLOR = "#CC79A7"
-INK, GREY, FAINT = "#222222", "#767676", "#DDDDDD"
+COLORS = {"train": BLUE, "eval": RED, "test": GREEN}
+OTHER_COLOR = PINK
+GREY = "#767676"  # Dark enough for a thin line.
 COLUMNS = 2
 MOST_POINTS, FEW_POINTS = 1200, 60  # Of a line; the points of a short one are marked.
 
@@ -28,30 +24,20 @@ def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
     Raises:
       MissingExtraError: matplotlib is not installed.
     """
-    require("a report with charts", "matplotlib")
-    # Matplotlib takes a second to import, and is an extra.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     columns = min(COLUMNS, max(len(charts), 1))
     rows = max(-(-len(charts) // columns), 1)
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08)
-    figure = Figure(figsize=(1 + 5 * columns, 3.9 * rows), layout=layout, facecolor="white")
-    FigureCanvasAgg(figure)
-    for index, chart in enumerate(charts, 1):
-        draw_chart(figure.add_subplot(rows, columns, index), chart)
-    if not charts:
-        figure.text(0.5, 0.5, "the run reported nothing", ha="center", color=INK)
-    # The name of a folder may be no text, and a dollar sign in it would begin a formula.
-    shown = title.encode(errors="backslashreplace").decode()
-    heading = figure.suptitle(shown, fontsize=13, color=INK, parse_math=False)
     png, svg = io.BytesIO(), io.StringIO()
-    figure.savefig(png, format="png", dpi=120)
-    figure.set_layout_engine("none")  # It stays as it is, which took most of the time.
-    heading.set_visible(False)
-    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(svg, format="svg", transparent=True, metadata=no_metadata)
+    size = (1 + 5 * columns, 3.9 * rows)
+    with new_figure("a report with charts", size, title=title) as figure:
+        for index, chart in enumerate(charts, 1):
+            draw_chart(figure.add_subplot(rows, columns, index), chart)
+        if not charts:
+            figure.text(0.5, 0.5, "the run reported nothing", ha="center")
+        figure.savefig(png, format="png")
+        figure.set_layout_engine("none")  # It stays as it is, which took most of the time.
+        figure.suptitle("")
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(svg, format="svg", transparent=True, metadata=no_metadata)
     return svg.getvalue()[svg.getvalue().index("<svg") :], png.getvalue()
 
 
@@ -77,18 +63,14 @@ def draw_chart(axes: Any, chart: Chart) -> None:
     for index, step in enumerate(chart.resumes):
         label = "" if index else "resumed"
         axes.axvline(step, color=GREY, linewidth=0.9, linestyle=(0, (4, 3)), label=label)
-    axes.set_title(chart.title, fontsize=11, loc="left", color=INK)
+    axes.set_title(chart.title)
     axes.set_xlabel("step")
     axes.set_ylabel(chart.unit)
-    axes.grid(color=FAINT, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=9, colors=INK)
-    axes.set_axisbelow(True)
     if chart.from_zero:
         axes.set_ylim(bottom=0)
     # Beside the title, because no place inside is free in every chart.
     legend = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
-    axes.legend(fontsize=9, frameon=False, ncols=5, columnspacing=1, **legend)
+    axes.legend(ncols=5, columnspacing=1, **legend)
 
 
 def _lonely(points: Sequence[Point]) -> list[int]:

@@ -13,18 +13,10 @@ from typing import Any, Self
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from manualpar.watching.tables import describe_bytes, print_line
+
 # Tables in a log file get room; a terminal has the width it has.
 LOG_WIDTH = 120
-
-
-def describe_bytes(size: float) -> str:
-    """A number of bytes in three digits, such as `1.95 MiB`."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    index = 0
-    while size >= 999.5 and index < len(units) - 1:
-        size, index = size / 1024, index + 1
-    return f"{size:.3g} {units[index]}"
-
 
 FORMATS: Mapping[str, Callable[[float], str]] = {
     "loss": "loss {:.4f}".format,
@@ -69,11 +61,6 @@ def make_console(*, process: int = 0) -> rich.console.Console:
     if not console.is_terminal:
         console.width = LOG_WIDTH
     return console
-
-
-def print_line(console: rich.console.Console, text: str) -> None:
-    """Prints a line as it is: no markup, no colour, no wrapping that would break a path."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def describe(metrics: Mapping[str, float]) -> str:

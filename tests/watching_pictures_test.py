@@ -1,0 +1,52 @@
+"""Bars and their scale, in settings that end with the picture."""
+
+import matplotlib
+import pytest
+
+from manualpar.extras import MissingExtraError
+from manualpar.watching.pictures import ROOM, Bar, draw_bars, new_figure, scale_in_bytes
+
+BARS = [Bar("a", [(3.0, "red"), (5.0, "blue")], "eight"), Bar("b", [(2.0, "red")], "two")]
+
+
+def test_bars_lie_end_to_end_the_first_on_top_with_their_texts():
+    with new_figure("a test", (4, 3), title="$x$ \udcff") as figure:
+        axes = figure.subplots()
+        draw_bars(axes, BARS)
+        drawn = [(bar.get_x(), bar.get_width(), bar.get_y() > 0) for bar in axes.patches]
+        assert drawn == [(0, 3, False), (3, 5, False), (0, 2, True)]
+        assert [(text.get_text(), text.xy) for text in axes.texts] == [
+            ("eight", (8, 0)),
+            ("two", (2, 1)),
+        ]
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
+        assert axes.get_xlim() == (0, ROOM * 8)
+        top, bottom = axes.get_ylim()[::-1]
+        assert top < 0 < 1 < bottom
+
+
+def test_bytes_are_counted_in_powers_of_two():
+    with new_figure("a test", (4, 3), title="") as figure:
+        axes = figure.subplots()
+        draw_bars(axes, BARS, end=3 * 2**20)
+        scale_in_bytes(axes)
+        shown = [label.get_text() for label in axes.get_xticklabels()]
+        assert shown == ["0", "1 MiB", "2 MiB", "3 MiB"]
+
+
+def test_settings_are_those_of_before_when_the_picture_is_drawn():
+    before = dict(matplotlib.rcParams)
+    with new_figure("a test", (4, 3), title=""):
+        assert not matplotlib.rcParams["axes.spines.top"]
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with (
+        pytest.raises(
+            MissingExtraError, match=r"^x.png needs matplotlib, .* 'manualpar\[plots\]'$"
+        ),
+        new_figure("x.png", (4, 3), title=""),
+    ):
+        pass
