@@ -36,20 +36,13 @@ _HEADER = re.compile(
 
 
 def budget_text(name: str, ledger: Json, earlier: Budget | None = None) -> str:
-    """Writes what a ledger measures as a budget.
+    """Writes what a ledger measures as the tables of a program in TOML.
 
-    Args:
-      name: The name of the program in the file.
-      ledger: The `Ledger.to_json` of its step.
-      earlier: The budget to replace. Its limits on the compiled step are kept where the ledger has
-        no compiled step.
-
-    Returns:
-      The tables of the program, in TOML: all known totals, the bytes and collectives of every
-      purpose, and the bytes of all axes and modules. Modules whose names differ in a number alone,
-      such as the layers of a model, share a line if they send the same. The bytes and collectives
-      of the compiled step are written if the compiler inserts the collectives, or if `earlier`
-      limits them.
+    They limit all known totals, the bytes and collectives of every purpose, and the bytes of all
+    axes and modules. Modules whose names differ in a number alone, such as the layers of a model,
+    share a line if they send the same. The bytes and collectives of the compiled step are limited
+    if the compiler inserts the collectives, or if the `earlier` budget limits them, whose limits on
+    the compiled step are kept where nothing was compiled.
     """
     measured = amounts(ledger)
     lines = [f"[{quoted(name)}]", f"devices = {math.prod(ledger['mesh'].values())}"]
@@ -85,20 +78,12 @@ def budget_text(name: str, ledger: Json, earlier: Budget | None = None) -> str:
 
 
 def replace_budget(text: str, name: str, budget: str) -> str:
-    """Puts a program's budget into the text of a file, in place of the one that it had.
+    """Puts what `budget_text` returns into a file, in place of the program's earlier budget.
 
-    Args:
-      text: The file as it is; `""` for a new one.
-      name: The name of the program in the file.
-      budget: See `budget_text`.
-
-    Returns:
-      The file with that budget. Other budgets, the comments above them, and the comments above the
-      replaced one stay.
+    Other budgets, the comments above them, and those above the replaced one stay.
 
     Raises:
-      BudgetError: The budget of the program stands there in a form that cannot be replaced line by
-        line, such as one inline table.
+      BudgetError: The earlier budget cannot be replaced line by line; it is an inline table, say.
     """
     headers = list(_HEADER.finditer(text))
     starts = [found.start() for found in headers]

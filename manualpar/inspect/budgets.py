@@ -28,7 +28,6 @@ holds for each module that it matches, not for their sum. No key is required. An
 error, and so is a name that matches nothing in the step, because such a limit would never fail.
 """
 
-import dataclasses
 import difflib
 import math
 import re
@@ -40,6 +39,7 @@ from typing import Any, NamedTuple
 from manualpar.inspect.ledger_difference import Json, Sent, name_module, sent_by, totals
 from manualpar.inspect.provenance import OTHER, TENSOR_PARALLEL
 from manualpar.purposes import REGATHER, SCOPES
+from manualpar.usage import UsageError
 
 # The limits on the whole step, each with its name among the totals of a ledger.
 TOTALS = {
@@ -52,20 +52,20 @@ TOTALS = {
     "compiled_collectives": "compiled: collectives",
 }
 COMPILED = ("temporaries", "compiled_bytes", "compiled_collectives")
-# The groups of other limits: what they are called in a ledger, and what may be limited.
-FIELDS = {"purposes": "purpose", "axes": "axes", "modules": "module"}
+# The groups of other limits: what may be limited, and what they are called in a ledger.
 QUANTITIES = {
     "purposes": ("bytes", "collectives"),
     "axes": ("bytes", "collectives"),
     "modules": ("bytes", "collectives", "flops"),
 }
+FIELDS = {"purposes": "purpose", "axes": "axes", "modules": "module"}
 IN_BYTES = ("bytes", "peak_memory", "temporaries", "compiled_bytes")
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SLACK = 1.25  # A limit that is further above what is measured may as well be lowered.
 NUM_NAMED = 3  # How many modules a message names.
 
 
-class BudgetError(ValueError):
+class BudgetError(UsageError, ValueError):
     """A budget that cannot be read, or does not fit the ledger that it is compared with."""
 
 
@@ -86,16 +86,17 @@ class Key(NamedTuple):
         inside = [self.group, quoted(self.name)] if self.group else []
         return ".".join([*inside, self.quantity])
 
+    def limits(self, found: "Key") -> bool:
+        """Whether a limit with this key is one on a number with that key."""
+        if (self.group, self.quantity) != (found.group, found.quantity):
+            return False
+        if self.group == "modules":
+            return matches(self.name, found.name)
+        return self.name == found.name
 
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """The limits of a program.
 
-    Attributes:
-      name: The name of the program.
-      devices: The number of devices that it is for; `None` for any number.
-      limits: The most of each number, in the order of the file.
-    """
+class Budget(NamedTuple):
+    """The most of each number that a program may have, and the devices that it is for, if any."""
 
     name: str
     devices: int | None
@@ -122,18 +123,7 @@ class Verdict(NamedTuple):
 
 
 def read_budgets(path: Path) -> dict[str, Budget]:
-    """Reads a file of budgets.
-
-    Args:
-      path: The TOML file.
-
-    Returns:
-      The budgets by name.
-
-    Raises:
-      BudgetError: The file does not exist, is not TOML, or has an entry that is not a budget; the
-        message names the key.
-    """
+    """Reads a file of budgets; a `BudgetError` names what is wrong with it."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -163,11 +153,7 @@ def parse_budgets(text: str, source: object) -> dict[str, Budget]:
 
 
 def budget_for(budgets: Mapping[str, Budget], name: str, source: object) -> Budget:
-    """The budget of a program.
-
-    Raises:
-      BudgetError: There is none; the message has the nearest name.
-    """
+    """The budget of a program; there must be one."""
     if name not in budgets:
         nearest = f"; the nearest one is [{_nearest(name, budgets)}]" if budgets else ""
         raise BudgetError(
@@ -177,15 +163,7 @@ def budget_for(budgets: Mapping[str, Budget], name: str, source: object) -> Budg
 
 
 def check_budget(budget: Budget, ledger: Json, source: object) -> Verdict:
-    """Holds a ledger against a budget.
-
-    Args:
-      budget: The budget.
-      ledger: The `Ledger.to_json` of the step.
-      source: The file of the budget, for messages.
-
-    Returns:
-      What is broken, what has slack, and what could not be checked.
+    """Holds the `Ledger.to_json` of a step against a budget; `source` is the budget's file.
 
     Raises:
       BudgetError: The budget is for another number of devices, or limits a purpose, axes or a
@@ -200,7 +178,7 @@ def check_budget(budget: Budget, ledger: Json, source: object) -> Verdict:
     measured = amounts(ledger)
     broken, slack, unchecked = [], [], []
     for key, most in budget.limits.items():
-        found = sorted((each.name, n) for each, n in measured.items() if _is_about(key, each))
+        found = sorted((each.name, n) for each, n in measured.items() if key.limits(each))
         over = [(name, amount) for name, amount in found if amount > most]
         broken += [_too_many(budget, key, name, amount, ledger) for name, amount in over]
         if not found and key.group:
@@ -258,21 +236,22 @@ def whole(amount: float) -> int:
 
 
 def _read_limits(table: Mapping[str, Any], where: str) -> Iterator[tuple[Key, int]]:
-    example = ", expected a table such as {bytes = 1_000}."
     for key, value in table.items():
         if key not in QUANTITIES:
             _check_key(key, ("devices", *TOTALS, *QUANTITIES), where)
             yield Key("", "", key), _read_amount(key, value, f"{where} {key}")
             continue
-        if not isinstance(value, dict):
-            raise BudgetError(f"{where} {key} is {value!r}{example}")
-        for name, limits in value.items():
+        for name, limits in _read_table(value, f"{where} {key}").items():
             inside = f"{where} {key}.{quoted(name)}"
-            if not isinstance(limits, dict):
-                raise BudgetError(f"{inside} is {limits!r}{example}")
-            for quantity, most in limits.items():
+            for quantity, most in _read_table(limits, inside).items():
                 _check_key(quantity, QUANTITIES[key], inside)
                 yield Key(key, name, quantity), _read_amount(quantity, most, f"{inside}.{quantity}")
+
+
+def _read_table(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise BudgetError(f"{where} is {value!r}, expected a table such as {{bytes = 1_000}}.")
+    return value
 
 
 def _read_amount(quantity: str, value: Any, where: str) -> int:
@@ -290,13 +269,6 @@ def _check_key(key: str, known: tuple[str, ...], where: str) -> None:
             f"{where} {key} is not a known key, expected one of {', '.join(known)}; the nearest "
             f"one is {_nearest(key, known)}."
         )
-
-
-def _is_about(limit: Key, found: Key) -> bool:
-    is_same = (limit.group, limit.quantity) == (found.group, found.quantity)
-    return is_same and (
-        matches(limit.name, found.name) if limit.group == "modules" else limit.name == found.name
-    )
 
 
 def _too_many(budget: Budget, key: Key, name: str, amount: int, ledger: Json) -> str:
@@ -345,7 +317,7 @@ def _offenders(budget: Budget, limit: Key, ledger: Json) -> str:
     to_blame = []
     for module, amount in _largest_first(by_module):
         key = Key("modules", module, quantity)
-        mosts = [most for glob, most in own.items() if _is_about(glob, key)]
+        mosts = [most for glob, most in own.items() if glob.limits(key)]
         if mosts and everywhere[key] > min(mosts):
             to_blame.append(f"{name_module(module)} {amount:,} (over its own limit)")
         elif own and not mosts:

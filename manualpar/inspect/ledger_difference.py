@@ -5,7 +5,6 @@ Everything here reads `Ledger.to_json`, because one of the two ledgers often com
 whatever else they have. A budget (`manualpar.inspect.budgets`) limits the same numbers.
 """
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
@@ -30,18 +29,8 @@ class Sent(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Changed:
-    """Collectives of one purpose, module, kind and axes that differ between two ledgers.
-
-    Attributes:
-      purpose: Their purpose.
-      module: Their module.
-      kind: Their kind.
-      axes: The mesh axes that they run over, joined with commas.
-      before: What the old ledger has of them; `None` if nothing.
-      after: What the new ledger has of them; `None` if nothing.
-    """
+class Changed(NamedTuple):
+    """Collectives that differ between two ledgers; `None` where a ledger has none of them."""
 
     purpose: str
     module: str
@@ -63,8 +52,7 @@ class Changed:
         return (self.after.bytes if self.after else 0) - (self.before.bytes if self.before else 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """How a ledger differs from an older one.
 
     Attributes:
@@ -83,21 +71,12 @@ class Difference:
 
 
 def compare_ledgers(before: Json, after: Json) -> Difference:
-    """Compares two ledgers.
-
-    Args:
-      before: The `Ledger.to_json` of the old one.
-      after: That of the new one.
-
-    Returns:
-      Their difference.
-    """
+    """Compares an old ledger with a new one."""
     names = ("purpose", "module", "kind", "axes")
     old, new = (sent_by(ledger["collectives"], *names) for ledger in (before, after))
     changed = [
-        Changed(purpose, module, kind, axes, old.get(name), new.get(name))
+        Changed(*name, before=old.get(name), after=new.get(name))
         for name in dict.fromkeys([*new, *old])
-        for purpose, module, kind, axes in [name]
         if old.get(name) != new.get(name)
     ]
     changed.sort(key=lambda change: -abs(change.bytes_more))
@@ -107,14 +86,10 @@ def compare_ledgers(before: Json, after: Json) -> Difference:
 
 
 def sent_by(collectives: Iterable[Json], *names: str) -> dict[tuple[str, ...], Sent]:
-    """Adds up collectives that have the same values under some names.
-
-    Args:
-      collectives: Those of a ledger, traced or compiled.
-      *names: What to tell them apart by, such as `"purpose"`.
+    """Adds up collectives, traced or compiled, that have the same values under some names.
 
     Returns:
-      The sums, by the values under the names, in the order in which the values first appear.
+      The sums by these values, in the order in which the values first appear.
     """
     alike: defaultdict[tuple[str, ...], list[Json]] = defaultdict(list)
     for found in collectives:

@@ -7,8 +7,7 @@ budgets. The folder of the results has
     <config>.json   the ledger, see `manualpar.inspect.step_ledger`, and the config
     inspect.png     all of them, see `manualpar.training.inspection_picture`
 
-Exit codes: 0 if all went well, 1 if a budget is broken, 2 for a mistake of the user's, 130 for
-Ctrl-C.
+The exit code is 1 if a budget is broken.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import jax
 import rich.console
 
+from manualpar.extras import require
 from manualpar.inspect.budget_writing import budget_text, replace_budget
 from manualpar.inspect.budgets import (
     Budget,
@@ -37,6 +37,7 @@ from manualpar.training.command_line import (
     NamedConfig,
     Syntax,
     answer,
+    users_mistakes,
     write_json,
 )
 from manualpar.training.devices import simulate_devices
@@ -86,8 +87,7 @@ INSPECT_FLAGS: Mapping[str, Flag] = {
 def inspect_syntax(chip_memory: Callable[[str], int]) -> Syntax:
     """The flags, refined so that `compile` is never `None`, and `memory` is a `Bound` if given.
 
-    Args:
-      chip_memory: The bytes that a chip of a name has; raises `ValueError` for an unknown name.
+    `chip_memory` returns the bytes of a chip of a name, or raises `ValueError`.
     """
 
     def refine(line: CommandLine) -> None:
@@ -105,31 +105,29 @@ def inspect_syntax(chip_memory: Callable[[str], int]) -> Syntax:
     return Syntax(INSPECT_FLAGS, takes_several=True, refine=refine)
 
 
+def _read_memory(text: str, chip_memory: Callable[[str], int]) -> Bound:
+    """The memory of a device: a size, or that of a chip."""
+    if size := parse_size(text):
+        return Bound("device", size)
+    try:
+        return Bound(text, chip_memory(text))
+    except ValueError as error:
+        raise UsageError(
+            f"--memory={text}: expected a size such as 16GiB, or a chip: {error}"
+        ) from error
+
+
 def inspect_command(line: CommandLine) -> int:
     """Does what a command line asks for, for `absl.app.run`; returns the exit code."""
     broken: list[str] = []
-
-    def work(console: rich.console.Console) -> Path:
-        try:
-            output, sentences = _inspect(line, console)
-        except BudgetError as error:
-            raise UsageError(str(error)) from error
-        broken.extend(sentences)
-        return output
-
-    code = answer(work)
+    code = answer(lambda console: _inspect(line, console, broken))
     for sentence in broken:
         print_error(f"over budget: {sentence}")
     return BROKEN_EXIT_CODE if broken else code
 
 
 def read_ledger(named: NamedConfig, *, devices: int | None, compile: bool) -> dict[str, Any]:
-    """Traces the step of a config, and compiles it if asked to.
-
-    Args:
-      named: The config.
-      devices: How many devices it is for; `None`: those there are.
-      compile: Whether to compile it; its devices must exist then.
+    """Traces the step of a config, for so many devices or those there are; compiles it if asked to.
 
     Returns:
       `Ledger.to_json()`, and `config_file`, `config`, `devices`, `jax`, and `predicted_is_bound`:
@@ -161,12 +159,13 @@ def read_ledger(named: NamedConfig, *, devices: int | None, compile: bool) -> di
     }
 
 
-def _inspect(line: CommandLine, console: rich.console.Console) -> tuple[Path, list[str]]:
-    """Returns the folder of the results, and a sentence for each broken limit."""
+def _inspect(line: CommandLine, console: rich.console.Console, broken: list[str]) -> Path:
+    """Returns the folder of the results; adds a sentence for each broken limit."""
     flags, names = line.flags, [named.name for named in line.configs]
-    # All files are read first, so that mistakes show at once.
-    budgets = _read_budgets(flags.budget, names) if not flags.write_budget else {}
-    earlier = {name: _read_earlier(flags.against, name) for name in names if flags.against}
+    with users_mistakes():  # All that can be checked and read before something is traced.
+        require(PICTURE, "matplotlib")
+        budgets = {} if flags.write_budget else _read_budgets(flags.budget, names)
+        earlier = {name: _read_earlier(flags.against, name) for name in names if flags.against}
     if flags.output:
         try:
             check_workdir(flags.output)  # What this command wrote there it may write again.
@@ -177,22 +176,20 @@ def _inspect(line: CommandLine, console: rich.console.Console) -> tuple[Path, li
         print_summary(console, ledgers)
     for name, (path, before) in earlier.items():
         print_difference(console, name, compare_ledgers(before, ledgers[name]), path)
-    broken: list[str] = []
     verdicts = {
         name: check_budget(budget, ledgers[name], flags.budget) for name, budget in budgets.items()
     }
+    bounds = {name: [flags.memory] if flags.memory else [] for name in names}
     for name, verdict in verdicts.items():
         print_verdict(console, name, verdict)
         broken += verdict.broken
-    bounds = {name: [flags.memory] if flags.memory else [] for name in names}
-    for name, budget in budgets.items():
-        if (allowed := budget.most("peak_memory")) is not None:
+        if (allowed := budgets[name].most("peak_memory")) is not None:
             bounds[name].insert(0, Bound("budget", allowed))
     output = _write(flags.output, ledgers, bounds)
     if flags.write_budget:
         _write_budgets(flags.budget, ledgers)
         print_line(console, f"budgets: {flags.budget}")
-    return output, broken
+    return output
 
 
 def _read_ledgers(line: CommandLine, console: rich.console.Console) -> dict[str, Json]:
@@ -218,7 +215,6 @@ def _read_ledgers(line: CommandLine, console: rich.console.Console) -> dict[str,
 
 
 def _read_budgets(path: Path | None, names: list[str]) -> dict[str, Budget]:
-    """The budgets of some configs, each of which must have one."""
     if path is None:
         return {}
     try:
@@ -275,15 +271,3 @@ def _write(
             f"the results cannot be written: {error}; name another folder with --output."
         ) from error
     return output
-
-
-def _read_memory(text: str, chip_memory: Callable[[str], int]) -> Bound:
-    """The memory of a device: a size, or that of a chip."""
-    if size := parse_size(text):
-        return Bound("device", size)
-    try:
-        return Bound(text, chip_memory(text))
-    except ValueError as error:
-        raise UsageError(
-            f"--memory={text}: expected a size such as 16GiB, or a chip: {error}"
-        ) from error
