@@ -75,8 +75,9 @@ def compare_ledgers(before: Json, after: Json) -> Difference:
     names = ("purpose", "module", "kind", "axes")
     old, new = (sent_by(ledger["collectives"], *names) for ledger in (before, after))
     changed = [
-        Changed(*name, before=old.get(name), after=new.get(name))
+        Changed(purpose, module, kind, axes, old.get(name), new.get(name))
         for name in dict.fromkeys([*new, *old])
+        for purpose, module, kind, axes in [name]
         if old.get(name) != new.get(name)
     ]
     changed.sort(key=lambda change: -abs(change.bytes_more))

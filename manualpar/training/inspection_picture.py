@@ -147,8 +147,9 @@ def _held(ledger: Json, bounds: Sequence[Bound]) -> _Panel:
         for name, color in colors.items()
         if memory[name]
     ]
-    marks = [(size, BOUND, describe_fit(memory["peak"], name, size)) for name, size in bounds]
-    return _Panel("held", bars, _as_compiled(ledger, "peak") + marks)
+    marks = _as_compiled(ledger, "peak")
+    marks += [(size, BOUND, describe_fit(memory["peak"], name, size)) for name, size in bounds]
+    return _Panel("held", bars, marks)
 
 
 def _bar(name: str, size: float, color: str, total: float) -> Bar:

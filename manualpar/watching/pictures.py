@@ -24,7 +24,7 @@ MEMORY_COLORS = {
     "activations": GREEN,
     "batch": YELLOW,
 }
-STYLE = {
+STYLE: Any = {
     "axes.axisbelow": True,
     "axes.grid": True,
     "axes.spines.right": False,
