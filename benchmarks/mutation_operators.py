@@ -38,6 +38,8 @@ LEFT_ALONE: Mapping[str, str] = {
     "user_model.probe:*": "traced for what the model does with its variables; it never runs",
     "user_model.initialise:*": "traced for what the model does with its variables; it never runs",
     "guards.replicas:ReplicaSentinel.fingerprints:process_allgather": "several processes only",
+    "cluster.agreement:*": "several processes only: slow tests in cluster_agreement_test",
+    "state_arrays:to_host:*": "several processes only: slow tests in cluster_agreement_test",
 }
 
 _SAME_SET = "a reduction over a set of axes; their order changes nothing but rounding"

@@ -68,6 +68,7 @@ FIRST = {
     "core.collectives:gather_invariant:*": (STEPS,),
     "collection_sync:*": ("tests/gradients_test.py", "tests/collections_test.py"),
     "guards.nonfinite:*": ("tests/nonfinite_test.py",),
+    "core.gradients:reduce_gradient:*": ("tests/roles_test.py",),
     "core.gradients:*": ("tests/gradients_test.py",),
     "core.partitioning:*.unbox:gather_invariant:*": (
         "tests/inspect_formulas_test.py::test_model_axes_are_gathered_too",
@@ -79,6 +80,7 @@ FIRST = {
     "user_model.recurrence:*": ("tests/unmodified_models_test.py",),
     "guards.replicas:*": ("tests/replicas_test.py",),
     "core.step:*:regather_for_backward:*": (COUNTS,),
+    "modes.remat:*": ("tests/remat_test.py",),
     "modes.manual:*:sync_collections:*": ("tests/collections_test.py",),
     "modes.manual:*:fold_rng_over_axis:delete": (DROPOUT,),
     "modes.manual:*-axes": (TUPLES,),

@@ -173,6 +173,11 @@ def save_or_restore(folder: Path, action: str, address: str, count: int, index: 
                 return
             assert restored.extra == {"position": restored.step}
             state = restored.state
+            # Arrays of which each process holds a part only, by way of the host.
+            again = program.init_from(program.whole(state))
+            for x, y in zip(*map(jax.tree.leaves, (again.params, state.params)), strict=True):
+                for own, other in zip(x.addressable_shards, y.addressable_shards, strict=True):
+                    np.testing.assert_array_equal(own.data, other.data)
         print(checkpoints.steps(), train(program, state, range(3, 6))[1], flush=True)
 
 

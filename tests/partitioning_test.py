@@ -339,7 +339,7 @@ def test_a_wrapped_module_gathers_once_however_often_it_uses_a_parameter(devices
             dense = nn.Dense(16)
             return dense(dense(x))
 
-    mesh = make_mesh({"data": 8}, devices8)
+    mesh = make_mesh({"data": 4, "model": 2}, devices8)
     wrapped = shard_module_params(Twice, "data", min_weight_size=64)()
 
     def on_device(x):

@@ -109,16 +109,16 @@ def test_a_dim_besides_the_first_may_be_split(devices8):
 
 
 def test_how_a_gradient_is_reduced_belongs_to_its_placement(devices8):
-    mesh = make_mesh({"data": 4, "stage": 2}, devices8)
+    mesh = make_mesh({"data": 2, "stage": 2, "expert": 2}, devices8)
     mode = Manual(mesh, ("data",))
-    place = Placement((None,), mean_axes=("data",), sum_axes=("stage",), divisor=5)
+    place = Placement((None,), mean_axes=("data",), sum_axes=("stage", "expert"), divisor=5)
 
     def part(g):
         return mode.sync(place, g, g)
 
-    own = np.arange(8, dtype=np.float32).reshape(4, 2)
-    run = jax.jit(mode.run(part, in_specs=(P("data", "stage"),), out_specs=P()))
-    np.testing.assert_allclose(run(own), own.sum(1, keepdims=True).mean(0, keepdims=True) / 5)
+    own = np.arange(8, dtype=np.float32).reshape(2, 2, 2) ** 2
+    run = jax.jit(mode.run(part, in_specs=(P("data", "stage", "expert"),), out_specs=P()))
+    np.testing.assert_allclose(run(own).item(), own.sum((1, 2)).mean(0) / 5)
 
 
 def test_a_schedule_may_run_minibatches_in_another_order():
