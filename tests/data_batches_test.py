@@ -20,7 +20,6 @@ from manualpar.data.batches import (
     evaluation_batches,
     place,
     rows_of_this_process,
-    rows_to_read,
     train_batch,
     train_batches,
 )
@@ -166,7 +165,7 @@ def test_threads_read_ahead_as_far_as_they_may_and_no_further(one_device):
 def test_the_first_batch_is_there_while_the_second_is_being_placed(one_device, monkeypatch):
     placed = []
 
-    def place(batch, sharding, num_rows):
+    def place(batch, rows, sharding, num_rows):
         placed.append(batch.labels[0])
         return batch
 
@@ -276,50 +275,44 @@ def _over_data(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(tuple(a for a in mesh.axis_names if a != "model")))
 
 
-def _rows_of_processes(sharding, num_processes: int, share_out) -> tuple[list, list]:
-    """(rows that each process reads, rows that its devices hold) if processes share the devices."""
-    slices = {process: [] for process in range(num_processes)}
-    indices = sharding.devices_indices_map((NUM_ROWS,))
-    for number, device in enumerate(sorted(indices, key=lambda device: device.id)):
-        slices[share_out(number)].append(indices[device][0])
-    held = [
-        sorted({row for part in parts for row in range(NUM_ROWS)[part]})
-        for parts in slices.values()
-    ]
-    read = [rows_to_read(slices, process, NUM_ROWS).tolist() for process in slices]
-    return read, held
+class _ShardingInAProcess:
+    """A sharding as a process sees it that has some of the devices."""
+
+    def __init__(self, sharding, numbers):
+        self._sharding, self._numbers = sharding, numbers
+
+    def addressable_devices_indices_map(self, shape):
+        indices = self._sharding.devices_indices_map(shape)
+        return {device: indices[device] for device in indices if device.id in self._numbers}
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4, 8])
 @pytest.mark.parametrize("neighbours", [True, False])
 def test_a_process_reads_the_rows_of_its_devices_once_each(mesh8, num_processes, neighbours):
-    def share_out(device: int) -> int:
-        return device * num_processes // 8 if neighbours else device % num_processes
+    sharding, everything = _over_data(mesh8), set()
+    for process in range(num_processes):
+        per_process = 8 // num_processes
+        first, step = (process * per_process, 1) if neighbours else (process, num_processes)
+        numbers = {mesh8.devices.flat[first + step * i].id for i in range(per_process)}
+        read = rows_of_this_process(_ShardingInAProcess(sharding, numbers), NUM_ROWS).tolist()
+        indices = sharding.devices_indices_map((NUM_ROWS,))
+        held = {row for d, i in indices.items() if d.id in numbers for row in range(NUM_ROWS)[i[0]]}
+        assert read == sorted(held)
+        everything |= held
+    assert everything == set(range(NUM_ROWS))
 
-    read, held = _rows_of_processes(_over_data(mesh8), num_processes, share_out)
-    assert read == held
-    assert set().union(*read) == set(range(NUM_ROWS))
 
-
-def test_rows_that_only_overlap_are_all_read_by_all(devices8):
+def test_rows_that_overlap_are_read_by_each_process_that_holds_them(devices8):
     # Two processes of three devices; the rows in the middle lie on devices of both.
     mesh = jax.sharding.Mesh(np.array(devices8[:6]).reshape(3, 2), ("data", "model"))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
-    indices = list(sharding.devices_indices_map((6,)).values())
-    slices = {process: [i[0] for i in indices[3 * process : 3 * process + 3]] for process in (0, 1)}
-    for process in slices:
-        assert rows_to_read(slices, process, 6).tolist() == list(range(6))
-
-
-def test_unequal_shares_are_all_read_by_all():
-    slices = {0: [slice(0, 2), slice(2, 4)], 1: [slice(4, 6)]}
-    assert rows_to_read(slices, 1, 6).tolist() == list(range(6))
+    ids = [device.id for device in devices8]
+    for numbers, rows in ((ids[:3], [0, 1, 2, 3]), (ids[3:6], [2, 3, 4, 5])):
+        assert rows_of_this_process(_ShardingInAProcess(sharding, numbers), 6).tolist() == rows
 
 
 def test_replicated_batches_are_read_whole(devices8):
     mesh = jax.sharding.Mesh(np.array(devices8), ("data",))
-    slices = {0: [slice(None)] * 4, 1: [slice(None)] * 4}
-    assert rows_to_read(slices, 1, 6).tolist() == list(range(6))
     assert len(rows_of_this_process(NamedSharding(mesh, PartitionSpec()), 6)) == 6
 
 
@@ -327,8 +320,23 @@ def test_rows_land_where_the_sharding_says(mesh8):
     sharding = _over_data(mesh8)
     rows = rows_of_this_process(sharding, NUM_ROWS)
     local = Batch(rows[:, None] * np.ones(3), rows, np.ones(len(rows)))
-    batch = place(local, sharding, NUM_ROWS)
+    batch = place(local, rows, sharding, NUM_ROWS)
     assert batch.inputs.shape == (NUM_ROWS, 3)
     assert {leaf.sharding for leaf in jax.tree.leaves(batch)} == {sharding}
     for shard in batch.labels.addressable_shards:
         np.testing.assert_array_equal(shard.data, np.arange(NUM_ROWS)[shard.index])
+
+
+def test_rows_of_a_process_land_where_its_devices_hold_them(devices8, monkeypatch):
+    """The devices of a process may hold rows that are not next to each other."""
+    sharding = _sharding(devices8, data=4, model=2)
+    asked = []
+    monkeypatch.setattr(
+        "jax.make_array_from_callback", lambda shape, sharding, part: asked.append((shape, part))
+    )
+    rows = np.array([4, 5, 6, 7, 12, 13, 14, 15])
+    place(Batch(rows[:, None] * 10, rows), rows, sharding, NUM_ROWS)
+    for (shape, part), value in zip(asked, (rows[:, None] * 10, rows), strict=True):
+        assert shape == (NUM_ROWS, *value.shape[1:])
+        np.testing.assert_array_equal(part((slice(4, 8),)), value[:4])
+        np.testing.assert_array_equal(part((slice(12, 16),)), value[4:])

@@ -44,15 +44,10 @@ class Split(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ArraySplit:
-    """Examples in memory.
+    """Examples in memory."""
 
-    Attributes:
-      inputs: `float32[N, D]`.
-      labels: `int32[N]`.
-    """
-
-    inputs: np.ndarray
-    labels: np.ndarray
+    inputs: np.ndarray  # `float32[N, D]`.
+    labels: np.ndarray  # `int32[N]`.
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -73,16 +68,10 @@ class TokenStream(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ArrayStream:
-    """A stream that is an array, in memory or mapped into it.
+    """A stream that is an array, in memory or mapped into it."""
 
-    Attributes:
-      tokens: `uint[N]`.
-      name: The name of the array in messages.
-      vocab_size: The number that every token is less than.
-    """
-
-    tokens: np.ndarray
-    name: str
+    tokens: np.ndarray  # `uint[N]`.
+    name: str  # Its name in messages.
     vocab_size: int
 
     def __len__(self) -> int:
@@ -95,10 +84,9 @@ class ArrayStream:
           DamagedDataError: One is not in the vocabulary; a device would clamp it silently.
         """
         tokens = np.array(self.tokens[start:stop], np.int32)
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
-            token = tokens.max() if tokens.max() >= self.vocab_size else tokens.min()
+        if (wrong := tokens[(tokens < 0) | (tokens >= self.vocab_size)]).size:
             raise DamagedDataError(
-                f"config.data.path: {self.name} has token {token} among those from {start} to "
+                f"config.data.path: {self.name} has token {wrong[0]} among those from {start} to "
                 f"{stop}, expected less than the vocabulary's {self.vocab_size}; make the file "
                 "again with `python -m manualpar.data.tokenize`."
             )
@@ -107,20 +95,12 @@ class ArrayStream:
 
 @dataclasses.dataclass(frozen=True)
 class TokenSplit:
-    """A stream as sequences. BOS fills up the last one, and only there the mask is 0.
+    """A stream as sequences. BOS fills up the last one, and only there the mask is 0."""
 
-    Attributes:
-      stream: The documents, two tokens at least.
-      sequence_length: `S`.
-      bos_token: The token that begins a document.
-      num_bytes: Bytes of the documents' text.
-      num_documents: The number of documents.
-    """
-
-    stream: TokenStream
-    sequence_length: int
+    stream: TokenStream  # Two tokens at least.
+    sequence_length: int  # `S`.
     bos_token: int
-    num_bytes: int
+    num_bytes: int  # Of the documents' text.
     num_documents: int
 
     @property
@@ -156,14 +136,10 @@ class TokenSplit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Three splits that have no example in common.
+    """Three splits that have no example in common: for training, evaluations on the way, the test.
 
-    Attributes:
-      train: For training.
-      eval: For evaluations during the training.
-      test: For one test at the end.
-      fingerprint: Says which examples these are and how they are numbered. Two processes, or a run
-        and the checkpoint that it resumes, see the same batches only if theirs are equal.
+    The fingerprint says which examples these are and how they are numbered. Two processes, or a run
+    and the checkpoint that it resumes, see the same batches only if theirs are equal.
     """
 
     train: Split

@@ -43,21 +43,13 @@ DOCUMENTS_AT_ONCE = 64
 
 @dataclasses.dataclass(frozen=True)
 class TextFile:
-    """A file of the corpus, or a piece of one.
-
-    Attributes:
-      path: Where it is.
-      name: Its path from the corpus' directory, with slashes; the same wherever that lies.
-      file_size: In bytes.
-      start: Where in the file the document begins.
-      size: The document's bytes, at least 1.
-    """
+    """A document: a file of the corpus, or a piece of one. Sizes are in bytes."""
 
     path: pathlib.Path
-    name: str
+    name: str  # Its path from the corpus' directory, with slashes; the same wherever that lies.
     file_size: int
-    start: int
-    size: int
+    start: int  # Where in the file it begins.
+    size: int  # At least 1.
 
     @property
     def name_hash(self) -> float:
@@ -198,27 +190,24 @@ def _cut(file: TextFile) -> Iterator[TextFile]:
 
 
 def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[TextFile]]:
-    """Divides files into train, eval and test.
+    """Divides files, in the order of `find_files`, into train, eval and test.
 
     The hash of a file's name alone decides whether it is held out: `HELD_OUT` of all hashes are
     eval's and as many the test's. If that leaves eval or test without files, it gets the next one.
 
-    Args:
-      files: The corpus, in the order of `find_files`.
-      path: The config's path, for messages.
-
     Raises:
-      ValueError: There are fewer than three files.
+      ValueError: There are fewer than three files; the message names the config's `path`.
     """
     if len(files) < len(SPLITS):
         raise ValueError(
             f"config.data.path is {path!r}, which has too few lines to hold some out for eval and "
             "test; expected three files, or one with at least three lines."
         )
-    num_eval = max(1, sum(file.name_hash < HELD_OUT for file in files))
-    num_both = max(num_eval + 1, sum(file.name_hash < 2 * HELD_OUT for file in files))
-    num_both = min(num_both, len(files) - 1)
-    num_eval = min(num_eval, num_both - 1)
+    num_eval, num_both = (
+        sum(file.name_hash < share for file in files) for share in (HELD_OUT, 2 * HELD_OUT)
+    )
+    num_eval = min(max(num_eval, 1), len(files) - 2)
+    num_both = min(max(num_both, num_eval + 1), len(files) - 1)
     return {
         "train": list(files[num_both:]),
         "eval": list(files[:num_eval]),
@@ -239,7 +228,6 @@ class ByteStream:
     """Files as bytes, end to end, read when they are asked for."""
 
     def __init__(self, files: Sequence[TextFile]) -> None:
-        """Computes where in the stream each file begins."""
         self._files = files
         # Where each file's BOS stands, and after the last text the BOS that ends the stream.
         self._starts = [0, *np.cumsum([1 + file.size for file in files]).tolist()]
@@ -250,12 +238,12 @@ class ByteStream:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens `start` to `stop`."""
         tokens = np.full(stop - start, ByteTokenizer.bos_token, np.int32)
-        index = bisect.bisect_right(self._starts, start) - 1
-        while index < len(self._files) and self._starts[index] < stop:
+        for index in range(bisect.bisect_right(self._starts, start) - 1, len(self._files)):
             text = self._starts[index] + 1
             first, last = max(start, text), min(stop, self._starts[index + 1])
             if first < last:
                 data = self._files[index].read(first - text, last - first)
                 tokens[first - start : last - start] = np.frombuffer(data, np.uint8)
-            index += 1
+            if text > stop:
+                break
         return tokens

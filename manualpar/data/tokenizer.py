@@ -30,16 +30,10 @@ BOS_NAMES = (
 
 
 class ByteTokenizer:
-    """Tokens are the bytes of UTF-8, and BOS is 256, so the vocabulary has 257.
+    """Tokens are the bytes of UTF-8, and BOS is 256, so the vocabulary has 257."""
 
-    Attributes:
-      fingerprint: Equal for tokenizers that make the same tokens of every text.
-      vocab_size: The number that all tokens are less than.
-      bos_token: The token that begins a document.
-    """
-
-    fingerprint = "bytes"
-    vocab_size = 257
+    fingerprint = "bytes"  # Equal for tokenizers that make the same tokens of every text.
+    vocab_size = 257  # All tokens are less than that.
     bos_token = 256
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
@@ -107,30 +101,33 @@ def load_tokenizer(path: str) -> Tokenizer:
     """
     if not path:
         return ByteTokenizer()
+
+    def refuse(what: object) -> ValueError:
+        return ValueError(f"config.data.tokenizer is {path!r}, which {what}.")
+
     expected = "expected the tokenizer.json of a Hugging Face tokenizer, or '' for bytes"
     file = pathlib.Path(os.path.expanduser(path))
     if not os.path.isfile(file):
-        raise ValueError(f"config.data.tokenizer is {path!r}, which is no file; {expected}.")
+        raise refuse(f"is no file; {expected}")
     require("config.data.tokenizer", "tokenizers")
     import tokenizers
 
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # The library raises nothing more special.
-        raise ValueError(
-            f"config.data.tokenizer is {path!r}, which cannot be read ({error}); {expected}."
-        ) from error
+        raise refuse(f"cannot be read ({error}); {expected}") from error
     bos_tokens = [tokenizer.token_to_id(name) for name in BOS_NAMES]
     bos_token = next((token for token in bos_tokens if token is not None), None)
     if bos_token is None:
-        raise ValueError(
-            f"config.data.tokenizer is {path!r}, which has no token to begin documents with; "
-            f"expected one of {', '.join(BOS_NAMES)} among its added tokens."
+        names = ", ".join(BOS_NAMES)
+        raise refuse(
+            f"has no token to begin documents with; expected one of {names} among its added tokens"
         )
-    if (largest := max(tokenizer.get_vocab().values())) >= 2**31 - 1:
-        raise ValueError(
-            f"config.data.tokenizer is {path!r}, which has a token of number {largest}; expected "
-            f"less than {2**31 - 1}, so that int32 holds them all."
+    most = 2**31 - 1
+    if (largest := max(tokenizer.get_vocab().values())) >= most:
+        raise refuse(
+            f"has a token of number {largest}; expected less than {most}, so that int32 holds them "
+            "all"
         )
     fingerprint = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
     return FileTokenizer(tokenizer, bos_token=bos_token, fingerprint=fingerprint)
