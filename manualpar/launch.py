@@ -14,7 +14,7 @@ The exit code is that of the first process that failed, 128 more than the signal
 it; else 0. A mistake on the command line ends with 2, a command that cannot be started with 127.
 """
 
-import dataclasses
+import contextlib
 import os
 import queue
 import secrets
@@ -25,7 +25,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from types import FrameType
 from typing import IO
 
 from manualpar.usage import OneSentenceParser
@@ -37,23 +36,8 @@ TERMINATE_SECONDS = 2.0
 POLL_SECONDS = 0.05
 
 
-@dataclasses.dataclass
-class _Process:
-    """A process, and the threads that read its output."""
-
-    popen: subprocess.Popen[bytes]
-    readers: list[threading.Thread]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line.
-
-    Args:
-      argv: The arguments, by default those of this process.
-
-    Returns:
-      The exit code.
-    """
+    """Runs a command line, by default that of this process; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     at = arguments.index("--") if "--" in arguments else len(arguments)
     command = arguments[at + 1 :]
@@ -69,10 +53,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--grace", default="15", help="seconds to end in when one has failed (default: 15)"
     )
     options = parser.parse_args(arguments[:at])
-    processes = _parse_count(parser, "--processes", options.processes)
+
+    def parse_count(name: str, text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) < 10 and 0 < int(text) <= MOST):
+            parser.error(f"{name}={text}: expected a positive integer such as 2, at most {MOST}.")
+        return int(text)
+
+    processes = parse_count("--processes", options.processes)
     devices = options.devices_per_process
     if devices is not None:
-        devices = _parse_count(parser, "--devices-per-process", devices)
+        devices = parse_count("--devices-per-process", devices)
     try:
         grace = float(options.grace)
     except ValueError:
@@ -103,47 +93,69 @@ def launch(
       The exit code.
     """
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        signals.put(number)
-
-    handled = (signal.SIGINT, signal.SIGTERM)
-    earlier = {number: signal.signal(number, handle) for number in handled}
-    started: list[_Process] = []
+    earlier = {
+        number: signal.signal(number, lambda number, frame: signals.put(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    # Output in Python's buffers would come late, or never if the process is killed.
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    variables[TOKEN_VARIABLE] = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        variables["MANUALPAR_COORDINATOR_ADDRESS"] = f"127.0.0.1:{server.getsockname()[1]}"
+    variables["MANUALPAR_NUM_PROCESSES"] = str(processes)
+    if devices_per_process is not None:
+        variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices_per_process)}
+    started: list[subprocess.Popen[bytes]] = []
+    readers: list[threading.Thread] = []
+    lock = threading.Lock()
     try:
-        address = f"127.0.0.1:{_free_port()}"
-        token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
-        lock = threading.Lock()
         for process in range(processes):
-            variables = _variables(address, processes, process, devices_per_process)
-            variables[TOKEN_VARIABLE] = token
             try:
-                started.append(_start(command, variables, f"[{process}] ".encode(), lock))
+                one = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env={**variables, "MANUALPAR_PROCESS_ID": str(process)},
+                    # Ctrl-C in a terminal goes to a whole group. In a group of its own a process
+                    # gets it only from here.
+                    start_new_session=True,
+                )
             except OSError as error:
                 print(f"error: {command[0]!r} cannot be started: {error}", file=sys.stderr)
                 return NOT_STARTED_EXIT_CODE
+            started.append(one)
+            for source, target in ((one.stdout, sys.stdout), (one.stderr, sys.stderr)):
+                prefix = f"[{process}] ".encode()
+                copying = (source, target.buffer, prefix, lock)
+                readers.append(threading.Thread(target=_pass_on, args=copying, daemon=True))
+                readers[-1].start()
         return _watch(started, signals, grace_seconds)
     finally:
         for one in started:
             _send(one, signal.SIGKILL)
-            one.popen.wait()
-            for reader in one.readers:
-                # A process that it started may keep its output open.
-                reader.join(TERMINATE_SECONDS)
+            one.wait()
+        for reader in readers:
+            reader.join(TERMINATE_SECONDS)  # What a process has started may keep its output open.
         for number, handler in earlier.items():
             signal.signal(number, handler)
 
 
-def _watch(started: Sequence[_Process], signals: queue.SimpleQueue[int], grace: float) -> int:
+def _watch(
+    started: Sequence[subprocess.Popen[bytes]], signals: queue.SimpleQueue[int], grace: float
+) -> int:
     """Waits until all have ended, passing signals on; returns the exit code."""
     code: int | None = None
     num_signals = 0
     terminate_at = kill_at = float("inf")
-    while running := [one for one in started if one.popen.poll() is None]:
+    while running := [one for one in started if one.poll() is None]:
         if code is None and (code := _first_failure(started)) is not None:
             terminate_at = time.monotonic() + grace
-            if not num_signals:
-                _say_who_was_killed(started)
+            for number, one in enumerate(started):
+                # A process that a signal ended could not say so itself.
+                if not num_signals and (one.returncode or 0) < 0:
+                    name = signal.Signals(-one.returncode).name
+                    print(f"process {number} was ended by {name}", file=sys.stderr, flush=True)
         while not signals.empty():
             number, num_signals = signals.get(), num_signals + 1
             for one in running:
@@ -165,48 +177,12 @@ def _watch(started: Sequence[_Process], signals: queue.SimpleQueue[int], grace: 
     return (code if code is not None else _first_failure(started)) or 0
 
 
-def _say_who_was_killed(started: Sequence[_Process]) -> None:
-    """Names processes that a signal ended, because they could not say it themselves."""
-    for number, one in enumerate(started):
-        if (one.popen.returncode or 0) < 0:
-            name = signal.Signals(-one.popen.returncode).name
-            print(f"process {number} was ended by {name}", file=sys.stderr, flush=True)
-
-
-def _first_failure(started: Sequence[_Process]) -> int | None:
+def _first_failure(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
     """The exit code of a process that failed, by preference of one that a signal ended."""
-    codes = [one.popen.returncode for one in started if one.popen.returncode]
+    codes = [one.returncode for one in started if one.returncode]
     # The others' codes only say that they noticed.
     signalled = [128 - code for code in codes if code < 0]
     return (signalled or codes or [None])[0]
-
-
-def _start(
-    command: Sequence[str], variables: dict[str, str], prefix: bytes, lock: threading.Lock
-) -> _Process:
-    """Starts a process, and the threads that copy its output."""
-    popen = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, **variables},
-        # Ctrl-C in a terminal goes to a whole group. In a group of its own a process gets it only
-        # from here.
-        start_new_session=True,
-    )
-    assert popen.stdout is not None
-    assert popen.stderr is not None
-    readers = [
-        threading.Thread(target=_pass_on, args=(source, target, prefix, lock), daemon=True)
-        for source, target in (
-            (popen.stdout, sys.stdout.buffer),
-            (popen.stderr, sys.stderr.buffer),
-        )
-    ]
-    for reader in readers:
-        reader.start()
-    return _Process(popen, readers)
 
 
 def _pass_on(source: IO[bytes], target: IO[bytes], prefix: bytes, lock: threading.Lock) -> None:
@@ -218,41 +194,13 @@ def _pass_on(source: IO[bytes], target: IO[bytes], prefix: bytes, lock: threadin
                 target.flush()
 
 
-def _send(one: _Process, number: int) -> None:
+def _send(one: subprocess.Popen[bytes], number: int) -> None:
     """Sends a signal to a process; SIGKILL goes to the processes that it started too."""
-    if number == signal.SIGKILL:
-        try:
-            os.killpg(one.popen.pid, number)
-        except ProcessLookupError:
-            return  # All of them have ended.
-    elif one.popen.poll() is None:
-        one.popen.send_signal(number)
-
-
-def _variables(address: str, processes: int, process: int, devices: int | None) -> dict[str, str]:
-    """The variables of a process's environment that ours does not have."""
-    variables = {
-        "MANUALPAR_COORDINATOR_ADDRESS": address,
-        "MANUALPAR_NUM_PROCESSES": str(processes),
-        "MANUALPAR_PROCESS_ID": str(process),
-        # Output in Python's buffers would come late, or never if the process is killed.
-        "PYTHONUNBUFFERED": "1",
-    }
-    if devices is not None:
-        variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-    return variables
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
-def _parse_count(parser: OneSentenceParser, name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and 0 < int(text) <= MOST):
-        parser.error(f"{name}={text}: expected a positive integer such as 2, at most {MOST}.")
-    return int(text)
+    if number != signal.SIGKILL:
+        one.send_signal(number)  # Does nothing if the process has ended.
+        return
+    with contextlib.suppress(ProcessLookupError):  # All of them have ended.
+        os.killpg(one.pid, number)
 
 
 if __name__ == "__main__":
