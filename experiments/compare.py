@@ -12,12 +12,11 @@ whatever else the machine does slows down a round and not a program. The results
 `config.json`, `comparison.json`, `comparison.md` and `comparison.png`.
 """
 
-import functools
 import itertools
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ from manualpar.training.command_line import (
     users_mistakes,
     write_json,
 )
-from manualpar.training.config import nearest
+from manualpar.training.config import FIELDS, nearest
 from manualpar.training.devices import describe_mesh, simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.fit import check_fits
@@ -60,24 +59,11 @@ from manualpar.watching.writers import check_workdir
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "compare.py"
 ONE_DEVICE = "one device"
 REPETITIONS = Field(int, 1)
-# Fields that the training loop reads and a comparison does not.
-UNUSED: Mapping[str, Any] = {
-    "profile": "",
-    "data.prefetch": 1,
-    "training.eval_every_steps": 0,
-    "training.eval_batches": 0,
-    "training.log_every_steps": 1,
-    "training.on_nonfinite": "ignore",
-    "checkpoint.every_steps": 0,
-    "checkpoint.keep": 1,
-    "checkpoint.keep_every_steps": 0,
-    "checkpoint.best_metric": "",
-    "checkpoint.on_corruption": "stop",
-    "watch.lost_seconds": 10.0,
-    "watch.stall_seconds": 0.0,
-    "debug.check_replicas_every": 0,
-    "debug.draw_sharding": "",
-}
+# Beginnings of the names of fields that the training loop reads and a comparison does not.
+UNUSED = (
+    *("profile", "data.prefetch", "training.eval_", "training.log_", "training.on_"),
+    *("checkpoint.", "watch.", "debug."),
+)
 
 
 class Trial:
@@ -163,15 +149,9 @@ def compare(
     *,
     console: rich.console.Console,
 ) -> list[Row]:
-    """Trains programs on the same batches, then times them in turn.
+    """Trains what `prepare_pairs` returns on the same batches, then times it in turn.
 
-    Args:
-      config: The config that is compared.
-      experiments: See `prepare_pairs`.
-      console: Where to show the progress.
-
-    Returns:
-      A row for each pair, see `Trial.row`, and one for the single device, the last.
+    Returns a row for each program, see `Trial.row`.
     """
     meshes = {describe_mesh(experiment.program.mesh): None for _, experiment in experiments[:-1]}
     print_line(console, f"mesh: {'; '.join(meshes)}")
@@ -195,10 +175,7 @@ def compare(
 
 
 def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
-    """Checks a config and builds a program for each pair, and one for a single device.
-
-    Returns:
-      The names of the strategies with their experiments, the single device's last.
+    """Checks a config, and builds a program for each pair and, the last, for a single device.
 
     Raises:
       ValueError: The config does not fit itself or the devices; the message names the field.
@@ -208,40 +185,31 @@ def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
             raise ValueError(f"config.{field} is missing, expected it as in configs/compare.py.")
     rest = config.to_dict()
     pairs = _check_pairs(rest.pop("pairs"))
-    _check_repetitions(rest.pop("compare"))
+    repetitions = rest.pop("compare").get("repetitions")
+    if not REPETITIONS.allows(repetitions):
+        expected = REPETITIONS.expectation()
+        raise ValueError(f"config.compare.repetitions is {repetitions!r}, expected {expected}.")
     rate = rest["model"].get("dropout_rate", 0)
     if isinstance(rate, int | float) and rate > 0:
         raise ValueError(
             f"config.model.dropout_rate is {rate}, expected 0: every device draws a mask of its "
             "own, so that losses would not be those of one device."
         )
-    for field, value in UNUSED.items():
-        *groups, last = field.split(".")
-        group = rest.setdefault(groups[0], {}) if groups else rest
-        group.setdefault(last, value)
-    # Nothing is reduced on one device.
-    single = {"mesh": {"data": 1}, "reduce_dtype": ""}
-    chosen: list[Any] = [(strategy, strategy, mode, {}) for strategy, mode in pairs]
-    experiments = []
-    for label, strategy, mode, changes in [*chosen, (ONE_DEVICE, "dp", "auto", single)]:
+    for path, unused in FIELDS.items():
+        if path.startswith(UNUSED):
+            smallest = unused.kind() if unused.minimum is None else unused.kind(unused.minimum)
+            group, _, field = path.rpartition(".")
+            fields = rest.setdefault(group, {}) if group else rest
+            fields.setdefault(field, unused.choices[0] if unused.choices else smallest)
+
+    def build(strategy: str, mode: str, **changes: Any) -> Experiment:
         parallel = rest["parallel"] | {"strategy": strategy, "mode": mode} | changes
-        each = ml_collections.ConfigDict(rest | {"parallel": parallel})
-        experiments.append((label, prepare(each)))
-    return experiments
+        return prepare(ml_collections.ConfigDict(rest | {"parallel": parallel}))
 
-
-def _check_repetitions(group: dict[str, Any]) -> None:
-    for field in group:
-        if field != "repetitions":
-            raise ValueError(
-                f"config.compare.{field} is not a known field; the nearest one is "
-                "config.compare.repetitions."
-            )
-    found = group.get("repetitions")
-    if not REPETITIONS.allows(found):
-        raise ValueError(
-            f"config.compare.repetitions is {found!r}, expected {REPETITIONS.expectation()}."
-        )
+    experiments = [(strategy, build(strategy, mode)) for strategy, mode in pairs]
+    # Nothing is reduced on one device.
+    single = build("dp", "auto", mesh={"data": 1}, reduce_dtype="")
+    return [*experiments, (ONE_DEVICE, single)]
 
 
 def _check_pairs(pairs: Any) -> list[tuple[str, str]]:
@@ -266,7 +234,7 @@ def _check_pairs(pairs: Any) -> list[tuple[str, str]]:
 
 def compare_command(line: CommandLine) -> int:
     """Does what a command line asks for, for `absl.app.run`; returns the exit code."""
-    return answer(functools.partial(_compare, line))
+    return answer(lambda console: _compare(line, console))
 
 
 def _compare(line: CommandLine, console: rich.console.Console) -> Path:

@@ -12,16 +12,8 @@ import jax
 import rich.console
 
 from manualpar.strategies import strategy_kinds
-from manualpar.watching.pictures import (
-    DARK,
-    GREY,
-    INK,
-    Bar,
-    draw_bars,
-    explain,
-    new_figure,
-    scale_in_bytes,
-)
+from manualpar.watching import pictures
+from manualpar.watching.pictures import Bar
 from manualpar.watching.tables import UNKNOWN, describe_bytes, print_table, print_wrapped
 
 Row = dict[str, Any]
@@ -110,7 +102,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Draws the losses, and bars for what a device holds and sends, into a PNG file."""
     mesh = " x ".join(f"{axis}={size}" for axis, size in rows[0]["mesh"].items())
     title = f"One config under {len(rows) - 1} strategies and modes ({mesh})"
-    with new_figure(path.name, (15, max(6.4, 2.6 + 0.34 * len(rows))), title=title) as figure:
+    size = (15, max(6.4, 2.6 + 0.34 * len(rows)))
+    with pictures.new_figure(path.name, size, title=title) as figure:
         grid = figure.add_gridspec(2, 3, width_ratios=(1.35, 1, 1), height_ratios=(2.2, 1))
         losses = figure.add_subplot(grid[0, 0])
         _draw_losses(losses, figure.add_subplot(grid[1, 0], sharex=losses), rows)
@@ -129,8 +122,8 @@ def _draw_losses(losses: Any, differences: Any, rows: Sequence[Row]) -> None:
         losses.plot(steps, row["losses"], linewidth=width, label=name(row), **style)
         apart = [x - y for x, y in zip(row["losses"], reference["losses"], strict=True)]
         differences.plot(steps, apart, linewidth=1.1, **style)
-    losses.plot(steps, reference["losses"], color=INK, linewidth=0.8, label="one device")
-    differences.axhline(0, color=INK, linewidth=0.8)
+    losses.plot(steps, reference["losses"], color=pictures.INK, linewidth=0.8, label="one device")
+    differences.axhline(0, color=pictures.INK, linewidth=0.8)
     distance = max(row["largest_difference"] for row in pairs)
     losses.set_title(f"Training loss, at most {distance:.1e} from that of one device")
     losses.tick_params(labelbottom=False)
@@ -148,9 +141,9 @@ def _draw_memory(axes: Any, rows: Sequence[Row]) -> None:
         state, temporaries = row["state_bytes"], row["temporary_bytes"] or 0
         label = name(row) if row is not rows[-1] else row["strategy"]
         text = f"{describe_bytes(state)} + {describe_bytes(temporaries)}"
-        bars.append(Bar(label, [(state, _color(row)), (temporaries, GREY)], text))
-    draw_bars(axes, bars)
-    scale_in_bytes(axes)
+        bars.append(Bar(label, [(state, _color(row)), (temporaries, pictures.GREY)], text))
+    pictures.draw_bars(axes, bars)
+    pictures.scale_in_bytes(axes)
     axes.set_title("Held on a device: state + temporaries")
 
 
@@ -163,16 +156,17 @@ def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
         parts = [(sent, color), (max(formula - sent, 0), "none")]
         bars.append(Bar("", parts, describe_bytes(sent)))
         if formula:
-            axes.plot(formula, y, color=INK, marker="|", markersize=13, markeredgewidth=2.2)
-    draw_bars(axes, bars)
-    scale_in_bytes(axes)
+            mark = {"marker": "|", "markersize": 13, "markeredgewidth": 2.2}
+            axes.plot(formula, y, color=pictures.INK, **mark)
+    pictures.draw_bars(axes, bars)
+    pictures.scale_in_bytes(axes)
     axes.set_title("Sent by a device in a step (|: the formula)")
-    explain(axes, {"as traced": DARK, "as compiled": _pale(DARK)})
+    pictures.explain(axes, {"as traced": pictures.DARK, "as compiled": _pale(pictures.DARK)})
 
 
 def _color(row: Row) -> str:
     kind = strategy_kinds().get(row["strategy"])
-    return kind.color if kind else INK  # The single device.
+    return kind.color if kind else pictures.INK  # The single device.
 
 
 def _pale(color: str) -> str:

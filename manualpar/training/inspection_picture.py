@@ -8,49 +8,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from manualpar import purposes
 from manualpar.inspect.ledger_difference import Json, sent_by
 from manualpar.inspect.provenance import TENSOR_PARALLEL
-from manualpar.purposes import (
-    CAST_SCOPE,
-    EXAMPLES_SCOPE,
-    GATHER_SCOPE,
-    NEW_PARAMS_SCOPE,
-    OPTIMIZER_SCOPE,
-    REDUCE_SCOPE,
-    REGATHER,
-    SCATTER_SCOPE,
-)
 from manualpar.training.inspection_report import describe_fit, read_collectives
-from manualpar.watching.pictures import (
-    BLUE,
-    DARK,
-    GREEN,
-    GREY,
-    INK,
-    MEMORY_COLORS,
-    ORANGE,
-    PINK,
-    RED,
-    ROOM,
-    SKY,
-    Bar,
-    draw_bars,
-    new_figure,
-    scale_in_bytes,
-)
+from manualpar.watching import pictures
+from manualpar.watching.pictures import Bar
 from manualpar.watching.tables import describe_bytes
 
-# Blue is for parameters, orange for gradients; purposes that are not named here send little.
+# Blue is for parameters, red for gradients; purposes that are not named here send little.
 PURPOSE_COLORS = {
-    GATHER_SCOPE: BLUE,
-    REGATHER: SKY,
-    NEW_PARAMS_SCOPE: SKY,
-    SCATTER_SCOPE: RED,
-    REDUCE_SCOPE: ORANGE,
-    CAST_SCOPE: ORANGE,
-    TENSOR_PARALLEL: GREEN,
-    EXAMPLES_SCOPE: GREEN,
-    OPTIMIZER_SCOPE: PINK,
+    purposes.GATHER_SCOPE: pictures.BLUE,
+    purposes.REGATHER: pictures.SKY,
+    purposes.NEW_PARAMS_SCOPE: pictures.SKY,
+    purposes.SCATTER_SCOPE: pictures.RED,
+    purposes.REDUCE_SCOPE: pictures.ORANGE,
+    purposes.CAST_SCOPE: pictures.ORANGE,
+    TENSOR_PARALLEL: pictures.GREEN,
+    purposes.EXAMPLES_SCOPE: pictures.GREEN,
+    purposes.OPTIMIZER_SCOPE: pictures.PINK,
 }
 ONE_SCALE = 12.0  # Beyond this ratio the smallest step could not be seen on one scale.
 NEAR = 2.5  # A bound that is this many times larger is written, not drawn.
@@ -65,38 +41,37 @@ class Bound(NamedTuple):
     size: int
 
 
+class _Mark(NamedTuple):
+    """A line across a bar, and its text."""
+
+    x: float
+    line: str
+    text: str
+
+
 class _Panel(NamedTuple):
-    """One half of a ledger's picture: bars of one colour, and marks: a place, a line, a text."""
+    """One half of a ledger's picture: all bytes in the first bar, and parts of them below."""
 
-    label: str
     bars: list[Bar]
-    marks: list[tuple[float, str, str]]
-
-    @property
-    def total(self) -> float:
-        return sum(bar.length for bar in self.bars)
+    marks: list[_Mark]
 
     @property
     def longest(self) -> float:
-        near = [x for x, line, _ in self.marks if line != BOUND or x <= NEAR * self.total]
-        return max([self.total, *near])
+        total = self.bars[0].length
+        near = [mark.x for mark in self.marks if mark.line != BOUND or mark.x <= NEAR * total]
+        return max([total, *near])
 
 
 def draw_ledgers(
     ledgers: Mapping[str, Json], path: Path, *, bounds: Mapping[str, Sequence[Bound]]
 ) -> None:
-    """Draws ledgers into a PNG file.
-
-    Args:
-      ledgers: The JSON of each config's step, by the name of the config.
-      path: The file.
-      bounds: The bounds of the memory of each step.
+    """Draws the JSON of each config's step, and the bounds of its memory, into a PNG file.
 
     Raises:
       MissingExtraError: matplotlib is not installed.
     """
     panels = [(_sent(ledger), _held(ledger, bounds[name])) for name, ledger in ledgers.items()]
-    heights = [1 + max(len(sent.bars), len(held.bars), 1) for sent, held in panels]
+    lines = [max(2, len(sent.bars), len(held.bars)) for sent, held in panels]
     ends = [_ends([panel.longest for panel in column]) for column in zip(*panels, strict=True)]
     differ = any(len(set(column)) > 1 for column in ends)
     title = (
@@ -104,84 +79,78 @@ def draw_ledgers(
         f"{'; mind the scales, which differ' * differ}\n"
         "Lines: solid the closed form of the strategy, dotted as compiled, dashed a bound"
     )
-    size = (15, 0.33 * sum(heights) + 0.85 * len(heights) + 1.2)
-    with new_figure(path.name, size, title=title) as figure:
-        grid = figure.subplots(len(panels), 2, squeeze=False, height_ratios=heights)
-        for column in (0, 1):
-            for axes, row, height, end in zip(
-                grid[:, column], panels, heights, ends[column], strict=True
-            ):
-                _draw_panel(axes, row[column], end)
-                axes.set_ylim(height - 0.45, -0.65)
-        for axes, (name, ledger) in zip(grid[:, 0], ledgers.items(), strict=True):
+    size = (15, 0.33 * sum(lines) + 0.85 * len(lines) + 1.2)
+    with pictures.new_figure(path.name, size, title=title) as figure:
+        grid = figure.subplots(len(panels), 2, squeeze=False, height_ratios=lines)
+        for row, (name, ledger) in enumerate(ledgers.items()):
+            for column in (0, 1):
+                axes = grid[row, column]
+                _draw_panel(axes, panels[row][column], ends[column][row])
+                axes.set_ylim(lines[row] - 0.45, -0.65)
             mesh = " x ".join(f"{axis}={size:,}" for axis, size in ledger["mesh"].items())
-            title = f"{name}: {ledger['name']}, {mesh}"
-            axes.set_title(title, fontweight="bold", pad=20)
+            heading = f"{name}: {ledger['name']}, {mesh}"
+            grid[row, 0].set_title(heading, fontweight="bold", pad=20)
         figure.savefig(path)
 
 
 def _sent(ledger: Json) -> _Panel:
     """What a step sends by purpose, the most bytes first."""
     sums = sent_by(read_collectives(ledger), "purpose")
-    total = sum(sent.bytes for sent in sums.values())
-    bars = [
-        _bar(f"{purpose}  {sent.times:,} ×", sent.bytes, PURPOSE_COLORS.get(purpose, GREY), total)
+    parts = [
+        (f"{purpose}  {sent.times:,} ×", sent.bytes, PURPOSE_COLORS.get(purpose, pictures.GREY))
         for (purpose,), sent in sorted(sums.items(), key=lambda item: -item[1].bytes)
     ]
     marks = []
     if predicted := ledger["predicted_bytes"]:
         bound = "at most " if ledger["predicted_is_bound"] else ""
         text = f"closed form {bound}{describe_bytes(predicted['total'])}"
-        marks.append((predicted["total"], CLOSED_FORM, text))
-    return _Panel("sent", bars, marks + _as_compiled(ledger, "bytes"))
+        marks.append(_Mark(predicted["total"], CLOSED_FORM, text))
+    return _panel("sent", parts, marks + _as_compiled(ledger, "bytes"))
 
 
 def _held(ledger: Json, bounds: Sequence[Bound]) -> _Panel:
     """What a step holds at its peak by class."""
-    memory = ledger["memory"]
-    if memory is None:
-        return _Panel("memory: not known", [], [])
-    colors = {**MEMORY_COLORS, "other": GREY}
-    bars = [
-        _bar(name, memory[name], color, memory["peak"])
-        for name, color in colors.items()
-        if memory[name]
-    ]
+    if not (memory := ledger["memory"]):
+        return _Panel([Bar("memory: not known", [], "")], [])
+    colors = {**pictures.MEMORY_COLORS, "other": pictures.GREY}
+    parts = [(name, memory[name], color) for name, color in colors.items() if memory[name]]
     marks = _as_compiled(ledger, "peak")
-    marks += [(size, BOUND, describe_fit(memory["peak"], name, size)) for name, size in bounds]
-    return _Panel("held", bars, marks)
+    for name, size in bounds:
+        marks.append(_Mark(size, BOUND, describe_fit(memory["peak"], name, size)))
+    return _panel("held", parts, marks)
 
 
-def _bar(name: str, size: float, color: str, total: float) -> Bar:
-    share = f"  ({size / total:.0%})" if total else ""
-    return Bar(name, [(size, color)], describe_bytes(size) + share)
+def _as_compiled(ledger: Json, key: str) -> list[_Mark]:
+    compiled = ledger["compiled"]
+    text = compiled and f"compiled {describe_bytes(compiled[key])}"
+    return [_Mark(compiled[key], COMPILED, text)] if compiled else []
 
 
-def _as_compiled(ledger: Json, key: str) -> list[tuple[float, str, str]]:
-    """The mark of a number of the compiled step, if there is one."""
-    if not (compiled := ledger["compiled"]):
-        return []
-    return [(compiled[key], COMPILED, f"compiled {describe_bytes(compiled[key])}")]
+def _panel(label: str, parts: Sequence[tuple[str, float, str]], marks: list[_Mark]) -> _Panel:
+    total = sum(size for _, size, _ in parts)
+    bars = [Bar(f"{label}  {describe_bytes(total)}", [part[1:] for part in parts], "")]
+    for name, size, color in parts:
+        share = f"  ({size / total:.0%})" if total else ""
+        bars.append(Bar(name, [(size, color)], describe_bytes(size) + share))
+    return _Panel(bars, marks)
 
 
 def _draw_panel(axes: Any, panel: _Panel, end: float) -> None:
-    """Draws all bars stacked in the first line, with marks across, and each by itself below."""
-    stacked = f"{panel.label}  {describe_bytes(panel.total)}" if panel.bars else panel.label
-    first = Bar(stacked, [bar.parts[0] for bar in panel.bars], "")
-    draw_bars(axes, [first, *panel.bars], end=end)
+    pictures.draw_bars(axes, panel.bars, end=end)
+    pictures.scale_in_bytes(axes)
     axes.get_yticklabels()[0].set_fontweight("bold")
-    scale_in_bytes(axes)
     for x, line, _ in panel.marks:
         if x <= end:
-            color = RED if line == BOUND else INK
+            color = pictures.RED if line == BOUND else pictures.INK
             axes.plot([x, x], [-0.52, 0.52], color=color, linestyle=line, linewidth=2)
     above = {"xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
-    axes.annotate("     ".join(text for _, _, text in panel.marks), (0, 1), color=DARK, **above)
+    words = "     ".join(mark.text for mark in panel.marks)
+    axes.annotate(words, (0, 1), color=pictures.DARK, **above)
 
 
 def _ends(longest: Sequence[float]) -> list[float]:
     """The ends of the scales: the same for all steps, unless some could not be seen then."""
-    shown = [length for length in longest if length]
-    if shown and max(shown) <= ONE_SCALE * min(shown):
-        return [ROOM * max(shown)] * len(longest)
-    return [ROOM * (length or 1.0) for length in longest]
+    shown = [length for length in longest if length] or [1.0]
+    if max(shown) <= ONE_SCALE * min(shown):
+        return [pictures.ROOM * max(shown)] * len(longest)
+    return [pictures.ROOM * (length or 1.0) for length in longest]

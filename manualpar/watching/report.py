@@ -50,12 +50,8 @@ def write_report(
 ) -> Path:
     """Writes the report of the run in a folder, and returns the path of the page.
 
-    Args:
-      workdir: The folder.
-      title: The heading.
-      facts: A table of names and values, such as the mesh or how the run ended.
-      report: Is told which parts of the files no run writes, and if matplotlib is missing; then
-        the report has no charts.
+    `facts` are a table of names and values, such as the mesh or how the run ended. `report` is told
+    which parts of the files no run writes, and if matplotlib is missing: then there are no charts.
 
     Raises:
       WriteError: The report cannot be written.

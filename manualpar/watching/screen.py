@@ -113,12 +113,8 @@ class TrainingProgress:
     ) -> None:
         """Makes the bar, which appears when the context is entered.
 
-        Args:
-          console: Where to show it.
-          num_steps: Updates that the training ends after.
-          first_step: Updates that an earlier run made, if this one resumes it.
-          state_bytes: Bytes of the state on the fullest device, see `manualpar.inspect`.
-          get_time: A clock in seconds, for the estimate of the time that remains.
+        `first_step` updates were made by an earlier run, and `state_bytes` is the state on the
+        fullest device. `get_time` is a clock in seconds, by which the remaining time is estimated.
         """
         self._console = console
         self._num_steps = num_steps
