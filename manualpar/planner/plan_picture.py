@@ -79,7 +79,8 @@ def _draw_times(axes: Any, plans: Sequence[Plan], labels: Sequence[str], *, titl
 def _draw_memory(axes: Any, plans: Sequence[Plan]) -> None:
     """Draws what a device holds, and a line at what it has."""
     bound, largest = max(p.hbm_bytes for p in plans), max(p.peak_bytes for p in plans)
-    bars, seen = [], {}
+    bars: list[Bar] = []
+    seen: dict[str, str] = {}
     for plan in plans:
         colors = {name: pictures.MEMORY_COLORS.get(name, pictures.GREY) for name in plan.memory}
         parts = [(size, colors[name]) for name, size in plan.memory.items()]

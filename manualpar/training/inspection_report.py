@@ -3,6 +3,7 @@
 What is printed is the JSON that is also written to files, see `manualpar.training.inspection`.
 """
 
+import functools
 import math
 import re
 from collections import defaultdict
@@ -12,7 +13,14 @@ import rich.console
 
 from manualpar.inspect.budgets import Verdict
 from manualpar.inspect.formulas import OTHER_SCOPES
-from manualpar.inspect.ledger_difference import Difference, Json, Sent, name_module, sent_by
+from manualpar.inspect.ledger_difference import (
+    Difference,
+    Json,
+    Sent,
+    name_module,
+    sent_by,
+    totals,
+)
 from manualpar.watching.tables import (
     UNKNOWN,
     describe_bytes,
@@ -27,6 +35,16 @@ from manualpar.watching.tables import (
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 MOST_MODULES = 24  # In a table; the file has all.
 MOST_CHANGES = 40
+# Of the totals of a ledger those that stand side by side, by their headers.
+SUMMARY = {
+    "collectives": "collectives",
+    "sent": "bytes sent",
+    "closed form": "",  # It is no total.
+    "compiled": "compiled: bytes sent",
+    "FLOPs": "FLOPs",
+    "memory": "memory: peak",
+    "temporaries": "compiled: temporaries",
+}
 
 
 def print_ledger(console: rich.console.Console, name: str, ledger: Json) -> None:
@@ -58,21 +76,11 @@ def print_summary(console: rich.console.Console, ledgers: Mapping[str, Json]) ->
     """Prints a line for each config, side by side."""
     rows = []
     for name, ledger in ledgers.items():
-        compiled, memory = ledger["compiled"] or {}, ledger["memory"] or {}
-        rows.append(
-            (
-                name,
-                describe_count(sum(ledger["counts"].values())),
-                describe_bytes(ledger["bytes"]["total"]),
-                _closed_form(ledger),
-                describe_bytes(compiled.get("bytes")),
-                describe_flops(ledger["flops"]["total"]),
-                describe_bytes(memory.get("peak")),
-                describe_bytes(compiled.get("temporaries")),
-            )
-        )
-    headers = ("", "collectives", "sent", "closed form", "compiled", "FLOPs", "memory")
-    print_table(console, (*headers, "temporaries"), rows, title="side by side")
+        numbers = totals(ledger)
+        cells = {header: _describe(total, numbers.get(total)) for header, total in SUMMARY.items()}
+        cells["closed form"] = _closed_form(ledger)
+        rows.append([name, *cells.values()])
+    print_table(console, ["", *SUMMARY], rows, title="side by side")
 
 
 def print_difference(
@@ -99,8 +107,8 @@ def print_difference(
     title = f"{name}: difference to {against}"
     print_table(console, headers, rows, title=title, words=5, most=MOST_CHANGES)
     numbers = [
-        (total, *_compare(before, after, _describer(total)))
-        for total, (before, after) in found.totals.items()
+        (total, *(_describe(total, each) for each in pair), _describe_more(total, *pair))
+        for total, pair in found.totals.items()
     ]
     print_table(console, ("", "before", "after", "difference"), numbers)
 
@@ -206,10 +214,8 @@ def _print_modules(console: rich.console.Console, ledger: Json) -> None:
         (
             name,
             f"{times:,}",
-            describe_bytes(sent_bytes),
-            describe_share(sent_bytes, total),
-            describe_flops(own_flops),
-            describe_share(own_flops, ledger["flops"]["total"]),
+            *(describe_bytes(sent_bytes), describe_share(sent_bytes, total)),
+            *(describe_flops(own_flops), describe_share(own_flops, ledger["flops"]["total"])),
         )
         for name, times, sent_bytes, own_flops in found
     ]
@@ -258,22 +264,18 @@ def _closed_form(ledger: Json, axes: str = "") -> str:
     return bound + describe_bytes(predicted["by_axes"][axes] if axes else predicted["total"])
 
 
-def _describer(total: str) -> Callable[[float | None], str]:
-    """What describes the total of a ledger that has this name."""
+def _describe(total: str, number: float | None) -> str:
+    """The total of a ledger that has this name."""
     if total.startswith("FLOPs"):
-        return describe_flops
-    return describe_count if total.endswith("collectives") else describe_bytes
+        return describe_flops(number)
+    return (describe_count if total.endswith("collectives") else describe_bytes)(number)
 
 
-def _compare(
-    before: float | None, after: float | None, describe: Callable[[float | None], str]
-) -> tuple[str, str, str]:
-    """A number before and after, and the difference."""
-    difference = UNKNOWN
-    if before is not None and after is not None:
-        difference = describe_difference(after - before, describe)
-        difference += f" ({(after - before) / before:+.1%})" if before and after != before else ""
-    return describe(before), describe(after), difference
+def _describe_more(total: str, before: float | None, after: float | None) -> str:
+    if before is None or after is None:
+        return UNKNOWN
+    text = describe_difference(after - before, functools.partial(_describe, total))
+    return f"{text} ({(after - before) / before:+.1%})" if before and after != before else text
 
 
 def _describe_sent(sent: Sent | None, other: Sent | None) -> str:
