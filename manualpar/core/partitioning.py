@@ -58,15 +58,15 @@ class ShardedParameter(ArrayBox, eq=False):
       storage_axes: The mesh axes to gather over along which devices see the same examples. They
         only share the storage, and each device keeps its part of the gradient. A dimension that is
         sharded over any other axis stays sharded.
-      sizes: For each dimension that is padded the parameter's own size, `None` for the others; `()`
-        if none is padded. Only dimensions sharded over `gather_axes` are.
+      padding: The number of zeros at the end of each dimension of the gathered array; `()` if there
+        are none. Only dimensions sharded over `gather_axes` have some.
       wire: The dtypes that travel, and the order of the axes.
     """
 
     names: Names = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
     gather_axes: tuple[str, ...] = flax.struct.field(default=(), pytree_node=False)
     storage_axes: tuple[str, ...] = flax.struct.field(default=(), pytree_node=False)
-    sizes: tuple[int | None, ...] = flax.struct.field(default=(), pytree_node=False)
+    padding: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
     wire: Wire = flax.struct.field(default=AS_STORED, pytree_node=False)
 
     def unbox(self, apply_constraint: bool = True) -> Any:
@@ -95,21 +95,21 @@ class ShardedParameter(ArrayBox, eq=False):
 
     def unpad(self, value: jax.Array) -> jax.Array:
         """A gathered value without its padding."""
-        for dim, size in enumerate(self.sizes):
-            if size is not None:
-                value = jax.lax.slice_in_dim(value, 0, size, axis=dim)
+        for dim, width in enumerate(self.padding):
+            if width:
+                value = jax.lax.slice_in_dim(value, 0, value.shape[dim] - width, axis=dim)
         return value
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
         """Names a dim that `nn.scan` or `nn.vmap` adds: a mesh axis in its metadata, or `None`."""
-        names, sizes = list(self.names), list(self.sizes)
+        names, padding = list(self.names), list(self.padding)
         index %= len(names) + 1
         name = params.get(nn.PARTITION_NAME)
         is_mesh_axis = bool(axis_tuple(name)) and all(map(is_axis_bound, axis_tuple(name)))
         names.insert(index, name if is_mesh_axis else None)
-        if sizes:
-            sizes.insert(index, None)
-        return self.replace(names=tuple(names), sizes=tuple(sizes))
+        if padding:
+            padding.insert(index, 0)
+        return self.replace(names=tuple(names), padding=tuple(padding))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
         """Forgets a dim that `nn.scan` or `nn.vmap` takes away.
@@ -117,11 +117,11 @@ class ShardedParameter(ArrayBox, eq=False):
         Raises:
           ValueError: The dimension would have to be gathered.
         """
-        names, sizes = list(self.names), list(self.sizes)
+        names, padding = list(self.names), list(self.padding)
         index %= len(names)
         name = names.pop(index)
-        if sizes:
-            sizes.pop(index)
+        if padding:
+            padding.pop(index)
         if set(axis_tuple(name)) & {*self.gather_axes, *self.storage_axes}:
             raise ValueError(
                 f"ShardedParameter: nn.scan or nn.vmap runs over dim {index} of a parameter with "
@@ -129,7 +129,7 @@ class ShardedParameter(ArrayBox, eq=False):
                 f"which is sharded over {name!r}: no device has all of its slices. Shard another "
                 "dim of it."
             )
-        return self.replace(names=tuple(names), sizes=tuple(sizes))
+        return self.replace(names=tuple(names), padding=tuple(padding))
 
     def gather_data_axes(self) -> "ShardedParameter":
         """The box of the value that is gathered over `gather_axes` and cast.
@@ -146,7 +146,7 @@ class ShardedParameter(ArrayBox, eq=False):
                     value, dim, axis_tuple(name), wire=self.wire.uncast
                 )
                 names[dim] = None
-        return self.replace(value=self.unpad(value), names=tuple(names), sizes=())
+        return self.replace(value=self.unpad(value), names=tuple(names), padding=())
 
 
 def cast_floating(x: jax.Array, dtype: str | None) -> jax.Array:
@@ -161,14 +161,14 @@ def choose_shard_dim(
     *,
     min_weight_size: int,
     excluded_dims: frozenset[int] = frozenset(),
+    pad: bool = False,
 ) -> tuple[int | None, str]:
     """Decides which dimension of a parameter to shard.
 
-    It is the largest dimension that is free (its name is `None`) and divisible by `axis_size`.
-    Among equals it is the first, whose shards are contiguous in memory. A parameter of fewer than
-    `min_weight_size` elements is not worth a collective and is not sharded.
-
-    `excluded_dims` must stay whole (those that `nn.scan` runs over).
+    It is the largest dimension that is free (its name is `None`) and divisible by `axis_size`; with
+    `pad`, if none is, the largest that is free. Among equals it is the first, whose shards are
+    contiguous in memory. A parameter of fewer than `min_weight_size` elements is not worth a
+    collective and is not sharded. `excluded_dims` must stay whole (those that `nn.scan` runs over).
 
     Returns:
       The dimension and `''`, or `None` and the reason why there is none.
@@ -179,10 +179,11 @@ def choose_shard_dim(
     if size == 0 or not shape:
         return None, "no elements to shard" if shape else "a scalar"
     free = [dim for dim, name in enumerate(names) if name is None and dim not in excluded_dims]
-    divisible = [dim for dim in free if shape[dim] % axis_size == 0]
-    if not divisible:
+    some = [dim for dim in free if shape[dim] % axis_size == 0]
+    some = some or [dim for dim in free if pad and shape[dim] > 1]
+    if not some:
         return None, f"none of {[shape[dim] for dim in free]} divides by {axis_size}"
-    return max(divisible, key=lambda dim: (shape[dim], -dim)), ""
+    return max(some, key=lambda dim: (shape[dim], -dim)), ""
 
 
 def scatter_gradients(grads: Any, shards: Any) -> Any:

@@ -127,10 +127,6 @@ class GlobalArrays(Manual):
 
         return map_in_scopes(gather, placements, params)
 
-    def _whole_shape(self, x: jax.Array, names: Names) -> list[int]:
-        del names
-        return list(x.shape)
-
     def _make_box(self, x: jax.Array, names: Names, **fields: Any) -> ShardedParameter:
         return GlobalParameter(x, names, mode=self, **fields)
 
@@ -253,7 +249,8 @@ class GlobalParameter(ShardedParameter, eq=False):
           None of ours; XLA gathers.
         """
         del apply_constraint
-        return self.finish(self.gather_data_axes().value)
+        gathered = self.gather_data_axes()
+        return gathered.finish(gathered.value)
 
     def gather_data_axes(self) -> "GlobalParameter":
         """The same box of a parameter that is constrained to be whole."""
@@ -265,7 +262,7 @@ class GlobalParameter(ShardedParameter, eq=False):
         value = cast_floating(self.value, self.wire.gather_dtype)
         with jax.named_scope(GATHER_SCOPE):
             value = self.mode.make_whole(value, names, self.names)
-        return self.replace(value=self.unpad(value), names=names, sizes=())
+        return self.replace(value=self.unpad(value), names=names, padding=())
 
 
 def _constrain_whole(x: jax.Array, whole: Any, sharded: Any) -> jax.Array:

@@ -29,7 +29,7 @@ from manualpar.core.partitioning import (
 from manualpar.core.strategy import Mode
 from manualpar.rng import fold_rng_over_axis
 from manualpar.sharding.annotations import Rules
-from manualpar.sharding.axes import axes_size, axis_tuple
+from manualpar.sharding.axes import axis_tuple
 from manualpar.sharding.layout import Placement, map_in_scopes, param_specs, state_specs
 from manualpar.sharding.splitting import split_minibatches
 from manualpar.user_model.loss_function import Metrics
@@ -117,16 +117,12 @@ class Manual:
         wire = self.wire if jnp.issubdtype(x.dtype, jnp.floating) else self.wire.uncast
         if not wire.casts and not any(map(axis_tuple, names)):
             return x
-        sizes: tuple[int | None, ...] = ()
-        if any(padding):
-            whole = zip(self._whole_shape(x, names), padding, strict=True)
-            sizes = tuple(size - width if width else None for size, width in whole)
         return self._make_box(
             x,
             names,
             gather_axes=place.mean_axes,
             storage_axes=place.storage_axes,
-            sizes=sizes,
+            padding=padding,
             wire=wire,
         )
 
@@ -173,12 +169,6 @@ class Manual:
             out_specs=param_specs(placements),
         )
         return run(params)
-
-    def _whole_shape(self, x: jax.Array, names: Names) -> list[int]:
-        return [
-            size * axes_size(self.mesh, axis_tuple(name))
-            for size, name in zip(x.shape, names, strict=True)
-        ]
 
     def _make_box(self, x: jax.Array, names: Names, **fields: Any) -> ShardedParameter:
         return ShardedParameter(x, names, **fields)

@@ -7,7 +7,6 @@ touches no device. A strategy is a `PlaceFn`: from what is known of a parameter 
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -136,27 +135,20 @@ def shard_largest_dim(
     if set(axes) & {axis for name in parameter.names for axis in axis_tuple(name)}:
         return Placement(parameter.names, keep=keep)
     shape = parameter.shape
-    padding: tuple[int, ...] = ()
     dim, note = choose_shard_dim(
         shape,
         parameter.names,
         axis_size,
         min_weight_size=min_weight_size,
         excluded_dims=parameter.loop_dims,
+        pad=pad,
     )
-    if dim is None and pad and math.prod(shape) >= max(min_weight_size, 1):
-        free = [
-            i
-            for i, name in enumerate(parameter.names)
-            if name is None and i not in parameter.loop_dims and shape[i] > 1
-        ]
-        if free:
-            dim = max(free, key=lambda i: (shape[i], -i))
-            missing = -shape[dim] % axis_size
-            padding = tuple(missing if i == dim else 0 for i in range(len(shape)))
-            note = f"padded from {shape[dim]} to {shape[dim] + missing}"
     if dim is None:
         return Placement(parameter.names, note, keep=keep)
+    padding: tuple[int, ...] = ()
+    if missing := -shape[dim] % axis_size:
+        padding = tuple(missing if i == dim else 0 for i in range(len(shape)))
+        note = f"padded from {shape[dim]} to {shape[dim] + missing}"
     name = axes[0] if len(axes) == 1 else axes
     names = (*parameter.names[:dim], name, *parameter.names[dim + 1 :])
     return Placement(names, note, padding=padding, keep=keep)
@@ -185,23 +177,10 @@ def check_named(
 
 
 def shard_state_only(
-    parameter: ParameterInfo,
-    axes: tuple[str, ...],
-    axis_size: int,
-    *,
-    min_weight_size: int,
-    pad: bool = False,
-    replicate: tuple[str, ...] = (),
+    parameter: ParameterInfo, axes: tuple[str, ...], axis_size: int, **placing: Any
 ) -> Placement:
     """Shards the gradient and the optimizer's state as `shard_largest_dim`; not the parameter."""
-    sharded = shard_largest_dim(
-        parameter,
-        axes,
-        axis_size,
-        min_weight_size=min_weight_size,
-        pad=pad,
-        replicate=replicate,
-    )
+    sharded = shard_largest_dim(parameter, axes, axis_size, **placing)
     if sharded.names == parameter.names or sharded.keep:
         return sharded
     return dataclasses.replace(sharded, names=parameter.names, state_names=sharded.names)
