@@ -131,7 +131,7 @@ DATASET = Dataset(train=_split(30, 0), eval=_split(6, 100), test=_split(7, 200),
 class Run:
     """The training of a fake program, and all that came of it."""
 
-    def __init__(self, program=None, *, save_every=0, position=START, profile=None, **options):
+    def __init__(self, program=None, *, save_every=0, position=START, profile=range(0), **options):
         self.program = program or FakeProgram()
         self.reports, self.cluster, self.lines = Reports(), Cluster(), []
         self.checkpoints = FakeCheckpoints(self.program.log)
@@ -419,7 +419,7 @@ def test_a_process_told_to_ignore_ctrl_c_keeps_ignoring_it():
 def test_every_process_goes_through_the_same_phases_and_is_watched_no_more_at_the_end():
     """Who has entered fewer phases than the others is behind, so none may depend on the process."""
     entered = []
-    for profile in (None, range(90, 91)):
+    for profile in (range(0), range(90, 91)):
         run = Run(num_steps=2, eval_every_steps=2, save_every=1, profile=profile)
         phases = []
         run.cluster.enter = phases.append

@@ -15,7 +15,7 @@ from manualpar.watching.profiling import TRACE_FILE, StepProfiler, parse_profile
 def test_both_ends_are_included():
     assert list(parse_profile("10:13")) == [10, 11, 12, 13]
     assert list(parse_profile("1:1")) == [1]
-    assert parse_profile("") is None
+    assert parse_profile("") == range(0)
 
 
 @pytest.mark.parametrize("text", ["10", "0:3", "4:3", "-1:3", "a:b", "1:2:3", "10:13 ", "1.5:2"])
@@ -101,7 +101,7 @@ def test_steps_that_never_come_are_said(step, tmp_path):
 
 def test_without_steps_nothing_happens(step, tmp_path):
     said = []
-    _run(step, StepProfiler(None, tmp_path / "p", say=said.append), range(1, 3))
+    _run(step, StepProfiler(range(0), tmp_path / "p", say=said.append), range(1, 3))
     assert said == []
     assert list(tmp_path.iterdir()) == []
 

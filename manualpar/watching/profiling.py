@@ -7,10 +7,10 @@ step compiles: ask for later ones.
 
 A profile is a folder that XProf and TensorBoard open, with a `perfetto_trace.json.gz`, which
 https://ui.perfetto.dev opens. The names given with `jax.named_scope` are in the file that XProf
-reads (`*.xplane.pb`, with the program). The timeline itself shows them on GPUs and TPUs; on the CPU
-it names XLA's operations only.
+reads (`*.xplane.pb`); the timeline itself shows them on GPUs and TPUs only.
 """
 
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,14 +24,14 @@ TRACE_FILE = "perfetto_trace.json.gz"
 PYTHON_TRACER_LEVEL = 0
 
 
-def parse_profile(text: str) -> range | None:
+def parse_profile(text: str) -> range:
     """Reads the config field `profile`: `10:13` means the steps 10, 11, 12 and 13, `""` none.
 
     Raises:
       ValueError: It is neither.
     """
     if not text:
-        return None
+        return range(0)
     found = re.fullmatch(r"(\d+):(\d+)", text)
     first, last = map(int, found.groups()) if found else (0, 0)
     if not 1 <= first <= last:
@@ -51,20 +51,19 @@ class StepProfiler:
     """
 
     def __init__(
-        self, steps: range | None, folder: Path, *, say: Callable[[str], None] = lambda text: None
+        self, steps: range, folder: Path, *, say: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Prepares a profile of `steps`, which `parse_profile` returns.
+        """Prepares a profile of `steps`; the first of them creates `folder`.
 
-        The first of the steps creates `folder`. `say` is told where the profile is, or why there is
-        none.
+        `say` is told where the profile is, or why there is none.
         """
-        self._steps = range(0) if steps is None else steps
+        self._steps = steps
         self._folder = folder
         self._say = say
         self._traced: list[int] = []
-        self._step: jax.profiler.StepTraceAnnotation | None = None
+        self._step = contextlib.ExitStack()  # Holds the annotation of a step.
         self._is_tracing = False
-        self._is_done = not self._steps
+        self._is_done = not steps
 
     def covers(self, step: int) -> bool:
         """Whether a step is one of those that are profiled, which take longer than others."""
@@ -82,17 +81,16 @@ class StepProfiler:
                 self._folder, create_perfetto_trace=True, profiler_options=options
             )
             self._is_tracing = True
-        self._step = jax.profiler.StepTraceAnnotation(STEP_NAME, step_num=step)
-        self._step.__enter__()
+        self._step.enter_context(jax.profiler.StepTraceAnnotation(STEP_NAME, step_num=step))
 
     def after(self, step: int, state: Any) -> None:
         """Ends step number `step`; after the last of the steps it waits for `state`."""
-        if self._step is None:
+        if self._is_done or step not in self._steps:
             return
         is_last = step == self._steps[-1]
         if is_last:  # Within the annotation, so that the step is as long as the device takes.
             jax.block_until_ready(state)
-        self._end_step()
+        self._step.close()
         self._traced.append(step)
         if is_last:
             self._stop()
@@ -101,17 +99,12 @@ class StepProfiler:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self._end_step()
+        self._step.close()
         if self._is_tracing:
             self._stop()
         elif not self._is_done:
             first, last = self._steps[0], self._steps[-1]
             self._say(f"profile: none of the steps {first} to {last} was made, so there is none")
-
-    def _end_step(self) -> None:
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
-            self._step = None
 
     def _stop(self) -> None:
         """Writes the profile and says where it is."""

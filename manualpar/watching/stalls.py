@@ -2,10 +2,8 @@
 
 A training that hangs looks like one that is slow. The loop says that it is alive with every step
 (`beat`), and a thread that hears nothing for a configured time reports it: once, and again whenever
-the silence has doubled. It ends nothing.
-
-The first step compiles; if that takes longer it is reported too, which does no harm. A task
-that takes long, such as restoring a checkpoint, runs within `pause`.
+the silence has doubled. It ends nothing. A first step that takes longer to compile is reported too,
+which does no harm.
 
 Python reads the stacks, so a thread that hangs in C code and keeps Python's lock stops the detector
 too. `py-spy dump` shows such a thread from outside.
@@ -20,9 +18,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Self, TextIO
 
-# The last step of each process, this one included, and how many seconds ago it was.
-Others = Callable[[], Mapping[int, tuple[int, float]]]
-
 
 class StallDetector:
     """Watches a loop from a thread of its own. Use it as a context manager.
@@ -35,8 +30,8 @@ class StallDetector:
         seconds: float,
         *,
         stream: TextIO | None = None,
-        others: Others | None = None,
-        num_processes: int | None = None,
+        others: Callable[[], Mapping[int, tuple[int, float]]] | None = None,
+        num_processes: int = 0,
         get_time: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepares a detector.
@@ -48,14 +43,7 @@ class StallDetector:
             detector's thread, and only in a stall. Processes that have made no step may be missing.
           num_processes: How many there are, to name those that are missing.
           get_time: A clock in seconds.
-
-        Raises:
-          ValueError: `seconds` is negative.
         """
-        if seconds < 0:
-            raise ValueError(
-                f"seconds is {seconds}, expected how long a step may take, or 0 for no detector."
-            )
         self._seconds = seconds
         self._stream = stream
         self._others = others
@@ -91,11 +79,7 @@ class StallDetector:
                 self._heard_at, self._reports = self._get_time(), 0
 
     def check(self) -> float:
-        """Reports a stall if there is one to report.
-
-        Returns:
-          Seconds until the next report, if nothing is heard until then.
-        """
+        """Reports a stall if there is one to report; returns the seconds until the next report."""
         if not self._seconds:
             return math.inf
         with self._lock:
@@ -113,15 +97,18 @@ class StallDetector:
         stall = f"stall: no step for {silence:.0f} s, {since}."
         self._write("\n".join(["", stall, *thread_stacks(), ""]))
         if self._others is not None:
-            # This comes last, because what hangs the run may hang this question too.
-            self._write(self._late_processes(self._others) + "\n")
+            # This comes last, because what hangs the run may hang this question too, or fail it.
+            try:
+                late = describe_late(self._others(), num_processes=self._num_processes)
+            except Exception as error:
+                late = f"Which process is late is not known: {type(error).__name__}: {error}"
+            self._write(f"{late}\n")
         return wait
 
     def __enter__(self) -> Self:
         if self._seconds:
             with self._lock:
                 self._heard_at = self._get_time()
-            self._stopped.clear()
             self._thread = threading.Thread(target=self._watch, name="stall detector", daemon=True)
             self._thread.start()
         return self
@@ -141,17 +128,8 @@ class StallDetector:
         stream.write(text)
         stream.flush()
 
-    def _late_processes(self, others: Others) -> str:
-        try:
-            steps = dict(others())
-        except Exception as error:  # What hangs the run may also keep them from answering.
-            return f"Which process is late is not known: {type(error).__name__}: {error}"
-        return describe_late(steps, num_processes=self._num_processes)
 
-
-def describe_late(
-    steps: Mapping[int, tuple[int, float]], *, num_processes: int | None = None
-) -> str:
+def describe_late(steps: Mapping[int, tuple[int, float]], *, num_processes: int = 0) -> str:
     """Says in a sentence which processes are behind, from each one's last step and its age.
 
     Those of the `num_processes` that are missing in `steps` have made no step.
@@ -159,7 +137,7 @@ def describe_late(
     if not steps:
         return "Which process is late is not known: none has said how far it is."
     lowest = min(step for step, _ in steps.values())
-    if missing := sorted(set(range(num_processes or 0)) - steps.keys()):
+    if missing := sorted(set(range(num_processes)) - steps.keys()):
         names = ", ".join(f"process {process}" for process in missing)
         return f"Late: {names}, with no step yet; the others are at step {lowest} or later."
     if len(steps) == 1:
@@ -178,14 +156,10 @@ def describe_late(
 
 
 def thread_stacks() -> list[str]:
-    """The stack of every Python thread but the one that asks, the innermost call last.
-
-    `faulthandler` would need a stream with a file descriptor, and shows neither names nor lines.
-    """
+    """The stack of every Python thread but the one that asks, the innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    texts = []
-    for ident, frame in sys._current_frames().items():
-        if ident != threading.get_ident():
-            stack = "".join(traceback.format_stack(frame)).rstrip()
-            texts.append(f"Thread {names.get(ident, ident)!r}:\n{stack}")
-    return texts
+    return [
+        f"Thread {names.get(ident, ident)!r}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    ]
