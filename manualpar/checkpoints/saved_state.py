@@ -191,9 +191,7 @@ def find_differences(
         kind = keys.get(leaf.name)
         if got != expected:
             lines.append(f"{leaf.name} is {got}, expected {expected}")
-        elif leaf.is_key != (kind is not None) or (
-            kind is not None and _key_dtype(leaf, kind) != leaf.abstract.dtype
-        ):
+        elif kind != _key_implementation(leaf):
             lines.append(f"{leaf.name} is {kind or 'no typed key'}, expected {leaf.abstract.dtype}")
     lines += [f"{'/'.join(path)} is {got}, expected no such array" for path, got in found.items()]
     return list_some(lines)
@@ -208,12 +206,8 @@ def _take_off_padding(leaf: Leaf, x: jax.Array) -> np.ndarray:
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
-def _key_dtype(leaf: Leaf, implementation: str) -> Any:
-    """The dtype of the key that the stored data would become; None if it can't become one."""
-    data = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    try:
-        return jax.eval_shape(
-            lambda data: jax.random.wrap_key_data(data, impl=implementation), data
-        ).dtype
-    except (TypeError, ValueError):
-        return None
+def _key_implementation(leaf: Leaf) -> str | None:
+    names: list[str] = []
+    if leaf.is_key:
+        jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), leaf.abstract)
+    return names[0] if names else None

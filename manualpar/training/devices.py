@@ -16,9 +16,8 @@ def simulate_devices(count: int | None, *, force: bool = False) -> None:
 
     Args:
       count: How many CPU devices to simulate, whatever else the machine has. `None` simulates eight
-        where the CPU would be the only device. It changes nothing where there are accelerators, or
-        where `JAX_NUM_CPU_DEVICES`, or `--xla_force_host_platform_device_count` in `XLA_FLAGS`, has
-        chosen a number.
+        where the CPU would be the only device, unless `JAX_NUM_CPU_DEVICES`, or
+        `--xla_force_host_platform_device_count` in `XLA_FLAGS`, has chosen a number.
       force: Whether `count` may be more than `MOST`.
 
     Raises:
@@ -32,8 +31,9 @@ def simulate_devices(count: int | None, *, force: bool = False) -> None:
             "thread and memory of its own."
         )
     if count is None:
+        chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
         # Only the CPU's client reads this, so GPUs and TPUs stay the default where they exist.
-        if not _cpu_devices_chosen():
+        if not chosen and jax.config.values["jax_num_cpu_devices"] == -1:
             _choose(DEFAULT_COUNT, accepts_accelerators=True)
         return
     _choose(count, accepts_accelerators=False)
@@ -51,11 +51,6 @@ def _choose(count: int, *, accepts_accelerators: bool) -> None:
             f"simulate_devices: it is too late for {count} devices. "
             f"{how_to_simulate(count * jax.process_count())}"
         ) from None
-
-
-def _cpu_devices_chosen() -> bool:
-    flag = "xla_force_host_platform_device_count"
-    return flag in os.environ.get("XLA_FLAGS", "") or jax.config.values["jax_num_cpu_devices"] != -1
 
 
 def describe_mesh(mesh: jax.sharding.Mesh) -> str:

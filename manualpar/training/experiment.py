@@ -42,10 +42,10 @@ def prepare(
     devices: Sequence[jax.Device] | int | None = None,
     task: Task | None = None,
 ) -> Experiment:
-    """Checks a config and builds what it describes.
+    """Checks a config and builds what it describes; see `manualpar.training.config` and `configs/`.
 
     Args:
-      config: See `manualpar.training.config` for its fields, and `configs/` for examples.
+      config: The config.
       devices: The devices to train on, by default all of `jax.devices()`; or the number of devices
         to trace a program for, which cannot run.
       task: What to train, by default `make_task(config)`.
@@ -100,24 +100,11 @@ def build_program(
     *,
     devices: Sequence[jax.Device] | int | None = None,
 ) -> Program:
-    """Builds the program that `config` describes, for batches of the task's data.
+    """Traces the program that `config` describes, for batches of the task's data.
 
     An option that the strategy does not have, such as `pad` for `dp`, is not used. On a mesh with
     several of `DATA_AXES` a strategy shards over them as over one axis, except for the axis that it
     replicates over.
-
-    Args:
-      config: A config that `check_config` passes.
-      task: The model, the loss and the data, whose shapes and dtypes alone are read.
-      schedule: The learning rate of each update.
-      devices: As for `prepare`.
-
-    Returns:
-      The program, traced but not compiled.
-
-    Raises:
-      ValueError: Two options, or the batch size, the minibatches and the devices, contradict each
-        other; the message names them.
     """
     optimizer, parallel = config.optimizer, config.parallel
     if config.model.get("attention") == "cudnn" and jax.default_backend() != "gpu":
@@ -182,12 +169,11 @@ def build_program(
 
 
 def _device_kind(mesh: Mesh | AbstractMesh) -> str:
-    """The kind of the devices of a mesh; `""` for an abstract one."""
     return mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else ""
 
 
 def _mesh_axes(parallel: ml_collections.ConfigDict) -> dict[str, int]:
-    """The axes of the mesh, the major one first, in the order of `DATA_AXES`: a config keeps none.
+    """The axes of the mesh in the order of `DATA_AXES`, because a config keeps none.
 
     So the devices of one replica are neighbours, whose links are the fastest.
     """

@@ -31,11 +31,7 @@ SIZES = (
 
 
 def check_fits(experiment: Experiment) -> None:
-    """Refuses an experiment that certainly does not fit into the memory of its devices.
-
-    Raises:
-      ValueError: It does not fit; the message names the fields that its size depends on.
-    """
+    """Raises a `ValueError` if an experiment certainly does not fit into its devices' memory."""
     config, program = experiment.config, experiment.program
     devices = [d for d in program.mesh.devices.flat if d.process_index == jax.process_index()]
     host, smaller = host_memory(), "make them smaller, or start it all the same with --force"
@@ -60,15 +56,12 @@ def check_fits(experiment: Experiment) -> None:
 
 
 def least_bytes(program: Program) -> dict[str, int]:
-    """The least bytes that a training step takes on a device; nothing is compiled.
+    """The least bytes that the parts of a step take on a device; nothing is compiled.
 
-    Returns:
-      The bytes of `state` and `batch`, and of `activations`: the part of the estimate of
-      `step_memory` that is beyond doubt, without those two.
+    `activations` are the part of the estimate of `step_memory` that is beyond doubt.
     """
-    state, batch = (
-        state_bytes(tree)[0] for tree in (program.abstract_state, program.abstract_batch)
-    )
+    state = state_bytes(program.abstract_state)[0]
+    batch = state_bytes(program.abstract_batch)[0]
     try:
         peak = step_memory(program, platform="cpu").peak
     except ValueError:  # XLA decides what is held.

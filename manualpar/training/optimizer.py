@@ -17,13 +17,8 @@ def warmup_cosine_schedule(
 ) -> optax.Schedule:
     """The learning rate as a function of the number of updates made before.
 
-    It is positive at the first update, so that no batch is wasted. A run that is shorter than its
-    warm-up ends within it.
-
-    Args:
-      learning_rate: The peak.
-      warmup_steps: Updates before the peak; 0 for none.
-      num_steps: Updates in all.
+    `learning_rate` is the peak. The first update's is positive, so that no batch is wasted. A run
+    that is shorter than its warm-up ends within it.
     """
     cosine = optax.cosine_decay_schedule(learning_rate, max(num_steps - warmup_steps, 1))
     if not warmup_steps:
@@ -61,8 +56,7 @@ def adamw(
       weight_decay: The decay of a weight in an update, as a multiple of the learning rate.
       b1: The decay rate of the mean of gradients.
       b2: The decay rate of the mean of their squares.
-      clip_norm: The largest global norm of a gradient, to which a larger one is scaled down; 0 for
-        no limit.
+      clip_norm: The largest global norm of a gradient; a larger one is scaled down. 0 for no limit.
     """
     update = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=weight_decay_mask)
     return optax.chain(optax.clip_by_global_norm(clip_norm), update) if clip_norm else update

@@ -70,7 +70,6 @@ def experiment_facts(experiment: Experiment) -> Facts:
 
 
 def _show(value: Any) -> str:
-    """A plain value as text that does not depend on the order of a dict."""
     value = value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
     return json.dumps(value, sort_keys=True, default=str)
 

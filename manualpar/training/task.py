@@ -1,7 +1,4 @@
-"""What a config trains: a model, its loss, its data, and how its progress is told.
-
-The config names the model, and everything else about a run is the same for all models.
-"""
+"""What a config trains: a model, its loss, its data, and how its progress is told."""
 
 import dataclasses
 import math
@@ -30,9 +27,6 @@ class Task:
     """What a config trains.
 
     Attributes:
-      dataset: Its data.
-      model: The model.
-      loss_fn: The loss.
       headline: The metric that sums up a run.
       flops_per_example: The FLOPs of a training step for an example, forward and backward, with
         nothing recomputed.

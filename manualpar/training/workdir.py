@@ -25,8 +25,12 @@ from manualpar.training.experiment import Experiment
 from manualpar.training.recorder import parse_state
 from manualpar.untrusted import parse_object, read_object
 from manualpar.usage import UsageError
-from manualpar.watching.rewinding import PLACED_FILES
-from manualpar.watching.writers import CONFIG_FILE, check_workdir, create_numbered_folder
+from manualpar.watching.writers import (
+    CONFIG_FILE,
+    PLACED_FILES,
+    check_workdir,
+    create_numbered_folder,
+)
 
 RUNS = Path("runs")
 FOLDER = "checkpoints"

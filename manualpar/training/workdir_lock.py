@@ -1,10 +1,9 @@
 """One run at a time in a workdir: a lock on `.lock`, which the kernel releases with its process.
 
-The lock is `flock`'s. It belongs to the open file and ends with the process, however that ends, so
-that a file that remains keeps nobody out. Over NFS (version 4, or 3 with its lock daemon) Linux
-asks the server for it, so that it holds for all hosts; if a host crashes, the server keeps it until
-the lease runs out, about 90 seconds later. Programs that the run starts do not inherit it, and
-forked copies of the process close it, because they would keep it after the run has been killed.
+The lock is `flock`'s. It ends with the process, however that ends, so a file that remains keeps
+nobody out. Over NFS (version 4, or 3 with its lock daemon) it holds for all hosts; if a host
+crashes, the server keeps it for about 90 seconds. Programs that the run starts do not inherit it,
+and forked copies of the process close it, because they would keep it after the run was killed.
 
 Process 0 takes it for all processes of a run. Reading a workdir takes no lock.
 """

@@ -36,10 +36,7 @@ def explained(path: Path) -> Iterator[None]:
 def replace_file(path: Path, text: str | bytes) -> None:
     """Writes a whole file, which has the old content or the new one whenever the process ends.
 
-    A link of that name is replaced, not followed.
-
-    Raises:
-      WriteError: The file cannot be written.
+    A link of that name is replaced, not followed. Raises a `WriteError` if the disk refuses.
     """
     draft = path.with_name(f".{path.name}.draft")
     with explained(path):
@@ -59,12 +56,16 @@ class LineFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens or creates the file."""
+        """Opens or creates the file, and ends a last line that a killed process left half."""
         self._path = path
         with explained(path):
             if path.is_fifo():
                 raise NotAFileError("is a FIFO, expected a file")  # Opening it would wait.
-            self._file = path.open("ab", buffering=0)
+            self._file = path.open("a+b", buffering=0)
+            if size := self._file.seek(0, os.SEEK_END):
+                self._file.seek(size - 1)
+                if self._file.read(1) != b"\n":
+                    self._file.write(b"\n")
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes a line, or nothing if the disk does not take all of it."""

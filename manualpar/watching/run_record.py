@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from manualpar.untrusted import NotAFileError, open_file, parse_object, read_object
-from manualpar.watching.rewinding import DISCARDED_FILE, METRICS_FILE, THROUGHPUT_FILE
-from manualpar.watching.writers import CONFIG_FILE
+from manualpar.watching.writers import CONFIG_FILE, DISCARDED_FILE, METRICS_FILE, THROUGHPUT_FILE
 
 Point = tuple[int, float | None]
 Record = Mapping[str, Any]
@@ -35,12 +34,8 @@ THROUGHPUT_CHARTS: Mapping[str, tuple[str, str]] = {
 class RunRecord(NamedTuple):
     """What the files of a run hold.
 
-    Attributes:
-      config: The config in force.
-      metrics: The lines of `metrics.jsonl`.
-      throughput: The lines of `throughput.jsonl`.
-      resumes: The lines of `discarded.jsonl`, one for each resume and each rollback.
-      left_out: A sentence for each file with content that no run writes, which is left out.
+    `resumes` are the lines of `discarded.jsonl`, one for each resume and each rollback. `left_out`
+    has a sentence for each file with content that no run writes.
     """
 
     config: Record
@@ -51,14 +46,10 @@ class RunRecord(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Lines over the steps.
+    """The points of each split, in the order of steps.
 
-    Attributes:
-      title: What is shown.
-      unit: The unit of the values, empty for none.
-      lines: The points of each split, in the order of steps.
-      resumes: The steps after which the run was resumed, or to which it went back.
-      from_zero: Whether the axis begins at 0, so that small differences look small.
+    `resumes` are the steps after which the run was resumed, or to which it went back. With
+    `from_zero` the axis begins at 0, so that small differences look small.
     """
 
     title: str
@@ -69,25 +60,16 @@ class Chart(NamedTuple):
 
 
 def read_run(workdir: Path) -> RunRecord:
-    """Reads the files of a run, even of one that was killed in the middle of a line.
-
-    A file that is missing holds nothing.
-    """
+    """Reads the files that there are of a run, even if it was killed in the middle of a line."""
     left_out: list[str] = []
     path, config = workdir / CONFIG_FILE, {}
     try:
         config = read_object(path, follow_links=True) if path.exists() else {}
     except (OSError, ValueError) as error:
         left_out.append(_explain_left_out(path, error))
-    metrics, throughput = (
-        _read_lines(workdir / name, _check_numbers, left_out)
-        for name in (METRICS_FILE, THROUGHPUT_FILE)
-    )
-    resumes = _read_lines(
-        workdir / DISCARDED_FILE,
-        lambda record: _check_step(record.get("resumed_after_step")),
-        left_out,
-    )
+    metrics = _read_lines(workdir / METRICS_FILE, _check_numbers, left_out)
+    throughput = _read_lines(workdir / THROUGHPUT_FILE, _check_numbers, left_out)
+    resumes = _read_lines(workdir / DISCARDED_FILE, _check_resume, left_out)
     return RunRecord(config, metrics, throughput, resumes, left_out)
 
 
@@ -142,6 +124,10 @@ def _check_numbers(record: Record) -> None:
             raise ValueError(f"has {value!r:.40} for {name!r:.40}")
 
 
+def _check_resume(record: Record) -> None:
+    _check_step(record.get("resumed_after_step"))
+
+
 def _check_step(step: Any) -> None:
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
         raise ValueError(f"has the step {step!r:.40}")
@@ -151,14 +137,11 @@ def make_charts(run: RunRecord) -> list[Chart]:
     """The charts that a run has numbers for: what it learns first, then how fast it is."""
     resumes = [record["resumed_after_step"] for record in run.resumes]
     charts: list[Chart] = []
-    kinds = ((run.metrics, METRIC_CHARTS), (run.throughput, THROUGHPUT_CHARTS))
-    for records, names in kinds:
+    for records, names in ((run.metrics, METRIC_CHARTS), (run.throughput, THROUGHPUT_CHARTS)):
         for name, (title, unit) in names.items():
             lines: dict[str, list[Point]] = {}
-            for record in records:
-                if name in record:
-                    points = lines.setdefault(record["split"], [])
-                    points.append((record["step"], record[name]))
+            for record in (record for record in records if name in record):
+                lines.setdefault(record["split"], []).append((record["step"], record[name]))
             # A chart of examples says the same as one of tokens.
             is_known = name == "examples_per_second" and any(c.unit == "tokens/s" for c in charts)
             if lines and not is_known:

@@ -23,17 +23,11 @@ NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 
 
 class Peak(NamedTuple):
-    """The peak of a kind of device.
+    """The peak of a kind of device."""
 
-    Attributes:
-      kind: A regular expression that matches the whole `jax.Device.device_kind`.
-      teraflops: TFLOP/s of a device by dtype.
-      source: Where the vendor says so, and how the number follows from it.
-    """
-
-    kind: str
-    teraflops: Mapping[str, float]
-    source: str
+    kind: str  # A regular expression that matches the whole `jax.Device.device_kind`.
+    teraflops: Mapping[str, float]  # TFLOP/s of a device by dtype.
+    source: str  # Where the vendor says so, and how the number follows from it.
 
 
 def _tpu(teraflops: float) -> dict[str, float]:
@@ -77,10 +71,7 @@ PEAKS = (
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """The peak of a `jax.Device.device_kind` in FLOP/s, for matrix products of a dtype.
-
-    `None` if `PEAKS` has none: for a CPU, for a part of a GPU (MIG), and others.
-    """
+    """The peak in FLOP/s for matrix products of a dtype; `None` if `PEAKS` has none."""
     for peak in PEAKS:
         if re.fullmatch(peak.kind, device_kind):
             return peak.teraflops[dtype] * TERA if dtype in peak.teraflops else None
@@ -89,16 +80,12 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 def lowest_peak(devices: Iterable[jax.Device], dtype: str) -> float | None:
     """The peak of the slowest device, because the others wait for it; `None` if one has none."""
-    peaks = [peak_flops(kind, dtype) for kind in {device.device_kind for device in devices}]
-    known = [peak for peak in peaks if peak is not None]
-    return min(known) if known and len(known) == len(peaks) else None
+    peaks = {peak_flops(device.device_kind, dtype) for device in devices}
+    return None if None in peaks else min(filter(None, peaks), default=None)
 
 
 def memory_in_use(devices: Iterable[jax.Device]) -> int | None:
-    """Bytes in use on the fullest of these devices that belong to this process.
-
-    `None` if the backend cannot say.
-    """
+    """Bytes in use on this process's fullest device; `None` if the backend cannot say."""
     own = [device for device in devices if device.process_index == jax.process_index()]
     stats = [device.memory_stats() for device in own]
     used = [entry["bytes_in_use"] for entry in stats if entry and "bytes_in_use" in entry]
@@ -107,29 +94,19 @@ def memory_in_use(devices: Iterable[jax.Device]) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Throughput:
-    """Turns steps and seconds into rates.
+    """Turns steps and seconds into rates."""
 
-    Attributes:
-      examples_per_step: Examples of a step, on all devices together.
-      tokens_per_example: Tokens that an example trains on; `None` if it has no tokens.
-      flops_per_example: FLOPs that the model asks for, forward and backward; `None` if not known.
-      num_devices: Devices that share the work.
-      peak: FLOP/s of one of them, see `peak_flops`; `None` if not known.
-    """
-
-    examples_per_step: int
+    examples_per_step: int  # On all devices together.
     tokens_per_example: int | None = None
-    flops_per_example: float | None = None
+    flops_per_example: float | None = None  # That the model asks for, forward and backward.
     num_devices: int = 1
-    peak: float | None = None
+    peak: float | None = None  # FLOP/s of one of them, see `peak_flops`.
 
     def rates(self, steps: int, seconds: float) -> dict[str, float]:
-        """The rates of a number of steps that took so many seconds together.
+        """The rates of so many steps that took so many seconds together; none if none was timed.
 
-        Returns:
-          `examples_per_second`; and, if what they need is known, `tokens_per_second`,
-          `model_flops_per_second` (of all devices) and `mfu` (1 is the peak). Nothing if no step
-          was timed.
+        `examples_per_second`; and, if what they need is known, `tokens_per_second`,
+        `model_flops_per_second` (of all devices) and `mfu` (1 is the peak).
         """
         if not steps or seconds <= 0:
             return {}

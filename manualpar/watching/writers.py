@@ -11,15 +11,22 @@ A line of `metrics.jsonl` or `throughput.jsonl` is an object with `step`, `split
 or `test`) and numbers by name. JSON has no infinities and no NaN: they are `null` there; the event
 file has them as they are.
 
+A run that goes on from a checkpoint computes everything after it again. A *place* is the size in
+bytes of those two files at the checkpoint, which is the end of a line. The rest of the files moves
+to `discarded.jsonl` before it is cut off. If the process is killed in between, both hold it, and
+the next resume discards it once more.
+
 Lines and events are with the operating system before `write` returns, so a killed run loses none.
 tensorboardX writes the events, without its `SummaryWriter`: when a disk is full, that one's thread
 dies, and its queue keeps the process from ending.
 """
 
 import contextlib
+import datetime
 import itertools
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,12 +36,14 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
-from manualpar.untrusted import parse_object, read_file
+from manualpar.untrusted import open_file, parse_object, read_file
 from manualpar.watching.durable_files import LineFile, WriteError, explained, replace_file
-from manualpar.watching.rewinding import METRICS_FILE, PLACED_FILES, THROUGHPUT_FILE, cut_back
 
 CONFIG_FILE = "config.json"
-NO_RATES: Mapping[str, float] = {}
+METRICS_FILE = "metrics.jsonl"
+THROUGHPUT_FILE = "throughput.jsonl"
+DISCARDED_FILE = "discarded.jsonl"
+PLACED_FILES = (METRICS_FILE, THROUGHPUT_FILE)  # A place holds their sizes.
 
 
 def check_workdir(workdir: Path) -> None:
@@ -68,7 +77,8 @@ def create_numbered_folder(parent: Path) -> Path:
 class RunWriter:
     """Writes a run's files into its folder. Use it as a context manager.
 
-    Process 0 writes them. On the other processes every method does nothing.
+    Process 0 writes them. On the other processes every method does nothing. Every method raises
+    `WriteError` if the disk is full, or the folder cannot be written to.
     """
 
     def __init__(
@@ -97,14 +107,13 @@ class RunWriter:
         Raises:
           ValueError: `metrics.jsonl` is missing, shorter than the place or has no end of a line
             there, or `place` is not a place.
-          WriteError: The folder cannot be written to.
         """
         self.workdir = workdir
         self._files: dict[str, LineFile] = {}
         if process:
             return
         if place is not None:
-            cut_back(workdir, place, step=step, reason="resumed", report=report)
+            _cut_back(workdir, place, step=step, reason="resumed", report=report)
         with explained(workdir):
             workdir.mkdir(parents=True, exist_ok=True)
         _store_config(workdir, config)
@@ -123,26 +132,23 @@ class RunWriter:
         split: str,
         metrics: Mapping[str, float],
         *,
-        throughput: Mapping[str, float] = NO_RATES,
+        throughput: Mapping[str, float] | None = None,
     ) -> None:
-        """Writes the numbers of `split` after `step` updates.
+        """Writes the numbers of `split` (`train`, `eval` or `test`) after `step` updates.
 
         Args:
           step: How many updates were made.
-          split: `train`, `eval` or `test`.
+          split: What the numbers are of.
           metrics: Numbers that another run of the same config computes too.
           throughput: Numbers that depend on the clock and the machine; without any, no line.
-
-        Raises:
-          WriteError: The disk is full, or the folder cannot be written to any more.
         """
         if not self._files:
             return
-        for name, values in ((METRICS_FILE, metrics), (THROUGHPUT_FILE, throughput)):
+        for name, values in ((METRICS_FILE, metrics), (THROUGHPUT_FILE, throughput or {})):
             if values or name == METRICS_FILE:
                 finite = {key: x if math.isfinite(x) else None for key, x in values.items()}
                 self._files[name].append({"step": step, "split": split, **finite})
-        values = {**metrics, **throughput}
+        values = {**metrics, **(throughput or {})}
         scalars = [Summary.Value(tag=f"{split}/{key}", simple_value=values[key]) for key in values]
         self._write_event(Event(step=step, summary=Summary(value=scalars)))
 
@@ -151,9 +157,6 @@ class RunWriter:
 
         A checkpoint holds it, so that `__init__` and `go_back` can cut the files back to it. It is
         empty on processes other than 0.
-
-        Raises:
-          WriteError: The disk does not take what was written.
         """
         return {name: lines.sync() for name, lines in self._files.items()}
 
@@ -162,7 +165,7 @@ class RunWriter:
     ) -> None:
         """Goes on where a checkpoint found the files, as `__init__` does, without a new start."""
         if self._files:
-            cut_back(self.workdir, place, step=step, reason="rolled back", report=report)
+            _cut_back(self.workdir, place, step=step, reason="rolled back", report=report)
             self._forget_events(place, step)
 
     def __enter__(self) -> Self:
@@ -210,3 +213,65 @@ def _store_config(workdir: Path, config: Mapping[str, Any]) -> None:
             if not last.exists() or read_file(last, follow_links=True) != earlier:
                 replace_file(workdir / f"config.{number}.json", earlier)
     replace_file(path, text)
+
+
+def _cut_back(
+    workdir: Path,
+    place: Mapping[str, int],
+    *,
+    step: int,
+    reason: str,
+    report: Callable[[str], None],
+) -> None:
+    """Cuts files back to the place of the checkpoint of `step`, and keeps what is cut off.
+
+    `metrics.jsonl` must be what the checkpoint found, and otherwise no file is changed.
+    `throughput.jsonl` differs in every run, so a damaged one is kept as it is.
+    """
+    if set(place) != set(PLACED_FILES) or any(size < 0 for size in place.values()):
+        raise ValueError(
+            f"place is {dict(place)}, expected the size in bytes of each of "
+            f"{' and '.join(PLACED_FILES)}, as RunWriter.place() gives it on process 0."
+        )
+    lines_beyond = {}
+    for name in PLACED_FILES:
+        path = workdir / name
+        with explained(path):
+            data, damage = _read_beyond(path, place[name])
+        if damage and name == METRICS_FILE:
+            raise WriteError(
+                f"{path} cannot be gone on with: {damage}; put the file back as the run "
+                "left it, or start a new run in another folder."
+            )
+        if damage:
+            report(f"going on after what there is of {path}: {damage}")
+        lines_beyond[name] = data.decode(errors="backslashreplace").splitlines()
+    with contextlib.closing(LineFile(workdir / DISCARDED_FILE)) as discarded:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        note = f"{reason} after step {step}; these lines were written later and cut off"
+        entry = {"resumed_after_step": step, "reason": reason, "time": now, "note": note}
+        discarded.append(entry | lines_beyond)
+        discarded.sync()
+    for name, size in place.items():
+        path = workdir / name
+        with explained(path):
+            if path.exists() and os.stat(path).st_size > size:
+                os.truncate(path, size)
+        LineFile(path).close()  # Ends a half line of a damaged file.
+
+
+def _read_beyond(path: Path, size: int) -> tuple[bytes, str]:
+    """What a file holds beyond `size` bytes, and why that is not the end of a line; else `''`."""
+    data, found = b"", "there is none"
+    if path.exists():
+        with open_file(path, follow_links=True) as file:
+            file.seek(max(size - 1, 0))
+            last = file.read(min(size, 1))
+            data = file.read()
+            if last == b"\n" or size == 0:
+                return data, ""
+            length = os.fstat(file.fileno()).st_size
+        found = "that is inside of a line" if last else f"it has {length} bytes"
+    elif size == 0:
+        return b"", ""  # The run was killed before it had opened all of its files.
+    return data, f"the checkpoint found the end of a line after {size} bytes, and {found}"
