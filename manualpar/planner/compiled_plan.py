@@ -64,7 +64,7 @@ def plan_of(step: CompiledStep) -> Plan:
             memory={**facts["state"], "temporaries": temporaries},
             peak_bytes=needed,
             fits=False,
-            notes=too_much.sentences(),
+            notes=too_much.sentences,
         )
     schedule = schedule_of(step)
     plan = Plan(
