@@ -168,8 +168,7 @@ def trace_collectives(
             f"trace_collectives: program is a {type(program).__name__}, expected what "
             "jax.jit(f).trace(*args) or jax.make_jaxpr(f)(*args) returns."
         )
-    reader = CollectiveReader("trace_collectives", while_trips=while_trips)
-    return reader.read(jaxpr.jaxpr, Around(sizes={}, times=1, scope="", spread=1))
+    return CollectiveReader("trace_collectives", while_trips=while_trips).read(jaxpr.jaxpr)
 
 
 def count_by_kind(collectives: Iterable[Any]) -> dict[str, int]:
@@ -210,17 +209,8 @@ class CollectiveReader(EquationReader[Collective]):
         data_axes: tuple[str, ...] = (),
         while_trips: int | None = None,
     ) -> None:
-        """Makes a reader.
-
-        Args:
-          caller: See `EquationReader`.
-          root: The name of the whole model, for `Collective.module`.
-          data_axes: The mesh axes that split the batch, for `Collective.purpose`.
-          while_trips: See `EquationReader`.
-        """
         super().__init__(caller, while_trips=while_trips)
-        self.root = root
-        self.data_axes = data_axes
+        self.names: Any = {"root": root, "data_axes": data_axes}
 
     def find(self, eqn: Any, around: Around) -> tuple[Collective, ...] | None:
         """A collective for each operand, if the equation is a collective."""
@@ -243,7 +233,7 @@ class CollectiveReader(EquationReader[Collective]):
 
     def describe(self, findings: tuple[Collective, ...]) -> str:
         """The kind and axes of the first one."""
-        return f"contains {findings[0].kind} over {findings[0].axes}"
+        return f"{findings[0].kind} over {findings[0].axes}"
 
     def _collectives(self, eqn: Any, around: Around) -> tuple[Collective, ...]:
         axes = tuple(_named_axes(eqn))
@@ -265,8 +255,7 @@ class CollectiveReader(EquationReader[Collective]):
                 dtype=x.aval.dtype,
                 times=around.times,
                 scope=around.scope,
-                root=self.root,
-                data_axes=self.data_axes,
+                **self.names,
             )
             for x in eqn.invars
         )

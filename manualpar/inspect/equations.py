@@ -20,50 +20,38 @@ Finding = TypeVar("Finding")
 
 
 class Around(NamedTuple):
-    """What surrounds an equation.
+    """What surrounds an equation: the mesh axes of each `shard_map`, and how often a step runs it.
 
-    Attributes:
-      sizes: The sizes of the mesh axes of each `shard_map` around it.
-      times: How often a step runs it.
-      scope: The named scopes and transformations around it, outermost first.
-      spread: Over how many devices the compiler spreads its values: all devices outside of
-        `shard_map`; inside it, where shapes are those of one device, the axes left to the compiler.
+    The compiler spreads its values over `spread` devices: all of them outside of `shard_map`;
+    inside, where shapes are those of one device, the axes that are left to the compiler.
     """
 
-    sizes: Mapping[str, int]
-    times: int
-    scope: str
-    spread: int
+    sizes: Mapping[str, int] = {}
+    times: int = 1
+    scope: str = ""
+    spread: int = 1
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """Its scope, for messages."""
         return f"(scope: {self.scope or 'none'})"
+
+
+OUTSIDE = Around()
 
 
 class EquationReader(Generic[Finding]):
     """Collects findings from every equation of a program; subclasses say which.
 
-    Attributes:
-      verb: What findings do, for notes, such as `"sends"`.
-      refuses_several: Whether to refuse a primitive with findings in several functions, because
-        nobody knows how often it runs each; otherwise they are added up, with a note.
-      notes: What was chosen or assumed.
+    It refuses programs in the name of the function `caller`, and `notes` says what it has chosen or
+    assumed. Findings in several functions of one primitive, of which nobody knows how often it
+    runs each, are refused or added up with a note.
     """
 
-    verb: str
+    verb: str  # What findings do, for notes.
     refuses_several: bool
 
     def __init__(self, caller: str, *, while_trips: int | None = None) -> None:
-        """Makes a reader.
-
-        Args:
-          caller: The function in whose name it refuses a program.
-          while_trips: How many rounds to count of a `while`; `None` refuses one with findings.
-
-        Raises:
-          ValueError: `while_trips` is not a number of rounds.
-        """
         if while_trips is not None and (type(while_trips) is not int or while_trips < 0):
             raise ValueError(
                 f"{caller}: while_trips is {while_trips!r}, expected the most rounds that a while "
@@ -78,14 +66,14 @@ class EquationReader(Generic[Finding]):
         raise NotImplementedError
 
     def cost(self, findings: tuple[Finding, ...]) -> Any:
-        """The cost of findings: the most expensive branch counts."""
+        """The cost of a branch; the most expensive one counts."""
         raise NotImplementedError
 
     def describe(self, findings: tuple[Finding, ...]) -> str:
-        """The first of some findings for messages, such as `"contains all_reduce over ..."`."""
+        """The first of some findings, for messages."""
         raise NotImplementedError
 
-    def read(self, jaxpr: Jaxpr, around: Around) -> tuple[Finding, ...]:
+    def read(self, jaxpr: Jaxpr, around: Around = OUTSIDE) -> tuple[Finding, ...]:
         """The findings in a jaxpr and in all jaxprs inside it, in the order of the program."""
         found: list[Finding] = []
         for eqn in jaxpr.eqns:
@@ -126,7 +114,7 @@ class EquationReader(Generic[Finding]):
                 f"{name} {around.place}: how often its {len(parts)} functions run is not known; "
                 "each is counted once"
             )
-        return tuple(finding for part in parts for finding in part)
+        return sum(parts, ())
 
     def _read_while(self, eqn: Any, around: Around) -> tuple[Finding, ...]:
         trips = 1 if self.while_trips is None else self.while_trips
@@ -136,9 +124,9 @@ class EquationReader(Generic[Finding]):
             found += self.read(jaxpr, around._replace(times=around.times * rounds))
         if found and self.while_trips is None:
             raise ValueError(
-                f"{self.caller}: a while {around.place} {self.describe(found)}, and its number of "
-                "rounds is not known before it runs. Write the loop as a jax.lax.scan, or a "
-                "fori_loop whose bounds are Python integers, or take it out of the loop, or "
+                f"{self.caller}: a while {around.place} contains {self.describe(found)}, and its "
+                "number of rounds is not known before it runs. Write the loop as a jax.lax.scan, "
+                "or a fori_loop whose bounds are Python integers, or take it out of the loop, or "
                 "say with while_trips= how many rounds to count."
             )
         if found:

@@ -5,6 +5,12 @@ zero (the padding of a convolution, the holes of a dilation) do not count. `dot_
 `conv_general_dilated` and `ragged_dot_general` are counted exactly, a kernel by its own estimate.
 Elementwise operations, reductions, and linear algebra such as `cholesky` are left out, so the
 figures do not describe a program that spends its time there; `uncounted` names the linear algebra.
+
+The planner asks for memory traffic too. It counts the operands and results of products and the
+operands of reductions, because elementwise operations read and write those, fused to chains. With
+`fused_attention` the largest array of a product with a batch dimension, the scores of attention,
+stays on the chip, and the half that a causal mask hides is not computed, as in a flash attention
+kernel (https://arxiv.org/abs/2205.14135).
 """
 
 import math
@@ -24,29 +30,29 @@ cholesky custom_linear_solve dot_product_attention_bwd_wrapper dot_product_atten
 eigh fft ffi_call geqrf householder_product lu pallas_call qr svd triangular_solve tridiagonal_solve
 """
 UNCOUNTED_PRIMITIVES = frozenset(_UNCOUNTED.split())
+REDUCTIONS = frozenset(
+    {"argmax", "cumlogsumexp", "cumsum", "reduce_max", "reduce_min", "reduce_sum"}
+)
 
 
 class CountedProduct(NamedTuple):
-    """A product of a traced program.
+    """A product of a traced program, or a reduction, which has no operations.
 
-    Attributes:
-      scope: The named scopes and transformations around it.
-      flops: The operations of a device in a step.
-      spread: Over how many devices they are taken to be spread evenly.
+    Its operations of a step are spread evenly over `spread` devices, and `flops` are those of one.
+    `traffic` is the bytes that a device reads and writes for it, `dtype` its widest operand's.
     """
 
     scope: str
     flops: Fraction
     spread: int
+    dtype: str = ""
+    traffic: Fraction = Fraction(0)
 
 
 class Computation(NamedTuple):
     """The products of a module in one phase of a step.
 
-    Attributes:
-      phase: `"forward"`, `"backward"`, `"recomputed"` or `"update"`.
-      module: The path of the module.
-      flops: The operations of a device, rounded up where devices share them unevenly.
+    `flops` are the operations of a device, rounded up where devices share them unevenly.
     """
 
     phase: Phase
@@ -90,7 +96,36 @@ class ProductReader(EquationReader[CountedProduct]):
 
     def describe(self, findings: tuple[CountedProduct, ...]) -> str:
         """Where the first one is."""
-        return f"contains products (first in scope {findings[0].scope or 'none'})"
+        return f"products (first in scope {findings[0].scope or 'none'})"
+
+
+class TrafficReader(ProductReader):
+    """Collects products and reductions with their memory traffic."""
+
+    fused_attention = False
+
+    def find(self, eqn: Any, around: Around) -> tuple[CountedProduct, ...] | None:
+        """The product or the reduction, if the equation is one."""
+        flops: int | Fraction | None = flops_of(eqn)
+        is_product = flops is not None
+        if not is_product and eqn.primitive.name not in REDUCTIONS:
+            return super().find(eqn, around)
+        arrays = [*eqn.invars, *eqn.outvars] if is_product else eqn.invars[:1]
+        sizes = [math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in arrays]
+        if self.fused_attention and _is_of_scores(eqn, is_product):
+            sizes.remove(max(sizes))
+            flops = Fraction(flops or 0, 2)
+        dtype = max((x.aval.dtype for x in eqn.invars), key=lambda dtype: dtype.itemsize)
+        share = Fraction(around.times, around.spread)
+        flops, traffic = (flops or 0) * share, sum(sizes) * share
+        return (CountedProduct(around.scope, flops, around.spread, str(dtype), traffic),)
+
+
+def _is_of_scores(eqn: Any, is_product: bool) -> bool:
+    """Whether an operation makes or takes scores: a product with batch dims, or what reduces 4D."""
+    if not is_product:
+        return len(eqn.invars[0].aval.shape) >= 4
+    return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
 
 
 def uncounted(eqns: Iterable[Any]) -> Iterator[str]:

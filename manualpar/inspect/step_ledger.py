@@ -170,7 +170,7 @@ def ledger(
     root = type(apply_fn.__self__).__name__ if ours else ""
 
     jaxpr = traced.jaxpr.jaxpr
-    around = Around(sizes={}, times=1, scope="", spread=num_devices)
+    around = Around(spread=num_devices)
     data_axes = ours.data_axes if ours else ()
     sending = CollectiveReader("ledger", root=root, data_axes=data_axes, while_trips=while_trips)
     computing = ProductReader("ledger", while_trips=while_trips)

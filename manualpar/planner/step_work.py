@@ -1,13 +1,7 @@
 """What a device does in a step: the collectives, products and memory that the roofline adds up.
 
-`read_work` reads them off the traced program in the walk that the ledger takes. Of memory traffic
-only the operands and results of products and the operands of reductions count: elementwise
-operations read and write those, fused to chains. With `fused_attention` the largest array of a
-product with a batch dimension, the scores of attention, is taken to stay on the chip, and the half
-that a causal mask hides is taken not to be computed, as in a flash attention kernel
-(https://arxiv.org/abs/2205.14135).
-
-A sweep also needs the work of steps that nobody has traced, and gets it from one that was:
+`read_work` reads them off the traced program, in the walk that the ledger takes too. A sweep also
+needs the work of steps that nobody has traced, and gets it from one that was:
 
 - `with_minibatches`: in `m` minibatches a device computes the same in `m` parts, and sends `m`
   times what it sends in each minibatch.
@@ -19,38 +13,30 @@ counted. So a sweep traces those programs that it ranks first.
 """
 
 import dataclasses
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from manualpar.core.program import Program
 from manualpar.inspect import state_bytes
 from manualpar.inspect.communication import Collective, CollectiveReader
-from manualpar.inspect.equations import Around, EquationReader
+from manualpar.inspect.equations import Around
 from manualpar.inspect.memory import Memory, step_memory
-from manualpar.inspect.products import flops_of
+from manualpar.inspect.products import TrafficReader
 from manualpar.inspect.provenance import phase_of
 from manualpar.purposes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.watching.throughput import Throughput
 
-REDUCTIONS = frozenset(
-    {"argmax", "cumlogsumexp", "cumsum", "reduce_max", "reduce_min", "reduce_sum"}
-)
 MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")
 
 
 class Load(NamedTuple):
-    """What an operation takes of a device: a product, or a reduction, which has no FLOPs.
+    """What a step takes of a device for a product, or for a reduction, which has no FLOPs.
 
-    Attributes:
-      phase: `forward`, `backward`, `recomputed` or `update`.
-      dtype: The dtype of its operands, the wider of two.
-      flops: FLOPs of a step.
-      traffic: Bytes that a step reads and writes for it.
+    `dtype` is the wider one of its operands, `traffic` the bytes that it reads and writes.
     """
 
     phase: str
@@ -67,11 +53,7 @@ class StepWork:
       name: The strategy and the mode.
       mesh: The sizes of the mesh axes.
       throughput: Turns the time of a step into rates; without devices and their peak.
-      num_minibatches: The number of minibatches.
-      collectives: What it sends.
-      loads: What it computes.
       update_traffic: Bytes that the update reads and writes.
-      memory: What it holds.
       notes: What was chosen or assumed in reading it.
     """
 
@@ -107,11 +89,8 @@ def read_work(
     Args:
       program: The program, on any mesh, an abstract one too.
       throughput: The examples of a step, their tokens and their FLOPs.
-      fused_attention: Whether attention, a causal one, is taken as one kernel. Memory is the
-        program's own all the same, scores included.
-
-    Returns:
-      The work of a device.
+      fused_attention: Whether attention, a causal one, is taken as one kernel, see
+        `manualpar.inspect.products`. Memory is the program's own all the same, scores included.
 
     Raises:
       ValueError: The mode is not `manual`: the compiler decides what is sent.
@@ -124,10 +103,14 @@ def read_work(
         )
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     sending = CollectiveReader("roofline", data_axes=program.data_axes)
-    computing = _LoadReader("roofline", fused_attention=fused_attention)
-    around = Around(sizes={}, times=1, scope="", spread=program.mesh.size)
+    computing = TrafficReader("roofline")
+    computing.fused_attention = fused_attention
+    around = Around(spread=program.mesh.size)
     collectives = sending.read(traced.jaxpr.jaxpr, around)
-    loads = computing.read(traced.jaxpr.jaxpr, around)
+    loads = [
+        Load(phase_of(one.scope), one.dtype, float(one.flops), float(one.traffic))
+        for one in computing.read(traced.jaxpr.jaxpr, around)
+    ]
     state = program.abstract_state
     parameters, optimizer = (state_bytes(x)[0] for x in (state.params, state.opt_state))
     alike = Counter(loads)  # An unrolled model has many loads that are the same.
@@ -146,48 +129,6 @@ def read_work(
         memory=step_memory(program),
         notes=tuple(dict.fromkeys([*sending.notes, *computing.notes])),
     )
-
-
-class _LoadReader(EquationReader[Load]):
-    """Collects products and reductions."""
-
-    verb = "computes"
-    refuses_several = False
-
-    def __init__(self, caller: str, *, fused_attention: bool) -> None:
-        super().__init__(caller)
-        self.fused_attention = fused_attention
-
-    def find(self, eqn: Any, around: Around) -> tuple[Load, ...] | None:
-        flops: float | None = flops_of(eqn)
-        name = eqn.primitive.name
-        if flops is None and name not in REDUCTIONS:
-            return () if name == "pallas_call" else None
-        arrays = [*eqn.invars, *eqn.outvars] if flops is not None else eqn.invars[:1]
-        sizes = [math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in arrays]
-        if self.fused_attention and _is_of_scores(eqn, flops is not None):
-            sizes.remove(max(sizes))
-            flops = flops and flops / 2
-        dtype = max((x.aval.dtype for x in eqn.invars), key=lambda dtype: dtype.itemsize)
-        share = around.times / around.spread
-        load = Load(phase_of(around.scope), str(dtype), (flops or 0) * share, sum(sizes) * share)
-        return (load,)
-
-    def cost(self, findings: tuple[Load, ...]) -> float:
-        return sum(load.flops for load in findings)
-
-    def describe(self, findings: tuple[Load, ...]) -> str:
-        return f"computes {findings[0].flops:.0f} operations"
-
-
-def _is_of_scores(eqn: Any, is_product: bool) -> bool:
-    """Whether an operation makes or takes scores: a product with batch dims, or what reduces 4D."""
-    if not is_product:
-        return len(eqn.invars[0].aval.shape) >= 4
-    if eqn.primitive.name != "dot_general":
-        return False
-    (_, _), (batch, _) = eqn.params["dimension_numbers"]
-    return bool(batch)
 
 
 def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
