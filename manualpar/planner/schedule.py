@@ -20,8 +20,7 @@ cycles are compute, and the caller says how long a collective is on the wire.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
-from fractions import Fraction
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from manualpar.inspect.communication import total_bytes
@@ -49,23 +48,12 @@ from manualpar.inspect.hlo import (
 )
 
 FUSED_DONE = "AsyncCollectiveDone"
-# These take no time by themselves, or wait for something that costs nothing here.
-FREE_OPCODES = frozenset(
-    {
-        "after-all",
-        "bitcast",
-        "constant",
-        "get-tuple-element",
-        "iota",
-        "opt-barrier",
-        "parameter",
-        "partition-id",
-        "replica-id",
-        "tuple",
-    }
-)
-# Copies between HBM and the chip's own memory, made ahead of their use.
-PREFETCH_OPCODES = frozenset({"copy-start", "copy-done", "slice-start", "slice-done"})
+# These take no time by themselves, or copy ahead of use between HBM and the chip's own memory.
+_FREE_WORDS = """
+after-all bitcast constant get-tuple-element iota opt-barrier parameter partition-id replica-id
+tuple copy-start copy-done slice-start slice-done
+"""
+FREE_OPCODES = frozenset(_FREE_WORDS.split())
 # These may call a computation that holds a collective.
 CALLING_OPCODES = frozenset({"fusion", "async-start", "call-start"})
 MIN_NOTED_BYTES = 2**20
@@ -73,10 +61,9 @@ MIN_NOTED_BYTES = 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduledCollective(CompiledCollective):
-    """A collective of a scheduled program.
+    """A collective of a scheduled program, by the name of the instruction that starts it.
 
     Attributes:
-      name: The name of its instruction, or of the one that starts it.
       axes: The mesh axes it goes over; none where its groups of devices lie along no axes.
       cycles_between: The cycles of compute between its start and the wait for it, each time.
       wire_seconds: The time of all its runs on the wire.
@@ -108,7 +95,7 @@ class Schedule:
     Attributes:
       collectives: What it sends, in the order of the program.
       compute_cycles: The cycles of all compute in a step.
-      compute_seconds: The time of all compute.
+      compute_seconds: Those in seconds.
       unestimated: How often a step runs instructions that work on a MiB or more and have no
         estimate of their cycles, by opcode. They count as nothing.
       num_carried: How many collectives start in one turn of a loop and are waited for in the next.
@@ -124,12 +111,12 @@ class Schedule:
     @property
     def exposed_seconds(self) -> float:
         """The time that the step waits for collectives."""
-        return sum(collective.exposed_seconds for collective in self.collectives)
+        return sum(one.exposed_seconds for one in self.collectives)
 
     @property
     def hidden_seconds(self) -> float:
         """The time of collectives while something computes."""
-        return sum(collective.hidden_seconds for collective in self.collectives)
+        return sum(one.hidden_seconds for one in self.collectives)
 
     @property
     def step_seconds(self) -> float:
@@ -152,8 +139,8 @@ def read_schedule(
       wire_seconds: How long one run of a collective is on the wire, by itself.
 
     Returns:
-      Its schedule. Of the branches of a conditional, only the one that computes the most is in it;
-      of equals the one that sends the most.
+      Its schedule, with only that branch of a conditional that computes the most; of equals the one
+      that sends the most.
 
     Raises:
       ValueError: The text is no scheduled module; a loop has no known number of turns; or a
@@ -167,13 +154,9 @@ def read_schedule(
         )
     module = parse_module(text)
     block = _Block(_Program(module, mesh, clock, wire_seconds), module.entry, times=1)
-    return Schedule(
-        collectives=tuple(block.collectives),
-        compute_cycles=block.cycles,
-        compute_seconds=block.cycles / clock,
-        unestimated=dict(block.unestimated),
-        num_carried=block.num_carried,
-    )
+    seconds, unestimated = block.cycles / clock, dict(block.unestimated)
+    collectives = tuple(block.collectives)
+    return Schedule(collectives, block.cycles, seconds, unestimated, block.num_carried)
 
 
 class _Program(NamedTuple):
@@ -195,13 +178,7 @@ class _Block:
     """Follows a computation that runs `times` times, from a time at which the links are taken."""
 
     def __init__(
-        self,
-        program: _Program,
-        name: str,
-        *,
-        times: int,
-        now: float = 0.0,
-        links_free: float = 0.0,
+        self, program: _Program, name: str, *, times: int, now: float = 0, links_free: float = 0
     ) -> None:
         self.program, self.module, self.times = program, program.module, times
         self.now, self.links_free, self.cycles = now, links_free, 0
@@ -219,15 +196,13 @@ class _Block:
     def _follow(self, instruction: Instruction) -> None:
         opcode, name = instruction.opcode, instruction.name
         base = opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
-        inside = self._collectives_inside(instruction)
+        calls = self._inside(instruction) if opcode in CALLING_OPCODES else ()
+        inside = [found for found in calls if found[1].opcode in KIND_OF_OPCODE]
         is_collective = base in KIND_OF_OPCODE
         if opcode == "while":
             self._loop(instruction)
-        elif opcode == "conditional":
-            self._go_on(max(map(self._called, instruction.called), key=_cost))
-        elif opcode == "call":
-            for called in instruction.called:
-                self._go_on(self._called(called))
+        elif opcode in ("call", "conditional"):
+            self._call(instruction.called)
         elif base in UNKNOWN_OPCODES:
             refuse_unknown("read_schedule", instruction)
         elif opcode.endswith(("-done", "-update")) and (
@@ -256,51 +231,37 @@ class _Block:
                 "runs. Write it as a jax.lax.scan, or a fori_loop with fixed bounds."
             )
         body = _Block(self.program, loop.loop[1], times=self.times * turns)
-        self._add(body, turns)
-        self.now += turns * body.now
+        self._add(body, self.now + turns * body.now, turns)
 
-    def _called(self, name: str) -> "_Block":
-        return _Block(
-            self.program, name, times=self.times, now=self.now, links_free=self.links_free
-        )
+    def _call(self, names: Sequence[str]) -> None:
+        """Follows the computation that takes longest, until all that it has sent has arrived."""
+        links, now = self.links_free, self.now
+        called = [
+            _Block(self.program, name, times=self.times, now=now, links_free=links)
+            for name in names
+        ]
+        longest = max(called, key=lambda one: (one.cycles, total_bytes(one.collectives)))
+        self._add(longest, longest.now)
 
-    def _go_on(self, called: "_Block") -> None:
-        """Goes on when a called computation has ended, and with it everything that it has sent."""
-        self._add(called, 1)
-        self.now = called.now
-
-    def _add(self, called: "_Block", turns: int) -> None:
+    def _add(self, called: "_Block", now: float, turns: int = 1) -> None:
+        self.now = now
         self.cycles += turns * called.cycles
         self.collectives += called.collectives
         self.unestimated += called.unestimated
         self.num_carried += called.num_carried
 
-    def _collectives_inside(
-        self, instruction: Instruction
-    ) -> list[tuple[Instructions, Instruction]]:
-        """The collectives in what a fusion or an asynchronous instruction calls, and where."""
-        if instruction.opcode not in CALLING_OPCODES:
-            return []
-        called = [self.module.computations[name] for name in instruction.called]
-        return [
-            (computation, inner)
-            for computation in called
-            for inner in computation.values()
-            if inner.opcode in KIND_OF_OPCODE
-        ]
+    def _inside(self, instruction: Instruction) -> Iterator[tuple[Instructions, Instruction]]:
+        """The instructions in the computations that an instruction calls, and where each is."""
+        for name in instruction.called:
+            computation = self.module.computations[name]
+            yield from ((computation, inner) for inner in computation.values())
 
     def _follow_fused(
         self, fusion: Instruction, inside: list[tuple[Instructions, Instruction]]
     ) -> None:
         """Follows the start of a fused collective, a product that carries it, its end, or all."""
-        targets = {
-            inner.target
-            for name in fusion.called
-            for inner in self.module.computations[name].values()
-        }
-        channels = [
-            f"channel {inner.attribute('channel_id').partition(',')[0]}" for _, inner in inside
-        ]
+        targets = {inner.target for _, inner in self._inside(fusion)}
+        channels = [f"channel {x.attribute('channel_id').partition(',')[0]}" for _, x in inside]
         is_carried = any(channel in self.begun for channel in channels)
         if FUSED_START in targets:
             for channel, found in zip(channels, inside, strict=True):
@@ -350,11 +311,7 @@ class _Block:
         if instruction.cycles is not None:
             self.cycles += instruction.cycles
             self.now += instruction.cycles / self.program.clock
-        elif instruction.opcode not in FREE_OPCODES | PREFETCH_OPCODES:
+        elif instruction.opcode not in FREE_OPCODES:
             size = sum(array_bytes(*array) for array in arrays(instruction.shape))
             if size >= MIN_NOTED_BYTES:
                 self.unestimated[f"{instruction.opcode} {instruction.target}".strip()] += self.times
-
-
-def _cost(branch: _Block) -> tuple[int, Fraction]:
-    return branch.cycles, total_bytes(branch.collectives)
