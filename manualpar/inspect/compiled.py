@@ -18,13 +18,7 @@ from typing import Any
 
 import jax
 
-from manualpar.inspect.communication import (
-    Kind,
-    as_number,
-    count_by_kind,
-    ring_bytes,
-    total_bytes,
-)
+from manualpar.inspect.communication import Kind, as_number, count_by_kind, ring_bytes, total_bytes
 from manualpar.inspect.hlo import (
     HloModule,
     Instruction,
@@ -58,7 +52,6 @@ class CompiledCollective:
     """A collective of a compiled program.
 
     Attributes:
-      kind: Its kind.
       group_size: The number of devices in its largest group; of a permutation the devices that pass
         something on to one another.
       shapes: The shape of each operand on one device.
@@ -99,12 +92,9 @@ class CompiledCollective:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What XLA has made of a program; all figures are one device's.
+    """What XLA has made of a program: what a device sends, and the bytes that it holds.
 
     Attributes:
-      collectives: What it sends.
-      arguments: The bytes of its arguments.
-      outputs: The bytes of its results.
       aliased: The bytes of the results that reuse the memory of donated arguments.
       temporaries: The bytes of everything else that it holds at once.
       peak: Arguments, results that are not aliased, and temporaries together.
@@ -132,13 +122,7 @@ class Compiled:
 
 
 def read_compiled(compiled: jax.stages.Compiled) -> Compiled:
-    """Reads what a compiled program sends, and what it holds.
-
-    Args:
-      compiled: What `jax.jit(f).lower(*args).compile()` returns.
-
-    Returns:
-      The figures of one device.
+    """Reads what a device sends and holds in what `jax.jit(f).lower(*args).compile()` returns.
 
     Raises:
       ValueError: See `compiled_collectives`; or the backend does not say what a program holds.
@@ -205,7 +189,7 @@ def _of_computation(module: HloModule, name: str, times: int) -> Iterator[Compil
 
 
 def _is_part(computation: Instructions, instruction: Instruction) -> bool:
-    """Whether an instruction repeats a collective that has been started elsewhere.
+    """Whether an instruction repeats a collective that was started elsewhere.
 
     XLA:TPU starts a collective in one fusion, carries it on in others, and ends it in a last one.
     Each of them has a copy of the instruction, with the number of the same chain.
@@ -238,11 +222,7 @@ def _of_loop(
 def read_collective(
     module: HloModule, computation: Instructions, instruction: Instruction, times: int
 ) -> CompiledCollective:
-    """Reads one collective of a computation that runs so many times.
-
-    Raises:
-      ValueError: Its groups are written in a form that is not known here.
-    """
+    """Reads one collective of a computation that runs so many times."""
     kind = KIND_OF_OPCODE[instruction.opcode.removesuffix("-start")]
     size = max(map(len, device_groups(module, instruction)), default=1)
     found = [array for name in instruction.operands for array in arrays(computation[name].shape)]

@@ -27,15 +27,10 @@ MAX_SCOPE_STEPS = 64
 
 
 class Instruction(NamedTuple):
-    """One line of a computation.
+    """One line of a computation: its result's name and shape as HLO writes them, what makes it.
 
-    Attributes:
-      name: Its name, unique in its computation.
-      shape: The shape of its result, as HLO writes it.
-      opcode: What it does.
-      operands: The names of its operands; of a constant its value.
-      attributes: The rest of the line.
-      is_root: Whether its result is the result of the computation.
+    `operands` are names, those of a constant its value, and `attributes` the rest of the line. The
+    result of the root is the result of the computation.
     """
 
     name: str
@@ -48,8 +43,7 @@ class Instruction(NamedTuple):
     @property
     def op_name(self) -> str:
         """The scope and primitive that it was made from, "" where XLA has kept none."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found[1] if found else ""
+        return self.found(r'op_name="((?:[^"\\]|\\.)*)"')
 
     @property
     def called(self) -> list[str]:
@@ -62,8 +56,7 @@ class Instruction(NamedTuple):
     @property
     def loop(self) -> tuple[str, str]:
         """The condition and the body of a `while`."""
-        found = dict(re.findall(r"\b(body|condition)=%?([\w.\-]+)", self.attributes))
-        return found["condition"], found["body"]
+        return self.found(r"\bcondition=%?([\w.\-]+)"), self.found(r"\bbody=%?([\w.\-]+)")
 
     @property
     def target(self) -> str:
@@ -73,13 +66,17 @@ class Instruction(NamedTuple):
     @property
     def cycles(self) -> int | None:
         """The cycles that XLA:TPU estimates for it, `None` where there is no estimate."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
-        return int(found[1]) if found else None
+        found = self.found(r'"estimated_cycles":"(\d+)"')
+        return int(found) if found else None
 
     def attribute(self, name: str) -> str:
         """The rest of the line after `name=`, "" if it is not there."""
-        found = re.search(rf"\b{name}=(.*)", self.attributes)
-        return found[1] if found else ""
+        return self.found(rf"\b{name}=(.*)")
+
+    def found(self, pattern: str) -> str:
+        """The group of a pattern in the attributes, "" if it is not there."""
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else ""
 
 
 Instructions = Mapping[str, Instruction]  # Of one computation, by name, in the order of the text.
@@ -134,19 +131,13 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def trip_count(module: HloModule, around: Instructions, loop: Instruction) -> int | None:
-    """How often the body of a loop runs.
+    """How often the body of a `while` in the computation `around` runs.
 
-    Args:
-      module: The module.
-      around: The computation that the loop is in.
-      loop: A `while`.
-
-    Returns:
-      The number; `None` if XLA has written none, and the loop does not count from a constant to a
-      constant by a constant.
+    `None` if XLA has written no number, and the loop does not count from a constant to a constant
+    by a constant.
     """
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
-        return int(known[1])
+    if known := loop.found(r'"known_trip_count":\{"n":"(\d+)"'):
+        return int(known)
     condition, body = (module.computations[name] for name in loop.loop)
     test = _root(condition)
     if test is None or test.opcode != "compare" or "direction=LT" not in test.attributes:
@@ -184,8 +175,7 @@ def _element(
 
 
 def _index(element: Instruction) -> int:
-    found = re.search(r"\bindex=(\d+)", element.attributes)
-    return int(found[1]) if found else -1
+    return int(element.found(r"\bindex=(\d+)") or -1)
 
 
 def _integer(constant: Instruction | None) -> int | None:
@@ -209,16 +199,11 @@ def _increment(body: Instructions, step: Instruction | None, index: int) -> int 
 def device_groups(module: HloModule, collective: Instruction) -> Groups:
     """The groups of devices that a collective joins, by the devices' positions in the program.
 
-    Args:
-      module: The module.
-      collective: A collective. A permutation joins the devices that pass something on to one
-        another.
-
-    Returns:
-      The groups; none for a permutation without pairs.
+    A permutation joins the devices that pass something on to one another, so one without pairs has
+    no groups.
 
     Raises:
-      ValueError: They are missing, or written in a form that is not known here.
+      ValueError: The groups are missing, or written in a form that is not known here.
     """
     is_permute = collective.opcode.startswith("collective-permute")
     name = "source_target_pairs" if is_permute else "replica_groups"
@@ -287,15 +272,7 @@ def _connected(pairs: list[tuple[str, str]]) -> Groups:
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which groups of devices lie.
-
-    Args:
-      groups: The groups, see `device_groups`.
-      mesh: The sizes of the axes.
-
-    Returns:
-      The fewest axes whose devices contain the groups; none if every group is one device.
-    """
+    """The fewest mesh axes whose devices contain the groups; none if every group is one device."""
     largest = max(groups, key=len, default=())
     if len(largest) < 2:
         return ()
@@ -314,7 +291,7 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def scope_of(module: HloModule, computation: Instructions, instruction: Instruction) -> str:
-    """Where an instruction comes from: its scope, or that of what it calls, or its operands'.
+    """The scope of an instruction, or of what it calls, or of its operands.
 
     What the compiler adds by itself, such as padding, has no scope of its own; it serves what it
     is made from.
