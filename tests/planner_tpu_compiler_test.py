@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from manualpar.planner import tpu_compiler
-from manualpar.planner.compiled_plan import module_and_purpose, plan_of, schedule_of
+from manualpar.planner.compiled_plan import plan_of, purpose_and_module, schedule_of
 from manualpar.planner.tpu_compiler import TpuCompilerError, compile_for_tpu, compile_step
 from manualpar.planner.tpu_worker import PROGRAM, RESULT, is_out_of_hbm
 from manualpar.training.config import load_config
@@ -208,9 +208,9 @@ def test_step_is_compiled_for_a_topology(config: ConfigDict) -> None:
     assert 0 <= plan.memory["other arguments"] < plan.peak_bytes
     schedule = schedule_of(step)
     assert not schedule.num_carried
-    found = {module_and_purpose(each) for each in schedule.collectives}
-    assert ("layers/mlp/gate", "gather_params") in found
-    assert ("layers/mlp/gate", "scatter_gradients") in found
+    found = {purpose_and_module(each) for each in schedule.collectives}
+    assert ("gather_params", "layers/mlp/gate") in found
+    assert ("scatter_gradients", "layers/mlp/gate") in found
     assert plan.compute_seconds is not None
     assert plan.compute_seconds > 0
     assert plan.mfu is not None

@@ -15,7 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,7 @@ import jax.numpy as jnp
 from manualpar.inspect.communication import Collective, Kind, as_number, ring_bytes
 from manualpar.inspect.compiled import CompiledCollective
 from manualpar.inspect.hlo import array_bytes
-from manualpar.inspect.provenance import (
-    OTHER,
-    TENSOR_PARALLEL,
-    compiled_scopes,
-    module_of,
-    purpose_in,
-)
+from manualpar.inspect.provenance import OTHER, TENSOR_PARALLEL
 from manualpar.purposes import GATHER_SCOPE, REGATHER
 
 ChangeKind = Literal["merged", "hoisted", "retyped", "replaced", "removed", "added"]
@@ -75,20 +69,15 @@ def find_changes(
 ) -> tuple[Change, ...]:
     """Names every difference between the collectives that were written and those that run.
 
-    Args:
-      traced: The collectives of the jaxpr.
-      compiled: Those of the compiled program.
-      root: The name of the whole model, see `manualpar.inspect.provenance.module_of`.
-
-    Returns:
-      The changes in the order of the program, those of one kind and purpose together. A collective
-      on a ring of one device sends nothing and is not considered.
+    The changes come in the order of the program, those of one kind and purpose together. A
+    collective on a ring of one device sends nothing and is not considered. `root` is the name of
+    the whole model, see `manualpar.inspect.provenance.module_of`.
     """
     written = [_Written(one, left=one.times) for one in traced if one.bytes_sent]
     running = [part for one in compiled for part in _parts(one, root) if part.bytes_each]
     ranked = [(w, r, _difference(w, r)) for r in running for w in written]
     pairs = [pair for pair in ranked if pair[2] < UNLIKE]
-    notes: list[_Note] = []
+    notes: list[Change] = []
 
     def pair_up(difference: int, is_preferred: Callable[[_Written, _Running], bool]) -> None:
         for w, r, found in pairs:
@@ -102,7 +91,7 @@ def find_changes(
         pair_up(difference, lambda w, r: True)
     notes += _left_over(written)
     notes += [
-        _Note("added", r.purpose, r.module, Fraction(0), r.left * r.bytes_each, r.noun)
+        _note("added", r.purpose, r.module, Fraction(0), r.left * r.bytes_each, r.noun)
         for r in running
         if r.left
     ]
@@ -144,22 +133,15 @@ class _Running:
         self.left, self.sources = whole.times, list[_Written]()
         self.bytes_each = ring_bytes(whole.kind, self.size, whole.group_size)
         self.noun = _noun(whole.kind, self.dtype)
-        scopes = compiled_scopes(whole.scope) if whole.scope else ()
-        self.num_scopes = len(scopes)
-        # Purpose and module of each operation that it was made from.
-        self.names = [(purpose_in(scope, ()), module_of(scope, self.root)) for scope in scopes]
-        self.purpose, self.module = self.names[0] if scopes else (OTHER, "")
+        self.names = whole.names(self.root)
+        self.purpose, self.module = self.names[0] if self.names else (OTHER, "")
 
 
-class _Note(NamedTuple):
+def _note(
+    kind: ChangeKind, purpose: str, module: str, before: Fraction, after: Fraction, detail: str
+) -> Change:
     """A change of one collective, to be summed with others like it."""
-
-    kind: ChangeKind
-    purpose: str
-    module: str
-    before: Fraction
-    after: Fraction
-    detail: str
+    return Change(kind, purpose, (module,) if module else (), before, after, detail)
 
 
 def _parts(whole: CompiledCollective, root: str) -> Iterator[_Running]:
@@ -192,12 +174,12 @@ def _difference(written: _Written, running: _Running) -> int:
     if (_family(one.purpose), one.module) in [(_family(p), module) for p, module in names]:
         return 5 if is_replaced else 1 + is_retyped
     # XLA:TPU merges collectives and keeps the name of one.
-    if set(names) <= {(OTHER, "")} or running.num_scopes < len(whole.shapes):
+    if set(names) <= {(OTHER, "")} or len(names) < len(whole.shapes):
         return 6 if is_replaced else 3 + is_retyped
     return UNLIKE
 
 
-def _pair(written: _Written, running: _Running) -> Iterator[_Note]:
+def _pair(written: _Written, running: _Running) -> Iterator[Change]:
     """Pairs as many runs as both have left, and notes how they differ."""
     runs = min(written.left, running.left)
     written.left -= runs
@@ -207,14 +189,14 @@ def _pair(written: _Written, running: _Running) -> Iterator[_Note]:
     one, before, after = written.one, runs * written.bytes_each, runs * running.bytes_each
     if one.kind != running.whole.kind:
         detail = f"{written.noun} is {running.noun}"
-        yield _Note("replaced", one.purpose, one.module, before, after, detail)
+        yield _note("replaced", one.purpose, one.module, before, after, detail)
     elif written.dtype != running.dtype or before != after:
         detail = f"{written.noun} travels as {running.dtype}"
-        yield _Note("retyped", one.purpose, one.module, before, after, detail)
+        yield _note("retyped", one.purpose, one.module, before, after, detail)
 
 
-def _left_over(written: Sequence[_Written]) -> Iterator[_Note]:
-    """What has become of the runs that were not found."""
+def _left_over(written: Sequence[_Written]) -> Iterator[Change]:
+    """Notes what has become of the runs that were not found."""
     found = {one.result for one in written if one.found}
     for one in written:
         if not one.left:
@@ -228,7 +210,7 @@ def _left_over(written: Sequence[_Written]) -> Iterator[_Note]:
         elif one.result in found:
             kind, detail = "merged", "has the result of another, which is used again"
         detail = f"{one.noun} {detail}"
-        yield _Note(kind, one.one.purpose, one.one.module, lost + kept, kept, detail)
+        yield _note(kind, one.one.purpose, one.one.module, lost + kept, kept, detail)
 
 
 def _put_together(running: Sequence[_Running]) -> Iterator[Change]:
@@ -250,17 +232,17 @@ def _put_together(running: Sequence[_Running]) -> Iterator[Change]:
         yield Change("merged", purposes, modules, whole.bytes_sent, whole.bytes_sent, words)
 
 
-def _summed(notes: Iterable[_Note]) -> Iterator[Change]:
+def _summed(notes: Iterable[Change]) -> Iterator[Change]:
     """Notes that say the same, as one change."""
-    alike: defaultdict[tuple[ChangeKind, str, str], list[_Note]] = defaultdict(list)
+    alike: defaultdict[tuple[ChangeKind, str, str], list[Change]] = defaultdict(list)
     for note in notes:
-        alike[note.kind, note.purpose, note.detail].append(note)
+        alike[note.kind, note.purpose, note.words].append(note)
     for (kind, purpose, detail), several in alike.items():
-        before = sum((note.before for note in several), Fraction(0))
-        after = sum((note.after for note in several), Fraction(0))
-        modules = tuple(dict.fromkeys(note.module for note in several if note.module))
-        whose = "" if kind != "added" else " that nobody has written"
-        often = "" if len(several) == 1 else f" ({len(several)} of them)"
+        before = sum((note.bytes_before for note in several), Fraction(0))
+        after = sum((note.bytes_after for note in several), Fraction(0))
+        modules = tuple(dict.fromkeys(module for note in several for module in note.modules))
+        whose = " that nobody has written" if kind == "added" else ""
+        often = f" ({len(several)} of them)" if len(several) > 1 else ""
         words = f"{detail}{whose}{often}: {_bytes(before)} become {_bytes(after)}."
         yield Change(kind, purpose, modules, before, after, words)
 

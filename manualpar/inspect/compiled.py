@@ -29,6 +29,7 @@ from manualpar.inspect.hlo import (
     parse_module,
     trip_count,
 )
+from manualpar.inspect.provenance import compiled_scopes, module_of, purpose_in
 
 KIND_OF_OPCODE: Mapping[str, Kind] = {
     "all-gather": "all_gather",
@@ -76,6 +77,11 @@ class CompiledCollective:
     def bytes_sent(self) -> Fraction:
         """The bytes that a device sends for it in a step, all operands together."""
         return self.times * ring_bytes(self.kind, self.operand_bytes, self.group_size)
+
+    def names(self, root: str) -> list[tuple[str, str]]:
+        """Purpose and module of each operation that it was made from, in a model named `root`."""
+        scopes = compiled_scopes(self.scope) if self.scope else ()
+        return [(purpose_in(scope, ()), module_of(scope, root)) for scope in scopes]
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers and names."""

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from manualpar.inspect.provenance import compiled_scopes, module_of, phase_of, purpose_in
+from manualpar.inspect.provenance import OTHER, phase_of
 from manualpar.planner.hardware import Chip
 from manualpar.planner.out_of_memory import read_out_of_memory
 from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
@@ -23,13 +23,9 @@ NUM_NOTED = 5
 class CompiledStep:
     """A training step as XLA has compiled it for a topology.
 
-    Attributes:
-      topology: The topology.
-      options: The compiler options.
-      facts: What the worker says of the program: its name, mesh, sizes, and versions; and either
-        its `memory`, bytes on a chip by `arguments`, `outputs`, `aliased` (outputs in the place of
-        arguments), `temporaries`, `code` and `peak`, or the compiler's message, `out_of_memory`.
-      text: The compiled program; "" if it does not fit.
+    The worker says its `facts`: name, mesh, sizes, and versions; and either its `memory`, bytes on
+    a chip by `arguments`, `outputs`, `aliased` (outputs in the place of arguments), `temporaries`,
+    `code` and `peak`, or the compiler's message, `out_of_memory`. Then `text` is "".
     """
 
     topology: Topology
@@ -120,17 +116,16 @@ def _memory(memory: Mapping[str, int], state: Mapping[str, int]) -> dict[str, in
     }
 
 
-def module_and_purpose(collective: ScheduledCollective) -> tuple[str, str]:
-    """A collective's module and its purpose, as far as its scope says."""
-    scope = compiled_scopes(collective.scope)[0] if collective.scope else ""
-    return module_of(scope, root="Transformer"), purpose_in(scope, collective.axes)
+def purpose_and_module(collective: ScheduledCollective) -> tuple[str, str]:
+    """A collective's purpose and its module, as far as its scope says."""
+    return next(iter(collective.names(root="Transformer")), (OTHER, ""))
 
 
 def _planned(one: ScheduledCollective, chip: Chip) -> PlannedCollective:
     return PlannedCollective(
         kind=one.kind,
         axes=one.axes,
-        purpose=module_and_purpose(one)[1],
+        purpose=purpose_and_module(one)[0],
         phase=phase_of(one.scope),
         times=one.times,
         bytes_sent=float(one.bytes_sent),
@@ -161,7 +156,7 @@ def _notes(schedule: Schedule) -> Iterator[str]:
     """What the step waits for most, and what has no estimate."""
     exposed: dict[tuple[str, str, str], float] = {}
     for one in schedule.collectives:
-        module, purpose = module_and_purpose(one)
+        purpose, module = purpose_and_module(one)
         key = (one.kind, purpose, module or "no module")
         exposed[key] = exposed.get(key, 0.0) + one.wire_seconds - one.hidden_seconds
     longest = sorted(exposed.items(), key=lambda item: -item[1])[:NUM_NOTED]
