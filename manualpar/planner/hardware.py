@@ -35,7 +35,6 @@ class Network:
     """How devices of a kind reach one another.
 
     Attributes:
-      kind: `"torus"` or `"nodes"`.
       bandwidth: Bytes a second in one direction: of one link of a torus, or of a device to all
         others of its node together.
       latency: Seconds from a device to the next.
@@ -72,10 +71,9 @@ class Chip:
       flops: Peak FLOP/s by dtype.
       hbm_bytes: The bytes of a device's memory that a program can use.
       hbm_bandwidth: Bytes a second between a device and its memory.
-      network: How it reaches others.
       flops_efficiency: The share of the peak that large products reach.
       hbm_efficiency: The share of the memory's bandwidth that long reads and writes reach.
-      clock: Cycles a second, 0 where it is not known.
+      clock: Cycles a second; 0 where nobody asks for them.
       source: The source of the numbers, and which of them are assumed.
       devices_per_chip: How many `jax.Device`s a chip is.
       max_devices: The most devices that one slice, or a cluster, has.
@@ -100,11 +98,7 @@ class Chip:
         return self.network.kind == "torus"
 
     def peak(self, dtype: str) -> float:
-        """Peak FLOP/s with operands of a dtype.
-
-        Raises:
-          ValueError: No peak is known for it.
-        """
+        """Peak FLOP/s with operands of a dtype, or a `ValueError` where none is known."""
         if dtype not in self.flops:
             raise ValueError(
                 f"chip {self.name}: no peak is known for dtype {dtype!r}, expected one of "
@@ -125,12 +119,12 @@ TPUS = {
     "tpu7x": ("TPU7x", 94.75, 7380, 1200, 3, 100, 2.2, 2, 2 * 9216),
 }
 # NVLink is what NVIDIA prints, both directions together. A network card serves each GPU of a node.
-# name: kind, GiB, HBM GB/s, NVLink GB/s, network card Gbit/s, GHz, share of the peak it reaches
+# name: kind, GiB, HBM GB/s, NVLink GB/s, network card Gbit/s, share of the peak it reaches
 GPUS = {
-    "a100": ("NVIDIA A100-SXM4-80GB", 80, 2039, 600, 200, 1.41, 0.8),
-    "h100": ("NVIDIA H100 80GB HBM3", 80, 3350, 900, 400, 1.83, 0.7),
-    "h200": ("NVIDIA H200", 141e9 / GIB, 4800, 900, 400, 1.83, 0.7),
-    "b200": ("NVIDIA B200", 180e9 / GIB, 8000, 1800, 400, 1.85, 0.7),
+    "a100": ("NVIDIA A100-SXM4-80GB", 80, 2039, 600, 200, 0.8),
+    "h100": ("NVIDIA H100 80GB HBM3", 80, 3350, 900, 400, 0.7),
+    "h200": ("NVIDIA H200", 141e9 / GIB, 4800, 900, 400, 0.7),
+    "b200": ("NVIDIA B200", 180e9 / GIB, 8000, 1800, 400, 0.7),
 }
 SOURCES = {
     "v4": TPU_DOCS + "v4 (32 GiB, of which 31.25 are assumed usable as on v6e); "
@@ -180,7 +174,7 @@ def _tpu(name: str) -> Chip:
 
 
 def _gpu(name: str) -> Chip:
-    kind, gib, hbm, nvlink, card, clock, flops_efficiency = GPUS[name]
+    kind, gib, hbm, nvlink, card, flops_efficiency = GPUS[name]
     network = Network(
         kind="nodes",
         bandwidth=nvlink * GIGA / 2,
@@ -201,7 +195,7 @@ def _gpu(name: str) -> Chip:
         network=network,
         flops_efficiency=flops_efficiency,
         hbm_efficiency=0.85,
-        clock=clock * GIGA,
+        clock=0.0,
         source=f"{SOURCES[name]}{ASSUMED}, and 2 GiB that a program cannot have",
     )
 
@@ -216,11 +210,7 @@ CHIPS = (*map(_tpu, TPUS), *map(_gpu, GPUS))
 
 
 def chip_named(name: str) -> Chip:
-    """Looks up a chip by its name in a topology, such as `v5p` or `h100`.
-
-    Raises:
-      ValueError: There is none of that name; the message lists those that there are.
-    """
+    """The chip of a name such as `v5p` or `h100`, or a `ValueError` that lists those there are."""
     chips = {chip.name: chip for chip in CHIPS}
     if name not in chips:
         near = difflib.get_close_matches(name, chips, n=1)

@@ -19,16 +19,12 @@ class PlannedCollective:
     """Collectives of a step that are alike.
 
     Attributes:
-      kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all` or `permute`.
       axes: The mesh axes; empty where a compiled program does not say.
-      purpose: Their purpose, such as `gather_params`.
-      phase: `forward`, `backward`, `recomputed` or `update`; "" where it is not known.
       times: How many a step runs.
       bytes_sent: Bytes that a device sends for all of them.
       seconds: How long all of them take by themselves; `None` if not estimated.
       hidden_seconds: How much of that lies behind compute; `None` if not estimated.
       is_async: Whether compute can run meanwhile; `None` where a model assumes it.
-      network: The network that carries them, such as `ICI`.
     """
 
     kind: str
@@ -68,9 +64,6 @@ class Plan:
 
     Attributes:
       name: The strategy and the mode, such as `fsdp manual`.
-      topology: The topology's name.
-      num_devices: Its devices.
-      mesh: The sizes of the mesh axes.
       is_model: Whether it is calculated, and not read off a program compiled for the topology.
       source: Its source, such as `roofline` or `XLA's TPU compiler, libtpu 0.0.42`.
       hbm_bytes: The bytes of a device's memory that a program can use.
@@ -79,7 +72,6 @@ class Plan:
       peak_bytes: The bytes of all classes; of a program that does not fit what it needs, as far as
         it is known.
       fits: Whether that is no more than `hbm_bytes`.
-      collectives: What a step sends.
       compute_seconds: The time of products and memory, with nothing sent.
       hbm_seconds: The part of that which waits for memory and not for products; `None` if not
         known.

@@ -62,14 +62,7 @@ class _Timed:
 
 
 def estimate(work: StepWork, topology: Topology) -> Plan:
-    """Estimates a step.
-
-    Args:
-      work: What it does, see `read_work`.
-      topology: The devices; as many as the work's mesh has.
-
-    Returns:
-      The plan, a model's.
+    """Estimates a step on a topology of as many devices as the work's mesh has.
 
     Raises:
       ValueError: The mesh does not lie in the topology, or no peak is known for the dtype.

@@ -8,6 +8,7 @@ candidates that come first, and those that nearly fit or nearly do not, are then
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import ml_collections
 import optax
@@ -36,9 +37,6 @@ class Candidate:
     """One of the things that a sweep compares.
 
     Attributes:
-      strategy: The strategy.
-      mesh: The sizes of the mesh axes.
-      num_minibatches: The number of minibatches of a batch.
       remat: What is computed again; "" where the model has no such choice.
       gather_dtype: The dtype in which parameters are gathered; "" as they are stored.
     """
@@ -60,7 +58,6 @@ class Outcome:
     """What became of a candidate.
 
     Attributes:
-      candidate: The candidate.
       plan: Its plan; `None` if no program could be built.
       reason: Why it is not ranked, in words; "" if it is.
       is_traced: Whether the candidate's own program was traced, or another's scaled.
@@ -78,17 +75,14 @@ class Outcome:
         return (self.plan.step_seconds or math.inf) if fits and self.plan else math.inf
 
 
-class Builder:
-    """Builds and reads programs for candidates.
+class Builder(NamedTuple):
+    """Builds and reads programs for candidates, which have a config and a task in common.
 
-    Attributes:
-      config: What they have in common.
-      task: What is trained; a candidate's model may differ in what is computed again.
+    A candidate's model may differ in what is computed again.
     """
 
-    def __init__(self, config: ml_collections.ConfigDict, task: Task) -> None:
-        self.config = config
-        self.task = task
+    config: ml_collections.ConfigDict
+    task: Task
 
     @property
     def has_remat(self) -> bool:
@@ -96,11 +90,7 @@ class Builder:
         return "remat" in self.config.model
 
     def read(self, candidate: Candidate, num_devices: int, *, batch_size: int = 0) -> StepWork:
-        """Traces a candidate's program and reads what it does.
-
-        Raises:
-          ValueError: The program cannot be built.
-        """
+        """Traces a candidate's program, which a `ValueError` may refuse, and reads what it does."""
         config = ml_collections.ConfigDict(self.config.to_dict())
         config.parallel.strategy = candidate.strategy
         config.parallel.mesh = ml_collections.ConfigDict(dict(candidate.mesh))
@@ -175,17 +165,11 @@ def scaling_curves(
     *,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, list[tuple[int, Plan]]]:
-    """Step times against the number of devices, each with as many examples a device (weak scaling).
+    """Plans candidates on 8 to 4,096 devices of the topology's chip (weak scaling).
 
-    Args:
-      builder: Of a config; a device has `config.data.batch_size / topology.num_devices` examples.
-      topology: A topology of the chip.
-      candidates: What to draw, by the names of the curves; each size of topology gets a mesh of its
-        own.
-      report: Is told the progress.
-
-    Returns:
-      For each curve pairs of a number of devices and a plan, from 8 to 4,096.
+    Each device has `config.data.batch_size / topology.num_devices` examples of the builder's
+    config, and each number of devices a mesh of its own. The curves, pairs of a number of devices
+    and a plan, have the names of the candidates.
     """
     per_device = max(builder.config.data.batch_size // topology.num_devices, 1)
     curves: dict[str, list[tuple[int, Plan]]] = {name: [] for name in candidates}

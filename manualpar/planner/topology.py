@@ -25,12 +25,10 @@ _PATTERN = re.compile(r"(?:(\d+)x)?([a-zA-Z][\w-]*):(\d+(?:x\d+)*)")
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices and how they are joined.
+    """Devices of one kind and how they are joined.
 
-    Attributes:
-      chip: Their kind.
-      shape: For TPUs the dimensions of a slice, in chips; for GPUs their number.
-      num_slices: The number of slices; 1 for GPUs.
+    `shape` is for TPUs the dimensions of a slice, in chips, and for GPUs their number, which are
+    one slice.
     """
 
     chip: Chip
@@ -39,7 +37,7 @@ class Topology:
 
     @property
     def num_chips(self) -> int:
-        """The number of chips in all slices."""
+        """Of all slices."""
         return self.num_slices * math.prod(self.shape)
 
     @property
@@ -84,16 +82,11 @@ class Ring:
         return self.outside > 1
 
     def seconds(self, network: Network, sent: float, times: int = 1) -> float:
-        """How long collectives take.
+        """How long collectives take that run so many times and send so many bytes together.
 
-        A ring over `n` groups of `s` devices on which each device sends `b` bytes moves
-        `b S / (S - 1)` bytes (`S = n s`) around. Of those `(n - 1) / n` enter a group through its
-        `s` slow links, while the rest goes on inside.
-
-        Args:
-          network: The network.
-          sent: The bytes that a device sends for all of them, by `ring_bytes`.
-          times: How many there are.
+        A ring over `n` groups of `s` devices on which each device sends `b` bytes (`ring_bytes`)
+        moves `b S / (S - 1)` bytes (`S = n s`) around. Of those `(n - 1) / n` enter a group through
+        its `s` slow links, while the rest goes on inside.
         """
         size = self.inside * self.outside
         if size == 1:
@@ -107,11 +100,7 @@ class Ring:
 
 
 def parse_topology(name: str) -> Topology:
-    """Reads the name of a topology, `[<slices>x]<chip>:<shape>`.
-
-    Raises:
-      ValueError: There is no such topology; the message says what was expected.
-    """
+    """Reads the name of a topology, `[<slices>x]<chip>:<shape>`; a `ValueError` names mistakes."""
     found = _PATTERN.fullmatch(name)
     if not found:
         raise ValueError(
@@ -133,23 +122,20 @@ def _problem(topology: Topology) -> str:
     if topology.num_devices == 0:
         return f"has a size of 0, expected positive ones, {EXAMPLES}."
     if network.kind == "torus" and len(shape) != network.dims:
-        example = f"{chip.name}:{'x'.join('4' * network.dims)}"
         return (
             f"has {len(shape)} dimensions, expected {network.dims} for {chip.name}, such as "
-            f"{example}."
+            f"{chip.name}:{'x'.join('4' * network.dims)}."
         )
-    if network.kind == "nodes":
-        if len(shape) != 1 or topology.num_slices > 1:
-            example = f"{chip.name}:{4 * network.node_size}"
-            return (
-                f"has slices or several dimensions, expected a number of devices for {chip.name}, "
-                f"such as {example}."
-            )
-        if shape[0] > network.node_size and shape[0] % network.node_size:
-            return (
-                f"has {shape[0]} devices, expected whole nodes of {network.node_size}, or fewer "
-                "than one."
-            )
+    if network.kind == "nodes" and (len(shape) != 1 or topology.num_slices > 1):
+        return (
+            f"has slices or several dimensions, expected a number of devices for {chip.name}, "
+            f"such as {chip.name}:{4 * network.node_size}."
+        )
+    if network.kind == "nodes" and not _fills_nodes(network, shape[0]):
+        return (
+            f"has {shape[0]} devices, expected whole nodes of {network.node_size}, or fewer than "
+            "one."
+        )
     in_slice = topology.num_devices // topology.num_slices
     if in_slice > chip.max_devices:
         return (
@@ -157,6 +143,10 @@ def _problem(topology: Topology) -> str:
             f"{chip.name}; several slices are written 2x{chip.name}:...."
         )
     return ""
+
+
+def _fills_nodes(network: Network, num_devices: int) -> bool:
+    return num_devices <= network.node_size or num_devices % network.node_size == 0
 
 
 def topology_of_size(chip: Chip, num_devices: int) -> Topology | None:
@@ -167,8 +157,7 @@ def topology_of_size(chip: Chip, num_devices: int) -> Topology | None:
     """
     network = chip.network
     if network.kind == "nodes":
-        is_whole = num_devices <= network.node_size or num_devices % network.node_size == 0
-        return Topology(chip, (num_devices,)) if is_whole else None
+        return Topology(chip, (num_devices,)) if _fills_nodes(network, num_devices) else None
     chips, rest = divmod(num_devices, chip.devices_per_chip)
     if rest or chips < 1 or chips & (chips - 1):
         return None
@@ -183,8 +172,8 @@ def topology_of_size(chip: Chip, num_devices: int) -> Topology | None:
 def levels_of(topology: Topology) -> tuple[int, ...]:
     """The sizes of the levels of a topology, the slowest first.
 
-    Level 0 is what is between slices or nodes. Then come the dimensions of the torus, or the node,
-    and last the devices of a TPU chip.
+    Level 0 joins slices or nodes. Then come the dimensions of the torus, or the node, and last the
+    devices of a TPU chip.
     """
     chip, network = topology.chip, topology.chip.network
     if network.kind == "torus":
@@ -194,11 +183,7 @@ def levels_of(topology: Topology) -> tuple[int, ...]:
 
 
 def place_axes(topology: Topology, mesh: Mapping[str, int]) -> dict[str, list[tuple[int, int]]]:
-    """Lays mesh axes onto a topology.
-
-    Args:
-      topology: The topology.
-      mesh: The sizes of the axes, the major one first; their product is `topology.num_devices`.
+    """Lays mesh axes, the major one first, onto a topology.
 
     Returns:
       For each axis the parts of levels that it takes: pairs of a level, see `levels_of`, and a
@@ -240,16 +225,7 @@ def _whole_levels(left: list[int], needed: int) -> list[int]:
 
 
 def ring_over(topology: Topology, mesh: Mapping[str, int], axes: tuple[str, ...]) -> Ring:
-    """The ring over some mesh axes together.
-
-    Args:
-      topology: The topology.
-      mesh: The sizes of all axes.
-      axes: The axes of the ring.
-
-    Raises:
-      ValueError: The mesh does not fit into the topology.
-    """
+    """The ring over some axes of a mesh together; a `ValueError` if the mesh does not fit."""
     placed, chip = place_axes(topology, mesh), topology.chip
     network, sizes = chip.network, levels_of(topology)
     taken: dict[int, int] = {}

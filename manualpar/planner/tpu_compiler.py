@@ -20,18 +20,10 @@ from typing import Any
 import ml_collections
 
 from manualpar.compiler_options import compiler_options
+from manualpar.planner import tpu_worker as worker
 from manualpar.planner.compiled_plan import CompiledStep, plan_of
 from manualpar.planner.plan import Plan
 from manualpar.planner.topology import Topology, parse_topology
-from manualpar.planner.tpu_worker import (
-    COMPILE,
-    LIBRARY,
-    PREPARE,
-    PROGRAM,
-    REQUEST,
-    RESULT,
-    TOPOLOGY,
-)
 from manualpar.strategies import strategy_kinds
 
 # Nobody is to be asked for a TPU, and several of these processes may run at once.
@@ -56,7 +48,6 @@ def compile_for_tpu(
     *,
     options: Mapping[str, str] | None = None,
     vocab_size: int = 0,
-    timeout: float = TIMEOUT,
 ) -> Plan:
     """Compiles a config's training step for a topology and plans it.
 
@@ -66,19 +57,13 @@ def compile_for_tpu(
       options: Compiler options besides those of `config.parallel.overlap`, over which they win;
         see `manualpar.compiler_options`.
       vocab_size: How many tokens a language model knows; 0 for those of its data.
-      timeout: Seconds to wait for the compiler.
-
-    Returns:
-      The plan.
 
     Raises:
       ValueError: The config does not fit itself or the topology.
       TpuCompilerError: libtpu is not installed, does not know the topology or an option, crashes,
         or takes too long.
     """
-    return plan_of(
-        compile_step(config, topology, options=options, vocab_size=vocab_size, timeout=timeout)
-    )
+    return plan_of(compile_step(config, topology, options=options, vocab_size=vocab_size))
 
 
 def compile_step(
@@ -87,7 +72,6 @@ def compile_step(
     *,
     options: Mapping[str, str] | None = None,
     vocab_size: int = 0,
-    timeout: float = TIMEOUT,
 ) -> CompiledStep:
     """Compiles a config's training step for a topology; see `compile_for_tpu`."""
     if isinstance(topology, str):
@@ -110,14 +94,14 @@ def compile_step(
     }
     with tempfile.TemporaryDirectory(prefix="manualpar-tpu-") as name:
         folder = Path(name)
-        (folder / REQUEST).write_text(json.dumps(request), encoding="utf-8")
-        facts = _run_worker(folder, topology, timeout)
-        program = folder / PROGRAM
+        (folder / worker.REQUEST).write_text(json.dumps(request), encoding="utf-8")
+        facts = _run_worker(folder, topology)
+        program = folder / worker.PROGRAM
         text = program.read_text(encoding="utf-8") if program.exists() else ""
     return CompiledStep(topology, chosen, facts, text)
 
 
-def _run_worker(folder: Path, topology: Topology, timeout: float) -> dict[str, Any]:
+def _run_worker(folder: Path, topology: Topology) -> dict[str, Any]:
     """Runs the worker and reads its result; raises if it has failed."""
     package = str(Path(__file__).parents[2])
     paths = filter(None, [package, os.environ.get("PYTHONPATH", "")])
@@ -127,23 +111,26 @@ def _run_worker(folder: Path, topology: Topology, timeout: float) -> dict[str, A
             done = subprocess.run(
                 [sys.executable, "-m", "manualpar.planner.tpu_worker", str(folder)],
                 env=environment,
-                timeout=timeout,
+                timeout=TIMEOUT,
                 stdout=stderr,
                 stderr=stderr,
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
             raise TpuCompilerError(
-                f"the TPU compiler has not finished after {timeout:,.0f} seconds for "
+                f"the TPU compiler has not finished after {TIMEOUT:,.0f} seconds for "
                 f"{topology.name}, and was stopped. Give it more time, or fewer layers to compile: "
                 "model.scan_layers compiles one."
             ) from error
         stderr.seek(0)
         said = stderr.read()
-    result = folder / RESULT
+    result = folder / worker.RESULT
     found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
     if "error" in found:
-        is_mistake = found["stage"] == PREPARE and found["type"] in ("ValueError", "TypeError")
+        is_mistake = found["stage"] == worker.PREPARE and found["type"] in (
+            "ValueError",
+            "TypeError",
+        )
         if is_mistake:
             raise ValueError(found["error"])
         raise TpuCompilerError(_failure(found, topology))
@@ -160,23 +147,23 @@ def _run_worker(folder: Path, topology: Topology, timeout: float) -> dict[str, A
 def _failure(found: Mapping[str, str], topology: Topology) -> str:
     """A sentence about an exception in the worker."""
     stage, error, chip = found["stage"], " ".join(found["error"].split()), topology.chip
-    if stage == LIBRARY:
+    if stage == worker.LIBRARY:
         return (
             f"libtpu, which has the TPU compiler, cannot be used here ({found['type']}: {error}); "
             f"install it with: {INSTALL}"
         )
-    if stage == TOPOLOGY:
+    if stage == worker.TOPOLOGY:
         return (
             f"libtpu does not know the topology {topology.name!r} ({error[:200]}); expected a "
             f"shape that slices of {chip.name} have, such as "
             f"{chip.name}:{'2x2' if chip.network.dims == 2 else '2x2x1'}."
         )
-    if stage == COMPILE and (option := re.search(r"No such compile option: '?(\w+)", error)):
+    if stage == worker.COMPILE and (option := re.search(r"No such compile option: '?(\w+)", error)):
         return (
             f"the TPU compiler does not know the option {option[1]!r}; leave it out, or write it "
             "as `libtpu` spells it."
         )
-    if stage == COMPILE and "RESOURCE_EXHAUSTED" in error:
+    if stage == worker.COMPILE and "RESOURCE_EXHAUSTED" in error:
         return (
             f"the TPU compiler needs more of the chip's own memory than there is for what it has "
             f"scheduled for {topology.name} ({error[:300]}); leave out compiler options that fuse, "

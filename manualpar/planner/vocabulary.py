@@ -26,13 +26,8 @@ def prepare_planned(
 ) -> Experiment:
     """Checks a config and builds what it describes, as `manualpar.training.experiment.prepare`.
 
-    Args:
-      config: The config.
-      devices: As for `prepare`: devices, a topology's too, or a number of them.
-      vocab_size: How many tokens a language model knows; 0 for those of its data.
-
-    Returns:
-      The experiment. With a `vocab_size` it is one to plan and not to run.
+    An experiment whose language model knows `vocab_size` tokens, and not those of its data, is one
+    to plan and not to run.
 
     Raises:
       ValueError: The config does not fit itself or the devices, or its model has no vocabulary.
