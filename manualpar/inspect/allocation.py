@@ -59,15 +59,10 @@ PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
 
 
 class Fusion(NamedTuple):
-    """What a compiler fuses.
+    """What a compiler fuses."""
 
-    Attributes:
-      into_products: Whether matrix products compute what they read.
-      repeats_dear: Whether operations that are not cheap are computed again, too.
-    """
-
-    into_products: bool
-    repeats_dear: bool
+    into_products: bool  # Whether matrix products compute what they read.
+    repeats_dear: bool  # Whether operations that are not cheap are computed again, too.
 
 
 FUSIONS: Mapping[str, Fusion] = {
@@ -85,7 +80,7 @@ def find_peak(
     fusion: Fusion,
     elsewhere: Collection[int] = (),
 ) -> Counter[str]:
-    """Finds what operations hold at the fullest moment, besides their arguments.
+    """Finds the bytes by label that operations hold at the fullest moment, without their arguments.
 
     Args:
       operations: The operations, in their order.
@@ -95,9 +90,6 @@ def find_peak(
         too.
       fusion: What the compiler fuses.
       elsewhere: Values that take the place of arrays that exist already.
-
-    Returns:
-      The bytes by label.
     """
     kept = {*kept, *(new for _, new in replaced)}
     operations = _delayed(_needed(operations, kept))

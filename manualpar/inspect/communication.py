@@ -57,11 +57,8 @@ class Collective:
     """A collective of a traced program.
 
     Attributes:
-      kind: Its kind.
-      axes: The mesh axes that it runs over.
       axis_size: How many devices the axes span together.
       shape: The operand's shape on one device.
-      dtype: The operand's dtype.
       times: How often a step runs it.
       scope: The `jax.named_scope`s and transformations around it, outermost first.
       root: The name of the whole model, `""` if it is not known.
@@ -86,17 +83,17 @@ class Collective:
 
     @functools.cached_property
     def purpose(self) -> str:
-        """What it is for, see `manualpar.inspect.provenance.purpose_in`."""
+        """What it is for, see `purpose_in`."""
         return purpose_in(self.scope, self.axes, self.data_axes)
 
     @functools.cached_property
     def module(self) -> str:
-        """The path of its module or parameter, see `manualpar.inspect.provenance.module_of`."""
+        """The path of its module or parameter, see `module_of`."""
         return module_of(self.scope, self.root)
 
     @property
     def phase(self) -> Phase:
-        """The part of a step that it runs in, see `manualpar.inspect.provenance.phase_of`."""
+        """The part of a step that it runs in, see `phase_of`."""
         return phase_of(self.scope)
 
     def to_json(self) -> dict[str, Any]:
@@ -117,17 +114,11 @@ class Collective:
 
 
 def ring_bytes(kind: Kind, operand_bytes: int, group_size: int) -> Fraction:
-    """The bytes that each device of a ring sends to run a collective once.
+    """The bytes that each device of a ring of `N = group_size` sends to run a collective once.
 
-    Args:
-      kind: Which collective.
-      operand_bytes: The bytes of the operand on one device.
-      group_size: How many devices are on the ring, `N`.
-
-    Returns:
-      `N - 1` operands for an all-gather, `(N - 1) / N` for a reduce-scatter, `2 (N - 1) / N` for an
-      all-reduce; for an all-to-all the `(N - 1) / N` that are for others and for a permutation one
-      operand, however far away those are. Nothing on a ring of one device.
+    An all-gather sends `N - 1` operands (of one device), a reduce-scatter `(N - 1) / N`, and an
+    all-reduce `2 (N - 1) / N`. An all-to-all sends the `(N - 1) / N` that are for others, and a
+    permutation one operand, however far away those are. A ring of one device sends nothing.
     """
     others = group_size - 1
     operands: dict[Kind, Fraction] = {

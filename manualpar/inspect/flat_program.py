@@ -14,12 +14,15 @@ operand.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from manualpar.jaxprs import inner_jaxprs
+
+AnyJaxpr = ClosedJaxpr | Jaxpr
 # Their result is the operand, as far as memory is concerned. Transpositions belong here because XLA
 # chooses layouts, and dot products take operands in any layout.
 _VIEW_WORDS = """
@@ -27,20 +30,12 @@ copy copy_p expand_dims mesh_cast name optimization_barrier preduced pvary reduc
 reshape reshard squeeze stop_gradient transpose vary_unreduced_cast_p
 """
 VIEWS = frozenset(_VIEW_WORDS.split())
-# Primitives that are inlined, with the parameter that holds their jaxpr.
-INLINED: Mapping[str, str] = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "shard_map": "jaxpr",
-}
+# Each of them has one jaxpr.
+_INLINED_WORDS = """
+jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call
+custom_vjp_call_jaxpr shard_map
+"""
+INLINED = frozenset(_INLINED_WORDS.split())
 # Each of their results may take the place of the operand at the same position.
 _IN_PLACE_WORDS = """
 dynamic_update_slice pmax pmin psum psum_invariant scatter scatter-add scatter-mul scatter-sub
@@ -51,13 +46,9 @@ IN_PLACE = frozenset(_IN_PLACE_WORDS.split())
 
 @dataclasses.dataclass
 class Value:
-    """An array.
+    """An array: its bytes and elements on a device, and its label, which says what it is for.
 
-    Attributes:
-      size: Its bytes on a device.
-      elements: Its elements on a device.
-      parts: How many devices a global array is split over; 1 inside of `shard_map`.
-      label: What it is for.
+    `parts` says how many devices a global array is split over; it is 1 inside of `shard_map`.
     """
 
     size: int
@@ -68,12 +59,10 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """The function inside of a loop or a branch.
+    """A program, or the function inside of a loop or a branch.
 
-    Attributes:
-      operations: Its operations.
-      results: Its results, `None` for a constant.
-      carried: Pairs of an argument and the result that takes its place in the next iteration.
+    A result is `None` if it is a constant. `carried` pairs an argument with the result that takes
+    its place in the next iteration.
     """
 
     operations: Sequence["Operation"]
@@ -83,16 +72,11 @@ class Body:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation that reads some values and makes others.
+    """An operation that reads some values, without constants, and makes others.
 
-    Attributes:
-      name: The name of the primitive; `store` writes a part of an array that exists already.
-      scope: The named scopes around it.
-      inputs: The values that it reads, without constants.
-      outputs: The values that it makes.
-      bodies: The functions inside.
-      written_over: Pairs of an input and an output that may take its place. Elementwise operations
-        have none here; any of their outputs may take the place of any input of the same size.
+    It has the name of its primitive; `store` writes a part of an array that exists already.
+    `written_over` pairs an input with an output that may take its place. Elementwise operations
+    have none here, because any of their outputs may take the place of any input of the same size.
     """
 
     name: str
@@ -104,11 +88,7 @@ class Operation:
 
 
 class FlatProgram:
-    """Flattens jaxprs.
-
-    Attributes:
-      values: All values, by number.
-    """
+    """Flattens jaxprs; `values` are all values, by number."""
 
     def __init__(self) -> None:
         self.values: list[Value] = []
@@ -123,24 +103,15 @@ class FlatProgram:
         return len(self.values) - 1
 
     def flatten(
-        self, jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[int | None], *, label: str = ""
+        self, jaxpr: AnyJaxpr, inputs: Sequence[int | None], *, scope: str = "", label: str = ""
     ) -> Body:
-        """Flattens a program.
-
-        Args:
-          jaxpr: The program.
-          inputs: The values of its arguments, `None` for constants.
-          label: The label of the constants that it contains.
-
-        Returns:
-          Its operations and results.
-        """
+        """Flattens a program, whose constants get a label; inputs are `None` for constants."""
         operations: list[Operation] = []
-        return Body(operations, self._inline(jaxpr, inputs, operations, scope="", label=label))
+        return Body(operations, self._inline(jaxpr, inputs, operations, scope=scope, label=label))
 
     def _inline(
         self,
-        jaxpr: ClosedJaxpr | Jaxpr,
+        jaxpr: AnyJaxpr,
         inputs: Sequence[int | None],
         operations: list[Operation],
         *,
@@ -170,7 +141,8 @@ class FlatProgram:
             return values[: len(eqn.outvars)]
         if name in INLINED:
             was_local, self._is_local = self._is_local, self._is_local or name == "shard_map"
-            outputs = self._inline(eqn.params[INLINED[name]], values, operations, scope=scope)
+            _, inner = next(inner_jaxprs(eqn))
+            outputs = self._inline(inner, values, operations, scope=scope)
             self._is_local = was_local
             if name == "shard_map":
                 self._count_parts(outputs, eqn.outvars)
@@ -185,17 +157,14 @@ class FlatProgram:
             first = skipped + eqn.params["body_nconsts"]
             inner, starts = eqn.params["body_jaxpr"], values[first:]
             carry = self._like(inner.jaxpr.invars[first - skipped :], starts)
-            body = self._body(inner, [*values[skipped:first], *carry], scope)
+            body = self.flatten(inner, [*values[skipped:first], *carry], scope=scope)
             bodies = (dataclasses.replace(body, carried=_pairs(carry, body.results)),)
         elif name == "cond":
-            bodies = tuple(self._body(x, values[1:], scope) for x in eqn.params["branches"])
+            branches = eqn.params["branches"]
+            bodies = tuple(self.flatten(x, values[1:], scope=scope) for x in branches)
         over = _pairs(starts, made) if name in IN_PLACE else ()
         operations.append(Operation(name, scope, _known(values), tuple(made), bodies, over))
         return [*made]
-
-    def _body(self, jaxpr: ClosedJaxpr, inputs: Sequence[int | None], scope: str) -> Body:
-        operations: list[Operation] = []
-        return Body(operations, self._inline(jaxpr, inputs, operations, scope=scope))
 
     def _scan(
         self, eqn: Any, values: list[int | None], operations: list[Operation], scope: str

@@ -86,9 +86,7 @@ def total_step_bytes(program: Program) -> Fraction:
 def of_parameters(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     """Those collectives of a traced step that `step_bytes` predicts: no metrics, no collections."""
     return tuple(
-        collective
-        for collective in collectives
-        if not any(scope in collective.scope for scope in OTHER_SCOPES)
+        one for one in collectives if not any(scope in one.scope for scope in OTHER_SCOPES)
     )
 
 

@@ -54,17 +54,7 @@ _SAME_GRADIENT = frozenset(_SAME_GRADIENT_WORDS.split())
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The bytes on a device at the fullest moment of a step, by class; the module says which.
-
-    Attributes:
-      parameters: Of the parameters between steps.
-      gradients: Of gradients, and of what the optimizer makes of them.
-      optimizer: Of the state of the optimizer between steps.
-      gathered: Of parameters while they are used.
-      activations: Of everything else that is computed.
-      batch: Of the batch.
-      other: Of the rest of the state, and of metrics.
-    """
+    """The bytes on a device at the fullest moment of a step, by class; the module says which."""
 
     parameters: int
     gradients: int

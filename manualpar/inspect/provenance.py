@@ -48,15 +48,15 @@ _MINIBATCH = re.compile(r"minibatch(_\d+)?")
 
 
 def module_of(scope: str, root: str = "") -> str:
-    """The path of the module or parameter that an operation comes from.
+    """The path of the module or parameter that an operation comes from: `"layers/attention/query"`.
 
     Args:
       scope: Its scope, as in a jaxpr or, without the primitive at its end, in a compiled program.
-      root: The name of the whole model. Paths leave it out, as the paths of parameters do.
+      root: The name of the whole model. Paths leave it out, as the paths of parameters do, except
+        for that of an operation of the model itself.
 
     Returns:
-      Names separated by slashes: `"layers/attention/query"`; `root` for operations of the model
-      itself; `""` for operations in no module.
+      The path, `""` for operations in no module.
     """
     path: list[str] = []
     for names in _segments(scope):
@@ -86,16 +86,10 @@ def phase_of(scope: str) -> Phase:
 
 
 def purpose_in(scope: str, axes: Collection[str], data_axes: Collection[str] = ()) -> str:
-    """The purpose of a collective, by its scope and its axes.
+    """The purpose of a collective, by its scope and its axes; see `manualpar.purposes.purpose_of`.
 
-    Args:
-      scope: Its scope.
-      axes: The mesh axes that it runs over.
-      data_axes: The mesh axes that split the batch, none if they are not known.
-
-    Returns:
-      See `manualpar.purposes.purpose_of`; for collectives that this package has not written
-      `TENSOR_PARALLEL` if they run over none of the data axes, else `OTHER`.
+    One that this package has not written is `TENSOR_PARALLEL` if it runs over none of the data
+    axes, which split the batch; else, or if those are not known, it is `OTHER`.
     """
     if ours := purpose_of(scope):
         return ours

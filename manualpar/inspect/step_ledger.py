@@ -108,7 +108,10 @@ class Ledger:
 
     def to_json(self) -> dict[str, Any]:
         """The ledger as JSON: axes joined with commas, and integers where numbers are whole."""
-        optional = {"memory": self.memory, "compiled": self.compiled}
+        predicted = None  # Which is not the same as a prediction of no bytes.
+        if self.predicted is not None:
+            total = as_number(sum(self.predicted.values(), Fraction(0)))
+            predicted = {"total": total, "by_axes": _as_numbers(self.predicted)}
         return {
             "name": self.name,
             "mesh": dict(self.mesh),
@@ -125,13 +128,9 @@ class Ledger:
                 "by_phase": self.flops_by_phase(),
                 "by_module": self.flops_by_module(),
             },
-            "predicted_bytes": None
-            if self.predicted is None
-            else {
-                "total": as_number(sum(self.predicted.values(), Fraction(0))),
-                "by_axes": _as_numbers(self.predicted),
-            },
-            **{name: value and value.to_json() for name, value in optional.items()},
+            "predicted_bytes": predicted,
+            "memory": self.memory and self.memory.to_json(),
+            "compiled": self.compiled and self.compiled.to_json(),
             "changes": [change.to_json() for change in self.changes],
             "notes": list(self.notes),
         }
@@ -162,15 +161,14 @@ def ledger(
         bytes are not known here, axes that nothing binds; or it cannot be compiled here.
     """
     traced = _trace(program, abstract_args)
+    jaxpr = traced.jaxpr.jaxpr
     ours = program if isinstance(program, Program) else None
     meshes: list[Any] = [ours.mesh] if ours else list(_meshes(program, traced, abstract_args))
     num_devices = max((math.prod(mesh.shape.values()) for mesh in meshes), default=1)
-    apply_fn: Any = ours.abstract_state.apply_fn if ours else None
-    # The name of the model, with which flax begins the scope of all that it does.
-    root = type(apply_fn.__self__).__name__ if ours else ""
-
-    jaxpr = traced.jaxpr.jaxpr
     around = Around(spread=num_devices)
+    # The name of the model, with which flax begins the scope of all that it does.
+    apply_fn: Any = ours and ours.abstract_state.apply_fn
+    root = type(apply_fn.__self__).__name__ if ours else ""
     data_axes = ours.data_axes if ours else ()
     sending = CollectiveReader("ledger", root=root, data_axes=data_axes, while_trips=while_trips)
     computing = ProductReader("ledger", while_trips=while_trips)
