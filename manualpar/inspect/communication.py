@@ -16,10 +16,9 @@ and callbacks on the host name no axis, so they are not seen.
 import dataclasses
 import functools
 import math
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr
@@ -27,6 +26,8 @@ from jax.extend.core import ClosedJaxpr
 from manualpar.inspect.equations import Around, EquationReader
 from manualpar.inspect.provenance import Phase, module_of, phase_of, purpose_in
 
+Key = TypeVar("Key")
+Amount = TypeVar("Amount", int, float, Fraction)
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 
 # By the names of jax's primitives. With check_vma=True a psum of varying values is psum_invariant;
@@ -164,21 +165,26 @@ def trace_collectives(
 
 def count_by_kind(collectives: Iterable[Any]) -> dict[str, int]:
     """How many collectives of each kind a step runs; kinds that it does not run are left out."""
-    counts = (Counter[str]({collective.kind: collective.times}) for collective in collectives)
-    return dict(sum(counts, Counter[str]()))
+    counts = summed((collective.kind, collective.times) for collective in collectives)
+    return {kind: count for kind, count in counts.items() if count}
 
 
 def bytes_by_axes(collectives: Iterable[Collective]) -> dict[tuple[str, ...], Fraction]:
     """The bytes that a device sends in a step over each axis, or tuple of axes as it is written."""
-    totals: defaultdict[tuple[str, ...], Fraction] = defaultdict(Fraction)
-    for collective in collectives:
-        totals[collective.axes] += collective.bytes_sent
-    return dict(totals)
+    return summed((collective.axes, collective.bytes_sent) for collective in collectives)
 
 
 def total_bytes(collectives: Iterable[Any]) -> Fraction:
     """The bytes that a device sends in a step."""
     return sum((collective.bytes_sent for collective in collectives), Fraction(0))
+
+
+def summed(amounts: Iterable[tuple[Key, Amount]]) -> dict[Key, Amount]:
+    """The sum of the amounts with each key, in the order in which the keys first appear."""
+    totals: dict[Key, Amount] = {}
+    for key, amount in amounts:
+        totals[key] = totals[key] + amount if key in totals else amount
+    return totals
 
 
 def as_number(value: Fraction) -> int | float:

@@ -14,13 +14,13 @@ kernel (https://arxiv.org/abs/2205.14135).
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from manualpar.inspect.communication import summed
 from manualpar.inspect.equations import Around, EquationReader
 from manualpar.inspect.provenance import PHASES, Phase, module_of, phase_of
 
@@ -139,9 +139,10 @@ def by_phase_and_module(
     products: Iterable[CountedProduct], root: str = ""
 ) -> tuple[Computation, ...]:
     """Adds products up by phase, in the order of `PHASES`, and module, in that of the program."""
-    totals: defaultdict[tuple[Phase, str], Fraction] = defaultdict(Fraction)
-    for product in products:
-        totals[phase_of(product.scope), module_of(product.scope, root)] += product.flops
+    totals = summed(
+        ((phase_of(product.scope), module_of(product.scope, root)), product.flops)
+        for product in products
+    )
     return tuple(
         Computation(phase, module, math.ceil(flops))
         for wanted in PHASES

@@ -13,7 +13,7 @@ algorithms, see `manualpar.inspect.communication.ring_bytes`; operations are tho
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from manualpar.inspect.communication import (
     as_number,
     bytes_by_axes,
     count_by_kind,
+    summed,
     total_bytes,
 )
 from manualpar.inspect.compiled import Compiled, read_compiled
@@ -40,7 +41,6 @@ from manualpar.inspect.provenance import PHASES
 from manualpar.jaxprs import all_equations
 
 T = TypeVar("T")
-Amount = TypeVar("Amount", int, Fraction)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +82,11 @@ class Ledger:
 
     def bytes_by_purpose(self) -> dict[str, Fraction]:
         """The bytes for each purpose."""
-        return _summed((one.purpose, one.bytes_sent) for one in self.collectives)
+        return summed((one.purpose, one.bytes_sent) for one in self.collectives)
 
     def bytes_by_module(self) -> dict[str, Fraction]:
         """The bytes of each module or parameter, `""` for those that belong to none."""
-        return _summed((one.module, one.bytes_sent) for one in self.collectives)
+        return summed((one.module, one.bytes_sent) for one in self.collectives)
 
     def counts(self) -> dict[str, int]:
         """How many collectives of each kind run."""
@@ -100,11 +100,11 @@ class Ledger:
     def flops_by_phase(self) -> dict[str, int]:
         """The operations of each of the four phases."""
         none: dict[str, int] = dict.fromkeys(PHASES, 0)
-        return none | _summed((one.phase, one.flops) for one in self.computations)
+        return none | summed((one.phase, one.flops) for one in self.computations)
 
     def flops_by_module(self) -> dict[str, int]:
         """The operations of each module, all phases together."""
-        return _summed((one.module, one.flops) for one in self.computations)
+        return summed((one.module, one.flops) for one in self.computations)
 
     def to_json(self) -> dict[str, Any]:
         """The ledger as JSON: axes joined with commas, and integers where numbers are whole."""
@@ -313,13 +313,6 @@ def _name(program: Any) -> str:
         return program.fun_name
     function = getattr(program, "func", program)  # Of a functools.partial.
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _summed(amounts: Iterable[tuple[str, Amount]]) -> dict[str, Amount]:
-    totals: dict[str, Amount] = {}
-    for name, amount in amounts:
-        totals[name] = totals[name] + amount if name in totals else amount
-    return totals
 
 
 def _as_numbers(sent: Mapping[Any, Fraction]) -> dict[str, int | float]:

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from manualpar.inspect.communication import summed
 from manualpar.inspect.provenance import OTHER, phase_of
 from manualpar.planner.hardware import Chip
 from manualpar.planner.out_of_memory import read_out_of_memory
@@ -154,15 +155,15 @@ def _assumptions(step: CompiledStep) -> tuple[str, ...]:
 
 def _notes(schedule: Schedule) -> Iterator[str]:
     """What the step waits for most, and what has no estimate."""
-    exposed: dict[tuple[str, str, str], float] = {}
-    for one in schedule.collectives:
-        purpose, module = purpose_and_module(one)
-        key = (one.kind, purpose, module or "no module")
-        exposed[key] = exposed.get(key, 0.0) + one.wire_seconds - one.hidden_seconds
+    exposed = summed(
+        ((one.kind, *purpose_and_module(one)), one.wire_seconds - one.hidden_seconds)
+        for one in schedule.collectives
+    )
     longest = sorted(exposed.items(), key=lambda item: -item[1])[:NUM_NOTED]
     for (kind, purpose, module), seconds in longest:
         if seconds > 0:
-            yield f"{seconds * 1e3:,.3g} ms of {kind} ({purpose}) of {module} are exposed."
+            where = module or "no module"
+            yield f"{seconds * 1e3:,.3g} ms of {kind} ({purpose}) of {where} are exposed."
     if schedule.unestimated:
         listed = ", ".join(f"{runs} x {name}" for name, runs in schedule.unestimated.items())
         yield f"Without an estimate, and counted as nothing, in a step: {listed}."

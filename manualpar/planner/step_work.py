@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from manualpar.core.program import Program
 from manualpar.inspect import state_bytes
-from manualpar.inspect.communication import Collective, CollectiveReader
+from manualpar.inspect.communication import Collective, CollectiveReader, summed
 from manualpar.inspect.equations import Around
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import TrafficReader
@@ -75,9 +75,7 @@ class StepWork:
     @property
     def dtype(self) -> str:
         """The dtype in which most is computed."""
-        totals: dict[str, float] = {}
-        for load in self.loads:
-            totals[load.dtype] = totals.get(load.dtype, 0) + load.flops
+        totals = summed((load.dtype, load.flops) for load in self.loads)
         return max(totals, key=lambda dtype: totals[dtype], default="float32")
 
 

@@ -15,7 +15,7 @@ from manualpar.models import Transformer
 from manualpar.models.transformer import flops_per_token
 from manualpar.training.config import check_config
 from manualpar.training.experiment import Experiment, prepare
-from manualpar.training.task import Task, make_task
+from manualpar.training.task import make_task
 
 
 def prepare_planned(
@@ -33,19 +33,16 @@ def prepare_planned(
       ValueError: The config does not fit itself or the devices, or its model has no vocabulary.
     """
     check_config(config)
-    task = _with_vocabulary(config, vocab_size) if vocab_size else None
-    return prepare(config, devices=devices, task=task)
-
-
-def _with_vocabulary(config: ml_collections.ConfigDict, vocab_size: int) -> Task:
     task = make_task(config)
-    model = task.model
+    if not vocab_size:
+        return prepare(config, devices=devices, task=task)
+    model, length = task.model, task.tokens_per_example
     if not isinstance(model, Transformer) or vocab_size < 1:
         raise ValueError(
             f"vocab_size is {vocab_size} and config.model.name is {config.model.name!r}, expected "
             "a positive number of tokens and a 'transformer', or 0 for what the data has."
         )
     model = model.clone(vocab_size=vocab_size, bos_token=min(model.bos_token, vocab_size - 1))
-    length = task.tokens_per_example
     flops = flops_per_token(model, length) * length
-    return dataclasses.replace(task, model=model, flops_per_example=flops)
+    task = dataclasses.replace(task, model=model, flops_per_example=flops)
+    return prepare(config, devices=devices, task=task)
