@@ -18,17 +18,16 @@ your model", https://jax-ml.github.io/scaling-book.)
 """
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from manualpar.inspect.communication import Collective
+from manualpar.inspect.communication import Collective, summed
 from manualpar.planner.hardware import Chip
 from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
 from manualpar.planner.step_work import MINIBATCH, StepWork
 from manualpar.planner.topology import Ring, Topology, ring_over
 
 # In each pass collectives hide behind the compute of these phases.
-PASSES = {"forward": ("forward",), "backward": ("backward", "recomputed")}
+PASSES = (("forward",), ("backward", "recomputed"))
 MENDS = {
     "parameters": "Shard them (fsdp), store them in bfloat16, or use more devices.",
     "optimizer": "Shard it (zero1, fsdp) or use more devices.",
@@ -40,10 +39,10 @@ MENDS = {
 
 @dataclasses.dataclass
 class _Timed:
-    """A collective, its ring, and the seconds that all its runs take and hide behind compute."""
+    """A collective, and the seconds that all its runs take and hide behind compute."""
 
     collective: Collective
-    ring: Ring
+    network: str
     seconds: float
     is_doubled: bool
     hidden_seconds: float = 0.0
@@ -69,18 +68,18 @@ def estimate(work: StepWork, topology: Topology) -> Plan:
     """
     chip = topology.chip
     timed = _time_collectives(work, topology)
-    compute = {phase: compute_seconds(work, chip, phases) for phase, phases in PASSES.items()}
-    for phase, phases in PASSES.items():
-        inside = [each for each in timed if each.is_inside and each.collective.phase in phases]
-        _hide(inside, compute[phase])
+    in_passes = 0.0
+    for phases in PASSES:
+        compute = compute_seconds(work, chip, phases)
+        _hide([one for one in timed if one.is_inside and one.collective.phase in phases], compute)
+        in_passes += compute
     flops_alone = sum(load.flops / _flops_rate(chip, load.dtype) for load in work.loads)
     update = work.update_traffic / (chip.hbm_bandwidth * chip.hbm_efficiency)
     update += compute_seconds(work, chip, ("update",))
     sent = sum(each.seconds for each in timed)
     overlapped = sum(each.hidden_seconds for each in timed)
-    computing = sum(compute.values()) + update
-    memory = work.memory.to_json()
-    peak_bytes = memory.pop("peak")
+    computing = in_passes + update
+    memory, peak_bytes = dataclasses.asdict(work.memory), work.memory.peak
     plan = Plan(
         name=work.name,
         topology=topology.name,
@@ -92,7 +91,7 @@ def estimate(work: StepWork, topology: Topology) -> Plan:
         memory=memory,
         peak_bytes=peak_bytes,
         fits=peak_bytes <= chip.hbm_bytes,
-        collectives=merge_alike(_planned(each, chip) for each in timed),
+        collectives=merge_alike(map(_planned, timed)),
         compute_seconds=computing,
         hbm_seconds=computing - flops_alone,
         exposed_seconds=sent - overlapped,
@@ -100,7 +99,7 @@ def estimate(work: StepWork, topology: Topology) -> Plan:
         step_seconds=computing + sent - overlapped,
         assumptions=_assumptions(work, chip, computing + sent),
     )
-    notes = (*work.notes, *_notes(work, plan, timed, sum(compute.values())))
+    notes = (*work.notes, *_notes(work, plan, timed, in_passes))
     throughput = dataclasses.replace(
         work.throughput, num_devices=topology.num_devices, peak=chip.peak(work.dtype)
     )
@@ -126,17 +125,17 @@ def _flops_rate(chip: Chip, dtype: str) -> float:
 
 
 def _time_collectives(work: StepWork, topology: Topology) -> list[_Timed]:
-    rings = {
-        axes: ring_over(topology, work.mesh, axes)
-        for axes in {collective.axes for collective in work.collectives}
-    }
+    rings: dict[tuple[str, ...], Ring] = {}
+    fast, slow = topology.chip.network.names
     timed = []
     for collective in work.collectives:
-        ring = rings[collective.axes]
+        axes = collective.axes
+        ring = rings[axes] = rings.get(axes) or ring_over(topology, work.mesh, axes)
+        network = slow if ring.inside == 1 else f"{fast}+{slow}" if ring.is_slow else fast
         is_doubled = collective.kind == "reduce_scatter" and is_made_an_all_reduce(topology, ring)
         sent = float(collective.bytes_sent) * (2 if is_doubled else 1)
         seconds = ring.seconds(topology.chip.network, sent, collective.times)
-        timed.append(_Timed(collective, ring, seconds, is_doubled))
+        timed.append(_Timed(collective, network, seconds, is_doubled))
     return timed
 
 
@@ -156,18 +155,15 @@ def is_made_an_all_reduce(topology: Topology, ring: Ring) -> bool:
 def _hide(inside: Sequence[_Timed], compute: float) -> None:
     """Hides the collectives of one pass behind its compute, all by the same share."""
     total = sum(each.seconds for each in inside)
-    layers: defaultdict[tuple[str, ...], float] = defaultdict(float)
-    for each in inside:
-        layers[each.layer] += each.seconds / each.collective.times
+    layers = summed((each.layer, each.seconds / each.collective.times) for each in inside)
     exposed = max(total - compute, max(layers.values(), default=0.0))
     share = max(total - exposed, 0.0) / total if total else 0.0
     for each in inside:
         each.hidden_seconds = share * each.seconds
 
 
-def _planned(timed: _Timed, chip: Chip) -> PlannedCollective:
-    one, ring = timed.collective, timed.ring
-    fast, slow = chip.network.names
+def _planned(timed: _Timed) -> PlannedCollective:
+    one = timed.collective
     return PlannedCollective(
         kind=one.kind,
         axes=one.axes,
@@ -177,7 +173,7 @@ def _planned(timed: _Timed, chip: Chip) -> PlannedCollective:
         bytes_sent=float(one.bytes_sent),
         seconds=timed.seconds,
         hidden_seconds=timed.hidden_seconds,
-        network=slow if ring.inside == 1 else f"{fast}+{slow}" if ring.is_slow else fast,
+        network=timed.network,
     )
 
 
