@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,15 @@ def test_what_the_compiler_says_stands_beside_the_model(monkeypatch):
     first, second = json.loads(Path("here/plan.json").read_text())["plans"]
     assert (first["source"], second["source"]) == ("XLA", "roofline")
     assert first["step_seconds"] is None
+
+
+def test_without_matplotlib_one_sentence_comes_before_any_work(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert plan_command(_command(CLASSIFIER, "--topology=h100:8")) == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert error.startswith("error: the picture of a plan needs matplotlib, which is not installed")
+    assert not Path("runs").exists()
 
 
 def test_another_mode_is_only_the_compilers(capsys):

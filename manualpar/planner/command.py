@@ -12,6 +12,7 @@ from pathlib import Path
 
 import rich.console
 
+from manualpar.extras import require
 from manualpar.planner.plan import Plan
 from manualpar.planner.plan_picture import draw_plans, draw_sweep
 from manualpar.planner.plan_report import (
@@ -100,6 +101,7 @@ def plan_command(command: CommandLine) -> int:
 
     def work(console: rich.console.Console) -> Path:
         with users_mistakes():
+            require("the picture of a plan", "matplotlib")
             if command.flags.workdir:
                 check_workdir(command.flags.workdir)
             # Nothing is written before everything is known.
