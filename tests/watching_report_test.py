@@ -95,7 +95,9 @@ def _write_run(workdir: Path) -> None:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> Path:
     workdir = tmp_path_factory.mktemp("run")
-    _write_run(workdir)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: None)  # 4,000 waits for the disk take long.
+        _write_run(workdir)
     facts = {"mesh": "data=8 & more", "bytes on a device": 1234, "layout": "a  b\n1  2"}
     return write_report(workdir, title="A run <of> $x$", facts=facts)
 
