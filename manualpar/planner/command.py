@@ -78,10 +78,8 @@ def _refine(line: CommandLine) -> None:
             f"--compiler={flags.compiler}: expected one of {', '.join(COMPILERS)}; the nearest one "
             f"is {nearest(flags.compiler, COMPILERS)}."
         )
-    try:
+    with users_mistakes("--topology: "):
         flags.topology = parse_topology(flags.topology)
-    except ValueError as error:
-        raise UsageError(f"--topology: {error}") from error
     if flags.compiler == "tpu" and not flags.topology.chip.is_tpu:
         raise UsageError(
             f"--compiler=tpu with --topology={flags.topology.name}: expected a TPU topology such "

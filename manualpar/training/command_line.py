@@ -340,12 +340,12 @@ def quiet_absl() -> None:
 
 
 @contextlib.contextmanager
-def users_mistakes() -> Iterator[None]:
-    """Within, a `ValueError` is about what the user asked for."""
+def users_mistakes(where: str = "") -> Iterator[None]:
+    """Within, a `ValueError` is about what the user asked for; the sentence begins with `where`."""
     try:
         yield
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(f"{where}{error}") from error
 
 
 def open_results(line: CommandLine, parent: Path) -> Path:

@@ -21,7 +21,6 @@ from manualpar.extras import require
 from manualpar.inspect.budget_writing import budget_text, replace_budget
 from manualpar.inspect.budgets import (
     Budget,
-    BudgetError,
     budget_for,
     check_budget,
     parse_budgets,
@@ -29,7 +28,7 @@ from manualpar.inspect.budgets import (
     read_budgets,
 )
 from manualpar.inspect.ledger_difference import Json, compare_ledgers
-from manualpar.inspect.provenance import compiled_scopes, module_of, purpose_in
+from manualpar.inspect.provenance import OTHER
 from manualpar.inspect.step_ledger import ledger
 from manualpar.training.command_line import (
     CommandLine,
@@ -109,12 +108,8 @@ def _read_memory(text: str, chip_memory: Callable[[str], int]) -> Bound:
     """The memory of a device: a size, or that of a chip."""
     if size := parse_size(text):
         return Bound("device", size)
-    try:
+    with users_mistakes(f"--memory={text}: expected a size such as 16GiB, or a chip: "):
         return Bound(text, chip_memory(text))
-    except ValueError as error:
-        raise UsageError(
-            f"--memory={text}: expected a size such as 16GiB, or a chip: {error}"
-        ) from error
 
 
 def inspect_command(line: CommandLine) -> int:
@@ -137,18 +132,16 @@ def read_ledger(named: NamedConfig, *, devices: int | None, compile: bool) -> di
     Raises:
       UsageError: The config contradicts itself or the devices, or the step cannot be read.
     """
-    try:
+    with users_mistakes(f"{named.path}: "):
         experiment = prepare(named.config, devices=None if compile else devices)
-        found = ledger(experiment.program, compile=compile).to_json()
-    except ValueError as error:
-        raise UsageError(f"{named.path}: {error}") from error
-    root = type(experiment.task.model).__name__
-    for collective in found["compiled"]["collectives"] if found["compiled"] else ():
-        scopes = compiled_scopes(collective["scope"])
-        purposes = dict.fromkeys(purpose_in(scope, ()) for scope in scopes)
-        modules = dict.fromkeys(module_of(scope, root) for scope in scopes)
-        collective["purpose"] = "+".join(purposes)
-        collective["module"] = "+".join(filter(None, modules))
+        read = ledger(experiment.program, compile=compile)
+    found, root = read.to_json(), type(experiment.task.model).__name__
+    if read.compiled:
+        shown = found["compiled"]["collectives"]
+        for each, values in zip(read.compiled.collectives, shown, strict=True):
+            names = each.names(root)
+            values["purpose"] = "+".join(dict.fromkeys(name for name, _ in names)) or OTHER
+            values["module"] = "+".join(dict.fromkeys(name for _, name in names if name))
     return {
         "config_file": str(named.path),
         "config": named.config.to_dict(),
@@ -166,11 +159,8 @@ def _inspect(line: CommandLine, console: rich.console.Console, broken: list[str]
         require(PICTURE, "matplotlib")
         budgets = {} if flags.write_budget else _read_budgets(flags.budget, names)
         earlier = {name: _read_earlier(flags.against, name) for name in names if flags.against}
-    if flags.output:
-        try:
-            check_workdir(flags.output)  # What this command wrote there it may write again.
-        except ValueError as error:
-            raise UsageError(str(error).replace("--workdir", "--output")) from error
+        if flags.output:
+            check_workdir(flags.output, "--output")  # What was inspected may be written again.
     ledgers = _read_ledgers(line, console)
     if len(ledgers) > 1:
         print_summary(console, ledgers)
@@ -217,10 +207,8 @@ def _read_ledgers(line: CommandLine, console: rich.console.Console) -> dict[str,
 def _read_budgets(path: Path | None, names: list[str]) -> dict[str, Budget]:
     if path is None:
         return {}
-    try:
+    with users_mistakes(f"--budget={path}: "):
         budgets = read_budgets(path)
-    except BudgetError as error:
-        raise UsageError(f"--budget={path}: {error}") from error
     return {name: budget_for(budgets, name, path) for name in names}
 
 

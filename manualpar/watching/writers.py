@@ -46,20 +46,18 @@ DISCARDED_FILE = "discarded.jsonl"
 PLACED_FILES = (METRICS_FILE, THROUGHPUT_FILE)  # A place holds their sizes.
 
 
-def check_workdir(workdir: Path) -> None:
+def check_workdir(workdir: Path, flag: str = "--workdir") -> None:
     """Refuses a folder that cannot hold a new run, above all one that holds an earlier run.
 
     Raises:
       ValueError: It holds a run, or is not a folder.
     """
     if workdir.exists() and not workdir.is_dir():
-        raise ValueError(
-            f"--workdir={workdir} is a file, expected a folder or a name for a new one."
-        )
+        raise ValueError(f"{flag}={workdir} is a file, expected a folder or a name for a new one.")
     for name in (CONFIG_FILE, *PLACED_FILES):
         if (workdir / name).exists():
             raise ValueError(
-                f"--workdir={workdir} holds an earlier run ({name}), which is not overwritten; "
+                f"{flag}={workdir} holds an earlier run ({name}), which is not overwritten; "
                 "name another folder or move that one away."
             )
 
