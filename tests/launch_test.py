@@ -11,6 +11,15 @@ from manualpar import launch
 
 ROOT = Path(__file__).parent.parent
 HANG_SECONDS = 60
+# `python -m manualpar.launch`, but without the package's __init__, which imports jax.
+MAIN = f"""
+import sys, types
+package = types.ModuleType("manualpar")
+package.__path__ = [{str(ROOT / "manualpar")!r}]
+sys.modules["manualpar"] = package
+from manualpar.launch import main
+sys.exit(main())
+"""
 
 
 def command(code):
@@ -18,10 +27,8 @@ def command(code):
 
 
 def start_launcher(*arguments):
-    # The file itself, for `-m` imports the whole package and jax with it; -P, for beside it lies
-    # our `inspect`, which is not Python's.
     return subprocess.Popen(
-        [sys.executable, "-P", str(ROOT / "manualpar" / "launch.py"), *arguments],
+        [sys.executable, "-c", MAIN, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

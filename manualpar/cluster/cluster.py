@@ -66,7 +66,6 @@ class Cluster:
         self.timeout_seconds = timeout_seconds
         self._gate = StopGate()
         self._pace = Pace()
-        self._stops = False
         self._has_failed = False
         self._hub: Hub | None = None
         self._channel: Channel | None = None
@@ -84,13 +83,14 @@ class Cluster:
         it stays so. `step` is the number of updates made, for `steps`.
         """
         self._pace.at_step(step)
-        return self._gate.should_stop() if self._channel else self._stops
+        return self._gate.should_stop()
 
     def request_stop(self) -> None:
         """Asks all processes to stop after the same step, soon; safe in a signal handler."""
-        self._stops = True
         if self._channel:
             self._channel.send({"kind": "stop"})
+        else:
+            self._gate.release(0)
 
     @contextlib.contextmanager
     def stop_on_sigterm(self) -> Iterator[None]:

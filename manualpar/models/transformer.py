@@ -167,19 +167,14 @@ class Transformer(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """The fields of `Transformer` that a layer needs, with 0 replaced by the default it means.
-
-    Attributes:
-      dropout_rate: 0 outside of training.
-      added_scale: Factor on the initial weights whose products are added to the residual stream.
-    """
+    """The fields of `Transformer` that a layer needs, with 0 replaced by the default it means."""
 
     num_heads: int
     num_kv_heads: int
     head_size: int
     mlp_size: int
-    dropout_rate: float
-    added_scale: float
+    dropout_rate: float  # 0 outside of training.
+    added_scale: float  # For initial weights whose products are added to the residual stream.
     dtype: jnp.dtype
     attention: str
     annotate: bool
@@ -197,7 +192,7 @@ class Layer(nn.Module):
         """Runs the layer.
 
         Args:
-          x_BSD: `[B, S, D]`, the residual stream.
+          x_BSD: The residual stream.
           angles_SH: `float32[S, H/2]`, see `rotary_angles`.
           mask: `bool[B, 1, S, S]`: which of the keys (last) before it a query may see; `None` for
             all.
