@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -94,7 +94,7 @@ def assert_same_as_one_device(
     grads = jax.tree.map(_unpadded, grads, program.whole_state.params)
     found = sorted(compare(jax.device_get((grads, _means(metrics))), one), reverse=True)
     if found:
-        words = "; ".join(difference.words for difference in found[:MAX_DIFFERENCES])
+        words = "; ".join(words for _, _, words in found[:MAX_DIFFERENCES])
         more = f"; and {len(found) - MAX_DIFFERENCES} more" if len(found) > MAX_DIFFERENCES else ""
         raise AssertionError(
             f"{program.strategy.name} on {program.mesh.size} devices is not the same as one "
@@ -102,12 +102,8 @@ def assert_same_as_one_device(
         )
 
 
-class _Difference(NamedTuple):
-    """A value that differs by more than it may; sorted, gradients come after all others."""
-
-    is_value: bool
-    excess: float
-    words: str
+# Whether it is a value and no gradient, by how much it exceeds what is allowed, and in words.
+_Difference = tuple[bool, float, str]
 
 
 def _on_one_device(
@@ -151,7 +147,7 @@ def _differences(found: Any, expected: Any, rtol: float, atol: float) -> Iterato
         if not off <= allowed:
             what = "the loss" if name == OBJECTIVE else f"metrics[{name!r}]"
             words = f"{what} is {means[name]:.7g}, one device's {value:.7g}"
-            yield _Difference(True, float(off / allowed), words)
+            yield True, float(off / allowed), words
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(expected_grads), strict=True)
     ours, theirs = (
         [np.asarray(g, np.result_type(g.dtype.type, np.float64)).ravel() for g in each]
@@ -165,7 +161,7 @@ def _differences(found: Any, expected: Any, rtol: float, atol: float) -> Iterato
             ratio = f"{np.vdot(e, g).real / norm**2:.6g} of" if norm else "not zero, as is"
             words = f"the gradient of {path_name(path)} is {ratio} one device's"
             words += f", off by {off / norm:.3g} of its norm" if norm else ""
-            yield _Difference(False, float(off / allowed) if allowed else math.inf, words)
+            yield False, float(off / allowed) if allowed else math.inf, words
 
 
 def _means(metrics: Metrics) -> dict[str, jax.Array]:

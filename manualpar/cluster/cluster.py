@@ -17,8 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Self
 
 import jax
 
@@ -48,7 +46,7 @@ CLOSE_SECONDS = 300.0
 FROM_OTHERS = (jax.errors.JaxRuntimeError, OSError, TimeoutError)
 
 
-class Cluster:
+class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     """The processes of a run, made by `manualpar.cluster.initialize`. Use it as a context manager.
 
     Attributes:
@@ -183,15 +181,7 @@ class Cluster:
         jax.distributed.shutdown()
         self._channel = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if error is None:
             self.close()
 

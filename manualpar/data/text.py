@@ -101,8 +101,8 @@ def load_text(path: str, *, sequence_length: int, tokenizer: Tokenizer) -> Langu
         if isinstance(tokenizer, ByteTokenizer):
             stream = ByteStream(files)
         else:
-            tokens = np.concatenate([*encode_files(files, tokenizer), [tokenizer.bos_token]])
-            stream = ArrayStream(tokens.astype(np.int32), split, tokenizer.vocab_size)
+            tokens = np.concatenate(list(encode_files(files, tokenizer)))
+            stream = ArrayStream(tokens, split, tokenizer.vocab_size)
         num_bytes = sum(file.size for file in files)
         return TokenSplit(stream, sequence_length, tokenizer.bos_token, num_bytes, len(files))
 
@@ -216,12 +216,13 @@ def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[Tex
 
 
 def encode_files(files: Sequence[TextFile], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Each file as BOS and its tokens, `int32[N]`."""
+    """The stream of a split in pieces `int32[N]`: each file as BOS and its tokens, then BOS."""
     bos = np.array([tokenizer.bos_token], np.int32)
     for start in range(0, len(files), DOCUMENTS_AT_ONCE):
         part = files[start : start + DOCUMENTS_AT_ONCE]
         for tokens in tokenizer.encode_documents([file.read(0, file.size) for file in part]):
             yield np.concatenate([bos, tokens])
+    yield bos
 
 
 class ByteStream:

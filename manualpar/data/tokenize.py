@@ -10,15 +10,12 @@ TEXT is a directory, a glob or "" for Python's standard library, as `config.data
 import argparse
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import pathlib
 import shutil
 import sys
 from collections.abc import Sequence
-
-import numpy as np
 
 from manualpar.data.text import TextFile, encode_files, find_files, split_files
 from manualpar.data.tokenizer import Tokenizer, load_tokenizer
@@ -70,9 +67,8 @@ def _write_file(
     path: pathlib.Path, files: Sequence[TextFile], tokenizer: Tokenizer, dtype: str
 ) -> TokenFile:
     num_tokens, digest = 0, hashlib.blake2b(digest_size=8)
-    end = np.array([tokenizer.bos_token])
     with open(path, "wb") as opened:
-        for tokens in itertools.chain(encode_files(files, tokenizer), [end]):
+        for tokens in encode_files(files, tokenizer):
             data = tokens.astype(dtype).tobytes()
             num_tokens += len(tokens)
             digest.update(data)

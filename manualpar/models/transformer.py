@@ -1,10 +1,10 @@
 """A decoder-only transformer: a language model over packed documents, free of any parallelism.
 
 A layer is `x += attention(norm(x)); x += mlp(norm(x))`, pre-norm as in LLaMA (Touvron et al.,
-https://arxiv.org/abs/2302.13971): RMSNorm (https://arxiv.org/abs/1910.07467), rotary positions
-(https://arxiv.org/abs/2104.09864), attention whose query heads share key and value heads in groups
-(https://arxiv.org/abs/2305.13245) and a gated MLP, SwiGLU (https://arxiv.org/abs/2002.05202). There
-are no biases.
+https://arxiv.org/abs/2302.13971): RMSNorm (https://arxiv.org/abs/1910.07467), rotary positions (Su
+et al., https://arxiv.org/abs/2104.09864), attention whose query heads share key and value heads in
+groups (https://arxiv.org/abs/2305.13245) and a gated MLP, SwiGLU
+(https://arxiv.org/abs/2002.05202). There are no biases.
 
 Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` key and value heads,
 `H` features of a head, `F` features inside the MLP, `V` tokens of the vocabulary, `L` layers.
@@ -24,8 +24,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-
-from manualpar.models.rotary import rotary_angles, rotate
 
 # The parts of a layer that are kept for its backward pass. `dots` are the products with weights.
 # Attention's own products, whose scores are larger than anything else, have a batch dimension and
@@ -189,16 +187,10 @@ class Layer(nn.Module):
     def __call__(
         self, x_BSD: jax.Array, angles_SH: jax.Array, mask: jax.Array | None
     ) -> tuple[jax.Array, None]:
-        """Runs the layer.
+        """Takes and returns the residual stream; the `None` is for `nn.scan`.
 
-        Args:
-          x_BSD: The residual stream.
-          angles_SH: `float32[S, H/2]`, see `rotary_angles`.
-          mask: `bool[B, 1, S, S]`: which of the keys (last) before it a query may see; `None` for
-            all.
-
-        Returns:
-          The residual stream, and the `None` that `nn.scan` expects.
+        The mask `bool[B, 1, S, S]` says which of the keys (last) before it a query may see; `None`
+        stands for all.
         """
         config = self.config
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
@@ -271,6 +263,28 @@ class Product(nn.Module):
         return jnp.tensordot(x, kernel.astype(self.config.dtype), axes=self.contracted)
 
 
+def rotary_angles(length: int, head_size: int, *, base: float) -> jax.Array:
+    """The angles in radians by which rotary positions turn the pairs of a head's features.
+
+    They are `float32[S, H/2]`: `s * base ** (-2 i / H)` at position `s` for pair `i`.
+    """
+    frequencies = base ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
+    return jnp.outer(jnp.arange(length, dtype=jnp.float32), frequencies)
+
+
+def rotate(x: jax.Array, angles_SH: jax.Array) -> jax.Array:
+    """Turns pairs of the features of `[B, S, N, H]`, queries or keys, by angles.
+
+    So the product of a query and a key depends only on the difference of their positions. Feature
+    `i` is paired with `i + H/2`, as in GPT-NeoX and LLaMA's public checkpoints. It is computed in
+    float32, and the result has the dtype of `x`.
+    """
+    sin, cos = jnp.sin(angles_SH)[None, :, None], jnp.cos(angles_SH)[None, :, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
 def size_of_head(model: Transformer) -> int:
     """The features of a head, `H`."""
     return model.head_size or model.hidden_size // model.num_heads
@@ -304,11 +318,7 @@ def flops_per_token(model: Transformer, sequence_length: int) -> int:
 
 
 def check_transformer(model: Transformer) -> None:
-    """Refuses a model whose fields are out of range or do not fit each other.
-
-    Raises:
-      ValueError: The message names the field, its value, and the expected one.
-    """
+    """Refuses, with a ValueError, fields that are out of range or do not fit each other."""
 
     def refuse(field: str, expected: str) -> None:
         value = getattr(model, field)
