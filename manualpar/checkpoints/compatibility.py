@@ -28,15 +28,11 @@ ABSENT = "(absent)"
 
 
 def check_resumable(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Compares the config of a checkpoint with the one that is to go on from it.
+    """Compares the config of a checkpoint with the current one, which is to go on from it.
 
-    Args:
-      saved: The config that it was saved with: plain values by dotted name, `model.hidden_size`.
-      current: The config that is asked for.
-
-    Returns:
-      A line for each difference that is allowed, `training.num_steps: 100 -> 200`, and for each
-      field that was in use and has been removed since.
+    Both hold plain values by dotted name, `model.hidden_size`. Returns a line for each difference
+    that is allowed, `training.num_steps: 100 -> 200`, and for each field that was in use and has
+    been removed since.
 
     Raises:
       ValueError: A field differs that has to stay.

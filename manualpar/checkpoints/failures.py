@@ -1,8 +1,7 @@
 """What goes wrong with a checkpoint, in a sentence that says what to do about it.
 
 The libraries below raise all kinds of errors: an `OSError`, a `ValueError` with the text of a C++
-status, a bare `Exception`. Besides the `ValueError` and `TypeError` for wrong arguments, only
-`CheckpointError` leaves this package.
+status, a bare `Exception`. Except for wrong arguments, only `CheckpointError` leaves this package.
 """
 
 import errno

@@ -53,9 +53,6 @@ def write_manifest(folder: Path, *, step: int, metrics: Mapping[str, float]) -> 
     """Hashes every file of a checkpoint, forces it to the disk and writes the manifest.
 
     Nothing may be writing to the folder. Metrics that are not finite are left out.
-
-    Raises:
-      OSError: The disk is full, or cannot be written to.
     """
     files = {}
     for path, mode in _entries(folder):
@@ -78,12 +75,7 @@ def write_manifest(folder: Path, *, step: int, metrics: Mapping[str, float]) -> 
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a checkpoint and checks that it is as it was written.
-
-    Raises:
-      DamagedError: It is missing or was changed.
-      OSError: It can't be read.
-    """
+    """Reads the manifest of a checkpoint; a `DamagedError` if it is not as it was written."""
     try:
         if not stat.S_ISDIR(mode := os.lstat(folder).st_mode):
             raise DamagedError(f"it is {kind_of(mode)}, expected a folder")
@@ -108,7 +100,6 @@ def verify_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int 
     Raises:
       DamagedError: A file is missing or was changed, or something in the folder is neither a file
         nor a folder, whether the manifest names it or not.
-      OSError: A file can't be read.
     """
     for path, mode in _entries(folder):
         if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
@@ -155,14 +146,11 @@ def _to_text(manifest: Manifest) -> str:
 
 def _from_object(content: dict[str, Any]) -> Manifest:
     """The manifest in a JSON object, or a `ValueError` that says why there is none."""
-    step: Any = content.get("step")
-    metrics, files = content.get("metrics"), content.get("files")
+    step, metrics, files = (content.get(name) for name in ("step", "metrics", "files"))
     if not _is_size(step):
         raise ValueError(f"step is {step!r:.40}")
-    if not isinstance(metrics, dict) or not all(
-        type(value) in (int, float) and abs(value) <= sys.float_info.max
-        for value in metrics.values()
-    ):
+    numbers = metrics.values() if isinstance(metrics, dict) else [None]
+    if not all(type(x) in (int, float) and abs(x) <= sys.float_info.max for x in numbers):
         raise ValueError("metrics are not finite numbers by name")
     if not isinstance(files, dict):
         raise ValueError("files are not an object")

@@ -1,15 +1,16 @@
 """Which checkpoints stay, and how the others go.
 
 A folder of checkpoints holds one folder per step, named by the number alone. A checkpoint gets that
-name in one atomic renaming, when everything in it is written, hashed and on the disk. Whatever a
-killed process leaves has another name (`12.unfinished...`, `12.deleted`) and goes with the next
-save. A checkpoint loses its name before it is deleted, so a half-deleted one is never listed.
+name in one atomic renaming, when everything in it is on the disk, and loses it before it is
+deleted. So whatever a killed process leaves has another name (`12.unfinished...`, `12.deleted`); it
+goes with the next save.
 
 `ocp.CheckpointManager`, tried under our manifest, is not kill-safe: it deletes a checkpoint under
 its own name, so a kill leaves `1` listed and damaged (and with `todelete_subdir` never deletes it).
 Having gone back to 10 of [10, 20, 30], it skips a save of 11 and refuses one of 20.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -59,7 +60,7 @@ class Retention:
 
 
 def list_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, ascending; none if there is no such folder."""
+    """The steps of the checkpoints in a folder, ascending."""
     # "007" is not a name that was given here.
     return sorted(int(n) for n in _names(folder) if n.isdecimal() and str(int(n)) == n)
 
@@ -98,7 +99,7 @@ def delete_steps(folder: Path, steps: list[int]) -> None:
 
 
 def find_leftovers(folder: Path) -> list[Path]:
-    """What killed saves and deletions have left in a folder; none if there is no such folder.
+    """What killed saves and deletions have left in a folder.
 
     Raises:
       ValueError: Something has such a name and is not a folder. No save leaves that, so it belongs
@@ -120,7 +121,6 @@ def find_leftovers(folder: Path) -> list[Path]:
 
 
 def _names(folder: Path) -> list[str]:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return os.listdir(folder)
-    except FileNotFoundError:
-        return []
+    return []

@@ -53,8 +53,8 @@ class Restored:
 class Checkpoints:
     """The checkpoints in one folder; a context manager.
 
-    Leaving the context waits until everything is on the disk. A process that ends without that, and
-    without `close`, leaves behind half of what it was saving, which is not a checkpoint.
+    Leaving the context, and `close`, wait until everything is on the disk. A process that ends
+    without that leaves half a checkpoint, which does not count as one.
     """
 
     def __init__(
@@ -90,11 +90,7 @@ class Checkpoints:
         self._current: int | None = None  # The step that was saved or restored last.
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, ascending; process 0's view in all processes.
-
-        Raises:
-          CheckpointError: The folder can't be listed.
-        """
+        """The steps of the complete checkpoints, ascending, as process 0 sees them."""
         steps, failure = [], ""
         if jax.process_index() == 0:
             try:
@@ -149,17 +145,7 @@ class Checkpoints:
         if step == self._current:
             return
         path = self._folder / str(step)
-        failure = ""
-        if jax.process_index() == 0:
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                for leftover in find_leftovers(self._folder):
-                    shutil.rmtree(leftover)
-            except ValueError as error:
-                failure = f"checkpoint {path} was not saved: {error}."
-            except OSError as error:
-                failure = str(cannot_write(path, error))
-        if failure := first_failure(failure):
+        if failure := first_failure(self._make_room(path) if jax.process_index() == 0 else ""):
             raise CheckpointError(failure)
         with _writing(path):
             self._orbax.save(self._folder / f"{step}{UNFINISHED}", program, state, extra=extra)
@@ -168,12 +154,20 @@ class Checkpoints:
         if not self._asynchronous:
             self.wait()
 
-    def wait(self) -> None:
-        """Waits until what was saved is complete on the disk.
+    def _make_room(self, path: Path) -> str:
+        """Deletes what killed processes have left; returns why that is not possible."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for leftover in find_leftovers(self._folder):
+                shutil.rmtree(leftover)
+        except ValueError as error:
+            return f"checkpoint {path} was not saved: {error}."
+        except OSError as error:
+            return str(cannot_write(path, error))
+        return ""
 
-        Raises:
-          CheckpointError: It could not be written.
-        """
+    def wait(self) -> None:
+        """Waits until what was saved is complete on the disk; otherwise a `CheckpointError`."""
         if self._pending is None:
             return
         (step, finishing), self._pending = self._pending, None
@@ -238,11 +232,7 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """Waits as `wait` does and ends the background threads.
-
-        Raises:
-          CheckpointError: What was saved last could not be written.
-        """
+        """Waits as `wait` does and ends the background threads."""
         try:
             self.wait()
         finally:
@@ -293,7 +283,7 @@ class Checkpoints:
         return ""
 
     def _find_damage(self, step: int) -> str:
-        """What is wrong with a checkpoint; the processes share out its files. '' if nothing is."""
+        """What is wrong with a checkpoint, '' if nothing is; processes share out its files."""
         path, failure = self._folder / str(step), ""
         try:
             manifest = read_manifest(path)

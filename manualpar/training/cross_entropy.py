@@ -24,7 +24,7 @@ def classification_loss(
     Args:
       params: The parameters of the model.
       apply_fn: The model's `apply`, which returns logits `[B, num_classes]`.
-      batch: Inputs; labels `int[B]`; optionally a mask `[B]` with the weight of each example, 0 for
+      batch: Inputs; labels `int[B]`; optionally a mask `[B]` with the weight of each label, 0 for
         padding.
       rng: A key for dropout.
 
@@ -42,19 +42,8 @@ def language_model_loss(
 ) -> tuple[jax.Array, Metrics]:
     """The cross entropy of the logits at each position and the next token.
 
-    Args:
-      params: The parameters of the model.
-      apply_fn: The model's `apply`, which returns logits `[B, S, V]` for tokens `[B, S]`.
-      batch: Inputs `int[B, S]`; labels `int[B, S]`, the token after each position; optionally a
-        mask `[B, S]` with the weight of each label, 0 for padding.
-      rng: A key for dropout.
-
-    Returns:
-      The mean loss over the tokens in nats, and the metrics `loss` and `accuracy`, the share of
-      tokens that are the likeliest ones.
-
-    Raises:
-      ValueError: The labels or the mask do not have a value for each token.
+    As `classification_loss`, but inputs, labels and mask are `[B, S]`, and logits `[B, S, V]`. A
+    label is the token after its position.
     """
     return _mean_cross_entropy("language_model_loss", params, apply_fn, batch, rng)
 

@@ -16,7 +16,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from manualpar.checkpoints import CheckpointError
 from manualpar.cluster import FAILED_EXIT_CODE, LOST_PROCESS_EXIT_CODE, Cluster
@@ -27,11 +27,15 @@ from manualpar.training.trainer import StoppedError
 from manualpar.usage import USAGE_EXIT_CODE, UsageError, print_error
 from manualpar.watching.durable_files import WriteError
 
-REPLICAS_EXIT_CODE = 3
-NONFINITE_EXIT_CODE = 5
 FILES_EXIT_CODE = 6
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again.
-FILES_ERRORS = (CheckpointError, DamagedDataError, WriteError)
+# Errors that are told in one sentence.
+EXIT_CODES: Mapping[type[Exception], int] = {
+    UsageError: USAGE_EXIT_CODE,
+    ReplicaError: 3,
+    NonFiniteError: 5,
+    **dict.fromkeys((CheckpointError, DamagedDataError, WriteError), FILES_EXIT_CODE),
+}
 # Errors that every process raises, after the same step.
 AGREED_ERRORS = (UsageError, StoppedError, NonFiniteError, ReplicaError)
 
@@ -61,13 +65,18 @@ def end_all(cluster: Cluster, error: Exception) -> None:
     if sentence := cluster.explain_failure(error):  # If there is one, it mostly does not return.
         print_error(sentence)
         os._exit(LOST_PROCESS_EXIT_CODE)
-    if isinstance(error, (UsageError, *FILES_ERRORS)):
-        code = USAGE_EXIT_CODE if isinstance(error, UsageError) else FILES_EXIT_CODE
-        print_error(error)
-    else:
-        code = FAILED_EXIT_CODE
+    code = exit_code(error)
+    if code == FAILED_EXIT_CODE:
         traceback.print_exception(error)
+    else:
+        print_error(error)
     cluster.failed(error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def exit_code(error: Exception) -> int:
+    """The exit code for an error that ends a run."""
+    codes = [code for kind, code in EXIT_CODES.items() if isinstance(error, kind)]
+    return codes[0] if codes else FAILED_EXIT_CODE

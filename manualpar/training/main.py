@@ -5,18 +5,16 @@ import time
 from pathlib import Path
 
 from manualpar.cluster import TERMINATED_EXIT_CODE, Cluster, DisagreementError, initialize
-from manualpar.guards.replicas import ReplicaError
 from manualpar.training.command_line import CommandLine, quiet_absl
 from manualpar.training.config import check_config
 from manualpar.training.devices import simulate_devices
 from manualpar.training.ending import (
-    FILES_ERRORS,
+    EXIT_CODES,
     FILES_EXIT_CODE,
-    NONFINITE_EXIT_CODE,
-    REPLICAS_EXIT_CODE,
     STOPPED_EXIT_CODE,
     end_all,
     ending_all,
+    exit_code,
 )
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.fit import check_fits
@@ -28,6 +26,11 @@ from manualpar.training.workdir import check_folder, choose_workdir
 from manualpar.usage import INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE, UsageError, print_error
 from manualpar.watching.screen import make_console
 from manualpar.watching.tables import print_line
+
+NONFINITE_MEND = (
+    ". config.training.on_nonfinite='skip' leaves such an update out, 'rollback' goes back to the "
+    "latest checkpoint and past the batch."
+)
 
 
 def run_command(command: CommandLine) -> int:
@@ -70,23 +73,16 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
             for change in changes:
                 print_line(console, change)
             result = run(experiment, workdir, cluster=cluster, console=console)
-    except UsageError as error:
-        print_error(error)
-        return USAGE_EXIT_CODE
     except KeyboardInterrupt:
         print_error(f"interrupted; {remains}{goes_on}")
         return INTERRUPTED_EXIT_CODE
     except StoppedError as error:
         return _explain_stop(error, workdir, is_main=cluster.is_main)
-    except NonFiniteError as error:
-        print_error(
-            f"stopped, {remains}; {error}. config.training.on_nonfinite='skip' leaves such an "
-            "update out, 'rollback' goes back to the latest checkpoint and past the batch."
-        )
-        return NONFINITE_EXIT_CODE
-    except (ReplicaError, *FILES_ERRORS) as error:
-        print_error(f"stopped, {remains}; {error}")
-        return REPLICAS_EXIT_CODE if isinstance(error, ReplicaError) else FILES_EXIT_CODE
+    except tuple(EXIT_CODES) as error:
+        before = "" if isinstance(error, UsageError) else f"stopped, {remains}; "
+        mend = NONFINITE_MEND if isinstance(error, NonFiniteError) else ""
+        print_error(f"{before}{error}{mend}")
+        return exit_code(error)
     if result.sample:
         print_line(console, "sample:")
         for line in result.sample.splitlines():

@@ -4,9 +4,6 @@ Dispatching a step takes no time, but waiting for its metrics does, and meanwhil
 nothing in its queue idles. So metrics stay on the device in a queue, and those of a step are
 fetched once `LAG` later steps have been dispatched. Evaluation uses the same queue. A checkpoint
 and the end of the training empty it.
-
-A report has metrics, which are the same in every run of a config, and rates, which depend on the
-machine and the moment.
 """
 
 import collections
@@ -79,8 +76,8 @@ class Recorder:
           learning_rate: A function of the number of updates made before.
           rates: The rates of so many steps that took so many seconds.
           derive: Turns the means of a split into what is reported.
-          skips_nonfinite: Whether steps that are not finite are counted, and left out of the means,
-            because the program skips their updates; otherwise they are an error.
+          skips_nonfinite: Whether the program skips the update of a step that is not finite. Such
+            a step is counted then, and left out of the means; otherwise it is an error.
         """
         self._writer = writer
         self._screen = screen
@@ -127,7 +124,7 @@ class Recorder:
         return self._latest.get(split, {})
 
     def state(self) -> dict[str, Any]:
-        """Everything that a run needs to go on from here, as JSON; the queue must be empty."""
+        """What a run needs to go on from here, as JSON; the queue must be empty."""
         assert not self._queue, "drained before"
         totals = {split: dict(metrics) for split, metrics in self._totals.items()}
         return {"totals": totals, "latest": self._latest, "skipped": self._skipped}

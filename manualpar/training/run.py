@@ -167,10 +167,8 @@ def _without_padding(program: Program, state: TrainState) -> TrainState:
     """The state with parameters of the shapes that the model gives them."""
 
     def take_off(x: jax.Array, whole: jax.ShapeDtypeStruct) -> jax.Array:
-        if x.shape == whole.shape:
-            return x
         padding = tuple(a - b for a, b in zip(x.shape, whole.shape, strict=True))
-        return unpad_whole(x, padding, program.mesh)
+        return unpad_whole(x, padding, program.mesh) if any(padding) else x
 
     return state.replace(params=jax.tree.map(take_off, state.params, program.whole_state.params))
 

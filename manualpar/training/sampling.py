@@ -46,8 +46,7 @@ def sample_tokens(
       `int32[T]` or `int32[B, T]`, the tokens after the prompt; replicated on all devices.
 
     Raises:
-      TypeError: The prompt is not of integers.
-      ValueError: The prompt is empty or of another rank, or a number is out of range.
+      TypeError, ValueError: The prompt or a number is not as above.
 
     Communication:
       Whatever XLA derives from the shardings of the parameters.

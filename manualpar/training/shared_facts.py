@@ -9,11 +9,11 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import ml_collections
-import numpy as np
 
 from manualpar.cluster.facts import Facts
 from manualpar.data import train_batch
@@ -59,13 +59,9 @@ def experiment_facts(experiment: Experiment) -> Facts:
     ]
     return {
         "the data's fingerprint": dataset.fingerprint,
-        "the hash of the first examples": _digest(
-            *(np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(batch))
-        ),
+        "the hash of the first examples": _digest(x.tobytes() for x in jax.tree.leaves(batch)),
         "the mesh": _show(dict(program.mesh.shape)),
-        "the hash of the state's names, shapes and layout": _digest(
-            *(line.encode() for line in layout)
-        ),
+        "the hash of the state's names, shapes and layout": _digest(map(str.encode, layout)),
     }
 
 
@@ -74,9 +70,8 @@ def _show(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def _digest(*parts: bytes) -> str:
+def _digest(parts: Iterable[bytes]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
+        digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()

@@ -52,9 +52,8 @@ def make_task(config: ml_collections.ConfigDict) -> Task:
     Raises:
       ValueError: The data is missing, or the model does not fit it; the message names the field.
     """
-    if config.model.name == "transformer":
-        return _language_modelling(config)
-    return _classification(config)
+    is_language = config.model.name == "transformer"
+    return _language_modelling(config) if is_language else _classification(config)
 
 
 def _classification(config: ml_collections.ConfigDict) -> Task:
@@ -96,7 +95,7 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
     )
 
     def derive(split: str, means: dict[str, float]) -> dict[str, float]:
-        """Adds the bits per byte, in which models with different tokens can be compared."""
+        # In bits per byte models with different tokens can be compared.
         tokens_per_byte = getattr(dataset, split).tokens_per_byte
         return means | {"bits_per_byte": means["loss"] / math.log(2) * tokens_per_byte}
 

@@ -37,7 +37,7 @@ Hook = Callable[[TrainState, Position], None]
 
 
 class StoppedError(Exception):
-    """The run was asked to stop. It did so after `step`, and if that is saved it can go on."""
+    """The run was asked to stop, and did after `step`; if that is saved, it can go on."""
 
     def __init__(self, step: int, *, is_saved: bool) -> None:
         super().__init__(f"stopped after step {step}")
@@ -54,18 +54,7 @@ class _Scheduled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """Trains an experiment, evaluates on the way, and tests at the end.
-
-    Attributes:
-      experiment: What to train.
-      checkpoints: Those of the run.
-      recorder: Receives the metrics of every step.
-      writer: Writes the files of the run.
-      cluster: The processes that train together.
-      detector: Watches for a step that does not end.
-      profiler: Records some of the steps.
-      report: Is told in a sentence what a user should know.
-    """
+    """Trains an experiment, evaluates on the way, and tests at the end."""
 
     experiment: Experiment
     checkpoints: Checkpoints
@@ -74,14 +63,13 @@ class Trainer:
     cluster: Cluster
     detector: StallDetector
     profiler: StepProfiler
-    report: Callable[[str], None]
+    report: Callable[[str], None]  # Is told in a sentence what a user should know.
     _hooks: list[_Scheduled] = dataclasses.field(default_factory=list)
 
     def train(self, state: TrainState, position: Position = START) -> TrainState:
         """Trains from a position to the last step, and tests; `state` is donated.
 
-        Returns:
-          The trained state. The metrics of the test are `recorder.latest("test")`.
+        The metrics of the test are `recorder.latest("test")`.
 
         Raises:
           StoppedError: One of the processes received SIGTERM.
@@ -112,11 +100,8 @@ class Trainer:
     ) -> None:
         """Calls a hook after every `steps` steps with the state, which the next step donates.
 
-        Args:
-          steps: How many steps lie between two calls; 0 for no call.
-          hook: The hook.
-          at_start: Whether to call it before the first step of a run too.
-          at_end: Whether to call it after the last step in any case.
+        With 0 it is never called. `at_start` calls it before the first step of a run too, and
+        `at_end` after the last step in any case.
         """
         if steps:
             self._hooks.append(_Scheduled(hook, steps, at_start, at_end))
@@ -292,9 +277,8 @@ class Trainer:
 def postponed_interrupt(cluster: Cluster) -> Iterator[threading.Event]:
     """Turns the first Ctrl-C into a request to stop between two steps.
 
-    The `StoppedError` that follows becomes a `KeyboardInterrupt`. A second Ctrl-C is one at once.
-    An exception raised in a signal handler can come up anywhere, also where Python discards it,
-    such as in a callback of the garbage collector.
+    The `StoppedError` that follows becomes a `KeyboardInterrupt`; a second Ctrl-C is one at once.
+    An exception raised in a signal handler can come up anywhere, also where Python discards it.
     """
     interrupted = threading.Event()
     previous = signal.getsignal(signal.SIGINT)

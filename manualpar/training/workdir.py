@@ -49,11 +49,7 @@ START = Position()
 
 
 def choose_workdir(workdir: Path | None, *, name: str) -> Path:
-    """The folder that was asked for, or a new numbered one, the same for all processes.
-
-    Raises:
-      UsageError: A new one cannot be created.
-    """
+    """The folder that was asked for, or a new numbered one, the same for all processes."""
     if workdir is not None:
         return workdir
     path, failure = "", ""
@@ -72,8 +68,7 @@ def choose_workdir(workdir: Path | None, *, name: str) -> Path:
 def check_folder(config: ml_collections.ConfigDict, workdir: Path | None) -> list[str]:
     """Checks that a folder, `None` for a new one, is new or holds a run to go on with.
 
-    Returns:
-      The differences between the config and that of the run, a sentence each.
+    Returns the differences between the config and that of the run, a sentence each.
 
     Raises:
       ValueError: It is not a folder, or cannot be written to; it holds the run of another model or
@@ -117,11 +112,7 @@ def check_continues(config: ml_collections.ConfigDict, workdir: Path) -> list[st
     The config in the newest checkpoint counts, because `config.json` may be gone or from another
     run. The checkpoint is not verified here. `restore` verifies it, and compares again.
 
-    Returns:
-      The differences that are allowed, a sentence each; none if the folder holds no run.
-
-    Raises:
-      ValueError: They differ in something that a run cannot change; the message shows it.
+    Returns the differences that are allowed, a sentence each, and raises a `ValueError` for others.
     """
     path = workdir / CONFIG_FILE
     written, saved, note = None, _saved_config(workdir), ""

@@ -36,7 +36,7 @@ UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIN
 def lock_workdir(workdir: Path, *, report: Callable[[str], None]) -> Iterator[None]:
     """Keeps other runs out of a folder, which is created if need be, while the context lasts.
 
-    If the file system has no locks, `report` is told so in a sentence, and nothing is locked.
+    If the file system has no locks, `report` is told so, and nothing is locked.
 
     Raises:
       UsageError: Another run has the lock; the message says which.

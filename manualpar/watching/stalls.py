@@ -20,10 +20,7 @@ from typing import Self, TextIO
 
 
 class StallDetector:
-    """Watches a loop from a thread of its own. Use it as a context manager.
-
-    `beat`, `pause` and `check` may be called from any thread.
-    """
+    """Watches a loop from a thread of its own. Use it as a context manager, from any thread."""
 
     def __init__(
         self,
@@ -39,8 +36,8 @@ class StallDetector:
         Args:
           seconds: How long a step may take; 0 for no detector.
           stream: Where to write, by default standard error.
-          others: Returns the last step of every process and the seconds since; called from the
-            detector's thread, and only in a stall. Processes that have made no step may be missing.
+          others: Returns the last step of each process that has made one, and the seconds since;
+            called from the detector's thread, and only in a stall.
           num_processes: How many there are, to name those that are missing.
           get_time: A clock in seconds.
         """

@@ -47,11 +47,7 @@ PLACED_FILES = (METRICS_FILE, THROUGHPUT_FILE)  # A place holds their sizes.
 
 
 def check_workdir(workdir: Path, flag: str = "--workdir") -> None:
-    """Refuses a folder that cannot hold a new run, above all one that holds an earlier run.
-
-    Raises:
-      ValueError: It holds a run, or is not a folder.
-    """
+    """Raises a `ValueError` for a folder that cannot hold a new run, or holds an earlier one."""
     if workdir.exists() and not workdir.is_dir():
         raise ValueError(f"{flag}={workdir} is a file, expected a folder or a name for a new one.")
     for name in (CONFIG_FILE, *PLACED_FILES):
@@ -96,8 +92,7 @@ class RunWriter:
         Args:
           workdir: The folder of the run, created if need be.
           config: The config to run with.
-          place: What `place()` returned when the checkpoint was saved; `None` for a new run. The
-            lines after it go to `discarded.jsonl`, and TensorBoard forgets them.
+          place: What `place()` returned when the checkpoint was saved; `None` for a new run.
           step: How many updates were made by then.
           report: Is told if `throughput.jsonl` is damaged.
           process: The number of this process.
@@ -132,13 +127,10 @@ class RunWriter:
         *,
         throughput: Mapping[str, float] | None = None,
     ) -> None:
-        """Writes the numbers of `split` (`train`, `eval` or `test`) after `step` updates.
+        """Writes the numbers of a split after `step` updates.
 
-        Args:
-          step: How many updates were made.
-          split: What the numbers are of.
-          metrics: Numbers that another run of the same config computes too.
-          throughput: Numbers that depend on the clock and the machine; without any, no line.
+        Another run of the same config computes the same `metrics`. `throughput` depends on the
+        clock and the machine; without any there is no line of it.
         """
         if not self._files:
             return
@@ -223,8 +215,8 @@ def _cut_back(
 ) -> None:
     """Cuts files back to the place of the checkpoint of `step`, and keeps what is cut off.
 
-    `metrics.jsonl` must be what the checkpoint found, and otherwise no file is changed.
-    `throughput.jsonl` differs in every run, so a damaged one is kept as it is.
+    No file is changed if `metrics.jsonl` is not what the checkpoint found. A damaged
+    `throughput.jsonl` is kept as it is, because it differs in every run.
     """
     if set(place) != set(PLACED_FILES) or any(size < 0 for size in place.values()):
         raise ValueError(
@@ -266,10 +258,10 @@ def _read_beyond(path: Path, size: int) -> tuple[bytes, str]:
             file.seek(max(size - 1, 0))
             last = file.read(min(size, 1))
             data = file.read()
-            if last == b"\n" or size == 0:
-                return data, ""
             length = os.fstat(file.fileno()).st_size
+        if last == b"\n":
+            return data, ""
         found = "that is inside of a line" if last else f"it has {length} bytes"
-    elif size == 0:
-        return b"", ""  # The run was killed before it had opened all of its files.
-    return data, f"the checkpoint found the end of a line after {size} bytes, and {found}"
+    # Without a size, the run was killed before it had opened all of its files.
+    damage = f"the checkpoint found the end of a line after {size} bytes, and {found}"
+    return data, damage if size else ""
