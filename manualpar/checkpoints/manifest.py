@@ -146,10 +146,11 @@ def _to_text(manifest: Manifest) -> str:
 
 def _from_object(content: dict[str, Any]) -> Manifest:
     """The manifest in a JSON object, or a `ValueError` that says why there is none."""
-    step, metrics, files = (content.get(name) for name in ("step", "metrics", "files"))
+    values: list[Any] = [content.get(name) for name in ("step", "metrics", "files")]
+    step, metrics, files = values
     if not _is_size(step):
         raise ValueError(f"step is {step!r:.40}")
-    numbers = metrics.values() if isinstance(metrics, dict) else [None]
+    numbers: Any = metrics.values() if isinstance(metrics, dict) else [None]
     if not all(type(x) in (int, float) and abs(x) <= sys.float_info.max for x in numbers):
         raise ValueError("metrics are not finite numbers by name")
     if not isinstance(files, dict):
