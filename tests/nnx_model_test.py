@@ -286,29 +286,48 @@ def test_a_derivative_of_shards_in_a_loss_is_refused(devices8):
         return y.mean(), {"loss": (y.sum(), y.size)}
 
     options = {"mesh": make_mesh({"data": 4}, devices8[:4]), "batch": BATCHES[0]}
-    with pytest.raises(ValueError, match=r"in <lambda> at nnx_model_test.py.*: they are diff"):
+    with pytest.raises(ValueError, match=r"<lambda> at nnx_model_test.py.* is differentiated with"):
         fsdp(NNXClassifier, optax.sgd(0.1), pulled_back, min_weight_size=16, **options)
     data_parallel(NNXClassifier, optax.sgd(0.1), pulled_back, **options)
 
 
 class PulledBack(nnx.Module):
-    def __init__(self, rngs):
+    def __init__(self, phases, rngs):
         self.dense = nnx.Linear(12, 12, rngs=rngs)
+        self.phases = phases
 
-    def __call__(self, x):
+    def __call__(self, x, train):
+        if ("train" if train else "eval") not in self.phases:
+            return self.dense(x)
         graphdef, state = nnx.split(self.dense)
         y, pullback = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x), state, x)
         return y + pullback(jnp.ones_like(y))[1]
 
 
-def test_a_derivative_of_shards_in_a_module_is_refused(devices8):
-    options = {"mesh": make_mesh({"data": 4}, devices8[:4]), "batch": BATCHES[0]}
-    with pytest.raises(ValueError, match=r"\(.*gather_params\) is differentiated within the model"):
-        fsdp(PulledBack, optax.sgd(0.1), plain_loss, min_weight_size=16, **options)
-    data_parallel(PulledBack, optax.sgd(0.1), plain_loss, **options)
-    fsdp(
-        PulledBack, optax.sgd(0.1), plain_loss, min_weight_size=16, replicate=("dense",), **options
-    )
+@pytest.mark.parametrize(
+    ("phases", "options", "message"),
+    [
+        (("train", "eval"), {}, "gathered is differentiated within the model or the loss, with"),
+        (("train",), {}, "gathered is differentiated within the model or the loss, with"),
+        (("train",), {"reshard_after_forward": False}, "gathered is differentiated within the mod"),
+        (
+            ("eval",),
+            {},
+            r"\(.*gather_params\) is differentiated within the model or the loss \(jax",
+        ),
+    ],
+)
+def test_a_derivative_of_shards_in_a_module_is_refused(devices8, phases, options, message):
+    def loss_fn(params, apply_fn, batch, rng):
+        y = apply_fn({"params": params}, batch.inputs, train=True)
+        return (y**2).mean(), {"loss": ((y**2).sum(), jnp.float32(y.size))}
+
+    args = (lambda rngs: PulledBack(phases, rngs)), optax.sgd(0.1), loss_fn
+    shared = {"mesh": make_mesh({"data": 4}, devices8[:4]), "batch": BATCHES[0]}
+    with pytest.raises(ValueError, match=message):
+        fsdp(*args, min_weight_size=16, **options, **shared)
+    data_parallel(*args, **shared)
+    fsdp(*args, min_weight_size=16, replicate=("dense",), **shared)
 
 
 def test_an_instance_without_values_is_refused():

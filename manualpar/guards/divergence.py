@@ -5,9 +5,9 @@ varies over such an axis some devices would take part and others not: the progra
 matches one device's collective with another's of the same size and computes nonsense. The types do
 not forbid it, but they say where it can happen.
 
-The gradient of a gather is written by hand. Where a model or a loss differentiates a gathered
-parameter by itself, JAX takes the gradient of the bare gather in its place when a step
-differentiates once more. That is the sum over the devices, and not the mean.
+The gradient of a gather is written by hand, for the derivative that a step takes. A model or a loss
+that differentiates a gathered parameter by itself gets the sum over the devices instead of the
+mean. In training `refuse_derivative` of `core.collectives` sees it, in evaluation the check here.
 """
 
 from typing import Any

@@ -19,7 +19,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.core.collectives import cast_to_varying, refuse_derivative, varying_axes
 from manualpar.sharding.layout import is_inside, path_name
 from manualpar.user_model.array_box import ArrayBox
 
@@ -119,22 +119,6 @@ class _MisreadError(ValueError):
     """A misuse of a box, in words of this package."""
 
 
-@jax.custom_vjp
-def _refuse_derivative(x: jax.Array) -> jax.Array:
-    return x
-
-
-def _refuse_forward(x: jax.Array) -> Any:
-    raise _MisreadError(
-        "they are differentiated, with nn.vjp, nn.jvp, jax.vjp or the like, and the gradient of a "
-        "shard is not that of the parameter; if only that of the inputs is used, say "
-        "nn.vjp(..., vjp_variables=False)"
-    )
-
-
-_refuse_derivative.defvjp(_refuse_forward, lambda residuals, g: (g,))
-
-
 class _Notes:
     """The dimensions of a parameter that loops run over; one object in all copies of a box."""
 
@@ -160,7 +144,7 @@ class _Probe(ArrayBox, eq=False):
         It refuses content that was changed without asking the box, or is differentiated.
         """
         if self.witness is not None:
-            _refuse_derivative(self.witness)
+            refuse_derivative(self.witness)
         own = [None if name is None else self.whole_shape[int(name)] for name in self.names]
         shape = self.value.shape
         if len(own) != len(shape) or any(
