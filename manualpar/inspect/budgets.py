@@ -296,29 +296,20 @@ def _offenders(budget: Budget, limit: Key, ledger: Json) -> str:
     if limit.quantity in ("peak_memory", "temporaries"):
         classes = ledger["memory"] or {}
         return _most_of_it({name: size for name, size in classes.items() if name != "peak"})
-    collectives = ledger["collectives"]
-    if limit.quantity in COMPILED:  # XLA keeps names of most of them.
-        collectives = [x for x in ledger["compiled"]["collectives"] if "module" in x]
+    is_compiled = limit.quantity in COMPILED
+    collectives = (ledger["compiled"] if is_compiled else ledger)["collectives"]
+    if is_compiled:  # XLA keeps the names of most of them, and no axes.
+        collectives = [{**x, "axes": ""} for x in collectives if "module" in x]
     if limit.group:
         collectives = [x for x in collectives if x[FIELDS[limit.group]] == limit.name]
     quantity = limit.quantity.removeprefix("compiled_")
-    by_module = {
-        module: sent.times if quantity == "collectives" else whole(sent.bytes)
-        for (module,), sent in sent_by(collectives, "module").items()
-    }
-    if quantity == "flops":
-        by_module = ledger["flops"]["by_module"]
-    everywhere = amounts(ledger)
-    own = {
-        key: most
-        for key, most in budget.limits.items()
-        if (key.group, key.quantity) == ("modules", limit.quantity)
-    }
+    by_module = _of_modules(amounts({**ledger, "collectives": collectives}), quantity)
+    own = {} if is_compiled else _of_modules(budget.limits, quantity)
+    everywhere = _of_modules(amounts(ledger), quantity)
     to_blame = []
     for module, amount in _largest_first(by_module):
-        key = Key("modules", module, quantity)
-        mosts = [most for glob, most in own.items() if glob.limits(key)]
-        if mosts and everywhere[key] > min(mosts):
+        mosts = [most for glob, most in own.items() if matches(glob, module)]
+        if mosts and everywhere[module] > min(mosts):
             to_blame.append(f"{name_module(module)} {amount:,} (over its own limit)")
         elif own and not mosts:
             to_blame.append(f"{name_module(module)} {amount:,} (without a limit of its own)")
@@ -327,6 +318,11 @@ def _offenders(budget: Budget, limit: Key, ledger: Json) -> str:
     left_out = len(to_blame) - NUM_NAMED
     more = f" and {left_out} more" if left_out > 0 else ""
     return f"; look at {', '.join(to_blame[:NUM_NAMED])}{more}"
+
+
+def _of_modules(numbers: Mapping[Key, int], quantity: str) -> dict[str, int]:
+    """The numbers of modules alone, by their names."""
+    return {key.name: n for key, n in numbers.items() if key[::2] == ("modules", quantity)}
 
 
 def _most_of_it(by_name: Mapping[str, int]) -> str:

@@ -18,6 +18,7 @@ from manualpar.watching.tables import describe_bytes, print_line
 # Tables in a log file get room; a terminal has the width it has.
 LOG_WIDTH = 120
 
+# The most important first.
 FORMATS: Mapping[str, Callable[[float], str]] = {
     "loss": "loss {:.4f}".format,
     "bits_per_byte": "bits/byte {:.4f}".format,
@@ -35,16 +36,6 @@ FORMATS: Mapping[str, Callable[[float], str]] = {
 NORMS = frozenset({"gradient_norm", "update_norm", "parameter_norm"})
 LEFT_OUT = NORMS | {"learning_rate"}
 NOT_SHOWN = "model_flops_per_second"  # For calculations, which the files are for.
-# What the bar shows first if there is room; everything else comes last.
-IMPORTANCE = (
-    "loss",
-    "bits_per_byte",
-    "accuracy",
-    "tokens_per_second",
-    "examples_per_second",
-    "mfu",
-    "memory_bytes",
-)
 BAR_WIDTH, SMALLEST_BAR = 40, 4
 LONGEST_TIME = len("100:00:00")
 LABEL = "training"
@@ -73,11 +64,9 @@ def describe_within(metrics: Mapping[str, float], width: int, *, also: str = "")
 
     `also` is added if there is room after all of them.
     """
-    texts = _texts(metrics)
-    order = [name for name in IMPORTANCE if name in texts]
-    order += [name for name in texts if name not in IMPORTANCE and name not in LEFT_OUT]
+    texts = [text for name, text in _texts(metrics).items() if name not in LEFT_OUT]
     line = ""
-    for text in [*(texts[name] for name in order), also]:
+    for text in [*texts, also]:
         longer = f"{line}  {text}" if line else text
         if text and len(longer) <= width:
             line = longer
