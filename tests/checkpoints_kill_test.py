@@ -116,7 +116,7 @@ def test_killed_at_every_step_of_putting_it_in_place(tmp_path, monkeypatch):
 
     operations = save_one_and_the_next(tmp_path / "all", 0)
     assert operations[-4:] == [
-        "replace manifest.json.tmp",
+        "replace .manifest.json.draft",
         "rename 2.unfinished",
         "rename 1",
         "rmtree 1.deleted",

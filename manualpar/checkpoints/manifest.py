@@ -24,14 +24,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from manualpar.untrusted import (
-    NotAFileError,
-    create_file,
-    kind_of,
-    open_file,
-    parse_object,
-    read_file,
-)
+from manualpar.untrusted import NotAFileError, kind_of, open_file, parse_object, read_file
+from manualpar.watching.durable_files import replace_file
 
 MANIFEST = "manifest.json"
 
@@ -58,19 +52,13 @@ def write_manifest(folder: Path, *, step: int, metrics: Mapping[str, float]) -> 
     for path, mode in _entries(folder):
         if stat.S_ISDIR(mode):
             sync_folder(path)
-        # A manifest that a killed process left behind is about to be replaced.
-        elif path not in (folder / MANIFEST, folder / f"{MANIFEST}.tmp"):
+        elif path != folder / MANIFEST:  # Which is about to be replaced.
             with open_file(path) as file:
                 size, digest = os.fstat(file.fileno()).st_size, _hash(file)
                 os.fsync(file.fileno())
             files[path.relative_to(folder).as_posix()] = (size, digest)
     finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-    temporary = folder / f"{MANIFEST}.tmp"
-    with create_file(temporary) as out:
-        out.write(_to_text(Manifest(step, finite, files)).encode("ascii"))
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, folder / MANIFEST)
+    replace_file(folder / MANIFEST, _to_text(Manifest(step, finite, files)))
     sync_folder(folder)
 
 

@@ -39,6 +39,7 @@ from manualpar.cluster.agreement import JSON, first_failure, from_first
 from manualpar.core.program import Program
 from manualpar.guards.dispatch import check_alive
 from manualpar.train_state import TrainState
+from manualpar.watching.durable_files import WriteError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +274,7 @@ class Checkpoints:
         try:
             write_manifest(self._folder / f"{step}{UNFINISHED}", step=step, metrics=metrics)
             put_in_place(self._folder, step, after=after)
-        except OSError as error:
+        except (OSError, WriteError) as error:
             return str(cannot_write(path, error))
         try:
             known = read_metrics(self._folder, list_steps(self._folder))

@@ -152,18 +152,12 @@ def load_config(path: Path) -> ml_collections.ConfigDict:
 
 def fields_of(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Field]:
     """The fields of every config, and those of its `model.name` and `parallel.strategy`."""
-
-    def named(group: str, field: str) -> str:
-        fields = config.get(group)
-        name = fields.get(field) if isinstance(fields, Mapping | ml_collections.ConfigDict) else ""
-        return name if isinstance(name, str) else ""
-
-    kinds = strategy_kinds()
-    kind = kinds.get(named("parallel", "strategy"))
+    values, kinds = flatten_config(config), strategy_kinds()
+    kind = kinds.get(str(values.get("parallel.strategy")))
     return {
         **FIELDS,
         "parallel.strategy": Field(str, choices=tuple(kinds)),
-        **MODEL_FIELDS.get(named("model", "name"), {}),
+        **MODEL_FIELDS.get(str(values.get("model.name")), {}),
         **({f"parallel.{name}": field for name, field in kind.fields.items()} if kind else {}),
     }
 
@@ -216,8 +210,10 @@ def check_config(config: Any) -> None:
         if name in REMOVED:
             raise ValueError(f"config.{name} was removed: {REMOVED[name][1]}; delete the field.")
         if name not in fields:
+            model = values["model.name"]
+            of_model = f" of a config with model.name={model!r}" if model in MODEL_FIELDS else ""
             raise ValueError(
-                f"config.{name} is not a known field{_of_model(config)}; the nearest one is "
+                f"config.{name} is not a known field{of_model}; the nearest one is "
                 f"config.{nearest(name, fields)}."
             )
         value = value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
@@ -253,9 +249,3 @@ def _check_written_out(config: ml_collections.ConfigDict) -> None:
                 f"config.{name} is {config[group][field]}, expected at most {MOST_WRITTEN_OUT}: "
                 f"each is traced and compiled by itself{mend if field == 'num_layers' else ''}."
             )
-
-
-def _of_model(config: ml_collections.ConfigDict) -> str:
-    """Names the model in a message, if it adds fields."""
-    name = config.model.name if "model" in config else None
-    return f" of a config with model.name={name!r}" if name in MODEL_FIELDS else ""

@@ -77,7 +77,12 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
         print_error(f"interrupted; {remains}{goes_on}")
         return INTERRUPTED_EXIT_CODE
     except StoppedError as error:
-        return _explain_stop(error, workdir, is_main=cluster.is_main)
+        how = f"which is saved; the same command with --workdir={workdir} goes on"
+        if not error.is_saved:
+            how = f"which is not saved, since config.checkpoint.every_steps is 0; {remains}"
+        if cluster.is_main:
+            print(f"{error}, {how}", file=sys.stderr)
+        return STOPPED_EXIT_CODE if error.is_saved else TERMINATED_EXIT_CODE
     except tuple(EXIT_CODES) as error:
         before = "" if isinstance(error, UsageError) else f"stopped, {remains}; "
         mend = NONFINITE_MEND if isinstance(error, NonFiniteError) else ""
@@ -111,16 +116,3 @@ def _prepare(command: CommandLine, cluster: Cluster) -> tuple[Experiment, Path]:
         if not isinstance(error, DisagreementError):  # The others may not have made it.
             end_all(cluster, mistake)
         raise mistake from error
-
-
-def _explain_stop(error: StoppedError, workdir: Path, *, is_main: bool) -> int:
-    """Says in one of the processes how a run that was asked to stop goes on."""
-    how = f"which is saved; the same command with --workdir={workdir} goes on"
-    if not error.is_saved:
-        how = (
-            "which is not saved, since config.checkpoint.every_steps is 0; the results so far are "
-            f"in {workdir}"
-        )
-    if is_main:
-        print(f"{error}, {how}", file=sys.stderr)
-    return STOPPED_EXIT_CODE if error.is_saved else TERMINATED_EXIT_CODE

@@ -92,17 +92,15 @@ def check_folder(config: ml_collections.ConfigDict, workdir: Path | None) -> lis
 def _check_writable(folder: Path) -> None:
     """Refuses a folder that cannot be written to or created, without creating it."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    reason = ""
-    if not there.is_dir():
-        reason = "is a file, not a folder"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        reason = "may not be written to"
-    if reason and there != folder:
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return
+    reason = "may not be written to" if there.is_dir() else "is a file, not a folder"
+    if there != folder:
         raise ValueError(
             f"the results cannot be written to {folder}: {there} {reason}; name another folder "
             "with --workdir."
         )
-    if reason and there.is_dir():
+    if there.is_dir():
         raise ValueError(f"the results cannot be written: {folder} {reason}; name another folder.")
 
 
