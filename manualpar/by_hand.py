@@ -7,7 +7,6 @@ import flax.linen as nn
 import jax
 from absl import logging
 
-from manualpar.core.collectives import gather_array_with_mean_grads
 from manualpar.core.partitioning import (
     Names,
     ShardedParameter,
@@ -73,9 +72,9 @@ def gather_params(params: Any, axis_name: AxisName) -> Any:
 
     Returns:
       The same tree with plain arrays where nothing is sharded any more. A dimension whose name is a
-      tuple with one of the axes in it is gathered over the whole tuple, for its shards are not
+      tuple with one of the axes in it is gathered over the whole tuple, because its shards are not
       contiguous along one axis of it. A parameter that is sharded over other axes too keeps a box
-      naming those.
+      that names those.
 
     Raises:
       ValueError: An axis is not bound by a `shard_map`.
@@ -92,15 +91,12 @@ def gather_params(params: Any, axis_name: AxisName) -> Any:
     def gather(x: Any) -> Any:
         if not set(boxed_axes(x)) & set(axes):
             return x
-        value, names = x.value, list(_full_names(x, x.value.ndim))
-        for dim, name in enumerate(names):
-            if set(axis_tuple(name)) & set(axes):
-                value = gather_array_with_mean_grads(value, dim, axis_tuple(name))
-                names[dim] = None
-        if not any(axis_tuple(name) for name in names):
-            return value
-        gather_axes = tuple(axis for axis in getattr(x, "gather_axes", ()) if axis not in axes)
-        return ShardedParameter(value, tuple(names), gather_axes=gather_axes)
+        names = _full_names(x, x.value.ndim)
+        gathered = ShardedParameter(x.value, names, gather_axes=axes).gather_data_axes()
+        if not boxed_axes(gathered):
+            return gathered.value
+        others = tuple(axis for axis in getattr(x, "gather_axes", ()) if axis not in axes)
+        return gathered.replace(gather_axes=others)
 
     return jax.tree.map(gather, params, is_leaf=is_box)
 

@@ -66,7 +66,6 @@ COLLECTIVES = frozenset(
 )
 MAY_COMMUNICATE = frozenset(
     {
-        "by_hand",
         "collection_sync",
         "core.collectives",
         "core.gradients",
