@@ -24,10 +24,9 @@ from manualpar.guards.nonfinite import NONFINITE_GRADIENTS
 from manualpar.sharding.layout import path_name, state_specs
 from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
 from manualpar.sharding.splitting import check_batch
+from manualpar.state_arrays import list_some
 from manualpar.train_state import TrainState
 from manualpar.user_model.loss_function import Metrics
-
-MAX_DIFFERENCES = 5  # How many a message names.
 
 
 def assert_same_as_one_device(
@@ -94,11 +93,10 @@ def assert_same_as_one_device(
     grads = jax.tree.map(_unpadded, grads, program.whole_state.params)
     found = sorted(compare(jax.device_get((grads, _means(metrics))), one), reverse=True)
     if found:
-        words = "; ".join(words for _, _, words in found[:MAX_DIFFERENCES])
-        more = f"; and {len(found) - MAX_DIFFERENCES} more" if len(found) > MAX_DIFFERENCES else ""
+        words = "; ".join(list_some(words for _, _, words in found))
         raise AssertionError(
             f"{program.strategy.name} on {program.mesh.size} devices is not the same as one "
-            f"device (rtol={rtol}, atol={atol}): {words}{more}.{_known_reasons(program)}"
+            f"device (rtol={rtol}, atol={atol}): {words}.{_known_reasons(program)}"
         )
 
 

@@ -1,4 +1,5 @@
-from manualpar.cluster.facts import MAX_DIFFERENCES, DisagreementError, describe_differences
+from manualpar.cluster.facts import DisagreementError, describe_differences
+from manualpar.state_arrays import SHOWN
 
 
 def test_what_is_the_same_is_no_difference():
@@ -17,7 +18,7 @@ def test_every_difference_is_a_sentence_that_says_who_has_what():
 def test_only_the_first_differences_are_told_and_long_values_are_cut():
     facts = {process: {str(i): str(process) * 1000 for i in range(20)} for process in range(2)}
     sentences = describe_differences(facts)
-    assert len(sentences) == MAX_DIFFERENCES + 1
-    assert sentences[-1] == f"and {20 - MAX_DIFFERENCES} more"
+    assert len(sentences) == SHOWN + 1
+    assert sentences[-1] == f"and {20 - SHOWN} more"
     assert len(sentences[0]) < 500
     assert str(DisagreementError(sentences)).count("\n") == len(sentences)

@@ -7,8 +7,8 @@ fingerprint of the data. Its name is one that a user knows; its value is text.
 import os
 from collections.abc import Mapping
 
-# The first differences say what went wrong; more would only hide them.
-MAX_DIFFERENCES = 5
+from manualpar.state_arrays import list_some
+
 MAX_VALUE_CHARACTERS = 200
 
 Facts = Mapping[str, str]
@@ -28,7 +28,7 @@ def describe_differences(facts: Mapping[int, Facts]) -> list[str]:
     """Compares the facts of the processes, given by process number.
 
     Each difference is a sentence such as `config.seed is 42 in process 0 and 3 in process 1`. There
-    are at most `MAX_DIFFERENCES`, and one that counts the rest.
+    are a few of them, and one that counts the rest.
     """
     sentences = []
     for name in dict.fromkeys(name for process in sorted(facts) for name in facts[process]):
@@ -38,8 +38,7 @@ def describe_differences(facts: Mapping[int, Facts]) -> list[str]:
         if len(holders) > 1:
             parts = [f"{_shorten(value)} in {name_processes(p)}" for value, p in holders.items()]
             sentences.append(f"{name} is {' and '.join(parts)}")
-    rest = len(sentences) - MAX_DIFFERENCES
-    return sentences[:MAX_DIFFERENCES] + ([f"and {rest} more"] if rest > 0 else [])
+    return list_some(sentences)
 
 
 def announce(sentence: str) -> None:
