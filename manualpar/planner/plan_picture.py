@@ -71,7 +71,7 @@ def _draw_times(axes: Any, plans: Sequence[Plan], labels: Sequence[str], *, titl
     pictures.draw_bars(axes, bars)
     axes.xaxis.set_major_formatter(_describe_tick)
     axes.set_title(title)
-    axes.set_xlabel("a step, estimated")
+    axes.set_xlabel("step time, estimated")
     colors = {"computing": pictures.BLUE, "sending, exposed": pictures.RED}
     pictures.explain(axes, {**colors, "sending, hidden": HIDDEN})
 
@@ -115,7 +115,7 @@ def _draw_curves(axes: Any, curves: Mapping[str, Sequence[tuple[int, Plan]]]) ->
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(_describe_tick)
     axes.set_xlabel("devices")
-    axes.set_ylabel("a step, estimated")
+    axes.set_ylabel("step time, estimated")
     axes.legend()
 
 
