@@ -59,17 +59,12 @@ def print_ledger(console: rich.console.Console, name: str, ledger: Json) -> None
     if ledger["memory"]:
         _print_parts(console, "memory", ledger["memory"], describe_bytes)
     _print_readings(console, ledger)
-    if words := explain_closed_form(ledger):
-        print_line(console, f"  {words}")
-    for change in ledger["changes"]:
-        print_line(console, f"  {change['kind']}: {change['words']}")
-    for note in ledger["notes"]:
-        print_line(console, f"  note: {note}")
+    notes = [explain_closed_form(ledger)]
+    notes += [f"{change['kind']}: {change['words']}" for change in ledger["changes"]]
+    notes += [f"note: {note}" for note in ledger["notes"]]
     if ledger["compiled"]:
-        print_line(
-            console, "  FLOPs compiled: XLA's count, elementwise ones too, a loop's body once"
-        )
-    print_line(console, "")
+        notes.append("FLOPs compiled: XLA's count, elementwise ones too, a loop's body once")
+    print_line(console, "".join(f"  {note}\n" for note in notes if note))
 
 
 def print_summary(console: rich.console.Console, ledgers: Mapping[str, Json]) -> None:
@@ -117,10 +112,11 @@ def print_verdict(console: rich.console.Console, name: str, verdict: Verdict) ->
     """Prints whether a budget is kept, and what of it has slack; broken limits are errors."""
     if not verdict.broken:
         print_line(console, f"{name}: the budget is kept")
-    unchecked = "not checked, because nothing was compiled or it is not known"
-    lines = [f"{unchecked}: {key}" for key in verdict.unchecked]
-    for line in [*lines, *(f"slack: {sentence}" for sentence in verdict.slack)]:
-        print_line(console, f"  {line}")
+    for key in verdict.unchecked:
+        unchecked = "not checked, because nothing was compiled or it is not known"
+        print_line(console, f"  {unchecked}: {key}")
+    for sentence in verdict.slack:
+        print_line(console, f"  slack: {sentence}")
 
 
 def read_collectives(ledger: Json) -> list[Json]:

@@ -108,12 +108,8 @@ def _final_table(run: RunRecord) -> str:
     last = {record["split"]: record["step"] for record in run.metrics}
     rows = [["after step", *(f"{last[split]:,}" if split in last else "" for split in splits)]]
     for name, values in numbers.items():
-        row = [name]
-        for split in splits:
-            value = values.get(split)
-            missing = "not finite" if split in values else ""
-            row.append(missing if value is None else f"{value:,.6g}")
-        rows.append(row)
+        texts = {x: "not finite" if y is None else f"{y:,.6g}" for x, y in values.items()}
+        rows.append([name, *(texts.get(split, "") for split in splits)])
     return _table(rows, ["", *splits], cell='td class="number"') if numbers else ""
 
 
