@@ -379,8 +379,8 @@ def test_a_collective_that_is_fused_with_others_is_one():
     """
     [found] = compiled_collectives(module(lines, FUSED))
     assert (found.kind, found.times, found.bytes_sent) == ("all_gather", 1, 7 * 96)
-    # One that is in no chain is one wherever it stands.
-    found = compiled_collectives(module(lines, FUSED.replace("chain_id", "async_name")))
+    # One that nothing starts is one wherever it stands.
+    found = compiled_collectives(module(lines, FUSED.replace("AsyncCollective", "Other")))
     assert count_by_kind(found) == {"all_gather": 4}
 
 

@@ -278,7 +278,7 @@ def program(events: list[Event]) -> str:
                 turns, body = event
                 written(f"{name}.{i}", body)
                 known = f'backend_config={{"known_trip_count":{{"n":"{turns}"}}}}'
-                loop = f"condition=%{name}.{i}, body=%{name}.{i}, {known}"
+                loop = f"condition=%silent, body=%{name}.{i}, {known}"
                 lines.append(f"%w{i} = f32[8] while(%x), {loop}")
             elif event.startswith("start"):
                 gather = "all-gather-start(%x), channel_id=1, replica_groups={}"
@@ -288,6 +288,7 @@ def program(events: list[Event]) -> str:
         head = "ENTRY %main" if name == "main" else f"%{name}"
         computations.append(f"{head} (x: f32[8]) -> f32[8] {{\n  " + "\n  ".join(lines) + "\n}\n")
 
+    written("silent", [])
     written("main", events)
     return "HloModule m, is_scheduled=true, num_partitions=2\n\n" + "\n".join(computations)
 

@@ -12,9 +12,9 @@ done, which count as one. Kernels that send by themselves, and callbacks on the 
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -44,8 +44,8 @@ UNKNOWN_OPCODES = frozenset({"collective-broadcast", "ragged-all-to-all", "recv"
 
 # The beginning of the name of a fusion that is XLA:TPU's reduce-scatter: an all-reduce and a slice.
 SCATTER_FUSION = "all-reduce-scatter"
-# The custom call that starts a collective which XLA:TPU has fused with compute.
-FUSED_START = "AsyncCollectiveStart"
+# The custom calls around a collective that XLA:TPU has fused with compute.
+FUSED_START, FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,82 +170,150 @@ def compiled_collectives(compiled: jax.stages.Compiled | str) -> tuple[CompiledC
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     module = parse_module(text or "")
-    return tuple(_of_computation(module, module.entry, 1))
+    return tuple(Reading(module, module.entry, 1).collectives)
 
 
-def _of_computation(module: HloModule, name: str, times: int) -> Iterator[CompiledCollective]:
-    """The collectives of a computation that runs so many times, and of those that it calls."""
-    computation = module.computations[name]
-    for instruction in computation.values():
-        opcode = instruction.opcode.removesuffix("-start")
-        if opcode in KIND_OF_OPCODE:
-            if not _is_part(computation, instruction):
-                yield read_collective(module, computation, instruction, times)
-        elif opcode in UNKNOWN_OPCODES and "is_host_transfer=true" not in instruction.attributes:
-            refuse_unknown("compiled_collectives", instruction)
-        elif opcode == "while":
-            yield from _of_loop(module, computation, instruction, times)
-        elif opcode == "conditional":
-            branches = [tuple(_of_computation(module, x, times)) for x in instruction.called]
-            yield from max(branches, key=total_bytes)
-        elif not opcode.endswith(("-update", "-done")):  # Their start has called it already.
-            for called in instruction.called:
-                for found in _of_computation(module, called, times):
-                    yield as_scatter(found) if called.startswith(SCATTER_FUSION) else found
+class Reading:
+    """Follows a computation that runs `times` times, and lists the collectives in all that it runs.
 
-
-def _is_part(computation: Instructions, instruction: Instruction) -> bool:
-    """Whether an instruction repeats a collective that was started elsewhere.
-
-    XLA:TPU starts a collective in one fusion, carries it on in others, and ends it in a last one.
-    Each of them has a copy of the instruction, with the number of the same chain.
+    A collective is one instruction; or a pair, such as `all-gather-start` and `all-gather-done`; or
+    XLA:TPU has *fused* it with compute: a fusion that ends in the custom call
+    `AsyncCollectiveStart`, then products that each carry a part of the collective and hold a copy
+    of its instruction, then a fusion with `AsyncCollectiveDone`. All of them name one channel. The
+    planner follows all that with a clock (`manualpar.planner.schedule`).
     """
-    return "chain_id=" in instruction.attributes and not any(
-        other.target == FUSED_START for other in computation.values()
-    )
+
+    def __init__(self, module: HloModule, name: str, times: int) -> None:
+        self.module, self.times = module, times
+        self.computation = module.computations[name]
+        self.collectives: list[Any] = []
+        self.begun: dict[str, Any] = {}  # By name or channel, until something waits for it.
+        for instruction in self.computation.values():
+            self._follow(instruction)
+
+    @property
+    def cost(self) -> Any:
+        """Of branches the one that costs the most is listed."""
+        return total_bytes(self.collectives)
+
+    def turn(self, name: str, turns: int) -> Self:
+        """One turn of a loop that makes so many."""
+        return type(self)(self.module, name, self.times * turns)
+
+    def called(self, name: str) -> Self:
+        """A computation that is called now."""
+        return self.turn(name, 1)
+
+    def add(self, inner: Self, turns: int | None = None) -> None:
+        """Adds one turn of a loop that makes so many, or a computation that was called."""
+        self.collectives += inner.collectives
+
+    def begin(
+        self, key: str, by: Instruction, inner: Instruction, found: CompiledCollective
+    ) -> None:
+        """Begins a collective, the instruction `inner`, which another one may start."""
+        self.collectives.append(found)
+        self.begun[key] = found
+
+    def wait(self, key: str) -> None:
+        """Waits for a collective; in a loop the turn before may have begun it."""
+        self.begun.pop(key, None)
+
+    def compute(self, instruction: Instruction) -> None:
+        """Runs what sends nothing."""
+
+    def refuse_loop(self, loop: Instruction) -> None:
+        """Refuses a loop of unknown length, if it sends something."""
+        if inside := [one for name in loop.loop for one in self.turn(name, 1).collectives]:
+            raise ValueError(
+                f"compiled_collectives: a while (scope: {loop.op_name or 'none'}) contains "
+                f"{inside[0].kind}, and XLA has written no trip count to it. Write the loop as a "
+                "jax.lax.scan, or a fori_loop whose bounds are Python integers, or take the "
+                "collective out of it."
+            )
+
+    def _follow(self, instruction: Instruction) -> None:
+        opcode, name = instruction.opcode, instruction.name
+        base = opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
+        is_later = opcode.endswith(("-done", "-update"))
+        if opcode == "while":
+            self._loop(instruction)
+        elif opcode in ("call", "conditional"):
+            self.add(max(map(self.called, instruction.called), key=lambda called: called.cost))
+        elif is_later and (base in KIND_OF_OPCODE or instruction.operands[0] in self.begun):
+            started = instruction.operands[0]
+            if opcode.endswith("-done"):
+                self.wait(started)
+            elif started in self.begun:
+                self.begun[name] = self.begun.pop(started)
+        elif _sends(instruction):
+            self._begin(name, instruction, self.computation, instruction)
+            if opcode == base:
+                self.wait(name)
+        elif not is_later and (inside := self._inside(instruction)):
+            self._follow_fused(instruction, inside)
+        else:
+            self.compute(instruction)
+
+    def _loop(self, loop: Instruction) -> None:
+        turns = trip_count(self.module, self.computation, loop)
+        if turns is None:
+            self.refuse_loop(loop)
+            return
+        condition, body = loop.loop
+        self.add(self.turn(body, turns), turns)
+        self.collectives += self.turn(condition, turns + 1).collectives
+
+    def _inside(self, instruction: Instruction) -> list[tuple[Instructions, Instruction]]:
+        """The collectives in what an instruction calls, and the computation that each is in."""
+        found = []
+        for computation in (self.module.computations[name] for name in instruction.called):
+            for inner in computation.values():
+                found += [(computation, inner)] if _sends(inner) else self._inside(inner)
+        return found
+
+    def _follow_fused(
+        self, fusion: Instruction, inside: list[tuple[Instructions, Instruction]]
+    ) -> None:
+        """Follows the start of a fused collective, a product that carries it, its end, or all."""
+        called = [self.module.computations[name] for name in fusion.called]
+        targets = {inner.target for computation in called for inner in computation.values()}
+        channels = [f"channel {x.attribute('channel_id').partition(',')[0]}" for _, x in inside]
+        is_carried = any(channel in self.begun for channel in channels)
+        is_carried |= any("chain_id=" in inner.attributes for _, inner in inside)
+        is_pair = fusion.opcode.endswith("-start")
+        if FUSED_START in targets:
+            for channel, found in zip(channels, inside, strict=True):
+                self._begin(channel, fusion, *found)
+        if fusion.cycles is not None:
+            self.compute(fusion)
+        if FUSED_DONE in targets:
+            for channel in channels:
+                self.wait(channel)
+        elif is_pair or (FUSED_START not in targets and not is_carried):
+            for channel, found in zip(channels, inside, strict=True):
+                self._begin(fusion.name if is_pair else channel, fusion, *found)
+                if not is_pair:  # Nothing but the collective.
+                    self.wait(channel)
+
+    def _begin(self, key: str, by: Instruction, where: Instructions, inner: Instruction) -> None:
+        kind = KIND_OF_OPCODE[inner.opcode.removesuffix("-start")]
+        if kind == "all_reduce" and any(name.startswith(SCATTER_FUSION) for name in by.called):
+            kind = "reduce_scatter"
+        size = max(map(len, device_groups(self.module, inner)), default=1)
+        operands = [array for name in inner.operands for array in arrays(where[name].shape)]
+        dtypes, shapes = zip(*operands, strict=True)
+        found = CompiledCollective(kind, size, shapes, dtypes, self.times, inner.op_name)
+        self.begin(key, by, inner, found)
 
 
-def _of_loop(
-    module: HloModule, computation: Instructions, loop: Instruction, times: int
-) -> Iterator[CompiledCollective]:
-    """The collectives of a `while`, whose condition runs once more than its body."""
-    condition, body = loop.loop
-    trips = trip_count(module, computation, loop)
-    if trips is not None:
-        yield from _of_computation(module, body, times * trips)
-        yield from _of_computation(module, condition, times * (trips + 1))
-        return
-    inside = [found for name in loop.loop for found in _of_computation(module, name, times)]
-    if inside:
+def _sends(instruction: Instruction) -> bool:
+    """Whether an instruction is a collective; refuses those that send nobody knows how much."""
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode in UNKNOWN_OPCODES and "is_host_transfer=true" not in instruction.attributes:
         raise ValueError(
-            f"compiled_collectives: a while (scope: {loop.op_name or 'none'}) contains "
-            f"{inside[0].kind}, and XLA has written no trip count to it. Write the loop as a "
-            "jax.lax.scan, or a fori_loop whose bounds are Python integers, or take the collective "
-            "out of it."
+            f"compiled_collectives: the program contains {instruction.opcode} (scope: "
+            f"{instruction.op_name or 'none'}), expected one of {', '.join(KIND_OF_OPCODE)}: what "
+            "others send is not known here. Write the program with those."
         )
-
-
-def read_collective(
-    module: HloModule, computation: Instructions, instruction: Instruction, times: int
-) -> CompiledCollective:
-    """Reads one collective of a computation that runs so many times."""
-    kind = KIND_OF_OPCODE[instruction.opcode.removesuffix("-start")]
-    size = max(map(len, device_groups(module, instruction)), default=1)
-    found = [array for name in instruction.operands for array in arrays(computation[name].shape)]
-    dtypes, shapes = zip(*found, strict=True)
-    return CompiledCollective(kind, size, shapes, dtypes, times, instruction.op_name)
-
-
-def as_scatter(found: CompiledCollective) -> CompiledCollective:
-    """A collective inside a `SCATTER_FUSION`: an all-reduce there is a reduce-scatter."""
-    is_sum = found.kind == "all_reduce"
-    return dataclasses.replace(found, kind="reduce_scatter") if is_sum else found
-
-
-def refuse_unknown(reader: str, instruction: Instruction) -> None:
-    """Raises a `ValueError` that says that nobody knows how much an instruction sends."""
-    raise ValueError(
-        f"{reader}: the program contains {instruction.opcode} (scope: "
-        f"{instruction.op_name or 'none'}), expected one of {', '.join(KIND_OF_OPCODE)}: what "
-        "others send is not known here. Write the program with those."
-    )
+    return opcode in KIND_OF_OPCODE

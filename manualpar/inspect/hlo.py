@@ -8,6 +8,7 @@ derives it from a counter that starts at a constant, grows by a constant, and is
 constant.
 """
 
+import dataclasses
 import itertools
 import math
 import re
@@ -82,7 +83,8 @@ class Instruction(NamedTuple):
 Instructions = Mapping[str, Instruction]  # Of one computation, by name, in the order of the text.
 
 
-class HloModule(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class HloModule:
     """A program: its computations by name, the one that is run, and the number of devices."""
 
     computations: Mapping[str, Instructions]

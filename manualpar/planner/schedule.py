@@ -8,54 +8,36 @@ waits for one stands still until it has ended: that part of it is *exposed*, the
 A turn of a loop begins with free links, because it has waited for everything that it sends; so one
 turn is followed and counts as often as the loop turns.
 
-Asynchronous collectives have two forms in the text. One is a pair of instructions, such as
-`collective-permute-start` and `-done`. The other is *fused* with compute: a fusion that ends in the
-custom call `AsyncCollectiveStart`, then products that each carry a part of the collective and hold
-a copy of its instruction, then a fusion with `AsyncCollectiveDone`. All of them name one channel.
-
-The compiler estimates no cycles for a collective in either form, and its estimate of a product that
-carries a part of one is that of the product alone (`tests/planner_schedule_test.py` shows both). So
-cycles are compute, and the caller says how long a collective is on the wire.
+The compiler estimates no cycles for a collective, and its estimate of a product that carries a part
+of one is that of the product alone (`tests/planner_schedule_test.py` shows both). So cycles are
+compute, and the caller says how long a collective is on the wire.
 """
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 from manualpar.inspect.communication import total_bytes
-from manualpar.inspect.compiled import (
-    FUSED_START,
-    KIND_OF_OPCODE,
-    SCATTER_FUSION,
-    UNKNOWN_OPCODES,
-    CompiledCollective,
-    as_scatter,
-    read_collective,
-    refuse_unknown,
-)
+from manualpar.inspect.compiled import CompiledCollective, Reading
 from manualpar.inspect.hlo import (
     HloModule,
     Instruction,
-    Instructions,
     array_bytes,
     arrays,
     axes_of,
     device_groups,
     parse_module,
     scope_of,
-    trip_count,
 )
 
-FUSED_DONE = "AsyncCollectiveDone"
 # These take no time by themselves, or copy ahead of use between HBM and the chip's own memory.
 _FREE_WORDS = """
 after-all bitcast constant get-tuple-element iota opt-barrier parameter partition-id replica-id
 tuple copy-start copy-done slice-start slice-done
 """
 FREE_OPCODES = frozenset(_FREE_WORDS.split())
-# These may call a computation that holds a collective.
-CALLING_OPCODES = frozenset({"fusion", "async-start", "call-start"})
 MIN_NOTED_BYTES = 2**20
 
 
@@ -152,15 +134,16 @@ def read_schedule(
             f"read_schedule: the text begins with {header[:60]!r}, expected an HloModule that is "
             "scheduled: jax.jit(f).lower(*args).compile().as_text() with the devices of a TPU."
         )
-    module = parse_module(text)
-    block = _Block(_Program(module, mesh, clock, wire_seconds), module.entry, times=1)
+    timed: Any = {"mesh": mesh, "clock": clock, "wire_seconds": wire_seconds}
+    module = _TimedModule(**vars(parse_module(text)), **timed)
+    block = _Block(module, module.entry, 1)
     seconds, unestimated = block.cycles / clock, dict(block.unestimated)
     collectives = tuple(block.collectives)
     return Schedule(collectives, block.cycles, seconds, unestimated, block.num_carried)
 
 
-class _Program(NamedTuple):
-    module: HloModule
+@dataclasses.dataclass(frozen=True)
+class _TimedModule(HloModule):
     mesh: Mapping[str, int]
     clock: float
     wire_seconds: WireSeconds
@@ -174,129 +157,57 @@ class _Begun(NamedTuple):
     cycles: int
 
 
-class _Block:
-    """Follows a computation that runs `times` times, from a time at which the links are taken."""
+class _Block(Reading):
+    """Follows a computation from a time on, with links that are taken until another time."""
+
+    module: _TimedModule
 
     def __init__(
-        self, program: _Program, name: str, *, times: int, now: float = 0, links_free: float = 0
+        self, module: HloModule, name: str, times: int, now: float = 0, links_free: float = 0
     ) -> None:
-        self.program, self.module, self.times = program, program.module, times
-        self.now, self.links_free, self.cycles = now, links_free, 0
-        self.computation = self.module.computations[name]
-        self.collectives: list[ScheduledCollective] = []
+        self.now, self.links_free, self.cycles, self.num_carried = now, links_free, 0, 0
         self.unestimated: Counter[str] = Counter()
-        self.num_carried = 0
-        self.begun: dict[str, _Begun] = {}  # By name or channel, until something waits for it.
-        for instruction in self.computation.values():
-            self._follow(instruction)
+        super().__init__(module, name, times)
+        self.num_carried += len(self.begun)
         for key in list(self.begun):
-            self.num_carried += 1
-            self._wait(key)
+            self.wait(key)
 
-    def _follow(self, instruction: Instruction) -> None:
-        opcode, name = instruction.opcode, instruction.name
-        base = opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
-        calls = self._inside(instruction) if opcode in CALLING_OPCODES else ()
-        inside = [found for found in calls if found[1].opcode in KIND_OF_OPCODE]
-        is_collective = base in KIND_OF_OPCODE
-        if opcode == "while":
-            self._loop(instruction)
-        elif opcode in ("call", "conditional"):
-            self._call(instruction.called)
-        elif base in UNKNOWN_OPCODES:
-            refuse_unknown("read_schedule", instruction)
-        elif opcode.endswith(("-done", "-update")) and (
-            is_collective or instruction.operands[0] in self.begun
-        ):
-            started = instruction.operands[0]
-            if opcode.endswith("-done"):
-                self._wait(started)
-            elif started in self.begun:
-                self.begun[name] = self.begun.pop(started)
-        elif is_collective:
-            self._start(name, instruction, self.computation, instruction)
-            if opcode == base:
-                self._wait(name)
-        elif inside:
-            self._follow_fused(instruction, inside)
-        else:
-            self._compute(instruction)
+    @property
+    def cost(self) -> tuple[int, Fraction]:
+        return self.cycles, total_bytes(self.collectives)
 
-    def _loop(self, loop: Instruction) -> None:
-        turns = trip_count(self.module, self.computation, loop)
-        if turns is None:
-            raise ValueError(
-                f"read_schedule: the loop {loop.name} (scope: {loop.op_name or 'none'}) does not "
-                "count in equal steps from a constant to a constant, so nobody knows how often it "
-                "runs. Write it as a jax.lax.scan, or a fori_loop with fixed bounds."
-            )
-        body = _Block(self.program, loop.loop[1], times=self.times * turns)
-        self._add(body, self.now + turns * body.now, turns)
+    def called(self, name: str) -> "_Block":
+        return _Block(self.module, name, self.times, self.now, self.links_free)
 
-    def _call(self, names: Sequence[str]) -> None:
-        """Follows the computation that takes longest, until all that it has sent has arrived."""
-        links, now = self.links_free, self.now
-        called = [
-            _Block(self.program, name, times=self.times, now=now, links_free=links)
-            for name in names
-        ]
-        longest = max(called, key=lambda one: (one.cycles, total_bytes(one.collectives)))
-        self._add(longest, longest.now)
+    def add(self, inner: "_Block", turns: int | None = None) -> None:
+        super().add(inner)
+        # A call ends when all that it has sent has arrived.
+        self.now = inner.now if turns is None else self.now + turns * inner.now
+        self.cycles += inner.cycles if turns is None else turns * inner.cycles
+        self.unestimated += inner.unestimated
+        self.num_carried += inner.num_carried
 
-    def _add(self, called: "_Block", now: float, turns: int = 1) -> None:
-        self.now = now
-        self.cycles += turns * called.cycles
-        self.collectives += called.collectives
-        self.unestimated += called.unestimated
-        self.num_carried += called.num_carried
+    def refuse_loop(self, loop: Instruction) -> None:
+        raise ValueError(
+            f"read_schedule: the loop {loop.name} (scope: {loop.op_name or 'none'}) does not "
+            "count in equal steps from a constant to a constant, so nobody knows how often it "
+            "runs. Write it as a jax.lax.scan, or a fori_loop with fixed bounds."
+        )
 
-    def _inside(self, instruction: Instruction) -> Iterator[tuple[Instructions, Instruction]]:
-        """The instructions in the computations that an instruction calls, and where each is."""
-        for name in instruction.called:
-            computation = self.module.computations[name]
-            yield from ((computation, inner) for inner in computation.values())
-
-    def _follow_fused(
-        self, fusion: Instruction, inside: list[tuple[Instructions, Instruction]]
+    def begin(
+        self, key: str, by: Instruction, inner: Instruction, found: CompiledCollective
     ) -> None:
-        """Follows the start of a fused collective, a product that carries it, its end, or all."""
-        targets = {inner.target for _, inner in self._inside(fusion)}
-        channels = [f"channel {x.attribute('channel_id').partition(',')[0]}" for _, x in inside]
-        is_carried = any(channel in self.begun for channel in channels)
-        if FUSED_START in targets:
-            for channel, found in zip(channels, inside, strict=True):
-                self._start(channel, fusion, *found)
-        if fusion.cycles is not None:
-            self._compute(fusion)
-        if fusion.opcode != "fusion":  # The start of a pair.
-            self._start(fusion.name, fusion, *inside[0])
-        elif FUSED_DONE in targets:
-            for channel in channels:
-                self._wait(channel)
-        elif FUSED_START not in targets and not is_carried:  # Nothing but the collective.
-            for channel, found in zip(channels, inside, strict=True):
-                self._start(channel, fusion, *found)
-                self._wait(channel)
-
-    def _start(
-        self, key: str, instruction: Instruction, where: Instructions, inner: Instruction
-    ) -> None:
-        """Notes that `instruction` starts the collective `inner`."""
-        found = read_collective(self.module, where, inner, self.times)
-        if any(name.startswith(SCATTER_FUSION) for name in instruction.called):
-            found = as_scatter(found)
-        scope = inner.op_name or scope_of(self.module, self.computation, instruction)
-        axes = axes_of(device_groups(self.module, inner), self.program.mesh)
-        fields = vars(found) | {"scope": scope, "name": instruction.name, "axes": axes}
+        scope = inner.op_name or scope_of(self.module, self.computation, by)
+        axes = axes_of(device_groups(self.module, inner), self.module.mesh)
+        fields = vars(found) | {"scope": scope, "name": by.name, "axes": axes}
         collective = ScheduledCollective(**fields)
-        seconds = self.program.wire_seconds(collective)
+        seconds = self.module.wire_seconds(collective)
         self.links_free = max(self.now, self.links_free) + seconds
         self.begun[key] = _Begun(len(self.collectives), self.links_free, self.cycles)
         wire_seconds = seconds * self.times
         self.collectives.append(dataclasses.replace(collective, wire_seconds=wire_seconds))
 
-    def _wait(self, key: str) -> None:
-        """Waits for a collective; one from the turn before has been waited for there."""
+    def wait(self, key: str) -> None:
         if begun := self.begun.pop(key, None):
             late = max(0.0, begun.ends - self.now)
             self.now += late
@@ -306,11 +217,11 @@ class _Block:
                 exposed_seconds=self.times * late,
             )
 
-    def _compute(self, instruction: Instruction) -> None:
+    def compute(self, instruction: Instruction) -> None:
         """Passes the time of an instruction, or notes that the compiler does not estimate it."""
         if instruction.cycles is not None:
             self.cycles += instruction.cycles
-            self.now += instruction.cycles / self.program.clock
+            self.now += instruction.cycles / self.module.clock
         elif instruction.opcode not in FREE_OPCODES:
             size = sum(array_bytes(*array) for array in arrays(instruction.shape))
             if size >= MIN_NOTED_BYTES:
