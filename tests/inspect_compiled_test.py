@@ -380,7 +380,9 @@ def test_a_collective_that_is_fused_with_others_is_one():
     [found] = compiled_collectives(module(lines, FUSED))
     assert (found.kind, found.times, found.bytes_sent) == ("all_gather", 1, 7 * 96)
     # One that nothing starts is one wherever it stands.
-    found = compiled_collectives(module(lines, FUSED.replace("AsyncCollective", "Other")))
+    found = compiled_collectives(
+        module(lines, FUSED.replace("AsyncCollective", "Other").replace("chain_id", "name"))
+    )
     assert count_by_kind(found) == {"all_gather": 4}
 
 

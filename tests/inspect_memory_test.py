@@ -121,7 +121,7 @@ def test_more_minibatches_hold_fewer_activations(use_scan):
                 model={"remat": "none", "dtype": "bfloat16", "num_layers": 2},
             )
         ).activations
-        for m in (4, 2, 1)
+        for m in (4, 1)
     ]
     assert held == sorted(held)
     assert held[0] < 0.4 * held[-1]
