@@ -163,7 +163,14 @@ def _read(strategy, **options):
     return read_work(program, Throughput(32, 16, 1.0))
 
 
-@pytest.fixture(scope="module", params=BUILDERS)
+# One that scatters in each minibatch, and one that gathers in each, too.
+FAST = ("zero2", "fsdp")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in BUILDERS],
+)
 def base(request):
     return request.param, _read(request.param)
 
