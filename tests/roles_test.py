@@ -119,6 +119,7 @@ def test_how_a_gradient_is_reduced_belongs_to_its_placement(devices8):
     own = np.arange(8, dtype=np.float32).reshape(2, 2, 2) ** 2
     run = jax.jit(mode.run(part, in_specs=(P("data", "stage", "expert"),), out_specs=P()))
     np.testing.assert_allclose(run(own).item(), own.sum((1, 2)).mean(0) / 5)
+    assert run.lower(own).as_text().count('"stablehlo.all_reduce"') == 2
 
 
 def test_a_schedule_may_run_minibatches_in_another_order():
