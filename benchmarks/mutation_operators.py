@@ -51,6 +51,8 @@ EQUIVALENT: Mapping[str, str] = {
     "*:pmean:reverse-axes": _SAME_SET,
     "*:psum:reverse-axes": _SAME_SET,
     "*:sync_*:reverse-axes": _SAME_SET,
+    "*:reduce_gradient:reverse-axes": _SAME_SET,
+    "guards.nonfinite:find_nonfinite:psum:times-2": "of the sum counts only whether it is zero",
     "core.collectives:gather_invariant:cast_to_varying:delete": (
         "jax.lax.all_gather makes the same cast itself; the jaxpr is the same"
     ),

@@ -243,6 +243,9 @@ def test_it_is_told_by_the_only_shard_along_another_axis_that_has_it(devices8, n
     assert metrics["nonfinite"] == (1, 1)
     assert np.isfinite(metrics["loss"][0])
     assert learned(state) == before
+    if mode == "manual":
+        sent = trace_collectives(trace(program))
+        assert [found.axes for found in sent if found.purpose == "find_nonfinite"] == [("model",)]
 
 
 def test_what_cannot_be_infinite_is_finite():
