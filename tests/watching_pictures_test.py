@@ -4,7 +4,7 @@ import matplotlib
 import pytest
 
 from manualpar.extras import MissingExtraError
-from manualpar.watching.pictures import ROOM, Bar, draw_bars, new_figure, scale_in_bytes
+from manualpar.watching.pictures import ROOM, Bar, draw_bars, explain, new_figure, scale_in_bytes
 
 BARS = [Bar("a", [(3.0, "red"), (5.0, "blue")], "eight"), Bar("b", [(2.0, "red")], "two")]
 
@@ -50,3 +50,12 @@ def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch):
         new_figure("x.png", (4, 3), title=""),
     ):
         pass
+
+
+def test_colours_are_explained_by_their_names():
+    with new_figure("a test", (4, 3), title="") as figure:
+        axes = figure.subplots()
+        explain(axes, {"red ones": "red", "blue ones": "blue"})
+        legend = axes.get_legend()
+        assert [text.get_text() for text in legend.get_texts()] == ["red ones", "blue ones"]
+        assert [handle.get_color() for handle in legend.legend_handles] == ["red", "blue"]

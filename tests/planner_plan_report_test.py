@@ -1,0 +1,97 @@
+"""Plans side by side, and a sweep with what does not run."""
+
+import dataclasses
+import io
+
+import rich.console
+
+from manualpar.planner.plan import Plan, PlannedCollective
+from manualpar.planner.plan_report import print_plans, print_sweep
+from manualpar.planner.sweep import Candidate, Outcome
+
+PLAN = Plan(
+    name="fsdp manual",
+    topology="v5e:2x4",
+    num_devices=8,
+    mesh={"data": 8},
+    is_model=True,
+    source="roofline",
+    hbm_bytes=2**30,
+    memory={"parameters": 2**20, "batch": 0},
+    peak_bytes=3 * 2**29,
+    fits=False,
+    collectives=(
+        PlannedCollective("all_gather", ("data",), "gather_params", "forward", 3, 2048.0, 2e-3),
+    ),
+    step_seconds=0.5,
+    tokens_per_second=8000.0,
+    examples_per_second=80.0,
+    mfu=0.125,
+    assumptions=("Nothing overlaps.",),
+    notes=("Mind the memory.",),
+)
+OTHER = dataclasses.replace(
+    PLAN, is_model=False, source="XLA", fits=True, peak_bytes=2**29, mfu=None
+)
+
+
+def _shown(print_it) -> list[list[str]]:
+    """The lines that are printed, as cells."""
+    console = rich.console.Console(file=io.StringIO(), width=120)
+    print_it(console)
+    lines = console.file.getvalue().splitlines()
+    return [[cell for cell in map(str.strip, line.split("  ")) if cell] for line in lines if line]
+
+
+def test_plans_stand_side_by_side_with_what_each_rests_on():
+    lines = _shown(lambda console: print_plans(console, [OTHER, PLAN]))
+    assert lines[:2] == [
+        ["fsdp manual on v5e:2x4 (8 devices, data=8)"],
+        ["XLA", "roofline, a model"],
+    ]
+    rows = {line[0]: line[1:] for line in lines if len(line) == 3}
+    assert rows == {
+        "fits": ["yes, 512 MiB spare", "NO, 512 MiB too much"],
+        "parameters": ["1 MiB", "1 MiB"],
+        "all, at the peak": ["512 MiB", "1.5 GiB"],
+        "of": ["1 GiB", "1 GiB"],
+        "step, estimated": ["500 ms", "500 ms"],
+        "computing": ["-", "-"],
+        "of it waiting for memory": ["-", "-"],
+        "sending, exposed": ["-", "-"],
+        "sending, overlapped": ["-", "-"],
+        "bytes sent a device": ["2 KiB", "2 KiB"],
+        "tokens/s": ["8,000", "8,000"],
+        "a device": ["1,000", "1,000"],
+        "MFU": ["-", "12.5%"],
+    }
+    collective = ["all_gather", "gather_params", "forward", "data", "3", "2 KiB", "2 ms", "0.0%"]
+    assert lines.count(collective) == 2
+    ends = [["! Mind the memory."], ["The model assumes:"], ["- Nothing overlaps."]]
+    assert lines[-3:] == ends
+    assert ["The estimate assumes:"] in lines
+
+
+def test_what_has_no_tokens_is_counted_in_examples():
+    plan = dataclasses.replace(PLAN, tokens_per_second=None)
+    lines = _shown(lambda console: print_plans(console, [plan]))
+    assert ["examples/s", "80"] in lines
+    assert not [line for line in lines if line[0] in ("tokens/s", "a device")]
+
+
+def test_a_sweep_shows_what_fits_and_the_nearest_of_what_does_not():
+    dots = Candidate("fsdp", {"data": 8}, 2, "dots", "")
+    full = dataclasses.replace(dots, remat="full", gather_dtype="bfloat16")
+    nearer = dataclasses.replace(PLAN, peak_bytes=2**30 + 1)
+    outcomes = [
+        Outcome(dots, OTHER, "", is_traced=False),
+        Outcome(dots, PLAN, "0.5 GiB too much", is_traced=True),
+        Outcome(full, nearer, "1 B too much", is_traced=True),
+    ]
+    lines = _shown(lambda console: print_sweep(console, outcomes))
+    assert lines[0] == ["1 of 3 fit; the fastest, by a model"]
+    row = ["fsdp, data=8", "2", "dots", "as stored", "500 ms", "-", "-", "-", "~512 MiB"]
+    assert row in lines
+    assert ["~: scaled from another candidate's, not traced."] in lines
+    assert ["2 do not run"] in lines
+    assert ["fsdp, data=8", "2", "2 minibatches, remat full: 1 B too much"] in lines
