@@ -7,6 +7,7 @@ from jax 0.10.0 to 0.10.2 the temporaries of `configs/fsdp_lm.py` grew from 28.6
 
 import math
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
@@ -28,11 +29,7 @@ COMPILED_ROOM = 1.2
 ROUNDED_TO = 1024  # Bytes of a compiled step.
 
 # The first line of a table, with the empty lines and comments above it.
-_HEADER = re.compile(
-    r'(?P<above>(?:^[ \t]*(?:#.*)?\n)*)^[ \t]*\[[ \t]*(?:"(?P<quoted>[^"]*)"|(?P<bare>[\w-]+))'
-    r"[ \t]*[.\]]",
-    re.MULTILINE,
-)
+_HEADER = re.compile(r"((?:^[ \t]*(?:#.*)?\n)*^[ \t]*\[.*\n?)", re.MULTILINE)
 
 
 def budget_text(name: str, ledger: Json, earlier: Budget | None = None) -> str:
@@ -85,15 +82,14 @@ def replace_budget(text: str, name: str, budget: str) -> str:
     Raises:
       BudgetError: The earlier budget cannot be replaced line by line; it is an inline table, say.
     """
-    headers = list(_HEADER.finditer(text))
-    starts = [found.start() for found in headers]
-    pieces = [text[: starts[0]] if starts else text]
-    is_placed = False
-    for found, end in zip(headers, [*starts[1:], len(text)], strict=False):
-        if (found["quoted"] or found["bare"]) != name:
-            pieces.append(text[found.start() : end])
+    first, *tables = _HEADER.split(text)
+    pieces, is_placed = [first], False
+    for header, body in zip(tables[::2], tables[1::2], strict=True):
+        if name not in tomllib.loads(header):
+            pieces.append(header + body)
         elif not is_placed:
-            pieces.append(found["above"] + budget)
+            above = header.splitlines(keepends=True)[:-1]
+            pieces.append("".join(above) + budget)
             is_placed = True
     if not is_placed:
         pieces.append(budget)
