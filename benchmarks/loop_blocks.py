@@ -223,7 +223,7 @@ class Bench:
                 self.writer,
                 cluster,
                 detector,
-                StepProfiler(range(0), self.folder),
+                StepProfiler(range(0), self.folder, print),
                 report=print,
             )
             line = FinishLine(num_steps, trainer, save_as)

@@ -148,7 +148,7 @@ class Run:
         self.config.training.update(options)
         self.error: BaseException | None = None
         self.position = position
-        self.profiler = StepProfiler(profile, Path("unused"))
+        self.profiler = StepProfiler(profile, Path("unused"), print)
 
     @property
     def saved(self) -> list[Position]:

@@ -65,7 +65,7 @@ def _steps(events: list[dict]) -> list[int]:
 def test_a_profile_has_the_steps_their_operations_and_our_scopes(step, tmp_path):
     said = []
     folder = tmp_path / "profile"
-    _run(step, StepProfiler(range(2, 4), folder, say=said.append), range(1, 6))
+    _run(step, StepProfiler(range(2, 4), folder, said.append), range(1, 6))
     events = _trace(folder)
     assert _steps(events) == [2, 3]
     annotations = [event for event in events if event.get("name") == "train"]
@@ -85,7 +85,7 @@ def test_a_profile_has_the_steps_their_operations_and_our_scopes(step, tmp_path)
 def test_an_exception_leaves_a_profile_of_what_there_was_and_no_open_trace(step, tmp_path):
     for run in ("first", "second"):
         said = []
-        profiler = StepProfiler(range(2, 9), tmp_path / run, say=said.append)
+        profiler = StepProfiler(range(2, 9), tmp_path / run, said.append)
         with pytest.raises(KeyError):
             _run(step, profiler, range(1, 9), fail_at=4)
         assert _steps(_trace(tmp_path / run))[:2] == [2, 3]
@@ -94,18 +94,18 @@ def test_an_exception_leaves_a_profile_of_what_there_was_and_no_open_trace(step,
 
 def test_steps_that_never_come_are_said(step, tmp_path):
     said = []
-    _run(step, StepProfiler(range(2, 4), tmp_path / "p", say=said.append), range(4, 6))
+    _run(step, StepProfiler(range(2, 4), tmp_path / "p", said.append), range(4, 6))
     assert said == ["profile: none of the steps 2 to 3 was made, so there is none"]
     assert not (tmp_path / "p").exists()
 
 
 def test_without_steps_nothing_happens(step, tmp_path):
     said = []
-    _run(step, StepProfiler(range(0), tmp_path / "p", say=said.append), range(1, 3))
+    _run(step, StepProfiler(range(0), tmp_path / "p", said.append), range(1, 3))
     assert said == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_resumed_run_profiles_what_is_left(step, tmp_path):
-    _run(step, StepProfiler(range(2, 5), tmp_path), range(4, 7))
+    _run(step, StepProfiler(range(2, 5), tmp_path, print), range(4, 7))
     assert _steps(_trace(tmp_path)) == [4]

@@ -51,40 +51,30 @@ class Restored:
     extra: Mapping[str, JSON]
 
 
+@dataclasses.dataclass(eq=False)
 class Checkpoints:
     """The checkpoints in one folder; a context manager.
 
     Leaving the context, and `close`, wait until everything is on the disk. A process that ends
     without that leaves half a checkpoint, which does not count as one.
+
+    Raises:
+      ValueError: A number is too small, or `best_mode` unknown.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        keep: int = 3,
-        keep_every_steps: int = 0,
-        best_metric: str = "",
-        best_mode: Literal["min", "max"] = "min",
-        asynchronous: bool = True,
-    ) -> None:
-        """Describes the folder; nothing is read or written yet.
+    folder: Path  # On a file system that all processes share. The first save creates it.
+    _: dataclasses.KW_ONLY
+    keep: int = 3  # How many of the last to keep.
+    keep_every_steps: int = 0  # Checkpoints of a multiple of this are kept for good; 0 for none.
+    best_metric: str = ""  # The metric by which the best one is kept as well; '' for none.
+    best_mode: Literal["min", "max"] = "min"  # Whether small or large values are better.
+    asynchronous: bool = True  # Whether `save` returns before everything is on the disk.
 
-        Args:
-          folder: Where the checkpoints are, on a file system that all processes share. The first
-            save creates it.
-          keep: How many of the last to keep.
-          keep_every_steps: Checkpoints of a multiple of this are kept for good; 0 for none.
-          best_metric: The metric by which the best one is kept as well; '' for none.
-          best_mode: Whether small or large values are better.
-          asynchronous: Whether `save` returns before everything is on the disk.
-
-        Raises:
-          ValueError: A number is too small, or best_mode unknown.
-        """
-        self._retention = Retention(keep, keep_every_steps, best_metric, best_mode)
-        self._folder = Path(folder).absolute()
-        self._asynchronous = asynchronous
+    def __post_init__(self) -> None:
+        self.folder = Path(self.folder).absolute()
+        self._retention = Retention(
+            self.keep, self.keep_every_steps, self.best_metric, self.best_mode
+        )
         self._orbax = OrbaxFiles()
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, concurrent.futures.Future[str]] | None = None
@@ -95,9 +85,9 @@ class Checkpoints:
         steps, failure = [], ""
         if jax.process_index() == 0:
             try:
-                steps = list_steps(self._folder)
+                steps = list_steps(self.folder)
             except OSError as error:
-                failure = f"checkpoints in {self._folder} can't be listed: {explain(error)}."
+                failure = f"checkpoints in {self.folder} can't be listed: {explain(error)}."
         steps, failure = from_first([steps, failure])
         if failure:
             raise CheckpointError(failure)
@@ -145,21 +135,21 @@ class Checkpoints:
         self.wait()
         if step == self._current:
             return
-        path = self._folder / str(step)
+        path = self.folder / str(step)
         if failure := first_failure(self._make_room(path) if jax.process_index() == 0 else ""):
             raise CheckpointError(failure)
         with _writing(path):
-            self._orbax.save(self._folder / f"{step}{UNFINISHED}", program, state, extra=extra)
+            self._orbax.save(self.folder / f"{step}{UNFINISHED}", program, state, extra=extra)
         after = step - 1 if self._current is None else min(step - 1, self._current)
         self._pending = (step, self._background.submit(self._finish, step, after, numbers))
-        if not self._asynchronous:
+        if not self.asynchronous:
             self.wait()
 
     def _make_room(self, path: Path) -> str:
         """Deletes what killed processes have left; returns why that is not possible."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for leftover in find_leftovers(self._folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in find_leftovers(self.folder):
                 shutil.rmtree(leftover)
         except ValueError as error:
             return f"checkpoint {path} was not saved: {error}."
@@ -207,7 +197,7 @@ class Checkpoints:
         steps = self.steps()
         if step is not None and step not in steps:
             raise CheckpointError(
-                f"{self._folder} holds no checkpoint of step {step}; there are {steps}."
+                f"{self.folder} holds no checkpoint of step {step}; there are {steps}."
             )
         candidates = [s for s in steps if step is None or s <= step]
         for candidate in reversed(candidates):
@@ -228,7 +218,7 @@ class Checkpoints:
                 )
             report(f"{damage}. Trying the checkpoint before it.")
         raise CheckpointError(
-            f"{self._folder} holds no checkpoint that can be used"
+            f"{self.folder} holds no checkpoint that can be used"
             + (f": {candidates} are all damaged." if candidates else ".")
         )
 
@@ -266,26 +256,26 @@ class Checkpoints:
 
     def _finish(self, step: int, after: int, metrics: Mapping[str, float]) -> str:
         """Waits for Orbax; then process 0 names the checkpoint, and returns why it could not."""
-        path = self._folder / str(step)
+        path = self.folder / str(step)
         with _writing(path):
             self._orbax.wait()
         if jax.process_index() != 0:
             return ""
         try:
-            write_manifest(self._folder / f"{step}{UNFINISHED}", step=step, metrics=metrics)
-            put_in_place(self._folder, step, after=after)
+            write_manifest(self.folder / f"{step}{UNFINISHED}", step=step, metrics=metrics)
+            put_in_place(self.folder, step, after=after)
         except (OSError, WriteError) as error:
             return str(cannot_write(path, error))
         try:
-            known = read_metrics(self._folder, list_steps(self._folder))
-            delete_steps(self._folder, sorted(set(known) - self._retention.choose(known)))
+            known = read_metrics(self.folder, list_steps(self.folder))
+            delete_steps(self.folder, sorted(set(known) - self._retention.choose(known)))
         except OSError as error:
             return f"checkpoint {path} was saved, but no older one deleted: {explain(error)}."
         return ""
 
     def _find_damage(self, step: int) -> str:
         """What is wrong with a checkpoint, '' if nothing is; processes share out its files."""
-        path, failure = self._folder / str(step), ""
+        path, failure = self.folder / str(step), ""
         try:
             manifest = read_manifest(path)
             if manifest.step != step:
@@ -299,7 +289,7 @@ class Checkpoints:
 
     def _read(self, program: Program, step: int) -> Restored:
         """Reads a checkpoint whose files have been checked."""
-        path = self._folder / str(step)
+        path = self.folder / str(step)
         try:
             state, extra = self._orbax.read(path, program)
         except CheckpointError:

@@ -154,16 +154,9 @@ def parse_command_line(
     syntax: Syntax = TRAINING,
     flag_values: absl_flags.FlagValues | None = None,
 ) -> CommandLine:
-    """Parses a command line, the program's name first.
+    """Parses a command line, the program's name first; a mistake is a `UsageError`.
 
-    Args:
-      argv: The arguments.
-      default_config: The config where `--config` is not given.
-      syntax: The flags.
-      flag_values: Where to define the flags, by default where nobody else sees them.
-
-    Raises:
-      UsageError: It cannot be followed; the message is one sentence that says why.
+    `flag_values` is where to define the flags, by default where nobody else sees them.
     """
     flags = syntax.flags
     flag_values = absl_flags.FlagValues() if flag_values is None else flag_values

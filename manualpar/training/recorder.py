@@ -8,6 +8,7 @@ and the end of the training empty it.
 
 import collections
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -50,6 +51,7 @@ def parse_state(
     return totals, latest, int(state["skipped"])
 
 
+@dataclasses.dataclass(eq=False)
 class Recorder:
     """Receives the metrics of steps in the order of dispatch, and reports their means.
 
@@ -58,40 +60,27 @@ class Recorder:
     the process, which compiles, nor evaluation, nor the time within `leave_out`.
     """
 
-    def __init__(
-        self,
-        writer: RunWriter,
-        screen: TrainingProgress,
-        *,
-        learning_rate: Callable[[int], Any],
-        rates: Callable[[int, float], Mapping[str, float]],
-        derive: Callable[[str, dict[str, float]], dict[str, float]] = lambda split, means: means,
-        skips_nonfinite: bool = False,
-    ) -> None:
-        """Starts with an empty queue.
-
-        Args:
-          writer: Receives every report, before the screen does.
-          screen: Receives every report, and the number of every training step that is done.
-          learning_rate: A function of the number of updates made before.
-          rates: The rates of so many steps that took so many seconds.
-          derive: Turns the means of a split into what is reported.
-          skips_nonfinite: Whether the program skips the update of a step that is not finite. Such
-            a step is counted then, and left out of the means; otherwise it is an error.
-        """
-        self._writer = writer
-        self._screen = screen
-        self._learning_rate = learning_rate
-        self._rates = rates
-        self._derive = derive
-        self._skips_nonfinite = skips_nonfinite
-        self._queue: collections.deque[tuple[str, int, Metrics, bool, Any]] = collections.deque()
-        self._totals: dict[str, Metrics] = {}
-        self._latest: dict[str, dict[str, float]] = {}
-        self._skipped = 0
-        self._fetched_at: float | None = None
-        self._has_compiled = False
-        self._timed_steps, self._timed_seconds = 0, 0.0
+    writer: RunWriter  # Receives every report, before the screen does.
+    screen: TrainingProgress  # Learns of every training step that is done, too.
+    _: dataclasses.KW_ONLY
+    learning_rate: Callable[[int], Any]  # Of the number of updates made before.
+    rates: Callable[[int, float], Mapping[str, float]]  # Of so many steps in so many seconds.
+    # Turns the means of a split into what is reported.
+    derive: Callable[[str, dict[str, float]], dict[str, float]] = lambda split, means: means
+    # Whether the program skips the update of a step that is not finite. Such a step is counted
+    # then, and left out of the means; otherwise it is an error.
+    skips_nonfinite: bool = False
+    # Split, step, metrics, whether they complete a report, and the learning rate.
+    _queue: collections.deque[tuple[str, int, Metrics, bool, Any]] = dataclasses.field(
+        default_factory=collections.deque
+    )
+    _totals: dict[str, Metrics] = dataclasses.field(default_factory=dict)
+    _latest: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    _skipped: int = 0
+    _fetched_at: float | None = None
+    _has_compiled: bool = False
+    _timed_steps: int = 0
+    _timed_seconds: float = 0.0
 
     def put(self, split: str, step: int, metrics: Metrics, *, report: bool) -> None:
         """Queues metrics of `split` after `step` updates; with `report` they complete a report.
@@ -101,7 +90,7 @@ class Recorder:
         """
         # A schedule is computed on the device too, behind everything that is queued there. Computed
         # when it is reported, it would wait until the device has nothing left to do.
-        rate = self._learning_rate(step - 1) if report and split == "train" else None
+        rate = self.learning_rate(step - 1) if report and split == "train" else None
         self._queue.append((split, step, metrics, report, rate))
         if len(self._queue) > LAG:
             self._fetch_oldest()
@@ -140,8 +129,8 @@ class Recorder:
         split, step, device_metrics, report, rate = self._queue.popleft()
         metrics: dict[str, Any] = fetch_metrics(device_metrics)
         is_nonfinite = bool(metrics.pop(NONFINITE, (0.0, 1.0))[0])
-        is_fatal = is_nonfinite and not self._skips_nonfinite
-        if is_nonfinite and self._skips_nonfinite:
+        is_fatal = is_nonfinite and not self.skips_nonfinite
+        if is_nonfinite and self.skips_nonfinite:
             self._skipped += 1
             metrics = dict.fromkeys(metrics, (0.0, 0.0))
         self._totals[split] = add_metrics(self._totals.get(split), metrics)
@@ -154,23 +143,23 @@ class Recorder:
                 self._timed_steps += 1
                 self._timed_seconds += now - before
             self._has_compiled = True
-            self._screen.advance(step)
+            self.screen.advance(step)
         if report or is_fatal:
             self._report(split, step, rate)
         if is_fatal:
             raise NonFiniteError(step)
 
     def _report(self, split: str, step: int, rate: Any) -> None:
-        means = self._derive(split, mean_metrics(self._totals.pop(split)))
+        means = self.derive(split, mean_metrics(self._totals.pop(split)))
         rates: Mapping[str, float] = {}
         if split == "train":
-            rate = self._learning_rate(step - 1) if rate is None else rate
+            rate = self.learning_rate(step - 1) if rate is None else rate
             means["learning_rate"] = float(rate)
-            if self._skips_nonfinite:
+            if self.skips_nonfinite:
                 means[SKIPPED] = float(self._skipped)
             if self._timed_seconds:
-                rates = self._rates(self._timed_steps, self._timed_seconds)
+                rates = self.rates(self._timed_steps, self._timed_seconds)
             self._timed_steps, self._timed_seconds = 0, 0.0
         self._latest[split] = means
-        self._writer.write(step, split, means, throughput=rates)
-        self._screen.report(step, split, {**means, **rates})
+        self.writer.write(step, split, means, throughput=rates)
+        self.screen.report(step, split, {**means, **rates})

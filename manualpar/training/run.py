@@ -131,7 +131,7 @@ def _run(
         )
         # Processes of one host would write to the same file.
         profiled = parse_profile(config.profile) if cluster.is_main else range(0)
-        profiler = StepProfiler(profiled, workdir / "profile", say=say)
+        profiler = StepProfiler(profiled, workdir / "profile", say)
         state = restored.state if restored else program.init(jax.random.key(config.seed))
         restored = None  # Its state is donated to the first step.
         trainer = Trainer(

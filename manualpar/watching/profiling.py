@@ -11,6 +11,7 @@ reads (`*.xplane.pb`); the timeline itself shows them on GPUs and TPUs only.
 """
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,7 @@ def parse_profile(text: str) -> range:
     return range(first, last + 1)
 
 
+@dataclasses.dataclass(eq=False)
 class StepProfiler:
     """Profiles some steps of a loop. Use it as a context manager, so that no trace is left open.
 
@@ -50,44 +52,38 @@ class StepProfiler:
     given no steps.
     """
 
-    def __init__(
-        self, steps: range, folder: Path, *, say: Callable[[str], None] = lambda text: None
-    ) -> None:
-        """Prepares a profile of `steps`; the first of them creates `folder`.
-
-        `say` is told where the profile is, or why there is none.
-        """
-        self._steps = steps
-        self._folder = folder
-        self._say = say
-        self._traced: list[int] = []
-        self._step = contextlib.ExitStack()  # Holds the annotation of a step.
-        self._is_tracing = False
-        self._is_done = not steps
+    steps: range
+    folder: Path  # Created by the first of the steps.
+    say: Callable[[str], None]  # Is told where the profile is, or why there is none.
+    _traced: list[int] = dataclasses.field(default_factory=list)
+    # Holds the annotation of a step.
+    _step: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    _is_tracing: bool = False
+    _is_done: bool = False
 
     def covers(self, step: int) -> bool:
         """Whether a step is one of those that are profiled, which take longer than others."""
-        return step in self._steps
+        return step in self.steps
 
     def before(self, step: int, state: Any) -> None:
         """Begins step number `step`; before the first of the steps it waits for `state`."""
-        if self._is_done or step not in self._steps:
+        if self._is_done or step not in self.steps:
             return
         if not self._is_tracing:
             jax.block_until_ready(state)
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = PYTHON_TRACER_LEVEL
             jax.profiler.start_trace(
-                self._folder, create_perfetto_trace=True, profiler_options=options
+                self.folder, create_perfetto_trace=True, profiler_options=options
             )
             self._is_tracing = True
         self._step.enter_context(jax.profiler.StepTraceAnnotation(STEP_NAME, step_num=step))
 
     def after(self, step: int, state: Any) -> None:
         """Ends step number `step`; after the last of the steps it waits for `state`."""
-        if self._is_done or step not in self._steps:
+        if self._is_done or step not in self.steps:
             return
-        is_last = step == self._steps[-1]
+        is_last = step == self.steps[-1]
         if is_last:  # Within the annotation, so that the step is as long as the device takes.
             jax.block_until_ready(state)
         self._step.close()
@@ -102,9 +98,9 @@ class StepProfiler:
         self._step.close()
         if self._is_tracing:
             self._stop()
-        elif not self._is_done:
-            first, last = self._steps[0], self._steps[-1]
-            self._say(f"profile: none of the steps {first} to {last} was made, so there is none")
+        elif self.steps and not self._is_done:
+            first, last = self.steps[0], self.steps[-1]
+            self.say(f"profile: none of the steps {first} to {last} was made, so there is none")
 
     def _stop(self) -> None:
         """Writes the profile and says where it is."""
@@ -114,8 +110,8 @@ class StepProfiler:
             f"steps {self._traced[0]} to {self._traced[-1]}" if self._traced else "no whole step"
         )
         # The folders are named for the time, and there may be earlier profiles.
-        trace = max(self._folder.glob(f"plugins/profile/*/{TRACE_FILE}"), default=self._folder)
-        self._say(
+        trace = max(self.folder.glob(f"plugins/profile/*/{TRACE_FILE}"), default=self.folder)
+        self.say(
             f"profile: {steps} in {trace} for https://ui.perfetto.dev, or for XProf: "
-            f"xprof --logdir {self._folder}"
+            f"xprof --logdir {self.folder}"
         )

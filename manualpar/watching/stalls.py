@@ -10,6 +10,7 @@ too. `py-spy dump` shows such a thread from outside.
 """
 
 import contextlib
+import dataclasses
 import math
 import sys
 import threading
@@ -19,45 +20,32 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Self, TextIO
 
 
+@dataclasses.dataclass(eq=False)
 class StallDetector:
     """Watches a loop from a thread of its own. Use it as a context manager, from any thread."""
 
-    def __init__(
-        self,
-        seconds: float,
-        *,
-        stream: TextIO | None = None,
-        others: Callable[[], Mapping[int, tuple[int, float]]] | None = None,
-        num_processes: int = 0,
-        get_time: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Prepares a detector.
+    seconds: float  # How long a step may take; 0 for no detector.
+    _: dataclasses.KW_ONLY
+    stream: TextIO | None = None  # Where to write, by default standard error.
+    # Returns the last step of each process that has made one, and the seconds since; called from
+    # the detector's thread, and only in a stall.
+    others: Callable[[], Mapping[int, tuple[int, float]]] | None = None
+    num_processes: int = 0  # To name those that have made no step.
+    get_time: Callable[[], float] = time.monotonic
+    _step: int | None = None
+    _pauses: int = 0
+    _reports: int = 0
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    _stopped: threading.Event = dataclasses.field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
 
-        Args:
-          seconds: How long a step may take; 0 for no detector.
-          stream: Where to write, by default standard error.
-          others: Returns the last step of each process that has made one, and the seconds since;
-            called from the detector's thread, and only in a stall.
-          num_processes: How many there are, to name those that are missing.
-          get_time: A clock in seconds.
-        """
-        self._seconds = seconds
-        self._stream = stream
-        self._others = others
-        self._num_processes = num_processes
-        self._get_time = get_time
-        self._lock = threading.Lock()
-        self._step: int | None = None
-        self._heard_at = get_time()
-        self._pauses = 0
-        self._reports = 0
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
+    def __post_init__(self) -> None:
+        self._heard_at = self.get_time()
 
     def beat(self, step: int) -> None:
         """Says that `step` steps are done, or that the work after them goes on."""
         with self._lock:
-            now = self._get_time()
+            now = self.get_time()
             silence, reports = now - self._heard_at, self._reports
             self._step, self._heard_at, self._reports = step, now, 0
         if reports:
@@ -73,17 +61,17 @@ class StallDetector:
         finally:
             with self._lock:
                 self._pauses -= 1
-                self._heard_at, self._reports = self._get_time(), 0
+                self._heard_at, self._reports = self.get_time(), 0
 
     def check(self) -> float:
         """Reports a stall if there is one to report; returns the seconds until the next report."""
-        if not self._seconds:
+        if not self.seconds:
             return math.inf
         with self._lock:
-            step, allowed = self._step, self._seconds
+            step, allowed = self._step, self.seconds
             if self._pauses:
                 return allowed
-            silence = self._get_time() - self._heard_at
+            silence = self.get_time() - self._heard_at
             due = allowed * 2**self._reports
             if silence < due:
                 return due - silence
@@ -93,19 +81,19 @@ class StallDetector:
         since = "since the start, the first step included" if step is None else f"after step {step}"
         stall = f"stall: no step for {silence:.0f} s, {since}."
         self._write("\n".join(["", stall, *thread_stacks(), ""]))
-        if self._others is not None:
+        if self.others is not None:
             # This comes last, because what hangs the run may hang this question too, or fail it.
             try:
-                late = describe_late(self._others(), num_processes=self._num_processes)
+                late = describe_late(self.others(), num_processes=self.num_processes)
             except Exception as error:
                 late = f"Which process is late is not known: {type(error).__name__}: {error}"
             self._write(f"{late}\n")
         return wait
 
     def __enter__(self) -> Self:
-        if self._seconds:
+        if self.seconds:
             with self._lock:
-                self._heard_at = self._get_time()
+                self._heard_at = self.get_time()
             self._thread = threading.Thread(target=self._watch, name="stall detector", daemon=True)
             self._thread.start()
         return self
@@ -121,7 +109,7 @@ class StallDetector:
 
     def _write(self, text: str) -> None:
         """Writes in one piece, so that the lines of several threads stay apart."""
-        stream = sys.stderr if self._stream is None else self._stream
+        stream = sys.stderr if self.stream is None else self.stream
         stream.write(text)
         stream.flush()
 
