@@ -95,3 +95,6 @@ def test_a_sweep_shows_what_fits_and_the_nearest_of_what_does_not():
     assert ["~: scaled from another candidate's, not traced."] in lines
     assert ["2 do not run"] in lines
     assert ["fsdp, data=8", "2", "2 minibatches, remat full: 1 B too much"] in lines
+    lines = _shown(lambda console: print_sweep(console, outcomes[:1]))
+    assert lines[0] == ["1 of 1 fit; the fastest, by a model"]
+    assert "do not run" not in str(lines)

@@ -120,7 +120,8 @@ def print_sweep(console: rich.console.Console, outcomes: Sequence[Outcome]) -> N
     print_table(console, (*headers, "MFU", "memory"), rows, title=title, words=4, most=SHOWN)
     if not all(outcome.is_traced for outcome, _ in fitting[:SHOWN]):
         print_line(console, "~: scaled from another candidate's, not traced.\n")
-    _print_refused(console, [each for each in outcomes if each.reason])
+    if refused := [each for each in outcomes if each.reason]:
+        _print_refused(console, refused)
 
 
 def _print_refused(console: rich.console.Console, refused: Sequence[Outcome]) -> None:

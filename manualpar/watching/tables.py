@@ -92,9 +92,9 @@ def print_table(
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
     for index, header in enumerate(headers):
+        is_words = index < words
         # In a narrow terminal words are broken, and no digit is left out.
-        justify = "left" if index < words else "right"
-        table.add_column(Text(header), justify=justify, overflow="fold")  # type: ignore[arg-type]
+        table.add_column(Text(header), justify="left" if is_words else "right", overflow="fold")
     for row in rows[:most]:
         table.add_row(*map(Text, row))
     if last:
