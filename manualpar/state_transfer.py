@@ -234,26 +234,26 @@ def _by_name(variables: Any, abstract: TrainState) -> Iterator[tuple[str, Any]]:
     has_collections = by_collection is not None or (
         isinstance(inner, Mapping) and ("params" not in abstract.params or "params" in inner)
     )
-    for keys, value in _walk(variables, () if has_collections else ("params",)):
-        if keys[0] in SOWN_COLLECTIONS and keys[0] not in abstract.collections:
-            continue  # A state does not keep what `model.init` has sown.
-        yield "/".join(keys), value
+    not_kept = SOWN_COLLECTIONS - abstract.collections.keys()  # What `model.init` has sown.
+    if not has_collections:
+        variables = {"params": variables}
+    for path, x in jax.tree_util.tree_leaves_with_path(variables, is_leaf=_holds_array):
+        name = path_name(path)
+        if name.partition("/")[0] not in not_kept:
+            yield name, _array_of(x)
 
 
-def _walk(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The leaves of nested mappings and sequences, without their boxes."""
-    if isinstance(tree, Mapping | list | tuple):
-        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-        for key, value in items:
-            yield from _walk(value, (*keys, str(key)))
-    elif is_box(tree):
-        yield from _walk(tree.value, keys)
-    elif isinstance(tree, nn.meta.AxisMetadata):
-        yield from _walk(tree.unbox(), keys)
-    elif hasattr(tree, "get_raw_value"):  # A variable that holds its array.
-        yield keys, tree.get_raw_value()
-    elif tree is not None:
-        yield keys, tree
+def _holds_array(x: Any) -> bool:
+    """Whether `x` is a box, or a variable that holds its array."""
+    return isinstance(x, nn.meta.AxisMetadata) or hasattr(x, "get_raw_value")
+
+
+def _array_of(x: Any) -> Any:
+    if is_box(x):
+        return x.value
+    if isinstance(x, nn.meta.AxisMetadata):
+        return x.unbox()
+    return x.get_raw_value() if _holds_array(x) else x
 
 
 def _check_all(

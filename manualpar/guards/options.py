@@ -174,21 +174,16 @@ def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[str | None, W
                 f"{strategy}: {field}={value!r}, expected one of {WIRE_DTYPES} or None. (float16 "
                 "would overflow: gradients are summed before they are divided.)"
             )
-    if names["reduce_dtype"] and mode != "manual":
-        raise ValueError(
-            f"{strategy}: reduce_dtype={names['reduce_dtype']!r} with mode={mode!r}, expected "
-            "None: XLA chooses where it sums. Use mode='manual'."
-        )
-    wire = Wire(
-        names["gather_dtype"],
-        names["reduce_dtype"],
-        axis_by_axis=options.get("axis_by_axis", False),
-    )
-    if wire.axis_by_axis and mode != "manual":
-        raise ValueError(
-            f"{strategy}: axis_by_axis=True with mode={mode!r}, expected False: XLA chooses how it "
-            "sends. Use mode='manual'."
-        )
+    wire = Wire(names["gather_dtype"], names["reduce_dtype"], options.get("axis_by_axis", False))
+    for field, got, expected, chosen in (
+        ("reduce_dtype", wire.reduce_dtype, None, "where it sums"),
+        ("axis_by_axis", wire.axis_by_axis, False, "how it sends"),
+    ):
+        if got and mode != "manual":
+            raise ValueError(
+                f"{strategy}: {field}={got!r} with mode={mode!r}, expected {expected}: XLA chooses "
+                f"{chosen}. Use mode='manual'."
+            )
     return names["param_dtype"], wire
 
 

@@ -77,15 +77,7 @@ class OutsideMeshes:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.jitted, name)
-        return _outside(value) if name in ("eval_shape", "lower", "trace") else value
-
-
-def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with no_mesh():
-            return function(*args, **kwargs)
-
-    return call
+        return no_mesh()(value) if name in ("eval_shape", "lower", "trace") else value
 
 
 def on_auto_axes(function: Callable[..., Any], *, mesh: Mesh, out_specs: Any) -> Callable[..., Any]:
@@ -96,15 +88,12 @@ def on_auto_axes(function: Callable[..., Any], *, mesh: Mesh, out_specs: Any) ->
     if AxisType.Explicit not in mesh.axis_types:
         return function
 
-    def untyped(*args: Any) -> Any:
-        with no_mesh():
-            return function(*args)
+    untyped = no_mesh()(function)
 
     def run(*args: Any) -> Any:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return jax.sharding.auto_axes(untyped, axes=mesh.axis_names, out_sharding=out_specs)(
-                *args
-            )
+            axes = mesh.axis_names
+            return jax.sharding.auto_axes(untyped, axes=axes, out_sharding=out_specs)(*args)
 
     return run
 
