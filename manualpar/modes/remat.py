@@ -13,7 +13,6 @@ the branches of a `cond` are treated like the program around them, so that a sca
 gathers one layer at a time in its backward pass too.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.tree_util import Partial
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
 from manualpar.jaxprs import inner_jaxprs
@@ -147,40 +147,46 @@ def _drop_weights(function: Callable[..., list[Any]], *, in_loop: bool) -> Calla
     run = jax.custom_vjp(function)
 
     def forward(*args: Any) -> tuple[Any, Any]:
-        values = [arg.value for arg in args]
+        count, values = len(args), [arg.value for arg in args]
         # As autodiff would: the gradient of a constant could even cost a collective.
-        wanted = _Wanted(tuple(arg.perturbed for arg in args))
+        wanted = [i for i, arg in enumerate(args) if arg.perturbed]
 
         def out_and_vjp(*values: Any) -> Any:
             return jax.vjp(
-                lambda *some: function(*wanted.merge(some, values)), *wanted.select(values)
+                lambda *some: function(*_put(some, wanted, values)), *(values[i] for i in wanted)
             )
 
         closed, shapes = jax.make_jaxpr(out_and_vjp, return_shape=True)(*values)
         out, vjp = map(jax.tree.structure, shapes)
-        residuals = _Residuals(closed.jaxpr, len(jax.tree.leaves(shapes[0])), vjp)
+        residuals = _Residuals(closed.jaxpr, out.num_leaves)
         flat, kept, inputs = residuals.compute(closed.consts, values)
-        return jax.tree.unflatten(out, flat), (kept, inputs, residuals, wanted)
 
-    def backward(stored: Any, cotangents: Any) -> tuple[Any, ...]:
-        kept, inputs, residuals, wanted = stored
-        is_zero = lambda x: isinstance(x, SymbolicZero)  # noqa: E731
-        cotangents = jax.tree.map(_instantiate, cotangents, is_leaf=is_zero)
-        if not in_loop:  # Otherwise XLA merges the second gather with the first.
-            inputs = _after(cotangents, inputs)
-        return wanted.spread(residuals.restore(kept, inputs)(cotangents))
+        def backward(kept: Sequence[Any], inputs: Sequence[Any], cotangents: Any) -> Any:
+            is_zero = lambda x: isinstance(x, SymbolicZero)  # noqa: E731
+            cotangents = jax.tree.map(_instantiate, cotangents, is_leaf=is_zero)
+            if not in_loop:  # Otherwise XLA merges the second gather with the first.
+                inputs = _after(cotangents, inputs)
+            pullback = jax.tree.unflatten(vjp, residuals.restore(kept, inputs))
+            return _put(pullback(cotangents), wanted, (None,) * count)
 
-    run.defvjp(forward, backward, symbolic_zeros=True)
+        return jax.tree.unflatten(out, flat), Partial(backward, kept, inputs)
+
+    run.defvjp(forward, lambda stored, cotangents: stored(cotangents), symbolic_zeros=True)
     return run
 
 
-@jax.tree_util.register_static
+def _put(some: Iterable[Any], indices: Sequence[int], values: Iterable[Any]) -> tuple[Any, ...]:
+    """The values, with `some` at some indices."""
+    new = dict(zip(indices, some, strict=True))
+    return tuple(new.get(i, x) for i, x in enumerate(values))
+
+
 class _Residuals:
     """What the backward pass of a traced forward pass needs, with and without the weights."""
 
-    def __init__(self, jaxpr: Jaxpr, num_outputs: int, vjp: Any) -> None:
-        self._jaxpr, self._vjp = jaxpr, vjp
-        self._out, self._all = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
+    def __init__(self, jaxpr: Jaxpr, num_outputs: int) -> None:
+        self._jaxpr = jaxpr
+        self._out, residuals = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
         weights: set[Var] = set()
         making: list[Any] = []
         for eqn in jaxpr.eqns:
@@ -188,58 +194,32 @@ class _Residuals:
             if (of_weight and _is_cast(eqn)) or _is_gather(eqn):
                 weights.update(eqn.outvars)
                 making.append(eqn)
-        self._is_dropped = [isinstance(v, Var) and v in weights for v in self._all]
-        self._eqns = _needed(making, self._select(gone=True))
+        self._is_dropped = [isinstance(v, Var) and v in weights for v in residuals]
+        pairs = list(zip(residuals, self._is_dropped, strict=True))
+        self._dropped = [variable for variable, is_dropped in pairs if is_dropped]
+        self._kept = [variable for variable, is_dropped in pairs if not is_dropped]
+        self._eqns = _needed(making, self._dropped)
         operands = (v for eqn in self._eqns for v in _variables(eqn) if v not in weights)
         self._inputs = list(dict.fromkeys(operands))
 
-    def _select(self, *, gone: bool) -> list[Any]:
-        pairs = zip(self._all, self._is_dropped, strict=True)
-        return [variable for variable, is_dropped in pairs if is_dropped is gone]
-
     def compute(self, consts: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any, Any]:
         """The results of the forward pass, what is kept, and what the weights are made from."""
-        kept = self._select(gone=False)
-        sizes = len(self._out), len(kept)
-        outvars = [*self._out, *kept, *self._inputs]
+        outvars = [*self._out, *self._kept, *self._inputs]
         jaxpr = self._jaxpr.replace(
             eqns=_needed(self._jaxpr.eqns, outvars),
             outvars=outvars,
             debug_info=_unnamed(self._jaxpr),
         )
         values = jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args)
-        end = sum(sizes)
-        return values[: sizes[0]], values[sizes[0] : end], values[end:]
+        first, last = len(self._out), len(self._out) + len(self._kept)
+        return values[:first], values[first:last], values[last:]
 
-    def restore(self, kept: Sequence[Any], inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The backward pass, with the weights made again."""
-        dropped = self._select(gone=True)
+    def restore(self, kept: Iterable[Any], inputs: Sequence[Any]) -> list[Any]:
+        """All residuals, with the weights made again."""
         with jax.named_scope(RECOMPUTED_SCOPE):
-            weights = iter(_run(self._jaxpr, self._eqns, self._inputs, dropped, inputs))
+            weights = iter(_run(self._jaxpr, self._eqns, self._inputs, self._dropped, inputs))
         others = iter(kept)
-        leaves = [next(weights if gone else others) for gone in self._is_dropped]
-        vjp: Callable[..., Any] = jax.tree.unflatten(self._vjp, leaves)
-        return vjp
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """The arguments whose gradients are wanted."""
-
-    flags: tuple[bool, ...]
-
-    def select(self, args: Iterable[Any]) -> list[Any]:
-        return [arg for arg, flag in zip(args, self.flags, strict=True) if flag]
-
-    def merge(self, some: Iterable[Any], args: Iterable[Any]) -> list[Any]:
-        """All arguments, with `some` in the places of those that are wanted."""
-        others = iter(some)
-        return [next(others) if flag else a for a, flag in zip(args, self.flags, strict=True)]
-
-    def spread(self, gradients: Iterable[Any]) -> tuple[Any, ...]:
-        """The gradients of all arguments; `None` for those that nobody wants."""
-        return tuple(self.merge(gradients, (None,) * len(self.flags)))
+        return [next(weights if is_dropped else others) for is_dropped in self._is_dropped]
 
 
 def _instantiate(cotangent: Any) -> Any:
