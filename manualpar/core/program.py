@@ -169,7 +169,7 @@ class _States:
             self.whole.opt_state, self.whole.params, placements, Placement(())
         )
         self.opt_padding = tuple(place.padding for place in jax.tree.leaves(opt_placements))
-        self.held = jax.eval_shape(self.create, key)
+        self.held = jax.eval_shape(self._pad, self.whole)
         layout = jax.tree.map(lambda _: PartitionSpec(), self.held)
         self.layout = layout.replace(
             params=param_specs(placements), opt_state=state_specs(opt_placements)
@@ -177,7 +177,9 @@ class _States:
 
     def create(self, rng: jax.Array) -> TrainState:
         """The initial state as the program holds it."""
-        state = self._create_whole(rng)
+        return self._pad(self._create_whole(rng))
+
+    def _pad(self, state: TrainState) -> TrainState:
         params = jax.tree.map(
             lambda place, x: pad_leaf(x, place.parameter_padding), self._placements, state.params
         )
