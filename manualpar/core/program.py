@@ -164,7 +164,7 @@ class _States:
     def __init__(self, model: UserModel, tx: optax.GradientTransformation, placements: Any) -> None:
         self._model, self._tx, self._placements = model, tx, placements
         key = jax.eval_shape(lambda: jax.random.key(0))
-        self.whole = jax.eval_shape(self._create_whole, key)
+        self.whole = jax.eval_shape(self._state, model.variables, key)
         opt_placements = like_params(
             self.whole.opt_state, self.whole.params, placements, Placement(())
         )
@@ -177,7 +177,8 @@ class _States:
 
     def create(self, rng: jax.Array) -> TrainState:
         """The initial state as the program holds it."""
-        return self._pad(self._create_whole(rng))
+        init_rng, rng = jax.random.split(rng)
+        return self._pad(self._state(self._model.create_variables(init_rng), rng))
 
     def _pad(self, state: TrainState) -> TrainState:
         params = jax.tree.map(
@@ -186,15 +187,13 @@ class _States:
         opt_state = map_padded(pad_leaf, state.opt_state, self.opt_padding)
         return state.replace(params=params, opt_state=opt_state)
 
-    def _create_whole(self, rng: jax.Array) -> TrainState:
-        init_rng, rng = jax.random.split(rng)
-        collections = self._model.create_variables(init_rng)
+    def _state(self, variables: dict[str, Any], rng: jax.Array) -> TrainState:
         return TrainState.create(
             apply_fn=self._model.apply_fn,
-            params=collections.pop("params"),
+            params=variables["params"],
             tx=self._tx,
             rng=rng,
-            collections=collections,
+            collections={name: tree for name, tree in variables.items() if name != "params"},
         )
 
 

@@ -45,7 +45,7 @@ class UserModel:
       parameters: The tree of parameters with a `ParameterInfo` at each leaf.
       keeps_types: Whether the model's initialisers type its parameters as sharded.
       sync_collections: How collections that differ between devices are synchronised.
-      collections: The names of the collections that a training state carries besides `params`.
+      variables: The abstract variables that `create_variables` makes.
       mode: Who writes the collectives.
     """
 
@@ -53,7 +53,7 @@ class UserModel:
     parameters: Any
     keeps_types: bool
     sync_collections: Mapping[str, CollectionSync]
-    collections: tuple[str, ...]
+    variables: dict[str, Any]
     mode: Manual
     _model: ModelAdapter
     _eval_phase: Phase
@@ -66,7 +66,7 @@ class UserModel:
         They are whole and in no boxes; parameters are in `param_dtype`.
         """
         variables = strip_boxes(self._init(key))
-        return {name: variables[name] for name in ("params", *self.collections)}
+        return {name: variables[name] for name in self.variables}
 
     def train_loss(
         self, params: Any, collections: Any, batch: Any, rng: jax.Array
@@ -176,7 +176,7 @@ def study(
         parameters=infos,
         keeps_types=any(jax.tree.leaves(specs)),
         sync_collections=check_sync_collections(strategy, sync, collections),
-        collections=tuple(collections),
+        variables={"params": params, **collections},
         _model=dataclasses.replace(adapted, loop_dims=all_dims),
         _eval_phase="eval_dropout" if options.get("eval_dropout", False) else "eval",
         _init=init,
