@@ -158,7 +158,7 @@ def _drop_weights(function: Callable[..., list[Any]], *, in_loop: bool) -> Calla
 
         closed, shapes = jax.make_jaxpr(out_and_vjp, return_shape=True)(*values)
         out, vjp = map(jax.tree.structure, shapes)
-        residuals = _Residuals(closed.jaxpr, out.num_leaves)
+        residuals = _Residuals(closed.jaxpr, len(jax.tree.leaves(shapes[0])))
         flat, kept, inputs = residuals.compute(closed.consts, values)
 
         def backward(kept: Sequence[Any], inputs: Sequence[Any], cotangents: Any) -> Any:
