@@ -34,6 +34,21 @@ def _init(model):
     return nn.unbox(variables(jax.random.key(0))["params"])
 
 
+@functools.cache
+def _params(model):
+    """Parameters of the model's shapes, about as large as it makes them; nothing compiles."""
+    rng = np.random.default_rng(0)
+
+    def draw(path, x):
+        names = [entry.key for entry in path]
+        fan_in = {"scale": 0, "embedding": 1}.get(names[-1], x.shape["layers" in names])
+        noise = rng.normal(size=x.shape) * fan_in**-0.5 if fan_in else np.ones(x.shape)
+        return jnp.asarray(noise, x.dtype)
+
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
+    return jax.tree_util.tree_map_with_path(draw, nn.unbox(variables["params"]))
+
+
 def _tokens(shape=(2, 8), seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(0, BOS, shape), jnp.int32)
 
@@ -63,7 +78,7 @@ def _stack(params):
 
 def _influences(model, tokens):
     """`[S, S]`: the largest derivative of a logit (first) by what its layers begin with (last)."""
-    params = _init(model)
+    params = _params(model)
 
     def logits(noise_SD):
         def add_noise(next_fun, args, kwargs, context):
@@ -97,7 +112,7 @@ def test_a_token_moves_no_logit_of_another_document():
 
 def test_a_document_is_the_same_wherever_it_lies():
     model = SMALL.clone(bos_token=BOS)
-    params = _init(model)
+    params = _params(model)
     packed = _logits(model, params, PACKED)
     for begin, end in ((0, 2), (2, 6), (6, 9)):
         alone = _logits(model, params, PACKED[:, begin:end])
@@ -140,8 +155,8 @@ def test_scanned_and_unrolled_are_the_same_model(remat):
         SMALL.clone(scan_layers=scan, remat=remat, num_layers=3, bos_token=BOS)
         for scan in (False, True)
     )
-    params = _init(unrolled)
-    chex.assert_trees_all_equal_shapes(_stack(params), _init(scanned))
+    params = _params(unrolled)
+    chex.assert_trees_all_equal_shapes(_stack(params), _params(scanned))
     chex.assert_trees_all_close(
         _logits(unrolled, params, PACKED), _logits(scanned, _stack(params), PACKED), rtol=1e-5
     )
@@ -157,7 +172,7 @@ def test_layers_of_a_scanned_model_begin_differently():
 
 def test_grouped_heads_are_heads_with_the_same_keys_and_values():
     grouped, full = UNROLLED, UNROLLED.clone(num_kv_heads=4)
-    params = _init(grouped)
+    params = _params(grouped)
     repeated = jax.tree_util.tree_map_with_path(
         lambda path, x: (
             jnp.repeat(x, 2, axis=1) if {"key", "value"} & {entry.key for entry in path} else x
@@ -174,7 +189,7 @@ def test_grouped_heads_are_heads_with_the_same_keys_and_values():
 
 def test_a_tied_head_is_the_embedding():
     tied, untied = SMALL.clone(tied_head=True), SMALL
-    params = _init(tied)
+    params = _params(tied)
     assert "head" not in params
     both = {**params, "head": params["embedding"].T}
     chex.assert_trees_all_close(
@@ -195,7 +210,7 @@ def _kept(model, params, tokens):
 @pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_remat_changes_what_is_kept_and_no_value(scan_layers):
     model = SMALL.clone(scan_layers=scan_layers)
-    params, tokens = _init(model), _tokens((2, 10))
+    params, tokens = _params(model), _tokens((2, 10))
     kept, grads = {}, {}
     for remat in REMAT_POLICIES:
         clone = model.clone(remat=remat)
@@ -215,7 +230,7 @@ def test_remat_changes_what_is_kept_and_no_value(scan_layers):
 @pytest.mark.parametrize("dtype", ["float32", jnp.bfloat16])
 def test_computed_in_a_dtype_with_parameters_and_logits_in_float32(dtype):
     model = SMALL.clone(dtype=dtype)
-    params, tokens = _init(model), _tokens()
+    params, tokens = _params(model), _tokens()
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     seen = []
 
@@ -238,7 +253,7 @@ def test_computed_in_a_dtype_with_parameters_and_logits_in_float32(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_loss_is_a_float64_cross_entropy_of_the_logits_with_masks(dtype):
     model = SMALL.clone(dtype=dtype, bos_token=BOS)
-    params, tokens = _init(model), _tokens((3, 8))
+    params, tokens = _params(model), _tokens((3, 8))
     mask = np.random.default_rng(1).integers(0, 3, (3, 8)) / 2
     batch = Batch(inputs=tokens, labels=jnp.roll(tokens, -1, axis=1), mask=jnp.asarray(mask))
     loss_fn = jax.jit(language_model_loss, static_argnums=1)
@@ -301,7 +316,7 @@ def _multiplied(jaxpr):
 @pytest.mark.parametrize("fields", [{}, {"tied_head": True}, {"num_kv_heads": 0, "head_size": 6}])
 def test_operations_of_a_token_are_those_of_the_program_and_of_its_weights(fields):
     model = UNROLLED.clone(**fields)
-    params, tokens = _init(model), _tokens((3, 8))
+    params, tokens = _params(model), _tokens((3, 8))
     program = jax.make_jaxpr(jax.grad(lambda params: _loss(model, params, tokens)))(params)
     assert flops_per_token(model, 8) == _multiplied(program.jaxpr) / tokens.size
     weights = sum(
@@ -316,13 +331,13 @@ def test_operations_of_a_token_are_those_of_the_program_and_of_its_weights(field
 @pytest.mark.parametrize("token", [-1, 16])
 def test_a_token_out_of_the_vocabulary_is_not_taken_for_another(token):
     tokens = jnp.concatenate([PACKED, PACKED.at[0, 3].set(token)])
-    logits = _logits(SMALL, _init(SMALL), tokens)
+    logits = _logits(SMALL, _params(SMALL), tokens)
     np.testing.assert_array_equal(np.isnan(logits).any(axis=(1, 2)), [False, True])
 
 
 def test_dropout_is_for_training_and_follows_its_key():
     model = SMALL.clone(dropout_rate=0.5)
-    params = _init(model)
+    params = _params(model)
 
     @jax.jit
     def logits(seed):
@@ -358,7 +373,7 @@ def test_dropout_is_for_training_and_follows_its_key():
 )
 def test_fields_that_do_not_fit_are_refused(fields, message):
     with pytest.raises(ValueError, match=f"Transformer: {message}"):
-        _init(SMALL.clone(**fields))
+        _params(SMALL.clone(**fields))
     with pytest.raises(ValueError, match=message):
         flops_per_token(SMALL.clone(**fields), 8)
 
