@@ -6,6 +6,7 @@ candidates that come first, and those that nearly fit or nearly do not, are then
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -85,9 +86,9 @@ class Builder(NamedTuple):
     task: Task
 
     @property
-    def has_remat(self) -> bool:
-        """Whether the model has a choice of what is computed again."""
-        return "remat" in self.config.model
+    def remats(self) -> tuple[str, ...]:
+        """The choices of what the model computes again; "" if it has none."""
+        return REMATS if "remat" in self.config.model else ("",)
 
     def read(self, candidate: Candidate, num_devices: int, *, batch_size: int = 0) -> StepWork:
         """Traces a candidate's program, which a `ValueError` may refuse, and reads what it does."""
@@ -99,7 +100,7 @@ class Builder(NamedTuple):
         config.optimizer.num_minibatches = candidate.num_minibatches
         config.data.batch_size = batch_size or config.data.batch_size
         task = self.task
-        if self.has_remat:
+        if candidate.remat:
             config.model.remat = candidate.remat
             task = dataclasses.replace(task, model=task.model.clone(remat=candidate.remat))
         schedule = optax.constant_schedule(config.optimizer.learning_rate)
@@ -173,28 +174,26 @@ def scaling_curves(
     """
     per_device = max(builder.config.data.batch_size // topology.num_devices, 1)
     curves: dict[str, list[tuple[int, Plan]]] = {name: [] for name in candidates}
-    for name, candidate in candidates.items():
-        for count in CHIP_COUNTS:
-            place = topology_of_size(topology.chip, count)
-            mesh = mesh_like(candidate, place) if place else None
-            if place is None or mesh is None:
-                continue
-            each = dataclasses.replace(candidate, mesh=mesh)
-            report(f"{name} on {place.name}")
-            try:
-                work = builder.read(each, count, batch_size=per_device * count)
-            except ValueError:
-                continue  # A dimension or a minibatch does not divide: the curve has a gap.
-            curves[name].append((count, estimate(work, place)))
+    sizes = [(count, topology_of_size(topology.chip, count)) for count in CHIP_COUNTS]
+    for (name, candidate), (count, place) in itertools.product(candidates.items(), sizes):
+        mesh = mesh_like(candidate, place) if place else None
+        if place is None or mesh is None:
+            continue
+        report(f"{name} on {place.name}")
+        each = dataclasses.replace(candidate, mesh=mesh)
+        try:
+            work = builder.read(each, count, batch_size=per_device * count)
+        except ValueError:
+            continue  # A dimension or a minibatch does not divide: the curve has a gap.
+        curves[name].append((count, estimate(work, place)))
     return curves
 
 
 def mesh_like(candidate: Candidate, topology: Topology) -> dict[str, int] | None:
     """The mesh of a candidate's strategy on another topology; `None` if there is none."""
-    count = topology.num_devices
+    count, groups = topology.num_devices, group_sizes(topology)
     if len(candidate.mesh) < 2:
         return {"data": count}
-    groups = group_sizes(topology)
     if not groups:
         return None
     return dict(zip(candidate.mesh, (count // groups[0], groups[0]), strict=True))
@@ -225,7 +224,7 @@ def _bases(topology: Topology, builder: Builder) -> Iterator[Candidate]:
         elif kind.on_torus and topology.chip.is_tpu and groups:
             meshes.append({"data": count // groups[0], MINOR_AXIS: groups[0]})
         for mesh in meshes:
-            for remat in REMATS if builder.has_remat else ("",):
+            for remat in builder.remats:
                 yield Candidate(strategy, mesh, 1, remat, "")
 
 
@@ -237,12 +236,9 @@ def _family(builder: Builder, base: Candidate, topology: Topology) -> Iterator[O
     except ValueError as error:
         yield Outcome(base, None, str(error), is_traced=True)
         return
-    for minibatches in MINIBATCHES:
-        if config.data.batch_size % (count * minibatches):
-            continue
-        if minibatches < strategy_kinds()[base.strategy].fewest_minibatches:
-            continue
-        for dtype in GATHER_DTYPES:
+    fewest = strategy_kinds()[base.strategy].fewest_minibatches
+    for minibatches, dtype in itertools.product(MINIBATCHES, GATHER_DTYPES):
+        if minibatches >= fewest and config.data.batch_size % (count * minibatches) == 0:
             each = dataclasses.replace(base, num_minibatches=minibatches, gather_dtype=dtype)
             scaled = with_minibatches(work, minibatches)
             scaled = with_gather_dtype(scaled, dtype, reduce_dtype=config.parallel.reduce_dtype)
