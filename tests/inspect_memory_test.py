@@ -1,5 +1,7 @@
 """What a step holds: exact where the layout says it, in the right order, and near the compiled."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -41,6 +43,11 @@ def language_model(builder=fsdp, *, mesh=None, examples=16, length=64, model=Non
         batch=Batch(inputs=tokens, labels=tokens),
         **options,
     )
+
+
+@functools.cache
+def scanned(remat, num_layers=2):
+    return language_model(model={"remat": remat, "num_layers": num_layers})
 
 
 BUILDERS = {
@@ -101,10 +108,7 @@ def test_fsdp_holds_less_than_zero_and_zero_less_than_data_parallelism():
 
 
 def test_what_is_recomputed_is_not_held():
-    programs = [
-        language_model(model={"remat": remat, "num_layers": 3})
-        for remat in ("full", "dots", "none")
-    ]
+    programs = [scanned(remat) for remat in ("full", "dots", "none")]
     for platform in ("cpu", "tpu"):
         peaks = [step_memory(program, platform=platform).peak for program in programs]
         assert peaks == sorted(peaks)
@@ -137,10 +141,7 @@ def test_more_devices_hold_less_state_and_the_same_activations():
 
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_a_scanned_model_grows_with_depth_by_what_a_layer_keeps(remat):
-    few, many = (
-        step_memory(language_model(model={"remat": remat, "num_layers": n})).activations
-        for n in (2, 4)
-    )
+    few, many = (step_memory(scanned(remat, layers)).activations for layers in (2, 4))
     stream = 16 // 8 * 64 * 64 * 4  # Bytes of the residual stream, the least that a layer keeps.
     if remat == "full":
         assert many - few == 2 * stream

@@ -138,7 +138,9 @@ def read_gradient(model):
 
 
 @pytest.mark.parametrize("remat", RECOMPUTED)
-@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scan"])
+@pytest.mark.parametrize(
+    "scan_layers", [pytest.param(False, marks=pytest.mark.slow), True], ids=["unrolled", "scan"]
+)
 def test_a_transformer(remat, scan_layers):
     model = make_model(remat=remat, scan_layers=scan_layers)
     phases = read_gradient(model).flops_by_phase()
