@@ -114,15 +114,11 @@ def test_nodes_share_their_network_cards():
     ring = ring_over(topology, {"data": 16}, ("data",))
     assert (ring.inside, ring.outside) == (8, 2)
     nvlink = 15 / 16 / (0.8 * 450)
-    assert ring.seconds(topology.chip.network, 1e9 * 15 / 16) == pytest.approx(
-        nvlink + 15e-6 + 7 * 1e-6 + 5e-6
-    )
+    assert ring.seconds(1e9 * 15 / 16) == pytest.approx(nvlink + 15e-6 + 7 * 1e-6 + 5e-6)
     # With one device of each node on the ring, each has its card alone: half a GB through it.
     ring = ring_over(topology, {"replica": 2, "data": 8}, ("replica",))
     assert (ring.inside, ring.outside) == (1, 2)
-    assert ring.seconds(topology.chip.network, 1e9 / 2) == pytest.approx(
-        0.5 / (0.8 * 50) + 15e-6 + 5e-6
-    )
+    assert ring.seconds(1e9 / 2) == pytest.approx(0.5 / (0.8 * 50) + 15e-6 + 5e-6)
 
 
 def test_slices_are_joined_by_the_slow_network():
@@ -130,14 +126,14 @@ def test_slices_are_joined_by_the_slow_network():
     mesh = {"replica": 2, "data": 256}
     assert not ring_over(topology, mesh, ("data",)).is_slow
     ring = ring_over(topology, mesh, ("replica",))
-    assert (ring.inside, ring.outside, ring.slow) == (1, 2, 3.125 * GB)
+    assert (ring.inside, ring.outside, ring.network.slow_bandwidth) == (1, 2, 3.125 * GB)
     assert ring_over(topology, {"data": 512}, ("data",)).outside == 2
 
 
 def test_a_ring_of_one_takes_no_time():
     topology = parse_topology("h100:8")
     ring = ring_over(topology, {"replica": 1, "data": 8}, ("replica",))
-    assert ring.seconds(topology.chip.network, 1e9, times=3) == 0
+    assert ring.seconds(1e9, times=3) == 0
 
 
 def test_a_mesh_that_does_not_fit_is_refused():

@@ -98,7 +98,7 @@ def schedule_of(step: CompiledStep) -> Schedule:
             return 0.0
         axes = collective.axes or tuple(axis for axis, size in mesh.items() if size > 1)
         sent = float(collective.bytes_sent) / collective.times
-        return ring_over(topology, mesh, axes).seconds(topology.chip.network, sent)
+        return ring_over(topology, mesh, axes).seconds(sent)
 
     return read_schedule(step.text, mesh, clock=topology.chip.clock, wire_seconds=wire_seconds)
 

@@ -134,7 +134,7 @@ def _time_collectives(work: StepWork, topology: Topology) -> list[_Timed]:
         network = slow if ring.inside == 1 else f"{fast}+{slow}" if ring.is_slow else fast
         is_doubled = collective.kind == "reduce_scatter" and is_made_an_all_reduce(topology, ring)
         sent = float(collective.bytes_sent) * (2 if is_doubled else 1)
-        seconds = ring.seconds(topology.chip.network, sent, collective.times)
+        seconds = ring.seconds(sent, collective.times)
         timed.append(_Timed(collective, network, seconds, is_doubled))
     return timed
 

@@ -64,15 +64,14 @@ class Ring:
       fast: Bytes a second that a device sends within a slice or a node.
       inside: Devices of the ring in a slice or a node.
       outside: Slices or nodes that the ring goes through.
-      slow: Bytes a second that a device sends to other slices or nodes.
       steps: How many times the fast latency a collective waits.
       torus_dims: Dimensions of the torus that the ring fills, each whole.
     """
 
+    network: Network
     fast: float
     inside: int
     outside: int
-    slow: float
     steps: int
     torus_dims: tuple[int, ...] = ()
 
@@ -81,20 +80,20 @@ class Ring:
         """Whether it leaves a slice or a node."""
         return self.outside > 1
 
-    def seconds(self, network: Network, sent: float, times: int = 1) -> float:
+    def seconds(self, sent: float, times: int = 1) -> float:
         """How long collectives take that run so many times and send so many bytes together.
 
         A ring over `n` groups of `s` devices on which each device sends `b` bytes (`ring_bytes`)
         moves `b S / (S - 1)` bytes (`S = n s`) around. Of those `(n - 1) / n` enter a group through
         its `s` slow links, while the rest goes on inside.
         """
-        size = self.inside * self.outside
+        network, size = self.network, self.inside * self.outside
         if size == 1:
             return 0.0
         whole = sent * size / (size - 1)
         fast = sent / (self.fast * network.efficiency) if self.inside > 1 else 0.0
         crossing = whole * (self.outside - 1) / self.outside / self.inside
-        slow = crossing / (self.slow * network.efficiency)
+        slow = crossing / (network.slow_bandwidth * network.efficiency)
         waits = self.steps * network.latency + (self.outside - 1) * network.slow_latency
         return max(fast, slow) + times * (network.launch + waits)
 
@@ -236,7 +235,7 @@ def ring_over(topology: Topology, mesh: Mapping[str, int], axes: tuple[str, ...]
     inside = math.prod(taken.values())
     if network.kind == "nodes":
         steps = max(inside - 1, 0)
-        return Ring(network.bandwidth, inside, outside, network.slow_bandwidth, steps)
+        return Ring(network, network.bandwidth, inside, outside, steps)
     order = list(mesh)
     faster = order[max((order.index(axis) for axis in axes), default=0) + 1 :]
     bandwidth, steps, whole = 0.0, 0, []
@@ -251,7 +250,7 @@ def ring_over(topology: Topology, mesh: Mapping[str, int], axes: tuple[str, ...]
         bandwidth += network.bandwidth * (2 if is_closed else 1) / stride
         steps += (part // 2 if is_closed else part - 1) * stride
     fast = bandwidth or network.bandwidth * 2 * network.dims
-    return Ring(fast, inside, outside, network.slow_bandwidth, steps, tuple(whole))
+    return Ring(network, fast, inside, outside, steps, tuple(whole))
 
 
 def _is_closed(topology: Topology, size: int) -> bool:
