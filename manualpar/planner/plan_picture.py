@@ -90,7 +90,7 @@ def _draw_memory(axes: Any, plans: Sequence[Plan]) -> None:
     is_near = largest > 0.2 * bound
     pictures.draw_bars(axes, bars, end=pictures.ROOM * max(bound, largest) if is_near else 0)
     if is_near:
-        axes.axvline(bound, color=pictures.RED, linewidth=1.2, linestyle="--")
+        axes.axvline(bound, color=pictures.INK, linewidth=1.2, linestyle="--")
     pictures.scale_in_bytes(axes)
     axes.set_title("Memory of a device at the step's peak")
     pictures.explain(axes, seen)

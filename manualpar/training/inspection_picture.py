@@ -141,8 +141,7 @@ def _draw_panel(axes: Any, panel: _Panel, end: float) -> None:
     axes.get_yticklabels()[0].set_fontweight("bold")
     for x, line, _ in panel.marks:
         if x <= end:
-            color = pictures.RED if line == BOUND else pictures.INK
-            axes.plot([x, x], [-0.52, 0.52], color=color, linestyle=line, linewidth=2)
+            axes.plot([x, x], [-0.52, 0.52], color=pictures.INK, linestyle=line, linewidth=2)
     above = {"xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
     words = "     ".join(mark.text for mark in panel.marks)
     axes.annotate(words, (0, 1), color=pictures.DARK, **above)
