@@ -45,7 +45,7 @@ from manualpar.training.command_line import (
     CommandLine,
     answer,
     flags_parser,
-    open_results,
+    results_folder,
     users_mistakes,
     write_json,
 )
@@ -54,7 +54,7 @@ from manualpar.training.devices import describe_mesh, simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.fit import check_fits
 from manualpar.watching.tables import print_line
-from manualpar.watching.writers import check_workdir
+from manualpar.watching.writers import CONFIG_FILE, check_workdir
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "compare.py"
 ONE_DEVICE = "one device"
@@ -247,7 +247,8 @@ def _compare(line: CommandLine, console: rich.console.Console) -> Path:
         experiments = prepare_pairs(config)
         for _, experiment in () if flags.force else experiments:
             check_fits(experiment)
-    workdir = open_results(line, Path("runs") / line.config_path.stem)
+    with results_folder(flags.workdir, Path("runs") / line.config_path.stem) as workdir:
+        write_json(workdir / CONFIG_FILE, config.to_dict())
     try:
         rows = compare(config, experiments, console=console)
     except KeyboardInterrupt:
@@ -257,9 +258,10 @@ def _compare(line: CommandLine, console: rich.console.Console) -> Path:
     about = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     # JSON has no NaN and no infinities: they are null there.
     text = json.dumps(about | {"rows": pairs, "one_device": reference})
-    write_json(workdir / "comparison.json", json.loads(text, parse_constant=lambda _: None))
-    (workdir / "comparison.md").write_text(markdown(rows, notes), encoding="utf-8")
-    draw(rows, workdir / PICTURE)
+    with results_folder(workdir, workdir):
+        write_json(workdir / "comparison.json", json.loads(text, parse_constant=lambda _: None))
+        (workdir / "comparison.md").write_text(markdown(rows, notes), encoding="utf-8")
+        draw(rows, workdir / PICTURE)
     print_rows(console, rows, notes)
     return workdir
 

@@ -144,6 +144,17 @@ def test_without_matplotlib_one_sentence_comes_before_any_work(capsys, monkeypat
     assert not Path("runs").exists()
 
 
+def test_results_that_the_disk_does_not_take_are_one_sentence(capsys, monkeypatch):
+    def draw(plans, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(planner_command, "draw_plans", draw)
+    assert plan_command(_command(CLASSIFIER, "--topology=h100:8", "--workdir=full")) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the results cannot be written: [Errno 28] No space left on ")
+    assert error.endswith("; name another folder with --workdir.\n")
+
+
 def test_another_mode_is_only_the_compilers(capsys):
     arguments = (CLASSIFIER, "--config.parallel.mode=auto", "--topology=h100:8")
     assert plan_command(_command(*arguments)) == 2

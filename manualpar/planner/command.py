@@ -36,7 +36,7 @@ from manualpar.training.command_line import (
     Flag,
     Syntax,
     answer,
-    open_results,
+    results_folder,
     users_mistakes,
     write_json,
 )
@@ -44,7 +44,7 @@ from manualpar.training.config import nearest
 from manualpar.training.experiment import Experiment
 from manualpar.usage import UsageError
 from manualpar.watching.tables import print_line
-from manualpar.watching.writers import check_workdir
+from manualpar.watching.writers import CONFIG_FILE, check_workdir
 
 DEFAULT_TOPOLOGY = "v5e:16x16"
 COMPILERS = ("auto", "tpu", "none")
@@ -104,8 +104,10 @@ def plan_command(command: CommandLine) -> int:
                 check_workdir(command.flags.workdir)
             # Nothing is written before everything is known.
             write = _sweep(command, console) if command.flags.sweep else _plan(command, console)
-        workdir = open_results(command, Path("runs") / f"plan-{command.configs[0].name}")
-        write(workdir)
+        parent = Path("runs") / f"plan-{command.configs[0].name}"
+        with results_folder(command.flags.workdir, parent) as workdir:
+            write_json(workdir / CONFIG_FILE, command.config.to_dict())
+            write(workdir)
         return workdir
 
     return answer(work)

@@ -30,7 +30,7 @@ from manualpar.training.config import flatten_config, load_config, nearest
 from manualpar.usage import INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE, UsageError, print_error
 from manualpar.watching.screen import make_console
 from manualpar.watching.tables import print_line
-from manualpar.watching.writers import CONFIG_FILE, create_numbered_folder
+from manualpar.watching.writers import create_numbered_folder
 
 CONFIG_HELP = "The file to take the config from, a Python file with get_config()."
 NO_CONFIG = "--config has no value, expected a file such as configs/fsdp.py."
@@ -341,21 +341,21 @@ def users_mistakes(where: str = "") -> Iterator[None]:
         raise UsageError(f"{where}{error}") from error
 
 
-def open_results(line: CommandLine, parent: Path) -> Path:
-    """Creates the folder that `--workdir` names, or the next of `parent`, and stores the config.
+@contextlib.contextmanager
+def results_folder(folder: Path | None, parent: Path, *, flag: str = "--workdir") -> Iterator[Path]:
+    """Creates the folder that a flag names, or the next of `parent`, to write results into.
 
     Raises:
-      UsageError: It cannot be written to.
+      UsageError: It cannot be written to, then or within the context.
     """
     try:
-        workdir: Path = line.flags.workdir or create_numbered_folder(parent)
-        workdir.mkdir(parents=True, exist_ok=True)
-        write_json(workdir / CONFIG_FILE, line.config.to_dict())
+        folder = folder or create_numbered_folder(parent)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
     except OSError as error:
         raise UsageError(
-            f"the results cannot be written: {error}; name another folder with --workdir."
+            f"the results cannot be written: {error}; name another folder with {flag}."
         ) from error
-    return workdir
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -10,7 +10,7 @@ budgets. The folder of the results has
 The exit code is 1 if a budget is broken.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from manualpar.training.command_line import (
     NamedConfig,
     Syntax,
     answer,
+    results_folder,
     users_mistakes,
     write_json,
 )
@@ -52,7 +53,7 @@ from manualpar.training.inspection_report import (
 from manualpar.untrusted import read_object
 from manualpar.usage import UsageError, print_error
 from manualpar.watching.tables import print_line
-from manualpar.watching.writers import check_workdir, create_numbered_folder
+from manualpar.watching.writers import check_workdir
 
 BROKEN_EXIT_CODE = 1
 PICTURE = "inspect.png"
@@ -175,7 +176,10 @@ def _inspect(line: CommandLine, console: rich.console.Console, broken: list[str]
         broken += verdict.broken
         if (allowed := budgets[name].most("peak_memory")) is not None:
             bounds[name].insert(0, Bound("budget", allowed))
-    output = _write(flags.output, ledgers, bounds)
+    with results_folder(flags.output, Path("runs") / "inspect", flag="--output") as output:
+        for name, found in ledgers.items():
+            write_json(output / f"{name}.json", found)
+        draw_ledgers(ledgers, output / PICTURE, bounds=bounds)
     if flags.write_budget:
         _write_budgets(flags.budget, ledgers)
         print_line(console, f"budgets: {flags.budget}")
@@ -242,20 +246,3 @@ def _read_earlier(against: Path, name: str) -> tuple[Path, Json]:
             "command has written."
         )
     return path, found
-
-
-def _write(
-    folder: Path | None, ledgers: Mapping[str, Json], bounds: Mapping[str, Sequence[Bound]]
-) -> Path:
-    """Writes the ledgers and the picture; returns the folder."""
-    try:
-        output = folder or create_numbered_folder(Path("runs") / "inspect")
-        output.mkdir(parents=True, exist_ok=True)
-        for name, found in ledgers.items():
-            write_json(output / f"{name}.json", found)
-        draw_ledgers(ledgers, output / PICTURE, bounds=bounds)
-    except OSError as error:
-        raise UsageError(
-            f"the results cannot be written: {error}; name another folder with --output."
-        ) from error
-    return output
