@@ -57,16 +57,16 @@ def open_file(path: Path, *, follow_links: bool = False) -> io.BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
-def read_file(path: Path, *, follow_links: bool = False, max_bytes: int = MAX_BYTES) -> bytes:
+def read_file(path: Path, *, follow_links: bool = False) -> bytes:
     """Reads a regular file; see `open_file`.
 
     Raises:
-      ValueError: It is longer than `max_bytes`.
+      ValueError: It is longer than `MAX_BYTES`.
       OSError: It cannot be read, or is not a file.
     """
     with open_file(path, follow_links=follow_links) as file:
-        if os.fstat(file.fileno()).st_size > max_bytes:
-            raise ValueError(f"has more than {max_bytes:,} bytes")
+        if os.fstat(file.fileno()).st_size > MAX_BYTES:
+            raise ValueError(f"has more than {MAX_BYTES:,} bytes")
         return file.read()
 
 
@@ -81,19 +81,18 @@ def create_file(path: Path) -> io.BufferedWriter:
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
-def parse_object(
-    text: bytes | str, *, max_bytes: int = MAX_BYTES, allow_nan: bool = False
-) -> dict[str, Any]:
+def parse_object(text: bytes | str, *, allow_nan: bool = False) -> dict[str, Any]:
     """Parses a JSON object; bytes are UTF-8.
 
     With `allow_nan` it takes NaN and Infinity, which Python writes and JSON does not have. Nothing
     in the object is nested deeper than `MAX_DEPTH`, so recursive functions may look through it.
 
     Raises:
-      ValueError: It is longer, not UTF-8, not JSON, nested deeper, or another value than an object.
+      ValueError: It is longer than `MAX_BYTES`, not UTF-8, not JSON, nested deeper, or another value
+        than an object.
     """
-    if len(text) > max_bytes:
-        raise ValueError(f"has more than {max_bytes:,} bytes")
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"has more than {MAX_BYTES:,} bytes")
     try:
         text = text.decode() if isinstance(text, bytes) else text
         value = json.loads(text, parse_constant=float if allow_nan else _refuse_constant)
@@ -110,17 +109,9 @@ def parse_object(
     return value
 
 
-def read_object(
-    path: Path, *, follow_links: bool = False, max_bytes: int = MAX_BYTES
-) -> dict[str, Any]:
-    """Reads a JSON object from a regular file; see `open_file` and `parse_object`.
-
-    Raises:
-      ValueError: The file does not hold such an object.
-      OSError: It cannot be read, or is not a file.
-    """
-    data = read_file(path, follow_links=follow_links, max_bytes=max_bytes)
-    return parse_object(data, max_bytes=max_bytes)
+def read_object(path: Path, *, follow_links: bool = False) -> dict[str, Any]:
+    """Reads a JSON object from a regular file; see `read_file` and `parse_object`."""
+    return parse_object(read_file(path, follow_links=follow_links))
 
 
 def _refuse_other_kinds(mode: int) -> None:

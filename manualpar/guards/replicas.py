@@ -123,9 +123,9 @@ class ReplicaSentinel:
                 f"{self._names[leaf]!r} is not the same, bit for bit, on devices that hold copies "
                 f"of it: {_who_differs(self._mesh, devices, copies)}. {len(found)} of "
                 f"{len(self._names)} leaves differ. Neither train on from this state nor save it: "
-                "go back to one that passed. If the same device is named again, leave it out, for "
-                "it computes or stores wrongly; if not, look for an update of this leaf that is "
-                "not synchronised."
+                "go back to one that passed. If the same device is named again, leave it out, "
+                "because it computes or stores wrongly; if not, look for an update of this leaf "
+                "that is not synchronised."
             )
 
     def fingerprints(self, state: Any) -> np.ndarray:
