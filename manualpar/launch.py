@@ -71,27 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--grace={options.grace}: expected a number of seconds.")
     if not command:
         parser.error("no command, expected one after --, such as -- python -m experiments.fsdp.")
-    return launch(command, processes=processes, devices_per_process=devices, grace_seconds=grace)
+    return _launch(command, processes, devices, grace)
 
 
-def launch(
-    command: Sequence[str],
-    *,
-    processes: int,
-    devices_per_process: int | None = None,
-    grace_seconds: float = 15.0,
-) -> int:
-    """Starts processes and waits for their end; call it in the main thread.
-
-    Args:
-      command: What each runs.
-      processes: How many.
-      devices_per_process: How many CPU devices each simulates; `None` leaves the devices alone.
-      grace_seconds: How long the others may take when one has failed, and all after a SIGTERM.
-
-    Returns:
-      The exit code.
-    """
+def _launch(command: Sequence[str], processes: int, devices: int | None, grace: float) -> int:
+    """Starts processes, and waits for their end; returns the exit code."""
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     earlier = {
         number: signal.signal(number, lambda number, frame: signals.put(number))
@@ -103,8 +87,8 @@ def launch(
     with socket.create_server(("127.0.0.1", 0)) as server:
         variables["MANUALPAR_COORDINATOR_ADDRESS"] = f"127.0.0.1:{server.getsockname()[1]}"
     variables["MANUALPAR_NUM_PROCESSES"] = str(processes)
-    if devices_per_process is not None:
-        variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices_per_process)}
+    if devices is not None:
+        variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     started: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
     lock = threading.Lock()
@@ -130,7 +114,7 @@ def launch(
                 copying = (source, target.buffer, prefix, lock)
                 readers.append(threading.Thread(target=_pass_on, args=copying, daemon=True))
                 readers[-1].start()
-        return _watch(started, signals, grace_seconds)
+        return _watch(started, signals, grace)
     finally:
         for one in started:
             _send(one, signal.SIGKILL)
