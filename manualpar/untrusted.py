@@ -88,7 +88,7 @@ def parse_object(text: bytes | str, *, allow_nan: bool = False) -> dict[str, Any
     in the object is nested deeper than `MAX_DEPTH`, so recursive functions may look through it.
 
     Raises:
-      ValueError: It is longer than `MAX_BYTES`, not UTF-8, not JSON, nested deeper, or not an object.
+      ValueError: It is longer than `MAX_BYTES`, not UTF-8, not JSON, nested deeper, or no object.
     """
     if len(text) > MAX_BYTES:
         raise ValueError(f"has more than {MAX_BYTES:,} bytes")
