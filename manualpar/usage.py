@@ -2,14 +2,37 @@
 
 import argparse
 import sys
+import sysconfig
+import traceback
+from pathlib import Path
 from typing import NoReturn
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130  # Ctrl-C.
+OUR_FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "experiments")
+LIBRARIES = tuple(
+    map(Path, {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+)
 
 
 class UsageError(Exception):
     """A command line that cannot be followed; the message is for the user."""
+
+
+def describe_mistake(error: Exception) -> str:
+    """An error in one sentence; the line too, if code that is not ours or a library's raised it."""
+    where = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if _is_inside(frame.filename, *OUR_FOLDERS):
+            where = ""
+        elif frame.filename[0] != "<" and not _is_inside(frame.filename, *LIBRARIES):
+            where = f"{frame.filename}:{frame.lineno}, in {frame.name}"
+    notes = "; ".join(filter(None, (*getattr(error, "__notes__", ()), where)))
+    return f"{error} ({notes})" if notes else str(error)
+
+
+def _is_inside(path: str, *folders: Path) -> bool:
+    return any(Path(path).is_relative_to(folder) for folder in folders)
 
 
 class OneSentenceParser(argparse.ArgumentParser):

@@ -29,6 +29,7 @@ ORDER = """
     state_transfer
     core.step
     update user_model
+    guards.placing
     modes guards.dispatch guards.options
     core.strategy state_arrays
     core.gradients sharding.layout

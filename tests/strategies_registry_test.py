@@ -18,6 +18,7 @@ from manualpar.planner.command import PLANNING, plan_command
 from manualpar.planner.topology import parse_topology
 from manualpar.strategies import Field, register, registry, strategy_kinds
 from manualpar.strategies import fsdp as fsdp_file
+from manualpar.strategies.shared_options import STATE_SHARDING
 from manualpar.training.command_line import parse_command_line
 from manualpar.training.config import check_config, load_config
 from manualpar.training.experiment import prepare
@@ -126,7 +127,7 @@ def test_its_own_field_is_checked_and_other_strategies_need_not_have_it():
 
 def test_a_name_is_taken_once_and_a_field_means_one_thing():
     register(fsdp_file.KIND)  # The same again.
-    with pytest.raises(ValueError, match="register: there is a strategy 'fsdp' already, expected"):
+    with pytest.raises(ValueError, match=r"'fsdp' already, of manualpar\.\S+\.fsdp, expected"):
         register(dataclasses.replace(fsdp_file.KIND, builder=manualpar.zero))
     with pytest.raises(
         TypeError, match=r"builder of 'fsdp' is functools\.partial.*expected a func"
@@ -135,6 +136,24 @@ def test_a_name_is_taken_once_and_a_field_means_one_thing():
     other = dataclasses.replace(fsdp_file.KIND, name="other", fields={"pad": Field(int, 0)})
     with pytest.raises(ValueError, match="field 'pad' of 'other' is an integer, at least 0, and"):
         register(other)
+
+
+def no_options(model, tx, loss_fn):
+    """A builder that takes too little."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"builder": no_options}, TypeError, r"\(model, tx, loss_fn\), expected .*\*\*options\)"),
+        ({"color": "pink"}, ValueError, "color of 'fsdp' is 'pink', expected one such as"),
+        ({"fields": {"pad": bool}}, TypeError, "fields of 'fsdp' are .*expected a Field by the na"),
+        ({"fields": STATE_SHARDING}, TypeError, "fields of 'fsdp' are .*STATE_SHARDING.fields"),
+    ],
+)
+def test_a_registration_that_would_fail_later_is_refused(changes, error, message):
+    with pytest.raises(error, match=message):
+        register(dataclasses.replace(fsdp_file.KIND, **changes))
 
 
 @pytest.mark.parametrize("where", ["fields", "constants"])

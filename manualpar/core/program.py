@@ -24,10 +24,11 @@ from manualpar.core.strategy import Mode, Strategy
 from manualpar.guards.dispatch import GuardedStep, check_state
 from manualpar.guards.divergence import check_traced_steps
 from manualpar.guards.options import ProgramOptions, check_options, check_wire
+from manualpar.guards.placing import check_strategy, place_parameter
 from manualpar.modes.manual import mode_named
 from manualpar.rng import typed_key
 from manualpar.sharding.annotations import check_rules
-from manualpar.sharding.axes import axes_size, axis_tuple, check_mesh_has, with_axis_types
+from manualpar.sharding.axes import axis_tuple, check_mesh_has, with_axis_types
 from manualpar.sharding.layout import (
     ParameterInfo,
     Placement,
@@ -206,6 +207,7 @@ def _design(
 ) -> tuple[Any, Step, _States]:
     """The abstract batch, what a step does, and how the state lies."""
     name = strategy.name
+    check_strategy(strategy, options.get("num_minibatches", 1))
     shard_axes = axis_tuple(options.get("axis_name", "data"))
     roles = AxisRoles({0: (*strategy.replica_axes, *shard_axes)})
     _check_arguments(name, tx, loss_fn, options["mesh"], roles.data_axes)
@@ -217,7 +219,7 @@ def _design(
     mode = mode_named(options.get("mode", "manual"))(mesh, roles.data_axes, wire, rules)
 
     def place(info: ParameterInfo) -> Placement:
-        return strategy.place(info, shard_axes, axes_size(mesh, shard_axes))
+        return place_parameter(strategy, info, shard_axes, mesh)
 
     def is_gathered(info: ParameterInfo) -> bool:
         placement = place(info)

@@ -1,7 +1,4 @@
-"""Fully sharded data parallelism: every device holds a shard and sees a part of the batch.
-
-ZeRO-3 (https://arxiv.org/abs/1910.02054); Zhao et al. (https://arxiv.org/abs/2304.11277).
-"""
+"""Fully sharded data parallelism, also called ZeRO-3; `manualpar.core.partitioning` cites it."""
 
 import functools
 from typing import Any, Unpack
@@ -38,8 +35,7 @@ def fsdp(
       `communicate_every="step"` and `(m + 1) b P (N - 1) / N` with `"gather-step"`.
     """
     strategy = functools.partial(fully_sharded, "fsdp", ())
-    own = PARAMETER_SHARDING
-    return build_sharded("fsdp", strategy, model, tx, loss_fn, options=options, own=own)
+    return build_sharded("fsdp", strategy, model, tx, loss_fn, options, PARAMETER_SHARDING)
 
 
 def fully_sharded(

@@ -42,8 +42,7 @@ def hsdp(
       one all-reduce of each gradient's shard: `2 b (P / S) (R - 1) / R` bytes a device.
     """
     strategy = functools.partial(fully_sharded, "hsdp", axis_tuple(replica_axis))
-    own = PARAMETER_SHARDING
-    return build_sharded("hsdp", strategy, model, tx, loss_fn, options=options, own=own)
+    return build_sharded("hsdp", strategy, model, tx, loss_fn, options, PARAMETER_SHARDING)
 
 
 FIELDS = PARAMETER_SHARDING.fields

@@ -12,6 +12,7 @@ change.
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -63,14 +64,32 @@ def register(kind: StrategyKind) -> None:
       kind: The strategy.
 
     Raises:
-      TypeError: Its builder is not a function.
+      TypeError: Its builder is not a function that takes options, or its fields are not `Field`s.
       ValueError: Another strategy has that name, a field of another strategy has the name of one of
-        its fields and may be something else, or a field or constant is an option of all builders.
+        its fields and may be something else, or a field or constant is an option of all builders;
+        or the colour is none.
     """
     if not inspect.isfunction(kind.builder):
         raise TypeError(
             f"register: builder of {kind.name!r} is {kind.builder!r}, expected a function; options "
             "that do not change go into constants."
+        )
+    parameters = inspect.signature(kind.builder).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise TypeError(
+            f"register: builder of {kind.name!r} takes {inspect.signature(kind.builder)}, expected "
+            "(model, tx, loss_fn, **options), because every builder takes ProgramOptions."
+        )
+    if not re.fullmatch("#[0-9A-Fa-f]{6}", str(kind.color)):
+        raise ValueError(
+            f"register: color of {kind.name!r} is {kind.color!r}, expected one such as '#D55E00'."
+        )
+    if not isinstance(kind.fields, Mapping) or not all(
+        isinstance(field, Field) for field in kind.fields.values()
+    ):
+        raise TypeError(
+            f"register: fields of {kind.name!r} are {kind.fields!r}, expected a Field by the name "
+            "of each option, such as STATE_SHARDING.fields."
         )
     for name in sorted(ProgramOptions.__annotations__.keys() & {*kind.fields, *kind.constants}):
         raise ValueError(
@@ -81,7 +100,8 @@ def register(kind: StrategyKind) -> None:
         if other.name == kind.name:
             if _origin(other) != _origin(kind):
                 raise ValueError(
-                    f"register: there is a strategy {kind.name!r} already, expected another name."
+                    f"register: there is a strategy {kind.name!r} already, of "
+                    f"{'.'.join(_origin(other))}, expected another name."
                 )
             continue
         for name, field in kind.fields.items():

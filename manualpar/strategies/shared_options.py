@@ -98,7 +98,6 @@ def build_sharded(
     model: Model,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
-    *,
     options: Mapping[str, Any],
     own: OwnOptions,
 ) -> Program:

@@ -49,7 +49,7 @@ def zero(
             reduce_every="step" if stage == 1 else "minibatch",
         )
 
-    return build_sharded("zero", strategy, model, tx, loss_fn, options=options, own=STATE_SHARDING)
+    return build_sharded("zero", strategy, model, tx, loss_fn, options, STATE_SHARDING)
 
 
 FIELDS = STATE_SHARDING.fields

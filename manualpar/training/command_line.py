@@ -27,7 +27,13 @@ from ml_collections import config_flags
 
 from manualpar.checkpoints.compatibility import REMOVED
 from manualpar.training.config import flatten_config, load_config, nearest
-from manualpar.usage import INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE, UsageError, print_error
+from manualpar.usage import (
+    INTERRUPTED_EXIT_CODE,
+    USAGE_EXIT_CODE,
+    UsageError,
+    describe_mistake,
+    print_error,
+)
 from manualpar.watching.screen import make_console
 from manualpar.watching.tables import print_line
 from manualpar.watching.writers import create_numbered_folder
@@ -338,7 +344,7 @@ def users_mistakes(where: str = "") -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise UsageError(f"{where}{error}") from error
+        raise UsageError(f"{where}{describe_mistake(error)}") from error
 
 
 @contextlib.contextmanager

@@ -165,7 +165,13 @@ def build_program(
     if len(axis_name) > 1:
         shared["axis_name"] = axis_name
     own = {name: parallel[name] for name in kind.fields if name in parallel}
-    return kind.builder(task.model, tx, task.loss_fn, **shared, **own, **kind.constants)
+    program = kind.builder(task.model, tx, task.loss_fn, **shared, **own, **kind.constants)
+    if not isinstance(program, Program):
+        raise TypeError(
+            f"the builder of strategy {kind.name!r} returned {program!r}, expected a Program; "
+            "return what build_program or build_sharded returns."
+        )
+    return program
 
 
 def _device_kind(mesh: Mesh | AbstractMesh) -> str:

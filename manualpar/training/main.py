@@ -23,7 +23,13 @@ from manualpar.training.run import run
 from manualpar.training.shared_facts import experiment_facts, run_facts
 from manualpar.training.trainer import StoppedError
 from manualpar.training.workdir import check_folder, choose_workdir
-from manualpar.usage import INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE, UsageError, print_error
+from manualpar.usage import (
+    INTERRUPTED_EXIT_CODE,
+    USAGE_EXIT_CODE,
+    UsageError,
+    describe_mistake,
+    print_error,
+)
 from manualpar.watching.screen import make_console
 from manualpar.watching.tables import print_line
 
@@ -112,7 +118,7 @@ def _prepare(command: CommandLine, cluster: Cluster) -> tuple[Experiment, Path]:
             check_fits(experiment)
         return experiment, choose_workdir(command.flags.workdir, name=command.config_path.stem)
     except (UsageError, ValueError) as error:
-        mistake = UsageError(str(error))
+        mistake = UsageError(describe_mistake(error))
         if not isinstance(error, DisagreementError):  # The others may not have made it.
             end_all(cluster, mistake)
         raise mistake from error
