@@ -83,6 +83,12 @@ def show_leaf(x: Any) -> str:
     return show_array(array.dtype, array.shape)
 
 
+def leaf_types(tree: Any) -> dict[str, str]:
+    """What the arrays of a tree are, by their names."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_name(path): show_array(x.dtype, x.shape) for path, x in leaves}
+
+
 def list_some(lines: Iterable[str]) -> list[str]:
     """The first of some lines, and how many more there are."""
     lines = list(lines)

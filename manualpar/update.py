@@ -32,6 +32,7 @@ from manualpar.sharding.layout import (
     state_specs,
     unpad_leaf,
 )
+from manualpar.state_arrays import leaf_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,14 +149,6 @@ def _check_state(before: Any, after: Any) -> None:
             "arrays before and after, of the same shapes and dtypes: a step must be repeatable. "
             "Leave out what makes the difference."
         )
-
-
-def leaf_types(tree: Any) -> dict[str, str]:
-    """What the leaves of a tree are, by their paths."""
-    return {
-        jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
-        for path, x in jax.tree_util.tree_leaves_with_path(tree)
-    }
 
 
 def _taken(tx: optax.GradientTransformation, offered: dict[str, Any]) -> dict[str, Any]:

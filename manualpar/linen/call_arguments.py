@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manualpar.user_model.adapter import InitArgs
-from manualpar.user_model.evaluation import EVAL_SWITCHES, signature_of
+from manualpar.user_model.evaluation import EVAL_SWITCHES, required, signature_of
 
 
 def initial_call(
@@ -60,13 +60,8 @@ def initial_call(
 
 def _required(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
     """The arguments without a default that only the caller can give."""
-    return {
-        name: parameter
-        for name, parameter in signature.parameters.items()
-        if name not in EVAL_SWITCHES
-        and parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    }
+    found = required(signature.parameters)
+    return {name: parameter for name, parameter in found.items() if name not in EVAL_SWITCHES}
 
 
 def _example(signature: inspect.Signature) -> str:

@@ -28,6 +28,7 @@ from manualpar.nnx.streams import stream_keys, stream_variable
 from manualpar.nnx.variables import Path, annotate, gathering_variable, path_name
 from manualpar.user_model.adapter import ModelAdapter, register
 from manualpar.user_model.array_box import ArrayBox
+from manualpar.user_model.evaluation import required
 from manualpar.user_model.recurrence import METHOD, vary_like
 
 # The collection of arrays that are attributes of a module without a variable around them.
@@ -276,13 +277,7 @@ def _check_takes_rngs_alone(name: str, parameters: Mapping[str, inspect.Paramete
             f"model: the class {name} takes no argument rngs, expected one: a program makes its "
             f"parameters from a key. Give it one, or the program an instance: {name}(...)."
         )
-    missing = [
-        key
-        for key, parameter in parameters.items()
-        if key != "rngs"
-        and parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
+    missing = [key for key in required(parameters) if key != "rngs"]
     if missing:
         raise TypeError(
             f"model: {name} takes {', '.join(missing)} besides rngs, expected what can be made "

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from manualpar.sharding.axes import naming_unbound_axes
-from manualpar.sharding.layout import path_name
+from manualpar.state_arrays import leaf_types
 from manualpar.user_model.adapter import InitArgs, ModelAdapter
 from manualpar.user_model.evaluation import SWITCHES, overrule, signature_of
 
@@ -30,7 +30,7 @@ def find_carried_collections(
     whenever the model is applied. `trace` traces a function of variables, a key and a batch.
     """
     others = {name: tree for name, tree in variables.items() if name != "params"}
-    paths = {name: leaf_paths(tree) for name, tree in others.items()}
+    paths = {name: leaf_types(tree).keys() for name, tree in others.items()}
     updated = dict(paths)
 
     def call(variables: Any, rng: jax.Array, batch: Any) -> None:
@@ -38,7 +38,7 @@ def find_carried_collections(
         kwargs = {**kwargs, "rngs": {"params": rng}, "mutable": list(others)}
         with naming_unbound_axes():
             _, updates = model.apply(variables, *args, **kwargs)
-        updated.update({name: leaf_paths(tree) for name, tree in updates.items()})
+        updated.update({name: leaf_types(tree).keys() for name, tree in updates.items()})
 
     if others and model.makes_variables_in_calls:
         trace(call, variables)
@@ -93,25 +93,16 @@ class CarryingApply:
         return out, {name: updates[name] for name in asked if name in updates}
 
 
-def leaf_paths(tree: Any) -> list[str]:
-    """The paths of a tree's leaves, in order."""
-    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
 def _check_update(name: str, old: Any, new: Any) -> None:
     """Refuses a collection that changes its structure, because a step must be repeatable."""
-    paths = leaf_paths(old)
-    if paths != leaf_paths(new):
+    before, after = leaf_types(old), leaf_types(new)
+    if before.keys() != after.keys():
         raise ValueError(
             f"model: applying it changes what collection {name!r} consists of, from "
-            f"{paths} to {leaf_paths(new)}; a training state keeps it. Create "
+            f"{list(before)} to {list(after)}; a training state keeps it. Create "
             "the same variables when the model is initialised (train=False)."
         )
-    different = [
-        f"{path}: {x.dtype}{list(x.shape)} -> {y.dtype}{list(y.shape)}"
-        for path, x, y in zip(paths, jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
-        if (x.shape, x.dtype) != (y.shape, y.dtype)
-    ]
+    different = [f"{path}: {x} -> {after[path]}" for path, x in before.items() if x != after[path]]
     if different:
         raise ValueError(
             f"model: applying it changes shapes or dtypes in collection {name!r}: "

@@ -41,6 +41,16 @@ def signature_of(module: Any, method: Any) -> inspect.Signature:
     return inspect.Signature([x.replace(annotation=x.empty) for x in parameters])
 
 
+def required(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
+    """Those parameters that have no default."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in variadic
+    }
+
+
 def overrule(
     signature: inspect.Signature,
     args: tuple[Any, ...],
