@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar import Batch, data_parallel, fsdp, make_mesh
+from manualpar import Batch, assert_same_as_one_device, data_parallel, fsdp, make_mesh
 from manualpar.sharding.layout import strip_boxes
 
 BATCH = Batch(
@@ -228,6 +228,31 @@ def test_what_the_refusals_advise_trains_as_on_one_device(devices8):
         grads,
         jax.device_get(state.params),
     )
+
+
+class Critic(nn.Module):
+    dense: Any = nn.Dense
+
+    @nn.compact
+    def __call__(self, x):
+        return self.dense(8)(jnp.tanh(self.dense(8)(x)))
+
+
+@pytest.mark.parametrize(
+    "dense", [pytest.param(nn.Dense, marks=pytest.mark.slow), nn.remat(nn.Dense)], ids=["", "remat"]
+)
+def test_a_penalty_on_the_gradient_of_the_inputs_is_that_of_one_device(devices8, dense):
+    def penalised(params, apply_fn, batch, rng):
+        def total(x):
+            return (apply_fn({"params": params}, x) ** 2).sum()
+
+        slopes = jax.grad(total)(batch.inputs)
+        losses = (jnp.sqrt((slopes**2).sum(-1)) - 1) ** 2
+        return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    batch = Batch(x, np.zeros(16, np.int32))
+    assert_same_as_one_device(build(Critic(dense), penalised), batch, jax.random.key(0))
 
 
 class Normalised(nn.Module):
