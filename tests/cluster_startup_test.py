@@ -54,15 +54,6 @@ def test_four_processes_train_as_one_does(processes, tmp_path, strategy, mesh, h
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
-def test_two_processes_train_as_one_does_without_replicas(processes, tmp_path, strategy):
-    options = {"strategy": strategy, "mesh": {"data": -1}, "steps": 4}
-    one, _ = result_of(processes, 1, tmp_path / "one.npz", devices=4, **options)
-    two, _ = result_of(processes, 2, tmp_path / "two.npz", devices=2, **options)
-    assert_equal_results(two, one)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("host", ["localhost", "[::1]"])
 def test_processes_meet_under_any_name_of_this_host(processes, host):
     options = json.dumps({"strategy": "dp", "mesh": {"data": -1}, "steps": 1, "devices": 1})
