@@ -155,7 +155,10 @@ def explain_closed_form(ledger: Json) -> str:
     if less > 0 and is_bound:
         words += f" ({less:,.0f} less, because what backward does not need is not gathered again)"
     elif less:
-        words += f" ({abs(less):,.0f} {'less' if less > 0 else 'more'})"
+        how = "less" if less > 0 else "more"
+        words += (
+            f" ({abs(less):,.0f} {how}: some are not used once, or the strategy's `sends` is wrong)"
+        )
     if others:
         named = ", ".join(f"{name} {size:,.0f}" for name, size in others.items())
         words += f"; besides it sends {named}"
