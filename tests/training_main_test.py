@@ -71,42 +71,42 @@ def test_a_run_shows_what_it_writes_and_numbers_its_folders(capsys):
         "--config.parallel.rules=(('embed', None), ('mlp', None))",
     )
     command = _command("fsdp", *arguments)
-    for number in (1, 2):
-        assert run_command(command) == 0
-        workdir = Path(f"runs/fsdp/{number:03d}")
-        stored = json.loads((workdir / "config.json").read_text())
-        assert stored["parallel"].pop("rules") == [["embed", None], ["mlp", None]]
-        assert stored["parallel"].pop("keep_gathered") == []  # JSON has no tuples.
-        config = command.config.to_dict()
-        del config["parallel"]["rules"], config["parallel"]["keep_gathered"]
-        assert stored == config
-        records = read_metrics(workdir)
-        at = [(record["step"], record["split"]) for record in records]
-        assert at == [
-            (0, "eval"),
-            (3, "train"),
-            (5, "eval"),
-            (6, "train"),
-            (7, "train"),
-            (7, "eval"),
-            (7, "test"),
-        ]
-        for record in records:
-            extra = {"learning_rate"} if record["split"] == "train" else set()
-            assert record.keys() == {"step", "split", "loss", "accuracy"} | extra
-        rates = read_metrics(workdir, "throughput.jsonl")
-        assert [(record["step"], record["split"]) for record in rates] == [
-            (step, split) for step, split in at if split == "train"
-        ]
-        assert all(record["examples_per_second"] > 0 for record in rates)
-        scalars = [(step, tag) for step, tag, _ in read_events(workdir)]
-        assert (7, "test/accuracy") in scalars
-        assert (3, "train/learning_rate") in scalars
-        output = capsys.readouterr().out
-        assert "\x1b" not in output
-        lines = [line.split()[:3] for line in output.splitlines() if line.startswith("step")]
-        assert lines == [["step", f"{step}/7", split] for step, split in at]
-        assert f"test accuracy: {records[-1]['accuracy']:.4f}\n" in output
+    Path("runs/fsdp/001").mkdir(parents=True)  # An earlier run's.
+    assert run_command(command) == 0
+    workdir = Path("runs/fsdp/002")
+    stored = json.loads((workdir / "config.json").read_text())
+    assert stored["parallel"].pop("rules") == [["embed", None], ["mlp", None]]
+    assert stored["parallel"].pop("keep_gathered") == []  # JSON has no tuples.
+    config = command.config.to_dict()
+    del config["parallel"]["rules"], config["parallel"]["keep_gathered"]
+    assert stored == config
+    records = read_metrics(workdir)
+    at = [(record["step"], record["split"]) for record in records]
+    assert at == [
+        (0, "eval"),
+        (3, "train"),
+        (5, "eval"),
+        (6, "train"),
+        (7, "train"),
+        (7, "eval"),
+        (7, "test"),
+    ]
+    for record in records:
+        extra = {"learning_rate"} if record["split"] == "train" else set()
+        assert record.keys() == {"step", "split", "loss", "accuracy"} | extra
+    rates = read_metrics(workdir, "throughput.jsonl")
+    assert [(record["step"], record["split"]) for record in rates] == [
+        (step, split) for step, split in at if split == "train"
+    ]
+    assert all(record["examples_per_second"] > 0 for record in rates)
+    scalars = [(step, tag) for step, tag, _ in read_events(workdir)]
+    assert (7, "test/accuracy") in scalars
+    assert (3, "train/learning_rate") in scalars
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    lines = [line.split()[:3] for line in output.splitlines() if line.startswith("step")]
+    assert lines == [["step", f"{step}/7", split] for step, split in at]
+    assert f"test accuracy: {records[-1]['accuracy']:.4f}\n" in output
 
 
 @pytest.mark.parametrize(

@@ -224,10 +224,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits as `wait` does and ends the background threads."""
-        try:
-            self.wait()
-        finally:
-            self._end_threads()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
@@ -238,21 +235,20 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.close()
-            return
-        # The first error is the one to see. Other processes know nothing of it and are not asked.
         try:
-            if self._pending is not None and (failure := self._pending[1].result()):
+            if error is None:
+                self.wait()
+            # The first error is the one to see. Other processes know nothing of it, and are not
+            # asked.
+            elif self._pending is not None and (failure := self._pending[1].result()):
                 error.add_note(failure)
         except CheckpointError as second:
+            if error is None:
+                raise
             error.add_note(str(second))
         finally:
-            self._end_threads()
-
-    def _end_threads(self) -> None:
-        self._background.shutdown()
-        self._orbax.close()
+            self._background.shutdown()
+            self._orbax.close()
 
     def _finish(self, step: int, after: int, metrics: Mapping[str, float]) -> str:
         """Waits for Orbax; then process 0 names the checkpoint, and returns why it could not."""

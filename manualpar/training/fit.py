@@ -13,6 +13,7 @@ import jax
 
 from manualpar.core.program import Program
 from manualpar.inspect import state_bytes, step_memory
+from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 from manualpar.watching.tables import describe_bytes
 
@@ -81,9 +82,8 @@ def host_memory() -> int:
 
 def _sizes(experiment: Experiment) -> str:
     """The fields that the size of a step depends on, and the vocabulary, as far as there are."""
-    config = experiment.config
-    groups = (name.split(".") for name in SIZES)
-    found = [f"config.{a}.{b} is {config[a][b]}" for a, b in groups if b in config[a]]
+    values = flatten_config(experiment.config)
+    found = [f"config.{name} is {values[name]}" for name in SIZES if name in values]
     if tokens := getattr(experiment.task.model, "vocab_size", None):
         found.append(f"its data has a vocabulary of {tokens} tokens")
     return ", ".join(found)
