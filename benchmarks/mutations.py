@@ -78,7 +78,6 @@ FIRST = {
     "by_hand:*:gather_params:*": ("tests/partitioning_test.py",),
     "by_hand:gather_params.*": ("tests/partitioning_test.py",),
     "user_model.recurrence:*": ("tests/unmodified_models_test.py",),
-    "guards.replicas:*": ("tests/replicas_test.py",),
     "core.step:*:regather_for_backward:*": (COUNTS,),
     "modes.remat:*": ("tests/remat_test.py",),
     "modes.manual:*:sync_collections:*": ("tests/collections_test.py",),

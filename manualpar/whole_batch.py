@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.core.collectives import varying_axes
 from manualpar.purposes import EXAMPLES_SCOPE
 from manualpar.sharding.axes import AxisName, axis_tuple, check_axes_bound
 
@@ -68,7 +68,7 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
         check_axes_bound("gather_examples", axes)
 
     def gather(leaf: Any) -> jax.Array:
-        return jax.lax.all_gather(cast_to_varying(leaf, axes), axes, axis=0, tiled=True)
+        return jax.lax.all_gather(leaf, axes, axis=0, tiled=True)
 
     with jax.named_scope(EXAMPLES_SCOPE):
         return jax.tree.map(gather, x)

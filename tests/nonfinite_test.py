@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, make_mesh
 from manualpar.core.strategy import MODES
@@ -246,6 +247,19 @@ def test_it_is_told_by_the_only_shard_along_another_axis_that_has_it(devices8, n
     if mode == "manual":
         sent = trace_collectives(trace(program))
         assert [found.axes for found in sent if found.purpose == "find_nonfinite"] == [("model",)]
+
+
+def test_the_flag_is_1_along_all_other_axes(devices8):
+    mesh = make_mesh({"data": 2, "model": 2, "expert": 2}, devices8)
+    gradient = np.ones((2, 2, 2), np.float32)
+    gradient[1, 0, 1] = np.nan
+    find = jax.shard_map(
+        lambda g: find_nonfinite(g, "data")[None],
+        mesh=mesh,
+        in_specs=P("data", "model", "expert"),
+        out_specs=P("data"),
+    )
+    np.testing.assert_array_equal(find(gradient), [0, 1])
 
 
 def test_what_cannot_be_infinite_is_finite():

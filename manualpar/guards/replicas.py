@@ -27,7 +27,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from manualpar.core.collectives import cast_to_varying
 from manualpar.sharding.axes import axis_tuple
 from manualpar.sharding.layout import path_name
 
@@ -76,10 +75,9 @@ class ReplicaSentinel:
         axes = tuple(mesh.axis_names)
 
         def fingerprints_on_device(leaves: tuple[jax.Array, ...]) -> jax.Array:
-            # By its type a copy, and so its fingerprint, is the same on all devices. The cast says
-            # that it may differ, so each device returns its own.
-            fingerprints = [cast_to_varying(_fingerprint(x), axes) for x in leaves]
-            return jnp.stack(fingerprints)[None]
+            # By its type a copy, and so its fingerprint, is the same on all devices; by `out_specs`
+            # each device returns its own.
+            return jnp.stack([_fingerprint(x) for x in leaves])[None]
 
         self._on_devices = jax.jit(
             jax.shard_map(
