@@ -183,6 +183,9 @@ class Reading:
     planner follows all that with a clock (`manualpar.planner.schedule`).
     """
 
+    reader = "compiled_collectives"  # The function in whose name it refuses a program.
+    passes_over_hosts = True  # What devices and hosts send one another is no collective.
+
     def __init__(self, module: HloModule, name: str, times: int) -> None:
         self.module, self.times = module, times
         self.computation = module.computations[name]
@@ -246,7 +249,7 @@ class Reading:
                 self.wait(started)
             elif started in self.begun:
                 self.begun[name] = self.begun.pop(started)
-        elif _sends(instruction):
+        elif self._sends(instruction):
             self._begin(name, instruction, self.computation, instruction)
             if opcode == base:
                 self.wait(name)
@@ -269,7 +272,7 @@ class Reading:
         found = []
         for computation in (self.module.computations[name] for name in instruction.called):
             for inner in computation.values():
-                found += [(computation, inner)] if _sends(inner) else self._inside(inner)
+                found += [(computation, inner)] if self._sends(inner) else self._inside(inner)
         return found
 
     def _follow_fused(
@@ -296,6 +299,18 @@ class Reading:
                 if not is_pair:  # Nothing but the collective.
                     self.wait(channel)
 
+    def _sends(self, instruction: Instruction) -> bool:
+        """Whether an instruction is a collective; refuses those that send nobody knows how much."""
+        opcode = instruction.opcode.removesuffix("-start")
+        is_to_host = "is_host_transfer=true" in instruction.attributes
+        if opcode in UNKNOWN_OPCODES and not (is_to_host and self.passes_over_hosts):
+            raise ValueError(
+                f"{self.reader}: the program contains {instruction.opcode} (scope: "
+                f"{instruction.op_name or 'none'}), expected one of {', '.join(KIND_OF_OPCODE)}: "
+                "what others send is not known here. Write the program with those."
+            )
+        return opcode in KIND_OF_OPCODE
+
     def _begin(self, key: str, by: Instruction, where: Instructions, inner: Instruction) -> None:
         kind = KIND_OF_OPCODE[inner.opcode.removesuffix("-start")]
         if kind == "all_reduce" and any(name.startswith(SCATTER_FUSION) for name in by.called):
@@ -305,15 +320,3 @@ class Reading:
         dtypes, shapes = zip(*operands, strict=True)
         found = CompiledCollective(kind, size, shapes, dtypes, self.times, inner.op_name)
         self.begin(key, by, inner, found)
-
-
-def _sends(instruction: Instruction) -> bool:
-    """Whether an instruction is a collective; refuses those that send nobody knows how much."""
-    opcode = instruction.opcode.removesuffix("-start")
-    if opcode in UNKNOWN_OPCODES and "is_host_transfer=true" not in instruction.attributes:
-        raise ValueError(
-            f"compiled_collectives: the program contains {instruction.opcode} (scope: "
-            f"{instruction.op_name or 'none'}), expected one of {', '.join(KIND_OF_OPCODE)}: what "
-            "others send is not known here. Write the program with those."
-        )
-    return opcode in KIND_OF_OPCODE

@@ -161,6 +161,8 @@ class _Block(Reading):
     """Follows a computation from a time on, with links that are taken until another time."""
 
     module: _TimedModule
+    reader = "read_schedule"
+    passes_over_hosts = False
 
     def __init__(
         self, module: HloModule, name: str, times: int, now: float = 0, links_free: float = 0
