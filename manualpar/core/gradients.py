@@ -115,7 +115,7 @@ def accumulate(
       The gradients in float32 or wider, the metrics, and the collections after the last minibatch.
     """
     keys = jax.random.split(rng, len(jax.tree.leaves(minibatches)[0]))
-    axes = _union(map(varying_axes, jax.tree.leaves(minibatches)))
+    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(minibatches)))
     params = cast_to_varying(params, axes)
 
     def weighted_loss(
@@ -297,7 +297,3 @@ def _at_least_float32(x: jax.Array) -> jax.Array:
 def _accumulator(x: jax.Array) -> jax.Array:
     """Casts floating types to float32 or wider, in which minibatches are summed."""
     return _at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def _union(sets: Any) -> frozenset[str]:
-    return frozenset().union(*sets)

@@ -197,12 +197,17 @@ def complete(placement: Placement, roles: AxisRoles) -> Placement:
 
 
 def describe_parameters(
-    params: Any, loop_dims: Mapping[str, frozenset[int]], mesh: Mesh, rules: Rules
+    params: Any,
+    loop_dims: Mapping[str, frozenset[int]],
+    mesh: Mesh,
+    rules: Rules,
+    data_axes: tuple[str, ...] = (),
 ) -> Any:
     """The tree of abstract parameters, boxes included, with a `ParameterInfo` at each leaf.
 
     `loop_dims` are the dimensions that loops run over, by a parameter's path. An annotation that
-    does not fit is refused, see `mesh_names`.
+    does not fit is refused, see `mesh_names`, and so is one that names an axis of `data_axes` and
+    another for one dim: gradients are reduced over the first and not over the other.
     """
 
     def info(path: Any, x: Any) -> ParameterInfo:
@@ -212,21 +217,17 @@ def describe_parameters(
         names: Names = (None,) * value.ndim
         if is_box(x):
             names = mesh_names(key, x, value.shape, loop_dims=dims, mesh=mesh, rules=rules)
+        for dim, name in enumerate(names):
+            split = set(axis_tuple(name)) & set(data_axes)
+            if split and set(axis_tuple(name)) - split:
+                raise ValueError(
+                    f"model: parameter {key!r} of shape {value.shape} is sharded along dim {dim} "
+                    f"over {name!r}, of which only {sorted(split)} split the batch; expected data "
+                    "axes or other axes. Annotate two dims, or one of the axes."
+                )
         return ParameterInfo(key, value.shape, value.dtype, names, dims)
 
     return jax.tree_util.tree_map_with_path(info, params, is_leaf=is_box)
-
-
-def check_unmixed(info: ParameterInfo, data_axes: tuple[str, ...]) -> None:
-    """Refuses a dim over a data axis and another: one's gradients are reduced, the other's not."""
-    for dim, name in enumerate(info.names):
-        axes = set(axis_tuple(name))
-        if axes & set(data_axes) and axes - set(data_axes):
-            raise ValueError(
-                f"model: parameter {info.path!r} of shape {info.shape} is sharded along dim {dim} "
-                f"over {name!r}, of which only {sorted(axes & set(data_axes))} split the batch; "
-                "expected data axes or other axes. Annotate two dims, or one of the axes."
-            )
 
 
 def like_params(tree: Any, params: Any, values: Any, default: Any) -> Any:

@@ -43,7 +43,9 @@ def find_loop_dims(
     key_dtype = jax.eval_shape(lambda: jax.random.key(0)).dtype
     notes: dict[str, set[int]] = {}
 
-    def trace_boxed(boxed: Any) -> None:
+    def failure(boxed: Any) -> Exception | None:
+        """The error, if any, that the loss raises with these parameters in boxes."""
+
         def box(path: Any, is_boxed: bool, x: Any, value: Any) -> Any:
             if not is_boxed:
                 return value
@@ -59,13 +61,16 @@ def find_loop_dims(
         def stored(is_boxed: bool, x: Any) -> Any:
             return jax.ShapeDtypeStruct(x.shape, key_dtype) if is_boxed else x
 
-        trace_loss(jax.tree.map(stored, boxed, params), box_all)
+        try:
+            trace_loss(jax.tree.map(stored, boxed, params), box_all)
+        except Exception as error:
+            return error
+        return None
 
-    try:
-        trace_boxed(boxed)
-    except Exception as error:
+    error = failure(boxed)
+    if error is not None:
         trace_loss(params, lambda params: params)  # Raises what the boxes are not to blame for.
-        read = _find_read(boxed, trace_boxed)
+        read = _find_read(boxed, failure)
         raise ValueError(
             f"{strategy}: parameters that are to be sharded, of {', '.join(map(repr, read))}, are "
             "read other than by a module that asks for them with self.param, or as arrays in "
@@ -89,20 +94,16 @@ def _place(error: Exception) -> str:
             text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
             place = f", in {code.co_name} at {Path(code.co_filename).name}:{line}"
             place += f" ({text})" if text else ""
-    is_ours = isinstance(error, _MisreadError) or str(error).startswith("model: ")
-    return f"{place}: {error}" if is_ours else place
+    return f"{place}: {error}" if str(error).startswith("model: ") else place
 
 
-def _find_read(boxed: Any, trace: Callable[[Any], None]) -> tuple[str, ...]:
+def _find_read(boxed: Any, failure: Callable[[Any], Exception | None]) -> tuple[str, ...]:
     """The first modules, three at most, whose boxed parameters make a trace fail."""
     paths = [path_name(path) for path, is_boxed in jax.tree.leaves_with_path(boxed) if is_boxed]
 
     def fails(some: list[str]) -> bool:
-        try:
-            trace(jax.tree.map_with_path(lambda path, _: path_name(path) in some, boxed))
-        except Exception:
-            return True
-        return False
+        chosen = jax.tree.map_with_path(lambda path, _: path_name(path) in some, boxed)
+        return failure(chosen) is not None
 
     found: list[str] = []
     while len(found) < 3 and paths and (not found or fails(paths)):
@@ -113,10 +114,6 @@ def _find_read(boxed: Any, trace: Callable[[Any], None]) -> tuple[str, ...]:
         found.append(some[0].rpartition("/")[0] or some[0])
         paths = [path for path in paths if not is_inside(path, found[-1])]
     return tuple(found)
-
-
-class _MisreadError(ValueError):
-    """A misuse of a box, in words of this package."""
 
 
 class _Notes:
@@ -150,7 +147,7 @@ class _Probe(ArrayBox, eq=False):
         if len(own) != len(shape) or any(
             a not in (None, b) for a, b in zip(own, shape, strict=True)
         ):
-            raise _MisreadError(f"a stored array of shape {shape} is taken for a shard of {own}")
+            raise ValueError(f"model: an array of shape {shape} is taken for a shard of {own}")
         spec = jax.typeof(self.value).sharding.spec
         sharding = {"out_sharding": spec} if any(spec) else {}
         zeros = jnp.zeros(self.value.shape, self.dtype, **sharding)

@@ -6,6 +6,7 @@ step to step, what its annotations say, or which dimensions its loops run over.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +19,6 @@ from manualpar.core.partitioning import is_box
 from manualpar.modes.manual import Manual
 from manualpar.sharding.layout import (
     ParameterInfo,
-    check_unmixed,
     describe_parameters,
     strip_boxes,
 )
@@ -148,10 +148,9 @@ def study(
 
         trace(mode, call, (specs, whole, whole, batch_specs), params, collections, key, batch)
 
-    def describe(params: Any, loop_dims: Mapping[str, frozenset[int]]) -> Any:
-        infos = describe_parameters(params, loop_dims, mesh, mode.rules)
-        jax.tree.map(lambda info: check_unmixed(info, data_axes), infos)
-        return infos
+    describe = functools.partial(
+        describe_parameters, mesh=mesh, rules=mode.rules, data_axes=data_axes
+    )
 
     params, loop_dims = variables["params"], dict[str, frozenset[int]]()
     boxed = jax.tree.map(
