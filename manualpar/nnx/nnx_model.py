@@ -105,16 +105,10 @@ class NNXModel(ModelAdapter):
         method: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Calls the module with some variables, see `ModelAdapter.apply`.
+        """Calls the module as `flax.linen.Module.apply` does; `rngs` are those of `stream_keys`.
 
-        Args:
-          variables: By collection, as `init` returns them; a parameter may be in a box.
-          *args: The arguments of the module's call.
-          rngs: Keys for its random streams by their names, or one key for all; see `stream_keys`.
-          mutable: The collections to return, as in Linen; the call's updates of others are lost.
-          method: A method's name, or a function of the module; its `__call__` if `None`.
-          **kwargs: Further arguments of the call. A `train` that the call does not take turns NNX's
-            own switch: `module.train()` or `module.eval()`.
+        An argument `train` that the call does not take turns NNX's own switch: `module.train()` or
+        `module.eval()`.
 
         Raises:
           ValueError: A variable is missing, or the call makes new ones, sets a parameter that is
