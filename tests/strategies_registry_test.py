@@ -142,6 +142,18 @@ def no_options(model, tx, loss_fn):
     """A builder that takes too little."""
 
 
+def forgetful(model, tx, loss_fn, **options):
+    """A builder that does not return what it builds."""
+
+
+def test_a_builder_that_returns_no_program_is_named():
+    register(dataclasses.replace(fsdp_file.KIND, name="forgetful", builder=forgetful))
+    config = load_config(fsdp.DEFAULT_CONFIG)
+    config.parallel.strategy = "forgetful"
+    with pytest.raises(TypeError, match="strategy='forgetful' returned None, expected a Program"):
+        prepare(config)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

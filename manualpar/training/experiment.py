@@ -62,6 +62,11 @@ def prepare(
         num_steps=config.training.num_steps,
     )
     program = build_program(config, task, schedule, devices=devices)
+    if not isinstance(program, Program):
+        raise TypeError(
+            f"the builder of config.parallel.strategy={config.parallel.strategy!r} returned "
+            f"{program!r}, expected a Program; return what build_sharded returns."
+        )
     paths = [info.path for info, _ in program.parameters]
     wanted = config.debug.draw_sharding
     if wanted not in ("", ALL, *paths):
@@ -165,13 +170,7 @@ def build_program(
     if len(axis_name) > 1:
         shared["axis_name"] = axis_name
     own = {name: parallel[name] for name in kind.fields if name in parallel}
-    program = kind.builder(task.model, tx, task.loss_fn, **shared, **own, **kind.constants)
-    if not isinstance(program, Program):
-        raise TypeError(
-            f"the builder of strategy {kind.name!r} returned {program!r}, expected a Program; "
-            "return what build_program or build_sharded returns."
-        )
-    return program
+    return kind.builder(task.model, tx, task.loss_fn, **shared, **own, **kind.constants)
 
 
 def _device_kind(mesh: Mesh | AbstractMesh) -> str:
