@@ -82,6 +82,7 @@ def can_mount():
     ).returncode
 
 
+@pytest.mark.slow
 def test_a_file_that_gets_too_large(tmp_path):
     """The limit acts where a full disk does: in tensorstore's threads, in the middle of a write."""
     lines = run_worker(str(tmp_path), "60000", "sh", "-c", 'ulimit -f 200; exec "$@"', "sh")

@@ -134,6 +134,7 @@ def test_killed_at_every_step_of_putting_it_in_place(tmp_path, monkeypatch):
         assert sorted(path.name for path in folder.iterdir()) == ["3"]
 
 
+@pytest.mark.slow
 def test_killed_while_saving(tmp_path):
     kill_several_times(tmp_path, kills=1, longest=0.5)
 

@@ -15,6 +15,7 @@ import tensorstore
 from manualpar.checkpoints import CheckpointError, Checkpoints
 from manualpar.checkpoints.saved_state import find_differences, nest, state_leaves
 from tests.checkpoints_worker import PROGRAMS, Model, make_program, shared_program, train
+from tests.one_device import slow_unless
 
 
 def no_report(line):
@@ -70,7 +71,9 @@ def assert_same(program, state, expected):
         assert x.sharding.is_equivalent_to(abstract.sharding, x.ndim)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [slow_unless({("dp",), ("hsdp",), ("zero1_pad",)}, name) for name in PROGRAMS]
+)
 def test_every_strategy_reads_what_padded_fsdp_wrote(name, programs, saved):
     folder, held, losses = saved
     with Checkpoints(folder) as checkpoints:
@@ -85,10 +88,10 @@ def test_every_strategy_reads_what_padded_fsdp_wrote(name, programs, saved):
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("fsdp", 1),
         ("fsdp_pad", 2),
+        pytest.param("fsdp", 1, marks=pytest.mark.slow),
         pytest.param("dp", 4, marks=pytest.mark.slow),
-        ("hsdp", 4),
+        pytest.param("hsdp", 4, marks=pytest.mark.slow),
         pytest.param("zero2", 2, marks=pytest.mark.slow),
         pytest.param("zero1_pad", 4, marks=pytest.mark.slow),
     ],

@@ -96,7 +96,7 @@ def names(program):
 
 @pytest.mark.parametrize("builder", [fsdp, pytest.param(data_parallel, marks=pytest.mark.slow)])
 @in_modes("manual", "explicit")
-@pytest.mark.parametrize("model", [DotReluDot, Stack])
+@pytest.mark.parametrize("model", [DotReluDot, pytest.param(Stack, marks=pytest.mark.slow)])
 def test_the_guides_network_on_a_mesh_of_2_by_4(devices8, model, mode, builder):
     program = build(model, devices8, mode=mode, builder=builder)
     data = "data" if builder is fsdp else None

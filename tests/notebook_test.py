@@ -180,7 +180,7 @@ def run(model_class, sync, *, check_vma, use_scan=False, num_steps=5):
     return state, state_specs, history
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layout_is_the_notebooks(devices8, check_vma):
     state, specs, _ = run(FSDPClassifier, fsdp_sync, check_vma=check_vma)
     layout = {

@@ -197,9 +197,8 @@ def find_makers():
 
 
 MAKERS = find_makers()
-FAST = ["lamb", "masked", "polyak_sgd", "contrib.muon", "contrib.schedule_free_adamw"]
-FAST += ["scale_by_backtracking_linesearch", "adafactor, factored", "adaptive clip, adam, ema"]
-FAST += ["clip, momentum, MultiSteps"]
+FAST = ["lamb", "polyak_sgd", "contrib.muon", "scale_by_backtracking_linesearch"]
+FAST += ["adafactor, factored", "clip, momentum, MultiSteps"]
 SLOW = [name for name in [*MAKERS, *CHAINS] if name not in {*FAST, *CANNOT}]
 ELEMENTWISE = ["adagrad", "adam", "adamw", "lion", "masked", "nadam", "partition", "rmsprop"]
 ELEMENTWISE += ["sgd", "sign_sgd", "trace", "contrib.schedule_free_adamw"]
