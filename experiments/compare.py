@@ -185,10 +185,13 @@ def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
             raise ValueError(f"config.{field} is missing, expected it as in configs/compare.py.")
     rest = config.to_dict()
     pairs = _check_pairs(rest.pop("pairs"))
-    repetitions = rest.pop("compare").get("repetitions")
-    if not REPETITIONS.allows(repetitions):
-        expected = REPETITIONS.expectation()
-        raise ValueError(f"config.compare.repetitions is {repetitions!r}, expected {expected}.")
+    group = {"repetitions": None} | rest.pop("compare")
+    for field, value in group.items():
+        if field != "repetitions":
+            raise ValueError(f"config.compare.{field} is not a known field, expected repetitions.")
+        if not REPETITIONS.allows(value):
+            expected = REPETITIONS.expectation()
+            raise ValueError(f"config.compare.{field} is {value!r}, expected {expected}.")
     rate = rest["model"].get("dropout_rate", 0)
     if isinstance(rate, int | float) and rate > 0:
         raise ValueError(

@@ -184,6 +184,15 @@ def test_a_config_of_another_experiment_lacks_the_pairs(capsys):
     assert "config.pairs is missing, expected it as in configs/compare" in capsys.readouterr().err
 
 
+def test_a_field_that_a_file_adds_is_refused(capsys):
+    Path("more.py").write_text(
+        "from configs import compare\n\ndef get_config():\n    config = compare.get_config()\n"
+        "    config.compare.unlock()\n    config.compare.repetition = 3\n    return config\n"
+    )
+    assert experiment.compare_command(_command("--config=more.py")) == 2
+    assert "config.compare.repetition is not a known field" in capsys.readouterr().err
+
+
 def test_strategy_and_mode_are_not_fields_of_the_config():
     with pytest.raises(UsageError, match=r"the config has no field 'parallel.strategy'"):
         _command("--config.parallel.strategy=dp")
