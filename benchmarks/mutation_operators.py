@@ -61,7 +61,7 @@ EQUIVALENT: Mapping[str, str] = {
     "modes.manual:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
     "modes.manual:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
     "modes.manual:*:sync_collections:duplicate": _NOTHING_LEFT,
-    "core.step:*:gather_data_axes:duplicate": _NOTHING_LEFT,
+    "*:gather_data_axes:duplicate": _NOTHING_LEFT,
     "modes.manual:*:replicate_shards:duplicate": _NOTHING_LEFT,
     "by_hand:*:gather_params:duplicate": _NOTHING_LEFT,
     "by_hand:*:gather_params:drop-last-axis": "all axes of a dim's tuple count",

@@ -379,27 +379,27 @@ def test_counts_are_averaged_once_without_types_too(devices8):
     assert text.count('"stablehlo.all_reduce"') == 3
 
 
-def test_a_collection_is_averaged_once(devices8):
-    mesh = make_mesh({"data": 8}, devices8)
-    run = jax.shard_map(
-        lambda x: sync_as_mean({"mean": x.sum(), "steps": jnp.int32(3)}, "data"),
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P(),
-    )
-    assert jax.jit(run).lower(jnp.arange(8.0)).as_text().count('"stablehlo.all_reduce"') == 1
-
-
-@pytest.mark.parametrize(("axes", "mean"), [("data", 7), (("data", "model"), 3.5)], ids=str)
-def test_collections_are_averaged_over_the_axes_of_a_larger_mesh(devices8, axes, mean):
+@pytest.mark.parametrize(
+    ("axes", "split"),
+    [("data", "data"), (("data", "model"), ("data", "model")), (("data", "model"), "data")],
+    ids=str,
+)
+@pytest.mark.parametrize("rule", ["mean", "sum", "max", "min"])
+def test_a_collection_is_reduced_once_over_the_axes_of_a_larger_mesh(devices8, rule, axes, split):
     mesh = make_mesh({"data": 4, "model": 2}, devices8)
-    run = jax.shard_map(
-        lambda x: sync_as_mean({"mean": x.sum()}, axes),
-        mesh=mesh,
-        in_specs=P(axes),
-        out_specs=P(),
-    )
-    assert jax.jit(run)(jnp.arange(8.0))["mean"] == mean
+
+    def on_device(x):
+        tree = {"value": x.sum(), "steps": jnp.int32(3)}
+        before = {"value": jnp.zeros(()), "steps": jnp.int32(2)}
+        return sync_collections(tree, axes, before=before, rules={"value": rule})
+
+    run = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=P(split), out_specs=P()))
+    x = jnp.arange(8.0) ** 2
+    on_devices = np.asarray(x).reshape(4 if split == "data" else 8, -1).sum(1)
+    if rule == "sum" and split != axes:  # Devices along `model` add the same, and each counts.
+        on_devices = np.repeat(on_devices, 2)
+    assert run(x) == {"value": getattr(on_devices, rule)(), "steps": 3}
+    assert run.lower(x).as_text().count('"stablehlo.all_reduce"') == 1
 
 
 # Losses that are the same on all devices along some axes already, and losses that couple examples.
