@@ -63,23 +63,23 @@ TESTS = (
 )
 # What is likely to kill a mutant of such a name runs before them; the first name that fits counts.
 FIRST = {
-    "*:duplicate": (COUNTS,),
-    "core.collectives:gather_invariant:*-ax?s": (TUPLES,),
-    "core.collectives:gather_invariant:*": (STEPS,),
     "collection_sync:*": ("tests/gradients_test.py", "tests/collections_test.py"),
     "guards.nonfinite:*": ("tests/nonfinite_test.py",),
     "core.gradients:reduce_gradient:*": ("tests/roles_test.py",),
-    "core.gradients:*": ("tests/gradients_test.py",),
     "core.partitioning:*.unbox:gather_invariant:*": (
         "tests/inspect_formulas_test.py::test_model_axes_are_gathered_too",
         "tests/annotated_models_test.py::test_fsdp_with_a_model_axis_of_any_size",
     ),
+    "modes.remat:*": ("tests/remat_test.py",),
+    "*:duplicate": (COUNTS,),
+    "core.collectives:gather_invariant:*-ax?s": (TUPLES,),
+    "core.collectives:gather_invariant:*": (STEPS,),
+    "core.gradients:*": ("tests/gradients_test.py",),
     "by_hand:*:axis_index:*": ("tests/partitioning_test.py",),
     "by_hand:*:gather_params:*": ("tests/partitioning_test.py",),
     "by_hand:gather_params.*": ("tests/partitioning_test.py",),
     "user_model.recurrence:*": ("tests/unmodified_models_test.py",),
     "core.step:*:regather_for_backward:*": (COUNTS,),
-    "modes.remat:*": ("tests/remat_test.py",),
     "modes.manual:*:sync_collections:*": ("tests/collections_test.py",),
     "modes.manual:*:fold_rng_over_axis:delete": (DROPOUT,),
     "modes.manual:*-axes": (TUPLES,),
