@@ -176,7 +176,7 @@ class Constrained(nn.Module):
         return nn.LayerNorm()(x + nn.Dense(16, name="down")(h))
 
 
-@pytest.mark.parametrize("builder", [data_parallel, fsdp])
+@pytest.mark.parametrize("builder", [pytest.param(data_parallel, marks=pytest.mark.slow), fsdp])
 def test_a_model_may_constrain_its_activations_in_auto_mode(devices8, reference, builder):
     mesh = make_mesh({"data": 2, "model": 4}, devices8)
     program = build(builder, mesh, Constrained(), mode="auto")

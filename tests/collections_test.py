@@ -1,5 +1,6 @@
 """Variables outside `params`: running statistics, counters, sown values."""
 
+import itertools
 from typing import Any
 
 import chex
@@ -13,7 +14,7 @@ from flax import nnx
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh
 from manualpar.inspect import trace_collectives
-from tests.one_device import train_on_one_device, train_program
+from tests.one_device import slow_unless, train_on_one_device, train_program
 
 
 def make_batch(seed=0, shape=(32, 16)):
@@ -72,8 +73,13 @@ def test_synchronised_batch_norm_equals_one_device(devices8, builder):
     )
 
 
-@pytest.mark.parametrize("use_scan", [False, True], ids=["loop", "scan"])
-@pytest.mark.parametrize("builder", [data_parallel, fsdp])
+@pytest.mark.parametrize(
+    ("builder", "use_scan"),
+    [
+        slow_unless({(fsdp, False), (data_parallel, True)}, *pair)
+        for pair in itertools.product((data_parallel, fsdp), (False, True))
+    ],
+)
 def test_running_statistics_are_the_mean_over_devices(devices8, builder, use_scan):
     batch = make_batch(0, (32, 6, 6, 3))
     model = Convolutional(momentum=0.0)  # So that they are those of the last minibatch.
@@ -143,8 +149,13 @@ def sown_loss(params, apply_fn, batch, rng):
     return loss.mean(), {"loss": (loss.sum(), loss.shape[0])}
 
 
-@pytest.mark.parametrize("into_sum", [False, True], ids=["tuple", "sum"])
-@pytest.mark.parametrize("builder", [data_parallel, fsdp])
+@pytest.mark.parametrize(
+    ("builder", "into_sum"),
+    [
+        slow_unless({(fsdp, False), (fsdp, True)}, *pair)
+        for pair in itertools.product((data_parallel, fsdp), (False, True))
+    ],
+)
 def test_a_loss_that_the_model_sows_is_that_of_one_step(devices8, builder, into_sum):
     batches = [make_batch(seed) for seed in range(3)]
     expected = train_on_one_device(Sowing(into_sum), optax.sgd(0.1), batches, sown_loss)

@@ -46,9 +46,21 @@ def _read_until_step(process: subprocess.Popen, step: int) -> list[str]:
     ("arguments", "message"),
     [
         (["--config=configs/fsdp.py", "--config.nonsense=1"], "the config has no field 'nonsense'"),
-        (["--config=configs/fsdp.py", "--devices=3"], "config.data.batch_size is 128, expected"),
-        (["--config=configs/none.py"], "--config=configs/none.py: there is no such file"),
-        (["--config.parallel.strategy=hsdp"], "config.parallel.mesh has the axes ['data'], expec"),
+        pytest.param(
+            ["--config=configs/fsdp.py", "--devices=3"],
+            "config.data.batch_size is 128, expected",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--config=configs/none.py"],
+            "--config=configs/none.py: there is no such file",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--config.parallel.strategy=hsdp"],
+            "config.parallel.mesh has the axes ['data'], expec",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["unknown key", "devices", "missing file", "hsdp without replicas"],
 )

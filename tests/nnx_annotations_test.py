@@ -174,7 +174,7 @@ def test_a_stack_must_name_its_dimension(devices8):
         build(Unnamed, devices8)
 
 
-@pytest.mark.parametrize("mode", ["manual", "auto"])
+@pytest.mark.parametrize("mode", ["manual", pytest.param("auto", marks=pytest.mark.slow)])
 def test_penalties_on_boxed_parameters(devices8, mode):
     def penalised(params, apply_fn, batch, rng):
         loss, metrics = loss_fn(params, apply_fn, batch, rng)

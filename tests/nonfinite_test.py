@@ -122,8 +122,7 @@ def check_skips(program, poisoned):
     ReplicaSentinel(program.mesh, program.layout).check(state)
 
 
-FAST = {("zero1", "auto")}
-FAST |= {(name, "manual") for name in ("fsdp, pad", "hsdp")}
+FAST = {("zero1", "auto"), ("fsdp, pad", "manual")}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +133,9 @@ def test_a_step_that_is_skipped_leaves_no_trace(devices8, name, mode):
     check_skips(program, POISONED)
 
 
-@pytest.mark.parametrize(("row", "use_scan"), [(0, True), (63, False)])
+@pytest.mark.parametrize(
+    ("row", "use_scan"), [(63, False), pytest.param(0, True, marks=pytest.mark.slow)]
+)
 def test_it_is_told_whichever_device_and_minibatch_has_it(devices8, row, use_scan, monkeypatch):
     monkeypatch.setattr("tests.nonfinite_test.ROW", row)
     program = make("dp", devices8[:4], nonfinite="report", num_minibatches=4, use_scan=use_scan)
@@ -177,7 +178,11 @@ def linear_loss(params, apply_fn, batch, rng):
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("dp", "manual"), ("zero2", "manual"), ("hsdp", "manual"), ("fsdp", "auto")],
+    [
+        ("hsdp", "manual"),
+        ("fsdp", "auto"),
+        *(pytest.param(name, "manual", marks=pytest.mark.slow) for name in ("dp", "zero2")),
+    ],
 )
 @pytest.mark.parametrize(
     ("gradient", "nonfinite"),
@@ -289,7 +294,7 @@ OPTIMIZERS = {
 }
 
 
-FAST_OPTIMIZERS = {("zero1, pad", tx) for tx in ("multi steps", "a line search")}
+FAST_OPTIMIZERS = {("zero1, pad", tx) for tx in ("a line search",)}
 
 
 @pytest.mark.parametrize(
@@ -321,7 +326,7 @@ def trace(program, step="train_step"):
     return getattr(program, step).trace(program.abstract_state, program.abstract_batch)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [slow_unless({("manual",)}, mode) for mode in MODES])
 def test_a_program_that_ignores_it_computes_nothing_for_it(devices8, mode):
     plain = make("fsdp", devices8, mode=mode)
     ignores = make("fsdp", devices8, mode=mode, nonfinite="ignore")

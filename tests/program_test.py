@@ -83,10 +83,10 @@ def assert_equal_on_all_devices(tree):
 @pytest.mark.parametrize(
     ("builder", "num_devices", "optimizer"),
     [
-        (data_parallel, 1, "adam"),
         (data_parallel, 4, "clip"),
-        (fsdp, 1, "sgd"),
-        (fsdp, 2, "clip"),
+        pytest.param(data_parallel, 1, "adam", marks=pytest.mark.slow),
+        pytest.param(fsdp, 1, "sgd", marks=pytest.mark.slow),
+        pytest.param(fsdp, 2, "clip", marks=pytest.mark.slow),
         (fsdp, 8, "adam"),
     ],
 )

@@ -194,8 +194,8 @@ def test_a_scanned_model_holds_no_more_than_a_layer_gathered(devices8):
     [
         (Tied(), False),
         (Stack("everything", scan=True), True),
-        (Stack("dots", depth=2), True),
-        (Stack("full", scan=True), False),
+        pytest.param(Stack("dots", depth=2), True, marks=pytest.mark.slow),
+        pytest.param(Stack("full", scan=True), False, marks=pytest.mark.slow),
     ],
     ids=["tied", "everything", "dots", "full"],
 )

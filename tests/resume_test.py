@@ -24,6 +24,7 @@ def content(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_killed_then_told_to_stop_then_finished(processes, tmp_path, undisturbed, capsys):
     workdir = tmp_path / "run"
     killed = start(processes, workdir, kill=22)

@@ -87,10 +87,10 @@ def one_device():
 @pytest.mark.parametrize(
     ("builder", "axes", "options"),
     [
-        (data_parallel, {"data": 2, "model": 4}, {}),
         (fsdp, {"data": 8}, {"num_minibatches": 2}),
         (fsdp, {"data": 8}, {"num_minibatches": 2, "use_scan": True, "mode": "explicit"}),
-        (hsdp, {"replica": 2, "data": 4}, {}),
+        pytest.param(data_parallel, {"data": 2, "model": 4}, {}, marks=pytest.mark.slow),
+        pytest.param(hsdp, {"replica": 2, "data": 4}, {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_model_of_several_inputs_is_that_of_plain_flax(

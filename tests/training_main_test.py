@@ -164,11 +164,7 @@ def test_one_line_selects_a_strategy(strategy, capsys):
 
 @pytest.mark.parametrize(
     "mode",
-    [
-        pytest.param(mode, marks=() if mode == "explicit" else pytest.mark.slow)
-        for mode in MODES
-        if mode != "manual"
-    ],
+    [pytest.param(mode, marks=pytest.mark.slow) for mode in MODES if mode != "manual"],
 )
 def test_one_line_selects_a_mode(mode, capsys):
     arguments = (*FEW_STEPS, f"--config.parallel.mode={mode}", "--config.data.source=digits")

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
-from tests.one_device import train_on_one_device, train_program
+from tests.one_device import slow_unless, train_on_one_device, train_program
 
 WIDTH, LAYERS = 16, 2
 RNG = np.random.default_rng(0)
@@ -133,9 +133,10 @@ def check(model, mesh, builder=fsdp, **options):
 
 
 MODELS = [Typed, TypedStack, NNXTyped, NNXTypedStack]
+STACKS = (TypedStack, NNXTypedStack)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [slow_unless({(model,) for model in STACKS}, m) for m in MODELS])
 def test_types_in_initialisers_and_calls_under_an_explicit_mesh(devices8, model):
     mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Explicit,) * 2, devices=devices8)
     with jax.set_mesh(mesh):
