@@ -316,7 +316,6 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, poison, undi
     assert counted == [(step, 0 if step < 10 else 2) for step, _ in counted]
 
 
-@pytest.mark.slow
 def test_a_rollback_goes_past_the_batch(tmp_path, poison, undisturbed, monkeypatch, capsys):
     """The steps after it are those of a run that never saw the batches in between."""
     poison(10)

@@ -134,25 +134,6 @@ class _Gather(NamedTuple):
     wire: Wire
 
 
-@jax.custom_vjp
-def refuse_derivative(x: jax.Array) -> jax.Array:
-    """The array as it is; whoever differentiates it gets an error."""
-    return x
-
-
-def _refuse(x: jax.Array) -> Any:
-    raise ValueError(
-        "model: a parameter that is gathered is differentiated within the model or the loss, with "
-        "nn.vjp, nnx.grad, jax.vjp or the like, and the gradient of a shard is not that of the "
-        "parameter; expected one that is whole. If only the gradient of the inputs is used, say "
-        "nn.vjp(..., vjp_variables=False). Otherwise take nn.unbox(params) in the loss, and for a "
-        "module that differentiates its own parameters use replicate= or data_parallel."
-    )
-
-
-refuse_derivative.defvjp(_refuse, lambda _, g: (g,))
-
-
 def _gather(x: jax.Array, plan: _Gather) -> jax.Array:
     with jax.named_scope(GATHER_SCOPE):
         x = x.astype(plan.wire.gather_dtype or x.dtype)
@@ -166,9 +147,8 @@ _gather_with_mean_grads = jax.custom_vjp(_gather, nondiff_argnums=(1,))
 
 
 def _gather_forward(x: jax.Array, plan: _Gather) -> tuple[jax.Array, None]:
-    # This is the step's derivative. That of a model or a loss by itself would be another one.
     # The function without the rule, so that `modes.remat` sees the all-gather.
-    return _gather(refuse_derivative(x), plan), None
+    return _gather(x, plan), None
 
 
 def _gather_backward(plan: _Gather, _: None, g: jax.Array) -> tuple[jax.Array]:

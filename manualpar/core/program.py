@@ -141,11 +141,12 @@ def build_program(
     with no_mesh(), explain_shardings(strategy.name, options.get("mode", "manual")):
         batch, step, states = _design(strategy, model, tx, loss_fn, options)
         program = _assemble(batch, step, states, options)
+        measure = on_auto_axes(step.measure, mesh=program.mesh, out_specs=PartitionSpec())
         check_traced_steps(
             strategy.name,
             *(
                 function.trace(program.abstract_state, program.abstract_batch).jaxpr
-                for function in (program.train_step, program.eval_step)
+                for function in (program.train_step, program.eval_step, jax.jit(measure))
             ),
             data_axes=program.data_axes,
         )

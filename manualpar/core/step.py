@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from manualpar.core.collectives import cast_to_varying
 from manualpar.core.gradients import Schedule, accumulate, unrolled
 from manualpar.core.partitioning import is_box
 from manualpar.core.strategy import Strategy
@@ -109,6 +110,12 @@ class Step:
         metrics: Metrics = on_mesh(state.params, state.collections, state.rng, batch)
         return metrics
 
+    def measure(self, state: TrainState, batch: Any) -> Metrics:
+        """The metrics of a minibatch in training, with no derivative: to be traced and checked."""
+        on_mesh = self._on_mesh(self._loss_on_device, batch, PartitionSpec())
+        metrics: Metrics = on_mesh(state.params, state.collections, state.rng, batch)
+        return metrics
+
     def gradients(
         self, params: Any, collections: Any, rng: jax.Array, batch: Any
     ) -> tuple[Any, Metrics, Any]:
@@ -168,6 +175,14 @@ class Step:
         """An evaluation step, on a device's part of everything."""
         boxes = self._map(_unbox_kept, self._map(self.mode.box, params))
         metrics = self.model.eval_metrics(boxes, collections, batch, self.mode.fold(rng))
+        return self.mode.sync_metrics(metrics)
+
+    def _loss_on_device(self, params: Any, collections: Any, rng: jax.Array, batch: Any) -> Metrics:
+        """The loss as a training step calls it, but alone."""
+        boxes = self._map(_unbox_kept, self._map(self.mode.box, params))
+        boxes = cast_to_varying(boxes, self.mode.varying_axes)
+        minibatch = jax.tree.map(lambda x: x[0], self.mode.split(batch, self.num_minibatches))
+        _, metrics, _ = self.loss(boxes, collections, minibatch, self.mode.fold(rng))
         return self.mode.sync_metrics(metrics)
 
     def _check_finite(

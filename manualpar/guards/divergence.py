@@ -7,7 +7,8 @@ not forbid it, but they say where it can happen.
 
 The gradient of a gather is written by hand, for the derivative that a step takes. A model or a loss
 that differentiates a gathered parameter by itself gets the sum over the devices instead of the
-mean. In training `refuse_derivative` of `core.collectives` sees it, in evaluation the check here.
+mean. It shows where nothing else is differentiated: in evaluation, and in the loss of training
+alone.
 """
 
 from typing import Any
@@ -32,9 +33,16 @@ SILENT_PRIMITIVES = frozenset(
 
 
 def check_traced_steps(
-    name: str, train: ClosedJaxpr, evaluate: ClosedJaxpr, *, data_axes: tuple[str, ...]
+    name: str,
+    train: ClosedJaxpr,
+    evaluate: ClosedJaxpr,
+    loss: ClosedJaxpr,
+    *,
+    data_axes: tuple[str, ...],
 ) -> None:
     """Refuses the traced steps of a program, in which the batch is split over `data_axes`.
+
+    `loss` is that of training alone, see `Step.measure`.
 
     Raises:
       ValueError: Devices would miss each other, or wait for others for ever; or a gather has lost
@@ -45,7 +53,8 @@ def check_traced_steps(
             _check_condition(name, eqn)
             _check_constraint(name, eqn)
             _check_gathered_order(name, eqn, data_axes)
-    _check_derivatives(name, evaluate.jaxpr)
+    for closed in (evaluate, loss):
+        _check_derivatives(name, closed.jaxpr)
 
 
 def _check_condition(name: str, eqn: Any) -> None:
@@ -94,7 +103,7 @@ def _check_gathered_order(name: str, eqn: Any, data_axes: tuple[str, ...]) -> No
 
 
 def _check_derivatives(name: str, jaxpr: Jaxpr) -> None:
-    """Refuses gathers without their gradient in an evaluation, which differentiates nothing."""
+    """Refuses gathers without their gradient where a step differentiates nothing."""
     for eqn in jaxpr.eqns:
         scope = str(eqn.source_info.name_stack)
         if eqn.primitive.name == "all_gather" and purpose_of(scope) in (GATHER_SCOPE, REGATHER):

@@ -190,8 +190,8 @@ class _Residuals:
         weights: set[Var] = set()
         making: list[Any] = []
         for eqn in jaxpr.eqns:
-            of_weight = not weights.isdisjoint(_variables(eqn))
-            if (of_weight and _is_cast(eqn)) or _is_gather(eqn):
+            is_cast = eqn.primitive.name in CASTS and not weights.isdisjoint(_variables(eqn))
+            if is_cast or _is_gather(eqn):
                 weights.update(eqn.outvars)
                 making.append(eqn)
         self._is_dropped = [isinstance(v, Var) and v in weights for v in residuals]
@@ -267,12 +267,6 @@ def _has_effects(eqn: Any) -> bool:
 
 def _variables(eqn: Any) -> list[Var]:
     return [v for v in eqn.invars if isinstance(v, Var)]
-
-
-def _is_cast(eqn: Any) -> bool:
-    """Whether an equation leaves a weight a weight; a call of a function that does nothing does."""
-    inner = [jaxpr for _, jaxpr in inner_jaxprs(eqn)]
-    return eqn.primitive.name in CASTS or (bool(inner) and not any(j.eqns for j in inner))
 
 
 def _is_gather(eqn: Any) -> bool:

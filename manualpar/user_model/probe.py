@@ -19,7 +19,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.collectives import cast_to_varying, refuse_derivative, varying_axes
+from manualpar.core.collectives import cast_to_varying, varying_axes
 from manualpar.sharding.layout import is_inside, path_name
 from manualpar.user_model.array_box import ArrayBox
 
@@ -116,6 +116,24 @@ def _find_read(boxed: Any, failure: Callable[[Any], Exception | None]) -> tuple[
     return tuple(found)
 
 
+@jax.custom_vjp
+def _refuse_derivative(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _refuse(x: jax.Array) -> Any:
+    raise ValueError(
+        "model: a parameter that is gathered is differentiated within the model or the loss, with "
+        "nn.vjp, nnx.grad, jax.vjp or the like, and the gradient of a shard is not that of the "
+        "parameter; expected one that is whole. If only the gradient of the inputs is used, say "
+        "nn.vjp(..., vjp_variables=False). Otherwise take nn.unbox(params) in the loss, and for a "
+        "module that differentiates its own parameters use replicate= or data_parallel."
+    )
+
+
+_refuse_derivative.defvjp(_refuse, lambda _, g: (g,))
+
+
 class _Notes:
     """The dimensions of a parameter that loops run over; one object in all copies of a box."""
 
@@ -141,7 +159,7 @@ class _Probe(ArrayBox, eq=False):
         It refuses content that was changed without asking the box, or is differentiated.
         """
         if self.witness is not None:
-            refuse_derivative(self.witness)
+            _refuse_derivative(self.witness)
         own = [None if name is None else self.whole_shape[int(name)] for name in self.names]
         shape = self.value.shape
         if len(own) != len(shape) or any(
