@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from manualpar.core.partitioning import is_box
+from manualpar.core.partitioning import is_box, pad_leaf, unpad_leaf
 from manualpar.guards.dispatch import check_alive
 from manualpar.rng import typed_key
-from manualpar.sharding.layout import map_padded, pad_leaf, path_name, unpad_leaf
+from manualpar.sharding.layout import map_padded, path_name
 from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
 from manualpar.state_arrays import (
     Leaf,

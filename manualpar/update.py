@@ -21,17 +21,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from manualpar.core.partitioning import pad_leaf, unpad_leaf
 from manualpar.modes.manual import Manual
 from manualpar.purposes import OPTIMIZER_SCOPE
-from manualpar.sharding.layout import (
-    Placement,
-    map_in_scopes,
-    map_padded,
-    pad_leaf,
-    param_specs,
-    state_specs,
-    unpad_leaf,
-)
+from manualpar.sharding.layout import Placement, map_in_scopes, map_padded, param_specs, state_specs
 from manualpar.state_arrays import leaf_types
 
 

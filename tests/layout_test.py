@@ -7,16 +7,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
+from manualpar.core.partitioning import pad_leaf, unpad_leaf
 from manualpar.sharding.layout import (
     ParameterInfo,
     Placement,
     describe_parameters,
     like_params,
-    pad_leaf,
     replicate,
     shard_largest_dim,
     shard_state_only,
-    unpad_leaf,
 )
 
 

@@ -6,7 +6,6 @@ verbosity to DEBUG (`absl.logging.set_verbosity(1)`) shows the rest.
 """
 
 import contextlib
-import gc
 import logging
 import sys
 from collections.abc import Iterator
@@ -44,7 +43,6 @@ def mute() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()  # What nobody waits for reports when it is freed.
         for logger in loggers:
             logger.removeFilter(let_through)
         if sys.unraisablehook is hook:  # Otherwise someone has built on it; it does no harm.

@@ -90,15 +90,8 @@ class ShardedParameter(ArrayBox, eq=False):
 
     def finish(self, value: jax.Array) -> jax.Array:
         """The value that a module gets: without padding, cast, and named `GATHERED`."""
-        value = self.unpad(value)
+        value = unpad_leaf(value, self.padding)
         return checkpoint_name(cast_floating(value, self.wire.gather_dtype), GATHERED)
-
-    def unpad(self, value: jax.Array) -> jax.Array:
-        """A gathered value without its padding."""
-        for dim, width in enumerate(self.padding):
-            if width:
-                value = jax.lax.slice_in_dim(value, 0, value.shape[dim] - width, axis=dim)
-        return value
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
         """Names a dim that `nn.scan` or `nn.vmap` adds: a mesh axis in its metadata, or `None`."""
@@ -146,7 +139,20 @@ class ShardedParameter(ArrayBox, eq=False):
                     value, dim, axis_tuple(name), wire=self.wire.uncast
                 )
                 names[dim] = None
-        return self.replace(value=self.unpad(value), names=tuple(names), padding=())
+        return self.replace(value=unpad_leaf(value, self.padding), names=tuple(names), padding=())
+
+
+def pad_leaf(x: jax.Array, padding: tuple[int, ...]) -> jax.Array:
+    """An array with zeros at the end of its dimensions."""
+    return jnp.pad(x, [(0, width) for width in padding]) if any(padding) else x
+
+
+def unpad_leaf(x: jax.Array, padding: tuple[int, ...]) -> jax.Array:
+    """An array without the zeros that `pad_leaf` put there."""
+    if not any(padding):
+        return x
+    ends = [size - width for size, width in zip(x.shape, padding, strict=True)]
+    return jax.lax.slice(x, [0] * x.ndim, ends)
 
 
 def cast_floating(x: jax.Array, dtype: str | None) -> jax.Array:
@@ -208,13 +214,10 @@ def scatter_gradients(grads: Any, shards: Any) -> Any:
         if not is_box(shard) or not set(boxed_axes(shard)) & set(shard.gather_axes):
             return g
         value = g.value if is_box(g) else g
-        value = value.astype(wire_dtype(shard))
+        value = pad_leaf(value.astype(wire_dtype(shard)), shard.padding)
         for dim, name in enumerate(shard.names):
             axes = axis_tuple(name)
             if set(axes) & set(shard.gather_axes):
-                missing = -value.shape[dim] % jax.lax.axis_size(axes)
-                widths = [(0, missing if i == dim else 0) for i in range(value.ndim)]
-                value = jnp.pad(value, widths) if missing else value
                 value = scatter_mean(value, dim, axes, wire=shard.wire)
         return shard.replace(value=value)
 
@@ -242,6 +245,6 @@ def replicate_shards(params: Any) -> Any:
                 value = gather_invariant(
                     value, dim, axis_tuple(name), scope=NEW_PARAMS_SCOPE, wire=x.wire
                 )
-        return x.unpad(value)
+        return unpad_leaf(value, x.padding)
 
     return jax.tree.map(lambda x: gather(x) if is_box(x) else x, params, is_leaf=is_box)

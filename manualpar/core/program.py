@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from manualpar.core.collectives import Wire
 from manualpar.core.gradients import scanned, unrolled
+from manualpar.core.partitioning import pad_leaf
 from manualpar.core.step import Step
 from manualpar.core.strategy import Mode, Strategy
 from manualpar.guards.dispatch import GuardedStep, check_state
@@ -35,7 +36,6 @@ from manualpar.sharding.layout import (
     complete,
     like_params,
     map_padded,
-    pad_leaf,
     param_specs,
     state_specs,
 )
@@ -141,12 +141,12 @@ def build_program(
     with no_mesh(), explain_shardings(strategy.name, options.get("mode", "manual")):
         batch, step, states = _design(strategy, model, tx, loss_fn, options)
         program = _assemble(batch, step, states, options)
-        measure = on_auto_axes(step.measure, mesh=program.mesh, out_specs=PartitionSpec())
+        loss = on_auto_axes(step.loss_alone, mesh=program.mesh, out_specs=PartitionSpec())
         check_traced_steps(
             strategy.name,
             *(
                 function.trace(program.abstract_state, program.abstract_batch).jaxpr
-                for function in (program.train_step, program.eval_step, jax.jit(measure))
+                for function in (program.train_step, program.eval_step, jax.jit(loss))
             ),
             data_axes=program.data_axes,
         )

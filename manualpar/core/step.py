@@ -106,15 +106,17 @@ class Step:
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
         """Returns the metrics of the batch with training turned off; the state stays as it is."""
         check_batch("batch", batch, self.mode.mesh, self.roles)
-        on_mesh = self._on_mesh(self._metrics_on_device, batch, PartitionSpec())
-        metrics: Metrics = on_mesh(state.params, state.collections, state.rng, batch)
-        return metrics
+        return self._metrics(self.model.eval_metrics, state, batch)
 
-    def measure(self, state: TrainState, batch: Any) -> Metrics:
-        """The metrics of a minibatch in training, with no derivative: to be traced and checked."""
-        on_mesh = self._on_mesh(self._loss_on_device, batch, PartitionSpec())
-        metrics: Metrics = on_mesh(state.params, state.collections, state.rng, batch)
-        return metrics
+    def loss_alone(self, state: TrainState, batch: Any) -> Metrics:
+        """Calls the loss as `train` does, with no derivative; it is traced and checked, not run."""
+
+        def first_minibatch(boxes: Any, collections: Any, batch: Any, rng: jax.Array) -> Metrics:
+            boxes = cast_to_varying(boxes, self.mode.varying_axes)
+            minibatch = jax.tree.map(lambda x: x[0], self.mode.split(batch, self.num_minibatches))
+            return self.loss(boxes, collections, minibatch, rng)[1]
+
+        return self._metrics(first_minibatch, state, batch)
 
     def gradients(
         self, params: Any, collections: Any, rng: jax.Array, batch: Any
@@ -169,21 +171,17 @@ class Step:
         objective = jax.lax.stop_gradient(loss).astype(jnp.float32) * count
         return loss, {**metrics, OBJECTIVE: (objective, count)}, collections
 
-    def _metrics_on_device(
-        self, params: Any, collections: Any, rng: jax.Array, batch: Any
-    ) -> Metrics:
-        """An evaluation step, on a device's part of everything."""
-        boxes = self._map(_unbox_kept, self._map(self.mode.box, params))
-        metrics = self.model.eval_metrics(boxes, collections, batch, self.mode.fold(rng))
-        return self.mode.sync_metrics(metrics)
+    def _metrics(self, measure: Callable[..., Metrics], state: TrainState, batch: Any) -> Metrics:
+        """What `measure(boxes, collections, batch, rng)` says of all devices' parts of a batch."""
 
-    def _loss_on_device(self, params: Any, collections: Any, rng: jax.Array, batch: Any) -> Metrics:
-        """The loss as a training step calls it, but alone."""
-        boxes = self._map(_unbox_kept, self._map(self.mode.box, params))
-        boxes = cast_to_varying(boxes, self.mode.varying_axes)
-        minibatch = jax.tree.map(lambda x: x[0], self.mode.split(batch, self.num_minibatches))
-        _, metrics, _ = self.loss(boxes, collections, minibatch, self.mode.fold(rng))
-        return self.mode.sync_metrics(metrics)
+        def on_device(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Metrics:
+            boxes = self._map(_unbox_kept, self._map(self.mode.box, params))
+            metrics = measure(boxes, collections, batch, self.mode.fold(rng))
+            return self.mode.sync_metrics(metrics)
+
+        on_mesh = self._on_mesh(on_device, batch, PartitionSpec())
+        metrics: Metrics = on_mesh(state.params, state.collections, state.rng, batch)
+        return metrics
 
     def _check_finite(
         self, metrics: Metrics, updated: Any, before: Any

@@ -22,18 +22,20 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from manualpar.collection_sync import CollectionSync
-from manualpar.core.partitioning import Names, ShardedParameter, boxed_axes, cast_floating, is_box
+from manualpar.core.partitioning import (
+    Names,
+    ShardedParameter,
+    boxed_axes,
+    cast_floating,
+    is_box,
+    pad_leaf,
+    unpad_leaf,
+)
 from manualpar.core.strategy import Mode
 from manualpar.modes.manual import Manual, register_mode
 from manualpar.purposes import GATHER_SCOPE, NEW_PARAMS_SCOPE, SCATTER_SCOPE
 from manualpar.sharding.axes import axes_size, axis_tuple, with_axis_types
-from manualpar.sharding.layout import (
-    Placement,
-    map_in_scopes,
-    names_to_spec,
-    pad_leaf,
-    unpad_leaf,
-)
+from manualpar.sharding.layout import Placement, map_in_scopes, names_to_spec
 from manualpar.sharding.splitting import check_minibatches
 from manualpar.user_model.loss_function import Metrics
 
@@ -262,7 +264,7 @@ class GlobalParameter(ShardedParameter, eq=False):
         value = cast_floating(self.value, self.wire.gather_dtype)
         with jax.named_scope(GATHER_SCOPE):
             value = self.mode.make_whole(value, names, self.names)
-        return self.replace(value=self.unpad(value), names=names, padding=())
+        return self.replace(value=unpad_leaf(value, self.padding), names=names, padding=())
 
 
 def _constrain_whole(x: jax.Array, whole: Any, sharded: Any) -> jax.Array:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from manualpar.core.partitioning import Names, choose_shard_dim, is_box
+from manualpar.core.partitioning import Names, choose_shard_dim, is_box, unpad_leaf
 from manualpar.sharding.annotations import Rules, mesh_names
 from manualpar.sharding.axes import axis_tuple
 from manualpar.sharding.roles import AxisRoles
@@ -262,19 +261,6 @@ def param_specs(placements: Any) -> Any:
 def state_specs(placements: Any) -> Any:
     """The tree of parameters with the `PartitionSpec` of each gradient."""
     return jax.tree.map(lambda placement: placement.state_spec, placements)
-
-
-def pad_leaf(x: jax.Array, padding: tuple[int, ...]) -> jax.Array:
-    """An array with zeros at the end of its dimensions."""
-    return jnp.pad(x, [(0, width) for width in padding]) if any(padding) else x
-
-
-def unpad_leaf(x: jax.Array, padding: tuple[int, ...]) -> jax.Array:
-    """An array without the zeros that `pad_leaf` put there."""
-    if not any(padding):
-        return x
-    ends = [size - width for size, width in zip(x.shape, padding, strict=True)]
-    return jax.lax.slice(x, [0] * x.ndim, ends)
 
 
 def map_padded(function: Callable[..., Any], tree: Any, paddings: Iterable[Any]) -> Any:
