@@ -16,6 +16,10 @@ COUNT_SCOPE = "count_examples"
 COLLECTIONS_SCOPE = "sync_collections"
 NONFINITE_SCOPE = "find_nonfinite"
 EXAMPLES_SCOPE = "gather_examples"
+TENSOR_SCOPE = "tensor_parallel"
+SEQUENCE_SCOPE = "sequence_parallel"
+CROSS_ENTROPY_SCOPE = "cross_entropy"
+EXPERT_SCOPE = "expert_parallel"
 OPTIMIZER_SCOPE = "optimizer"  # In it XLA sends what the optimizer must know of other devices.
 SCOPES = (
     GATHER_SCOPE,
@@ -28,6 +32,10 @@ SCOPES = (
     COLLECTIONS_SCOPE,
     NONFINITE_SCOPE,
     EXAMPLES_SCOPE,
+    TENSOR_SCOPE,
+    SEQUENCE_SCOPE,
+    CROSS_ENTROPY_SCOPE,
+    EXPERT_SCOPE,
     OPTIMIZER_SCOPE,
 )
 REGATHER = "regather_params"  # A purpose without a scope of its own, see `purpose_of`.

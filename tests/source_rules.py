@@ -23,6 +23,7 @@ ORDER = """
     checkpoints
     data cluster watching
     models
+    layers
     inspect
     strategies same_as_one_device linen nnx
     core.program guards.replicas
@@ -41,6 +42,7 @@ ORDER = """
     rng train_state user_model.loss_function
     sharding.splitting
     sharding.roles sharding.mesh
+    sharding.split_parameter
     sharding.axes sharding.mesh_context
     compiler_options extras jaxprs metrics purposes untrusted usage core sharding guards
 """

@@ -1,0 +1,145 @@
+"""Where activations enter and leave the part of a layer that is split over a model axis.
+
+Before its column-parallel products a layer has the whole input on every device along the axis, and
+after its row-parallel products each device has a part of a sum. Megatron-LM (Shoeybi et al.,
+https://arxiv.org/abs/1909.08053) calls the two boundaries f and g. `enter` is f: nothing forward
+and an all-reduce backward. `leave` is g: an all-reduce forward and nothing backward.
+
+With `sequence_dim` the activations outside of the split part are split along their sequence
+(Korthikanti et al., https://arxiv.org/abs/2205.05198): an all-gather and a reduce-scatter take the
+place of each all-reduce. The bytes are the same, and what lies between the layers takes a part of
+the memory.
+
+Under `check_vma=True` the types say which values differ along the axis. Most mistakes are therefore
+errors: a sum that is forgotten does not compile. These functions refuse those that would.
+
+Symbols: `N` devices along the axis.
+"""
+
+import jax
+
+from manualpar.core.collectives import cast_to_varying, is_vma_checked, varying_axes
+from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE
+from manualpar.sharding.axes import AxisName, axis_tuple, is_axis_bound
+
+
+def enter(x: jax.Array, axis: AxisName | None, sequence_dim: int | None = None) -> jax.Array:
+    """Makes activations the input of column-parallel products.
+
+    Call it once for all products of the same input, such as those of query, key and value: each
+    call sends.
+
+    Args:
+      x: The input, the same on all devices along `axis`; with `sequence_dim` this device's part of
+        it, `[..., S/axis, ...]`.
+      axis: The mesh axis, or tuple of axes, that the products are split over. Axes that no
+        `shard_map` binds are left out: outside, the layer is one of one device.
+      sequence_dim: The dimension along which `x` is split between layers; `None` if it is not.
+
+    Returns:
+      The whole input, typed as varying over `axis`.
+
+    Raises:
+      ValueError: `x` varies over `axis` already, because nothing has summed it; with
+        `sequence_dim`, it does not vary, so that it is not split. Or types are not checked.
+
+    Communication:
+      Forward none, backward one all-reduce of the gradient: a device sends `2 (N - 1) / N` of its
+      bytes. With `sequence_dim` an all-gather forward and a reduce-scatter backward, of
+      `(N - 1) / N` of the bytes of the whole input each.
+    """
+    axes = bound_axes("enter", axis)
+    if not axes:
+        return x
+    if sequence_dim is None:
+        _check(
+            "enter",
+            x,
+            not varying_axes(x) & set(axes),
+            f"varies over {axes} by its type, expected the same on all devices along it. What a "
+            "row-parallel product returns has to be summed first: apply leave to it; and enter an "
+            "input once",
+        )
+        with jax.named_scope(TENSOR_SCOPE):
+            return jax.lax.pcast(x, axes, to="varying")
+    _check(
+        "enter",
+        x,
+        set(axes) <= varying_axes(x),
+        f"is the same on all devices along {axes} by its type, expected a part of a sequence that "
+        f"is split along dim {sequence_dim}. Leave sequence_dim out, or have leave scatter it",
+    )
+    with jax.named_scope(SEQUENCE_SCOPE):
+        return jax.lax.all_gather(cast_to_varying(x, axes), axes, axis=sequence_dim, tiled=True)
+
+
+def leave(x: jax.Array, axis: AxisName | None, sequence_dim: int | None = None) -> jax.Array:
+    """Sums what the devices' row-parallel products have contributed.
+
+    A bias is added after it: added before, it would be added once for each device.
+
+    Args:
+      x: This device's contribution, of the shape of the result.
+      axis: The mesh axis, or tuple of axes, that the product is split over; as for `enter`.
+      sequence_dim: The dimension along which the result is split between layers; `None` if it is
+        not.
+
+    Returns:
+      The sum, the same on all devices along `axis`; with `sequence_dim` this device's part of it,
+      `[..., S/axis, ...]`.
+
+    Raises:
+      ValueError: `x` does not vary over `axis`, so that all devices have the same value and the sum
+        would be `N` times too large; or `N` does not divide the sequence; or types are not checked.
+
+    Communication:
+      Forward one all-reduce: a device sends `2 (N - 1) / N` of the bytes of `x`. Backward none.
+      With `sequence_dim` a reduce-scatter forward and an all-gather backward, of `(N - 1) / N`
+      each.
+    """
+    axes = bound_axes("leave", axis)
+    if not axes:
+        return x
+    _check(
+        "leave",
+        x,
+        set(axes) <= varying_axes(x),
+        f"is the same on all devices along {axes} by its type, expected what each device "
+        "contributes to a sum: its product with a split parameter. The sum of equal values is as "
+        "many times too large as there are devices",
+    )
+    if sequence_dim is None:
+        with jax.named_scope(TENSOR_SCOPE):
+            return jax.lax.psum(x, axes)
+    size = jax.lax.axis_size(axes)
+    if x.shape[sequence_dim] % size:
+        raise ValueError(
+            f"leave: x of shape {x.shape} has {x.shape[sequence_dim]} entries along "
+            f"sequence_dim={sequence_dim}, expected a multiple of the {size} devices along {axes}."
+        )
+    with jax.named_scope(SEQUENCE_SCOPE):
+        return jax.lax.psum_scatter(
+            cast_to_varying(x, axes), axes, scatter_dimension=sequence_dim % x.ndim, tiled=True
+        )
+
+
+def bound_axes(function: str, axis: AxisName | None) -> tuple[str, ...]:
+    """Those of some axes that the surrounding `shard_map` binds, which must check types."""
+    axes = tuple(axis for axis in axis_tuple(axis or None) if is_axis_bound(axis))
+    if axes and not is_vma_checked(axes[0]):
+        raise ValueError(
+            f"{function}: the surrounding jax.shard_map does not check types (check_vma=False), "
+            f"expected check_vma=True: otherwise the gradients of sums over {axes} are wrong."
+        )
+    return axes
+
+
+def has_lost_types(x: jax.Array) -> bool:
+    """Whether `x` is traced by `nn.scan`'s first look at its body, which forgets the types."""
+    # The loop itself is traced after it, with types. Both tracers' classes are private to JAX.
+    return not varying_axes(x) and type(x).__name__ == "JaxprTracer"
+
+
+def _check(function: str, x: jax.Array, fits: bool, why: str) -> None:
+    if not fits and not has_lost_types(x):
+        raise ValueError(f"{function}: x of shape {x.shape} {why}.")
