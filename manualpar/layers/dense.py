@@ -1,0 +1,162 @@
+"""A dense layer whose kernel may be split over a model axis.
+
+The names of the kernel's dims say which of Megatron-LM's two products it is (Shoeybi et al.,
+https://arxiv.org/abs/1909.08053). A product with a named output dim is *column-parallel*: each
+device computes its part of the features, and nothing is sent. A product with a named contracted dim
+is *row-parallel*: each device computes its part of every sum, which is summed over the axis.
+
+```python
+x = enter(x, "model")  # Once for all products of the same input.
+gate = SplitDense((D, F), (None, "model"), name="gate")(x)
+up = SplitDense((D, F), (None, "model"), name="up")(x)
+x = SplitDense((F, D), ("model", None), name="down")(nn.silu(gate) * up)
+```
+
+Invariants: parameters and their initial bits are those of one device. Where the axis is not bound,
+the layer is a dense layer of one device.
+
+Symbols: `N` devices along the axis.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
+from jax.typing import DTypeLike
+
+from manualpar.core.collectives import varying_axes
+from manualpar.layers.boundaries import bound_axes, enter, has_lost_types, leave
+from manualpar.sharding.axes import axis_tuple
+from manualpar.sharding.split_parameter import DimNames, split
+
+Initializer = Callable[..., Any]
+
+
+class SplitDense(nn.Module):
+    """A dense layer over the last dims of its input, of which each device computes a part.
+
+    Its parameters are `kernel`, of the shape `shape`, and `bias`, of the output dims' shape.
+
+    Attributes:
+      shape: The whole kernel's: the contracted dims, then the output dims.
+      names: For each dim of the kernel the mesh axis, or tuple of axes, that it is split over, or
+        `None`. All `None`: the layer is one of one device on any mesh.
+      contracted: How many dims are summed over: the last of the input, the first of the kernel.
+      use_bias: Whether a bias is added, after the sum over devices.
+      kernel_init: The initializer of the kernel, which is called with all of `shape`. One that
+        scales by fan-in has to be told which dims are contracted. `None` for the distribution that
+        `nn.DenseGeneral` draws from.
+      bias_init: The initializer of the bias.
+      dtype: The dtype of the computation; `None` for the one that input and parameters promote to.
+      sequence_dim: The dim along which a row-parallel product leaves its result split, see `leave`;
+        `None` if every device gets all of it.
+      shared: Whether an output dim may have fewer entries than there are devices, of which each
+        then computes one that it shares; see `split`.
+    """
+
+    shape: tuple[int, ...]
+    names: DimNames
+    contracted: int = 1
+    _: dataclasses.KW_ONLY
+    use_bias: bool = True
+    kernel_init: Initializer | None = None
+    bias_init: Initializer = nn.initializers.zeros
+    dtype: DTypeLike | None = None
+    sequence_dim: int | None = None
+    shared: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Sums over the last dims of `x`.
+
+        Args:
+          x: The input. Of a column-parallel product what `enter` has returned,
+            `[..., D]`, and of a row-parallel one this device's features, `[..., F/axis]`.
+
+        Returns:
+          `[..., F/axis]`, different on each device, if the product is column-parallel. If it is
+          row-parallel `[..., D]`, the same on all devices along the axis; with `sequence_dim` this
+          device's part, `[..., S/axis, ..., D]`.
+
+        Raises:
+          ValueError: The fields do not fit each other; `x` does not fit the kernel; or nothing has
+            entered it.
+
+        Communication:
+          Column-parallel: none. Row-parallel: that of `leave`, of the result in the dtype of the
+          computation; with `sequence_dim` and a bias also an all-reduce of the bias's gradient.
+        """
+        contracted, outputs = self._names_of_both_sides()
+        kernel = self.param("kernel", _marked(self._init(), self.names, self.shared), self.shape)
+        bias = None
+        if self.use_bias:
+            names, shape = self.names[self.contracted :], self.shape[self.contracted :]
+            bias = self.param("bias", _marked(self.bias_init, names, self.shared), shape)
+        self._check_input(x, kernel, outputs)
+        x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
+        y = leave(jnp.tensordot(x, kernel, axes=self.contracted), contracted, self.sequence_dim)
+        if bias is None:
+            return y
+        # Each device along the axis adds the bias to other positions.
+        bias = bias if self.sequence_dim is None else enter(bias, contracted)
+        return y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+
+    def _init(self) -> Initializer:
+        dims = range(len(self.shape))
+        contracted, outputs = dims[: self.contracted], dims[self.contracted :]
+        return self.kernel_init or nn.initializers.lecun_normal(contracted, outputs)
+
+    def _names_of_both_sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The axes of the contracted dims and those of the output dims, once they are checked."""
+        if len(self.names) != len(self.shape):
+            self._refuse("expected a mesh axis or None for each dim of shape")
+        if not 0 < self.contracted < len(self.shape):
+            self._refuse(f"expected contracted from 1 to {len(self.shape) - 1}")
+        contracted = _axes(self.names[: self.contracted])
+        outputs = _axes(self.names[self.contracted :])
+        if both := set(contracted) & set(outputs):
+            self._refuse(
+                f"names {sorted(both)} among the contracted dims and among the others, expected "
+                "an axis on one side: the product is either a part of a sum or a part of the result"
+            )
+        if self.shared and contracted:
+            self._refuse(
+                "has shared=True, expected False with a contracted dim that is split: devices that "
+                "share a slice would contribute the same product to the sum more than once"
+            )
+        if self.sequence_dim is not None and not contracted:
+            self._refuse(
+                f"has sequence_dim={self.sequence_dim}, expected None where no contracted dim is "
+                "split: the result is not summed. Give it to enter, for all products of its input"
+            )
+        return contracted, outputs
+
+    def _check_input(self, x: jax.Array, kernel: jax.Array, outputs: tuple[str, ...]) -> None:
+        expected = kernel.shape[: self.contracted]
+        if x.shape[-self.contracted :] != expected:
+            is_whole = x.shape[-self.contracted :] == self.shape[: self.contracted]
+            mend = ": this device's part, as a column-parallel product returns it" * is_whole
+            self._refuse(f"got x of shape {x.shape}, expected last dims {expected}{mend}")
+        axes = bound_axes("SplitDense", outputs)
+        if not set(axes) <= varying_axes(x) and not has_lost_types(x):
+            self._refuse(
+                f"got x of shape {x.shape}, the same on all devices along {axes} by its type, "
+                "expected what enter returns. Call enter once for all products of the same input"
+            )
+
+    def _refuse(self, why: str) -> None:
+        where = "/".join(self.path) or "SplitDense"
+        fields = f"shape={self.shape}, names={self.names}, contracted={self.contracted}"
+        raise ValueError(f"{where} with {fields}: {why}.")
+
+
+def _marked(init: Initializer, names: DimNames, shared: bool) -> Initializer:
+    return split(init, names, shared=shared) if any(names) else init
+
+
+def _axes(names: DimNames) -> tuple[str, ...]:
+    return tuple(axis for name in names for axis in axis_tuple(name))

@@ -1,0 +1,242 @@
+"""Split dense layers against flax's on one device: initial bits, values and all gradients."""
+
+import collections
+import dataclasses
+import functools
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from manualpar.inspect import trace_collectives
+from manualpar.layers import SplitDense, enter
+from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE, purpose_of
+from manualpar.sharding.mesh import make_mesh
+from manualpar.sharding.split_parameter import SplitParameter
+
+B, S, D, N, H = 2, 8, 6, 8, 3
+random_bias = nn.initializers.normal(0.5)
+
+
+class Block(nn.Module):
+    """Products as in attention and in an MLP, each added to the residual stream."""
+
+    sequence_dim: int | None = None
+    dtype: str | None = None
+
+    @nn.compact
+    def __call__(self, x_BSD: jax.Array, _: Any = None) -> tuple[jax.Array, None]:
+        dense = functools.partial(SplitDense, bias_init=random_bias, dtype=self.dtype)
+        column = functools.partial(dense, (D, N, H), (None, "model", None))
+        y_BSD = nn.LayerNorm(scale_init=random_bias, bias_init=random_bias)(x_BSD)
+        y_BSD = enter(y_BSD, "model", self.sequence_dim)
+        mixed_BSNH = jnp.tanh(column(name="query")(y_BSD)) * column(name="key")(y_BSD)
+        out = dense((N, H, D), ("model", None, None), 2, sequence_dim=self.sequence_dim, name="out")
+        return x_BSD + out(mixed_BSNH), None
+
+
+def flax_block(params: Any, x_BSD: jax.Array) -> jax.Array:
+    """`Block` of flax's own layers."""
+
+    def dense(name: str, features: Any, dims: Any, x: jax.Array) -> jax.Array:
+        layer = nn.DenseGeneral(features, axis=dims, bias_init=random_bias)
+        return layer.apply({"params": params[name]}, x)
+
+    y_BSD = nn.LayerNorm().apply({"params": params["LayerNorm_0"]}, x_BSD)
+    mixed_BSNH = jnp.tanh(dense("query", (N, H), -1, y_BSD)) * dense("key", (N, H), -1, y_BSD)
+    return x_BSD + dense("out", D, (-2, -1), mixed_BSNH)
+
+
+def specs_of(boxed: Any) -> Any:
+    """For each leaf the dims that are split over `model`."""
+
+    def spec(leaf: Any) -> P:
+        return P(*leaf.names) if isinstance(leaf, SplitParameter) else P()
+
+    return jax.tree.map(spec, boxed, is_leaf=lambda leaf: isinstance(leaf, SplitParameter))
+
+
+def make_step(model: nn.Module, boxed: Any, size: int, sequence_dim: int | None) -> Any:
+    """The loss and all gradients with `size` devices along `model`."""
+
+    def local(params: Any, x: jax.Array, weights: jax.Array) -> Any:
+        def loss(params: Any, x: jax.Array) -> jax.Array:
+            y = model.apply({"params": params}, x)[0]
+            value = (weights * jnp.sin(y)).sum().astype(jnp.float32)
+            return value if sequence_dim is None else jax.lax.psum(value, "model")
+
+        return jax.value_and_grad(loss, (0, 1))(params, x)
+
+    x = P(*[None] * (sequence_dim or 0), "model") if sequence_dim is not None else P()
+    specs = specs_of(boxed)
+    mesh = make_mesh({"model": size}, devices=jax.devices()[:size])
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(specs, x, x),
+            out_specs=(P(), (specs, x)),
+            check_vma=True,
+        )
+    )
+
+
+def make_inputs() -> tuple[jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(1))
+    x_BSD, weights_BSD = (jax.random.normal(key, (B, S, D)) for key in keys)
+    return x_BSD, weights_BSD
+
+
+def check_block(size: int, sequence_dim: int | None) -> None:
+    model = Block(sequence_dim)
+    x_BSD, weights_BSD = make_inputs()
+    boxed = Block().init(jax.random.key(0), x_BSD)["params"]
+    params = nn.meta.unbox(boxed)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return (weights_BSD * jnp.sin(flax_block(params, x))).sum()
+
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x_BSD)
+    step = make_step(model, boxed, size, sequence_dim)
+    chex.assert_trees_all_close(step(params, x_BSD, weights_BSD), expected, rtol=1e-5, atol=1e-5)
+    sent = trace_collectives(step.trace(params, x_BSD, weights_BSD))
+    purposes = [(one.kind, purpose_of(one.scope)) for one in sent]
+    if sequence_dim is None:
+        # Forward and backward one for the layer.
+        assert purposes == [("all_reduce", TENSOR_SCOPE)] * 2
+        return
+    ours = collections.Counter(purpose for purpose in purposes if purpose[1])
+    assert ours == {
+        ("all_gather", SEQUENCE_SCOPE): 2,
+        ("reduce_scatter", SEQUENCE_SCOPE): 2,
+        ("all_reduce", TENSOR_SCOPE): 1,  # Of the gradient of the bias of `out`.
+    }
+
+
+@pytest.mark.parametrize("sequence_dim", [None, 1])
+def test_split_layers_are_those_of_one_device(
+    devices8: list[jax.Device], sequence_dim: int | None
+) -> None:
+    del devices8
+    check_block(4, sequence_dim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_dim", [None, 0, 1])
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_split_layers_on_every_size(
+    devices8: list[jax.Device], size: int, sequence_dim: int | None
+) -> None:
+    del devices8
+    if sequence_dim == 0 and B % size:
+        pytest.skip("the dim does not divide")
+    check_block(size, sequence_dim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("sequence_dim", [None, 1])
+def test_in_a_scanned_and_rematerialised_loop(
+    devices8: list[jax.Device], sequence_dim: int | None, dtype: str | None
+) -> None:
+    del devices8
+    layers = nn.scan(
+        nn.remat(Block, prevent_cse=False),
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=3,
+        check_constancy_invariants=False,  # Which is a trace that forgets types.
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )
+    x_BSD, weights_BSD = make_inputs()
+    boxed = layers().init(jax.random.key(0), x_BSD)["params"]
+    params = nn.meta.unbox(boxed)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return (weights_BSD * jnp.sin(layers(dtype=dtype).apply({"params": params}, x)[0])).sum()
+
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x_BSD)
+    step = make_step(layers(sequence_dim, dtype), boxed, 4, sequence_dim)
+    tolerance = 1e-5 if dtype is None else 0.1
+    got = step(params, x_BSD, weights_BSD)
+    chex.assert_trees_all_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_initial_bits_are_those_of_flax() -> None:
+    x_BSD, _ = make_inputs()
+    for names in ((None, "model", None), (None, None, None)):
+        split = SplitDense((D, N, H), names).init(jax.random.key(0), x_BSD)["params"]
+        assert isinstance(split["kernel"], SplitParameter) == any(names)
+        dense = nn.DenseGeneral((N, H)).init(jax.random.key(0), x_BSD)["params"]
+        chex.assert_trees_all_equal(nn.meta.unbox(split), dense)
+
+
+def test_a_kernel_that_is_not_split_may_have_logical_names() -> None:
+    init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+    layer = SplitDense((4, 2), (None, None), use_bias=False, kernel_init=init)
+    params = layer.init(jax.random.key(0), jnp.ones((1, 4)))["params"]
+    assert params["kernel"].names == ("embed", "mlp")
+    assert list(params) == ["kernel"]
+
+
+COLUMN = SplitDense((4, 8), (None, "model"))
+ROW = SplitDense((8, 4), ("model", None))
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "message"),
+    [
+        (dataclasses.replace(COLUMN, names=(None,)), 4, "names=.None,., contracted=1: expected a"),
+        (dataclasses.replace(COLUMN, contracted=2), 4, "expected contracted from 1 to 1"),
+        (dataclasses.replace(COLUMN, names=("model", ("data", "model"))), 4, "an axis on one side"),
+        (dataclasses.replace(ROW, shared=True), 8, "contribute the same product"),
+        (dataclasses.replace(COLUMN, sequence_dim=1), 4, "the result is not summed. Give it to"),
+        (COLUMN, 5, r"got x of shape \(2, 5\), expected last dims \(4,\)\."),
+    ],
+)
+def test_refused(layer: SplitDense, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layer.init(jax.random.key(0), jnp.ones((2, size)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (COLUMN, "expected what enter returns. Call enter once"),
+        (ROW, r"expected last dims \(2,\): this device's part, as a column-parallel product"),
+    ],
+)
+def test_refused_on_an_axis(layer: SplitDense, message: str) -> None:
+    mesh = make_mesh({"model": 4}, devices=jax.devices()[:4])
+    x = jnp.ones((2, layer.shape[0]))
+    boxed = layer.init(jax.random.key(0), x)
+    apply = jax.shard_map(
+        layer.apply, mesh=mesh, in_specs=(specs_of(boxed), P()), out_specs=P(), check_vma=True
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(apply, nn.meta.unbox(boxed), x)
+
+
+def test_devices_share_key_heads_that_are_fewer_than_they(devices8: list[jax.Device]) -> None:
+    # Of two heads on four devices the first two have the first.
+    layer = SplitDense((D, 2, H), (None, "model", None), bias_init=random_bias, shared=True)
+    mesh = make_mesh({"model": 4}, devices=devices8[:4])
+    x_BSD, _ = make_inputs()
+    whole = nn.meta.unbox(layer.init(jax.random.key(0), x_BSD)["params"])
+
+    def init_and_apply(x: jax.Array) -> jax.Array:
+        x = enter(x, "model")
+        return layer.apply(layer.init(jax.random.key(0), x), x)
+
+    specs = {"in_specs": P(), "out_specs": P(None, None, "model")}
+    heads = jax.jit(jax.shard_map(init_and_apply, mesh=mesh, check_vma=True, **specs))(x_BSD)
+    expected = layer.apply({"params": whole}, x_BSD)
+    chex.assert_trees_all_close(heads, jnp.repeat(expected, 2, axis=2), rtol=1e-6, atol=1e-6)
+
+
+def test_it_is_hashable() -> None:
+    assert hash(COLUMN.clone(name="query", kernel_init=random_bias)) != hash(ROW)
