@@ -2,5 +2,13 @@
 
 from manualpar.layers.boundaries import enter, leave
 from manualpar.layers.dense import SplitDense
+from manualpar.layers.vocabulary import split_argmax, split_cross_entropy, split_lookup
 
-__all__ = ["SplitDense", "enter", "leave"]
+__all__ = [
+    "SplitDense",
+    "enter",
+    "leave",
+    "split_argmax",
+    "split_cross_entropy",
+    "split_lookup",
+]

@@ -1,0 +1,275 @@
+"""A vocabulary that is split over a model axis: its embedding, and the loss of its logits.
+
+Each device has the rows of some tokens of the embedding, and computes the logits of the same
+tokens. Neither rows nor logits are gathered. A lookup adds up the rows, of which one device has the
+right one and the others zeros. The cross entropy needs the largest logit, the sum of exponentials
+and the label's logit, a few numbers for each label (Megatron-LM, Shoeybi et al.,
+https://arxiv.org/abs/1909.08053, section 3).
+
+Where no axis is bound, or the table or the logits are whole by their type, these are the ordinary
+functions of one device. An index that the whole vocabulary does not have gives the same in both.
+
+The vocabulary has to divide over the devices. A model may have more columns than tokens: logits of
+-inf hide them from each of these functions.
+
+Symbols: `N` devices along the axis, `V` tokens of the vocabulary, `D` features.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from manualpar.core.collectives import gather_invariant, varying_axes
+from manualpar.layers.boundaries import bound_axes, has_lost_types, leave
+from manualpar.purposes import CROSS_ENTROPY_SCOPE
+from manualpar.sharding.axes import AxisName
+
+
+def split_lookup(
+    table: jax.Array, tokens: jax.Array, axis: AxisName | None, sequence_dim: int | None = None
+) -> jax.Array:
+    """Looks up the rows of an embedding whose rows are split over devices.
+
+    Args:
+      table: `[V/axis, D]`, this device's rows; `[V, D]` where no `shard_map` binds `axis`, or where
+        the table is the same on all devices along it by its type.
+      tokens: `int[...]`, the same on all devices along `axis`.
+      axis: The mesh axis, or tuple of axes, that the rows are split over.
+      sequence_dim: The dimension along which the result is split between layers, as for `leave`;
+        `None` if it is not.
+
+    Returns:
+      The rows, `[..., D]`, the same on all devices along `axis`; with `sequence_dim` this device's
+      part of them, `[..., S/axis, ..., D]`. A token that the table does not have gives NaN (in an
+      integer table the least number), and so does a negative one.
+
+    Raises:
+      ValueError: The tokens vary over `axis`, so that rows of different tokens would be added up;
+        the table varies over some of its axes alone; the table is whole and `sequence_dim` is
+        given; or what `leave` refuses.
+
+    Communication:
+      That of `leave`: forward one all-reduce of the rows, of which a device sends `2 (N - 1) / N`
+      of the bytes, backward none. With `sequence_dim` a reduce-scatter forward and an all-gather
+      backward.
+    """
+    axes = bound_axes("split_lookup", axis)
+    if not axes:
+        return _look_up(table, tokens)
+    if not _is_split("split_lookup", table, axes) and not has_lost_types(table):
+        if sequence_dim is not None:
+            raise ValueError(
+                f"split_lookup: sequence_dim={sequence_dim} with a table of shape {table.shape} "
+                f"that is the same on all devices along {axes} by its type, expected one whose "
+                f"rows are split over {axes}. Mark it with split, or look up this device's part of "
+                "the tokens."
+            )
+        return _look_up(table, tokens)
+    if varying_axes(tokens) & set(axes):
+        raise ValueError(
+            f"split_lookup: tokens of shape {tokens.shape} vary over {axes} by their type, "
+            "expected the same tokens on all devices along it, because the rows that the devices "
+            "find are added up. Hand in the whole sequence, and let sequence_dim split the result."
+        )
+    index, is_mine = _index_here(tokens, table.shape[0], axes)
+    rows = _look_up(table, index)
+    return leave(jnp.where(is_mine[..., None], rows, jnp.zeros_like(rows)), axes, sequence_dim)
+
+
+def split_cross_entropy(
+    logits: jax.Array,
+    labels: jax.Array,
+    *,
+    axis: AxisName | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> jax.Array:
+    """The cross entropy of labels, from logits that may be split over devices.
+
+    Without options it is `optax.softmax_cross_entropy_with_integer_labels`, and exactly that where
+    the logits are whole.
+
+    Args:
+      logits: Floating `[..., V/axis]`, this device's columns; `[..., V]` where they are whole. A
+        column of -inf has no part in the loss.
+      labels: `int[...]`, from 0 to `V - 1`, the same on all devices along `axis`. As for optax a
+        label from `-V` to -1 counts from the end, and any other gives NaN.
+      axis: The mesh axis, or tuple of axes, that the columns are split over, `()` for none; by
+        default the one that the logits vary over by their type and the labels do not.
+      label_smoothing: The share of a label that is spread evenly over all columns but those of -inf
+        (Szegedy et al., https://arxiv.org/abs/1512.00567, section 7).
+      z_loss: The factor of `log(Z)**2`, where `Z` is the sum of the exponentials, which keeps the
+        logits from drifting; 1e-4 in PaLM (Chowdhery et al., https://arxiv.org/abs/2204.02311,
+        section 5).
+
+    Returns:
+      The losses in nats, `[...]`, in the dtype of the logits, the same on all devices along `axis`.
+      Where the logits are split or an option is given they are computed in float32 or wider.
+
+    Raises:
+      ValueError: The shapes do not fit; the types do not tell the axis; or they contradict `axis`.
+      TypeError: The logits are no floats, or the labels no integers.
+
+    Communication:
+      Forward two all-reduces over `axis`, of one and of two float32 numbers for each label (four
+      with `label_smoothing`): a device sends `2 (N - 1) / N` of their bytes. Backward none.
+    """
+    _check_labels("split_cross_entropy", logits, labels)
+    if axis is None:
+        axes = vocabulary_axes(logits, labels)
+    else:
+        axes = bound_axes("split_cross_entropy", axis)
+        axes = axes if _is_split("split_cross_entropy", logits, axes) else ()
+        if varying_axes(labels) & set(axes):
+            raise ValueError(
+                f"split_cross_entropy: labels vary over {axes} by their type, expected the same "
+                "labels on all devices along it, because each device has some of their columns."
+            )
+    if not (axes or label_smoothing or z_loss):
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+    x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    top = jax.lax.stop_gradient(x).max(axis=-1)
+    if axes:
+        with jax.named_scope(CROSS_ENTROPY_SCOPE):
+            top = jax.lax.pmax(top, axes)
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    sums = [jnp.exp(x - top[..., None]).sum(axis=-1), _pick(x, labels, axes)]
+    if label_smoothing:
+        is_visible = x > -jnp.inf
+        sums += [jnp.where(is_visible, x, 0).sum(axis=-1), is_visible.sum(axis=-1, dtype=x.dtype)]
+    both = jnp.stack(sums)
+    if axes:
+        with jax.named_scope(CROSS_ENTROPY_SCOPE):
+            both = jax.lax.psum(both, axes)
+    total, target, *of_all = both
+    log_normalizer = jnp.log(total) + top
+    if label_smoothing:
+        sum_of_all, number = of_all
+        target = (1 - label_smoothing) * target + label_smoothing * (sum_of_all / number)
+    losses = log_normalizer - target
+    if z_loss:
+        losses += z_loss * log_normalizer**2
+    return losses.astype(logits.dtype)
+
+
+def split_argmax(logits: jax.Array, axis: AxisName | None) -> jax.Array:
+    """The index of the largest logit, the first of equals, of logits that may be split.
+
+    Args:
+      logits: `[..., V/axis]`, this device's columns; `[..., V]` where they are whole.
+      axis: The mesh axis, or tuple of axes, that the columns are split over.
+
+    Returns:
+      `int32[...]`, from 0 to `V - 1`, the same on all devices along `axis`. As for `jnp.argmax` NaN
+      is larger than any number.
+
+    Raises:
+      ValueError: The logits vary over some of the axes alone, or types are not checked.
+
+    Communication:
+      One all-gather over `axis` of two float32 numbers for each of the results: a device sends
+      `8 (N - 1)` bytes for each. There is no gradient.
+    """
+    axes = bound_axes("split_argmax", axis)
+    here = logits.argmax(axis=-1)
+    if not _is_split("split_argmax", logits, axes):
+        return here
+    logits = jax.lax.stop_gradient(logits)
+    # As a float an index is exact up to 2**24.
+    dtype = jnp.promote_types(logits.dtype, jnp.float32)
+    index = here + jax.lax.axis_index(axes) * logits.shape[-1]
+    pair = jnp.stack([logits.max(axis=-1).astype(dtype), index.astype(dtype)])
+    tops, indices = gather_invariant(pair[:, None], 1, axes, scope=CROSS_ENTROPY_SCOPE)
+    best = tops.argmax(axis=0, keepdims=True)
+    return jnp.take_along_axis(indices, best, axis=0)[0].astype(jnp.int32)
+
+
+def vocabulary_axes(logits: jax.Array, labels: jax.Array) -> tuple[str, ...]:
+    """The mesh axis that columns of logits are split over, by the types; `()` if they are whole.
+
+    Logits and labels vary over the axes that split the examples, and logits alone over the one that
+    splits the vocabulary.
+
+    Raises:
+      ValueError: The labels are constants, or logits vary over several more axes, so that types do
+        not tell.
+    """
+    axes = varying_axes(logits) - varying_axes(labels)
+    if axes and not varying_axes(labels):
+        raise ValueError(
+            f"split_cross_entropy: logits of shape {logits.shape} vary over {sorted(axes)} by "
+            "their type and labels over no axis, so that types do not tell which axis splits the "
+            "vocabulary. Name it, axis='model', or axis=() if the logits are whole."
+        )
+    if len(axes) > 1:
+        raise ValueError(
+            f"split_cross_entropy: logits of shape {logits.shape} vary over {sorted(axes)} by "
+            "their type and labels do not, expected one axis that splits the vocabulary. If the "
+            "columns are split over several, name these in order, axis=('model', 'expert'); "
+            "otherwise something on the way to the logits has not been summed: apply leave to it."
+        )
+    return tuple(axes)
+
+
+def _look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """The rows of a table; NaN for an index that it does not have."""
+    # In explicit mode a gather needs the sharding of its result: that of the indices.
+    names = jax.typeof(indices).sharding.spec
+    spec = PartitionSpec(*names, None) if any(names) else None
+    rows = table.at[indices]
+    return rows.get(mode="fill", wrap_negative_indices=False, out_sharding=spec)
+
+
+def _pick(x: jax.Array, labels: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The labels' logits; where columns are split, 0 on all devices but one."""
+    size = x.shape[-1] * (jax.lax.axis_size(axes) if axes else 1)
+    labels = labels.astype(jnp.int32)
+    index, is_mine = _index_here(jnp.where(labels < 0, labels + size, labels), x.shape[-1], axes)
+    # A negative index would count from the end.
+    index = jnp.where(index < 0, x.shape[-1], index)
+    picked = jnp.take_along_axis(x, index[..., None], axis=-1, mode="fill")[..., 0]
+    return jnp.where(is_mine, picked, 0)
+
+
+def _index_here(
+    indices: jax.Array, size: int, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Indices into this device's part of a split dim, and which of them are this device's.
+
+    An index that the whole dim does not have belongs to the first or the last device. Its part has
+    no such index either.
+    """
+    indices = indices.astype(jnp.int32)
+    if not axes:
+        return indices, jnp.ones_like(indices, bool)
+    here = jax.lax.axis_index(axes)
+    owner = jnp.clip(indices // size, 0, jax.lax.axis_size(axes) - 1)
+    return indices - here * size, owner == here
+
+
+def _is_split(function: str, x: jax.Array, axes: tuple[str, ...]) -> bool:
+    """Whether `x` varies over the axes by its type; raises if it varies over some of them only."""
+    varying = varying_axes(x) & set(axes)
+    if varying and varying != set(axes):
+        raise ValueError(
+            f"{function}: an array of shape {x.shape} varies over {sorted(varying)} by its type, "
+            f"expected all of {axes} or none. Name the axes that its dimension is split over."
+        )
+    return bool(varying)
+
+
+def _check_labels(function: str, logits: jax.Array, labels: jax.Array) -> None:
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"{function}: labels have the shape {labels.shape}, expected {logits.shape[:-1]}: one "
+            f"for each row of the logits {logits.shape}. Where a sequence is split, enter the "
+            "whole of it before the head."
+        )
+    dtypes = (logits.dtype, labels.dtype)
+    if not jnp.issubdtype(dtypes[0], jnp.floating) or not jnp.issubdtype(dtypes[1], jnp.integer):
+        raise TypeError(
+            f"{function}: logits are {dtypes[0]} and labels {dtypes[1]}, expected floats and "
+            "integers."
+        )
