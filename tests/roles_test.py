@@ -11,10 +11,10 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar import Batch, fsdp, make_mesh
+from manualpar import Batch, abstract_mesh, fsdp, make_mesh
 from manualpar.core.gradients import accumulate, split_minibatches, unrolled
 from manualpar.modes.manual import Manual
-from manualpar.sharding.layout import Placement, complete
+from manualpar.sharding.layout import ParameterInfo, Placement, complete
 from manualpar.sharding.roles import AxisRoles
 from manualpar.sharding.splitting import check_batch
 
@@ -43,11 +43,27 @@ def test_an_axis_has_a_role():
     assert TOKENS.data_axes == ("data", "context")
 
 
+def parameter(names, split_axes=()):
+    shape = (8,) * len(names)
+    return ParameterInfo("p", shape, jnp.float32, names, frozenset(), frozenset(split_axes))
+
+
 def test_a_placement_follows_from_the_roles():
-    placement = complete(Placement(("expert", ("data", "context"), "model")), TOKENS)
+    mesh = abstract_mesh({"data": 2, "context": 4, "expert": 2, "model": 2}, 32)
+    names = ("expert", ("data", "context"), "model")
+    placement = complete(Placement(names), parameter(names), TOKENS, mesh)
     assert placement.mean_axes == ("data", "context")
     assert placement.storage_axes == ("model",)
     assert (placement.sum_axes, placement.divisor) == ((), 1)
+
+
+def test_a_split_parameter_is_neither_gathered_nor_averaged_over_its_axes():
+    mesh = abstract_mesh({"data": 2, "context": 4, "expert": 2, "model": 2}, 32)
+    info = parameter(("context", None, "model"), {"context", "model"})
+    placement = complete(Placement(("context", "data", "model")), info, TOKENS, mesh)
+    assert placement.mean_axes == ("data",)
+    assert placement.storage_axes == ()
+    assert placement.divisor == 4
 
 
 @pytest.mark.parametrize(
@@ -94,7 +110,11 @@ def test_a_dim_besides_the_first_may_be_split(devices8):
         program.step,
         roles=TOKENS,
         mode=mode,
-        placements=jax.tree.map(lambda p: complete(p, TOKENS), program.step.placements),
+        placements=jax.tree.map(
+            lambda info, p: complete(p, info, TOKENS, mesh),
+            program.step.model.parameters,
+            program.step.placements,
+        ),
         num_minibatches=2,
     )
     state = program.init(jax.random.key(0))

@@ -13,6 +13,7 @@ are those of the padded array, and the value that leaves a box has the parameter
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -24,15 +25,16 @@ from jax.ad_checkpoint import checkpoint_name
 from manualpar.core.collectives import (
     AS_STORED,
     Wire,
+    cast_to_varying,
     gather_array_with_mean_grads,
     gather_invariant,
     scatter_mean,
 )
 from manualpar.purposes import NEW_PARAMS_SCOPE
-from manualpar.sharding.axes import AxisName, axis_tuple, is_axis_bound
+from manualpar.sharding.axes import AxisName, Names, axis_tuple, is_axis_bound
+from manualpar.sharding.split_parameter import take_shared
 from manualpar.user_model.array_box import ArrayBox
 
-Names = tuple[AxisName | None, ...]
 # The name, as in `jax.ad_checkpoint.checkpoint_name`, of every value that leaves a box.
 GATHERED = "gathered_parameter"
 
@@ -58,6 +60,8 @@ class ShardedParameter(ArrayBox, eq=False):
       storage_axes: The mesh axes to gather over along which devices see the same examples. They
         only share the storage, and each device keeps its part of the gradient. A dimension that is
         sharded over any other axis stays sharded.
+      shared_names: For each dimension the mesh axes whose devices share its entries, see
+        `split_parameter.split`; `()` if there are none.
       padding: The number of zeros at the end of each dimension of the gathered array; `()` if there
         are none. Only dimensions sharded over `gather_axes` have some.
       wire: The dtypes that travel, and the order of the axes.
@@ -66,6 +70,7 @@ class ShardedParameter(ArrayBox, eq=False):
     names: Names = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
     gather_axes: tuple[str, ...] = flax.struct.field(default=(), pytree_node=False)
     storage_axes: tuple[str, ...] = flax.struct.field(default=(), pytree_node=False)
+    shared_names: Names = flax.struct.field(default=(), pytree_node=False)
     padding: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
     wire: Wire = flax.struct.field(default=AS_STORED, pytree_node=False)
 
@@ -74,12 +79,15 @@ class ShardedParameter(ArrayBox, eq=False):
 
         Communication:
           One all-gather for each dimension sharded over `gather_axes` or `storage_axes`, see
-          `gather_array_with_mean_grads` and `gather_invariant`.
+          `gather_array_with_mean_grads` and `gather_invariant`; that of `take_shared`.
         """
         del apply_constraint  # That is for automatic axes; here the mesh axes are manual.
-        if not any(is_axis_bound(axis) for axis in (*self.gather_axes, *self.storage_axes)):
+        shared_axes = tuple(axis for name in self.shared_names for axis in axis_tuple(name))
+        if not any(map(is_axis_bound, (*self.gather_axes, *self.storage_axes, *shared_axes))):
             return self.value
         value = self.value
+        if shared_axes:  # Before it is gathered, because a slice is less.
+            value = take_shared(cast_to_varying(value, shared_axes), self.shared_names)
         for dim, name in enumerate(self.names):
             axes = axis_tuple(name)
             if set(axes) & set(self.gather_axes):
@@ -95,14 +103,13 @@ class ShardedParameter(ArrayBox, eq=False):
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
         """Names a dim that `nn.scan` or `nn.vmap` adds: a mesh axis in its metadata, or `None`."""
-        names, padding = list(self.names), list(self.padding)
-        index %= len(names) + 1
+        index %= len(self.names) + 1
         name = params.get(nn.PARTITION_NAME)
         is_mesh_axis = bool(axis_tuple(name)) and all(map(is_axis_bound, axis_tuple(name)))
-        names.insert(index, name if is_mesh_axis else None)
-        if padding:
-            padding.insert(index, 0)
-        return self.replace(names=tuple(names), padding=tuple(padding))
+        return self._with_dims(
+            lambda entries, new: (*entries[:index], new, *entries[index:]),
+            name if is_mesh_axis else None,
+        )
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
         """Forgets a dim that `nn.scan` or `nn.vmap` takes away.
@@ -110,11 +117,8 @@ class ShardedParameter(ArrayBox, eq=False):
         Raises:
           ValueError: The dimension would have to be gathered.
         """
-        names, padding = list(self.names), list(self.padding)
-        index %= len(names)
-        name = names.pop(index)
-        if padding:
-            padding.pop(index)
+        index %= len(self.names)
+        name = self.names[index]
         if set(axis_tuple(name)) & {*self.gather_axes, *self.storage_axes}:
             raise ValueError(
                 f"ShardedParameter: nn.scan or nn.vmap runs over dim {index} of a parameter with "
@@ -122,7 +126,17 @@ class ShardedParameter(ArrayBox, eq=False):
                 f"which is sharded over {name!r}: no device has all of its slices. Shard another "
                 "dim of it."
             )
-        return self.replace(names=tuple(names), padding=tuple(padding))
+        return self._with_dims(lambda entries, _: (*entries[:index], *entries[index + 1 :]), None)
+
+    def _with_dims(
+        self, change: Callable[[Any, Any], tuple[Any, ...]], name: AxisName | None
+    ) -> "ShardedParameter":
+        """The box with `change(entries, new)` for what it says of each dimension."""
+        return self.replace(
+            names=change(self.names, name),
+            shared_names=change(self.shared_names, None) if self.shared_names else (),
+            padding=change(self.padding, 0) if self.padding else (),
+        )
 
     def gather_data_axes(self) -> "ShardedParameter":
         """The box of the value that is gathered over `gather_axes` and cast.

@@ -222,6 +222,9 @@ def _design(
     def place(info: ParameterInfo) -> Placement:
         return place_parameter(strategy, info, shard_axes, mesh)
 
+    def place_completely(info: ParameterInfo) -> Placement:
+        return complete(place(info), info, roles, mesh)
+
     def is_gathered(info: ParameterInfo) -> bool:
         placement = place(info)
         return len(placement.spec) > 0 or (wire.casts and not placement.keep)
@@ -240,7 +243,7 @@ def _design(
     )
     if user_model.keeps_types:  # What the model's initialisers shard stays so where it is used.
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
-    placements = jax.tree.map(lambda info: complete(place(info), roles), user_model.parameters)
+    placements = jax.tree.map(place_completely, user_model.parameters)
     states = _States(user_model, tx, placements)
     step = Step(
         strategy=strategy,

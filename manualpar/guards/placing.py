@@ -5,7 +5,7 @@ from jax.sharding import Mesh
 from manualpar.core.strategy import Sends, Strategy
 from manualpar.guards.options import check_choice
 from manualpar.sharding.axes import axes_size, axis_tuple
-from manualpar.sharding.layout import ParameterInfo, Placement
+from manualpar.sharding.layout import ParameterInfo, Placement, split_names
 
 
 def check_strategy(strategy: Strategy, num_minibatches: int) -> None:
@@ -43,6 +43,9 @@ def place_parameter(
       TypeError: It is no `Placement`.
     """
     what = f"{strategy.name}: place of parameter {info.path!r} of shape {info.shape}"
+    axes = tuple(axis for axis in axes if axis not in info.split_axes)
+    if not axes:  # It is split over all that there are.
+        return Placement(info.names)
     try:
         placement = strategy.place(info, axes, axes_size(mesh, axes))
     except Exception as error:
@@ -56,6 +59,16 @@ def place_parameter(
     ):
         if len(names) != len(info.shape):
             raise ValueError(f"{what} has {field}={names}, expected one for each dimension.")
+        if any(names[d] != n for d, n in enumerate(split_names(info)) if n):
+            raise ValueError(
+                f"{what} has {field}={names}, expected {split_names(info)} to stay: the model "
+                "computes with the shards of these dims. Shard another."
+            )
+        if any(names[dim] for dim in info.whole_dims):
+            raise ValueError(
+                f"{what} has {field}={names}, expected dims {sorted(info.whole_dims)} to stay "
+                "whole, because a loop runs over them or devices share their entries."
+            )
         used = [axis for name in names for axis in axis_tuple(name)]
         if len(set(used)) < len(used) or not set(used) <= set(mesh.shape):
             raise ValueError(

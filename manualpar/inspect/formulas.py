@@ -20,8 +20,13 @@ parameters are dropped after the forward pass, it is therefore the most that is 
 kernel of the first layer are not gathered again. A parameter that is used several times is gathered
 for each use (once, if it is kept), and a replicated one costs the same however often it is used.
 
-Not counted are collectives of metrics, of examples and their number, and of other collections, and
-those that the compiler inserts for an optimizer that is not elementwise.
+A parameter that is split (see `manualpar.sharding.split_parameter`) is not gathered over the axes
+that it is split over, and `P` is what a device has of it. Where `K` entries are shared by `N`
+devices, `1 / K` of the parameter is gathered, and its gradient is summed in each minibatch:
+`2 b P (N - 1) / N` over these axes.
+
+Not counted are collectives of layers that are split, of metrics, of examples and their number, and
+of other collections, and those that the compiler inserts for an optimizer that is not elementwise.
 """
 
 import math
@@ -32,21 +37,27 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from manualpar.core.partitioning import Names
 from manualpar.core.program import Program
 from manualpar.inspect.communication import Collective, ring_bytes
 from manualpar.purposes import (
     COLLECTIONS_SCOPE,
     COUNT_SCOPE,
+    CROSS_ENTROPY_SCOPE,
     EXAMPLES_SCOPE,
+    EXPERT_SCOPE,
     METRICS_SCOPE,
     NONFINITE_SCOPE,
+    SEQUENCE_SCOPE,
+    TENSOR_SCOPE,
 )
-from manualpar.sharding.axes import axes_size, axis_tuple
+from manualpar.sharding.axes import Names, axes_size, axis_tuple
 from manualpar.sharding.layout import ParameterInfo, Placement
 
 # The scopes of what a step sends besides parameters and gradients.
-OTHER_SCOPES = (METRICS_SCOPE, COUNT_SCOPE, COLLECTIONS_SCOPE, NONFINITE_SCOPE, EXAMPLES_SCOPE)
+OTHER_SCOPES = (
+    *(METRICS_SCOPE, COUNT_SCOPE, COLLECTIONS_SCOPE, NONFINITE_SCOPE, EXAMPLES_SCOPE),
+    *(TENSOR_SCOPE, SEQUENCE_SCOPE, CROSS_ENTROPY_SCOPE, EXPERT_SCOPE),
+)
 
 
 def step_bytes(program: Program) -> dict[tuple[str, ...], Fraction]:
@@ -116,7 +127,14 @@ def _of_parameter(
 
     shard = _local_elements(program, info, place.names, place.parameter_padding)
     itemsize = gathered if once_a_step else stored
-    for gather in _gathers(program, info, place.names, shard, data_first=once_a_step):
+    if shared := tuple(axis for name in place.shared_names for axis in axis_tuple(name)):
+        # Each device uses a slice of what it has; the gradients of all slices are summed.
+        has = shard * (_data_shards(program, place) if once_a_step else 1)
+        yield shared, m * ring_bytes("all_reduce", has * itemsize, axes_size(program.mesh, shared))
+    if shared and not once_a_step:
+        named = zip(info.shape, place.shared_names, strict=True)
+        shard //= math.prod(entries for entries, name in named if name)
+    for gather in _gathers(program, info, place, place.names, shard, data_first=once_a_step):
         itemsize = gathered if gather.is_data else itemsize
         if gather.is_data and gather.axis_size == 1:  # Nothing is gathered over one device.
             continue
@@ -127,7 +145,7 @@ def _of_parameter(
 
     shard = _local_elements(program, info, place.sharded_names, place.padding)
     if place.state_names is not None or once_a_step:  # The gradient of a whole parameter.
-        for gather in _gathers(program, info, place.sharded_names, shard, data_first=True):
+        for gather in _gathers(program, info, place, place.sharded_names, shard, data_first=True):
             if gather.is_data:
                 if gather.axis_size > 1:
                     yield gather.axes, sends.scatters * gather.bytes_sent(reduced)
@@ -141,10 +159,16 @@ def _of_parameter(
 
 
 def _gathers(
-    program: Program, info: ParameterInfo, names: Names, shard: int, *, data_first: bool
+    program: Program,
+    info: ParameterInfo,
+    place: Placement,
+    names: Names,
+    shard: int,
+    *,
+    data_first: bool,
 ) -> list[_DimGather]:
-    """The gathers, in their order, that make a parameter whole of which a device has `shard`."""
-    dims = [axis_tuple(name) for name in names if axis_tuple(name)]
+    """The gathers, in their order, that make a parameter what the model computes with."""
+    dims = [axes for axes in map(axis_tuple, names) if axes and not place.split_axes & {*axes}]
     is_data = [bool(set(axes) & set(program.data_axes)) for axes in dims]
     if sum(is_data) > 1:
         raise ValueError(
@@ -159,6 +183,12 @@ def _gathers(
             gathers.append(_DimGather(some, size, shard, data))
             shard *= size
     return gathers
+
+
+def _data_shards(program: Program, place: Placement) -> int:
+    """Over how many devices a parameter is sharded that is gathered over the batch's axes."""
+    axes = [axis for name in place.names for axis in axis_tuple(name) if axis in place.mean_axes]
+    return axes_size(program.mesh, tuple(axes))
 
 
 def _local_elements(

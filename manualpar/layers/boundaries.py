@@ -55,6 +55,7 @@ def enter(x: jax.Array, axis: AxisName | None, sequence_dim: int | None = None) 
         _check(
             "enter",
             x,
+            axes,
             not varying_axes(x) & set(axes),
             f"varies over {axes} by its type, expected the same on all devices along it. What a "
             "row-parallel product returns has to be summed first: apply leave to it; and enter an "
@@ -65,6 +66,7 @@ def enter(x: jax.Array, axis: AxisName | None, sequence_dim: int | None = None) 
     _check(
         "enter",
         x,
+        axes,
         set(axes) <= varying_axes(x),
         f"is the same on all devices along {axes} by its type, expected a part of a sequence that "
         f"is split along dim {sequence_dim}. Leave sequence_dim out, or have leave scatter it",
@@ -103,6 +105,7 @@ def leave(x: jax.Array, axis: AxisName | None, sequence_dim: int | None = None) 
     _check(
         "leave",
         x,
+        axes,
         set(axes) <= varying_axes(x),
         f"is the same on all devices along {axes} by its type, expected what each device "
         "contributes to a sum: its product with a split parameter. The sum of equal values is as "
@@ -134,12 +137,15 @@ def bound_axes(function: str, axis: AxisName | None) -> tuple[str, ...]:
     return axes
 
 
-def has_lost_types(x: jax.Array) -> bool:
-    """Whether `x` is traced by `nn.scan`'s first look at its body, which forgets the types."""
-    # The loop itself is traced after it, with types. Both tracers' classes are private to JAX.
-    return not varying_axes(x) and type(x).__name__ == "JaxprTracer"
+def has_lost_types(x: jax.Array, axes: tuple[str, ...]) -> bool:
+    """Whether `x` may be of `nn.scan`'s first look at its body, in which values have no types.
+
+    (The loop itself is traced after it, with types.) Activations vary over the axes that split the
+    batch at least, if there are others than `axes`.
+    """
+    return not varying_axes(x) and set(jax.sharding.get_abstract_mesh().manual_axes) > set(axes)
 
 
-def _check(function: str, x: jax.Array, fits: bool, why: str) -> None:
-    if not fits and not has_lost_types(x):
+def _check(function: str, x: jax.Array, axes: tuple[str, ...], fits: bool, why: str) -> None:
+    if not fits and not has_lost_types(x, axes):
         raise ValueError(f"{function}: x of shape {x.shape} {why}.")

@@ -30,8 +30,8 @@ from jax.typing import DTypeLike
 
 from manualpar.core.collectives import varying_axes
 from manualpar.layers.boundaries import bound_axes, enter, has_lost_types, leave
-from manualpar.sharding.axes import axis_tuple
-from manualpar.sharding.split_parameter import DimNames, split
+from manualpar.sharding.axes import Names, axis_tuple
+from manualpar.sharding.split_parameter import split
 
 Initializer = Callable[..., Any]
 
@@ -59,7 +59,7 @@ class SplitDense(nn.Module):
     """
 
     shape: tuple[int, ...]
-    names: DimNames
+    names: Names
     contracted: int = 1
     _: dataclasses.KW_ONLY
     use_bias: bool = True
@@ -142,7 +142,7 @@ class SplitDense(nn.Module):
             mend = ": this device's part, as a column-parallel product returns it" * is_whole
             self._refuse(f"got x of shape {x.shape}, expected last dims {expected}{mend}")
         axes = bound_axes("SplitDense", outputs)
-        if not set(axes) <= varying_axes(x) and not has_lost_types(x):
+        if not set(axes) <= varying_axes(x) and not has_lost_types(x, axes):
             self._refuse(
                 f"got x of shape {x.shape}, the same on all devices along {axes} by its type, "
                 "expected what enter returns. Call enter once for all products of the same input"
@@ -154,9 +154,9 @@ class SplitDense(nn.Module):
         raise ValueError(f"{where} with {fields}: {why}.")
 
 
-def _marked(init: Initializer, names: DimNames, shared: bool) -> Initializer:
+def _marked(init: Initializer, names: Names, shared: bool) -> Initializer:
     return split(init, names, shared=shared) if any(names) else init
 
 
-def _axes(names: DimNames) -> tuple[str, ...]:
+def _axes(names: Names) -> tuple[str, ...]:
     return tuple(axis for name in names for axis in axis_tuple(name))

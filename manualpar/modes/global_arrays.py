@@ -11,6 +11,7 @@ mask for it.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -23,7 +24,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from manualpar.collection_sync import CollectionSync
 from manualpar.core.partitioning import (
-    Names,
     ShardedParameter,
     boxed_axes,
     cast_floating,
@@ -34,7 +34,7 @@ from manualpar.core.partitioning import (
 from manualpar.core.strategy import Mode
 from manualpar.modes.manual import Manual, register_mode
 from manualpar.purposes import GATHER_SCOPE, NEW_PARAMS_SCOPE, SCATTER_SCOPE
-from manualpar.sharding.axes import axes_size, axis_tuple, with_axis_types
+from manualpar.sharding.axes import Names, axes_size, axis_tuple, with_axis_types
 from manualpar.sharding.layout import Placement, map_in_scopes, names_to_spec
 from manualpar.sharding.splitting import check_minibatches
 from manualpar.user_model.loss_function import Metrics
@@ -230,6 +230,18 @@ class Explicit(GlobalArrays):
                 )(*args)
 
         return run
+
+    def box(self, place: Placement, x: jax.Array, *, as_state: bool = False) -> Any:
+        """A box that makes the parameter whole: layers that know of no axis cannot compute with it.
+
+        (Their global products would contract dims that types shard.)
+        """
+        names = place.names if place.split_axes else ()
+        split = [axis for name in names for axis in axis_tuple(name) if axis in place.split_axes]
+        storage_axes = (*place.storage_axes, *split)
+        return super().box(
+            dataclasses.replace(place, storage_axes=storage_axes), x, as_state=as_state
+        )
 
     def _reshape(self, x: jax.Array, shape: tuple[int, ...], *names: Any) -> jax.Array:
         return jax.lax.reshape(x, shape, out_sharding=_full_spec(shape, names))

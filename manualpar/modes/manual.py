@@ -19,7 +19,6 @@ from manualpar.collection_sync import CollectionSync, sync_collections
 from manualpar.core.collectives import AS_STORED, Wire
 from manualpar.core.gradients import reduce_gradient, sync_metrics
 from manualpar.core.partitioning import (
-    Names,
     ShardedParameter,
     boxed_axes,
     replicate_shards,
@@ -29,7 +28,7 @@ from manualpar.core.partitioning import (
 from manualpar.core.strategy import Mode
 from manualpar.rng import fold_rng_over_axis
 from manualpar.sharding.annotations import Rules
-from manualpar.sharding.axes import axis_tuple
+from manualpar.sharding.axes import Names, axis_tuple
 from manualpar.sharding.layout import Placement, map_in_scopes, param_specs, state_specs
 from manualpar.sharding.splitting import split_minibatches
 from manualpar.user_model.loss_function import Metrics
@@ -115,13 +114,14 @@ class Manual:
         padding = place.padding if as_state else place.parameter_padding
         # A complex parameter travels as it is.
         wire = self.wire if jnp.issubdtype(x.dtype, jnp.floating) else self.wire.uncast
-        if not wire.casts and not any(map(axis_tuple, names)):
+        if not wire.casts and not any(map(axis_tuple, (*names, *place.shared_names))):
             return x
         return self._make_box(
             x,
             names,
             gather_axes=place.mean_axes,
             storage_axes=place.storage_axes,
+            shared_names=place.shared_names,
             padding=padding,
             wire=wire,
         )

@@ -20,8 +20,8 @@ from typing import Any
 import flax.linen as nn
 from jax.sharding import Mesh, PartitionSpec
 
-from manualpar.core.partitioning import Names
-from manualpar.sharding.axes import AxisName, axes_size, axis_tuple, written_with
+from manualpar.sharding.axes import AxisName, Names, axes_size, axis_tuple, written_with
+from manualpar.sharding.split_parameter import SplitParameter, names_on
 
 Rules = tuple[tuple[str, AxisName | None], ...]
 
@@ -93,6 +93,8 @@ def mesh_names(
     if len(names) > len(shape):
         raise ValueError(f"{where}, expected no more than one for each dimension.")
     names = (*names, *(None,) * (len(shape) - len(names)))
+    if isinstance(box, SplitParameter):
+        names, _ = names_on(where, shape, names, mesh.shape, shared=box.shared)
     is_logical = isinstance(box, nn.LogicallyPartitioned)
     if is_logical:
         rules = (*check_rules(f"model: parameter {path!r}", box.rules or (), mesh), *rules)

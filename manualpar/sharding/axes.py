@@ -14,6 +14,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 AxisName = str | tuple[str, ...]
+# For each dimension of an array the axis, or tuple of axes, that it is sharded over, or `None`.
+Names = tuple[AxisName | None, ...]
 
 
 def axis_tuple(axis_name: AxisName | Sequence[str] | None) -> tuple[str, ...]:

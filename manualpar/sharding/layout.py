@@ -13,10 +13,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from manualpar.core.partitioning import Names, choose_shard_dim, is_box, unpad_leaf
+from manualpar.core.partitioning import choose_shard_dim, is_box, unpad_leaf
 from manualpar.sharding.annotations import Rules, mesh_names
-from manualpar.sharding.axes import axis_tuple
+from manualpar.sharding.axes import Names, axes_size, axis_tuple
 from manualpar.sharding.roles import AxisRoles
+from manualpar.sharding.split_parameter import SplitParameter, names_on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,10 @@ class ParameterInfo:
       names: The mesh axes that the model's annotation shards each dimension over.
       loop_dims: The dimensions that `nn.scan` or `nn.vmap` run over: each use of the parameter sees
         one slice.
+      split_axes: Those of the mesh axes in `names` over which the model computes with its shards,
+        see `split_parameter.split`. Over the others it is gathered where it is used.
+      shared_names: For each dimension the mesh axes whose devices share its entries; `()` if there
+        are none.
     """
 
     path: str
@@ -37,6 +42,13 @@ class ParameterInfo:
     dtype: Any
     names: Names
     loop_dims: frozenset[int]
+    split_axes: frozenset[str] = frozenset()
+    shared_names: Names = ()
+
+    @property
+    def whole_dims(self) -> frozenset[int]:
+        """The dimensions that must stay whole, because each use sees one slice of them."""
+        return self.loop_dims | {dim for dim, name in enumerate(self.shared_names) if name}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +76,8 @@ class Placement:
         whose mean is meant.
       storage_axes: The mesh axes that only share the storage: the parameter is gathered over them
         where it is used.
+      split_axes: The mesh axes over which the model computes with its shards.
+      shared_names: As in `ParameterInfo`.
     """
 
     names: Names
@@ -75,6 +89,8 @@ class Placement:
     sum_axes: tuple[str, ...] = ()
     divisor: int = 1
     storage_axes: tuple[str, ...] = ()
+    split_axes: frozenset[str] = frozenset()
+    shared_names: Names = ()
 
     @property
     def sharded_names(self) -> Names:
@@ -129,7 +145,7 @@ def shard_largest_dim(
     What `keep_gathered` names is kept. What `replicate` names is whole, annotated or not.
     """
     if any(is_inside(parameter.path, name) for name in replicate):
-        return Placement((None,) * len(parameter.shape), "named by replicate", keep=True)
+        return Placement(split_names(parameter), "named by replicate", keep=True)
     keep = any(is_inside(parameter.path, name) for name in keep_gathered)
     if set(axes) & {axis for name in parameter.names for axis in axis_tuple(name)}:
         return Placement(parameter.names, keep=keep)
@@ -139,7 +155,7 @@ def shard_largest_dim(
         parameter.names,
         axis_size,
         min_weight_size=min_weight_size,
-        excluded_dims=parameter.loop_dims,
+        excluded_dims=parameter.whole_dims,
         pad=pad,
     )
     if dim is None:
@@ -151,6 +167,12 @@ def shard_largest_dim(
     name = axes[0] if len(axes) == 1 else axes
     names = (*parameter.names[:dim], name, *parameter.names[dim + 1 :])
     return Placement(names, note, padding=padding, keep=keep)
+
+
+def split_names(parameter: ParameterInfo) -> Names:
+    """The names of a parameter's dimensions without those that only share its storage."""
+    split = parameter.split_axes
+    return tuple(n if split.issuperset(axis_tuple(n)) else None for n in parameter.names)
 
 
 def is_inside(path: str, name: str) -> bool:
@@ -185,13 +207,22 @@ def shard_state_only(
     return dataclasses.replace(sharded, names=parameter.names, state_names=sharded.names)
 
 
-def complete(placement: Placement, roles: AxisRoles) -> Placement:
+def complete(
+    placement: Placement, parameter: ParameterInfo, roles: AxisRoles, mesh: Mesh
+) -> Placement:
     """A strategy's placement with how the parameter is gathered and its gradient reduced."""
     axes = [axis for name in placement.names for axis in axis_tuple(name)]
+    split = parameter.split_axes
     return dataclasses.replace(
         placement,
-        mean_axes=roles.data_axes,
-        storage_axes=tuple(axis for axis in axes if roles.role_of(axis) == "storage"),
+        mean_axes=tuple(axis for axis in roles.data_axes if axis not in split),
+        # The shard has met the examples of all devices along these axes, and autodiff has summed.
+        divisor=axes_size(mesh, tuple(axis for axis in roles.data_axes if axis in split)),
+        storage_axes=tuple(
+            axis for axis in axes if roles.role_of(axis) == "storage" and axis not in split
+        ),
+        split_axes=split,
+        shared_names=parameter.shared_names,
     )
 
 
@@ -216,6 +247,10 @@ def describe_parameters(
         names: Names = (None,) * value.ndim
         if is_box(x):
             names = mesh_names(key, x, value.shape, loop_dims=dims, mesh=mesh, rules=rules)
+        if isinstance(x, SplitParameter):
+            axes = frozenset(axis for name in names for axis in axis_tuple(name))
+            _, shared = names_on(key, value.shape, x.names, mesh.shape, shared=x.shared)
+            return ParameterInfo(key, value.shape, value.dtype, names, dims, axes, shared)
         for dim, name in enumerate(names):
             split = set(axis_tuple(name)) & set(data_axes)
             if split and set(axis_tuple(name)) - split:
@@ -251,6 +286,11 @@ def like_params(tree: Any, params: Any, values: Any, default: Any) -> Any:
         return default
 
     return jax.tree_util.tree_map_with_path(value, tree)
+
+
+def computed_specs(infos: Any) -> Any:
+    """The tree of parameters with the `PartitionSpec` of what the model computes with."""
+    return jax.tree.map(lambda info: names_to_spec(split_names(info)), infos)
 
 
 def param_specs(placements: Any) -> Any:

@@ -21,10 +21,7 @@ import flax.linen as nn
 import flax.struct
 import jax
 
-from manualpar.sharding.axes import AxisName, axis_tuple, is_axis_bound
-
-# For each dimension the mesh axis, or tuple of axes, or `None`.
-DimNames = tuple[AxisName | None, ...]
+from manualpar.sharding.axes import AxisName, Names, axis_tuple, is_axis_bound
 
 
 class SplitParameter(nn.Partitioned):
@@ -36,7 +33,7 @@ class SplitParameter(nn.Partitioned):
       shared: Whether devices may share slices of a dimension that has fewer than there are devices.
     """
 
-    names: DimNames = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
+    names: Names = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
     shared: bool = flax.struct.field(default=False, pytree_node=False)
 
     def unbox(self, apply_constraint: bool = True) -> Any:
@@ -59,7 +56,7 @@ class SplitParameter(nn.Partitioned):
         return self.replace(names=tuple(names))
 
 
-def split(init: Callable[..., Any], names: DimNames, *, shared: bool = False) -> Callable[..., Any]:
+def split(init: Callable[..., Any], names: Names, *, shared: bool = False) -> Callable[..., Any]:
     """Makes an initializer that marks its parameter as split over mesh axes.
 
     ```python
@@ -111,11 +108,11 @@ def split(init: Callable[..., Any], names: DimNames, *, shared: bool = False) ->
 def names_on(
     where: str,
     shape: tuple[int, ...],
-    names: DimNames,
+    names: Names,
     sizes: Mapping[str, int],
     *,
     shared: bool,
-) -> tuple[DimNames, DimNames]:
+) -> tuple[Names, Names]:
     """How a split parameter lies on a mesh.
 
     Args:
@@ -151,7 +148,7 @@ def names_on(
     return tuple(split_names), tuple(shared_names) if any(shared_names) else ()
 
 
-def take_shared(x: jax.Array, shared_names: DimNames) -> jax.Array:
+def take_shared(x: jax.Array, shared_names: Names) -> jax.Array:
     """This device's entry, which it shares with others, along each dimension that has a name.
 
     Communication:
@@ -166,5 +163,5 @@ def take_shared(x: jax.Array, shared_names: DimNames) -> jax.Array:
     return x
 
 
-def _axes(names: DimNames) -> list[str]:
+def _axes(names: Names) -> list[str]:
     return [axis for name in names for axis in axis_tuple(name)]

@@ -51,8 +51,8 @@ def find_loop_dims(
                 return value
             dims = _Notes(notes.setdefault(path_name(path), set()))
             names = tuple(map(str, range(x.ndim)))
-            witness = jnp.zeros(x.shape) if gathers_in_loss else None
-            own = {"notes": dims, "whole_shape": x.shape, "witness": witness}
+            witness = jnp.zeros(value.shape) if gathers_in_loss else None
+            own = {"notes": dims, "whole_shape": value.shape, "witness": witness}
             return _Probe(value, names, dtype=x.dtype, **own)
 
         def box_all(values: Any) -> Any:

@@ -19,9 +19,11 @@ from manualpar.core.partitioning import is_box
 from manualpar.modes.manual import Manual
 from manualpar.sharding.layout import (
     ParameterInfo,
+    computed_specs,
     describe_parameters,
     strip_boxes,
 )
+from manualpar.sharding.split_parameter import SplitParameter, take_shared
 from manualpar.user_model.adapter import Model, ModelAdapter, Phase, adapt
 from manualpar.user_model.axis_names import check_axis_aliases
 from manualpar.user_model.carried_collections import CarryingApply, find_carried_collections
@@ -129,34 +131,54 @@ def study(
     init, variables = initialisation(
         adapted, batch, batch_specs, mode, init_args=init_args, dtype=param_dtype
     )
-    boxed_params, specs = variables["params"], typed_specs(variables["params"])
+    boxed_params = variables["params"]
     if not jax.tree.leaves(boxed_params):
         expected = "expected some to train; in NNX those that an nnx.Param holds"
         raise ValueError(f"{strategy}: model {adapted!r} has no parameters, {expected}.")
     variables, whole = strip_boxes(variables), PartitionSpec()
     key = jax.eval_shape(lambda: jax.random.key(0))
+    describe = functools.partial(
+        describe_parameters, mesh=mesh, rules=mode.rules, data_axes=data_axes
+    )
+    # Loops are unknown yet, and annotations may name the dimensions that they run over.
+    infos = describe(
+        jax.tree.map(
+            lambda x: x if isinstance(x, SplitParameter) else strip_boxes(x),
+            boxed_params,
+            is_leaf=is_box,
+        ),
+        {},
+    )
+    typed = typed_specs(boxed_params)
+    specs = computed_specs(infos) if mode.writes_collectives else typed
+
+    def own_part(params: Any) -> Any:
+        """What the model computes with, of parameters that lie as `specs` says."""
+        if not mode.writes_collectives:
+            return params
+        return jax.tree.map(lambda info, x: take_shared(x, info.shared_names), infos, params)
 
     def trace_call(call: Callable[..., None], variables: Any) -> None:
-        trace(mode, call, (whole, whole, batch_specs), variables, key, batch)
+        def on_own_part(variables: Any, *args: Any) -> None:
+            call({**variables, "params": own_part(variables["params"])}, *args)
+
+        in_specs = (dict.fromkeys(variables, whole) | {"params": specs}, whole, batch_specs)
+        trace(mode, on_own_part, in_specs, variables, key, batch)
 
     collections = find_carried_collections(adapted, variables, trace_call, init_args)
 
     def trace_loss(params: Any, box: Callable[[Any], Any]) -> None:
         def call(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
-            rng = mode.fold(rng)
-            call_loss(loss_fn, box(params), CarryingApply(adapted, collections), batch, rng)
+            rng, params = mode.fold(rng), box(own_part(params))
+            call_loss(loss_fn, params, CarryingApply(adapted, collections), batch, rng)
 
         trace(mode, call, (specs, whole, whole, batch_specs), params, collections, key, batch)
-
-    describe = functools.partial(
-        describe_parameters, mesh=mesh, rules=mode.rules, data_axes=data_axes
-    )
 
     params, loop_dims = variables["params"], dict[str, frozenset[int]]()
     boxed = jax.tree.map(
         lambda x, info: is_box(x) or is_gathered(info),
         boxed_params,
-        describe(params, {}),
+        infos,
         is_leaf=is_box,
     )
     if any(jax.tree.leaves(boxed)):
@@ -173,7 +195,7 @@ def study(
     return UserModel(
         apply_fn=adapted.apply_fn,
         parameters=infos,
-        keeps_types=any(jax.tree.leaves(specs)),
+        keeps_types=any(jax.tree.leaves(typed)),
         sync_collections=check_sync_collections(strategy, sync, collections),
         variables={"params": params, **collections},
         _model=dataclasses.replace(adapted, loop_dims=all_dims),
