@@ -5,7 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from manualpar import make_mesh
 from manualpar.models import Classifier
 from manualpar.train_state import Batch
 from manualpar.training.cross_entropy import classification_loss, language_model_loss
@@ -135,3 +137,35 @@ def test_text_that_is_nothing_but_padding_is_no_loss_and_no_gradient():
 def test_labels_and_weights_that_are_not_one_a_token_are_refused(fields, message):
     with pytest.raises(ValueError, match=f"language_model_loss: {message}"):
         language_model_loss(TABLE, _bigrams, _text().replace(**fields), jax.random.key(0))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_logits_that_are_split_have_the_loss_the_metrics_and_the_gradient_of_one_device(
+    devices8, masked
+):
+    mesh = make_mesh({"data": 2, "model": 4}, devices=devices8)
+    table = jax.random.normal(jax.random.key(4), (8, 8)).round(1)  # Some logits are equal.
+    tokens = jax.random.randint(jax.random.key(5), (4, 7), 0, 8)
+    mask = jnp.arange(24).reshape(4, 6) % 4 / 2 if masked else jnp.ones((4, 6))
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], mask)
+
+    def of_share(table, batch):
+        grad = jax.value_and_grad(language_model_loss, has_aux=True)
+        (loss, metrics), grads = grad(table, _bigrams, batch, jax.random.key(0))
+        return jax.tree.map(lambda x: x[None], (loss, metrics)), grads[None]
+
+    def on_device(table, batch):
+        return of_share(jax.lax.pcast(table, ("data",), to="varying"), batch)
+
+    shares = jax.tree.map(lambda x: x.reshape(2, 2, 6), batch)
+    expected = jax.jit(jax.vmap(of_share, in_axes=(None, 0)))(table, shares)
+    run = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(P(None, "model"), P("data")),
+        out_specs=(P("data"), P("data", None, "model")),
+        check_vma=True,
+    )
+    got = jax.tree.map(lambda x, y: x.reshape(y.shape), jax.jit(run)(table, batch), expected)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert 0 < got[0][1]["accuracy"][0].sum() < 24

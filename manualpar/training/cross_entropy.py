@@ -3,6 +3,9 @@
 A loss is the mean over the examples or tokens of its batch, which is one device's share of a
 minibatch. Its metrics are sums and counts, and the program weighs devices and minibatches by the
 counts. An example without weight has no influence, and the loss of a share without any weight is 0.
+
+Logits may be split over devices along their last dim, as those of a model with a split head are.
+They are not gathered, see `manualpar.layers.vocabulary`.
 """
 
 from collections.abc import Callable
@@ -10,8 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
+from manualpar.layers.vocabulary import split_argmax, split_cross_entropy, vocabulary_axes
 from manualpar.metrics import Metrics
 from manualpar.train_state import Batch
 
@@ -23,7 +26,8 @@ def classification_loss(
 
     Args:
       params: The parameters of the model.
-      apply_fn: The model's `apply`, which returns logits `[B, num_classes]`.
+      apply_fn: The model's `apply`, which returns logits `[B, num_classes]`, or this device's
+        columns of them.
       batch: Inputs; labels `int[B]`; optionally a mask `[B]` with the weight of each label, 0 for
         padding.
       rng: A key for dropout.
@@ -32,7 +36,11 @@ def classification_loss(
       The mean loss in nats, and the metrics `loss` and `accuracy`.
 
     Raises:
-      ValueError: The labels or the mask do not have a value for each example.
+      ValueError: The labels or the mask do not have a value for each example, or several axes split
+        the columns.
+
+    Communication:
+      None if the logits are whole; otherwise that of `split_cross_entropy` and `split_argmax`.
     """
     return _mean_cross_entropy("classification_loss", params, apply_fn, batch, rng)
 
@@ -59,8 +67,9 @@ def _mean_cross_entropy(
                 f"{name}: batch.{field} has the shape {value.shape}, expected "
                 f"{logits.shape[:-1]}: one for each of the model's logits {logits.shape}."
             )
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-    correct = (logits.argmax(axis=-1) == batch.labels).astype(losses.dtype)
+    axis = vocabulary_axes(logits, batch.labels)
+    losses = split_cross_entropy(logits, batch.labels, axis=axis)
+    correct = (split_argmax(logits, axis) == batch.labels).astype(losses.dtype)
     weights = jnp.ones_like(losses) if batch.mask is None else batch.mask.astype(losses.dtype)
     count = weights.sum()
     total = (losses * weights).sum()
