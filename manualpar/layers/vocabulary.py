@@ -57,7 +57,9 @@ def split_lookup(
     axes = bound_axes("split_lookup", axis)
     if not axes:
         return _look_up(table, tokens)
-    if not _is_split("split_lookup", table, axes) and not has_lost_types(table, axes):
+    # A table, unlike tokens, may have no type that varies: parameters are the same everywhere.
+    is_lost = sequence_dim is not None and has_lost_types(tokens, axes)
+    if not _is_split("split_lookup", table, axes) and not is_lost:
         if sequence_dim is not None:
             raise ValueError(
                 f"split_lookup: sequence_dim={sequence_dim} with a table of shape {table.shape} "
