@@ -2,10 +2,14 @@
 
 from manualpar.layers.boundaries import enter, leave
 from manualpar.layers.dense import SplitDense
+from manualpar.layers.experts import MoE
+from manualpar.layers.routing import auxiliary_loss
 from manualpar.layers.vocabulary import split_argmax, split_cross_entropy, split_lookup
 
 __all__ = [
+    "MoE",
     "SplitDense",
+    "auxiliary_loss",
     "enter",
     "leave",
     "split_argmax",

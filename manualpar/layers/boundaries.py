@@ -23,7 +23,13 @@ from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.sharding.axes import AxisName, axis_tuple, is_axis_bound
 
 
-def enter(x: jax.Array, axis: AxisName | None, sequence_dim: int | None = None) -> jax.Array:
+def enter(
+    x: jax.Array,
+    axis: AxisName | None,
+    sequence_dim: int | None = None,
+    *,
+    scope: str = TENSOR_SCOPE,
+) -> jax.Array:
     """Makes activations the input of column-parallel products.
 
     Call it once for all products of the same input, such as those of query, key and value: each
@@ -35,6 +41,7 @@ def enter(x: jax.Array, axis: AxisName | None, sequence_dim: int | None = None) 
       axis: The mesh axis, or tuple of axes, that the products are split over. Axes that no
         `shard_map` binds are left out: outside, the layer is one of one device.
       sequence_dim: The dimension along which `x` is split between layers; `None` if it is not.
+      scope: The named scope of the all-reduce, which says for what purpose it is.
 
     Returns:
       The whole input, typed as varying over `axis`.
@@ -61,7 +68,7 @@ def enter(x: jax.Array, axis: AxisName | None, sequence_dim: int | None = None) 
             "row-parallel product returns has to be summed first: apply leave to it; and enter an "
             "input once",
         )
-        with jax.named_scope(TENSOR_SCOPE):
+        with jax.named_scope(scope):
             return jax.lax.pcast(x, axes, to="varying")
     _check(
         "enter",
@@ -75,7 +82,13 @@ def enter(x: jax.Array, axis: AxisName | None, sequence_dim: int | None = None) 
         return jax.lax.all_gather(cast_to_varying(x, axes), axes, axis=sequence_dim, tiled=True)
 
 
-def leave(x: jax.Array, axis: AxisName | None, sequence_dim: int | None = None) -> jax.Array:
+def leave(
+    x: jax.Array,
+    axis: AxisName | None,
+    sequence_dim: int | None = None,
+    *,
+    scope: str = TENSOR_SCOPE,
+) -> jax.Array:
     """Sums what the devices' row-parallel products have contributed.
 
     A bias is added after it: added before, it would be added once for each device.
@@ -85,6 +98,7 @@ def leave(x: jax.Array, axis: AxisName | None, sequence_dim: int | None = None) 
       axis: The mesh axis, or tuple of axes, that the product is split over; as for `enter`.
       sequence_dim: The dimension along which the result is split between layers; `None` if it is
         not.
+      scope: The named scope of the all-reduce, which says for what purpose it is.
 
     Returns:
       The sum, the same on all devices along `axis`; with `sequence_dim` this device's part of it,
@@ -112,7 +126,7 @@ def leave(x: jax.Array, axis: AxisName | None, sequence_dim: int | None = None) 
         "many times too large as there are devices",
     )
     if sequence_dim is None:
-        with jax.named_scope(TENSOR_SCOPE):
+        with jax.named_scope(scope):
             return jax.lax.psum(x, axes)
     size = jax.lax.axis_size(axes)
     if x.shape[sequence_dim] % size:

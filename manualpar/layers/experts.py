@@ -1,0 +1,255 @@
+"""A mixture of experts: each token is computed by a few of many MLPs.
+
+On a mesh the experts are divided over an axis, `N` devices each holding `E / N` of them. There are
+two ways to bring tokens and experts together. The types tell which one is needed:
+
+- The axis is one of those that split the batch, so the tokens differ along it. They travel to the
+  experts by an all-to-all, and the results travel back (GShard, Lepikhin et al.,
+  https://arxiv.org/abs/2006.16668).
+- Every device along the axis has the same tokens. Each computes what its own experts add to them,
+  and `leave` takes the sum.
+
+The MLPs themselves may be split over a model axis, as in `boundaries`. Then the sum over that axis
+is taken once, of the finished tokens, because weighing and sending results are linear.
+
+Symbols: `B` sequences, `S` positions, `D` features between layers, `F` features inside an expert,
+`E` experts, `K` choices of a token, `C` the capacity, `N` devices along the expert axis.
+"""
+
+import math
+from collections.abc import Callable
+from typing import get_args
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.collectives import gather_invariant, varying_axes
+from manualpar.layers.boundaries import bound_axes, enter, leave
+from manualpar.layers.expert_exchange import Experts, compute_with_capacity
+from manualpar.layers.routing import (
+    CHOICES,
+    COUNTS,
+    DROPPED,
+    LOAD_BALANCE,
+    LOSSES,
+    ROUTER_Z,
+    Gates,
+    Routing,
+    choices_per_expert,
+    load_balance_loss,
+    route,
+    router_z_loss,
+)
+from manualpar.purposes import EXPERT_SCOPE, SEQUENCE_SCOPE
+from manualpar.sharding.axes import AxisName, axis_tuple
+from manualpar.sharding.split_parameter import split
+
+
+class MoE(nn.Module):
+    """A mixture of experts, each a SwiGLU (Shazeer, https://arxiv.org/abs/2002.05202).
+
+    Its parameters are `router` `[D, E]`, `gate` and `up` `[E, D, F]` and `down` `[E, F, D]`. Where
+    no `shard_map` binds the axes it is an ordinary layer of one device, and the parameters and
+    their initial values are the same on every mesh. Parameters and routing are float32, and
+    the experts compute in the dtype of their input.
+
+    Each sequence has a capacity, an order and a balance loss of its own, so that the result does
+    not depend on how sequences are divided among devices and minibatches.
+
+    The layer sows into `losses`, for each sequence, `load_balance` and `router_z`, and into
+    `intermediates` the counts `choices` `[B, E]` and `dropped` `[B]`. `auxiliary_loss` makes a loss
+    and metrics of them. In `nn.scan`, name both in `variable_axes`, because flax leaves out without
+    a word what is sown into others.
+
+    Attributes:
+      num_experts: Experts, `E`, a multiple of the devices along `axis`.
+      mlp_size: Features inside an expert, `F`, a multiple of the devices along `model_axis`.
+      top_k: How many experts compute a token, `K`.
+      capacity_factor: The room of an expert for the tokens of a sequence, in multiples of an equal
+        share, see `capacity_of`. A choice that finds no room adds nothing.
+      gates: How the router's logits become scores, see `routing.route`.
+      axis: The mesh axis, or tuple of axes, that the experts are divided over; `None` for none.
+      model_axis: The mesh axis, or tuple of axes, that each expert is split over.
+      sequence: Whether positions are split over `model_axis` between layers.
+      down_scale: The standard deviation of the initial `down` in multiples of `F**-0.5`.
+    """
+
+    num_experts: int
+    mlp_size: int
+    top_k: int = 2
+    capacity_factor: float = 1.25
+    gates: Gates = "softmax"
+    axis: AxisName | None = "expert"
+    model_axis: AxisName | None = None
+    sequence: bool = False
+    down_scale: float = 1.0
+
+    @nn.compact
+    def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+        """Computes the tokens of some sequences.
+
+        Args:
+          x_BSD: `[B/data, S, D]`; with `sequence` and a model axis `[B/data, S/model, D]`.
+          mask_BS: `bool[B/data, S]`, which tokens are routed. The others take no room, count in no
+            loss, and the result for them is 0. `None` routes every token, padding too.
+
+        Returns:
+          The outputs of the tokens' experts, weighted by their gates; the shape and dtype of `x`.
+
+        Raises:
+          ValueError: A field is out of range, or does not fit the input or the mesh.
+
+        Communication:
+          With `n = B C E D` elements in the dtype of `x`, where tokens travel: two all-to-alls
+          forward and two backward, each `(N - 1) / N` of the bytes of `n`, see `all_to_all_bytes`.
+          Where they do not: an all-reduce of `x` forward and one of it and the gates backward.
+          Over a model axis the same, or, with `sequence`, what `enter` and `leave` say of `x`, and
+          an all-gather of the logits.
+        """
+        _check(self, x_BSD, mask_BS)
+        axes = bound_axes("MoE", self.axis)
+        travel = _tokens_travel(x_BSD, axes)
+        sum_axes = () if travel else axes
+        sequence_dim = 1 if self.sequence else None
+
+        logits_BSE = self._logits(x_BSD)
+        routing = route(logits_BSE, top_k=self.top_k, gates=self.gates, mask_BS=mask_BS)
+        x_BSD = enter(x_BSD, self.model_axis, sequence_dim)
+        experts = self._experts(x_BSD.shape[-1], axes, travel)
+        y_BSKD, dropped_B = compute_with_capacity(
+            enter(x_BSD, sum_axes, scope=EXPERT_SCOPE),
+            routing.chosen,
+            experts,
+            capacity_of(self, x_BSD.shape[1]),
+        )
+        gates_BSK = enter(enter(routing.gates, self.model_axis), sum_axes, scope=EXPERT_SCOPE)
+        y_BSD = jnp.einsum("bskd,bsk->bsd", y_BSKD, gates_BSK.astype(y_BSKD.dtype))
+        y_BSD = leave(y_BSD, sum_axes, scope=EXPERT_SCOPE)
+        self._sow(routing, logits_BSE, mask_BS, dropped_B)
+        return leave(y_BSD, self.model_axis, sequence_dim)
+
+    def _logits(self, x_BSD: jax.Array) -> jax.Array:
+        D, E = x_BSD.shape[-1], self.num_experts
+        router_DE = self.param("router", nn.initializers.normal(D**-0.5), (D, E))
+        model_axes = bound_axes("MoE", self.model_axis)
+        if not (self.sequence and model_axes):
+            return jnp.matmul(x_BSD.astype(jnp.float32), router_DE)
+        # The logits of all positions are fewer bytes than the positions.
+        logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), enter(router_DE, model_axes))
+        return gather_invariant(logits_BSE, 1, model_axes, scope=SEQUENCE_SCOPE)
+
+    def _experts(self, hidden_size: int, axes: tuple[str, ...], travel: bool) -> Experts:
+        D, E, F = hidden_size, self.num_experts, self.mlp_size
+        axis, model_axis = self.axis or None, self.model_axis or None
+        into, out = (axis, None, model_axis), (axis, model_axis, None)
+        return Experts(
+            gate=self.param("gate", split(_normal(1.0), into), (E, D, F)),
+            up=self.param("up", split(_normal(1.0), into), (E, D, F)),
+            down=self.param("down", split(_normal(self.down_scale), out), (E, F, D)),
+            num_experts=E,
+            axes=axes,
+            travel=travel,
+        )
+
+    def _sow(
+        self,
+        routing: Routing,
+        logits_BSE: jax.Array,
+        mask_BS: jax.Array | None,
+        dropped_B: jax.Array,
+    ) -> None:
+        choices_BE = choices_per_expert(routing.chosen, self.num_experts)
+        self.sow(LOSSES, LOAD_BALANCE, load_balance_loss(routing, mask_BS))
+        self.sow(LOSSES, ROUTER_Z, router_z_loss(logits_BSE, mask_BS))
+        self.sow(COUNTS, CHOICES, choices_BE.astype(jnp.float32))
+        self.sow(COUNTS, DROPPED, dropped_B.astype(jnp.float32))
+
+
+def capacity_of(moe: MoE, sequence_length: int) -> int:
+    """How many tokens of a sequence an expert may take, `C`.
+
+    It is `capacity_factor` times what each expert would take if the load were equal, `S K / E`,
+    rounded up, and no more than the sequence has.
+    """
+    equal = sequence_length * moe.top_k / moe.num_experts
+    return min(sequence_length, math.ceil(equal * moe.capacity_factor))
+
+
+def all_to_all_bytes(
+    moe: MoE, shape: tuple[int, int, int], *, devices: int, itemsize: int = 4
+) -> int:
+    """The bytes that a device sends in one all-to-all of a layer; a training step has four.
+
+    Args:
+      moe: The layer.
+      shape: `[B/data, S, D]`, a device's tokens of one minibatch.
+      devices: The devices along the layer's axis, `N`, among which the tokens travel.
+      itemsize: The bytes of an element.
+    """
+    B, S, D = shape
+    return B * capacity_of(moe, S) * moe.num_experts * D * itemsize * (devices - 1) // devices
+
+
+def _normal(scale: float) -> Callable[..., jax.Array]:
+    init: Callable[..., jax.Array] = nn.initializers.variance_scaling(
+        scale**2, "fan_in", "normal", in_axis=-2, out_axis=-1, batch_axis=(0,)
+    )
+    return init
+
+
+def _normal(scale: float) -> Callable[..., jax.Array]:
+    init: Callable[..., jax.Array] = nn.initializers.variance_scaling(
+        scale**2, "fan_in", "normal", in_axis=-2, out_axis=-1, batch_axis=(0,)
+    )
+    return init
+
+
+def _tokens_travel(x: jax.Array, axes: tuple[str, ...]) -> bool:
+    """Whether devices along the axes have different tokens, by the type."""
+    differing = [axis for axis in axes if axis in varying_axes(x)]
+    if differing and len(differing) < len(axes):
+        raise ValueError(
+            f"MoE: axis={axes}, but by its type x of shape {x.shape} varies over {differing} only, "
+            "expected tokens that differ over all of these axes or over none. Build the program "
+            f"with axis_name=... that names all of {axes}, or divide the experts over {differing}."
+        )
+    return bool(differing)
+
+
+def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
+    def refuse(field: str, expected: str) -> None:
+        raise ValueError(f"MoE: {field}={getattr(moe, field)!r}, expected {expected}.")
+
+    for field in ("num_experts", "mlp_size", "top_k"):
+        if getattr(moe, field) < 1:
+            refuse(field, "at least 1")
+    if moe.top_k > moe.num_experts:
+        refuse("top_k", f"at most num_experts={moe.num_experts}")
+    if not moe.capacity_factor > 0:
+        refuse("capacity_factor", "more than 0, such as 1.25")
+    if moe.gates not in get_args(Gates):
+        refuse("gates", f"one of {', '.join(map(repr, get_args(Gates)))}")
+    both = set(axis_tuple(moe.axis or None)) & set(axis_tuple(moe.model_axis or None))
+    if both:
+        refuse("model_axis", f"other axes than axis={moe.axis!r}: {sorted(both)} are in both")
+    if moe.sequence and not moe.model_axis:
+        refuse("sequence", "a model_axis that positions are split over, or sequence=False")
+    for field, by in (("num_experts", moe.axis), ("mlp_size", moe.model_axis)):
+        axes = bound_axes("MoE", by)
+        devices = jax.lax.axis_size(axes) if axes else 1
+        if getattr(moe, field) % devices:
+            refuse(field, f"a multiple of the {devices} devices along {axes}")
+    if x.ndim != 3:
+        raise ValueError(
+            f"MoE: x has the shape {x.shape}, expected [batch, sequence, features]. Capacity and "
+            "balance are those of a sequence, so give a single one a leading dimension of 1."
+        )
+    positions = x.shape[1]
+    if moe.sequence and (axes := bound_axes("MoE", moe.model_axis)):
+        positions *= jax.lax.axis_size(axes)
+    if mask is not None and mask.shape != (x.shape[0], positions):
+        raise ValueError(
+            f"MoE: mask has the shape {mask.shape}, expected {(x.shape[0], positions)}: a value "
+            f"for each token of x, {x.shape}."
+        )

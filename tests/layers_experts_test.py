@@ -1,0 +1,239 @@
+"""Mixtures of experts: the same on every mesh as on one device."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from manualpar.inspect import trace_collectives
+from manualpar.layers.experts import MoE, all_to_all_bytes, capacity_of
+from manualpar.layers.routing import auxiliary_loss
+from manualpar.purposes import EXPERT_SCOPE
+from manualpar.sharding.axes import axis_tuple
+from manualpar.sharding.mesh import make_mesh
+
+SOWN = ("losses", "intermediates")
+B, S, D = 8, 8, 4
+
+
+def _weights():
+    """Of sequences, very unequal: as many as there are valid tokens."""
+    return jnp.array([8.0, 1, 3, 0, 8, 2, 7, 5])
+
+
+def _mask(weights):
+    return jnp.arange(S)[None] < weights[:, None]
+
+
+def _input():
+    return jax.random.normal(jax.random.key(1), (B, S, D))
+
+
+def _objective(moe, params, x, weights, target):
+    """The sum over sequences of what a loss would be the mean of."""
+    mask = _mask(weights)
+    y, sown = moe.apply({"params": params}, x, mask, mutable=SOWN)
+    auxiliary, metrics = auxiliary_loss(sown, weights, load_balance=0.3, router_z=0.2)
+    value = (y * target).sum()
+    if "model" in jax.typeof(value).mat.varying:  # A part of each sequence.
+        value = jax.lax.psum(value, "model")
+    return value + auxiliary * weights.sum(), metrics
+
+
+def _specs(boxed, mesh):
+    def spec(x):
+        if not isinstance(x, nn.Partitioned):
+            return P()
+        names = (tuple(a for a in axis_tuple(n) if a in mesh.shape) or None for n in x.names)
+        return P(*names)
+
+    return jax.tree.map(spec, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+
+
+def _compare(moe, sizes, data_axes, sequence_axis=None):
+    """The worst relative difference from one device of a value, metrics and gradients."""
+    mesh = make_mesh(sizes)
+    x, weights = _input(), _weights()
+    target = jax.random.normal(jax.random.key(2), x.shape)
+    boxed = jax.jit(moe.init)(jax.random.key(0), x)["params"]
+    params = nn.meta.unbox(boxed)
+    expected = jax.jit(
+        jax.value_and_grad(lambda *args: _objective(moe, *args), argnums=(0, 1), has_aux=True)
+    )(params, x, weights, target)
+
+    def on_device(params, x, weights, target):
+        out, grads = jax.value_and_grad(
+            lambda *args: _objective(moe, *args), argnums=(0, 1), has_aux=True
+        )(params, x, weights, target)
+        return jax.tree.map(
+            lambda v: jax.lax.psum(v, tuple(sorted(jax.typeof(v).mat.varying))), out
+        ), grads
+
+    specs = _specs(boxed, mesh)
+    split_x, split_w = P(data_axes, sequence_axis), P(data_axes)
+    got = jax.jit(
+        jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(specs, split_x, split_w, split_x),
+            out_specs=(P(), (specs, split_x)),
+            check_vma=True,
+        )
+    )(params, x, weights, target)
+    return _worst(got, expected)
+
+
+def _worst(got, expected):
+    def difference(g, e):
+        g, e = np.asarray(g), np.asarray(e)
+        return np.abs(g - e).max() / max(np.abs(e).max(), 1e-6)
+
+    differences = jax.tree.map(difference, got, expected)
+    return max(jax.tree.leaves(differences))
+
+
+def moe(**fields):
+    return MoE(**{"num_experts": 8, "mlp_size": 8, "capacity_factor": 0.7} | fields)
+
+
+BOTH = ("data", "expert")
+DATA_EXPERT, ALL = {"data": 2, "expert": 4}, {"data": 2, "expert": 2, "model": 2}
+# The layer, the mesh, the axes that split the batch, and the axis that splits sequences.
+CASES = [
+    (moe(model_axis="model", sequence=True), ALL, BOTH, "model"),
+    (moe(model_axis="model"), ALL, "data", None),
+    (moe(), DATA_EXPERT, BOTH, None),
+    (moe(), {"data": 4, "expert": 2}, BOTH, None),
+    (moe(gates="sigmoid", top_k=1), {"expert": 8}, "expert", None),
+    (moe(axis="data"), {"data": 8}, "data", None),
+    (moe(axis=BOTH), DATA_EXPERT, BOTH, None),
+    (moe(axis=BOTH, top_k=3), DATA_EXPERT, (), None),
+    (moe(), DATA_EXPERT, "data", None),
+    (moe(model_axis="model"), ALL, BOTH, None),
+    (moe(axis="data", model_axis=("expert", "model")), ALL, "data", None),
+    (moe(model_axis="model", sequence=True), ALL, "data", "model"),
+    (moe(axis=None, model_axis="expert"), DATA_EXPERT, "data", None),
+]
+FAST = 2
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=() if i < FAST else pytest.mark.slow) for i, c in enumerate(CASES)],
+    ids=lambda case: f"{case[0].axis}-{case[0].model_axis}-{case[1:]}",
+)
+def test_every_mesh_computes_what_one_device_does(case, devices8):
+    del devices8
+    assert _compare(*case) < 2e-6
+
+
+def _mixture(layer, params, x, mask):
+    """The layer's output and the number of dropped choices of each sequence, token by token."""
+    params = jax.tree.map(np.asarray, params)
+    y, dropped = np.zeros_like(x), np.zeros(len(x))
+    for b, sequence in enumerate(np.asarray(x)):
+        taken = np.zeros(layer.num_experts, int)
+        scores = np.asarray(jax.nn.softmax(sequence @ params["router"]))
+        best = np.argsort(-scores)[:, : layer.top_k]
+        for rank, s in np.ndindex(layer.top_k, len(sequence)):
+            e = best[s, rank]
+            if not mask[b, s]:
+                continue
+            taken[e] += 1
+            if taken[e] > capacity_of(layer, len(sequence)):
+                dropped[b] += 1
+                continue
+            gate = sequence[s] @ params["gate"][e]
+            hidden = gate / (1 + np.exp(-gate)) * (sequence[s] @ params["up"][e])
+            y[b, s] += scores[s, e] / scores[s, best[s]].sum() * (hidden @ params["down"][e])
+    return y, dropped
+
+
+@pytest.mark.parametrize("capacity_factor", [0.5, 8.0])
+def test_one_device_computes_the_mixture(capacity_factor):
+    layer, x, mask = moe(capacity_factor=capacity_factor), _input(), _mask(_weights())
+    params = nn.meta.unbox(jax.jit(layer.init)(jax.random.key(0), x)["params"])
+    y, sown = jax.jit(functools.partial(layer.apply, mutable=SOWN))({"params": params}, x, mask)
+    expected, dropped = _mixture(layer, params, x, mask)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+    np.testing.assert_array_equal(sown["intermediates"]["dropped"][0], dropped)
+    assert dropped.any() == (capacity_factor < 8)
+    assert not y[~np.asarray(mask)].any()
+
+
+def test_it_computes_in_the_dtype_of_its_input():
+    layer, x = moe(), _input().astype(jnp.bfloat16)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    assert jax.eval_shape(layer.apply, variables, x).dtype == jnp.bfloat16
+    assert {v.dtype for v in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
+
+
+def test_what_a_layer_sends(devices8):
+    del devices8
+    layer, mesh = moe(), make_mesh(DATA_EXPERT)
+    boxed = jax.eval_shape(layer.init, jax.random.key(0), _input())["params"]
+
+    def on_device(params, x):
+        return jax.grad(lambda p, x: layer.apply({"params": p}, x).sum(), (0, 1))(params, x)
+
+    specs = _specs(boxed, mesh)
+    run = jax.shard_map(
+        on_device, mesh=mesh, in_specs=(specs, P(BOTH)), out_specs=(specs, P(BOTH)), check_vma=True
+    )
+    sent = trace_collectives(jax.jit(run).trace(nn.meta.unbox(boxed), _input()))
+    travels = [c for c in sent if c.kind == "all_to_all"]
+    each = all_to_all_bytes(layer, (B // 8, S, D), devices=4)
+    # 2 of 8 experts here, 1 sequence, room for 2 tokens: 8 * 2 tokens, of which 3/4 are sent.
+    assert [c.bytes_sent for c in travels] == [each] * 4 == [8 * 2 * D * 4 * 3 // 4] * 4
+    assert {c.purpose for c in travels} == {EXPERT_SCOPE}
+    assert {c.kind for c in sent} == {"all_to_all", "all_reduce"}  # Of the parameters' gradients.
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_experts": 0}, "num_experts=0, expected at least 1"),
+        ({"top_k": 9}, "top_k=9, expected at most num_experts=8"),
+        ({"capacity_factor": 0.0}, "capacity_factor=0.0, expected more than 0"),
+        ({"gates": "relu"}, "gates='relu', expected one of 'softmax', 'sigmoid'"),
+        ({"model_axis": ("model", "expert")}, "'expert'.* are in both"),
+        ({"sequence": True}, "sequence=True, expected a model_axis"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(fields, message):
+    with pytest.raises(ValueError, match=f"MoE: .*{message}"):
+        moe(**fields).init(jax.random.key(0), _input())
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    for x, mask, message in (
+        (_input()[0], None, "x has the shape .* expected .batch, sequence, features."),
+        (_input(), jnp.ones((B, 1), bool), "mask has the shape"),
+    ):
+        with pytest.raises(ValueError, match=f"MoE: {message}"):
+            moe().init(jax.random.key(0), x, mask)
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes", "data_axes", "message"),
+    [
+        (moe(num_experts=6), DATA_EXPERT, BOTH, "num_experts=6, expected a multiple of the 4"),
+        (moe(model_axis="model", mlp_size=7), ALL, BOTH, "mlp_size=7, expected a multiple of"),
+        (moe(axis=BOTH), DATA_EXPERT, "data", "varies over .'data'. only"),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused(layer, sizes, data_axes, message, devices8):
+    del devices8
+
+    def init(x):
+        return layer.init(jax.random.key(0), x)["params"]["router"]
+
+    on_mesh = jax.shard_map(
+        init, mesh=make_mesh(sizes), in_specs=P(data_axes), out_specs=P(), check_vma=True
+    )
+    with pytest.raises(ValueError, match=f"MoE: .*{message}"):
+        jax.eval_shape(on_mesh, _input())

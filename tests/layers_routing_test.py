@@ -1,0 +1,110 @@
+"""Routers: choices, places, losses and the balancing bias, against loops over tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from manualpar.layers.routing import (
+    auxiliary_loss,
+    choices_per_expert,
+    load_balance_loss,
+    moved_bias,
+    places,
+    route,
+    router_z_loss,
+)
+
+LOGITS = jax.random.normal(jax.random.key(0), (3, 5, 4)) * 2
+MASK = jnp.arange(5)[None] < jnp.array([[5], [2], [0]])
+
+
+@pytest.mark.parametrize("gates", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_a_token_goes_to_the_experts_of_its_highest_scores(gates, top_k):
+    routing = route(LOGITS, top_k=top_k, gates=gates, mask_BS=MASK)
+    for b, s in np.ndindex(3, 5):
+        logits = np.asarray(LOGITS[b, s], np.float64)
+        scores = 1 / (1 + np.exp(-logits))
+        if gates == "softmax":
+            scores = np.exp(logits) / np.exp(logits).sum()
+        best = np.argsort(-scores)[:top_k]
+        weights = scores[best] / (scores[best].sum() if top_k > 1 else 1)
+        is_routed = bool(MASK[b, s])
+        np.testing.assert_array_equal(routing.chosen[b, s], best if is_routed else 4)
+        np.testing.assert_allclose(routing.gates[b, s], weights * is_routed, rtol=1e-5)
+        np.testing.assert_allclose(routing.scores[b, s], scores, rtol=1e-5)
+
+
+def test_a_single_gate_teaches_the_router():
+    grad = jax.grad(lambda x: route(x, top_k=1).gates.sum())(LOGITS)
+    assert float(jnp.abs(grad).min()) > 0
+
+
+def test_a_bias_changes_the_choice_and_no_gate():
+    bias = jnp.array([0.0, 10, 0, 0])
+    routing = route(LOGITS, top_k=1, gates="sigmoid", bias_E=bias)
+    np.testing.assert_array_equal(routing.chosen, 1)
+    np.testing.assert_allclose(routing.gates[..., 0], jax.nn.sigmoid(LOGITS[..., 1]))
+
+
+def test_first_choices_come_before_second_ones():
+    chosen = jnp.array([[[0, 1], [1, 0], [0, 1]], [[1, 0], [2, 2], [1, 0]]])
+    np.testing.assert_array_equal(
+        places(chosen, 2), [[[0, 1], [0, 2], [1, 2]], [[0, 0], [0, 0], [1, 1]]]
+    )
+    np.testing.assert_array_equal(choices_per_expert(chosen, 2), [[3, 3], [2, 2]])
+
+
+def test_losses_are_those_of_each_sequence_and_of_its_valid_tokens():
+    routing = route(LOGITS, top_k=2, mask_BS=MASK)
+    got = load_balance_loss(routing, MASK), router_z_loss(LOGITS, MASK)
+    for b, valid in enumerate((5, 2, 0)):
+        balance = z = 0.0
+        if valid:
+            chosen = np.asarray(routing.chosen[b, :valid])
+            share = np.array([(chosen == e).mean() for e in range(4)])
+            mean = np.asarray(routing.scores[b, :valid]).mean(0)
+            balance = 4 * (share * mean).sum()
+            z = (np.log(np.exp(LOGITS[b, :valid]).sum(-1)) ** 2).mean()
+        np.testing.assert_allclose([x[b] for x in got], [balance, z], rtol=1e-5)
+
+
+@pytest.mark.parametrize("gates", ["softmax", "sigmoid"])
+def test_the_balance_loss_is_1_if_the_load_is_equal(gates):
+    routing = route(jnp.zeros((1, 4, 4)), top_k=4, gates=gates)
+    np.testing.assert_allclose(load_balance_loss(routing), 1, rtol=1e-6)
+
+
+def test_the_bias_follows_the_load():
+    moved = moved_bias(jnp.array([0.5, 0, 0, 0]), jnp.array([[3, 1, 0, 2], [3, 1, 2, 0]]), 0.25)
+    np.testing.assert_array_equal(moved, [0.25, 0.25, 0.25, 0.25])
+    np.testing.assert_array_equal(moved_bias(jnp.zeros(2), jnp.array([[3, 3]]), 0.1), [0, 0])
+
+
+def test_what_layers_have_sown_becomes_a_loss_and_metrics():
+    counts = jnp.array([[3.0, 1], [0, 4], [9, 9]])
+    sown = {
+        "losses": {
+            "scanned": {"load_balance": (jnp.array([[1.0, 2, 9], [3, 4, 9]]),)},
+            "last": {"load_balance": (jnp.array([5.0, 6, 9]),)},
+            "router": {"router_z": (jnp.ones((3, 3)),), "of the user": (jnp.ones(()),)},
+        },
+        "intermediates": {"x": {"choices": (counts,), "dropped": (jnp.array([1.0, 2, 9]),)}},
+    }
+    loss, metrics = auxiliary_loss(sown, jnp.array([1, 3, 0]), load_balance=0.5, router_z=0.25)
+    np.testing.assert_allclose(loss, (0.5 * (9 * 1 + 12 * 3) + 0.25 * 3 * 4) / 4)
+    assert {name: (float(x), float(n)) for name, (x, n) in metrics.items()} == {
+        "load_balance": (3 + 12, 4),
+        "router_z": (4, 4),
+        "dropped": (3, 8),
+        "expert_0": (3, 8),
+        "expert_1": (5, 8),
+    }
+    assert float(auxiliary_loss(sown, jnp.zeros(3))[0]) == 0
+    assert "dropped" not in auxiliary_loss({"losses": sown["losses"]})[1]
+
+
+def test_a_layer_that_has_sown_nothing_is_refused():
+    with pytest.raises(ValueError, match="variable_axes"):
+        auxiliary_loss({"intermediates": {}})
