@@ -198,13 +198,6 @@ def _normal(scale: float) -> Callable[..., jax.Array]:
     return init
 
 
-def _normal(scale: float) -> Callable[..., jax.Array]:
-    init: Callable[..., jax.Array] = nn.initializers.variance_scaling(
-        scale**2, "fan_in", "normal", in_axis=-2, out_axis=-1, batch_axis=(0,)
-    )
-    return init
-
-
 def _tokens_travel(x: jax.Array, axes: tuple[str, ...]) -> bool:
     """Whether devices along the axes have different tokens, by the type."""
     differing = [axis for axis in axes if axis in varying_axes(x)]
