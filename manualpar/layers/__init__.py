@@ -5,6 +5,7 @@ from manualpar.layers.dense import SplitDense
 from manualpar.layers.experts import MoE
 from manualpar.layers.routing import auxiliary_loss
 from manualpar.layers.vocabulary import split_argmax, split_cross_entropy, split_lookup
+from manualpar.sharding.split_parameter import split
 
 __all__ = [
     "MoE",
@@ -12,6 +13,7 @@ __all__ = [
     "auxiliary_loss",
     "enter",
     "leave",
+    "split",
     "split_argmax",
     "split_cross_entropy",
     "split_lookup",
