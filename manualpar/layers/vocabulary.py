@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from manualpar.core.collectives import gather_invariant, varying_axes
-from manualpar.layers.boundaries import bound_axes, has_lost_types, leave
+from manualpar.core.collectives import cast_to_varying, gather_invariant, varying_axes
+from manualpar.layers.boundaries import bound_axes, leave
 from manualpar.purposes import CROSS_ENTROPY_SCOPE
 from manualpar.sharding.axes import AxisName
 
@@ -46,27 +46,16 @@ def split_lookup(
 
     Raises:
       ValueError: The tokens vary over `axis`, so that rows of different tokens would be added up;
-        the table varies over some of its axes alone; the table is whole and `sequence_dim` is
-        given; or what `leave` refuses.
+        the table varies over some of its axes alone; or what `leave` refuses.
 
     Communication:
       That of `leave`: forward one all-reduce of the rows, of which a device sends `2 (N - 1) / N`
       of the bytes, backward none. With `sequence_dim` a reduce-scatter forward and an all-gather
-      backward.
+      backward, and an all-reduce of the gradient if the table is whole.
     """
     axes = bound_axes("split_lookup", axis)
-    if not axes:
-        return _look_up(table, tokens)
-    # A table, unlike tokens, may have no type that varies: parameters are the same everywhere.
-    is_lost = sequence_dim is not None and has_lost_types(tokens, axes)
-    if not _is_split("split_lookup", table, axes) and not is_lost:
-        if sequence_dim is not None:
-            raise ValueError(
-                f"split_lookup: sequence_dim={sequence_dim} with a table of shape {table.shape} "
-                f"that is the same on all devices along {axes} by its type, expected one whose "
-                f"rows are split over {axes}. Mark it with split, or look up this device's part of "
-                "the tokens."
-            )
+    is_split = _is_split("split_lookup", table, axes)
+    if not axes or (sequence_dim is None and not is_split):
         return _look_up(table, tokens)
     if varying_axes(tokens) & set(axes):
         raise ValueError(
@@ -74,8 +63,10 @@ def split_lookup(
             "expected the same tokens on all devices along it, because the rows that the devices "
             "find are added up. Hand in the whole sequence, and let sequence_dim split the result."
         )
-    index, is_mine = _index_here(tokens, table.shape[0], axes)
-    rows = _look_up(table, index)
+    # Of a whole table the first device has all rows.
+    parts = jax.lax.axis_size(axes) if is_split else 1
+    index, is_mine = _index_here(tokens, table.shape[0], axes, parts)
+    rows = _look_up(cast_to_varying(table, axes), index)
     return leave(jnp.where(is_mine[..., None], rows, jnp.zeros_like(rows)), axes, sequence_dim)
 
 
@@ -226,28 +217,29 @@ def _look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
 
 def _pick(x: jax.Array, labels: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The labels' logits; where columns are split, 0 on all devices but one."""
-    size = x.shape[-1] * (jax.lax.axis_size(axes) if axes else 1)
+    size, parts = x.shape[-1], jax.lax.axis_size(axes) if axes else 1
     labels = labels.astype(jnp.int32)
-    index, is_mine = _index_here(jnp.where(labels < 0, labels + size, labels), x.shape[-1], axes)
+    labels = jnp.where(labels < 0, labels + size * parts, labels)
+    index, is_mine = _index_here(labels, size, axes, parts)
     # A negative index would count from the end.
-    index = jnp.where(index < 0, x.shape[-1], index)
+    index = jnp.where(index < 0, size, index)
     picked = jnp.take_along_axis(x, index[..., None], axis=-1, mode="fill")[..., 0]
     return jnp.where(is_mine, picked, 0)
 
 
 def _index_here(
-    indices: jax.Array, size: int, axes: tuple[str, ...]
+    indices: jax.Array, size: int, axes: tuple[str, ...], parts: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Indices into this device's part of a split dim, and which of them are this device's.
+    """Indices into this device's part of a dim, and which of them are this device's.
 
-    An index that the whole dim does not have belongs to the first or the last device. Its part has
+    An index that the whole dim does not have counts as one of the first or the last part, which has
     no such index either.
     """
     indices = indices.astype(jnp.int32)
     if not axes:
         return indices, jnp.ones_like(indices, bool)
     here = jax.lax.axis_index(axes)
-    owner = jnp.clip(indices // size, 0, jax.lax.axis_size(axes) - 1)
+    owner = jnp.clip(indices // size, 0, parts - 1)
     return indices - here * size, owner == here
 
 
