@@ -21,7 +21,14 @@ from manualpar.core.partitioning import cast_floating
 from manualpar.core.program import Program
 from manualpar.core.step import OBJECTIVE, mean
 from manualpar.guards.nonfinite import NONFINITE_GRADIENTS
-from manualpar.sharding.layout import path_name, state_specs
+from manualpar.sharding.axes import axis_tuple
+from manualpar.sharding.layout import (
+    ParameterInfo,
+    names_to_spec,
+    path_name,
+    split_names,
+    state_specs,
+)
 from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
 from manualpar.sharding.splitting import check_batch
 from manualpar.state_arrays import list_some
@@ -109,7 +116,12 @@ def _on_one_device(
 ) -> Callable[[jax.Array], tuple[Any, dict[str, Any]]]:
     """The function of a key that gives one device's gradients and means of metrics."""
     mesh = program.mesh
-    one = Mesh(mesh.devices.flatten()[:1].reshape([1] * mesh.devices.ndim), mesh.axis_names)
+    is_manual = program.step.mode.writes_collectives
+    # Layers that are split over an axis are whole where it is not bound.
+    split = frozenset[str]().union(*(place.split_axes for _, place in program.parameters))
+    unbound = split - set(program.data_axes) if is_manual else frozenset()
+    axes = [axis for axis in mesh.axis_names if axis not in unbound]
+    one = Mesh(mesh.devices.flatten()[:1].reshape([1] * len(axes)), axes)
     mode = dataclasses.replace(program.step.mode, mesh=one)
     model = dataclasses.replace(program.step.model, mode=mode)
     step = dataclasses.replace(program.step, model=model, mode=mode)
@@ -125,11 +137,16 @@ def _on_one_device(
         # With a dim for the one device, because by their types some may differ between devices.
         return jax.tree.map(lambda x: x[None], (grads, _means(metrics)))
 
-    whole, each = PartitionSpec(), PartitionSpec(mesh.axis_names)
+    def spec(info: ParameterInfo) -> PartitionSpec:
+        names = [[a for a in axis_tuple(name) if a in axes] for name in split_names(info)]
+        return names_to_spec(tuple(tuple(some) or None for some in names))
+
+    whole, each = PartitionSpec(), PartitionSpec(tuple(axes))
+    params_spec = jax.tree.map(spec, model.parameters) if is_manual else whole
     run = mode.run(
         gradients,
-        in_specs=(whole, whole, whole, step.roles.batch_specs(batch)),
-        out_specs=each if mode.writes_collectives else whole,
+        in_specs=(params_spec, whole, whole, step.roles.batch_specs(batch)),
+        out_specs=each if is_manual else whole,
     )
     put = functools.partial(jax.device_put, device=NamedSharding(one, PartitionSpec()))
     params = jax.tree.map(_unpadded, put(state.params), program.whole_state.params)

@@ -19,6 +19,7 @@ from manualpar import (
     make_mesh,
     zero,
 )
+from manualpar.layers import enter, leave, split
 
 MODEL = nn.Sequential([nn.Dense(9), nn.tanh, nn.Dense(5, use_bias=False)])
 
@@ -163,3 +164,29 @@ def test_what_cannot_be_compared_is_refused(devices8):
     )
     with pytest.raises(ValueError, match="abstract mesh"):
         assert_same_as_one_device(program, make_batch(), jax.random.key(0))
+
+
+class SplitMLP(nn.Module):
+    """Split over `model`; `centered` takes a mean over those of the features that a device has."""
+
+    centered: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.normal(0.3)
+        up = self.param("up", split(init, (None, "model")), (6, 8))
+        down = self.param("down", split(init, ("model", None)), (8, 5))
+        h = jnp.tanh(enter(x, "model") @ up)
+        h = h - h.mean(-1, keepdims=True) if self.centered else h
+        return leave(h @ down, "model") + self.param("bias", init, (1, 5))
+
+
+def test_split_features_that_no_type_tells_from_whole_ones(devices8):
+    mesh, batch = make_mesh({"data": 4, "model": 2}, devices8), make_batch()
+    right, wrong = (
+        fsdp(SplitMLP(centered), sgd(0.1), masked_loss, mesh=mesh, batch=batch, min_weight_size=1)
+        for centered in (False, True)
+    )
+    assert_same_as_one_device(right, batch, jax.random.key(0))
+    with pytest.raises(AssertionError, match=r"the loss is .*up"):
+        assert_same_as_one_device(wrong, batch, jax.random.key(0))
