@@ -2,7 +2,6 @@ import pytest
 
 from manualpar.inspect.provenance import (
     OTHER,
-    TENSOR_PARALLEL,
     compiled_scopes,
     module_of,
     phase_of,
@@ -15,6 +14,7 @@ from manualpar.purposes import (
     METRICS_SCOPE,
     REDUCE_SCOPE,
     REGATHER,
+    TENSOR_SCOPE,
 )
 
 IN_BACKWARD = "transpose(jvp(minibatch_0))/jvp()"
@@ -91,7 +91,8 @@ def test_purposes():
     data = ("replica", "data")
     assert purpose_in("a/gather_params", ("model",), data) == GATHER_SCOPE
     assert purpose_in("rematted_computation/gather_params", ("data",), data) == REGATHER
-    assert purpose_in("attention/out", ("model",), data) == TENSOR_PARALLEL
+    assert purpose_in("attention/out", ("model",), data) == TENSOR_SCOPE
+    assert purpose_in(f"{IN_BACKWARD}/attention/norm", ("model",), data) == CAST_SCOPE
     assert purpose_in("attention/out", ("model", "data"), data) == OTHER
     assert purpose_in("attention/out", ("model",)) == OTHER
     assert purpose_in("attention/out", (), data) == OTHER

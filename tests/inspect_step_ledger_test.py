@@ -14,13 +14,14 @@ from jax.sharding import PartitionSpec as P
 from manualpar import Batch, abstract_mesh, data_parallel, fsdp, make_mesh
 from manualpar.inspect import (
     ledger,
+    of_parameters,
     step_bytes,
     step_memory,
     total_bytes,
     trace_collectives,
 )
 from manualpar.inspect.communication import as_number
-from manualpar.inspect.provenance import TENSOR_PARALLEL
+from manualpar.purposes import CAST_SCOPE, TENSOR_SCOPE
 from manualpar.sharding.axes import is_axis_bound
 from tests.scopes_test import make, trace
 from tests.strategies_test import Linear, build
@@ -112,11 +113,16 @@ def test_what_goes_over_no_data_axis_is_tensor_parallel(mesh42):
     batch = Batch(jnp.ones((16, 8)), jnp.ones(16))
     program = data_parallel(RowParallel(), optax.sgd(0.1), mean_loss, mesh=mesh42, batch=batch)
     found = ledger(program)
-    parallel = [c for c in found.collectives if c.purpose == TENSOR_PARALLEL]
-    assert {(c.axes, c.module) for c in parallel} == {(("model",), "RowParallel")}
-    assert {c.phase for c in parallel} <= {"forward", "backward"}
+    parallel = [c for c in found.collectives if c.axes == ("model",)]
+    assert {c.module for c in parallel} == {"RowParallel"}
     # [4, 16] float32 on a device; the transpose of the cast is a sum too.
-    assert found.bytes_by_purpose()[TENSOR_PARALLEL] == len(parallel) * 4 * 16 * 4
+    sent = found.bytes_by_purpose()
+    assert (sent[TENSOR_SCOPE], sent[CAST_SCOPE]) == (4 * 16 * 4, 4 * 16 * 4)
+    assert {(c.purpose, c.phase) for c in parallel} == {
+        (TENSOR_SCOPE, "forward"),
+        (CAST_SCOPE, "backward"),
+    }
+    assert not of_parameters(parallel)
 
 
 # Functions.

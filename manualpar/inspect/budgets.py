@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from manualpar.inspect.ledger_difference import Json, Sent, name_module, sent_by, totals
-from manualpar.inspect.provenance import OTHER, TENSOR_PARALLEL
+from manualpar.inspect.provenance import OTHER
 from manualpar.purposes import REGATHER, SCOPES
 from manualpar.usage import UsageError
 
@@ -199,7 +199,7 @@ def amounts(ledger: Json) -> dict[Key, int]:
     numbers = totals(ledger)
     found = {Key("", "", key): whole(numbers[x]) for key, x in TOTALS.items() if x in numbers}
     flops = ledger["flops"]["by_module"]
-    purposes = (*SCOPES, REGATHER, TENSOR_PARALLEL, OTHER)
+    purposes = (*SCOPES, REGATHER, OTHER)
     known = {"purposes": purposes, "axes": tuple(ledger["mesh"]), "modules": tuple(flops)}
     for group, field in FIELDS.items():
         sums = sent_by(ledger["collectives"], field)

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from manualpar.inspect.communication import Collective, Kind, as_number, ring_bytes
 from manualpar.inspect.compiled import CompiledCollective
 from manualpar.inspect.hlo import array_bytes
-from manualpar.inspect.provenance import OTHER, TENSOR_PARALLEL
-from manualpar.purposes import GATHER_SCOPE, REGATHER
+from manualpar.inspect.provenance import OTHER
+from manualpar.purposes import GATHER_SCOPE, REGATHER, purpose_of
 
 ChangeKind = Literal["merged", "hoisted", "retyped", "replaced", "removed", "added"]
 UNLIKE = 7  # See `_difference`.
@@ -168,10 +168,10 @@ def _difference(written: _Written, running: _Running) -> int:
     if not is_alike and not is_replaced:
         return UNLIKE
     is_retyped = written.dtype != running.dtype
-    purpose = OTHER if one.purpose == TENSOR_PARALLEL else one.purpose
+    purpose = purpose_of(one.scope) or OTHER  # The axes of the compiled one are not known.
     if (purpose, one.module) in names and is_alike and not is_retyped:
         return 0
-    if (_family(one.purpose), one.module) in [(_family(p), module) for p, module in names]:
+    if (_family(purpose), one.module) in [(_family(p), module) for p, module in names]:
         return 5 if is_replaced else 1 + is_retyped
     # XLA:TPU merges collectives and keeps the name of one.
     if set(names) <= {(OTHER, "")} or len(names) < len(whole.shapes):
@@ -260,7 +260,7 @@ def hlo_dtype(dtype: Any) -> str:
 
 def _family(purpose: str) -> str:
     """The purpose as far as XLA keeps it: of equal gathers it may keep the name of any one."""
-    return {REGATHER: GATHER_SCOPE, TENSOR_PARALLEL: OTHER}.get(purpose, purpose)
+    return GATHER_SCOPE if purpose == REGATHER else purpose
 
 
 def _noun(kind: Kind, dtype: str = "") -> str:

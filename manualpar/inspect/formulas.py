@@ -49,6 +49,7 @@ from manualpar.purposes import (
     NONFINITE_SCOPE,
     SEQUENCE_SCOPE,
     TENSOR_SCOPE,
+    purpose_of,
 )
 from manualpar.sharding.axes import Names, axes_size, axis_tuple
 from manualpar.sharding.layout import ParameterInfo, Placement
@@ -95,10 +96,18 @@ def total_step_bytes(program: Program) -> Fraction:
 
 
 def of_parameters(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
-    """Those collectives of a traced step that `step_bytes` predicts: no metrics, no collections."""
-    return tuple(
-        one for one in collectives if not any(scope in one.scope for scope in OTHER_SCOPES)
-    )
+    """Those collectives of a traced step that `step_bytes` predicts.
+
+    They are the ones in scopes of this package that are for parameters and gradients: none of
+    metrics, of collections or of layers.
+    """
+    return tuple(one for one in collectives if is_of_parameters(one.scope))
+
+
+def is_of_parameters(scope: str) -> bool:
+    """Whether the collective in this scope is one that `step_bytes` predicts."""
+    purpose = purpose_of(scope)
+    return purpose is not None and purpose not in OTHER_SCOPES
 
 
 class _DimGather(NamedTuple):

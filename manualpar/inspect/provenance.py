@@ -22,15 +22,14 @@ from manualpar.purposes import (
     REDUCE_SCOPE,
     SCATTER_SCOPE,
     SCOPES,
+    TENSOR_SCOPE,
     purpose_of,
 )
 
 Phase = Literal["forward", "backward", "recomputed", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "recomputed", "update")
 
-# The purposes of collectives that this package has not written.
-TENSOR_PARALLEL = "tensor_parallel"
-OTHER = "other"
+OTHER = "other"  # The purpose of collectives of which no more is known.
 
 _RECOMPUTED = "rematted_computation"
 # Operations on gradients that autodiff does not write; they belong to the backward pass.
@@ -88,13 +87,17 @@ def phase_of(scope: str) -> Phase:
 def purpose_in(scope: str, axes: Collection[str], data_axes: Collection[str] = ()) -> str:
     """The purpose of a collective, by its scope and its axes; see `manualpar.purposes.purpose_of`.
 
-    One that this package has not written is `TENSOR_PARALLEL` if it runs over none of the data
-    axes, which split the batch; else, or if those are not known, it is `OTHER`.
+    For one that this package has not written the axes decide. If it runs over none of the data
+    axes, which split the batch, it is of a parallel layer: `TENSOR_SCOPE`, or `CAST_SCOPE` in the
+    backward pass. There autodiff sums the gradient of a value that is the same on all devices and
+    was used with others that differ. A norm's scale is such a value where the sequence is split.
+    Over data axes, or if those are not known, it is `OTHER`.
     """
     if ours := purpose_of(scope):
         return ours
-    is_parallel = data_axes and axes and not set(axes) & set(data_axes)
-    return TENSOR_PARALLEL if is_parallel else OTHER
+    if not data_axes or not axes or set(axes) & set(data_axes):
+        return OTHER
+    return CAST_SCOPE if phase_of(scope) == "backward" else TENSOR_SCOPE
 
 
 def compiled_scopes(op_name: str) -> tuple[str, ...]:

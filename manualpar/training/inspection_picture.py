@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 from manualpar import purposes
 from manualpar.inspect.ledger_difference import Json, sent_by
-from manualpar.inspect.provenance import TENSOR_PARALLEL
 from manualpar.training.inspection_report import describe_fit, read_collectives
 from manualpar.watching import pictures
 from manualpar.watching.pictures import Bar
 from manualpar.watching.tables import describe_bytes
 
-# Blue is for parameters, red for gradients; purposes that are not named here send little.
+# Blue is for parameters, red for gradients, green for activations; the others send little.
 PURPOSE_COLORS = {
     purposes.GATHER_SCOPE: pictures.BLUE,
     purposes.REGATHER: pictures.SKY,
@@ -24,7 +23,10 @@ PURPOSE_COLORS = {
     purposes.SCATTER_SCOPE: pictures.RED,
     purposes.REDUCE_SCOPE: pictures.ORANGE,
     purposes.CAST_SCOPE: pictures.ORANGE,
-    TENSOR_PARALLEL: pictures.GREEN,
+    purposes.TENSOR_SCOPE: pictures.GREEN,
+    purposes.SEQUENCE_SCOPE: pictures.GREEN,
+    purposes.EXPERT_SCOPE: pictures.GREEN,
+    purposes.CROSS_ENTROPY_SCOPE: pictures.GREEN,
     purposes.EXAMPLES_SCOPE: pictures.GREEN,
     purposes.OPTIMIZER_SCOPE: pictures.PINK,
 }

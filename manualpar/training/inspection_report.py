@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import rich.console
 
 from manualpar.inspect.budgets import Verdict
-from manualpar.inspect.formulas import OTHER_SCOPES
+from manualpar.inspect.formulas import is_of_parameters
 from manualpar.inspect.ledger_difference import (
     Difference,
     Json,
@@ -144,8 +144,8 @@ def explain_closed_form(ledger: Json) -> str:
     predicted = ledger["predicted_bytes"]
     if predicted is None or not ledger["collectives"]:
         return ""
-    sums = sent_by(ledger["collectives"], "purpose")
-    others = {name: sent.bytes for (name,), sent in sums.items() if name in OTHER_SCOPES}
+    besides = [each for each in ledger["collectives"] if not is_of_parameters(each["scope"])]
+    others = {name: sent.bytes for (name,), sent in sent_by(besides, "purpose").items()}
     sent, is_bound = ledger["bytes"]["total"] - sum(others.values()), ledger["predicted_is_bound"]
     words = (
         f"the closed form is of parameters and gradients: {'≤ ' * is_bound}"
