@@ -27,7 +27,9 @@ from manualpar import (
     sync_metrics,
 )
 from manualpar.models.classifier import Classifier
-from manualpar.models.transformer import Layer, LayerConfig, Transformer, rotary_angles
+from manualpar.models.rotary import rotary_angles
+from manualpar.models.transformer import Transformer
+from manualpar.models.transformer_layer import Layer, LayerConfig
 
 AXIS = "data"
 

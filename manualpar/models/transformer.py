@@ -1,4 +1,8 @@
-"""A decoder-only transformer: a language model over packed documents, free of any parallelism.
+"""A decoder-only transformer: a language model over packed documents.
+
+It is written for one device, and strategies over data axes shard it from outside. On a mesh with
+the axis that `split_axis` names, each device computes a part of every layer, see
+`transformer_layer`, and of the vocabulary, see `manualpar.layers.vocabulary`.
 
 A layer is `x += attention(norm(x)); x += mlp(norm(x))`, pre-norm as in LLaMA (Touvron et al.,
 https://arxiv.org/abs/2302.13971): RMSNorm (https://arxiv.org/abs/1910.07467), rotary positions (Su
@@ -15,15 +19,25 @@ dtype. Positions count from the beginning of the sequence, not of a document: at
 only their differences.
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
+
+from manualpar.layers import split, split_lookup
+from manualpar.layers.boundaries import bound_axes
+from manualpar.models.rotary import rotary_angles
+from manualpar.models.transformer_layer import (
+    ATTENTIONS,
+    Layer,
+    LayerConfig,
+    enter_normalized,
+    marked,
+    split_dims,
+)
 
 # The parts of a layer that are kept for its backward pass. `dots` are the products with weights.
 # Attention's own products, whose scores are larger than anything else, have a batch dimension and
@@ -33,7 +47,6 @@ REMAT_POLICIES: dict[str, Callable[..., bool]] = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-ATTENTIONS: dict[str, Literal["xla", "cudnn"] | None] = {"": None, "xla": "xla", "cudnn": "cudnn"}
 
 
 class Transformer(nn.Module):
@@ -51,7 +64,9 @@ class Transformer(nn.Module):
     (Radford et al., "Language models are unsupervised multitask learners", 2.3).
 
     Attributes:
-      vocab_size: Tokens of the vocabulary, `V`.
+      vocab_size: Tokens of the vocabulary.
+      vocab_multiple: The vocabulary is padded to the next multiple of it, `V`, so that it divides
+        over the devices along `split_axis`. The logits of what is no token are -inf.
       num_layers: Layers, `L`.
       hidden_size: Features between layers, `D`.
       num_heads: Query heads, `N`.
@@ -71,6 +86,10 @@ class Transformer(nn.Module):
         before the first one are a document too. -1 if each sequence is one document.
       annotate: Whether the dims of parameters have names, for logical axis rules: `vocab`, `embed`,
         `heads`, `kv_heads`, `mlp`, and `layers` for the scanned one.
+      split_axis: The mesh axis over which each layer is split. A mesh need not have it. `""` for
+        none.
+      sequence_parallel: Whether the residual stream between the split parts is split over that axis
+        too, along its positions, which must divide.
     """
 
     vocab_size: int = 260
@@ -89,6 +108,9 @@ class Transformer(nn.Module):
     attention: str = ""
     bos_token: int = -1
     annotate: bool = False
+    vocab_multiple: int = 1
+    split_axis: str = ""
+    sequence_parallel: bool = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
@@ -100,9 +122,15 @@ class Transformer(nn.Module):
 
         Returns:
           `float32[B, S, V]`: at position `s` the unnormalised log-probabilities of token `s + 1`.
+          Inside a `shard_map` that binds `split_axis` this device's part of them,
+          `[B/data, S, V/axis]`, see `split_cross_entropy`.
 
         Raises:
           ValueError: `tokens` or a field of the model is out of range; the message names it.
+
+        Communication:
+          Over `split_axis`, where it is bound, that of `split_lookup`, and for each layer and the
+          head that of `enter`, for each layer also two times that of `leave`.
         """
         check_transformer(self)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -110,29 +138,33 @@ class Transformer(nn.Module):
                 f"Transformer: tokens are {tokens.dtype}{list(tokens.shape)}, expected integers "
                 "[batch, sequence]; give one sequence a leading dimension of 1."
             )
-        dtype = jnp.dtype(self.dtype)
-        normal, std = nn.initializers.normal, self.hidden_size**-0.5
+        config = self._layer_config(train=train)
+        rows, std = size_of_vocabulary(self), self.hidden_size**-0.5
         # An embedding that is not the head has variance 1, about what all layers add to it.
-        init = normal(std if self.tied_head else 1.0)
-        init = _annotate(init, ("vocab", "embed"), self.annotate)
-        embedding_VD = self.param("embedding", init, (self.vocab_size, self.hidden_size))
+        embedding_VD = self._table(
+            "embedding", ("vocab", "embed"), rows, std if self.tied_head else 1.0
+        )
+        known = tokens
+        if rows > self.vocab_size:
+            known = jnp.where(tokens < self.vocab_size, tokens, -1)
+        x_BSD = split_lookup(embedding_VD, known, config.axis, config.sequence_dim)
         # Cast only now, so that the gradients of a frequent token are summed in float32.
-        x_BSD = _look_up(embedding_VD, tokens).astype(dtype)
-        angles_SH = rotary_angles(tokens.shape[1], size_of_head(self), base=self.rope_base)
+        x_BSD = x_BSD.astype(config.dtype)
+        angles_SH = rotary_angles(tokens.shape[1], config.head_size, base=self.rope_base)
         mask = _same_document(tokens == self.bos_token) if self.bos_token >= 0 else None
-        x_BSD = self._run_layers(x_BSD, angles_SH, mask, train=train)
-        x_BSD = _norm("final_norm", dtype, self.annotate)(x_BSD)
+        x_BSD = self._run_layers(config, x_BSD, angles_SH, mask)
+        x_BSD = enter_normalized(x_BSD, "final_norm", config)
         head_DV = embedding_VD.T
         if not self.tied_head:
-            init = _annotate(normal(std), ("embed", "vocab"), self.annotate)
-            head_DV = self.param("head", init, head_DV.shape)
+            head_DV = self._table("head", ("embed", "vocab"), rows, std)
         # Logits are not rounded to the dtype on their way to float32.
-        return jnp.matmul(x_BSD, head_DV.astype(dtype), preferred_element_type=jnp.float32)
+        logits_BSV = jnp.matmul(
+            x_BSD, head_DV.astype(config.dtype), preferred_element_type=jnp.float32
+        )
+        return logits_BSV if rows == self.vocab_size else self._hide_padding(logits_BSV)
 
-    def _run_layers(
-        self, x_BSD: jax.Array, angles_SH: jax.Array, mask: jax.Array | None, *, train: bool
-    ) -> jax.Array:
-        config = LayerConfig(
+    def _layer_config(self, *, train: bool) -> LayerConfig:
+        return LayerConfig(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads or self.num_heads,
             head_size=size_of_head(self),
@@ -142,7 +174,33 @@ class Transformer(nn.Module):
             dtype=jnp.dtype(self.dtype),
             attention=self.attention,
             annotate=self.annotate,
+            axis=self.split_axis or None,
+            sequence_dim=1 if self.sequence_parallel else None,
         )
+
+    def _table(self, name: str, dim_names: tuple[str, ...], rows: int, std: float) -> jax.Array:
+        """The embedding or the head; each device along the axis has some of the tokens."""
+        init = marked(nn.initializers.normal(std), dim_names, annotate=self.annotate)
+        if self.split_axis:
+            init = split(init, split_dims(dim_names, self.split_axis))
+        sizes = {"vocab": rows, "embed": self.hidden_size}
+        table: jax.Array = self.param(name, init, tuple(sizes[dim] for dim in dim_names))
+        return table
+
+    def _hide_padding(self, logits_BSV: jax.Array) -> jax.Array:
+        """Logits of -inf, which no softmax sees, in the columns that stand for no token."""
+        axes = bound_axes("Transformer", self.split_axis or None)
+        first = jax.lax.axis_index(axes) * logits_BSV.shape[-1] if axes else 0
+        is_token_V = first + jnp.arange(logits_BSV.shape[-1]) < self.vocab_size
+        return jnp.where(is_token_V[None, None], logits_BSV, -jnp.inf)
+
+    def _run_layers(
+        self,
+        config: LayerConfig,
+        x_BSD: jax.Array,
+        angles_SH: jax.Array,
+        mask: jax.Array | None,
+    ) -> jax.Array:
         layer: Any = Layer
         if self.remat != "none":
             # In a loop XLA cannot merge the two computations.
@@ -163,131 +221,14 @@ class Transformer(nn.Module):
         return x_BSD
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerConfig:
-    """The fields of `Transformer` that a layer needs, with 0 replaced by the default it means."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    mlp_size: int
-    dropout_rate: float  # 0 outside of training.
-    added_scale: float  # For initial weights whose products are added to the residual stream.
-    dtype: jnp.dtype
-    attention: str
-    annotate: bool
-
-
-class Layer(nn.Module):
-    """Attention and MLP, each added to the residual stream."""
-
-    config: LayerConfig
-
-    @nn.compact
-    def __call__(
-        self, x_BSD: jax.Array, angles_SH: jax.Array, mask: jax.Array | None
-    ) -> tuple[jax.Array, None]:
-        """Takes and returns the residual stream; the `None` is for `nn.scan`.
-
-        The mask `bool[B, 1, S, S]` says which of the keys (last) before it a query may see; `None`
-        stands for all.
-        """
-        config = self.config
-        drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
-        y_BSD = _norm("attention_norm", config.dtype, config.annotate)(x_BSD)
-        x_BSD = x_BSD + drop(Attention(config, name="attention")(y_BSD, angles_SH, mask))
-        y_BSD = _norm("mlp_norm", config.dtype, config.annotate)(x_BSD)
-        return x_BSD + drop(SwiGLU(config, name="mlp")(y_BSD)), None
-
-
-class Attention(nn.Module):
-    """Causal attention with rotary positions; groups of query heads share a key and value head."""
-
-    config: LayerConfig
-
-    @nn.compact
-    def __call__(self, x_BSD: jax.Array, angles_SH: jax.Array, mask: jax.Array | None) -> jax.Array:
-        """Mixes positions; the arguments are those of `Layer`."""
-        config, hidden_size = self.config, x_BSD.shape[-1]
-        query = (hidden_size, config.num_heads, config.head_size), ("embed", "heads", None)
-        key = (hidden_size, config.num_kv_heads, config.head_size), ("embed", "kv_heads", None)
-        out = (config.num_heads, config.head_size, hidden_size), ("heads", None, "embed")
-        query_BSNH = rotate(Product(config, *query, name="query")(x_BSD), angles_SH)
-        key_BSKH = rotate(Product(config, *key, name="key")(x_BSD), angles_SH)
-        value_BSKH = Product(config, *key, name="value")(x_BSD)
-        how = ATTENTIONS[config.attention]
-        mixed_BSNH = jax.nn.dot_product_attention(
-            query_BSNH, key_BSKH, value_BSKH, mask=mask, is_causal=True, implementation=how
-        )
-        return Product(config, *out, contracted=2, scale=config.added_scale, name="out")(mixed_BSNH)
-
-
-class SwiGLU(nn.Module):
-    """An MLP whose hidden features are gated by others."""
-
-    config: LayerConfig
-
-    @nn.compact
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        """Maps `[B, S, D]` to `[B, S, D]`."""
-        config, hidden_size = self.config, x_BSD.shape[-1]
-        into = (hidden_size, config.mlp_size), ("embed", "mlp")
-        out = (config.mlp_size, hidden_size), ("mlp", "embed")
-        gate_BSF = Product(config, *into, name="gate")(x_BSD)
-        up_BSF = Product(config, *into, name="up")(x_BSD)
-        down = Product(config, *out, scale=config.added_scale, name="down")
-        return down(nn.silu(gate_BSF) * up_BSF)
-
-
-class Product(nn.Module):
-    """A product with weights, whose dims may have names.
-
-    `nn.DenseGeneral` of flax 0.12.8 constrains weights while they are still two-dimensional.
-    """
-
-    config: LayerConfig
-    shape: tuple[int, ...]
-    dim_names: tuple[str | None, ...]
-    contracted: int = 1
-    scale: float = 1.0
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Sums over the last dims of `x` and the first of the weights, `contracted` of them."""
-        dims = range(len(self.shape))
-        init = nn.initializers.variance_scaling(
-            self.scale**2, "fan_in", "normal", dims[: self.contracted], dims[self.contracted :]
-        )
-        init = _annotate(init, self.dim_names, self.config.annotate)
-        kernel = self.param("kernel", init, self.shape)
-        return jnp.tensordot(x, kernel.astype(self.config.dtype), axes=self.contracted)
-
-
-def rotary_angles(length: int, head_size: int, *, base: float) -> jax.Array:
-    """The angles in radians by which rotary positions turn the pairs of a head's features.
-
-    They are `float32[S, H/2]`: `s * base ** (-2 i / H)` at position `s` for pair `i`.
-    """
-    frequencies = base ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
-    return jnp.outer(jnp.arange(length, dtype=jnp.float32), frequencies)
-
-
-def rotate(x: jax.Array, angles_SH: jax.Array) -> jax.Array:
-    """Turns pairs of the features of `[B, S, N, H]`, queries or keys, by angles.
-
-    So the product of a query and a key depends only on the difference of their positions. Feature
-    `i` is paired with `i + H/2`, as in GPT-NeoX and LLaMA's public checkpoints. It is computed in
-    float32, and the result has the dtype of `x`.
-    """
-    sin, cos = jnp.sin(angles_SH)[None, :, None], jnp.cos(angles_SH)[None, :, None]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-
-
 def size_of_head(model: Transformer) -> int:
     """The features of a head, `H`."""
     return model.head_size or model.hidden_size // model.num_heads
+
+
+def size_of_vocabulary(model: Transformer) -> int:
+    """The rows of the embedding, `V`: a multiple of `vocab_multiple`."""
+    return -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
 
 
 def flops_per_token(model: Transformer, sequence_length: int) -> int:
@@ -313,7 +254,7 @@ def flops_per_token(model: Transformer, sequence_length: int) -> int:
     size = size_of_head(model)
     heads = 2 * model.num_heads + 2 * (model.num_kv_heads or model.num_heads)  # q, out; k, v.
     layer = model.hidden_size * (heads * size + 3 * model.mlp_size)
-    weights = model.num_layers * layer + model.hidden_size * model.vocab_size
+    weights = model.num_layers * layer + model.hidden_size * size_of_vocabulary(model)
     return 6 * weights + 12 * model.num_layers * model.num_heads * size * sequence_length
 
 
@@ -324,7 +265,8 @@ def check_transformer(model: Transformer) -> None:
         value = getattr(model, field)
         raise ValueError(f"Transformer: {field} is {value!r}, expected {expected}.")
 
-    for field in ("vocab_size", "num_layers", "hidden_size", "num_heads", "mlp_size"):
+    sizes = ("vocab_size", "vocab_multiple", "num_layers", "hidden_size", "num_heads", "mlp_size")
+    for field in sizes:
         if getattr(model, field) < 1:
             refuse(field, "at least 1")
     if not model.head_size and model.hidden_size % model.num_heads:
@@ -340,6 +282,14 @@ def check_transformer(model: Transformer) -> None:
         refuse("dropout_rate", "from 0 to less than 1")
     if not -1 <= model.bos_token < model.vocab_size:
         refuse("bos_token", f"less than vocab_size={model.vocab_size}, or -1 for none")
+    if model.sequence_parallel and not model.split_axis:
+        refuse("sequence_parallel", "False, or a split_axis such as 'model' that splits positions")
+    if model.split_axis and model.annotate:
+        refuse(
+            "annotate",
+            f"False with split_axis={model.split_axis!r}: rules say how parameters are stored, and "
+            "a split parameter is stored as it is computed with",
+        )
     for field, known in (("remat", REMAT_POLICIES), ("attention", ATTENTIONS)):
         if getattr(model, field) not in known:
             refuse(field, f"one of {', '.join(map(repr, known))}")
@@ -347,25 +297,7 @@ def check_transformer(model: Transformer) -> None:
         refuse("dtype", "a floating dtype such as 'bfloat16'")
 
 
-def _look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """The rows of a table; NaN for an index that it does not have."""
-    # In explicit mode a gather needs the sharding of its result: that of the indices.
-    names = jax.typeof(indices).sharding.spec
-    spec = PartitionSpec(*names, None) if any(names) else None
-    rows = table.at[indices]
-    return rows.get(mode="fill", wrap_negative_indices=False, out_sharding=spec)
-
-
 def _same_document(begins_BS: jax.Array) -> jax.Array:
     """`bool[B, 1, S, S]`: whether two positions are in one document."""
     document_BS = jnp.cumsum(begins_BS, axis=1)
     return document_BS[:, None, :, None] == document_BS[:, None, None, :]
-
-
-def _norm(name: str, dtype: jnp.dtype, annotate: bool) -> nn.RMSNorm:
-    init = _annotate(nn.initializers.ones, ("embed",), annotate)
-    return nn.RMSNorm(dtype=dtype, scale_init=init, name=name)
-
-
-def _annotate(init: Any, dim_names: tuple[str | None, ...], annotate: bool) -> Any:
-    return nn.with_logical_partitioning(init, dim_names) if annotate else init

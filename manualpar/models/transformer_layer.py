@@ -1,0 +1,161 @@
+"""A layer of the transformer: attention and MLP, each added to the residual stream.
+
+Both may be split over a mesh axis, as in Megatron-LM (Shoeybi et al.,
+https://arxiv.org/abs/1909.08053): each device computes some of the heads and some of the MLP's
+features. A part of a layer is entered once and left once, so that a layer and its gradient send
+four all-reduces of the residual stream. With `sequence_dim` the residual stream and its norms are
+split along their positions (https://arxiv.org/abs/2205.05198).
+
+Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` key and value heads,
+`H` features of a head, `F` features inside the MLP. `axis` in a shape stands for the devices along
+the axis that layers are split over.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from manualpar.layers import SplitDense, enter
+from manualpar.models.rotary import rotate
+from manualpar.purposes import SEQUENCE_SCOPE
+
+ATTENTIONS: dict[str, Literal["xla", "cudnn"] | None] = {"": None, "xla": "xla", "cudnn": "cudnn"}
+# The dims, by their logical names, of which each device along the axis computes a part.
+SPLIT_DIMS = frozenset({"vocab", "heads", "kv_heads", "mlp"})
+
+DimNames = tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """The fields of `Transformer` that a layer needs, with 0 replaced by the default it means."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    mlp_size: int
+    dropout_rate: float  # 0 outside of training.
+    added_scale: float  # For initial weights whose products are added to the residual stream.
+    dtype: jnp.dtype
+    attention: str
+    annotate: bool
+    axis: str | None = None  # That the layer is split over.
+    sequence_dim: int | None = None  # That the residual stream is split along; 1 or None.
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each added to the residual stream."""
+
+    config: LayerConfig
+
+    @nn.compact
+    def __call__(
+        self, x_BSD: jax.Array, angles_SH: jax.Array, mask: jax.Array | None
+    ) -> tuple[jax.Array, None]:
+        """Takes and returns the residual stream; the `None` is for `nn.scan`.
+
+        The stream is `[B, S, D]`, or `[B, S/axis, D]` where it is split. The mask
+        `bool[B, 1, S, S]` says which of the keys (last) before it a query may see; `None` stands
+        for all.
+        """
+        config = self.config
+        drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
+        y_BSD = enter_normalized(x_BSD, "attention_norm", config)
+        x_BSD = x_BSD + drop(Attention(config, name="attention")(y_BSD, angles_SH, mask))
+        y_BSD = enter_normalized(x_BSD, "mlp_norm", config)
+        return x_BSD + drop(SwiGLU(config, name="mlp")(y_BSD)), None
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions; groups of query heads share a key and value head."""
+
+    config: LayerConfig
+
+    @nn.compact
+    def __call__(self, x_BSD: jax.Array, angles_SH: jax.Array, mask: jax.Array | None) -> jax.Array:
+        """Mixes positions; takes what `enter` returns, and returns what `Layer` adds."""
+        config, hidden_size = self.config, x_BSD.shape[-1]
+        query = (hidden_size, config.num_heads, config.head_size), ("embed", "heads", None)
+        key = (hidden_size, config.num_kv_heads, config.head_size), ("embed", "kv_heads", None)
+        out = (config.num_heads, config.head_size, hidden_size), ("heads", None, "embed")
+        query_BSNH = rotate(_product(config, *query, name="query")(x_BSD), angles_SH)
+        key_BSKH = rotate(_product(config, *key, name="key")(x_BSD), angles_SH)
+        value_BSKH = _product(config, *key, name="value")(x_BSD)
+        how = ATTENTIONS[config.attention]
+        mixed_BSNH = jax.nn.dot_product_attention(
+            query_BSNH, key_BSKH, value_BSKH, mask=mask, is_causal=True, implementation=how
+        )
+        leave = _product(config, *out, contracted=2, scale=config.added_scale, name="out")
+        return leave(mixed_BSNH)
+
+
+class SwiGLU(nn.Module):
+    """An MLP whose hidden features are gated by others."""
+
+    config: LayerConfig
+
+    @nn.compact
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """Takes what `enter` returns, `[B, S, D]`, and returns what `Layer` adds."""
+        config, hidden_size = self.config, x_BSD.shape[-1]
+        into = (hidden_size, config.mlp_size), ("embed", "mlp")
+        out = (config.mlp_size, hidden_size), ("mlp", "embed")
+        gate_BSF = _product(config, *into, name="gate")(x_BSD)
+        up_BSF = _product(config, *into, name="up")(x_BSD)
+        down = _product(config, *out, scale=config.added_scale, name="down")
+        return down(nn.silu(gate_BSF) * up_BSF)
+
+
+def enter_normalized(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array:
+    """The residual stream through an RMSNorm of that name, as the input of split products.
+
+    Communication:
+      That of `enter`. Where the stream is split, backward also an all-reduce of the scale's
+      gradient, because each device along the axis has other positions.
+    """
+    init = marked(nn.initializers.ones, ("embed",), annotate=config.annotate)
+    norm = nn.RMSNorm(dtype=config.dtype, scale_init=init, name=name)
+    if config.sequence_dim is None:
+        return enter(norm(x_BSD), config.axis)
+    with jax.named_scope(SEQUENCE_SCOPE):
+        return enter(norm(x_BSD), config.axis, config.sequence_dim)
+
+
+def marked(init: Any, dim_names: DimNames, *, annotate: bool) -> Any:
+    """An initializer that says the names of its parameter's dims, if they are asked for."""
+    return nn.with_logical_partitioning(init, dim_names) if annotate else init
+
+
+def split_dims(dim_names: DimNames, axis: str | None) -> DimNames:
+    """For each dim the axis that it is split over, or `None`."""
+    return tuple(axis if name in SPLIT_DIMS else None for name in dim_names)
+
+
+def _product(
+    config: LayerConfig,
+    shape: tuple[int, ...],
+    dim_names: DimNames,
+    *,
+    contracted: int = 1,
+    scale: float = 1.0,
+    name: str,
+) -> SplitDense:
+    """A product with weights; of variance `scale**2 / inputs` at first."""
+    dims, names = range(len(shape)), split_dims(dim_names, config.axis)
+    init = nn.initializers.variance_scaling(
+        scale**2, "fan_in", "normal", dims[:contracted], dims[contracted:]
+    )
+    return SplitDense(
+        shape,
+        names,
+        contracted,
+        use_bias=False,
+        kernel_init=marked(init, dim_names, annotate=config.annotate),
+        dtype=config.dtype,
+        sequence_dim=config.sequence_dim if any(names[:contracted]) else None,
+        shared="kv_heads" in dim_names,
+        name=name,
+    )

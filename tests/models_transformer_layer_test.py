@@ -1,0 +1,188 @@
+"""A transformer whose layers are split over a mesh axis is the one-device model, to every leaf."""
+
+import functools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar.models import Transformer
+from manualpar.models.transformer import size_of_vocabulary
+from manualpar.training.cross_entropy import language_model_loss
+from tests.one_device import slow_unless
+
+BOS = 28
+SMALL = Transformer(
+    vocab_size=29,
+    vocab_multiple=8,
+    num_layers=2,
+    hidden_size=16,
+    num_heads=8,
+    num_kv_heads=2,
+    mlp_size=32,
+    bos_token=BOS,
+    split_axis="model",
+)
+BUILDERS = {
+    "fsdp": functools.partial(fsdp, min_weight_size=16),
+    "whole": functools.partial(fsdp, min_weight_size=16, reshard_after_forward=False),
+    "hsdp": functools.partial(hsdp, min_weight_size=16),
+    "zero1": functools.partial(zero, stage=1, min_weight_size=16),
+    "zero2": functools.partial(zero, stage=2, min_weight_size=16),
+    "dp": data_parallel,
+}
+
+
+def _batch():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, BOS, (16, 9)).astype(np.int32)
+    tokens[:, [2, 6]] = BOS
+    mask = (rng.random((16, 8)) < 0.7).astype(np.float32)
+    mask[:2] = 0  # The share of a device in a minibatch may be padding alone.
+    return Batch(inputs=tokens[:, :-1], labels=tokens[:, 1:], mask=mask)
+
+
+def _build(build, model, mesh, **options):
+    return BUILDERS[build](
+        model,
+        optax.sgd(1.0),
+        language_model_loss,
+        mesh=make_mesh(mesh),
+        batch=_batch(),
+        **options,
+    )
+
+
+@functools.cache
+def _one_device(model):
+    """Parameters with random scales, and what one device makes of them."""
+    key, batch = jax.random.split(jax.random.key(0))[0], _batch()
+    initial = nn.unbox(jax.jit(lambda key: model.init({"params": key}, batch.inputs))(key))
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda x: x * jnp.asarray(rng.uniform(0.5, 2.0, x.shape), x.dtype), initial["params"]
+    )
+
+    @jax.jit
+    def loss_and_grads(params):
+        def loss(params):
+            return language_model_loss(params, model.apply, batch, jax.random.key(0))[0]
+
+        return jax.value_and_grad(loss)(params)
+
+    return jax.device_get((initial["params"], params, loss_and_grads(params)))
+
+
+def _assert_same_as_one_device(program, model):
+    initial, params, (loss, grads) = _one_device(model)
+    state = program.init(jax.random.key(0))
+    chex.assert_trees_all_equal(jax.device_get(state.params), initial)
+    params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), params, state.params)
+    before = jax.device_get(params)
+    state, metrics = program.train_step(state.replace(params=params), _batch())
+    assert metrics["loss"][0] / metrics["loss"][1] == pytest.approx(float(loss), rel=1e-5)
+    found = jax.tree.map(lambda old, new: old - new, before, jax.device_get(state.params))
+    for (path, got), want in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(grads), strict=True
+    ):
+        error = np.abs(got - want).max() / np.abs(want).max()
+        assert error < 2e-5, (jax.tree_util.keystr(path), error)
+
+
+EVERYTHING = {
+    "num_kv_heads": 1,
+    "tied_head": True,
+    "remat": "dots",
+    "sequence_parallel": True,
+}
+UNROLLED = {"scan_layers": False, "num_kv_heads": 4}
+MESHES = {
+    "2x4": {"data": 2, "model": 4},
+    "4x2": {"data": 4, "model": 2},
+    "1x8": {"data": 1, "model": 8},
+    "8x1": {"data": 8, "model": 1},
+}
+FAST = (("fsdp", "2x4", EVERYTHING, {"num_minibatches": 2}),)
+
+
+def _cases():
+    yield from FAST
+    yield "fsdp", "4x2", UNROLLED, {}
+    for mesh in MESHES:
+        for kv_heads in (1, 2, 8):
+            for sequence in (False, True):
+                fields = {"num_kv_heads": kv_heads, "sequence_parallel": sequence}
+                yield "fsdp", mesh, fields, {}
+    for build in ("whole", "zero1", "zero2", "dp"):
+        for remat in ("none", "full"):
+            yield build, "2x4", EVERYTHING | {"remat": remat}, {"num_minibatches": 2}
+    for sequence in (False, True):
+        yield "hsdp", "2x2x2", {"sequence_parallel": sequence}, {}
+        yield (
+            "fsdp",
+            "2x4",
+            UNROLLED | {"sequence_parallel": sequence},
+            {"communicate_every": "step"},
+        )
+    yield "fsdp", "2x4", EVERYTHING, {"mode": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("build", "mesh", "fields", "options"), [slow_unless(FAST, *case) for case in _cases()]
+)
+def test_a_split_transformer_is_the_same_as_one_device(build, mesh, fields, options, devices8):
+    del devices8
+    sizes = MESHES.get(mesh, {"replica": 2, "data": 2, "model": 2})
+    model = SMALL.clone(**fields)
+    _assert_same_as_one_device(_build(build, model, sizes, **options), model)
+
+
+def test_the_tree_and_its_bits_are_those_of_the_model_without_an_axis():
+    initial, _, _ = _one_device(SMALL.clone(**UNROLLED))
+    plain = SMALL.clone(**UNROLLED, split_axis="")
+    key = jax.random.split(jax.random.key(0))[0]
+    expected = jax.jit(lambda key: plain.init({"params": key}, _batch().inputs))(key)["params"]
+    chex.assert_trees_all_equal(initial, jax.device_get(expected))
+
+
+def test_what_pads_the_vocabulary_has_no_part_in_the_model():
+    _, params, _ = _one_device(SMALL.clone(**UNROLLED))
+    padded = SMALL.clone(**UNROLLED)
+    model = padded.clone(vocab_multiple=1)
+    assert (size_of_vocabulary(padded), size_of_vocabulary(model)) == (32, 29)
+    cut = {**params, "embedding": params["embedding"][:29], "head": params["head"][:, :29]}
+    tokens = jnp.asarray(_batch().inputs)[:3].at[0, 3].set(29)
+    logits, expected = (
+        jax.jit(model.apply)({"params": params}, tokens)
+        for model, params in ((padded, params), (model, cut))
+    )
+    np.testing.assert_array_equal(logits[1:, :, :29], expected[1:])
+    assert (logits[1:, :, 29:] == -jnp.inf).all()
+    assert np.isnan(logits[0, :, :29]).all()
+    assert np.isnan(expected[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"num_heads": 6, "head_size": 4, "num_kv_heads": 6},
+            r"attention/key/kernel.*dim 2 of size",
+        ),
+        ({"num_heads": 12, "head_size": 4, "num_kv_heads": 3}, r"key/kernel.*dim 2 of size 3"),
+        ({"mlp_size": 30}, r"down/kernel.*dim 1 of size 30 does not divide over the 4 devices"),
+        ({"vocab_multiple": 1}, r"embedding.*dim 0 of size 29 does not divide over the 4 devices"),
+        ({"annotate": True}, "annotate is True, expected False with split_axis='model'"),
+        ({"split_axis": "", "sequence_parallel": True}, "sequence_parallel is True, expected Fal"),
+        ({"vocab_multiple": 0}, "vocab_multiple is 0, expected at least 1"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(fields, message, devices8):
+    del devices8
+    with pytest.raises(ValueError, match=message):
+        _build("fsdp", SMALL.clone(**fields), MESHES["2x4"])
