@@ -5,6 +5,8 @@ of them are replaced:
 
 - `axis_name` by the mesh axes that it is an alias of, see `axis_names`.
 - In evaluation, the switches that tell the module to train, see `evaluation`.
+- The method of `nn.Dropout` that draws its key, and the function by which attention attends, so
+  that split activations are dropped independently, see `split_dropout`.
 - Initializers by ones without annotations. When a model is applied, flax calls them once more, for
   the shapes. An annotated one (`nn.with_partitioning`) then returns a box. `nn.DenseGeneral`, and
   so attention, calls it with the flattened shape of its kernel, unboxes the result and reshapes it.
@@ -25,6 +27,7 @@ from manualpar.linen.call_arguments import initial_call
 from manualpar.user_model.adapter import InitArgs, ModelAdapter, register
 from manualpar.user_model.evaluation import DROPOUT_STREAM, EVAL_SWITCHES, SWITCHES, overrule
 from manualpar.user_model.recurrence import varying_linen_carries
+from manualpar.user_model.split_dropout import SplitAttention, key_like
 
 
 @register
@@ -76,7 +79,7 @@ class LinenModel(ModelAdapter):
                 signature = inspect.signature(context.orig_method)
                 args, kwargs = overrule(signature, args, kwargs, switches)
             try:
-                with replace_fields(module, self._fields_on_mesh(module)):
+                with replace_fields(module, self._fields_on_mesh(module, args)):
                     return next_fun(*args, **kwargs)
             except InvalidRngError as error:
                 if not withheld:
@@ -93,8 +96,8 @@ class LinenModel(ModelAdapter):
         with varying_linen_carries((args, kwargs)), nn.intercept_methods(intercept):
             return self.module.apply(variables, *args, **kwargs)
 
-    def _fields_on_mesh(self, module: nn.Module) -> dict[str, Any]:
-        """The fields of a module that differ on the mesh, by name."""
+    def _fields_on_mesh(self, module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
+        """The fields of a module that differ on the mesh in a call, by name."""
         fields: dict[str, Any] = self.axis_aliases.resolve(module)
         switches = SWITCHES[self.phase]
         for name in (field.name for field in dataclasses.fields(module)):
@@ -103,6 +106,11 @@ class LinenModel(ModelAdapter):
                 fields[name] = switches[name]
             elif name.endswith("init") and callable(value):
                 fields[name] = _Unannotated(value)
+        if isinstance(module, nn.Dropout) and args:
+            draw = module.make_rng
+            fields["make_rng"] = lambda *names: key_like(draw(*names), args[0])
+        if isinstance(module, nn.MultiHeadDotProductAttention):
+            fields["attention_fn"] = SplitAttention(module.attention_fn)
         return fields
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
+from manualpar.nnx.dropout import split_dropout
 from manualpar.nnx.streams import stream_keys, stream_variable
 from manualpar.nnx.variables import Path, annotate, gathering_variable, path_name
 from manualpar.user_model.adapter import ModelAdapter, register
@@ -147,7 +148,7 @@ class NNXModel(ModelAdapter):
         return out, {name: updates[name] for name in asked if name in updates}
 
     def _adjust_to_mesh(self, module: nnx.Module, inputs: Any) -> None:
-        """Changes a module that lives for one call: its axis names, and its cells' carries."""
+        """Changes a module that lives for one call: its axis names, cells' carries, and dropout."""
         vary = vary_like(inputs)
 
         def varying(initialize: Any) -> Any:
@@ -159,6 +160,7 @@ class NNXModel(ModelAdapter):
             cell: Any = part.cell if isinstance(part, nnx.RNN) else part
             if isinstance(part, nnx.RNN | nnx.RNNCellBase):
                 setattr(cell, METHOD, varying(getattr(cell, METHOD)))
+            split_dropout(part)
 
     def _merge(self, variables: Mapping[str, Any], rngs: Any) -> nnx.Module:
         """A module of its own with some variables, its random streams at their beginning."""
