@@ -10,6 +10,8 @@ from manualpar.core.collectives import gather_array_with_mean_grads
 from manualpar.core.gradients import accumulate_gradients, sync_gradients, sync_metrics
 from manualpar.core.partitioning import ShardedParameter
 from manualpar.core.program import Program
+from manualpar.layers.plan import tensor_parallel
+from manualpar.layers.plan_styles import Column, Row, Vocab
 from manualpar.metrics import print_metrics
 from manualpar.rng import fold_rng_over_axis
 from manualpar.same_as_one_device import assert_same_as_one_device
@@ -23,9 +25,12 @@ from manualpar.whole_batch import gather_examples
 
 __all__ = [
     "Batch",
+    "Column",
     "Program",
+    "Row",
     "ShardedParameter",
     "TrainState",
+    "Vocab",
     "abstract_mesh",
     "accumulate_gradients",
     "assert_same_as_one_device",
@@ -42,5 +47,6 @@ __all__ = [
     "shard_params",
     "sync_gradients",
     "sync_metrics",
+    "tensor_parallel",
     "zero",
 ]

@@ -3,13 +3,19 @@
 from manualpar.layers.boundaries import enter, leave
 from manualpar.layers.dense import SplitDense
 from manualpar.layers.experts import MoE
+from manualpar.layers.plan import TensorParallel, tensor_parallel
+from manualpar.layers.plan_styles import Column, Row, Vocab
 from manualpar.layers.routing import auxiliary_loss
 from manualpar.layers.vocabulary import split_argmax, split_cross_entropy, split_lookup
 from manualpar.sharding.split_parameter import split
 
 __all__ = [
+    "Column",
     "MoE",
+    "Row",
     "SplitDense",
+    "TensorParallel",
+    "Vocab",
     "auxiliary_loss",
     "enter",
     "leave",
@@ -17,4 +23,5 @@ __all__ = [
     "split_argmax",
     "split_cross_entropy",
     "split_lookup",
+    "tensor_parallel",
 ]

@@ -8,14 +8,25 @@ import neither.
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import flax.linen as nn
 
 from manualpar.user_model.axis_names import NO_ALIASES, AxisAliases
 
+
+class Applicable(Protocol):
+    """What is initialised and applied as a Linen module is, such as one with a plan."""
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Makes the variables."""
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model."""
+
+
 # A Linen module, or what another adapter wraps: NNX modules, and functions that make one.
-Model = nn.Module | Callable[..., Any]
+Model = nn.Module | Callable[..., Any] | Applicable
 # Makes the arguments of a model's call from a batch.
 InitArgs = Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]]
 # In "eval" training is turned off, and in "eval_dropout" all of it but dropout.

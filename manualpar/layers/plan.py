@@ -1,0 +1,213 @@
+"""Tensor parallelism of a Linen model that knows nothing of it.
+
+A *plan* says which modules compute with shards of their parameters. Its keys are globs on module
+paths and its values are styles: `Column` modules compute some of the outputs on each device, `Row`
+modules take some of the inputs and their products are summed, `Vocab` modules are embeddings of
+which each device has some rows. As in Megatron-LM (Shoeybi et al.,
+https://arxiv.org/abs/1909.08053), a column is followed by a row, and what lies between them, such
+as attention's heads, is computed in parallel.
+
+```python
+model = tensor_parallel(
+    model,
+    {
+        "embed": Vocab(),
+        "*/attention/query": Column(-2),
+        "*/attention/key": Column(-2),
+        "*/attention/value": Column(-2),
+        "*/attention/out": Row(-3),
+        "*/up": Column(),
+        "*/down": Row(),
+    },
+)
+program = manualpar.fsdp(model, tx, loss_fn, mesh=make_mesh({"data": 2, "model": 4}), batch=batch)
+```
+
+Invariants: outside of a `shard_map` that binds the axis, and in the initial values of parameters,
+the model is the one that was given. Types say whether a value differs between devices, not along
+which dimension it is split, so that a mean over split features compiles and is wrong: see
+`plan_check`.
+"""
+
+import dataclasses
+import difflib
+import fnmatch
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import flax.linen as nn
+import jax
+from flax import nnx
+
+from manualpar.core.partitioning import is_box
+from manualpar.layers.plan_calls import PlannedCalls
+from manualpar.layers.plan_styles import Column, Plan, Row, Style, Vocab
+from manualpar.linen.linen_model import LinenModel
+from manualpar.sharding.axes import is_axis_bound
+from manualpar.sharding.layout import path_name
+from manualpar.sharding.split_parameter import SplitParameter
+from manualpar.user_model.adapter import register
+
+
+def tensor_parallel(
+    model: nn.Module, plan: Plan, axis: str = "model", sequence: bool = False
+) -> "TensorParallel":
+    """Makes a Linen model compute with shards of its parameters, by a plan.
+
+    Args:
+      model: The model. It is not changed.
+      plan: For each glob on module paths (`"*/attention/query"`, in which `*` stands for any
+        characters, slashes too) the style of the modules.
+      axis: The mesh axis that the parameters are split over.
+      sequence: Whether activations between the layers, `[B, S, D]`, are split over `axis` along
+        their sequence, dim -2 (Korthikanti et al., https://arxiv.org/abs/2205.05198).
+
+    Returns:
+      The model for any builder of a program. Its `init` and `apply` are those of the given model
+      outside of a `shard_map` that binds `axis`.
+
+    Raises:
+      TypeError: An argument is of the wrong kind.
+      ValueError: When a program is built: the plan does not fit the model, or the model's code the
+        plan; the path of the module is in the message.
+
+    Communication:
+      Over `axis`, in training, for every input that columns share and for every row one all-reduce
+      of the activations: 4 in a layer of attention and MLP. With `sequence` an all-gather and a
+      reduce-scatter take the place of each, of the same bytes together.
+    """
+    if isinstance(model, nnx.Module):
+        raise TypeError(
+            f"tensor_parallel: model is the nnx.Module {type(model).__name__}, expected one of "
+            "flax.linen: calls of NNX modules cannot be intercepted. Split its parameters where "
+            "they are made, with nnx.with_partitioning(init, names, split=True), and let "
+            "activations in and out with manualpar.layers.enter and leave."
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"tensor_parallel: model is {model!r}, expected an instance of a flax.linen.Module."
+        )
+    styles = (Column, Row, Vocab)
+    if not isinstance(plan, Mapping) or not all(
+        isinstance(key, str) and isinstance(style, styles) for key, style in plan.items()
+    ):
+        raise TypeError(
+            f"tensor_parallel: plan is {plan!r}, expected styles by globs on module paths, such as "
+            "{'*/up': Column(), '*/down': Row()}."
+        )
+    if not isinstance(axis, str):
+        raise TypeError(f"tensor_parallel: axis is {axis!r}, expected the name of a mesh axis.")
+    return TensorParallel(model, tuple(plan.items()), axis, sequence)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallel:
+    """A Linen model and the plan by which it is computed in parallel; see `tensor_parallel`.
+
+    Attributes:
+      module: The model as it was given.
+      plan: The pairs of a glob on module paths and a style.
+      axis: The mesh axis.
+      sequence: Whether activations between layers are split along their sequence.
+    """
+
+    module: nn.Module
+    plan: tuple[tuple[str, Style], ...]
+    axis: str
+    sequence: bool
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `init`."""
+        return self.module.init(rngs, *args, **kwargs)
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model's `apply`, on shards where the axis is bound."""
+        return self.call(self.module.apply, variables, *args, **kwargs)
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function that applies the module, on shards where the axis is bound."""
+        if not is_axis_bound(self.axis):
+            return function(*args, **kwargs)
+        with nn.intercept_methods(PlannedCalls(self.style_of, self.axis, self.sequence)):
+            return function(*args, **kwargs)
+
+    def style_of(self, path: str) -> Style | None:
+        """The style of the module at a path; `None` if the plan does not name it.
+
+        Raises:
+          ValueError: Two keys give it different styles.
+        """
+        found = {key: style for key, style in self.plan if fnmatch.fnmatchcase(path, key)}
+        if len(set(found.values())) > 1:
+            raise ValueError(
+                f"tensor_parallel: module {path!r} has more than one style in the plan, {found}; "
+                "expected one. Make a key narrower."
+            )
+        return next(iter(found.values()), None)
+
+
+@register
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class PlannedModel(LinenModel):
+    """The adapter of a `TensorParallel`."""
+
+    planned: Any = None
+
+    def __repr__(self) -> str:
+        return repr(self.planned)
+
+    @classmethod
+    def wrap(cls, model: Any) -> Self | None:
+        """The adapter of a planned model."""
+        return cls(model.module, planned=model) if isinstance(model, TensorParallel) else None
+
+    @property
+    def apply_fn(self) -> Callable[..., Any]:
+        """The planned model's `apply`, as `LinenModel.apply_fn`."""
+        apply: Callable[..., Any] = self.apply if self.axis_aliases.axes else self.planned.apply
+        return apply
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`module.init`, with a `SplitParameter` around each parameter that the plan splits."""
+        variables = super().init(rngs, *args, **kwargs)
+        return variables | {"params": _split_params(self.planned, variables.get("params", {}))}
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """`LinenModel.apply`, on shards where the axis is bound."""
+        return self.planned.call(super().apply, variables, *args, **kwargs)
+
+
+def _split_params(planned: TensorParallel, params: Any) -> Any:
+    modules: set[str] = set()
+
+    def box(path: Any, x: Any) -> Any:
+        module, _, name = path_name(path).rpartition("/")
+        modules.add(module)
+        style = planned.style_of(module)
+        if style is None:
+            return x
+        value = x
+        if isinstance(x, nn.LogicallyPartitioned):  # The plan takes the place of its rules.
+            value = x.value
+        elif is_box(x):
+            raise ValueError(
+                f"tensor_parallel: parameter {path_name(path)!r} is annotated already, with names "
+                f"{x.names}, and the plan gives its module {style}; expected one of the two. Take "
+                "the annotation away, or leave the module out of the plan."
+            )
+        dim = style.split_dim(name, value.ndim)
+        if dim is None:
+            return value
+        names: list[str | None] = [None] * value.ndim
+        names[dim] = planned.axis
+        return SplitParameter(value, tuple(names), shared=style.shared)
+
+    boxed = jax.tree_util.tree_map_with_path(box, params, is_leaf=is_box)
+    for key, style in planned.plan:
+        if not fnmatch.filter(modules, key):
+            near = difflib.get_close_matches(key, sorted(modules), n=3, cutoff=0.0)
+            raise ValueError(
+                f"tensor_parallel: the plan's key {key!r} ({style}) matches no module that has "
+                f"parameters of its own, expected one, such as {', '.join(map(repr, near))}."
+            )
+    return boxed

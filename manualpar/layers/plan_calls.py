@@ -1,0 +1,229 @@
+"""The calls of a planned model's modules, on shards.
+
+While a module of the plan runs, what differs from one device is replaced: the shapes of which its
+parameters are expected, the features that `nn.DenseGeneral` reshapes to, its input and its result.
+Dropout draws from another key on each device where it drops parts of what is split.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.errors import ScopeParamShapeError
+from jax.extend.core import get_opaque_trace_state
+
+from manualpar.core.collectives import varying_axes
+from manualpar.layers.boundaries import enter, has_lost_types, leave
+from manualpar.layers.plan_styles import Column, Row, Style, Vocab
+from manualpar.layers.vocabulary import split_lookup
+from manualpar.linen.linen_model import replace_fields
+from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE
+from manualpar.rng import fold_rng_over_axis
+
+
+class PlannedCalls:
+    """The interceptor of one application of a planned model."""
+
+    def __init__(self, style_of: Callable[[str], Style | None], axis: str, sequence: bool) -> None:
+        self._style_of, self._axis, self._sequence = style_of, axis, sequence
+        # Pairs of an input and what became of it, with the trace in which that happened.
+        self._entered: list[tuple[Any, Any, Any]] = []
+
+    def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        """Calls a module's method, see `nn.intercept_methods`."""
+        module, method = context.module, context.method_name
+        if module.scope is None:
+            return next_fun(*args, **kwargs)
+        path = "/".join(module.path)
+        style = self._style_of(path)
+        if style is None:
+            return self._call_unplanned(module, path, next_fun, args, kwargs)
+        with self._on_shards(module, style):
+            # A module in nn.remat or nn.scan calls the same one without it, which computes.
+            is_lifted = type(module).__module__ == "flax.linen.transforms"
+            if method == "setup" or (is_lifted and method in vars(type(module))):
+                return next_fun(*args, **kwargs)
+            where = f"tensor_parallel: module {path!r} ({style})"
+            run = {Column: self._column, Row: self._row, Vocab: self._vocab}[type(style)]
+            try:
+                return run(where, module, method, next_fun, args, kwargs)
+            except TypeError as error:
+                raise ValueError(
+                    f"{where} cannot compute with its shard: {error} Check its dim, and that its "
+                    "input is split where a Row contracts and whole where a Column does."
+                ) from error
+
+    def _column(
+        self, where: str, module: nn.Module, method: str, next_fun: Any, args: Any, kwargs: Any
+    ) -> Any:
+        del module, method
+        return next_fun(*self._enter_all(where, args), **self._enter_all(where, kwargs))
+
+    def _row(
+        self, where: str, module: nn.Module, method: str, next_fun: Any, args: Any, kwargs: Any
+    ) -> Any:
+        del method
+        for x in jax.tree.leaves((args, kwargs)):
+            if (
+                _is_activation(x)
+                and self._axis not in varying_axes(x)
+                and not has_lost_types(x, (self._axis,))
+            ):
+                raise ValueError(
+                    f"{where} has an input of shape {x.shape} that is whole on every device, "
+                    "expected one whose features are split. Give the module that makes it the "
+                    "style Column."
+                )
+        y = self._leave(next_fun(*args, **kwargs))
+        if not module.has_variable("params", "bias"):
+            return y
+        bias = nn.unbox(module.get_variable("params", "bias"))
+        if bias.shape != y.shape[y.ndim - bias.ndim :]:
+            raise ValueError(
+                f"{where} has a bias of shape {bias.shape} and makes {y.shape}, expected the last "
+                "dims of what it makes: the bias is added after the sum over devices."
+            )
+        with jax.named_scope(SEQUENCE_SCOPE if self._sequence else TENSOR_SCOPE):
+            return y + jnp.expand_dims(bias.astype(y.dtype), range(y.ndim - bias.ndim))
+
+    def _vocab(
+        self, where: str, module: nn.Module, method: str, next_fun: Any, args: Any, kwargs: Any
+    ) -> Any:
+        if not isinstance(module, nn.Embed):
+            kind = type(module).__name__
+            raise ValueError(f"{where} is a {kind}, expected an nn.Embed. Give it another style.")
+        if method == "attend":
+            return self._column(where, module, method, next_fun, args, kwargs)
+        if type(module).__call__ is not nn.Embed.__call__:
+            kind = type(module).__name__
+            raise ValueError(f"{where}: {kind} has a __call__ of its own, expected nn.Embed's.")
+        tokens = [*args, *kwargs.values()][0]
+        # As on one device, a negative token counts from the end.
+        tokens = jnp.where(tokens < 0, tokens + module.num_embeddings, tokens)
+        tables = module.promote_dtype(module.embedding, dtype=module.dtype, inexact=False)
+        table = cast(jax.Array, tables[0])
+        return split_lookup(table, tokens, self._axis, tokens.ndim - 1 if self._sequence else None)
+
+    def _enter_all(self, where: str, tree: Any) -> Any:
+        return jax.tree.map(lambda x: self._enter(where, x) if _is_activation(x) else x, tree)
+
+    def _enter(self, where: str, x: jax.Array) -> jax.Array:
+        """`enter`, once for all modules that have the same input."""
+        trace = get_opaque_trace_state(convention="flax")
+        for before, trace_before, entered in self._entered:
+            if before is x and trace_before == trace:
+                return entered
+        if not self._sequence and self._axis in varying_axes(x):
+            raise ValueError(
+                f"{where} has an input of shape {x.shape} that differs between devices along "
+                f"{self._axis!r}, expected the same on all: its features are split, or it is a "
+                "part of a sum. Give the module before it, whose input is split, the style Row."
+            )
+        if (
+            self._sequence
+            and self._axis not in varying_axes(x)
+            and not has_lost_types(x, (self._axis,))
+        ):
+            raise ValueError(
+                f"{where} has an input of shape {x.shape} that is the same on all devices along "
+                f"{self._axis!r}, expected one that is split along its sequence, because "
+                "sequence=True. Give the embedding the style Vocab, whose result is split."
+            )
+        entered = enter(x, self._axis, self._sequence_dim(x))
+        self._entered.append((x, trace, entered))
+        return entered
+
+    def _leave(self, x: jax.Array) -> jax.Array:
+        return leave(x, self._axis, self._sequence_dim(x))
+
+    def _is_whole(self, x: jax.Array) -> bool:
+        return self._axis not in varying_axes(x) and not has_lost_types(x, (self._axis,))
+
+    def _sequence_dim(self, x: jax.Array) -> int | None:
+        return x.ndim - 2 if self._sequence else None
+
+    @contextlib.contextmanager
+    def _on_shards(self, module: nn.Module, style: Style) -> Iterator[None]:
+        """Has a module expect its shards in the place of its parameters."""
+        size = jax.lax.axis_size(self._axis)
+        original = module.param
+
+        def local(whole: int) -> int:
+            return 1 if style.shared and whole < size else whole // size
+
+        def param(name: str, init_fn: Any, *args: Any, **kwargs: Any) -> Any:
+            if not module.has_variable("params", name):
+                return original(name, init_fn, *args, **kwargs)
+            value = jax.eval_shape(nn.unbox, module.get_variable("params", name))
+
+            def local_init(key: Any, *args: Any, **kwargs: Any) -> Any:
+                declared = nn.unbox(init_fn(key, *args, **kwargs))
+                shape = list(declared.shape)
+                dim = style.split_dim(name, len(shape))
+                if dim is not None and declared.shape != value.shape:
+                    shape[dim] = local(shape[dim])
+                return jnp.zeros(shape, declared.dtype)
+
+            x = original(name, local_init, *args, **kwargs)
+            # A row's bias is added after the sum.
+            return jnp.zeros_like(x) if isinstance(style, Row) and name == "bias" else x
+
+        fields: dict[str, Any] = {}
+        if isinstance(style, Column) and isinstance(module, nn.DenseGeneral):
+            features = module.features
+            features = [features] if isinstance(features, int) else list(features)
+            if -style.dim <= len(features):
+                features[style.dim] = local(features[style.dim])
+            fields = {"features": tuple(features)}
+        with _methods(module, param=param), replace_fields(module, fields):
+            yield
+
+    def _call_unplanned(
+        self, module: nn.Module, path: str, next_fun: Any, args: Any, kwargs: Any
+    ) -> Any:
+        methods: dict[str, Any] = {}
+        if self._draws_of_its_own(module, path, args):
+            original = module.make_rng
+
+            def make_rng(*args: Any) -> jax.Array:
+                with jax.named_scope(TENSOR_SCOPE):
+                    return fold_rng_over_axis(original(*args), self._axis)
+
+            methods["make_rng"] = make_rng
+        try:
+            with _methods(module, **methods):
+                return next_fun(*args, **kwargs)
+        except ScopeParamShapeError as error:
+            raise ValueError(
+                f"tensor_parallel: module {path!r} ({type(module).__name__}) gets a part of the "
+                f"features that it was made for, and the plan does not name it: {error} Split "
+                "neither its input, by a Row before it, nor its parameters."
+            ) from error
+
+    def _draws_of_its_own(self, module: nn.Module, path: str, args: Any) -> bool:
+        """Whether a module drops parts of what is split."""
+        if isinstance(module, nn.Dropout):
+            return any(self._axis in varying_axes(x) for x in args if _is_activation(x))
+        if isinstance(module, nn.MultiHeadDotProductAttention):
+            # One mask for all heads is one for all devices.
+            is_split = isinstance(self._style_of(f"{path}/query"), Column)
+            return is_split and not module.broadcast_dropout
+        return False
+
+
+@contextlib.contextmanager
+def _methods(module: nn.Module, **methods: Any) -> Iterator[None]:
+    """Gives a module other methods for a while."""
+    vars(module).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(module)[name]
+
+
+def _is_activation(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)

@@ -1,0 +1,379 @@
+"""Models that know of no mesh, computed in parallel by a plan, against plain flax on one device."""
+
+import collections
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from manualpar import (
+    Batch,
+    Column,
+    Row,
+    Vocab,
+    abstract_mesh,
+    assert_same_as_one_device,
+    data_parallel,
+    fsdp,
+    hsdp,
+    make_mesh,
+    tensor_parallel,
+    zero,
+)
+from manualpar.inspect import trace_collectives
+from manualpar.layers import split_cross_entropy
+from manualpar.models.transformer import Transformer
+from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE, purpose_of
+
+VOCAB = 16
+random = nn.initializers.normal(0.3)
+
+
+def about_one(key: jax.Array, shape: Any, dtype: Any = "float32") -> jax.Array:
+    return 1 + random(key, shape, dtype)
+
+
+class Block(nn.Module):
+    """Flax's own attention and dense layers."""
+
+    rate: float
+    train: bool
+
+    @nn.compact
+    def __call__(self, x_BSD: jax.Array, mask: jax.Array) -> tuple[jax.Array, None]:
+        drop = nn.Dropout(self.rate, deterministic=not self.train)
+        y_BSD = nn.LayerNorm(scale_init=about_one, bias_init=random, name="norm")(x_BSD)
+        attention = nn.MultiHeadDotProductAttention(
+            8,
+            qkv_features=64,
+            bias_init=random,
+            normalize_qk=True,
+            dropout_rate=self.rate,
+            broadcast_dropout=False,
+            deterministic=not self.train,
+            name="attention",
+        )
+        x_BSD = x_BSD + attention(y_BSD, mask=mask)
+        y_BSF = nn.Dense(32, bias_init=random, name="up")(nn.RMSNorm(scale_init=about_one)(x_BSD))
+        y_BSF = drop(nn.gelu(y_BSF))
+        return x_BSD + nn.Dense(16, bias_init=random, name="down")(y_BSF), None
+
+
+class LanguageModel(nn.Module):
+    """A model of blocks, whose embedding may be its head."""
+
+    tied: bool = True
+    remat: bool = False
+    scan: bool = False
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, tokens_BS: jax.Array, train: bool = False) -> jax.Array:
+        embed = nn.Embed(VOCAB, 16, name="embed")
+        x_BSD, mask = embed(tokens_BS), nn.make_causal_mask(tokens_BS)
+        block: Any = nn.remat(Block) if self.remat else Block
+        if self.scan:
+            rngs = {"params": True, "dropout": True}
+            scanned = nn.scan(
+                block,
+                variable_axes={"params": 0},
+                split_rngs=rngs,
+                in_axes=nn.broadcast,
+                length=2,
+            )
+            x_BSD, _ = scanned(self.rate, train, name="blocks")(x_BSD, mask)
+        else:
+            for index in range(2):
+                x_BSD, _ = block(self.rate, train, name=f"block_{index}")(x_BSD, mask)
+        x_BSD = nn.LayerNorm(name="final_norm")(x_BSD)
+        return embed.attend(x_BSD) if self.tied else nn.Dense(VOCAB, name="head")(x_BSD)
+
+
+class InSetup(nn.Module):
+    """Layers that are made in `setup`, under names of their own."""
+
+    def setup(self) -> None:
+        self.table = nn.Embed(VOCAB, 16)
+        self.layers = [nn.remat(nn.Dense)(32, bias_init=random), nn.Dense(16, bias_init=random)]
+
+    def __call__(self, tokens_BS: jax.Array) -> jax.Array:
+        x_BSD = self.table(tokens_BS)
+        up, down = self.layers
+        return self.logits(x_BSD + down(nn.relu(up(inputs=x_BSD))))
+
+    def logits(self, x_BSD: jax.Array) -> jax.Array:
+        return self.table.attend(x_BSD)
+
+
+ATTENTION = {
+    "*/attention/query": Column(-2),
+    "*/attention/key": Column(-2, shared=True),
+    "*/attention/value": Column(-2, shared=True),
+    "*/attention/out": Row(-3),
+}
+PLAN = {**ATTENTION, "*/up": Column(), "*/down": Row(), "embed": Vocab()}
+PLAN_OF_OURS = {**ATTENTION, "*/mlp/gate": Column(), "*/mlp/up": Column(), "*/mlp/down": Row()}
+PLAN_IN_SETUP = {"table": Vocab(), "layers_0": Column(), "layers_1": Row()}
+OURS = {"vocab_size": VOCAB, "num_layers": 2, "hidden_size": 16, "num_heads": 8, "mlp_size": 32}
+D24, D42, D18 = {"data": 2, "model": 4}, {"data": 4, "model": 2}, {"data": 1, "model": 8}
+
+
+def make_batch() -> Batch:
+    keys = jax.random.split(jax.random.key(1))
+    return Batch(*(jax.random.randint(key, (8, 8), 0, VOCAB) for key in keys))
+
+
+def loss_fn(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
+    del rng
+    losses = split_cross_entropy(apply_fn({"params": params}, batch.inputs), batch.labels)
+    return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+
+def dropping_loss_fn(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
+    logits = apply_fn({"params": params}, batch.inputs, train=True, rngs={"dropout": rng})
+    losses = split_cross_entropy(logits, batch.labels)
+    return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+
+def build(model: Any, axes: Any, builder: Any = fsdp, loss: Any = loss_fn, **options: Any) -> Any:
+    options = options if builder is data_parallel else {"min_weight_size": 16, **options}
+    mesh, batch = make_mesh(axes), make_batch()
+    return builder(model, optax.sgd(1.0), loss, mesh=mesh, batch=batch, **options)
+
+
+def check_exact(
+    model: nn.Module, plan: Any, axes: Any, sequence: bool = False, **options: Any
+) -> None:
+    program, batch = (
+        build(tensor_parallel(model, plan, sequence=sequence), axes, **options),
+        (make_batch()),
+    )
+    state = program.init(jax.random.key(0))
+    init = jax.jit(lambda key: model.init({"params": key}, batch.inputs)["params"])
+    params = init(jax.random.split(jax.random.key(0))[0])
+    before = program.whole(state)["params"]
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(params))
+
+    def one_device(params: Any) -> jax.Array:
+        logits = model.apply({"params": params}, batch.inputs)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
+
+    loss, expected = jax.device_get(jax.jit(jax.value_and_grad(one_device))(params))
+    state, metrics = program.train_step(state, batch)
+    np.testing.assert_allclose(metrics["loss"][0] / metrics["loss"][1], loss, rtol=1e-6)
+    grads = jax.tree.map(np.subtract, before, program.whole(state)["params"])
+    total = np.linalg.norm([np.linalg.norm(g) for g in jax.tree.leaves(expected)])
+    for (path, grad), like in zip(
+        jax.tree.leaves_with_path(grads), jax.tree.leaves(expected), strict=True
+    ):
+        # The parameters, about 1, are rounded when the gradient is subtracted.
+        off = np.linalg.norm(grad - like)
+        assert off <= 2e-5 * np.linalg.norm(like) + 1e-6 * total, jax.tree_util.keystr(path)
+
+
+CASES = {
+    "flax": (LanguageModel(), PLAN, D24, {}),
+    "flax scan remat": (LanguageModel(remat=True, scan=True), PLAN, D42, {"num_minibatches": 2}),
+    "flax untied": (LanguageModel(tied=False), {**PLAN, "head": Column()}, D18, {}),
+    "sequence": (LanguageModel(), PLAN, D24, {"sequence": True}),
+    "sequence scan remat": (
+        LanguageModel(remat=True, scan=True, tied=False),
+        {**PLAN, "head": Column()},
+        D42,
+        {"sequence": True, "num_minibatches": 2},
+    ),
+    "head of one device": (LanguageModel(tied=False), PLAN, D24, {}),
+    "setup": (InSetup(), PLAN_IN_SETUP, D42, {}),
+    "setup sequence": (InSetup(), PLAN_IN_SETUP, D24, {"sequence": True}),
+    "ours": (Transformer(**OURS), PLAN_OF_OURS, D24, {"num_minibatches": 2}),
+    "ours GQA 2": (
+        Transformer(**OURS, num_kv_heads=2, remat="full"),
+        PLAN_OF_OURS,
+        D24,
+        {"reshard_after_forward": False},
+    ),
+    "ours GQA 1": (
+        Transformer(**OURS, num_kv_heads=1, scan_layers=False, tied_head=True),
+        PLAN_OF_OURS,
+        D18,
+        {},
+    ),
+    "hsdp": (
+        LanguageModel(),
+        PLAN,
+        {"replica": 2, "data": 2, "model": 2},
+        {"builder": hsdp},
+    ),
+    "zero": (LanguageModel(), PLAN, D42, {"builder": zero, "stage": 2}),
+    "data parallel": (LanguageModel(), PLAN, D24, {"builder": data_parallel}),
+    "auto": (LanguageModel(), PLAN, D24, {"mode": "auto"}),
+    "axis that the mesh does not have": (LanguageModel(), PLAN, {"data": 8}, {}),
+    "axis of one device": (LanguageModel(), PLAN, {"data": 8, "model": 1}, {}),
+}
+FAST = ("sequence scan remat", "ours GQA 2")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_a_planned_model_is_that_of_one_device(devices8: list[jax.Device], name: str) -> None:
+    del devices8
+    model, plan, axes, options = CASES[name]
+    check_exact(model, plan, axes, **options)
+
+
+def sent_by(model: Any, loss: Any = loss_fn) -> collections.Counter[Any]:
+    """What is sent over `model`, on a mesh that nobody has."""
+    mesh = abstract_mesh({"data": 2, "model": 4}, num_devices=8)
+    program = data_parallel(model, optax.sgd(1.0), loss, mesh=mesh, batch=make_batch())
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    return collections.Counter(
+        (one.kind, purpose_of(one.scope))
+        for one in trace_collectives(traced)
+        if "model" in one.axes
+    )
+
+
+def test_a_layer_sends_four_all_reduces() -> None:
+    """Key, query and value share one on the way in, and gate and up another."""
+    sent = sent_by(tensor_parallel(Transformer(**OURS, scan_layers=False), PLAN_OF_OURS))
+    assert sent == {("all_reduce", TENSOR_SCOPE): 2 * 4}
+    sent = sent_by(tensor_parallel(LanguageModel(), PLAN, sequence=True))
+    # Two layers, and the embedding as the head and not.
+    assert sent["all_gather", SEQUENCE_SCOPE] == 2 * 4 + 2
+    assert sent["reduce_scatter", SEQUENCE_SCOPE] == 2 * 4 + 2
+
+
+@pytest.mark.slow
+def test_dropout_of_what_is_split_differs_between_devices(devices8: list[jax.Device]) -> None:
+    """Attention's and the MLP's masks are drawn for each shard, those of whole activations once."""
+    del devices8
+    masks = {}
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            whole = nn.Dropout(0.5, deterministic=False)(jnp.ones_like(x))
+            y = nn.Dense(32, name="up", kernel_init=nn.initializers.ones)(whole)
+            y = nn.Dropout(0.5, deterministic=False)(jnp.ones_like(y))
+            return whole.sum(-1), nn.Dense(4, name="down", kernel_init=nn.initializers.ones)(y)
+
+    model = tensor_parallel(Net(), {"up": Column(), "down": Row()})
+    x = jnp.ones((4, 4))
+    params = Net().init({"params": jax.random.key(0), "dropout": jax.random.key(0)}, x)
+    specs = {"params": {"up": {"kernel": jax.P(None, "model"), "bias": jax.P("model")}}}
+    specs["params"]["down"] = {"kernel": jax.P("model"), "bias": jax.P()}
+
+    def apply(params: Any, x: jax.Array) -> Any:
+        return model.apply(params, x, rngs={"dropout": jax.random.key(1)})
+
+    mesh = make_mesh({"model": 4}, devices=jax.devices()[:4])
+    run = jax.shard_map(apply, mesh=mesh, in_specs=(specs, jax.P()), out_specs=(jax.P(), jax.P()))
+    whole, summed = jax.jit(run)(params, x)
+    del masks
+    assert whole.shape == (4,)
+    # 32 features of 0 or 2 in each row. Equal masks of 8 would make multiples of 8.
+    assert (np.asarray(summed)[:, 0] % 8).any()
+
+
+@pytest.mark.slow
+def test_a_program_takes_a_planned_model_as_any_other(devices8: list[jax.Device]) -> None:
+    del devices8
+    model = LanguageModel(tied=False, rate=0.5)
+    planned = tensor_parallel(model, PLAN)
+    program, batch = build(planned, D24, loss=dropping_loss_fn), make_batch()
+    state = program.init(jax.random.key(0))
+    variables = program.whole(state)
+    logits = state.apply_fn(variables, batch.inputs)
+    np.testing.assert_array_equal(logits, model.apply(variables, batch.inputs))
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    total, count = program.eval_step(program.init_from(variables), batch)["loss"]
+    np.testing.assert_allclose(total / count, losses.mean(), rtol=1e-5)
+    assert "LanguageModel" in repr(program.step.model)
+
+
+@pytest.mark.slow
+def test_the_comparison_with_one_device_takes_a_planned_model(devices8: list[jax.Device]) -> None:
+    del devices8
+    program = build(tensor_parallel(LanguageModel(), PLAN, sequence=True), D24)
+    assert_same_as_one_device(program, make_batch(), jax.random.key(0))
+
+
+class Net(nn.Module):
+    """Two products."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(32, name="up")(x)
+        return nn.Dense(VOCAB, name="down")(nn.relu(x))
+
+
+def build_abstract(model: nn.Module, plan: Any, **options: Any) -> Any:
+    """A program on devices that nobody has: checks are made without any."""
+    planned = tensor_parallel(model, plan, **options)
+    mesh = abstract_mesh({"data": 2, "model": 4}, num_devices=8)
+    batch = Batch(jax.ShapeDtypeStruct((8, 4, 16), "float32"), jnp.zeros((8, 4), int))
+    return data_parallel(planned, optax.sgd(1.0), loss_fn, mesh=mesh, batch=batch)
+
+
+class Between(nn.Module):
+    """Something between two products."""
+
+    between: Any
+    width: int = 32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.between(nn.Dense(self.width, name="up")(x))
+        return nn.Dense(VOCAB, name="down")(x)
+
+
+PAIR = {"up": Column(), "down": Row()}
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "expected"),
+    [
+        (Net(), {**PAIR, "*/up": Column()}, r"key '\*/up' .* matches no module .* such as 'up'"),
+        (Net(), {**PAIR, "": Column()}, "key '' .* matches no module"),
+        (Net(), {**PAIR, "u*": Column(-2)}, "module 'up' has more than one style"),
+        (Net(), {"down": Row()}, "module 'down' .*Row.* whole on every device.*Column"),
+        (Net(), {"up": Column()}, "'down' .*Dense.* gets a part of the features"),
+        (Between(lambda x: nn.Dense(8)(x)), PAIR, "'Dense_0'.* gets a part of the features"),
+        (Between(nn.LayerNorm()), PAIR, "'between' .LayerNorm. gets a part of the features"),
+        (Between(nn.relu, width=30), PAIR, "parameter 'down/kernel' .* dim 0 of size 30 does not"),
+        (Net(), {"up": Column(-2), "down": Row()}, "module 'up' .* cannot compute with its shard"),
+        (Net(), {"up": Vocab(), "down": Row()}, "module 'up' .* is a Dense, expected an nn.Embed"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(model: nn.Module, plan: Any, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        build_abstract(model, plan)
+
+
+def test_an_annotated_parameter_is_refused() -> None:
+    init = nn.with_partitioning(nn.initializers.ones, (None, "model"))
+    model = Between(nn.Dense(32, kernel_init=init))
+    with pytest.raises(ValueError, match="'between/kernel' is annotated already"):
+        build_abstract(model, {**PAIR, "between": Column()})
+
+
+def test_arguments_of_the_wrong_kind_are_refused() -> None:
+    module: Any = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"nnx.with_partitioning\(init, names, split=True\)"):
+        tensor_parallel(module, PAIR)
+    bad: Any = [("up", Column())]
+    with pytest.raises(TypeError, match=r"plan is .*, expected styles by globs"):
+        tensor_parallel(Net(), bad)
+    bad = ("model", "expert")
+    with pytest.raises(TypeError, match=r"axis is .*, expected the name of a mesh axis"):
+        tensor_parallel(Net(), PAIR, axis=bad)
+    with pytest.raises(TypeError, match=r"model is TensorParallel.*, expected an instance"):
+        tensor_parallel(tensor_parallel(Net(), PAIR), PAIR)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Row: dim=0, expected a negative number"):
+        Row(0)
