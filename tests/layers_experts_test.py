@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar.inspect import trace_collectives
+from manualpar.inspect import count_by_kind, trace_collectives
+from manualpar.layers import expert_exchange
+from manualpar.layers.expert_exchange import has_ragged_all_to_all
 from manualpar.layers.experts import MoE, all_to_all_bytes, capacity_of
 from manualpar.layers.routing import auxiliary_loss
 from manualpar.purposes import EXPERT_SCOPE
@@ -104,10 +106,11 @@ BOTH = ("data", "expert")
 DATA_EXPERT, ALL = {"data": 2, "expert": 4}, {"data": 2, "expert": 2, "model": 2}
 # The layer, the mesh, the axes that split the batch, and the axis that splits sequences.
 CASES = [
+    (moe(model_axis="model", num_shared=2), ALL, "data", None),
     (moe(model_axis="model", sequence=True), ALL, BOTH, "model"),
-    (moe(model_axis="model"), ALL, "data", None),
     (moe(), DATA_EXPERT, BOTH, None),
-    (moe(), {"data": 4, "expert": 2}, BOTH, None),
+    (moe(num_shared=1), {"data": 4, "expert": 2}, BOTH, None),
+    (moe(model_axis="model", sequence=True, num_shared=2), ALL, BOTH, "model"),
     (moe(gates="sigmoid", top_k=1), {"expert": 8}, "expert", None),
     (moe(axis="data"), {"data": 8}, "data", None),
     (moe(axis=BOTH), DATA_EXPERT, BOTH, None),
@@ -116,14 +119,18 @@ CASES = [
     (moe(model_axis="model"), ALL, BOTH, None),
     (moe(axis="data", model_axis=("expert", "model")), ALL, "data", None),
     (moe(model_axis="model", sequence=True), ALL, "data", "model"),
+    (moe(capacity_factor=None, model_axis="model", sequence=True), ALL, BOTH, "model"),
+    (moe(capacity_factor=None, axis=BOTH, top_k=3), DATA_EXPERT, BOTH, None),
+    (moe(capacity_factor=None, axis="data"), {"data": 8}, "data", None),
+    (moe(capacity_factor=None), DATA_EXPERT, "data", None),
+    (moe(capacity_factor=None, axis=None, model_axis="expert"), DATA_EXPERT, "data", None),
     (moe(axis=None, model_axis="expert"), DATA_EXPERT, "data", None),
 ]
-FAST = 2
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=() if i < FAST else pytest.mark.slow) for i, c in enumerate(CASES)],
+    [pytest.param(c, marks=pytest.mark.slow if i else ()) for i, c in enumerate(CASES)],
     ids=lambda case: f"{case[0].axis}-{case[0].model_axis}-{case[1:]}",
 )
 def test_every_mesh_computes_what_one_device_does(case, devices8):
@@ -153,7 +160,7 @@ def _mixture(layer, params, x, mask):
     return y, dropped
 
 
-@pytest.mark.parametrize("capacity_factor", [0.5, 8.0])
+@pytest.mark.parametrize("capacity_factor", [0.5, None])
 def test_one_device_computes_the_mixture(capacity_factor):
     layer, x, mask = moe(capacity_factor=capacity_factor), _input(), _mask(_weights())
     params = nn.meta.unbox(jax.jit(layer.init)(jax.random.key(0), x)["params"])
@@ -161,7 +168,7 @@ def test_one_device_computes_the_mixture(capacity_factor):
     expected, dropped = _mixture(layer, params, x, mask)
     np.testing.assert_allclose(y, expected, atol=1e-5)
     np.testing.assert_array_equal(sown["intermediates"]["dropped"][0], dropped)
-    assert dropped.any() == (capacity_factor < 8)
+    assert dropped.any() == (capacity_factor is not None)
     assert not y[~np.asarray(mask)].any()
 
 
@@ -172,9 +179,8 @@ def test_it_computes_in_the_dtype_of_its_input():
     assert {v.dtype for v in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
 
 
-def test_what_a_layer_sends(devices8):
-    del devices8
-    layer, mesh = moe(), make_mesh(DATA_EXPERT)
+def _trace_gradients(layer):
+    mesh = make_mesh(DATA_EXPERT)
     boxed = jax.eval_shape(layer.init, jax.random.key(0), _input())["params"]
 
     def on_device(params, x):
@@ -184,13 +190,22 @@ def test_what_a_layer_sends(devices8):
     run = jax.shard_map(
         on_device, mesh=mesh, in_specs=(specs, P(BOTH)), out_specs=(specs, P(BOTH)), check_vma=True
     )
-    sent = trace_collectives(jax.jit(run).trace(nn.meta.unbox(boxed), _input()))
+    return jax.jit(run).trace(nn.meta.unbox(boxed), _input())
+
+
+def test_what_a_layer_sends(devices8):
+    del devices8
+    layer = moe()
+    sent = trace_collectives(_trace_gradients(layer))
     travels = [c for c in sent if c.kind == "all_to_all"]
     each = all_to_all_bytes(layer, (B // 8, S, D), devices=4)
     # 2 of 8 experts here, 1 sequence, room for 2 tokens: 8 * 2 tokens, of which 3/4 are sent.
     assert [c.bytes_sent for c in travels] == [each] * 4 == [8 * 2 * D * 4 * 3 // 4] * 4
     assert {c.purpose for c in travels} == {EXPERT_SCOPE}
     assert {c.kind for c in sent} == {"all_to_all", "all_reduce"}  # Of the parameters' gradients.
+    sent = trace_collectives(_trace_gradients(moe(capacity_factor=None)))
+    travels = [c for c in sent if c.purpose == EXPERT_SCOPE]
+    assert count_by_kind(travels) == {"all_gather": 4, "reduce_scatter": 3}
 
 
 @pytest.mark.parametrize(
@@ -237,3 +252,50 @@ def test_meshes_that_do_not_fit_are_refused(layer, sizes, data_axes, message, de
     )
     with pytest.raises(ValueError, match=f"MoE: .*{message}"):
         jax.eval_shape(on_mesh, _input())
+
+
+def _emulated_ragged_all_to_all(
+    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
+):
+    """What each receiver has after all devices have sent; no output beyond its end."""
+    del recv_sizes
+    operands, starts, sizes, ends = (
+        jax.lax.all_gather(x, axis_name)
+        for x in (operand, input_offsets, send_sizes, output_offsets)
+    )
+    me = jax.lax.axis_index(axis_name)
+    row = jnp.arange(len(output))
+    for sender in range(len(operands)):
+        start, size, end = starts[sender, me], sizes[sender, me], ends[sender, me]
+        arrives = (row >= end) & (row < end + size)
+        sent = operands[sender].at[row - end + start].get(mode="clip")
+        output = jnp.where(arrives[:, None], sent, output)
+    return output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        (moe(capacity_factor=None, model_axis="model"), ALL, BOTH),
+        (moe(capacity_factor=None, axis=BOTH), DATA_EXPERT, BOTH),
+        (moe(capacity_factor=None, top_k=3), DATA_EXPERT, BOTH),
+        (moe(capacity_factor=None, axis="data"), {"data": 8}, "data"),
+    ],
+    ids=lambda case: f"{case[0].axis}-{case[1:]}",
+)
+def test_rows_travel_by_a_ragged_all_to_all(case, devices8, monkeypatch):
+    del devices8
+    monkeypatch.setattr(expert_exchange, "has_ragged_all_to_all", lambda: True)
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", _emulated_ragged_all_to_all)
+    assert _compare(*case) < 2e-6
+
+
+def test_backends_with_a_ragged_all_to_all_get_it(devices8, monkeypatch):
+    del devices8
+    assert not has_ragged_all_to_all()
+    monkeypatch.setattr(expert_exchange, "has_ragged_all_to_all", lambda: True)
+    traced = _trace_gradients(moe(capacity_factor=None))
+    for platform in ("tpu", "cuda"):
+        lowered = traced.lower(lowering_platforms=(platform,))
+        assert lowered.as_text().count("ragged_all_to_all") == 4

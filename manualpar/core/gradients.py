@@ -248,7 +248,8 @@ def reduce_gradient(
     if sum_axes:
         with jax.named_scope(REDUCE_SCOPE):
             g = jax.tree.map(lambda x: jax.lax.psum(x, sum_axes), g)
-    g = sync_gradients(g, mean_axes)
+    if mean_axes:  # A parameter that is split over all data axes has none.
+        g = sync_gradients(g, mean_axes)
     return g if divisor == 1 else jax.tree.map(lambda x: x / divisor, g)
 
 

@@ -3,12 +3,20 @@
 With a capacity, each expert has `C` slots for the tokens of each sequence. All buffers have fixed
 sizes, so that an all-to-all can exchange them.
 
+Without one, nothing is dropped. The rows of all experts stand one expert after another, and a
+grouped product (`jax.lax.ragged_dot`; Gale et al., https://arxiv.org/abs/2211.15841) multiplies
+each group with the weights of its expert. Where the backend has a ragged all-to-all, each device
+sends the rows that others compute. XLA has none on CPUs: there every device gathers all tokens,
+computes those of its experts, and the results are scattered.
+
 Symbols: `B` sequences, `S` positions, `D` features, `F` features inside an expert, `E` experts, `K`
 choices of a token, `C` the capacity, `N` devices along the expert axis. Inside `shard_map`, `B` and
 `F` are this device's. `H` experts are *here*: those that this device sends tokens to, all `E` of
-them if tokens travel, else its own `E / N`. `M` are the slots of a sequence, `H C`.
+them if tokens travel, else its own `E / N`. `M` are the slots of a sequence, `H C`; `T` tokens are
+`B S`; `R` are rows in the order of their experts.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +24,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from manualpar.core.collectives import cast_to_varying, varying_axes
 from manualpar.layers.routing import places
 from manualpar.purposes import EXPERT_SCOPE
 
@@ -24,25 +33,16 @@ class Experts(NamedTuple):
     """The weights of this device's experts, and where experts and tokens are.
 
     Attributes:
-      gate: `[E/N, D, F]`.
-      up: `[E/N, D, F]`.
-      down: `[E/N, F, D]`.
+      weights: `gate` and `up` `[E/N, D, F]`, and `down` `[E/N, F, D]`.
       num_experts: All experts, `E`.
       axes: The bound mesh axes that they are divided over.
       travel: Whether tokens differ along these axes, so that they travel to their experts.
     """
 
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array
+    weights: tuple[jax.Array, jax.Array, jax.Array]
     num_experts: int
     axes: tuple[str, ...]
     travel: bool
-
-    def __call__(self, x: jax.Array, product: Callable[..., jax.Array] = jnp.matmul) -> jax.Array:
-        """What the experts make of `x`, whose products with weights are `product(x, weights)`."""
-        gate, up, down = (weights.astype(x.dtype) for weights in (self.gate, self.up, self.down))
-        return product(nn.silu(product(x, gate)) * product(x, up), down)
 
     def own(self) -> tuple[jax.Array | int, int]:
         """The first of this device's experts, and how many it has."""
@@ -52,20 +52,37 @@ class Experts(NamedTuple):
         return jax.lax.axis_index(self.axes) * count, count
 
 
+def swiglu(
+    x: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    product: Callable[..., jax.Array] = jnp.matmul,
+) -> jax.Array:
+    """`down(silu(gate(x)) * up(x))` in the dtype of `x`; a product is `product(x, weights)`."""
+    gate, up, down = (weights.astype(x.dtype) for weights in (gate, up, down))
+    return product(nn.silu(product(x, gate)) * product(x, up), down)
+
+
 def compute_with_capacity(
-    x_BSD: jax.Array, chosen_BSK: jax.Array, experts: Experts, capacity: int
+    x_BSD: jax.Array,
+    chosen_BSK: jax.Array,
+    gates_BSK: jax.Array,
+    experts: Experts,
+    capacity: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the choices that find room at their experts.
 
     Args:
       x_BSD: `[B/data, S, D]`, the tokens.
       chosen_BSK: `int32[B/data, S, K]`, their experts; `E` for none.
+      gates_BSK: `[B/data, S, K]`, the weights of these experts' outputs.
       experts: The experts.
       capacity: How many tokens of a sequence an expert takes, `C`.
 
     Returns:
-      `[B/data, S, K, D]`, the output of each choice, 0 for those dropped and, if tokens do not
-      travel, for those of experts elsewhere; and `int32[B/data]`, how many choices were dropped.
+      `[B/data, S, D]`, the weighted sums of the outputs, if tokens do not travel without those of
+      experts elsewhere; and `int32[B/data]`, how many choices were dropped.
 
     Communication:
       If tokens travel, an all-to-all before the experts and one after them, and the same backward.
@@ -81,11 +98,114 @@ def compute_with_capacity(
     position_BM = jax.vmap(_positions, (0, None))(slot_BSK, H * C)
     slots_BMD = _take(x_BSD, position_BM)
     slots_HTD = slots_BMD.reshape(B, H, C, D).swapaxes(0, 1).reshape(H, B * C, D)
-    slots_HTD = _send(experts(_send(slots_HTD, experts, 0, 1)), experts, 1, 0)
+    slots_HTD = _send(swiglu(_send(slots_HTD, experts, 0, 1), *experts.weights), experts, 1, 0)
     slots_BMD = slots_HTD.reshape(H, B, C, D).swapaxes(0, 1).reshape(B, H * C, D)
     y_BSKD = _take(slots_BMD, slot_BSK.reshape(B, S * K)).reshape(B, S, K, D)
     is_dropped_BSK = (place_BSK >= C) & (chosen_BSK < experts.num_experts)
-    return y_BSKD, is_dropped_BSK.sum((1, 2))
+    return _weighted(y_BSKD, gates_BSK), is_dropped_BSK.sum((1, 2))
+
+
+def compute_dropless(
+    x_BSD: jax.Array, chosen_BSK: jax.Array, gates_BSK: jax.Array, experts: Experts
+) -> jax.Array:
+    """Computes all choices; the arguments and the first result are as in `compute_with_capacity`.
+
+    Communication:
+      If tokens travel and the backend has a ragged all-to-all, one before the experts and one after
+      them, and the same backward; with equal load, a device sends `(N - 1) / N` of `K B/data S D`
+      elements in each. And `E` counts are gathered. The buffer that they arrive in has room for
+      the worst case, all choices of all devices.
+
+      If the backend has none, an all-gather of the tokens, their choices and gates, and a
+      reduce-scatter of the results, and the reverse backward. A device sends `N - 1` times its own
+      `B/data S D` elements in each.
+    """
+    B, S, D = x_BSD.shape
+    K = chosen_BSK.shape[-1]
+    x_TD, chosen_TK, gates_TK = (v.reshape(B * S, -1) for v in (x_BSD, chosen_BSK, gates_BSK))
+    if experts.travel and has_ragged_all_to_all():
+        y_TKD = _exchange_ragged(x_TD, chosen_TK, experts)
+        return _weighted(y_TKD.reshape(B, S, K, D), gates_BSK)
+    if experts.travel:
+        with jax.named_scope(EXPERT_SCOPE):
+            x_TD, chosen_TK, gates_TK = (
+                jax.lax.all_gather(v, experts.axes, axis=0, tiled=True)
+                for v in (x_TD, chosen_TK, gates_TK)
+            )
+    first, _ = experts.own()
+    y_TKD = _compute_groups(x_TD, chosen_TK - first, experts)
+    y_TD = _weighted(y_TKD[None], gates_TK[None])[0]
+    if experts.travel:
+        with jax.named_scope(EXPERT_SCOPE):
+            y_TD = jax.lax.psum_scatter(y_TD, experts.axes, scatter_dimension=0, tiled=True)
+    return y_TD.reshape(B, S, D)
+
+
+def has_ragged_all_to_all() -> bool:
+    """Whether XLA has a ragged all-to-all for the devices that are traced for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (device.platform if device else jax.default_backend()) != "cpu"
+
+
+def _compute_groups(x_TD: jax.Array, own_TK: jax.Array, experts: Experts) -> jax.Array:
+    """The outputs `[T, K, D]` of this device's experts, numbered from 0; 0 for other numbers."""
+    (T, D), K, (_, H) = x_TD.shape, own_TK.shape[-1], experts.own()
+    own_R = jnp.where((own_TK >= 0) & (own_TK < H), own_TK, H).reshape(T * K)
+    # Choices of experts elsewhere come last. A token cannot choose an expert twice.
+    order_R = jnp.argsort(own_R, stable=True)[: T * min(K, H)]
+    group_sizes = jnp.bincount(own_R, length=H + 1)[:H].astype(jnp.int32)
+    is_own_R1 = own_R[order_R][:, None] < H
+    # What a grouped product makes of rows without a group is undefined, and so are their gradients.
+    rows_RD = jnp.where(is_own_R1, x_TD[order_R // K], 0)
+    product = functools.partial(jax.lax.ragged_dot, group_sizes=group_sizes)
+    y_RD = swiglu(rows_RD, *experts.weights, product)
+    return _put(jnp.where(is_own_R1, y_RD, 0), order_R, T * K).reshape(T, K, D)
+
+
+def _exchange_ragged(x_TD: jax.Array, chosen_TK: jax.Array, experts: Experts) -> jax.Array:
+    """The outputs `[T, K, D]` of all choices, each computed where its expert is."""
+    (T, D), K, (_, H) = x_TD.shape, chosen_TK.shape[-1], experts.own()
+    axes, N = experts.axes, jax.lax.axis_size(experts.axes)
+    chosen_R = chosen_TK.reshape(T * K)
+    order_R = jnp.argsort(chosen_R, stable=True)
+    counts_NH = jnp.bincount(chosen_R, length=N * H + 1)[:-1].astype(jnp.int32).reshape(N, H)
+    with jax.named_scope(EXPERT_SCOPE):
+        counts_SNH = jax.lax.all_gather(counts_NH, axes)  # Of all senders.
+        sizes_SN, me = counts_SNH.sum(-1), jax.lax.axis_index(axes)
+        # Rows leave in the order of their receivers, and arrive in the order of their senders.
+        leave_SN, arrive_SN = _starts(sizes_SN, 1), _starts(sizes_SN, 0)
+        rows_RD = jax.lax.ragged_all_to_all(
+            x_TD[order_R // K],
+            cast_to_varying(jnp.zeros((N * T * min(K, H), D), x_TD.dtype), varying_axes(x_TD)),
+            *(leave_SN[me], sizes_SN[me], arrive_SN[me], sizes_SN[:, me]),
+            axis_name=axes,
+        )
+    # From each sender arrive the rows of the first own expert, then those of the second.
+    ends = jnp.cumsum(counts_SNH[:, me])
+    run_R = jnp.cumsum(jnp.zeros(len(rows_RD), jnp.int32).at[ends].add(1, mode="drop"))
+    own_R = jnp.where(run_R < N * H, run_R % H, H)
+    y_RD = _compute_groups(rows_RD, own_R[:, None], experts)[:, 0]
+    with jax.named_scope(EXPERT_SCOPE):
+        y_RD = jax.lax.ragged_all_to_all(
+            y_RD,
+            cast_to_varying(jnp.zeros((T * K, D), y_RD.dtype), varying_axes(y_RD)),
+            *(arrive_SN[:, me], sizes_SN[:, me], leave_SN[:, me], sizes_SN[me]),
+            axis_name=axes,
+        )
+    return _put(y_RD, order_R, T * K).reshape(T, K, D)
+
+
+def _starts(sizes: jax.Array, dim: int) -> jax.Array:
+    return jnp.cumsum(sizes, dim) - sizes
+
+
+def _put(rows_RD: jax.Array, order_R: jax.Array, count: int) -> jax.Array:
+    """The rows where they were before they were sorted, and zeros elsewhere."""
+    return jnp.zeros((count, rows_RD.shape[1]), rows_RD.dtype).at[order_R].set(rows_RD)
+
+
+def _weighted(y_BSKD: jax.Array, gates_BSK: jax.Array) -> jax.Array:
+    return jnp.einsum("bskd,bsk->bsd", y_BSKD, gates_BSK.astype(y_BSKD.dtype))
 
 
 def _positions(slot_SK: jax.Array, num_slots: int) -> jax.Array:

@@ -26,8 +26,14 @@ import jax.numpy as jnp
 
 from manualpar.core.collectives import gather_invariant, varying_axes
 from manualpar.layers.boundaries import bound_axes, enter, leave
-from manualpar.layers.expert_exchange import Experts, compute_with_capacity
+from manualpar.layers.expert_exchange import (
+    Experts,
+    compute_dropless,
+    compute_with_capacity,
+    swiglu,
+)
 from manualpar.layers.routing import (
+    BIAS,
     CHOICES,
     COUNTS,
     DROPPED,
@@ -38,6 +44,7 @@ from manualpar.layers.routing import (
     Routing,
     choices_per_expert,
     load_balance_loss,
+    moved_bias,
     route,
     router_z_loss,
 )
@@ -49,10 +56,11 @@ from manualpar.sharding.split_parameter import split
 class MoE(nn.Module):
     """A mixture of experts, each a SwiGLU (Shazeer, https://arxiv.org/abs/2002.05202).
 
-    Its parameters are `router` `[D, E]`, `gate` and `up` `[E, D, F]` and `down` `[E, F, D]`. Where
-    no `shard_map` binds the axes it is an ordinary layer of one device, and the parameters and
-    their initial values are the same on every mesh. Parameters and routing are float32, and
-    the experts compute in the dtype of their input.
+    Its parameters are `router` `[D, E]`, `gate` and `up` `[E, D, F]` and `down` `[E, F, D]`, and
+    with shared experts `shared_gate` and `shared_up` `[D, F']` and `shared_down` `[F', D]`, where
+    `F'` is `num_shared` times `F`. Where no `shard_map` binds the axes it is an ordinary layer of
+    one device, and the parameters and their initial values are the same on every mesh. Parameters
+    and routing are float32, and the experts compute in the dtype of their input.
 
     Each sequence has a capacity, an order and a balance loss of its own, so that the result does
     not depend on how sequences are divided among devices and minibatches.
@@ -62,12 +70,24 @@ class MoE(nn.Module):
     and metrics of them. In `nn.scan`, name both in `variable_axes`, because flax leaves out without
     a word what is sown into others.
 
+    With `bias_rate` the layer has a variable `bias` `float32[E]` in the collection `router`, which
+    a program carries from step to step. It moves whenever the layer is applied with `router`
+    mutable, which a program's training does once for each minibatch. (Evaluation leaves the
+    state as it is.) It follows the load of all devices' tokens. So it does not depend on the mesh,
+    but `num_minibatches=2` moves it twice in a step. `nn.scan` needs `"router": 0` in
+    `variable_axes` too.
+
     Attributes:
       num_experts: Experts, `E`, a multiple of the devices along `axis`.
       mlp_size: Features inside an expert, `F`, a multiple of the devices along `model_axis`.
       top_k: How many experts compute a token, `K`.
       capacity_factor: The room of an expert for the tokens of a sequence, in multiples of an equal
-        share, see `capacity_of`. A choice that finds no room adds nothing.
+        share, see `capacity_of`. A choice that finds no room adds nothing. With `None` no choice is
+        dropped.
+      num_shared: Shared experts, which compute every token, with a gate of 1 (DeepSeekMoE, Dai et
+        al., https://arxiv.org/abs/2401.06066). They are not divided over `axis`.
+      bias_rate: The change of the balancing bias in a minibatch, see `routing.moved_bias`, such as
+        0.001. With 0 there is none.
       gates: How the router's logits become scores, see `routing.route`.
       axis: The mesh axis, or tuple of axes, that the experts are divided over; `None` for none.
       model_axis: The mesh axis, or tuple of axes, that each expert is split over.
@@ -78,7 +98,9 @@ class MoE(nn.Module):
     num_experts: int
     mlp_size: int
     top_k: int = 2
-    capacity_factor: float = 1.25
+    capacity_factor: float | None = 1.25
+    num_shared: int = 0
+    bias_rate: float = 0.0
     gates: Gates = "softmax"
     axis: AxisName | None = "expert"
     model_axis: AxisName | None = None
@@ -91,8 +113,9 @@ class MoE(nn.Module):
 
         Args:
           x_BSD: `[B/data, S, D]`; with `sequence` and a model axis `[B/data, S/model, D]`.
-          mask_BS: `bool[B/data, S]`, which tokens are routed. The others take no room, count in no
-            loss, and the result for them is 0. `None` routes every token, padding too.
+          mask_BS: `bool[B/data, S]`, which tokens are routed. The others go to no expert
+            but the shared ones, take no room, and count in no loss. `None` routes every token,
+            padding too.
 
         Returns:
           The outputs of the tokens' experts, weighted by their gates; the shape and dtype of `x`.
@@ -105,7 +128,7 @@ class MoE(nn.Module):
           forward and two backward, each `(N - 1) / N` of the bytes of `n`, see `all_to_all_bytes`.
           Where they do not: an all-reduce of `x` forward and one of it and the gates backward.
           Over a model axis the same, or, with `sequence`, what `enter` and `leave` say of `x`, and
-          an all-gather of the logits.
+          an all-gather of the logits. With `bias_rate` an all-reduce of `E` counts.
         """
         _check(self, x_BSD, mask_BS)
         axes = bound_axes("MoE", self.axis)
@@ -114,19 +137,23 @@ class MoE(nn.Module):
         sequence_dim = 1 if self.sequence else None
 
         logits_BSE = self._logits(x_BSD)
-        routing = route(logits_BSE, top_k=self.top_k, gates=self.gates, mask_BS=mask_BS)
+        routing, choices_BE = self._route(logits_BSE, mask_BS)
         x_BSD = enter(x_BSD, self.model_axis, sequence_dim)
         experts = self._experts(x_BSD.shape[-1], axes, travel)
-        y_BSKD, dropped_B = compute_with_capacity(
-            enter(x_BSD, sum_axes, scope=EXPERT_SCOPE),
-            routing.chosen,
-            experts,
-            capacity_of(self, x_BSD.shape[1]),
-        )
         gates_BSK = enter(enter(routing.gates, self.model_axis), sum_axes, scope=EXPERT_SCOPE)
-        y_BSD = jnp.einsum("bskd,bsk->bsd", y_BSKD, gates_BSK.astype(y_BSKD.dtype))
+        tokens = enter(x_BSD, sum_axes, scope=EXPERT_SCOPE), routing.chosen, gates_BSK
+        if self.capacity_factor is None:
+            y_BSD, dropped_B = compute_dropless(*tokens, experts), jnp.zeros(len(x_BSD))
+        else:
+            capacity = capacity_of(self, x_BSD.shape[1])
+            y_BSD, dropped_B = compute_with_capacity(*tokens, experts, capacity)
         y_BSD = leave(y_BSD, sum_axes, scope=EXPERT_SCOPE)
-        self._sow(routing, logits_BSE, mask_BS, dropped_B)
+        if self.num_shared:
+            y_BSD += self._shared(x_BSD)
+        self.sow(LOSSES, LOAD_BALANCE, load_balance_loss(routing, mask_BS))
+        self.sow(LOSSES, ROUTER_Z, router_z_loss(logits_BSE, mask_BS))
+        self.sow(COUNTS, CHOICES, choices_BE.astype(jnp.float32))
+        self.sow(COUNTS, DROPPED, dropped_B.astype(jnp.float32))
         return leave(y_BSD, self.model_axis, sequence_dim)
 
     def _logits(self, x_BSD: jax.Array) -> jax.Array:
@@ -139,31 +166,46 @@ class MoE(nn.Module):
         logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), enter(router_DE, model_axes))
         return gather_invariant(logits_BSE, 1, model_axes, scope=SEQUENCE_SCOPE)
 
+    def _route(self, logits_BSE: jax.Array, mask_BS: jax.Array | None) -> tuple[Routing, jax.Array]:
+        bias = None
+        if self.bias_rate:
+            bias = self.variable(BIAS, "bias", jnp.zeros, self.num_experts, jnp.float32)
+        routing = route(
+            logits_BSE,
+            top_k=self.top_k,
+            gates=self.gates,
+            bias_E=bias.value if bias else None,
+            mask_BS=mask_BS,
+        )
+        choices_BE = choices_per_expert(routing.chosen, self.num_experts)
+        if bias and self.is_mutable_collection(BIAS) and not self.is_initializing():
+            bias.value = moved_bias(bias.value, choices_BE, self.bias_rate)
+        return routing, choices_BE
+
     def _experts(self, hidden_size: int, axes: tuple[str, ...], travel: bool) -> Experts:
         D, E, F = hidden_size, self.num_experts, self.mlp_size
         axis, model_axis = self.axis or None, self.model_axis or None
         into, out = (axis, None, model_axis), (axis, model_axis, None)
         return Experts(
-            gate=self.param("gate", split(_normal(1.0), into), (E, D, F)),
-            up=self.param("up", split(_normal(1.0), into), (E, D, F)),
-            down=self.param("down", split(_normal(self.down_scale), out), (E, F, D)),
+            weights=(
+                self.param("gate", split(_normal(1.0), into), (E, D, F)),
+                self.param("up", split(_normal(1.0), into), (E, D, F)),
+                self.param("down", split(_normal(self.down_scale), out), (E, F, D)),
+            ),
             num_experts=E,
             axes=axes,
             travel=travel,
         )
 
-    def _sow(
-        self,
-        routing: Routing,
-        logits_BSE: jax.Array,
-        mask_BS: jax.Array | None,
-        dropped_B: jax.Array,
-    ) -> None:
-        choices_BE = choices_per_expert(routing.chosen, self.num_experts)
-        self.sow(LOSSES, LOAD_BALANCE, load_balance_loss(routing, mask_BS))
-        self.sow(LOSSES, ROUTER_Z, router_z_loss(logits_BSE, mask_BS))
-        self.sow(COUNTS, CHOICES, choices_BE.astype(jnp.float32))
-        self.sow(COUNTS, DROPPED, dropped_B.astype(jnp.float32))
+    def _shared(self, x_BSD: jax.Array) -> jax.Array:
+        D, F, model_axis = x_BSD.shape[-1], self.num_shared * self.mlp_size, self.model_axis or None
+        into, out = split(_normal(1.0), (None, model_axis)), (model_axis, None)
+        return swiglu(
+            x_BSD,
+            self.param("shared_gate", into, (D, F)),
+            self.param("shared_up", into, (D, F)),
+            self.param("shared_down", split(_normal(self.down_scale), out), (F, D)),
+        )
 
 
 def capacity_of(moe: MoE, sequence_length: int) -> int:
@@ -172,6 +214,8 @@ def capacity_of(moe: MoE, sequence_length: int) -> int:
     It is `capacity_factor` times what each expert would take if the load were equal, `S K / E`,
     rounded up, and no more than the sequence has.
     """
+    if moe.capacity_factor is None:
+        return sequence_length
     equal = sequence_length * moe.top_k / moe.num_experts
     return min(sequence_length, math.ceil(equal * moe.capacity_factor))
 
@@ -179,7 +223,10 @@ def capacity_of(moe: MoE, sequence_length: int) -> int:
 def all_to_all_bytes(
     moe: MoE, shape: tuple[int, int, int], *, devices: int, itemsize: int = 4
 ) -> int:
-    """The bytes that a device sends in one all-to-all of a layer; a training step has four.
+    """The bytes that a device sends in one all-to-all of a layer with a capacity.
+
+    A training step has four of a layer: two forward and two backward. With `nn.remat` it has one
+    more or two more, because the forward pass is computed again.
 
     Args:
       moe: The layer.
@@ -192,9 +239,9 @@ def all_to_all_bytes(
 
 
 def _normal(scale: float) -> Callable[..., jax.Array]:
-    init: Callable[..., jax.Array] = nn.initializers.variance_scaling(
-        scale**2, "fan_in", "normal", in_axis=-2, out_axis=-1, batch_axis=(0,)
-    )
+    def init(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return scale * shape[-2] ** -0.5 * jax.random.normal(key, shape)
+
     return init
 
 
@@ -219,8 +266,11 @@ def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
             refuse(field, "at least 1")
     if moe.top_k > moe.num_experts:
         refuse("top_k", f"at most num_experts={moe.num_experts}")
-    if not moe.capacity_factor > 0:
-        refuse("capacity_factor", "more than 0, such as 1.25")
+    if moe.capacity_factor is not None and not moe.capacity_factor > 0:
+        refuse("capacity_factor", "more than 0, such as 1.25, or None to drop nothing")
+    for field in ("num_shared", "bias_rate"):
+        if not getattr(moe, field) >= 0:
+            refuse(field, "0 for none, or more")
     if moe.gates not in get_args(Gates):
         refuse("gates", f"one of {', '.join(map(repr, get_args(Gates)))}")
     both = set(axis_tuple(moe.axis or None)) & set(axis_tuple(moe.model_axis or None))
