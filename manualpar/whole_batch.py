@@ -55,7 +55,7 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
     if not mesh.manual_axes:
         return x
     if axis_name is None:
-        varying = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(x)))
+        varying = varying_axes(x)
         axes = tuple(axis for axis in mesh.axis_names if axis in varying)
         if not axes:
             raise ValueError(

@@ -4,6 +4,7 @@ import functools
 import math
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +12,11 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar import make_mesh
-from manualpar.layers import split_argmax, split_cross_entropy, split_lookup
-from manualpar.layers.boundaries import enter
+from manualpar import Batch, fsdp, make_mesh
+from manualpar.layers import enter, split_argmax, split_cross_entropy, split_lookup
+from manualpar.sharding.split_parameter import split
+from manualpar.training.cross_entropy import language_model_loss
+from tests.one_device import train_on_one_device, train_program
 
 V, D, B, S = 16, 6, 4, 8
 DATA = P("data")
@@ -305,3 +308,75 @@ def test_types_that_name_several_axes_do_not_tell_which_one_splits():
     run = on_mesh(mesh, on_device, specs, P("data"))
     with pytest.raises(ValueError, match=r"vary over \['expert', 'model'\] by their type and lab"):
         run.trace(LABELS, random_logits())
+
+
+class Bigrams(nn.Module):
+    """Logits of the next token, from an embedding that may be their head too."""
+
+    tied: bool
+    sequence_dim: int | None = None
+
+    @nn.compact
+    def __call__(self, tokens, train=False):
+        normal = nn.initializers.normal(1.0)
+        embedding = self.param("embedding", split(normal, ("model", None)), (V, D))
+        x = split_lookup(embedding, tokens, "model", self.sequence_dim)
+        x = nn.tanh(x * self.param("scale", normal, (1, 1, D)))
+        x = enter(x, "model", self.sequence_dim)
+        head = embedding.T
+        if not self.tied:
+            head = self.param("head", split(normal, (None, "model")), (D, V))
+        bias = self.param("bias", split(normal, (None, None, "model")), (1, 1, V))
+        return x @ head + bias
+
+
+def text():
+    tokens = jax.random.randint(jax.random.key(5), (8, S + 1), 0, V)
+    mask = (jnp.arange(8 * S).reshape(8, S) % 5 / 2).astype(jnp.float32)
+    return Batch(np.asarray(tokens[:, :-1]), np.asarray(tokens[:, 1:]), np.asarray(mask))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tied", "sequence_dim"),
+    [
+        ({"data": 2, "model": 4}, False, 1),
+        *(
+            pytest.param(sizes, *model, marks=pytest.mark.slow)
+            for sizes in ({"data": 8, "model": 1}, {"data": 1, "model": 8}, {"data": 2, "model": 4})
+            for model in ((True, None), (True, 1), (False, None))
+        ),
+    ],
+    ids=str,
+)
+def test_a_program_trains_a_split_vocabulary_as_one_device(devices8, sizes, tied, sequence_dim):
+    batch, tx, model = text(), optax.sgd(1.0), Bigrams(tied, sequence_dim)
+    expected = train_on_one_device(model, tx, [batch], language_model_loss)
+    mesh = make_mesh(sizes, devices=devices8)
+    program = fsdp(model, tx, language_model_loss, mesh=mesh, batch=batch, min_weight_size=4)
+    state = program.init(jax.random.key(0))
+    chex.assert_trees_all_equal(jax.device_get(state.params), nn.unbox(expected.initial))
+    state, losses = train_program(program, [batch])
+    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+    got = jax.device_get(state.params)
+    chex.assert_trees_all_close(got, nn.unbox(expected.params), rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_or_a_metric_of_each_devices_own_columns_is_refused(devices8):
+    def of_own_columns(params, apply_fn, batch, rng):
+        logits = apply_fn({"params": params}, batch.inputs)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+        return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+    def best_of_own_columns(params, apply_fn, batch, rng):
+        loss, metrics = language_model_loss(params, apply_fn, batch, rng)
+        best = apply_fn({"params": params}, batch.inputs).argmax(axis=-1) == batch.labels
+        return loss, {**metrics, "best": (best.sum(), best.size)}
+
+    mesh = make_mesh({"data": 2, "model": 4}, devices=devices8)
+    for loss_fn, name in (
+        (of_own_columns, "the loss"),
+        (best_of_own_columns, r"metrics\['best'\]"),
+    ):
+        message = rf"loss_fn: {name} varies over \['model'\] by its type, expected the same value"
+        with pytest.raises(ValueError, match=message):
+            fsdp(Bigrams(True), optax.sgd(1.0), loss_fn, mesh=mesh, batch=text())

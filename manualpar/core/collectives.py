@@ -18,9 +18,9 @@ from manualpar.purposes import CAST_SCOPE, GATHER_SCOPE, SCATTER_SCOPE
 from manualpar.sharding.axes import AxisName, axis_tuple, check_axes_bound
 
 
-def varying_axes(x: Any) -> frozenset[str]:
-    """The mesh axes over which `x` varies by its type; none with `check_vma=False`."""
-    return frozenset(jax.typeof(x).mat.varying)
+def varying_axes(tree: Any) -> frozenset[str]:
+    """The mesh axes over which any leaf varies by its type; none with `check_vma=False`."""
+    return frozenset[str]().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(tree)))
 
 
 def is_vma_checked(axis: str) -> bool:

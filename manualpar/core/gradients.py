@@ -115,7 +115,7 @@ def accumulate(
       The gradients in float32 or wider, the metrics, and the collections after the last minibatch.
     """
     keys = jax.random.split(rng, len(jax.tree.leaves(minibatches)[0]))
-    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(minibatches)))
+    axes = varying_axes(minibatches)
     params = cast_to_varying(params, axes)
 
     def weighted_loss(

@@ -67,7 +67,7 @@ def vary_like(inputs: Any) -> Callable[[jax.Array], jax.Array]:
         their leading dimension.
     """
     arrays = [x for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array)]
-    axes = tuple(sorted({axis for x in arrays for axis in varying_axes(x)}))
+    axes = varying_axes(arrays)
     batches = {x.shape[0]: name for x in arrays for name in jax.typeof(x).sharding.spec[:1] if name}
 
     def vary(carry: jax.Array) -> jax.Array:

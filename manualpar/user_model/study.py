@@ -15,6 +15,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from manualpar.collection_sync import CollectionSync, check_sync_collections
+from manualpar.core.collectives import varying_axes
 from manualpar.core.partitioning import is_box
 from manualpar.modes.manual import Manual
 from manualpar.sharding.layout import (
@@ -81,6 +82,7 @@ class UserModel:
         apply_fn = CarryingApply(self._model, collections)
         with self.mode.context():
             loss, metrics = call_loss(self._loss_fn, params, apply_fn, batch, rng)
+        _check_same_along_model_axes(loss, metrics, varying_axes((batch, rng)))
         return loss, metrics, apply_fn.collections
 
     def eval_metrics(self, params: Any, collections: Any, batch: Any, rng: jax.Array) -> Metrics:
@@ -204,6 +206,22 @@ def study(
         _loss_fn=loss_fn,
         mode=mode,
     )
+
+
+def _check_same_along_model_axes(loss: Any, metrics: Metrics, data_axes: frozenset[str]) -> None:
+    """Refuses a loss or a metric that differs along axes along which the batch is the same.
+
+    Its gradient would be that of the sum over these devices.
+    """
+    named = {f"metrics[{name!r}]": metric for name, metric in metrics.items()}
+    for name, value in {"the loss": loss, **named}.items():
+        if axes := varying_axes(value) - data_axes:
+            raise ValueError(
+                f"loss_fn: {name} varies over {sorted(axes)} by its type, expected the same value "
+                "on all devices along axes that do not split the batch. Where logits are split, "
+                "call split_cross_entropy and split_argmax of manualpar.layers. Where devices have "
+                "parts of a sum, apply leave to it."
+            )
 
 
 def _adapt(strategy: str, model: Any, mode: Manual) -> ModelAdapter:
