@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import PartitionSpec
@@ -9,7 +10,8 @@ from jax.sharding import PartitionSpec
 from manualpar import abstract_mesh
 from manualpar.core.program import build_program
 from manualpar.core.strategy import Sends, Strategy
-from manualpar.sharding.layout import Placement, replicate
+from manualpar.guards.placing import place_parameter
+from manualpar.sharding.layout import ParameterInfo, Placement, replicate
 from tests.program_test import BATCHES, Classifier, loss_fn
 
 PLAIN = Strategy("own", place=replicate, sends=lambda minibatches, keep: Sends(uses=minibatches))
@@ -78,6 +80,59 @@ def test_a_state_that_does_not_divide_is_refused_too():
 
     with pytest.raises(ValueError, match=r"state_names=\('data'.* do not divide over 8 devices"):
         build(dataclasses.replace(PLAIN, place=place), {"data": 8})
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ("model", "data", None),
+            r"names=.* expected \(None, 'model', None\) to stay: the model com",
+        ),
+        ((None, None, None), r"expected \(None, 'model', None\) to stay"),
+        ((None, ("model", "data"), None), r"expected \(None, 'model', None\) to stay"),
+        (
+            (None, "model", "data"),
+            r"expected dims \[2\] to stay whole, because a loop runs over the",
+        ),
+    ],
+)
+@pytest.mark.parametrize("field", ["names", "state_names"])
+def test_dims_that_the_model_splits_or_shares_stay(field, names, message):
+    info = ParameterInfo(
+        path="k",
+        shape=(8, 8, 2),
+        dtype=jnp.float32,
+        names=(None, "model", None),
+        loop_dims=frozenset(),
+        split_axes=frozenset({"model"}),
+        shared_names=(None, None, "expert"),
+    )
+    mesh = abstract_mesh({"data": 2, "model": 2, "expert": 4}, 16)
+
+    def place(info, axes, axis_size):
+        return Placement(**{"names": info.names, field: names})
+
+    with pytest.raises(ValueError, match=message):
+        place_parameter(dataclasses.replace(PLAIN, place=place), info, ("data",), mesh)
+
+
+@pytest.mark.parametrize(
+    ("names", "shared"), [(("data", None), ()), ((None, None), ("data", None))]
+)
+def test_a_parameter_is_not_sharded_over_axes_whose_devices_compute_with_parts(names, shared):
+    split = frozenset({"data"}) if names[0] else frozenset()
+    info = ParameterInfo("w", (4, 8), jnp.float32, names, frozenset(), split, shared)
+    mesh = abstract_mesh({"data": 4, "replica": 2}, 8)
+    fails = dataclasses.replace(PLAIN, place=lambda *_: 1 / 0)
+    assert place_parameter(fails, info, ("data",), mesh) == Placement(names)
+    over = place_parameter(
+        dataclasses.replace(PLAIN, place=lambda info, axes, n: Placement((*info.names[:1], axes))),
+        info,
+        ("data", "replica"),
+        mesh,
+    )
+    assert over == Placement((names[0], ("replica",)))
 
 
 @pytest.mark.parametrize("what", ["place", "sends"])

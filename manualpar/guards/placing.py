@@ -43,8 +43,9 @@ def place_parameter(
       TypeError: It is no `Placement`.
     """
     what = f"{strategy.name}: place of parameter {info.path!r} of shape {info.shape}"
-    axes = tuple(axis for axis in axes if axis not in info.split_axes)
-    if not axes:  # It is split over all that there are.
+    shared = {axis for name in info.shared_names for axis in axis_tuple(name)}
+    axes = tuple(axis for axis in axes if axis not in info.split_axes | shared)
+    if not axes:  # Along all that there are, devices compute with different parts of it.
         return Placement(info.names)
     try:
         placement = strategy.place(info, axes, axes_size(mesh, axes))

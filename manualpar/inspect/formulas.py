@@ -136,10 +136,11 @@ def _of_parameter(
 
     shard = _local_elements(program, info, place.names, place.parameter_padding)
     itemsize = gathered if once_a_step else stored
-    if shared := tuple(axis for name in place.shared_names for axis in axis_tuple(name)):
+    shared = [axis for name in place.shared_names for axis in axis_tuple(name)]
+    if summed := tuple(axis for axis in shared if axis not in place.mean_axes):
         # Each device uses a slice of what it has; the gradients of all slices are summed.
         has = shard * (_data_shards(program, place) if once_a_step else 1)
-        yield shared, m * ring_bytes("all_reduce", has * itemsize, axes_size(program.mesh, shared))
+        yield summed, m * ring_bytes("all_reduce", has * itemsize, axes_size(program.mesh, summed))
     if shared and not once_a_step:
         named = zip(info.shape, place.shared_names, strict=True)
         shard //= math.prod(entries for entries, name in named if name)

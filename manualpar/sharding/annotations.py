@@ -94,6 +94,12 @@ def mesh_names(
         raise ValueError(f"{where}, expected no more than one for each dimension.")
     names = (*names, *(None,) * (len(shape) - len(names)))
     if isinstance(box, SplitParameter):
+        named = {axis for name in names for axis in axis_tuple(name)}
+        if logical := sorted(named & {name for name, _ in rules} - set(mesh.shape)):
+            raise ValueError(
+                f"{where} and as split, of which rules have {logical}; expected mesh axes: a "
+                "module that computes with shards names them. Write the axes themselves."
+            )
         names, _ = names_on(where, shape, names, mesh.shape, shared=box.shared)
     is_logical = isinstance(box, nn.LogicallyPartitioned)
     if is_logical:

@@ -78,8 +78,9 @@ def split(init: Callable[..., Any], names: Names, *, shared: bool = False) -> Ca
       parameters by `nnx.with_partitioning(init, names, split=True)`.)
 
     Raises:
-      ValueError: When it is called: there is not one name for each dimension, or a dimension does
-        not divide over the devices.
+      ValueError: When it is called: there is not one name for each dimension, or an axis is named
+        twice, or a dimension does not divide over the devices.
+      TypeError: When it is called: `init` annotates the parameter too.
 
     Communication:
       None.
@@ -87,6 +88,11 @@ def split(init: Callable[..., Any], names: Names, *, shared: bool = False) -> Ca
 
     def split_init(key: Any, *args: Any, **kwargs: Any) -> SplitParameter:
         value = init(key, *args, **kwargs)
+        if isinstance(value, nn.meta.AxisMetadata):
+            raise TypeError(
+                f"split: init returned a {type(value).__name__}, expected an array: one annotation "
+                "for each parameter. A strategy shards a split parameter over data axes by itself."
+            )
         if len(names) != value.ndim:
             raise ValueError(
                 f"split: names={names} for a parameter of shape {value.shape}, expected a mesh "
@@ -127,8 +133,11 @@ def names_on(
       whose entries devices share one each; the second is `()` if there are none.
 
     Raises:
-      ValueError: A dimension does not divide over its axes.
+      ValueError: A dimension does not divide over its axes, or an axis is named twice.
     """
+    named = _axes(names)
+    if len(set(named)) < len(named):
+        raise ValueError(f"{where}, which names an axis twice; name each axis once.")
     split_names: list[AxisName | None] = []
     shared_names: list[AxisName | None] = []
     for dim, (size, name) in enumerate(zip(shape, names, strict=True)):
