@@ -21,7 +21,6 @@ from manualpar.core.collectives import cast_to_varying
 from manualpar.core.partitioning import cast_floating, is_box
 from manualpar.modes.manual import Manual
 from manualpar.sharding.axes import axis_tuple
-from manualpar.sharding.layout import path_name
 from manualpar.user_model.adapter import InitArgs, ModelAdapter
 
 Init = Callable[[jax.Array], dict[str, Any]]
@@ -60,8 +59,7 @@ def initialisation(
 
     def init(rng: jax.Array, batch: Any = batch) -> dict[str, Any]:
         variables = init_variables(model, rng, batch, init_args)
-        params = variables.get("params", {})
-        params = jax.tree_util.tree_map_with_path(_box_typed, params, is_leaf=is_box)
+        params = jax.tree.map(_box_typed, variables.get("params", {}), is_leaf=is_box)
         cast = functools.partial(cast_floating, dtype=dtype)
         return variables | {"params": jax.tree.map(cast, params)}
 
@@ -88,13 +86,8 @@ def typed_specs(params: Any) -> Any:
     )
 
 
-def _box_typed(path: Any, x: Any) -> Any:
+def _box_typed(x: Any) -> Any:
     """A parameter, in a box if its type shards it."""
-    if is_box(x) and is_box(x.value):
-        raise TypeError(
-            f"model: parameter {path_name(path)!r} is annotated twice, by a {type(x).__name__} "
-            f"around a {type(x.value).__name__}, expected one annotation."
-        )
     names = () if is_box(x) else tuple(jax.typeof(x).sharding.spec)
     return TypedParameter(x, names=names) if any(map(axis_tuple, names)) else x
 
