@@ -73,8 +73,7 @@ def sync_collections(
       rules: What becomes of what differs, by collection or path, see `check_sync_collections`.
 
     Raises:
-      ValueError: There is no rule for a leaf that differs, or its dtype has no such thing; or it
-        differs over axes that do not split the examples.
+      ValueError: A leaf differs and no rule fits it, or it differs over axes of no examples.
 
     Communication:
       One all-reduce for each leaf that varies by its type or is a sum; none for others that the
@@ -88,9 +87,8 @@ def sync_collections(
         if others := varying_axes(x) - set(axes):
             raise ValueError(
                 f"sync_collections: collections{jax.tree_util.keystr(path)} differs between the "
-                f"devices along {sorted(others)}, which have the same examples, expected the same "
-                "on all of them. Compute it where activations are whole (after layers.leave), or "
-                "make it equal in the model (jax.lax.pmean)."
+                f"devices along {sorted(others)}, which have the same examples. Compute it where "
+                "activations are whole (after layers.leave), or apply jax.lax.pmean to it."
             )
         differing = tuple(a for a in axes if not is_typed or a in varying_axes(x))
         rule = choose_sync(path, x, rules, differing)

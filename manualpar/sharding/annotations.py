@@ -97,8 +97,7 @@ def mesh_names(
         named = {axis for name in names for axis in axis_tuple(name)}
         if logical := sorted(named & {name for name, _ in rules} - set(mesh.shape)):
             raise ValueError(
-                f"{where} and as split, of which rules have {logical}; expected mesh axes: a "
-                "module that computes with shards names them. Write the axes themselves."
+                f"{where} and as split, of which rules have {logical}; expected mesh axes."
             )
         names, _ = names_on(where, shape, names, mesh.shape, shared=box.shared)
     is_logical = isinstance(box, nn.LogicallyPartitioned)

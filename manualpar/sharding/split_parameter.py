@@ -90,8 +90,7 @@ def split(init: Callable[..., Any], names: Names, *, shared: bool = False) -> Ca
         value = init(key, *args, **kwargs)
         if isinstance(value, nn.meta.AxisMetadata):
             raise TypeError(
-                f"split: init returned a {type(value).__name__}, expected an array: one annotation "
-                "for each parameter. A strategy shards a split parameter over data axes by itself."
+                f"split: init returned a {type(value).__name__}, expected an array. Annotate once."
             )
         if len(names) != value.ndim:
             raise ValueError(
