@@ -43,6 +43,7 @@ def get_config() -> ConfigDict:
     config.model.remat = "none"  # or "dots", "full": what is computed again for the backward pass
     config.model.scan_layers = False  # True: one layer is compiled, and run in a loop
     config.model.attention = ""  # "xla", "cudnn"; "": what jax chooses
+    config.model.vocab_multiple = 1  # the vocabulary is padded to a multiple, to divide over model
 
     config.optimizer = ConfigDict()
     config.optimizer.learning_rate = 4e-3  # the peak
@@ -56,7 +57,8 @@ def get_config() -> ConfigDict:
     config.parallel = ConfigDict()
     config.parallel.strategy = "fsdp"  # "dp", "zero1", "zero2", "fsdp" or "hsdp"
     config.parallel.mode = "manual"  # or "auto", "explicit", "auto-unconstrained"
-    config.parallel.mesh = ConfigDict({"data": -1})  # -1: all devices
+    config.parallel.mesh = ConfigDict({"data": -1})  # -1: all devices; model: layers are split
+    config.parallel.sequence = False  # over model, whether what lies between layers is split too
     config.parallel.min_weight_size = 2**10  # elements; smaller parameters are not sharded
     config.parallel.reshard_after_forward = True  # fsdp, hsdp: gathered again for the backward pass
     config.parallel.communicate_every = "minibatch"  # fsdp, hsdp: or "step", "gather-step"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from manualpar.checkpoints import check_resumable
-from manualpar.checkpoints.compatibility import REMOVED
+from manualpar.checkpoints.compatibility import ADDED, REMOVED
 
 SAVED = {
     "seed": 0,
@@ -72,6 +72,16 @@ def test_every_difference_is_shown():
         "  model.hidden_size: 128 -> 1",
         "  seed: 0 -> 1",
     ]
+
+
+def test_a_field_that_was_added_had_the_value_of_what_was_done_then():
+    current = SAVED | ADDED
+    assert check_resumable(SAVED, current) == []
+    assert check_resumable(SAVED, current | {"parallel.sequence": True}) == [
+        "parallel.sequence: False -> True"
+    ]
+    with pytest.raises(ValueError, match=r"model\.vocab_multiple: 1 -> 4"):
+        check_resumable(SAVED, current | {"model.vocab_multiple": 4})
 
 
 def test_a_removed_field_that_did_nothing_is_passed_over():

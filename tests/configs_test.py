@@ -18,7 +18,7 @@ def _config(name: str):
 
 
 def test_there_are_configs():
-    assert {"dp", "fsdp", "hsdp", "zero"} <= set(NAMES)
+    assert {"dp", "fsdp", "fsdp_lm", "hsdp", "tp_lm", "zero"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -35,7 +35,7 @@ def test_a_config_is_locked_checked_and_json(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_docstring_tells_the_command_the_devices_and_what_was_measured(name):
     text = importlib.import_module(f"configs.{name}").__doc__
-    experiment = name.removesuffix("_lm")
+    experiment = name if (FOLDER.parent / "experiments" / f"{name}.py").exists() else "fsdp"
     assert f"python -m experiments.{experiment} --config=configs/{name}.py" in text
     assert "devices" in text
     assert "measured" in text.lower()

@@ -35,9 +35,9 @@ def mesh(**axes):
     return f"--config.parallel.mesh={axes}"
 
 
-def begin(workdir, *more):
+def begin(workdir, *more, config="fsdp.py"):
     """A run of 24 steps, and it again as it was when it was killed after step 20."""
-    assert run_here(workdir, *EXACT, *more) == 0
+    assert run_here(workdir, *EXACT, *more, config=config) == 0
     killed = workdir.parent / "killed"
     shutil.copytree(workdir, killed)
     shutil.rmtree(killed / "checkpoints" / "24")
@@ -96,11 +96,31 @@ def test_it_goes_on_padded(devices, padded, tmp_path, capsys):
     assert ("padded" in output.replace(str(tmp_path), "")) == (devices > 1)
 
 
-def goes_on(runs, workdir, changes, capsys, *, also=()):
+@pytest.mark.slow
+def test_a_language_model_goes_on_with_split_layers(tmp_path, capsys, devices8):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(60):
+        (text / f"{number}.txt").write_text(f"{number} and {number**2} and no more\n" * 5)
+    whole, split = "--config.parallel.sequence=False", "--config.parallel.sequence=True"
+    tiny = (
+        f"--config.data.path={text}",
+        "--config.data.sequence_length=8",
+        "--config.model.mlp_size=16",
+        "--config.sample.num_tokens=0",
+    )
+    runs = begin(tmp_path / "run", *tiny, whole, mesh(data=8), config="tp_lm.py")
+    changes = [mesh(data=2, model=4), split]
+    capsys.readouterr()
+    output = goes_on(runs, tmp_path / "on", changes, capsys, also=tiny, config="tp_lm.py")
+    assert "fsdp on 8 devices (data=2 x model=4)" in output
+
+
+def goes_on(runs, workdir, changes, capsys, *, also=(), config="fsdp.py"):
     """Goes on with a copy of the killed run, compares it with the other, returns the output."""
     undisturbed, killed = runs
     shutil.copytree(killed, workdir)
-    assert run_here(workdir, *EXACT, *also, *changes) == 0
+    assert run_here(workdir, *EXACT, *also, *changes, config=config) == 0
     output, error = capsys.readouterr()
     assert error == ""
     assert resumed_from(output) == 12

@@ -88,6 +88,20 @@ def test_a_run_needs_no_flag_and_no_folder(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_language_model_with_split_layers_learns_and_writes(tmp_path):
+    arguments = (*SMALL, "--config.training.num_steps=10", "--config.training.eval_batches=1")
+    process = _start("tp_lm", *arguments, "--config.data.batch_size=8", cwd=tmp_path)
+    output, error = process.communicate()
+    assert process.returncode == 0, error
+    assert error == ""
+    lines = output.splitlines()
+    assert lines[0] == "mesh: data=2, model=4 on 8 simulated cpu devices"
+    assert any(line.startswith("  def ") for line in lines)
+    first, *_, last = read_metrics(tmp_path / "runs/tp_lm/001")
+    assert last["loss"] < first["loss"]
+
+
+@pytest.mark.slow
 def test_a_killed_run_has_on_disk_what_it_had_printed(tmp_path):
     process = _start("fsdp", "--devices=2", "--workdir=killed", *ENDLESS, cwd=tmp_path)
     lines = _read_until_step(process, 20)

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import manualpar
-from configs import dp, fsdp, hsdp, zero
+from configs import dp, fsdp, hsdp, tp_lm, zero
 from manualpar.strategies import strategy_kinds
 from manualpar.training import experiment
 from manualpar.training.experiment import build_program, prepare
@@ -166,6 +166,77 @@ def test_options_that_do_not_go_together_are_named(parallel, message, devices8):
             config.parallel.mesh = parallel.pop("mesh")
     with pytest.raises(ValueError, match=re.escape(message)):
         prepare(_small(config, **parallel))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A folder with a few texts, which is read sooner than Python's standard library."""
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(5):
+        (folder / f"{number}.txt").write_text(f"{number} and no more\n" * 30)
+    return folder
+
+
+def _language(text, mesh, **fields):
+    config = tp_lm.get_config()
+    with config.unlocked():
+        config.parallel.mesh = mesh
+        config.data.update(path=str(text), sequence_length=fields.pop("sequence_length", 8))
+        config.model.update(hidden_size=16, mlp_size=16, num_layers=1)
+        config.model.vocab_multiple = fields.pop("vocab_multiple", 4)
+        config.parallel.update(fields)
+    return config
+
+
+def test_an_axis_of_the_mesh_splits_the_layers_unless_rules_name_it(text):
+    mesh = {"data": 2, "model": 4}
+    rules = tuple((name, None) for name in ("vocab", "embed", "heads", "kv_heads", "mlp"))
+    for config, expected in (
+        (_language(text, mesh), ("model", True, False)),
+        (_language(text, mesh, sequence=False), ("model", False, False)),
+        (_language(text, mesh, sequence=False, rules=rules), ("", False, True)),
+        (_language(text, {"data": 8}, sequence=False), ("", False, False)),
+    ):
+        model = make_task(config).model
+        assert (model.split_axis, model.sequence_parallel, model.annotate) == expected
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fields", "message"),
+    [
+        (
+            {"data": 8},
+            {},
+            "config.parallel.sequence is True and config.parallel.mesh has the axes ['data'], "
+            "expected the axis 'model' and no rules",
+        ),
+        (
+            {"data": 2, "model": 4},
+            {"rules": (("embed", None),)},
+            "['data', 'model'] and config.parallel.rules=(('embed', None),), expected the axis",
+        ),
+        (
+            {"data": 2, "model": 4},
+            {"mode": "auto"},
+            "config.parallel.sequence is True and config.parallel.mode is 'auto', expected False, "
+            "because XLA chooses where activations lie, or mode 'manual'.",
+        ),
+        (
+            {"data": 2, "model": 4},
+            {"vocab_multiple": 1},
+            "config.model.vocab_multiple is 1, which makes a vocabulary of 257, expected one that "
+            "divides over the 4 devices along 'model'; set --config.model.vocab_multiple=4.",
+        ),
+        (
+            {"data": 2, "model": 4},
+            {"sequence_length": 6},
+            "config.data.sequence_length is 6, expected a multiple of the 4 devices along 'model'",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_split_are_named(mesh, fields, message, text, devices8):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare(_language(text, mesh, **fields))
 
 
 def test_a_parameter_to_draw_must_be_there(devices8):

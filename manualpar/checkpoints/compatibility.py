@@ -24,6 +24,11 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
         "it gained nothing, because only large parameters are sharded",
     ),
 }
+# Fields that configs did not have once, and the value that says what was done then.
+ADDED: Mapping[str, Any] = {
+    "model.vocab_multiple": 1,
+    "parallel.sequence": False,
+}
 ABSENT = "(absent)"
 
 
@@ -32,7 +37,7 @@ def check_resumable(saved: Mapping[str, Any], current: Mapping[str, Any]) -> lis
 
     Both hold plain values by dotted name, `model.hidden_size`. Returns a line for each difference
     that is allowed, `training.num_steps: 100 -> 200`, and for each field that was in use and has
-    been removed since.
+    been removed since. A field that has been added since counts as saved with the value of `ADDED`.
 
     Raises:
       ValueError: A field differs that has to stay.
@@ -44,6 +49,7 @@ def check_resumable(saved: Mapping[str, Any], current: Mapping[str, Any]) -> lis
     ]
     allowed: list[str] = []
     refused: list[str] = []
+    saved = {name: value for name, value in ADDED.items() if name in current} | dict(saved)
     for name in sorted({*saved, *current} - REMOVED.keys()):
         before, after = saved.get(name, ABSENT), current.get(name, ABSENT)
         if _as_json(before) != _as_json(after):

@@ -98,6 +98,8 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "model.remat": Field(str, choices=("none", "dots", "full")),
         "model.scan_layers": Field(bool),
         "model.attention": Field(str, choices=("", "xla", "cudnn")),
+        "model.vocab_multiple": Field(int, 1, below=2**31),
+        "parallel.sequence": Field(bool),
         "sample.num_tokens": Field(int, 0, below=10**6),  # Each is a pass of the whole model.
         "sample.prompt": Field(str),
         "sample.temperature": Field(float, 0, below=LARGEST),

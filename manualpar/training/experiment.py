@@ -12,12 +12,14 @@ from manualpar.compiler_options import compiler_options
 from manualpar.core.program import Program
 from manualpar.data import abstract_batch
 from manualpar.inspect.state_layout import ALL
+from manualpar.models import Transformer
+from manualpar.models.transformer import size_of_vocabulary
 from manualpar.sharding.axes import axes_size
 from manualpar.sharding.mesh import abstract_mesh, make_mesh
 from manualpar.strategies import strategy_kinds
 from manualpar.training.config import check_config, nearest
 from manualpar.training.optimizer import adamw, warmup_cosine_schedule
-from manualpar.training.task import Task, make_task
+from manualpar.training.task import SPLIT_AXIS, Task, make_task, splits_layers
 from manualpar.watching.profiling import parse_profile
 
 # The program's part of `config.training.on_nonfinite`; the loop does the rest.
@@ -129,13 +131,15 @@ def build_program(
     for field, unused, what in (
         ("reduce_dtype", "", "where it sums"),
         ("axis_by_axis", False, "how it sends"),
+        ("sequence", False, "where activations lie"),
     ):
-        if parallel[field] and parallel.mode != "manual":
+        if parallel.get(field) and parallel.mode != "manual":
             raise ValueError(
                 f"config.parallel.{field} is {parallel[field]!r} and config.parallel.mode is "
                 f"{parallel.mode!r}, expected {unused!r}, because XLA chooses {what}, or mode "
                 "'manual'."
             )
+    _check_split(config, task, mesh)
     data_axes = tuple(axis for axis in DATA_AXES if axis in mesh.shape)
     along, devices = " and ".join(map(repr, data_axes)), axes_size(mesh, data_axes)
     parts = devices * optimizer.num_minibatches
@@ -171,6 +175,36 @@ def build_program(
         shared["axis_name"] = axis_name
     own = {name: parallel[name] for name in kind.fields if name in parallel}
     return kind.builder(task.model, tx, task.loss_fn, **shared, **own, **kind.constants)
+
+
+def _check_split(config: ml_collections.ConfigDict, task: Task, mesh: Mesh | AbstractMesh) -> None:
+    """Refuses layers that cannot be split over the mesh as the config says."""
+    if not isinstance(task.model, Transformer):
+        return
+    if config.parallel.sequence and not splits_layers(config):
+        rules = (
+            f" and config.parallel.rules={config.parallel.rules}" if config.parallel.rules else ""
+        )
+        raise ValueError(
+            f"config.parallel.sequence is True and config.parallel.mesh has the axes "
+            f"{list(mesh.shape)}{rules}, expected the axis {SPLIT_AXIS!r} and no rules, because "
+            "positions are split over the axis that layers are split over; set "
+            """--config.parallel.mesh="{'data': -1, 'model': 2}", or sequence=False."""
+        )
+    if not splits_layers(config):
+        return
+    devices, vocabulary = mesh.shape[SPLIT_AXIS], size_of_vocabulary(task.model)
+    if vocabulary % devices:
+        raise ValueError(
+            f"config.model.vocab_multiple is {config.model.vocab_multiple}, which makes a "
+            f"vocabulary of {vocabulary}, expected one that divides over the {devices} devices "
+            f"along {SPLIT_AXIS!r}; set --config.model.vocab_multiple={devices}."
+        )
+    if config.parallel.sequence and config.data.sequence_length % devices:
+        raise ValueError(
+            f"config.data.sequence_length is {config.data.sequence_length}, expected a multiple of "
+            f"the {devices} devices along {SPLIT_AXIS!r}, or config.parallel.sequence=False."
+        )
 
 
 def _device_kind(mesh: Mesh | AbstractMesh) -> str:

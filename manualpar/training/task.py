@@ -20,6 +20,7 @@ from manualpar.user_model.loss_function import LossFn
 
 # A multiplication and an addition for each weight forward, and twice that backward.
 FLOPS_PER_WEIGHT = 6
+SPLIT_AXIS = "model"  # Of the mesh, over which layers are split.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +87,14 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         sequence_length=length,
     )
     assert isinstance(dataset, LanguageDataset)
-    tokenizer = dataset.tokenizer
+    tokenizer, is_split = dataset.tokenizer, splits_layers(config)
     model = Transformer(
         **_fields(config.model),
         vocab_size=tokenizer.vocab_size,
         bos_token=tokenizer.bos_token,
         annotate=bool(config.parallel.rules),
+        split_axis=SPLIT_AXIS if is_split else "",
+        sequence_parallel=config.parallel.sequence and is_split,  # Otherwise it is refused later.
     )
 
     def derive(split: str, means: dict[str, float]) -> dict[str, float]:
@@ -124,6 +127,14 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         derive=derive,
         sample=sample if config.sample.num_tokens else None,
     )
+
+
+def splits_layers(config: ml_collections.ConfigDict) -> bool:
+    """Whether the config's mesh splits the layers of a transformer.
+
+    Rules give the axis another meaning: what it shards is gathered where it is used.
+    """
+    return SPLIT_AXIS in config.parallel.mesh and not config.parallel.rules
 
 
 def _fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
