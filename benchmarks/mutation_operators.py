@@ -51,6 +51,7 @@ _NOTHING_LEFT = "the second call finds nothing left to do and sends nothing"
 EQUIVALENT: Mapping[str, str] = {
     "*:pmean:reverse-axes": _SAME_SET,
     "*:psum:reverse-axes": _SAME_SET,
+    "*:pmax:reverse-axes": _SAME_SET,
     "*:sync_*:reverse-axes": _SAME_SET,
     "*:reduce_gradient:reverse-axes": _SAME_SET,
     "guards.nonfinite:find_nonfinite:psum:times-2": "of the sum counts only whether it is zero",
@@ -59,6 +60,8 @@ EQUIVALENT: Mapping[str, str] = {
     ),
     "rng:fold_rng_over_axis:axis_index:times-2": _OTHER_KEY,
     "rng:fold_rng_over_axis:axis_index:reverse-axes": _OTHER_KEY,
+    "user_model.split_dropout:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
+    "user_model.split_dropout:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
     "modes.manual:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
     "modes.manual:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
     "modes.manual:*:sync_collections:duplicate": _NOTHING_LEFT,

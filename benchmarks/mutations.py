@@ -66,6 +66,8 @@ FIRST = {
     "collection_sync:*": ("tests/gradients_test.py", "tests/collections_test.py"),
     "guards.nonfinite:*": ("tests/nonfinite_test.py",),
     "core.gradients:reduce_gradient:*": ("tests/roles_test.py",),
+    "layers.vocabulary:*": ("tests/layers_vocabulary_test.py",),
+    "user_model.split_dropout:*": ("tests/user_model_split_dropout_test.py",),
     "core.partitioning:*.unbox:gather_invariant:*": (
         "tests/inspect_formulas_test.py::test_model_axes_are_gathered_too",
         "tests/annotated_models_test.py::test_fsdp_with_a_model_axis_of_any_size",

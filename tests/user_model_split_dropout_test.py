@@ -140,17 +140,27 @@ def test_what_is_not_split_is_dropped_as_flax_drops_it(outputs, name):
     np.testing.assert_allclose(got["whole"][name][1, 0], expected.ravel(), rtol=1e-6)
 
 
-def test_along_an_axis_of_one_device_a_key_stays_as_it_is(devices8):
+def keys_like_what_varies_over_all_axes(mesh):
+    """The data of the key of each device, before and after."""
+
     def on_device(x):
         key = fold_rng_over_axis(jax.random.key(0), "data")
-        same = key_like(key, cast_to_varying(x, ("model",)))
-        return jax.random.key_data(key), jax.random.key_data(same)
+        keys = cast_to_varying((key, key_like(key, x)), mesh.axis_names)
+        return jax.tree.map(lambda key: jax.random.key_data(key)[None], keys)
 
+    everywhere = P(mesh.axis_names)
     run = jax.shard_map(
-        on_device,
-        mesh=make_mesh({"data": 8, "model": 1}, devices8),
-        in_specs=P("data"),
-        out_specs=P("data"),
-        check_vma=True,
+        on_device, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=True
     )
-    np.testing.assert_array_equal(*jax.jit(run)(jnp.zeros(8)))
+    return jax.device_get(jax.jit(run)(jnp.zeros(8)))
+
+
+def test_along_an_axis_of_one_device_a_key_stays_as_it_is(devices8):
+    mesh = make_mesh({"data": 8, "model": 1}, devices8)
+    np.testing.assert_array_equal(*keys_like_what_varies_over_all_axes(mesh))
+
+
+def test_a_key_differs_along_each_axis_that_activations_are_split_over(devices8):
+    mesh = make_mesh({"data": 2, "model": 2, "expert": 2}, devices8)
+    before, after = keys_like_what_varies_over_all_axes(mesh)
+    assert (number_of_different(before), number_of_different(after)) == (2, 8)

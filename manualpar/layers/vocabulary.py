@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from manualpar.core.collectives import cast_to_varying, gather_invariant, varying_axes
+from manualpar.core.collectives import gather_invariant, varying_axes
 from manualpar.layers.boundaries import bound_axes, leave
 from manualpar.purposes import CROSS_ENTROPY_SCOPE
 from manualpar.sharding.axes import AxisName
@@ -66,7 +66,7 @@ def split_lookup(
     # Of a whole table the first device has all rows.
     parts = jax.lax.axis_size(axes) if is_split else 1
     index, is_mine = _index_here(tokens, table.shape[0], axes, parts)
-    rows = _look_up(cast_to_varying(table, axes), index)
+    rows = _look_up(table, index)
     return leave(jnp.where(is_mine[..., None], rows, jnp.zeros_like(rows)), axes, sequence_dim)
 
 

@@ -148,8 +148,8 @@ def names_on(
             also = f", or to divide it, because it is shared={shared}" if shared else ""
             raise ValueError(
                 f"{where}: dim {dim} of size {size} does not divide over the {devices} devices "
-                f"along {entry!r}, expected a multiple of {devices}{also}. Change the size, or the "
-                "mesh."
+                f"along {entry!r}, expected a multiple of {devices}{also}. Change the size, for "
+                f"example to {-(-size // devices) * devices}, or the mesh."
             )
         split_names.append(None if is_shared else entry)
         shared_names.append(entry if is_shared else None)
