@@ -13,12 +13,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar.inspect import trace_collectives
-from manualpar.layers import SplitDense, enter
+from manualpar.layers import SplitDense, enter, enter_ring
 from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE, purpose_of
 from manualpar.sharding.mesh import make_mesh
 from manualpar.sharding.split_parameter import SplitParameter
 
 B, S, D, N, H = 2, 8, 6, 8, 3
+FORMS = [(None, "none"), (1, "none"), (1, "ring")]
 random_bias = nn.initializers.normal(0.5)
 
 
@@ -26,6 +27,7 @@ class Block(nn.Module):
     """Products as in attention and in an MLP, each added to the residual stream."""
 
     sequence_dim: int | None = None
+    overlap: str = "none"
     dtype: str | None = None
 
     @nn.compact
@@ -33,9 +35,14 @@ class Block(nn.Module):
         dense = functools.partial(SplitDense, bias_init=random_bias, dtype=self.dtype)
         column = functools.partial(dense, (D, N, H), (None, "model", None))
         y_BSD = nn.LayerNorm(scale_init=random_bias, bias_init=random_bias)(x_BSD)
-        y_BSD = enter(y_BSD, "model", self.sequence_dim)
-        mixed_BSNH = jnp.tanh(column(name="query")(y_BSD)) * column(name="key")(y_BSD)
-        out = dense((N, H, D), ("model", None, None), 2, sequence_dim=self.sequence_dim, name="out")
+        if self.overlap == "ring":
+            y_BSD = enter_ring(y_BSD, "model", self.sequence_dim)
+        else:
+            y_BSD = enter(y_BSD, "model", self.sequence_dim)
+        query_BSNH, key_BSNH = column(name="query")(y_BSD), column(name="key")(y_BSD)
+        mixed_BSNH = jax.tree.map(lambda q, k: jnp.tanh(q) * k, query_BSNH, key_BSNH)
+        row = functools.partial(dense, (N, H, D), ("model", None, None), 2, name="out")
+        out = row(sequence_dim=self.sequence_dim, overlap=self.overlap)
         return x_BSD + out(mixed_BSNH), None
 
 
@@ -91,8 +98,8 @@ def make_inputs() -> tuple[jax.Array, jax.Array]:
     return x_BSD, weights_BSD
 
 
-def check_block(size: int, sequence_dim: int | None) -> None:
-    model = Block(sequence_dim)
+def check_block(size: int, sequence_dim: int | None, overlap: str) -> None:
+    model = Block(sequence_dim, overlap)
     x_BSD, weights_BSD = make_inputs()
     boxed = Block().init(jax.random.key(0), x_BSD)["params"]
     params = nn.meta.unbox(boxed)
@@ -110,38 +117,37 @@ def check_block(size: int, sequence_dim: int | None) -> None:
         assert purposes == [("all_reduce", TENSOR_SCOPE)] * 2
         return
     ours = collections.Counter(purpose for purpose in purposes if purpose[1])
-    assert ours == {
-        ("all_gather", SEQUENCE_SCOPE): 2,
-        ("reduce_scatter", SEQUENCE_SCOPE): 2,
-        ("all_reduce", TENSOR_SCOPE): 1,  # Of the gradient of the bias of `out`.
-    }
+    # Of the gradient of the bias of `out`.
+    assert ours.pop(("all_reduce", TENSOR_SCOPE)) == 1
+    if overlap == "ring":
+        assert set(ours) <= {("permute", SEQUENCE_SCOPE)}
+    else:
+        assert ours == {("all_gather", SEQUENCE_SCOPE): 2, ("reduce_scatter", SEQUENCE_SCOPE): 2}
 
 
-@pytest.mark.parametrize("sequence_dim", [None, 1])
+@pytest.mark.parametrize(("sequence_dim", "overlap"), FORMS)
 def test_split_layers_are_those_of_one_device(
-    devices8: list[jax.Device], sequence_dim: int | None
+    devices8: list[jax.Device], sequence_dim: int | None, overlap: str
 ) -> None:
     del devices8
-    check_block(4, sequence_dim)
+    check_block(4, sequence_dim, overlap)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence_dim", [None, 0, 1])
+@pytest.mark.parametrize(("sequence_dim", "overlap"), FORMS)
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_split_layers_on_every_size(
-    devices8: list[jax.Device], size: int, sequence_dim: int | None
+    devices8: list[jax.Device], size: int, sequence_dim: int | None, overlap: str
 ) -> None:
     del devices8
-    if sequence_dim == 0 and B % size:
-        pytest.skip("the dim does not divide")
-    check_block(size, sequence_dim)
+    check_block(size, sequence_dim, overlap)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-@pytest.mark.parametrize("sequence_dim", [None, 1])
+@pytest.mark.parametrize(("sequence_dim", "overlap"), FORMS)
 def test_in_a_scanned_and_rematerialised_loop(
-    devices8: list[jax.Device], sequence_dim: int | None, dtype: str | None
+    devices8: list[jax.Device], sequence_dim: int | None, overlap: str, dtype: str | None
 ) -> None:
     del devices8
     layers = nn.scan(
@@ -160,7 +166,7 @@ def test_in_a_scanned_and_rematerialised_loop(
         return (weights_BSD * jnp.sin(layers(dtype=dtype).apply({"params": params}, x)[0])).sum()
 
     expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x_BSD)
-    step = make_step(layers(sequence_dim, dtype), boxed, 4, sequence_dim)
+    step = make_step(layers(sequence_dim, overlap, dtype), boxed, 4, sequence_dim)
     tolerance = 1e-5 if dtype is None else 0.1
     got = step(params, x_BSD, weights_BSD)
     chex.assert_trees_all_close(got, expected, rtol=tolerance, atol=tolerance)
@@ -195,6 +201,12 @@ ROW = SplitDense((8, 4), ("model", None))
         (dataclasses.replace(COLUMN, names=("model", ("data", "model"))), 4, "an axis on one side"),
         (dataclasses.replace(ROW, shared=True), 8, "contribute the same product"),
         (dataclasses.replace(COLUMN, sequence_dim=1), 4, "the result is not summed. Give it to"),
+        (
+            dataclasses.replace(ROW, overlap="ring"),
+            8,
+            "no sequence_dim, expected that of a row",
+        ),
+        (dataclasses.replace(ROW, overlap="rings"), 8, "expected 'none' or 'ring'"),
         (COLUMN, 5, r"got x of shape \(2, 5\), expected last dims \(4,\)\."),
     ],
 )
@@ -204,21 +216,27 @@ def test_refused(layer: SplitDense, size: int, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "message"),
+    ("layer", "enter_as", "message"),
     [
-        (COLUMN, "expected what enter returns. Call enter once"),
-        (ROW, r"expected last dims \(2,\): this device's part, as a column-parallel product"),
+        (COLUMN, "whole", "expected what enter returns. Call enter once"),
+        (ROW, "whole", r"expected last dims \(2,\): this device's part, as a column-parallel"),
+        (SplitDense((4, 8), (None, None)), "chunks", "expected an output dim that is split over"),
     ],
 )
-def test_refused_on_an_axis(layer: SplitDense, message: str) -> None:
+def test_refused_on_an_axis(layer: SplitDense, enter_as: str, message: str) -> None:
     mesh = make_mesh({"model": 4}, devices=jax.devices()[:4])
-    x = jnp.ones((2, layer.shape[0]))
+    x = jnp.ones((8, layer.shape[0]))
     boxed = layer.init(jax.random.key(0), x)
-    apply = jax.shard_map(
-        layer.apply, mesh=mesh, in_specs=(specs_of(boxed), P()), out_specs=P(), check_vma=True
-    )
+
+    def apply(params: Any, x: jax.Array) -> Any:
+        return layer.apply(params, enter_ring(x, "model", 0) if enter_as == "chunks" else x)
+
+    shapes = P("model") if enter_as == "chunks" else P()
+    specs = {"in_specs": (specs_of(boxed), shapes), "out_specs": P()}
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(apply, nn.meta.unbox(boxed), x)
+        jax.eval_shape(
+            jax.shard_map(apply, mesh=mesh, check_vma=True, **specs), nn.meta.unbox(boxed), x
+        )
 
 
 def test_devices_share_key_heads_that_are_fewer_than_they(devices8: list[jax.Device]) -> None:

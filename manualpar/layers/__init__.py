@@ -5,6 +5,7 @@ from manualpar.layers.dense import SplitDense
 from manualpar.layers.experts import MoE
 from manualpar.layers.plan import TensorParallel, tensor_parallel
 from manualpar.layers.plan_styles import Column, Row, Vocab
+from manualpar.layers.ring import enter_ring, gather_matmul, matmul_scatter, whole_sequence
 from manualpar.layers.routing import auxiliary_loss
 from manualpar.layers.vocabulary import split_argmax, split_cross_entropy, split_lookup
 from manualpar.sharding.split_parameter import split
@@ -18,10 +19,14 @@ __all__ = [
     "Vocab",
     "auxiliary_loss",
     "enter",
+    "enter_ring",
+    "gather_matmul",
     "leave",
+    "matmul_scatter",
     "split",
     "split_argmax",
     "split_cross_entropy",
     "split_lookup",
     "tensor_parallel",
+    "whole_sequence",
 ]

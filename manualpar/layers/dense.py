@@ -12,6 +12,12 @@ up = SplitDense((D, F), (None, "model"), name="up")(x)
 x = SplitDense((F, D), ("model", None), name="down")(nn.silu(gate) * up)
 ```
 
+The layer does not enter by itself, because each `enter` sends. A column-parallel product of an
+input that has not been entered is refused.
+
+With `enter_ring` in the place of `enter`, and `overlap="ring"` for the row-parallel product, both
+send while they compute, see `manualpar.layers.ring`. Column-parallel products then return `Chunks`.
+
 Invariants: parameters and their initial bits are those of one device. Where the axis is not bound,
 the layer is a dense layer of one device.
 
@@ -20,16 +26,17 @@ Symbols: `N` devices along the axis.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from jax.typing import DTypeLike
 
 from manualpar.core.collectives import varying_axes
 from manualpar.layers.boundaries import bound_axes, enter, has_lost_types, leave
+from manualpar.layers.chunks import Chunks
+from manualpar.layers.ring import gather_matmul, matmul_scatter
 from manualpar.sharding.axes import Names, axis_tuple
 from manualpar.sharding.split_parameter import split
 
@@ -54,6 +61,8 @@ class SplitDense(nn.Module):
       dtype: The dtype of the computation; `None` for the one that input and parameters promote to.
       sequence_dim: The dim along which a row-parallel product leaves its result split, see `leave`;
         `None` if every device gets all of it.
+      overlap: `"ring"`: a row-parallel product computes while it sends, see `matmul_scatter`; needs
+        a `sequence_dim`. `"none"`: it sends when it has computed.
       shared: Whether an output dim may have fewer entries than there are devices, of which each
         then computes one that it shares; see `split`.
     """
@@ -67,28 +76,30 @@ class SplitDense(nn.Module):
     bias_init: Initializer = nn.initializers.zeros
     dtype: DTypeLike | None = None
     sequence_dim: int | None = None
+    overlap: Literal["none", "ring"] = "none"
     shared: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array | Chunks) -> Any:
         """Sums over the last dims of `x`.
 
         Args:
-          x: The input. Of a column-parallel product what `enter` has returned,
+          x: The input. Of a column-parallel product what `enter` or `enter_ring` has returned,
             `[..., D]`, and of a row-parallel one this device's features, `[..., F/axis]`.
 
         Returns:
-          `[..., F/axis]`, different on each device, if the product is column-parallel. If it is
-          row-parallel `[..., D]`, the same on all devices along the axis; with `sequence_dim` this
-          device's part, `[..., S/axis, ..., D]`.
+          `[..., F/axis]`, different on each device, if the product is column-parallel; `Chunks` of
+          it if `x` is `Chunks`. If it is row-parallel `[..., D]`, the same on all devices along the
+          axis; with `sequence_dim` this device's part, `[..., S/axis, ..., D]`.
 
         Raises:
           ValueError: The fields do not fit each other; `x` does not fit the kernel; or nothing has
             entered it.
 
         Communication:
-          Column-parallel: none. Row-parallel: that of `leave`, of the result in the dtype of the
-          computation; with `sequence_dim` and a bias also an all-reduce of the bias's gradient.
+          Column-parallel: none. Row-parallel: that of `leave` or `matmul_scatter`, of the result in
+          the dtype of the computation; with `sequence_dim` and a bias also an all-reduce of the
+          bias's gradient.
         """
         contracted, outputs = self._names_of_both_sides()
         kernel = self.param("kernel", _marked(self._init(), self.names, self.shared), self.shape)
@@ -96,14 +107,23 @@ class SplitDense(nn.Module):
         if self.use_bias:
             names, shape = self.names[self.contracted :], self.shape[self.contracted :]
             bias = self.param("bias", _marked(self.bias_init, names, self.shared), shape)
-        self._check_input(x, kernel, outputs)
-        x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
-        y = leave(jnp.tensordot(x, kernel, axes=self.contracted), contracted, self.sequence_dim)
+        parts, structure = jax.tree.flatten(x)
+        self._check_input(parts[0], kernel, outputs)
+        self._check_overlap(x, outputs)
+        *parts, kernel, bias = promote_dtype(*parts, kernel, bias, dtype=self.dtype)
+        x = jax.tree.unflatten(structure, parts)
+        if self.overlap == "ring" and self.sequence_dim is not None:
+            y: Any = matmul_scatter(x, kernel, contracted, self.sequence_dim, self.contracted)
+        else:
+            y = gather_matmul(x, kernel, self.contracted)
+            y = leave(y, contracted, self.sequence_dim) if contracted else y
         if bias is None:
             return y
         # Each device along the axis adds the bias to other positions.
         bias = bias if self.sequence_dim is None else enter(bias, contracted)
-        return y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+        return jax.tree.map(
+            lambda part: part + bias.reshape((1,) * (part.ndim - bias.ndim) + bias.shape), y
+        )
 
     def _init(self) -> Initializer:
         dims = range(len(self.shape))
@@ -146,6 +166,20 @@ class SplitDense(nn.Module):
             self._refuse(
                 f"got x of shape {x.shape}, the same on all devices along {axes} by its type, "
                 "expected what enter returns. Call enter once for all products of the same input"
+            )
+
+    def _check_overlap(self, x: jax.Array | Chunks, outputs: tuple[str, ...]) -> None:
+        if self.overlap not in ("none", "ring"):
+            self._refuse(f"has overlap={self.overlap!r}, expected 'none' or 'ring'")
+        if self.overlap == "ring" and self.sequence_dim is None:
+            self._refuse(
+                "has overlap='ring' and no sequence_dim, expected that of a row-parallel product. "
+                "What comes before a column-parallel one overlaps with it by enter_ring"
+            )
+        if isinstance(x, Chunks) and self.overlap == "none" and not set(x.axes) <= set(outputs):
+            self._refuse(
+                f"got a sequence in chunks over {x.axes}, expected an output dim that is split "
+                "over them, or overlap='ring'. Otherwise give it whole_sequence(x)"
             )
 
     def _refuse(self, why: str) -> None:

@@ -1,0 +1,174 @@
+"""A sequence in chunks, of which each device has one: sent around a ring, or summed on the way.
+
+Both directions of the ring are used. The chunks of the devices `1, 2, ...` ahead arrive from one
+side, and those of the devices `1, 2, ...` behind from the other. With even `N` the last chunk is as
+far either way, and half of it comes from each side. Sums travel the same ways backwards: autodiff
+makes either of the two rings from the other.
+
+Symbols: `N` devices along the axis. The *offset* of a chunk says how many devices ahead its place
+in the sequence is; offset 0 is a device's own. Chunks stand in the order in which they arrive: 0,
+1, -1, 2, -2, ...
+"""
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.purposes import SEQUENCE_SCOPE
+
+
+@flax.struct.dataclass
+class Chunks:
+    """A whole sequence in chunks, a pytree.
+
+    `jax.tree.map` applies to it what treats each position by itself. `whole_sequence` puts it
+    together for anything else.
+
+    Attributes:
+      parts: The chunks `[..., S/axis, ..., D]`, in the order in which they arrive.
+      axes: The mesh axes that the sequence is split over.
+      dim: The dimension of the sequence.
+    """
+
+    parts: tuple[jax.Array, ...]
+    axes: tuple[str, ...] = flax.struct.field(pytree_node=False)
+    dim: int = flax.struct.field(pytree_node=False)
+
+
+def gather_chunks(x: jax.Array, axes: tuple[str, ...], dim: int) -> Chunks:
+    """Sends every device's chunk `x` to all others.
+
+    Communication:
+      `N - 1` permutes of a chunk; with even `N > 2` the last is two of half a chunk, if halves are
+      whole. Backward those of `scatter_chunks`.
+    """
+    size = jax.lax.axis_size(axes)
+    parts, ahead, behind = [x], x, x
+    for _ in range((size - 1) // 2):
+        ahead, behind = _send(ahead, axes, -1), _send(behind, axes, 1)
+        parts += [ahead, behind]
+    if size % 2 == 0:
+        last = [_send(_split_last(ahead, axes, dim)[0], axes, -1)]
+        last += [_send(half, axes, 1) for half in _split_last(behind, axes, dim)[1:]]
+        parts.append(jnp.concatenate(last, dim))
+    return Chunks(tuple(parts), axes, dim)
+
+
+def scatter_chunks(x: Chunks) -> jax.Array:
+    """The sum of what all devices have in the place of this device's chunk.
+
+    Communication:
+      The permutes of `gather_chunks`, in the other order. Backward those of `gather_chunks`.
+    """
+    own, *others = x.parts
+    ahead: jax.Array | int = 0  # The sums on their way to devices ahead, and to those behind.
+    behind: jax.Array | int = 0
+    if len(x.parts) % 2 == 0:
+        first, *second = _split_last(others.pop(), x.axes, x.dim)
+        rest = own.shape[x.dim] - first.shape[x.dim]
+        ahead = _pad(_send(first, x.axes, 1), x.dim, (0, rest))
+        for half in second:
+            behind = _pad(_send(half, x.axes, -1), x.dim, (rest, 0))
+    for index in reversed(range(0, len(others), 2)):
+        ahead = _send(others[index] + ahead, x.axes, 1)
+        behind = _send(others[index + 1] + behind, x.axes, -1)
+    return own + ahead + behind
+
+
+def _send(x: jax.Array, axes: tuple[str, ...], by: int) -> jax.Array:
+    """Sends `x` to the device that is `by` ahead."""
+    size = jax.lax.axis_size(axes)
+    with jax.named_scope(SEQUENCE_SCOPE):
+        return jax.lax.ppermute(x, axes, [(i, (i + by) % size) for i in range(size)])
+
+
+def _split_last(x: jax.Array, axes: tuple[str, ...], dim: int) -> list[jax.Array]:
+    """The parts of the farthest chunk that go either way; one part if it goes one way."""
+    # On two devices both ways are the same.
+    is_halved = jax.lax.axis_size(axes) > 2 and x.shape[dim] % 2 == 0
+    return jnp.split(x, 2, dim) if is_halved else [x]
+
+
+def _pad(x: jax.Array, dim: int, widths: tuple[int, int]) -> jax.Array:
+    return jnp.pad(x, [widths if i == dim else (0, 0) for i in range(x.ndim)])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def cut(x: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[jax.Array, ...]:
+    """The chunks of a whole sequence; `join` is its transpose."""
+    length = x.shape[dim] // jax.lax.axis_size(axes)
+    return tuple(
+        jax.lax.dynamic_slice_in_dim(x, place * length, length, dim) for place in _places(axes)
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def join(parts: tuple[jax.Array, ...], axes: tuple[str, ...], dim: int) -> jax.Array:
+    """The whole sequence of which `parts` are the chunks; `cut` is its transpose."""
+    shape = list(parts[0].shape)
+    shape[dim] *= len(parts)
+    # Filling it with zeros would take as long as half a product.
+    whole = jax.lax.empty(tuple(shape), parts[0].dtype)
+    whole = cast_to_varying(whole, varying_axes(parts[0]))
+    for place, part in zip(_places(axes), parts, strict=True):
+        start = place * part.shape[dim]
+        whole = jax.lax.dynamic_update_slice_in_dim(whole, part, start, dim)
+    return whole
+
+
+# Autodiff would add up as many whole arrays as there are chunks.
+cut.defvjp(
+    lambda x, axes, dim: (cut(x, axes, dim), None),
+    lambda axes, dim, _, gs: (join(gs, axes, dim),),
+)
+join.defvjp(
+    lambda parts, axes, dim: (join(parts, axes, dim), None),
+    lambda axes, dim, _, g: (cut(g, axes, dim),),
+)
+
+
+def _places(axes: tuple[str, ...]) -> list[jax.Array]:
+    """The places in the sequence of the chunks, in the order in which they arrive."""
+    own, size = jax.lax.axis_index(axes), jax.lax.axis_size(axes)
+    # An offset is the same as one by `size` more.
+    offsets = [0, *(i // 2 if i % 2 == 0 else size - i // 2 for i in range(2, size + 1))]
+    return [(own + offset) % size for offset in offsets]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def multiply(
+    parts: tuple[jax.Array, ...], kernel: jax.Array, contracted: int
+) -> tuple[jax.Array, ...]:
+    """The product of every chunk with a kernel, of one dtype and one type.
+
+    Gradient:
+      Written by hand. That of the kernel is one product of whole sequences, as it is without
+      chunks: autodiff would add up one for each chunk, and round each sum to the dtype.
+    """
+    return tuple(jnp.tensordot(part, kernel, contracted) for part in parts)
+
+
+def _multiply_forward(
+    parts: tuple[jax.Array, ...], kernel: jax.Array, contracted: int
+) -> tuple[tuple[jax.Array, ...], Any]:
+    return multiply(parts, kernel, contracted), (parts, kernel)
+
+
+def _multiply_backward(
+    contracted: int, residuals: Any, gs: tuple[jax.Array, ...]
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    parts, kernel = residuals
+    num_batch = parts[0].ndim - contracted
+    batch = (*range(num_batch),)
+    outputs = (*range(num_batch, gs[0].ndim),), (*range(contracted, kernel.ndim),)
+    grads = tuple(jnp.tensordot(g, kernel, outputs) for g in gs)
+    # In any order, as long as it is the same.
+    whole, g = jnp.concatenate(parts), jnp.concatenate(gs)
+    return grads, jnp.tensordot(whole, g, (batch, batch))
+
+
+multiply.defvjp(_multiply_forward, _multiply_backward)

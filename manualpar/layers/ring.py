@@ -1,0 +1,195 @@
+"""Collective matmuls: sequence parallelism whose communication is overlapped with its products.
+
+With sequence parallelism an all-gather comes before the column-parallel products, and a
+reduce-scatter after the row-parallel one. A product here begins with the chunk of the sequence that
+a device has, while the chunks of its neighbours are on their way; and sums go from device to device
+while the next part of them is computed (Wang et al., "Overlap communication with dependent
+computation via decomposition", ASPLOS 2023, https://dl.acm.org/doi/10.1145/3567955.3567959). The
+bytes are those of the all-gather and the reduce-scatter.
+
+```python
+x = enter_ring(x, "model", 1)  # Once for all products of the same input.
+gate, up = gather_matmul(x, gate_kernel), gather_matmul(x, up_kernel)
+hidden = jax.tree.map(lambda gate, up: nn.silu(gate) * up, gate, up)  # Chunk by chunk.
+x = matmul_scatter(hidden, down_kernel, "model", 1)
+```
+
+The sequence stays in `Chunks` between the products, where the compiler makes an activation a part
+of the product before it. Attention, and everything else that looks at positions, needs
+`whole_sequence(...)`; `matmul_scatter` takes either.
+
+Symbols: `N` devices along the axis, `S` positions of the sequence.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.layers.boundaries import bound_axes, has_lost_types
+from manualpar.layers.chunks import Chunks, cut, gather_chunks, join, multiply, scatter_chunks
+from manualpar.sharding.axes import AxisName
+
+
+def enter_ring(x: jax.Array, axis: AxisName | None, sequence_dim: int) -> jax.Array | Chunks:
+    """Sends the chunks of a sequence around, for column-parallel products of all of it.
+
+    It takes the place of `enter` with a `sequence_dim`. Call it once for all products of the same
+    input, such as those of query, key and value, and give the result to `gather_matmul` or to
+    column-parallel `SplitDense`s.
+
+    Args:
+      x: This device's chunk, `[..., S/axis, ..., D]`.
+      axis: The mesh axis, or tuple of axes, that the sequence and the products are split over. Axes
+        that no `shard_map` binds are left out.
+      sequence_dim: The dimension along which `x` is split.
+
+    Returns:
+      The chunks; `x` itself if no axis is bound.
+
+    Raises:
+      ValueError: `x` is the same on all devices by its type, so that it is not split; or types are
+        not checked.
+
+    Communication:
+      Forward `N - 1` permutes of a chunk, two of them at a time; with even `N > 2` the last is two
+      of half a chunk, if halves are whole. They are the bytes of an all-gather. Backward the same
+      of the gradient, which is summed on the way.
+    """
+    axes = bound_axes("enter_ring", axis)
+    if not axes:
+        return x
+    _check_varies("enter_ring", axes, "an input that is split along its sequence", x)
+    dim = sequence_dim % x.ndim
+    return gather_chunks(cast_to_varying(x, axes), axes, dim)
+
+
+def gather_matmul(
+    x: jax.Array | Chunks, kernel: jax.Array, contracted: int = 1
+) -> jax.Array | Chunks:
+    """Multiplies a whole sequence with this device's part of a column-parallel kernel.
+
+    Args:
+      x: What `enter_ring` has returned: `Chunks`, or an array where no axis is bound.
+      kernel: `[D, F/axis]`, or with more dims of either kind, such as `[D, N/axis, H]`.
+      contracted: How many dims are summed over: the last of `x`, the first of the kernel.
+
+    Returns:
+      `Chunks` of `[..., S, ..., F/axis]` in the dtype of `x` and the kernel; an array if `x` is.
+
+    Raises:
+      ValueError: The kernel does not fit `x`, or the sequence is one of the contracted dims.
+
+    Communication:
+      None beyond that of `enter_ring`.
+
+    Gradient:
+      Written by hand for the local products: one of the chunk for each chunk, one of the whole
+      sequence for the kernel.
+    """
+    if not isinstance(x, Chunks):
+        return jnp.tensordot(x, kernel, axes=contracted)
+    _check_product("gather_matmul", x.parts[0], x.dim, kernel, contracted)
+    parts, kernel = _alike((x.parts, kernel))
+    return dataclasses.replace(x, parts=multiply(parts, kernel, contracted))
+
+
+def matmul_scatter(
+    x: jax.Array | Chunks,
+    kernel: jax.Array,
+    axis: AxisName | None,
+    sequence_dim: int,
+    contracted: int = 1,
+) -> jax.Array:
+    """Multiplies with this device's part of a row-parallel kernel and scatters the devices' sum.
+
+    It takes the place of a product and `leave` with a `sequence_dim`.
+
+    Args:
+      x: This device's features of the whole sequence, `[..., S, ..., F/axis]`, or `Chunks` of it.
+      kernel: `[F/axis, D]`, or with more dims of either kind, such as `[N/axis, H, D]`.
+      axis: The mesh axis, or tuple of axes, that the kernel is split over, as for `enter_ring`.
+      sequence_dim: The dimension of the sequence, along which the result is split.
+      contracted: How many dims are summed over: the last of `x`, the first of the kernel.
+
+    Returns:
+      This device's chunk of the sum, `[..., S/axis, ..., D]`; the product if no axis is bound. The
+      sum is rounded on each device to the dtype of `x` and the kernel.
+
+    Raises:
+      ValueError: The kernel does not fit `x`; the sequence does not divide, or is one of the
+        contracted dims; `x` is `Chunks` of another dim or axis; or neither `x` nor the kernel
+        varies over `axis`, so that the sum would be `N` times too large.
+
+    Communication:
+      Forward the permutes of `enter_ring`, of chunks of the result. Backward the same of its
+      gradient.
+
+    Gradient:
+      Written by hand for the local products, as in `gather_matmul`.
+    """
+    axes = bound_axes("matmul_scatter", axis)
+    if not axes:
+        return jnp.tensordot(whole_sequence(x), kernel, axes=contracted)
+    some = x.parts[0] if isinstance(x, Chunks) else x
+    dim = sequence_dim + (some.ndim + kernel.ndim - 2 * contracted) * (sequence_dim < 0)
+    _check_product("matmul_scatter", some, dim, kernel, contracted)
+    if not isinstance(x, Chunks):
+        _check_varies("matmul_scatter", axes, "what the devices contribute to a sum", x, kernel)
+        size = jax.lax.axis_size(axes)
+        if x.shape[dim] % size:
+            raise ValueError(
+                f"matmul_scatter: {x.shape[dim]} positions along sequence_dim={dim} of an x of "
+                f"shape {x.shape}, expected a multiple of the {size} devices along {axes}."
+            )
+        x = Chunks(cut(cast_to_varying(x, axes), axes, dim), axes, dim)
+    elif (x.axes, x.dim) != (axes, dim):
+        raise ValueError(
+            f"matmul_scatter: x is in chunks along sequence_dim={x.dim} over {x.axes}, expected "
+            f"them along {dim} over {axes}. Name the same in enter_ring, or give whole_sequence(x)."
+        )
+    parts, kernel = _alike((x.parts, kernel))
+    return scatter_chunks(dataclasses.replace(x, parts=multiply(parts, kernel, contracted)))
+
+
+def whole_sequence(x: jax.Array | Chunks) -> jax.Array:
+    """Puts `Chunks` together, `[..., S, ...]`; an array is returned as it is.
+
+    Communication:
+      None.
+    """
+    return join(x.parts, x.axes, x.dim) if isinstance(x, Chunks) else x
+
+
+def _check_product(
+    function: str, x: jax.Array, dim: int, kernel: jax.Array, contracted: int
+) -> None:
+    if x.shape[-contracted:] != kernel.shape[:contracted]:
+        raise ValueError(
+            f"{function}: x of shape {x.shape} and a kernel of shape {kernel.shape}, expected the "
+            f"last {contracted} dims of the one to be the first of the other."
+        )
+    if not 0 <= dim < x.ndim - contracted:
+        raise ValueError(
+            f"{function}: sequence_dim={dim} of an x of shape {x.shape}, expected one of its first "
+            f"{x.ndim - contracted} dims: the others are summed over."
+        )
+
+
+def _check_varies(function: str, axes: tuple[str, ...], expected: str, *arrays: jax.Array) -> None:
+    varying = frozenset().union(*map(varying_axes, arrays))
+    if not set(axes) <= varying and not all(has_lost_types(x, axes) for x in arrays):
+        raise ValueError(
+            f"{function}: x of shape {arrays[0].shape} is the same on all devices along {axes} by "
+            f"its type, expected {expected}."
+        )
+
+
+def _alike(arrays: Any) -> Any:
+    """One dtype and one type for all, because a rule written by hand returns those it was given."""
+    leaves = jax.tree.leaves(arrays)
+    dtype = jnp.result_type(*leaves)
+    arrays = jax.tree.map(lambda x: x.astype(dtype), arrays)
+    return cast_to_varying(arrays, frozenset().union(*map(varying_axes, leaves)))

@@ -1,0 +1,159 @@
+"""Collective matmuls against products on one device: values, all gradients, and what is sent."""
+
+import collections
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from manualpar.inspect import trace_collectives
+from manualpar.layers import enter, enter_ring, gather_matmul, leave, matmul_scatter, whole_sequence
+from manualpar.purposes import SEQUENCE_SCOPE, purpose_of
+from manualpar.sharding.mesh import make_mesh
+
+B, D, N, H = 8, 6, 8, 3
+
+
+def one_device(scale: Any, x: Any, weights: Any, gate: Any, up: Any, down: Any, *, dim: int) -> Any:
+    """The loss of both blocks, written in another way."""
+    x = x * scale
+    gate, up = jnp.einsum("abd,dnh->abnh", x, gate), jnp.einsum("abd,dnh->abnh", x, up)
+    y = jnp.einsum("abnh,nhd->abd", jnp.tanh(gate) * jnp.cumsum(up, dim), down)
+    return (weights * jnp.sin(y)).sum()
+
+
+def plain_block(x: Any, dim: int, gate: Any, up: Any, down: Any) -> Any:
+    x = enter(x, "model", dim)
+    gate, up = jnp.tensordot(x, gate, 1), jnp.tensordot(x, up, 1)
+    return leave(jnp.tensordot(jnp.tanh(gate) * jnp.cumsum(up, dim), down, 2), "model", dim)
+
+
+def ring_block(x: Any, dim: int, gate: Any, up: Any, down: Any) -> Any:
+    x = enter_ring(x, "model", dim)
+    gate, up = jax.tree.map(jnp.tanh, gather_matmul(x, gate)), gather_matmul(x, up)
+    hidden = whole_sequence(gate) * jnp.cumsum(whole_sequence(up), dim)
+    return matmul_scatter(hidden, down, "model", dim, 2)
+
+
+def make_arguments(positions: int, dim: int, dtype: Any) -> tuple[jax.Array, ...]:
+    """A scale, x, the weights of the loss, and the kernels."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    shape = (B, positions) if dim == 1 else (positions, B)
+    shapes = [(1, 1, D), (*shape, D), (*shape, D), (D, N, H), (D, N, H), (N, H, D)]
+    arrays = [0.5 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    return tuple(array.astype(dtype) for array in arrays)
+
+
+def make_step(block: Any, size: int, dim: int, *, remat: bool = False) -> Any:
+    """The loss and all gradients, with `size` devices along `model` and the others along `data`."""
+
+    def local(*arguments: jax.Array) -> Any:
+        def loss(scale: jax.Array, x: jax.Array, weights: jax.Array, *kernels: jax.Array) -> Any:
+            some_block = jax.checkpoint(block, static_argnums=1) if remat else block
+            value = weights * jnp.sin(some_block(x * scale, dim, *kernels))
+            return jax.lax.psum(value.sum(), ("data", "model"))
+
+        return jax.value_and_grad(loss, range(6))(*arguments)
+
+    x = P("data", "model") if dim == 1 else P("model", "data")
+    specs = (P(), x, x, P(None, "model"), P(None, "model"), P("model"))
+    mesh = make_mesh({"data": 8 // size, "model": size})
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), specs), check_vma=True)
+    )
+
+
+def num_permutes(size: int, chunk: int) -> int:
+    """Of one ring: one for each other device, and one more if the last chunk is halved."""
+    return size - 1 + (size > 2 and size % 2 == 0 and chunk % 2 == 0)
+
+
+def check(size: int, chunk: int, dim: int = 1, dtype: Any = jnp.float32, **options: Any) -> None:
+    arguments = make_arguments(size * chunk, dim, dtype)
+    step = make_step(ring_block, size, dim, **options)
+    traced = step.trace(*arguments)
+    got = traced.lower().compile()(*arguments)
+    reference = functools.partial(one_device, dim=dim)
+    expected = jax.jit(jax.value_and_grad(reference, range(6)))(*arguments)
+    if dtype == jnp.bfloat16:
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            error = jnp.abs(one - other).max() / jnp.abs(other).max()
+            assert error < 0.05, error
+    else:
+        chex.assert_trees_all_close(got, expected, rtol=2e-5, atol=2e-5)
+    sent = trace_collectives(traced)
+    ours = [one for one in sent if purpose_of(one.scope) == SEQUENCE_SCOPE]
+    # Forward and backward of two rings; a rematerialised one is run forward once more.
+    rings = 4 + options.get("remat", False)
+    kinds = collections.Counter(one.kind for one in ours)
+    assert kinds == collections.Counter(permute=rings * num_permutes(size, chunk))
+    if not options:
+        plain = trace_collectives(make_step(plain_block, size, dim).trace(*arguments))
+        assert sum(one.bytes_sent for one in sent) == sum(one.bytes_sent for one in plain)
+
+
+def test_a_ring_is_the_plain_form(devices8: list[jax.Device]) -> None:
+    del devices8
+    check(4, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("chunk", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_rings_of_every_size(devices8: list[jax.Device], size: int, chunk: int, dim: int) -> None:
+    del devices8
+    check(size, chunk, dim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"remat": True}, {"dtype": jnp.bfloat16}], ids=str)
+def test_rings_rematerialised_and_in_16_bits(
+    devices8: list[jax.Device], options: dict[str, Any]
+) -> None:
+    del devices8
+    check(4, 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (
+            lambda x, w: enter_ring(jnp.ones_like(w), "model", 0),
+            r"the same on all devices along \('model',\) by its type, expected an input that is",
+        ),
+        (
+            lambda x, w: gather_matmul(enter_ring(x, "model", 1), w),
+            "sequence_dim=1 of an x of shape .2, 4., expected one of its first 1 dims",
+        ),
+        (
+            lambda x, w: gather_matmul(enter_ring(x, "model", 0), w.T),
+            "last 1 dims of the one to be the first of the other",
+        ),
+        (
+            lambda x, w: matmul_scatter(x, w, "model", 0),
+            "2 positions along sequence_dim=0 of an x of shape .2, 4., expected a multiple of",
+        ),
+        (
+            lambda x, w: matmul_scatter(jnp.ones((4, 4)), w, "model", 0),
+            "the same on all devices along .'model',. by its type, expected what the devices",
+        ),
+        (
+            lambda x, w: matmul_scatter(enter_ring(x[None], "model", 0), w, "model", 1),
+            "x is in chunks along sequence_dim=0 over .'model',., expected them along 1",
+        ),
+    ],
+)
+def test_refused(block: Any, message: str) -> None:
+    mesh = make_mesh({"model": 4}, devices=jax.devices()[:4])
+    specs = {"in_specs": (P("model"), P()), "out_specs": P()}
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(
+            jax.shard_map(block, mesh=mesh, check_vma=True, **specs),
+            jnp.ones((8, 4)),
+            jnp.ones((4, 3)),
+        )
