@@ -13,6 +13,7 @@ from manualpar.planner.hardware import Chip, Network
 from manualpar.planner.roofline import compute_seconds, estimate, is_made_an_all_reduce
 from manualpar.planner.step_work import Load, StepWork
 from manualpar.planner.topology import Topology, parse_topology, ring_over
+from manualpar.purposes import LAYER_SCOPES
 from manualpar.watching.throughput import Throughput
 
 # A chip with round numbers: 100 FLOP/s, 10 bytes/s of memory, 8 devices of a node that send a byte
@@ -116,6 +117,26 @@ def test_what_stands_outside_of_the_model_is_exposed(scope):
     [planned] = plan.collectives
     assert planned.seconds == pytest.approx(2 * 56)
     assert planned.hidden_seconds == 0
+
+
+SPLIT = "minibatch_0/jvp(Model)/layer_0/{}"
+
+
+@pytest.mark.parametrize("purpose", LAYER_SCOPES)
+def test_layers_wait_for_activations_but_not_for_the_steps_of_a_ring(purpose):
+    long = Load("forward", "float32", 20_000.0, 0.0)  # 200 s
+    sums = [_collective("all_reduce", 8, SPLIT.format(purpose), times=2)]  # 56 s each
+    plan = estimate(_work(sums, [long]), NODE)
+    assert (plan.exposed_seconds, plan.overlapped_seconds) == pytest.approx((112, 0))
+    [note] = plan.notes
+    assert "wait 112 s of a step for activations" in note
+    ring = [_collective("permute", 8, SPLIT.format(purpose), times=4)]  # 32 s each
+    plan = estimate(_work(ring, [long]), NODE)
+    assert (plan.exposed_seconds, plan.overlapped_seconds) == pytest.approx((32, 3 * 32))
+    # Gathers hide all the same.
+    gathers = [_collective("all_gather", 1, INSIDE.format(i)) for i in range(2)]
+    plan = estimate(_work([*gathers, *sums], [long]), NODE)
+    assert plan.overlapped_seconds == pytest.approx(28)
 
 
 def test_what_is_alike_is_one_line_and_the_longest_is_first():

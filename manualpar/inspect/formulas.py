@@ -42,13 +42,10 @@ from manualpar.inspect.communication import Collective, ring_bytes
 from manualpar.purposes import (
     COLLECTIONS_SCOPE,
     COUNT_SCOPE,
-    CROSS_ENTROPY_SCOPE,
     EXAMPLES_SCOPE,
-    EXPERT_SCOPE,
+    LAYER_SCOPES,
     METRICS_SCOPE,
     NONFINITE_SCOPE,
-    SEQUENCE_SCOPE,
-    TENSOR_SCOPE,
     purpose_of,
 )
 from manualpar.sharding.axes import Names, axes_size, axis_tuple
@@ -56,8 +53,12 @@ from manualpar.sharding.layout import ParameterInfo, Placement
 
 # The scopes of what a step sends besides parameters and gradients.
 OTHER_SCOPES = (
-    *(METRICS_SCOPE, COUNT_SCOPE, COLLECTIONS_SCOPE, NONFINITE_SCOPE, EXAMPLES_SCOPE),
-    *(TENSOR_SCOPE, SEQUENCE_SCOPE, CROSS_ENTROPY_SCOPE, EXPERT_SCOPE),
+    METRICS_SCOPE,
+    COUNT_SCOPE,
+    COLLECTIONS_SCOPE,
+    NONFINITE_SCOPE,
+    EXAMPLES_SCOPE,
+    *LAYER_SCOPES,
 )
 
 

@@ -10,8 +10,9 @@ hop.
 Collectives inside the differentiated model, which gather parameters and scatter their gradients,
 run while a neighbouring layer computes: in the forward pass and in the backward pass each,
 `max(S - C, S of one layer)` is exposed, because the first layer's have nothing to hide behind.
-Collectives outside, which reduce whole gradients, gather ZeRO's new parameters, or sum metrics, are
-exposed.
+Collectives of activations, which tensor, sequence and expert parallelism send, are exposed, because
+the next product waits for them; the steps of a ring of permutations hide like gathers. Collectives
+outside, which reduce whole gradients, gather ZeRO's new parameters, or sum metrics, are exposed.
 
 (Williams et al., "Roofline", https://doi.org/10.1145/1498765.1498785; Austin et al., "How to scale
 your model", https://jax-ml.github.io/scaling-book.)
@@ -25,6 +26,7 @@ from manualpar.planner.hardware import Chip
 from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
 from manualpar.planner.step_work import MINIBATCH, StepWork
 from manualpar.planner.topology import Ring, Topology, ring_over
+from manualpar.purposes import LAYER_SCOPES
 
 # In each pass collectives hide behind the compute of these phases.
 PASSES = (("forward",), ("backward", "recomputed"))
@@ -48,9 +50,14 @@ class _Timed:
     hidden_seconds: float = 0.0
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether it is of activations, which the layer needs to go on."""
+        return self.collective.purpose in LAYER_SCOPES and self.collective.kind != "permute"
+
+    @property
     def is_inside(self) -> bool:
-        """Whether it is inside the differentiated model, next to the compute of a layer."""
-        return "jvp(" in self.collective.scope
+        """Whether it is inside the differentiated model and can hide behind a layer's compute."""
+        return "jvp(" in self.collective.scope and not self.is_awaited
 
     @property
     def layer(self) -> tuple[str, ...]:
@@ -192,6 +199,7 @@ def _assumptions(work: StepWork, chip: Chip, unhidden: float) -> tuple[str, ...]
         f"each starts in {network.launch * 1e6:.0f} µs and waits {network.latency * 1e6:.0f} µs a "
         f"hop, {network.slow_latency * 1e6:.0f} µs between hosts.",
         "Gathers of parameters and scattering of their gradients run behind a neighbouring layer, "
+        "and so do permutations; "
         f"everything else is exposed; if nothing overlapped a step would take {unhidden:.4g} s.",
         f"{chip.hbm_bytes / 2**30:.2f} GiB of a device's memory can be used.",
     )
@@ -216,7 +224,13 @@ def _notes(work: StepWork, plan: Plan, timed: Sequence[_Timed], computing: float
             "larger batch, fewer minibatches, a narrower gather_dtype, hsdp, or fewer devices "
             "would help."
         )
-    outside = sum(each.seconds for each in timed if not each.is_inside)
+    awaited = sum(each.seconds for each in timed if each.is_awaited)
+    if awaited > 0.2 * (plan.step_seconds or 1):
+        yield (
+            f"Split layers wait {_ms(awaited)} of a step for activations. Fewer devices along "
+            "their axis, on faster links, or a ring of permutations would help."
+        )
+    outside = sum(each.seconds for each in timed if not each.is_inside and not each.is_awaited)
     if outside > 0.2 * (plan.step_seconds or 1) and outside > 0.5 * (plan.exposed_seconds or 0.0):
         yield (
             "Reductions after the backward pass, which nothing hides, take "

@@ -3,8 +3,8 @@
 `read_work` reads them off the traced program, in the walk that the ledger takes too. A sweep also
 needs the work of steps that nobody has traced, and gets it from one that was:
 
-- `with_minibatches`: in `m` minibatches a device computes the same in `m` parts, and sends `m`
-  times what it sends in each minibatch.
+- `with_minibatches`: in `m` minibatches a device computes the same in `m` parts. It sends `m` times
+  what it sends for parameters in each minibatch, and activations in `m` parts.
 - `with_gather_dtype`: with another dtype on the wire shapes stay and bytes change.
 
 Both are exact in what is computed and sent. Memory is estimated: an `m`-th of the activations, and
@@ -27,7 +27,7 @@ from manualpar.inspect.equations import Around
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import TrafficReader
 from manualpar.inspect.provenance import phase_of
-from manualpar.purposes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
+from manualpar.purposes import GATHER_SCOPE, LAYER_SCOPES, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.watching.throughput import Throughput
 
 MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")
@@ -139,13 +139,20 @@ def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
         work,
         num_minibatches=num_minibatches,
         collectives=tuple(
-            dataclasses.replace(each, times=each.times * num_minibatches)
-            if MINIBATCH.search(each.scope)
-            else each
+            _in_minibatches(each, num_minibatches) if MINIBATCH.search(each.scope) else each
             for each in work.collectives
         ),
         memory=dataclasses.replace(work.memory, activations=activations),
     )
+
+
+def _in_minibatches(one: Collective, num_minibatches: int) -> Collective:
+    """A collective of the only minibatch as it is in each of several."""
+    shape, divides = one.shape, [size % num_minibatches == 0 for size in one.shape]
+    if one.purpose in LAYER_SCOPES and any(divides):  # Of tokens, of which there are fewer.
+        dim = divides.index(True)
+        shape = (*shape[:dim], shape[dim] // num_minibatches, *shape[dim + 1 :])
+    return dataclasses.replace(one, shape=shape, times=one.times * num_minibatches)
 
 
 def with_gather_dtype(work: StepWork, gather_dtype: str, *, reduce_dtype: str = "") -> StepWork:
