@@ -14,6 +14,7 @@ from rich.console import Console
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh, zero
 from manualpar.inspect import draw_sharding, layout_table, state_bytes
+from manualpar.layers import enter, leave, split
 
 
 class Model(nn.Module):
@@ -50,6 +51,28 @@ def test_bytes_are_those_that_a_device_holds(devices8, num_devices):
     assert state_bytes(program.abstract_state.params) == (held, whole) == state_bytes(state.params)
     bias = 5 * 4  # Of the head: stays whole on more than one device.
     assert held == (whole - bias) // num_devices + bias
+
+
+class Split(nn.Module):
+    """A product over parts of the features, with a bias and entries that devices share."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        normal = nn.initializers.normal()
+        into = self.param("into", split(normal, (None, "model")), (8, 16))
+        bias = self.param("bias", split(normal, ("model",)), (16,))
+        few = self.param("few", split(normal, ("model", None), shared=True), (2, 4))
+        return leave((enter(x, "model") @ into + bias).sum(-1, keepdims=True) + few[0, 0], "model")
+
+
+def test_the_table_of_split_parameters(devices8):
+    batch = Batch(inputs=np.ones((16, 8), np.float32), labels=np.zeros(16))
+    mesh = make_mesh({"data": 2, "model": 4}, devices8)
+    program = fsdp(Split(), optax.sgd(1.0), loss_fn, mesh=mesh, batch=batch, min_weight_size=0)
+    lines = [" ".join(line.split()) for line in printed(layout_table(program)).splitlines()]
+    assert "into 8x16 float32 P('data', 'model'), split over model 64" in lines
+    assert "bias 16 float32 P('model'), split over model; no dim is free 16" in lines
+    assert "few 2x4 float32 P(None, 'data'), shared over model 16" in lines
 
 
 def test_the_table_of_fsdp(devices8):

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from manualpar.core.program import Program
-from manualpar.sharding.axes import axes_size, axis_tuple
+from manualpar.sharding.axes import AxisName, axes_size, axis_tuple
 from manualpar.sharding.layout import path_name
 
 ALL = "all"  # The path of all parameters.
@@ -45,7 +46,9 @@ def layout_table(program: Program) -> Table:
     Returns:
       A `rich.table.Table` with a row for each parameter: shape, dtype, partition spec, bytes on a
       device. Behind the spec stands that of the gradient and the optimizer's state, where it is
-      another, and why the strategy could not shard the parameter, where it could not. Below are
+      another; the axes over which the parameter is split, so that the model computes with its
+      shards, and those whose devices share its entries; and why the strategy could not shard the
+      parameter over the data axes, where it could not. Below are
       the totals of parameters, optimizer state and other collections, also as a share of the bytes
       that a single device would hold.
     """
@@ -59,10 +62,12 @@ def layout_table(program: Program) -> Table:
     state = program.abstract_state
     parameters = zip(program.parameters, jax.tree.leaves(state.params), strict=True)
     for (info, placement), x in parameters:
-        spec = _spec_text(placement.spec)
+        spec, axes = _spec_text(placement.spec), program.mesh.axis_names
         if placement.state_names is not None:
             spec += f", state {_spec_text(placement.state_spec)}"
-        spec += f" {placement.note}" if placement.note else ""
+        split = _axes_text("split over", [axis for axis in axes if axis in placement.split_axes])
+        split += _axes_text("shared over", placement.shared_names)
+        spec += split + (f"{';' * bool(split)} {placement.note}" if placement.note else "")
         shape = "x".join(map(str, info.shape))
         table.add_row(info.path, shape, str(info.dtype), spec, f"{state_bytes(x)[0]:,}")
     table.add_section()
@@ -142,6 +147,12 @@ def _draw(name: str, x: Any) -> None:
     # In proportion, unless that is wider than the output.
     width = HEIGHT * COLUMNS_PER_LINE * (shape[1] if len(shape) == 2 else 1) / shape[0]
     jax.debug.visualize_sharding(shape, sharding, scale=min(1.0, MAX_WIDTH / math.ceil(width)))
+
+
+def _axes_text(words: str, names: Sequence[AxisName | None]) -> str:
+    """A clause with the axes of some dims, `''` if there are none."""
+    axes = [axis for name in names for axis in axis_tuple(name)]
+    return f", {words} {' and '.join(axes)}" if axes else ""
 
 
 def _spec_text(spec: PartitionSpec) -> str:
