@@ -38,8 +38,6 @@ SCOPES = (
     EXPERT_SCOPE,
     OPTIMIZER_SCOPE,
 )
-# What layers that are split over devices send for their activations.
-LAYER_SCOPES = (TENSOR_SCOPE, SEQUENCE_SCOPE, CROSS_ENTROPY_SCOPE, EXPERT_SCOPE)
 REGATHER = "regather_params"  # A purpose without a scope of its own, see `purpose_of`.
 # JAX's name for what a `jax.checkpoint` computes again, and ours.
 RECOMPUTED_SCOPE = "rematted_computation"

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from manualpar.inspect.communication import Collective
 from manualpar.inspect.memory import Memory
+from manualpar.inspect.provenance import LAYER_SCOPES
 from manualpar.planner.hardware import Chip, Network
 from manualpar.planner.roofline import compute_seconds, estimate, is_made_an_all_reduce
 from manualpar.planner.step_work import Load, StepWork
 from manualpar.planner.topology import Topology, parse_topology, ring_over
-from manualpar.purposes import LAYER_SCOPES
 from manualpar.watching.throughput import Throughput
 
 # A chip with round numbers: 100 FLOP/s, 10 bytes/s of memory, 8 devices of a node that send a byte

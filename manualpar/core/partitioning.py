@@ -202,8 +202,7 @@ def choose_shard_dim(
     some = [dim for dim in free if shape[dim] % axis_size == 0]
     some = some or [dim for dim in free if pad and shape[dim] > 1]
     if not some:
-        sizes = [shape[dim] for dim in free]
-        return None, f"none of {sizes} divides by {axis_size}" if free else "no dim is free"
+        return None, f"none of {[shape[dim] for dim in free]} divides by {axis_size}"
     return max(some, key=lambda dim: (shape[dim], -dim)), ""
 
 

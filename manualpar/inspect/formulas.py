@@ -39,11 +39,11 @@ import jax.numpy as jnp
 
 from manualpar.core.program import Program
 from manualpar.inspect.communication import Collective, ring_bytes
+from manualpar.inspect.provenance import LAYER_SCOPES
 from manualpar.purposes import (
     COLLECTIONS_SCOPE,
     COUNT_SCOPE,
     EXAMPLES_SCOPE,
-    LAYER_SCOPES,
     METRICS_SCOPE,
     NONFINITE_SCOPE,
     purpose_of,

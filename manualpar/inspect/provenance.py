@@ -16,12 +16,15 @@ from typing import Literal
 
 from manualpar.purposes import (
     CAST_SCOPE,
+    CROSS_ENTROPY_SCOPE,
+    EXPERT_SCOPE,
     NEW_PARAMS_SCOPE,
     NONFINITE_SCOPE,
     OPTIMIZER_SCOPE,
     REDUCE_SCOPE,
     SCATTER_SCOPE,
     SCOPES,
+    SEQUENCE_SCOPE,
     TENSOR_SCOPE,
     purpose_of,
 )
@@ -29,6 +32,8 @@ from manualpar.purposes import (
 Phase = Literal["forward", "backward", "recomputed", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "recomputed", "update")
 
+# What layers that are split over devices send for their activations.
+LAYER_SCOPES = (TENSOR_SCOPE, SEQUENCE_SCOPE, CROSS_ENTROPY_SCOPE, EXPERT_SCOPE)
 OTHER = "other"  # The purpose of collectives of which no more is known.
 
 _RECOMPUTED = "rematted_computation"

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 
 from manualpar.layers import SplitDense, enter
 from manualpar.models.rotary import rotate
-from manualpar.purposes import SEQUENCE_SCOPE
 
 ATTENTIONS: dict[str, Literal["xla", "cudnn"] | None] = {"": None, "xla": "xla", "cudnn": "cudnn"}
 # The dims, by their logical names, of which each device along the axis computes a part.
@@ -118,10 +117,7 @@ def enter_normalized(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Ar
     """
     init = marked(nn.initializers.ones, ("embed",), annotate=config.annotate)
     norm = nn.RMSNorm(dtype=config.dtype, scale_init=init, name=name)
-    if config.sequence_dim is None:
-        return enter(norm(x_BSD), config.axis)
-    with jax.named_scope(SEQUENCE_SCOPE):
-        return enter(norm(x_BSD), config.axis, config.sequence_dim)
+    return enter(norm(x_BSD), config.axis, config.sequence_dim)
 
 
 def marked(init: Any, dim_names: DimNames, *, annotate: bool) -> Any:

@@ -22,11 +22,11 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 from manualpar.inspect.communication import Collective, summed
+from manualpar.inspect.provenance import LAYER_SCOPES
 from manualpar.planner.hardware import Chip
 from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
 from manualpar.planner.step_work import MINIBATCH, StepWork
 from manualpar.planner.topology import Ring, Topology, ring_over
-from manualpar.purposes import LAYER_SCOPES
 
 # In each pass collectives hide behind the compute of these phases.
 PASSES = (("forward",), ("backward", "recomputed"))

@@ -26,8 +26,8 @@ from manualpar.inspect.communication import Collective, CollectiveReader, summed
 from manualpar.inspect.equations import Around
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import TrafficReader
-from manualpar.inspect.provenance import phase_of
-from manualpar.purposes import GATHER_SCOPE, LAYER_SCOPES, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
+from manualpar.inspect.provenance import LAYER_SCOPES, phase_of
+from manualpar.purposes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.watching.throughput import Throughput
 
 MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")

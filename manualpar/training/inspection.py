@@ -27,9 +27,12 @@ from manualpar.inspect.budgets import (
     parse_size,
     read_budgets,
 )
+from manualpar.inspect.communication import as_number, bytes_by_axes, total_bytes
 from manualpar.inspect.ledger_difference import Json, compare_ledgers
 from manualpar.inspect.provenance import OTHER
 from manualpar.inspect.step_ledger import ledger
+from manualpar.models import Transformer
+from manualpar.models.transformer_sends import transformer_sends
 from manualpar.training.command_line import (
     CommandLine,
     Flag,
@@ -41,7 +44,7 @@ from manualpar.training.command_line import (
     write_json,
 )
 from manualpar.training.devices import simulate_devices
-from manualpar.training.experiment import prepare
+from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.inspection_picture import Bound, draw_ledgers
 from manualpar.training.inspection_report import (
     describe_fit,
@@ -126,8 +129,9 @@ def read_ledger(named: NamedConfig, *, devices: int | None, compile: bool) -> di
     """Traces the step of a config, for so many devices or those there are; compiles it if asked to.
 
     Returns:
-      `Ledger.to_json()`, and `config_file`, `config`, `devices`, `jax`, and `predicted_is_bound`:
-      whether the closed form is the most that is sent. Compiled collectives have a `purpose` and a
+      `Ledger.to_json()`, and `config_file`, `config`, `devices`, `jax`; `predicted_is_bound`:
+      whether the closed form is the most that is sent; and `predicted_layers`: the closed form of
+      what split layers send, `None` if there is none. Compiled collectives have a `purpose` and a
       `module` as far as XLA has kept them, joined with `+` where XLA merged several.
 
     Raises:
@@ -149,8 +153,18 @@ def read_ledger(named: NamedConfig, *, devices: int | None, compile: bool) -> di
         "devices": experiment.program.mesh.size,
         "jax": jax.__version__,
         "predicted_is_bound": experiment.program.strategy.reshard_after_forward,
+        "predicted_layers": _predict_layers(experiment),
         **found,
     }
+
+
+def _predict_layers(experiment: Experiment) -> Json | None:
+    program, model = experiment.program, experiment.task.model
+    if program.mode != "manual" or not isinstance(model, Transformer):
+        return None
+    sends = transformer_sends(program, model)
+    by_axes = {",".join(axes): as_number(sent) for axes, sent in bytes_by_axes(sends).items()}
+    return {"total": as_number(total_bytes(sends)), "by_axes": by_axes}
 
 
 def _inspect(line: CommandLine, console: rich.console.Console, broken: list[str]) -> Path:

@@ -21,6 +21,8 @@ from manualpar.inspect.ledger_difference import (
     sent_by,
     totals,
 )
+from manualpar.inspect.provenance import LAYER_SCOPES
+from manualpar.purposes import CAST_SCOPE
 from manualpar.watching.tables import (
     UNKNOWN,
     describe_bytes,
@@ -35,6 +37,7 @@ from manualpar.watching.tables import (
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 MOST_MODULES = 24  # In a table; the file has all.
 MOST_CHANGES = 40
+_OF_LAYERS = (*LAYER_SCOPES, CAST_SCOPE)
 # Of the totals of a ledger those that stand side by side, by their headers.
 SUMMARY = {
     "collectives": "collectives",
@@ -145,8 +148,13 @@ def explain_closed_form(ledger: Json) -> str:
     if predicted is None or not ledger["collectives"]:
         return ""
     besides = [each for each in ledger["collectives"] if not is_of_parameters(each["scope"])]
+    layers = ledger.get("predicted_layers")  # Ledgers that were written earlier have none.
+    of_layers = [each for each in besides if layers and each["purpose"] in _OF_LAYERS]
+    besides = [each for each in besides if each not in of_layers]
+    sent_by_layers = sum(each["bytes"] for each in of_layers)
     others = {name: sent.bytes for (name,), sent in sent_by(besides, "purpose").items()}
-    sent, is_bound = ledger["bytes"]["total"] - sum(others.values()), ledger["predicted_is_bound"]
+    sent = ledger["bytes"]["total"] - sum(others.values()) - sent_by_layers
+    is_bound = ledger["predicted_is_bound"]
     words = (
         f"the closed form is of parameters and gradients: {'≤ ' * is_bound}"
         f"{predicted['total']:,.0f} bytes, of which the step sends {sent:,.0f}"
@@ -158,6 +166,11 @@ def explain_closed_form(ledger: Json) -> str:
         how = "less" if less > 0 else "more"
         words += (
             f" ({abs(less):,.0f} {how}: some are not used once, or the strategy's `sends` is wrong)"
+        )
+    if layers and (layers["total"] or sent_by_layers):
+        words += (
+            f"; that of layers is {layers['total']:,.0f} bytes, of which the step sends "
+            f"{sent_by_layers:,.0f}"
         )
     if others:
         named = ", ".join(f"{name} {size:,.0f}" for name, size in others.items())
@@ -180,6 +193,7 @@ def _print_purposes(console: rich.console.Console, ledger: Json, title: str) -> 
 def _print_axes(console: rich.console.Console, ledger: Json) -> None:
     sent = ledger["bytes"]["by_axes"]
     predicted = (ledger["predicted_bytes"] or {}).get("by_axes", {})
+    predicted = predicted | (ledger.get("predicted_layers") or {}).get("by_axes", {})
     rows = [
         (
             axes,
@@ -259,8 +273,11 @@ def _closed_form(ledger: Json, axes: str = "") -> str:
     """The bytes of the closed form, in all or over some axes."""
     if not (predicted := ledger["predicted_bytes"]):
         return UNKNOWN
-    bound = "≤ " if ledger["predicted_is_bound"] else ""
-    return bound + describe_bytes(predicted["by_axes"][axes] if axes else predicted["total"])
+    both = [predicted, ledger.get("predicted_layers") or {"total": 0, "by_axes": {}}]
+    size = sum(each["by_axes"].get(axes, 0) if axes else each["total"] for each in both)
+    sent = ledger["bytes"]["by_axes"].get(axes)
+    bound = "≤ " if ledger["predicted_is_bound"] and size != sent else ""
+    return bound + describe_bytes(size)
 
 
 def _describe(total: str, number: float | None) -> str:

@@ -1,0 +1,138 @@
+"""What layers that are split over a model or an expert axis send, in closed form.
+
+Here are the collectives of one minibatch, forward and backward. Over `N` devices they are for
+
+    a block, attention and MLP               4 all-reduces
+      with sequence parallelism              4 all-gathers and 4 reduce-scatters
+      whose forward pass is run again        1 all-reduce; or 2 all-gathers and 1 reduce-scatter
+    a lookup in a split vocabulary           1 all-reduce; or 1 reduce-scatter and 1 all-gather
+    a head with a split vocabulary           1 all-reduce; or 1 all-gather and 1 reduce-scatter
+    experts among which tokens travel        4 all-to-alls of b B C E D bytes, (N - 1) / N each
+
+of the `A = b B S D` bytes of a device's tokens, of which `b` is an element: an all-reduce sends
+`2 A (N - 1) / N`, an all-gather or a reduce-scatter half of it. There are
+also a few bytes for each label of the cross entropy (Megatron-LM,
+https://arxiv.org/abs/1909.08053; Korthikanti et al., https://arxiv.org/abs/2205.05198; GShard,
+https://arxiv.org/abs/2006.16668).
+
+With sequence parallelism devices apply the scale of a norm to different positions, so that its
+gradient is summed over them: 1 all-reduce of `D` numbers a norm. Whatever is sent for parameters is
+in `manualpar.inspect.formulas`.
+
+Symbols: `B` examples of a device, `S` positions, `D` features, `E` experts, `C` the capacity.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from manualpar.inspect.communication import Collective, Kind
+from manualpar.purposes import (
+    CAST_SCOPE,
+    CROSS_ENTROPY_SCOPE,
+    EXPERT_SCOPE,
+    SEQUENCE_SCOPE,
+    TENSOR_SCOPE,
+)
+
+FLOAT32 = jnp.dtype("float32")  # Of norms' scales and of losses, whatever the dtype.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Activations:
+    """The tokens of a device between layers, in one minibatch.
+
+    Attributes:
+      shape: `[B, S, D]`, all positions.
+      axis: The model axis.
+      devices: The devices along it, `N`.
+      sequence: Whether each of them has a part of the positions between layers.
+    """
+
+    shape: tuple[int, int, int]
+    dtype: Any
+    axis: str
+    devices: int
+    sequence: bool = False
+
+    @property
+    def part(self) -> tuple[int, int, int]:
+        """`[B, S/axis, D]`."""
+        examples, positions, hidden_size = self.shape
+        return examples, positions // self.devices, hidden_size
+
+    def sends(
+        self, purpose: str, kind: Kind, times: int, shape: tuple[int, ...], dtype: Any
+    ) -> Collective:
+        """So many collectives over the model axis."""
+        return Collective(kind, (self.axis,), self.devices, shape, dtype, times, scope=purpose)
+
+
+def block_sends(x: Activations, *, recomputed: bool = False) -> Iterator[Collective]:
+    """The collectives of a block: attention and MLP, each behind a norm.
+
+    `recomputed` says whether the backward pass runs the forward pass of the block again, except for
+    its last sum, which nothing in the block needs.
+    """
+    yield from _enter(x, 2, recomputed=2 * recomputed)
+    yield from _leave(x, 2, recomputed=1 * recomputed)
+    yield from _norm_scales(x, 2)
+
+
+def lookup_sends(x: Activations) -> Iterator[Collective]:
+    """The collectives of a lookup in an embedding whose rows, float32, are split."""
+    yield from _leave(dataclasses.replace(x, dtype=FLOAT32), 1)
+
+
+def head_sends(x: Activations) -> Iterator[Collective]:
+    """The collectives of the last norm and of a head whose columns are split."""
+    yield from _norm_scales(x, 1)
+    yield from _enter(x, 1)
+
+
+def cross_entropy_sends(x: Activations) -> Iterator[Collective]:
+    """The collectives of the loss and the accuracy of split logits.
+
+    For each label they are the largest logit, two sums, and each device's largest logit and index.
+    """
+    labels = x.shape[:2]
+    yield x.sends(CROSS_ENTROPY_SCOPE, "all_reduce", 1, labels, FLOAT32)
+    yield x.sends(CROSS_ENTROPY_SCOPE, "all_reduce", 1, (2, *labels), FLOAT32)
+    yield x.sends(CROSS_ENTROPY_SCOPE, "all_gather", 1, (2, 1, *labels), FLOAT32)
+
+
+def expert_sends(
+    x: Activations, *, num_experts: int, capacity: int, recomputed: bool = False
+) -> Iterator[Collective]:
+    """The all-to-alls of a layer of experts over an axis along which devices have other tokens.
+
+    `x.axis` is that of the experts.
+    """
+    examples, _, hidden_size = x.shape
+    rows = (examples, capacity, num_experts, hidden_size)
+    yield x.sends(EXPERT_SCOPE, "all_to_all", 6 if recomputed else 4, rows, x.dtype)
+
+
+def _enter(x: Activations, times: int, *, recomputed: int = 0) -> Iterator[Collective]:
+    """Where activations enter a split part, see `manualpar.layers.boundaries`."""
+    if x.sequence:
+        yield x.sends(SEQUENCE_SCOPE, "all_gather", times + recomputed, x.part, x.dtype)
+        yield x.sends(SEQUENCE_SCOPE, "reduce_scatter", times, x.shape, x.dtype)
+    else:
+        yield x.sends(TENSOR_SCOPE, "all_reduce", times, x.shape, x.dtype)
+
+
+def _leave(x: Activations, times: int, *, recomputed: int = 0) -> Iterator[Collective]:
+    """Where they leave it."""
+    if x.sequence:
+        yield x.sends(SEQUENCE_SCOPE, "reduce_scatter", times + recomputed, x.shape, x.dtype)
+        yield x.sends(SEQUENCE_SCOPE, "all_gather", times, x.part, x.dtype)
+    else:
+        yield x.sends(TENSOR_SCOPE, "all_reduce", times + recomputed, x.shape, x.dtype)
+
+
+def _norm_scales(x: Activations, norms: int) -> Iterator[Collective]:
+    if x.sequence:
+        yield x.sends(CAST_SCOPE, "all_reduce", norms, (1, 1, x.shape[2]), FLOAT32)

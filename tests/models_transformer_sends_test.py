@@ -1,0 +1,122 @@
+"""What a split transformer sends: the closed form, the traced and the compiled step, exactly."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from manualpar import Batch, Program, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar.inspect import (
+    Ledger,
+    bytes_by_axes,
+    ledger,
+    of_parameters,
+    step_bytes,
+    total_bytes,
+)
+from manualpar.inspect.communication import summed
+from manualpar.inspect.provenance import LAYER_SCOPES
+from manualpar.models import Transformer
+from manualpar.models.transformer_sends import transformer_sends
+from manualpar.purposes import CAST_SCOPE
+from manualpar.training.cross_entropy import language_model_loss
+
+SMALL = Transformer(
+    vocab_size=32,
+    num_layers=3,
+    hidden_size=16,
+    num_heads=8,
+    mlp_size=32,
+    split_axis="model",
+)
+EXAMPLES, POSITIONS = 16, 8
+BUILDERS = {
+    "dp": data_parallel,
+    "zero1": functools.partial(zero, stage=1, min_weight_size=0),
+    "zero2": functools.partial(zero, stage=2, min_weight_size=0),
+    "fsdp": functools.partial(fsdp, min_weight_size=0),
+    "keep": functools.partial(fsdp, min_weight_size=0, reshard_after_forward=False),
+    "hsdp": functools.partial(hsdp, min_weight_size=0, reshard_after_forward=False),
+}
+
+
+def build(name: str, mesh: dict[str, int], *, minibatches: int = 1, **fields: Any) -> Program:
+    tokens = jax.ShapeDtypeStruct((EXAMPLES, POSITIONS), jnp.int32)
+    return BUILDERS[name](
+        SMALL.clone(**fields),
+        optax.sgd(1.0),
+        language_model_loss,
+        mesh=make_mesh(mesh),
+        batch=Batch(inputs=tokens, labels=tokens),
+        num_minibatches=minibatches,
+    )
+
+
+def check(program: Program, *, compile: bool = False) -> Ledger:
+    """Whether everything over the model axis, and all that is for parameters, is predicted."""
+    found = ledger(program, compile=compile)
+    parameters = of_parameters(found.collectives)
+    layers = [x for x in found.collectives if "model" in x.axes and x not in parameters]
+    model = program.abstract_state.apply_fn.__self__
+    predicted = transformer_sends(program, model)
+    assert {x.purpose for x in layers} <= {*LAYER_SCOPES, CAST_SCOPE}
+
+    def amounts(collectives: Any) -> Any:
+        return summed(((x.purpose, x.kind, x.shape, x.dtype), x.times) for x in collectives)
+
+    assert amounts(layers) == amounts(predicted)
+    gathers_again = program.strategy.reshard_after_forward or model.remat != "none"
+    if not gathers_again or program.strategy.name in ("dp", "zero1", "zero2"):
+        assert bytes_by_axes(parameters) == step_bytes(program)
+    return found
+
+
+TP = {"dtype": "bfloat16"}
+SP = {"sequence_parallel": True}
+GQA = {"num_kv_heads": 2, "remat": "full"}
+CASES = [
+    ("zero2", {"data": 2, "model": 4}, TP | GQA, 2),
+    ("fsdp", {"data": 4, "model": 2}, SP | {"remat": "dots", "tied_head": True}, 1),
+]
+SLOW = [
+    (name, {"replica": 2, "data": 2, "model": 2} if name == "hsdp" else mesh, fields, m)
+    for name, mesh, fields, m in itertools.product(
+        BUILDERS,
+        [{"data": 2, "model": 4}, {"data": 1, "model": 8}],
+        [TP, TP | GQA, SP, SP | GQA, SP | {"tied_head": True, "scan_layers": False}],
+        [2],
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "fields", "minibatches"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=str,
+)
+def test_every_collective_is_predicted(devices8, name, mesh, fields, minibatches):
+    check(build(name, mesh, minibatches=minibatches, **fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("keep", SP | {"num_kv_heads": 2}),
+        *(pytest.param(name, SP | GQA, marks=pytest.mark.slow) for name in BUILDERS),
+        *(pytest.param(name, GQA, marks=pytest.mark.slow) for name in BUILDERS),
+    ],
+)
+def test_the_compiler_sends_as_much(devices8, name, fields):
+    mesh = {"replica": 2, "data": 2, "model": 2} if name == "hsdp" else {"data": 2, "model": 4}
+    program = build(name, mesh, num_layers=2, **fields)
+    found = check(program, compile=True)
+    over_model = [x for x in found.collectives if "model" in x.axes]
+    of_model = [x for x in found.compiled.collectives if x.group_size == mesh["model"]]
+    if name != "hsdp":  # Whose axes are all of one size.
+        assert total_bytes(of_model) == total_bytes(over_model)
+    assert total_bytes(found.compiled.collectives) <= found.total_bytes
+    assert {x.kind for x in found.changes} <= {"merged"}
