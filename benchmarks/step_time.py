@@ -1,15 +1,15 @@
 """A training step of ours against XLA's own, against the notebook's way, and against one device.
 
-python -m benchmarks.step_time [--workloads classifier lm lm-scanned mlp] [--programs ...]
+python -m benchmarks.step_time [--workloads classifier lm lm-scanned lm-wide mlp] [--programs ...]
     [--devices 8] [--seconds 0.5] [--rounds 15] [--batch_size 0] [--tiny]
     [--output FILE.md] [--json FILE.json]
 
 Every program trains the same model from the same parameters on the same global batch: fully sharded
-in each mode, in mode `manual` also with its options, in the notebook's way (`notebook_way`), and on
-one device. First each takes three steps, whose losses must be those of one device. Then they are
-timed in turn, in short blocks (`turns`), and what counts is the median, with its interval, of the
-ratio to mode `manual` in the same round: above 1 is slower. Bytes and collectives are those of the
-compiled step, and say why.
+in each mode, in mode `manual` also with its options and with layers that are split over a second
+axis, in the notebook's way (`notebook_way`), and on one device. First each takes three steps, whose
+losses must be those of one device. Then they are timed in turn, in short blocks (`turns`), and what
+counts is the median, with its interval, of the ratio to mode `manual` in the same round: above 1 is
+slower. Bytes and collectives are those of the compiled step, and say why.
 
 Simulated devices share the cores of one machine, and a collective between them is a copy: the
 single device's ratio is what sharding costs here, and no speed-up.
@@ -46,7 +46,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "auto-unconstrained": {"mode": "auto-unconstrained"},
     "explicit": {"mode": "explicit"},
 }
-PROGRAMS = (*OPTIONS, NOTEBOOK, ONE_DEVICE)
+# The devices along the axis `model`, over which layers are split, by the program's name.
+SPLIT: Mapping[str, int] = {f"manual, split over {size}": size for size in (2, 4, 8)}
+PROGRAMS = (*OPTIONS, *SPLIT, NOTEBOOK, ONE_DEVICE)
 # Losses of the same steps may differ by so much: sums are taken in another order.
 LOSS_TOLERANCE = 1e-4
 LOSS_STEPS = 3
@@ -83,14 +85,20 @@ def build(workload: Workload, name: str, num_devices: int) -> Program:
         "batch": workload.abstract_batch,
         "num_minibatches": workload.num_minibatches,
     }
-    make, count = data_parallel, 1
     if name == ONE_DEVICE:
-        options["mode"] = "auto"
-    else:
-        make, count = fsdp, num_devices
-        options |= {"min_weight_size": workload.min_weight_size, **OPTIONS[name]}
-    mesh = make_mesh({"data": count}, jax.devices()[:count])
-    return make(workload.model, workload.tx, workload.loss_fn, mesh=mesh, **options)
+        mesh = make_mesh({"data": 1}, jax.devices()[:1])
+        return data_parallel(
+            workload.model, workload.tx, workload.loss_fn, mesh=mesh, mode="auto", **options
+        )
+    options["min_weight_size"] = workload.min_weight_size
+    devices = jax.devices()[:num_devices]
+    if name in SPLIT:
+        mesh = make_mesh({"data": -1, "model": SPLIT[name]}, devices)
+        # What is left of a weight is small: kept, it is gathered once.
+        options |= {"mesh": mesh, "reshard_after_forward": False}
+        return fsdp(workload.split_model, workload.tx, workload.loss_fn, **options)
+    options |= {"mesh": make_mesh({"data": num_devices}, devices), **OPTIONS[name]}
+    return fsdp(workload.model, workload.tx, workload.loss_fn, **options)
 
 
 def compile_all(
@@ -242,15 +250,20 @@ def introduction(conditions: Conditions, num_devices: int) -> list[str]:
         "",
         conditions.sentence(),
         "",
-        f"FSDP on {num_devices} {jax.devices()[0].platform} devices. Of manual's time: the median "
-        "over rounds, in brackets its interval (95 %), above 1 is slower. Sent: by a device in a "
-        "step, as compiled, as traced (manual alone, metrics included) and by the closed form "
+        f"FSDP on {num_devices} {jax.devices()[0].platform} devices; split over M: layers over "
+        "M of them, and FSDP, kept, over the rest. Of manual's time: the median over rounds, in "
+        "brackets its interval (95 %), above 1 is slower. Sent: by a device in a step, as "
+        "compiled, as traced (manual alone, metrics included) and by the closed form "
         "(parameters and gradients; the most that it can be where weights are gathered again). "
         "Collectives, compiled: all-gathers / reduce-scatters / all-reduces / others. "
         "XLA:CPU merges a gather with one before it where no loop is between them, so the "
         "unrolled models send less than they are written to.",
         "",
     ]
+
+
+def _can_split(workload: Workload, program: str, num_devices: int) -> bool:
+    return workload.split_model is not None and num_devices % SPLIT[program] == 0
 
 
 def _kib(size: float | None) -> str:
@@ -305,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         workload = make_workload(name, is_tiny=arguments.tiny, batch_size=arguments.batch_size)
         rows, num_steps = measure(
             workload,
-            programs,
+            [p for p in programs if p not in SPLIT or _can_split(workload, p, num_devices)],
             num_devices=num_devices,
             seconds=arguments.seconds,
             rounds=arguments.rounds,
