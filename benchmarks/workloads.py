@@ -36,24 +36,24 @@ class Workload:
       name: Its name.
       words: What it is, in words.
       model: The Linen model.
-      split_model: The same with its layers split over the mesh axis `model`; `None` if they do not
-        divide over eight devices.
       loss_fn: Its loss.
       tx: The optimizer.
       batch: A global batch of random numbers, on the host.
       num_minibatches: How many parts a device takes its share of it in.
       min_weight_size: The fewest elements of a parameter that is sharded.
+      split_model: The model with its layers split over the mesh axis `model`; `None` if they do not
+        divide over eight devices.
     """
 
     name: str
     words: str
     model: nn.Module
-    split_model: Any
     loss_fn: LossFn
     tx: optax.GradientTransformation
     batch: Batch
     num_minibatches: int
     min_weight_size: int
+    split_model: Any = None
 
     @property
     def abstract_batch(self) -> Batch:
