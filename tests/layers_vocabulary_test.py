@@ -134,7 +134,7 @@ def test_a_lookup_of_any_kind_of_table_and_tokens(mesh):
 def random_logits():
     logits = 3 * jax.random.normal(jax.random.key(0), (B, S, V))
     # Columns that are hidden, some of them a device's all; equal ones; one that is far larger.
-    logits = logits.at[:, 1, 4:9].set(-jnp.inf).at[:, 2, 3:].set(2.0).at[0, 3, 9].set(500.0)
+    logits = logits.at[:, 1, 4:9].set(-jnp.inf).at[:, 2, 3:].set(2.0).at[2, 3, 9].set(500.0)
     # A row without any, and one of infinity.
     return logits.at[0, 4].set(-jnp.inf).at[1, 4, 5].set(jnp.inf)
 
