@@ -4,8 +4,9 @@ A mutant is the source with the text of one call that communicates replaced, and
 byte as it was. What it is replaced by keeps shapes and dtypes wherever it can, so that not the
 shapes are what is tested. With `x` what the call communicates:
 
-- `delete`: the same shape without communication. A reduction is `x`, a gather as many copies of `x`
-  as there are devices, a scatter the device's own part of its own `x`.
+- `delete`: the same shape without communication. A reduction or a permutation is `x`, a gather as
+  many copies of `x` as there are devices, a scatter the device's own part of its own `x`, and an
+  exchange what the device would have got from devices with its own `x`.
 - `duplicate`: communicate twice. A gather, a scatter or a mean of what is gathered, reduced or
   averaged already has the right value, and only who counts what is sent can tell.
 - `times-2`, `over-size`: the result times 2, and divided by the number of devices.
@@ -40,6 +41,7 @@ LEFT_ALONE: Mapping[str, str] = {
     "user_model.initialise:*": "traced for what the model does with its variables; it never runs",
     "guards.replicas:ReplicaSentinel.fingerprints:process_allgather": "several processes only",
     "cluster.agreement:*": "several processes only: slow tests in cluster_agreement_test",
+    "layers.expert_exchange:_exchange_ragged:*": "XLA:CPU has no ragged all-to-all: it never runs",
     "state_arrays:to_host:*": "several processes only: slow tests in cluster_agreement_test",
 }
 
@@ -118,6 +120,11 @@ def _delete_scatter(site: Site) -> str:
     return _own_part(site.x, site.axes, site.dim, size)
 
 
+def _delete_exchange(site: Site) -> str:
+    parts = f"jax.numpy.split({site.x}, jax.lax.axis_size({site.axes}), {site.dim})"
+    return f"jax.numpy.concatenate({parts}, {site.arguments['concat_axis']})"
+
+
 def _gather_again(site: Site) -> str:
     size = f"({site.x}).shape[{site.dim}]"
     return site.call(_own_part(site.call(), site.axes, site.dim, size))
@@ -181,6 +188,8 @@ FAMILIES: Mapping[str, Mapping[str, Operator]] = {
         **_AXES,
         "next-dim": _next_dim,
     },
+    "permute": {**_IDENTITY, **_TWICE, **_SCALE, **_AXES},
+    "exchange": {"delete": _delete_exchange, **_SCALE, **_AXES},
     # Our functions of trees.
     "sync": {**_IDENTITY, **_TWICE, **_SCALE, **_AXES},
     # What is scattered is no longer whole: it cannot be scattered again.

@@ -54,6 +54,11 @@ JAX: Mapping[str, Signature] = {
     "pmin": _reduction(),
     "all_gather": Signature("gather", ("x", "axis_name"), "axis_name", "axis"),
     "psum_scatter": Signature("scatter", ("x", "axis_name"), "axis_name", "scatter_dimension"),
+    "ppermute": Signature("permute", ("x", "axis_name", "perm"), "axis_name"),
+    "all_to_all": Signature(
+        "exchange", ("x", "axis_name", "split_axis", "concat_axis"), "axis_name", "split_axis"
+    ),
+    "ragged_all_to_all": Signature("passing", ("operand", "output", "offsets_and_sizes")),
     "axis_index": Signature("place", ("axis_name",), "axis_name"),
     "pcast": Signature("passing", ("x", "axes")),
     "process_allgather": Signature("passing", ("x",)),

@@ -142,7 +142,7 @@ def test_the_tests_exist():
 
 
 def test_the_report_counts():
-    chosen = choose(MUTANTS, "psum_scatter")
+    chosen = choose(MUTANTS, "scatter_mean:psum_scatter")
     assert len(chosen) == 8
     outcomes = {
         m.name: Outcome("tests/a_test.py::test_b", "ValueError", 1.0, "") for m in chosen[:3]
