@@ -1,5 +1,7 @@
 """What is counted of a step, against the ledger, arithmetic, and what else was traced."""
 
+import functools
+import math
 import types
 from collections import Counter
 
@@ -145,13 +147,18 @@ BUILDERS = {
     "zero2": lambda *parts, **options: zero(*parts, stage=2, min_weight_size=64, **options),
     "fsdp": lambda *parts, **options: fsdp(*parts, min_weight_size=64, **options),
     "hsdp": lambda *parts, **options: hsdp(*parts, min_weight_size=64, **options),
+    "split": lambda *parts, **options: fsdp(*parts, min_weight_size=64, **options),
 }
+MESHES = {"hsdp": {"replica": 2, "data": 4}, "split": {"data": 2, "model": 4}}
 
 
+@functools.cache
 def _read(strategy, **options):
-    model = _transformer(remat="full")
+    is_split = strategy == "split"
+    split = {"split_axis": "model", "sequence_parallel": True} if is_split else {}
+    model = _transformer(remat="full", **split)
     tokens = jax.ShapeDtypeStruct((32, 16), jnp.int32)
-    axes = {"replica": 2, "data": 4} if strategy == "hsdp" else {"data": 8}
+    axes = MESHES.get(strategy, {"data": 8})
     program = BUILDERS[strategy](
         model,
         adamw(1e-3, weight_decay=0.1),
@@ -164,7 +171,7 @@ def _read(strategy, **options):
 
 
 # One that scatters in each minibatch, and one that gathers in each, too.
-FAST = ("zero2", "fsdp")
+FAST = ("zero2", "fsdp", "split")
 
 
 @pytest.fixture(
@@ -179,17 +186,20 @@ def _sent(work):
     """Everything that is sent, with how often; count and metrics have no part in minibatches."""
     counts = Counter()
     for x in work.collectives:
-        counts[x.kind, x.axes, x.shape, str(x.dtype), x.purpose, x.phase] += x.times
+        size = math.prod(x.shape)
+        counts[x.kind, x.axes, size, str(x.dtype), x.purpose, x.phase] += x.times
     return counts
 
 
 def test_more_minibatches_and_another_dtype_on_the_wire_are_exact(base):
     strategy, work = base
     reduce_dtype = "float32" if strategy in ("fsdp", "dp") else ""
+    # The rows of a split embedding are summed as they are gathered, which is not scaled.
+    dtype = "" if strategy == "split" else "bfloat16"
     traced = _read(
-        strategy, num_minibatches=2, gather_dtype="bfloat16", reduce_dtype=reduce_dtype or None
+        strategy, num_minibatches=2, gather_dtype=dtype or None, reduce_dtype=reduce_dtype or None
     )
-    scaled = with_gather_dtype(with_minibatches(work, 2), "bfloat16", reduce_dtype=reduce_dtype)
+    scaled = with_gather_dtype(with_minibatches(work, 2), dtype, reduce_dtype=reduce_dtype)
     assert scaled.flops == pytest.approx(traced.flops)
     # The cotangents of what all positions share have the minibatch's shape, so others may differ.
     sent, expected = (
@@ -197,6 +207,14 @@ def test_more_minibatches_and_another_dtype_on_the_wire_are_exact(base):
     )
     assert sent == expected
     assert scaled.num_minibatches == traced.num_minibatches == 2
+
+
+def test_devices_that_split_layers_share_their_work():
+    split, whole = _read("split"), _read("fsdp")
+    assert split.flops == pytest.approx(whole.flops)
+    # A device holds parts of a layer's activations, of four times as many examples.
+    assert split.memory.activations < 2 * whole.memory.activations
+    assert split.memory.parameters == pytest.approx(whole.memory.parameters, rel=0.02)
 
 
 def test_nothing_changed_is_the_same_work(base):

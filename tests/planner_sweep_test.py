@@ -15,6 +15,7 @@ from manualpar.planner.sweep import (
     group_sizes,
     mesh_like,
     scaling_curves,
+    split_sizes,
     sweep,
 )
 from manualpar.planner.topology import Topology, parse_topology
@@ -121,6 +122,53 @@ def test_meshes_of_other_strategies_are_flat():
     assert mesh_like(Candidate("dp", {}, 1, "", ""), topology) == {"data": 32}
     two = Candidate("hsdp", {"replica": 2, "data": 2}, 1, "", "")
     assert mesh_like(two, topology) == {"replica": 4, "data": 8}
+
+
+@pytest.fixture(scope="module")
+def language_builder():
+    config = ml_collections.ConfigDict(load_config(CONFIGS / "tp_lm.py").to_dict())
+    config.model.hidden_size, config.model.mlp_size, config.model.num_layers = 32, 64, 1
+    config.parallel.sequence, config.data.batch_size = True, 8
+    return Builder(config, make_task(config))
+
+
+def test_layers_are_split_over_parts_of_a_node(language_builder, builder):
+    topology = parse_topology("h100:16")
+    assert split_sizes(topology) == [2, 4, 8]
+    assert split_sizes(parse_topology("v5e:4x4")) == [2, 4, 8, 16]
+    bases = [x for x in _bases(topology, language_builder) if x.remat == "none"]
+    split = [(x.strategy, tuple(x.mesh.values())) for x in bases if "model" in x.mesh]
+    # With two replicas of eight and `model=8` nothing would be left to shard over.
+    assert split == [
+        *(("dp", sizes) for sizes in [(8, 2), (4, 4), (2, 8)]),
+        *(("fsdp", sizes) for sizes in [(8, 2), (4, 4), (2, 8)]),
+        *(("hsdp", sizes) for sizes in [(2, 4, 2), (2, 2, 4)]),
+    ]
+    assert not any("model" in x.mesh for x in _bases(topology, builder))  # A classifier.
+    hsdp = Candidate("hsdp", {"replica": 2, "data": 2, "model": 4}, 1, "", "")
+    assert mesh_like(hsdp, parse_topology("h100:32")) == {"replica": 4, "data": 2, "model": 4}
+    fsdp = Candidate("fsdp", {"data": 1, "model": 16}, 1, "", "")
+    assert mesh_like(fsdp, parse_topology("h100:8")) is None
+
+
+def test_a_sweep_says_why_layers_cannot_be_split(language_builder):
+    topology = parse_topology("h100:16")
+    config = ml_collections.ConfigDict(language_builder.config.to_dict())
+    config.model.vocab_multiple, config.model.num_heads, config.model.num_kv_heads = 8, 4, 2
+
+    def outcome(**fields):
+        config.model.update(fields)
+        mesh = {"data": 2, "model": 8}
+        candidate = Candidate("fsdp", mesh, 1, "none", "")
+        return Builder(config, make_task(config)).outcome(candidate, topology)
+
+    assert "attention/out/kernel' of shape (4, 8, 32)" in outcome().reason
+    assert "vocab_multiple=8" in outcome(vocab_multiple=1).reason
+    found = outcome(vocab_multiple=8, num_heads=8)
+    assert (found.reason, found.plan.mesh) == ("", {"data": 2, "model": 8})
+    # The same builder plans without an axis too: eight examples do not go over 16 devices.
+    whole = language_builder.outcome(Candidate("fsdp", {"data": 16}, 1, "none", ""), topology)
+    assert "config.data.batch_size is 8, expected a multiple of 16" in whole.reason
 
 
 def test_a_torus_is_sharded_over_one_side_after_the_other_too(builder):

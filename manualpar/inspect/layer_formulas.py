@@ -81,9 +81,9 @@ def block_sends(x: Activations, *, recomputed: bool = False) -> Iterator[Collect
     yield from _norm_scales(x, 2)
 
 
-def lookup_sends(x: Activations) -> Iterator[Collective]:
-    """The collectives of a lookup in an embedding whose rows, float32, are split."""
-    yield from _leave(dataclasses.replace(x, dtype=FLOAT32), 1)
+def lookup_sends(x: Activations, dtype: Any = FLOAT32) -> Iterator[Collective]:
+    """The collectives of a lookup in an embedding of this dtype whose rows are split."""
+    yield from _leave(dataclasses.replace(x, dtype=jnp.dtype(dtype)), 1)
 
 
 def head_sends(x: Activations) -> Iterator[Collective]:

@@ -45,8 +45,10 @@ def transformer_sends(program: Program, model: Transformer) -> tuple[Collective,
         sequence=model.sequence_parallel,
     )
     block = tuple(block_sends(x, recomputed=model.remat != "none"))
+    # Rows are summed in the dtype in which parameters are used.
+    [stored] = {info.dtype for info, _ in program.parameters if info.path == "embedding"}
     of_minibatch = (
-        *lookup_sends(x),
+        *lookup_sends(x, program.wire.gather_dtype or stored),
         *(block * model.num_layers),
         *head_sends(x),
         *cross_entropy_sends(x),

@@ -62,7 +62,8 @@ FLAGS: Mapping[str, Flag] = {
         "How many tokens a language model knows, by default those of its data.", int, 0
     ),
     "sweep": Flag(
-        "Compares strategies, meshes, minibatches, remat and wire dtypes by the roofline.",
+        "Compares strategies, meshes, split layers, minibatches, remat and wire dtypes by the "
+        "roofline.",
         bool,
         False,
     ),

@@ -8,6 +8,7 @@ from typing import Any
 from manualpar.planner.plan import Plan
 from manualpar.planner.sweep import Outcome
 from manualpar.strategies import strategy_kinds
+from manualpar.training.task import SPLIT_AXIS
 from manualpar.watching import pictures
 from manualpar.watching.pictures import Bar
 from manualpar.watching.tables import describe_bytes, describe_seconds, describe_share
@@ -103,7 +104,9 @@ def _draw_curves(axes: Any, curves: Mapping[str, Sequence[tuple[int, Plan]]]) ->
         counts = [count for count, _ in curve]
         times = [plan.step_seconds or 0 for _, plan in curve]
         faces = [color if plan.fits else "white" for _, plan in curve]
-        axes.plot(counts, times, color=color, marker=marker, label=name)
+        split = curve[0][1].mesh.get(SPLIT_AXIS) if curve else None
+        label = f"{name}, {SPLIT_AXIS}={split}" if split else name
+        axes.plot(counts, times, color=color, marker=marker, label=label)
         axes.scatter(counts, times, color=faces, edgecolors=color, marker=marker, zorder=3)
     longest = max(curves.values(), key=len, default=())
     counts = [count for count, _ in longest]

@@ -7,7 +7,8 @@ needs the work of steps that nobody has traced, and gets it from one that was:
   what it sends for parameters in each minibatch, and activations in `m` parts.
 - `with_gather_dtype`: with another dtype on the wire shapes stay and bytes change.
 
-Both are exact in what is computed and sent. Memory is estimated: an `m`-th of the activations, and
+Both are exact in what is computed and sent (but the rows of a split embedding are summed in the
+other dtype too, which is left out). Memory is estimated: an `m`-th of the activations, and
 gathered parameters by the ratio of the dtypes; that weights are read again in each minibatch is not
 counted. So a sweep traces those programs that it ranks first.
 """

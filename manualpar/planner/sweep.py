@@ -3,24 +3,29 @@
 For each strategy, mesh and remat a program is traced on an abstract mesh, in one minibatch; the
 others follow by closed forms (`manualpar.planner.step_work`), exact in time but not in memory. The
 candidates that come first, and those that nearly fit or nearly do not, are then traced themselves.
+
+The layers of a model that knows how are also split over a model axis, the last of the mesh, whose
+devices are neighbours. A size that the model or the data does not divide by is refused by the
+builder, in a sentence that the sweep passes on.
 """
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_collections
 import optax
 
+from manualpar.models import Transformer
 from manualpar.planner.plan import Plan
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import StepWork, read_work, with_gather_dtype, with_minibatches
-from manualpar.planner.topology import Topology, levels_of, topology_of_size
-from manualpar.strategies import strategy_kinds
+from manualpar.planner.topology import Topology, levels_of, place_axes, topology_of_size
+from manualpar.strategies import StrategyKind, strategy_kinds
 from manualpar.training.experiment import build_program
-from manualpar.training.task import Task
+from manualpar.training.task import SPLIT_AXIS, Task, splits_layers
 from manualpar.watching.throughput import Throughput
 
 REMATS = ("none", "dots", "full")
@@ -30,6 +35,8 @@ GATHER_DTYPES = ("", "bfloat16")
 MINOR_AXIS = "data_minor"
 # A plan whose memory is an estimate is traced if it exceeds a device's by no more than this share.
 NEARLY = 0.3
+# The most devices that layers are split over.
+MOST_SPLIT = 16
 CHIP_COUNTS = tuple(2**k for k in range(3, 13))
 
 
@@ -90,6 +97,11 @@ class Builder(NamedTuple):
         """The choices of what the model computes again; "" if it has none."""
         return REMATS if "remat" in self.config.model else ("",)
 
+    @property
+    def can_split(self) -> bool:
+        """Whether the layers of the model can be split over a mesh axis."""
+        return isinstance(self.task.model, Transformer) and not self.config.parallel.rules
+
     def read(self, candidate: Candidate, num_devices: int, *, batch_size: int = 0) -> StepWork:
         """Traces a candidate's program, which a `ValueError` may refuse, and reads what it does."""
         config = ml_collections.ConfigDict(self.config.to_dict())
@@ -99,10 +111,14 @@ class Builder(NamedTuple):
         config.parallel.axis_by_axis |= MINOR_AXIS in candidate.mesh
         config.optimizer.num_minibatches = candidate.num_minibatches
         config.data.batch_size = batch_size or config.data.batch_size
-        task = self.task
+        fields: dict[str, Any] = {}
         if candidate.remat:
-            config.model.remat = candidate.remat
-            task = dataclasses.replace(task, model=task.model.clone(remat=candidate.remat))
+            config.model.remat = fields["remat"] = candidate.remat
+        if self.can_split:
+            config.parallel.sequence &= splits_layers(config)
+            fields["split_axis"] = SPLIT_AXIS if splits_layers(config) else ""
+            fields["sequence_parallel"] = config.parallel.sequence
+        task = dataclasses.replace(self.task, model=self.task.model.clone(**fields))
         schedule = optax.constant_schedule(config.optimizer.learning_rate)
         program = build_program(config, task, schedule, devices=num_devices)
         return read_work(program, throughput_of(config, task))
@@ -183,20 +199,40 @@ def scaling_curves(
         each = dataclasses.replace(candidate, mesh=mesh)
         try:
             work = builder.read(each, count, batch_size=per_device * count)
+            curves[name].append((count, estimate(work, place)))
         except ValueError:
             continue  # A dimension or a minibatch does not divide: the curve has a gap.
-        curves[name].append((count, estimate(work, place)))
     return curves
 
 
 def mesh_like(candidate: Candidate, topology: Topology) -> dict[str, int] | None:
-    """The mesh of a candidate's strategy on another topology; `None` if there is none."""
+    """The mesh of a candidate's strategy on another topology; `None` if there is none.
+
+    Layers are split over as many devices.
+    """
     count, groups = topology.num_devices, group_sizes(topology)
-    if len(candidate.mesh) < 2:
-        return {"data": count}
-    if not groups:
+    data_axes = [axis for axis in candidate.mesh if axis != SPLIT_AXIS]
+    if len(data_axes) < 2:
+        mesh = {"data": count}
+    elif groups:
+        mesh = dict(zip(data_axes, (count // groups[0], groups[0]), strict=True))
+    else:
         return None
-    return dict(zip(candidate.mesh, (count // groups[0], groups[0]), strict=True))
+    return with_split(mesh, candidate.mesh.get(SPLIT_AXIS, 1))
+
+
+def with_split(mesh: Mapping[str, int], size: int) -> dict[str, int] | None:
+    """A mesh whose last axis gives some of its devices to layers; `None` if it does not divide."""
+    *_, last = mesh
+    if mesh[last] % size:
+        return None
+    return {**mesh, last: mesh[last] // size} | ({SPLIT_AXIS: size} if size > 1 else {})
+
+
+def split_sizes(topology: Topology) -> list[int]:
+    """The numbers of devices that layers may be split over: those of a node or a slice."""
+    inside = topology.num_devices // levels_of(topology)[0]
+    return [size for size in range(2, min(inside, MOST_SPLIT) + 1) if inside % size == 0]
 
 
 def group_sizes(topology: Topology) -> list[int]:
@@ -216,21 +252,49 @@ def group_sizes(topology: Topology) -> list[int]:
 
 def _bases(topology: Topology, builder: Builder) -> Iterator[Candidate]:
     """The candidates that are traced in any case: one minibatch, nothing retyped."""
-    count, groups = topology.num_devices, group_sizes(topology)
     for strategy, kind in strategy_kinds().items():
-        meshes = [{"data": count}]
-        if kind.replicates:
-            meshes = [{"replica": count // size, "data": size} for size in groups]
-        elif kind.on_torus and topology.chip.is_tpu and groups:
-            meshes.append({"data": count // groups[0], MINOR_AXIS: groups[0]})
+        meshes = list(_meshes(kind, topology))
+        if builder.can_split and kind.has_curve:
+            meshes += _split_meshes(kind, topology)
         for mesh in meshes:
             for remat in builder.remats:
                 yield Candidate(strategy, mesh, 1, remat, "")
 
 
+def _meshes(kind: StrategyKind, topology: Topology) -> Iterator[dict[str, int]]:
+    """The meshes of data axes alone."""
+    count, groups = topology.num_devices, group_sizes(topology)
+    if kind.replicates:
+        yield from ({"replica": count // size, "data": size} for size in groups)
+        return
+    yield {"data": count}
+    if kind.on_torus and topology.chip.is_tpu and groups:
+        yield {"data": count // groups[0], MINOR_AXIS: groups[0]}
+
+
+def _split_meshes(kind: StrategyKind, topology: Topology) -> Iterator[dict[str, int]]:
+    """The first of a strategy's meshes with a model axis of each size."""
+    for data_mesh, size in itertools.product(
+        itertools.islice(_meshes(kind, topology), 1), split_sizes(topology)
+    ):
+        mesh = with_split(data_mesh, size)
+        # A strategy that replicates over all data axes is another one.
+        if mesh and not (kind.replicates and mesh["data"] == 1) and _lies_in(topology, mesh):
+            yield mesh
+
+
+def _lies_in(topology: Topology, mesh: Mapping[str, int]) -> bool:
+    try:
+        place_axes(topology, mesh)
+    except ValueError:
+        return False
+    return True
+
+
 def _family(builder: Builder, base: Candidate, topology: Topology) -> Iterator[Outcome]:
     """A traced candidate and those that follow from it."""
     config, count = builder.config, topology.num_devices
+    rows = count // base.mesh.get(SPLIT_AXIS, 1)  # Devices with examples of their own.
     try:
         work = builder.read(base, count)
     except ValueError as error:
@@ -238,7 +302,7 @@ def _family(builder: Builder, base: Candidate, topology: Topology) -> Iterator[O
         return
     fewest = strategy_kinds()[base.strategy].fewest_minibatches
     for minibatches, dtype in itertools.product(MINIBATCHES, GATHER_DTYPES):
-        if minibatches >= fewest and config.data.batch_size % (count * minibatches) == 0:
+        if minibatches >= fewest and config.data.batch_size % (rows * minibatches) == 0:
             each = dataclasses.replace(base, num_minibatches=minibatches, gather_dtype=dtype)
             scaled = with_minibatches(work, minibatches)
             scaled = with_gather_dtype(scaled, dtype, reduce_dtype=config.parallel.reduce_dtype)
