@@ -250,38 +250,6 @@ def test_a_layer_sends_four_all_reduces() -> None:
 
 
 @pytest.mark.slow
-def test_dropout_of_what_is_split_differs_between_devices(devices8: list[jax.Device]) -> None:
-    """Attention's and the MLP's masks are drawn for each shard, those of whole activations once."""
-    del devices8
-    masks = {}
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            whole = nn.Dropout(0.5, deterministic=False)(jnp.ones_like(x))
-            y = nn.Dense(32, name="up", kernel_init=nn.initializers.ones)(whole)
-            y = nn.Dropout(0.5, deterministic=False)(jnp.ones_like(y))
-            return whole.sum(-1), nn.Dense(4, name="down", kernel_init=nn.initializers.ones)(y)
-
-    model = tensor_parallel(Net(), {"up": Column(), "down": Row()})
-    x = jnp.ones((4, 4))
-    params = Net().init({"params": jax.random.key(0), "dropout": jax.random.key(0)}, x)
-    specs = {"params": {"up": {"kernel": jax.P(None, "model"), "bias": jax.P("model")}}}
-    specs["params"]["down"] = {"kernel": jax.P("model"), "bias": jax.P()}
-
-    def apply(params: Any, x: jax.Array) -> Any:
-        return model.apply(params, x, rngs={"dropout": jax.random.key(1)})
-
-    mesh = make_mesh({"model": 4}, devices=jax.devices()[:4])
-    run = jax.shard_map(apply, mesh=mesh, in_specs=(specs, jax.P()), out_specs=(jax.P(), jax.P()))
-    whole, summed = jax.jit(run)(params, x)
-    del masks
-    assert whole.shape == (4,)
-    # 32 features of 0 or 2 in each row. Equal masks of 8 would make multiples of 8.
-    assert (np.asarray(summed)[:, 0] % 8).any()
-
-
-@pytest.mark.slow
 def test_a_program_takes_a_planned_model_as_any_other(devices8: list[jax.Device]) -> None:
     del devices8
     model = LanguageModel(tied=False, rate=0.5)

@@ -41,6 +41,7 @@ from flax import nnx
 
 from manualpar.core.partitioning import is_box
 from manualpar.layers.plan_calls import PlannedCalls
+from manualpar.layers.plan_check import check_on_shards
 from manualpar.layers.plan_styles import Column, Plan, Row, Style, Vocab
 from manualpar.linen.linen_model import LinenModel
 from manualpar.sharding.axes import is_axis_bound
@@ -50,7 +51,12 @@ from manualpar.user_model.adapter import register
 
 
 def tensor_parallel(
-    model: nn.Module, plan: Plan, axis: str = "model", sequence: bool = False
+    model: nn.Module,
+    plan: Plan,
+    axis: str = "model",
+    *,
+    sequence: bool = False,
+    verify: bool = True,
 ) -> "TensorParallel":
     """Makes a Linen model compute with shards of its parameters, by a plan.
 
@@ -61,6 +67,9 @@ def tensor_parallel(
       axis: The mesh axis that the parameters are split over.
       sequence: Whether activations between the layers, `[B, S, D]`, are split over `axis` along
         their sequence, dim -2 (Korthikanti et al., https://arxiv.org/abs/2205.05198).
+      verify: Whether a program refuses, when it is built, what the model's own code would compute
+        wrongly on shards, such as a norm over split features; see `plan_check`. The loss is not
+        looked at: types see what is wrong there.
 
     Returns:
       The model for any builder of a program. Its `init` and `apply` are those of the given model
@@ -97,7 +106,7 @@ def tensor_parallel(
         )
     if not isinstance(axis, str):
         raise TypeError(f"tensor_parallel: axis is {axis!r}, expected the name of a mesh axis.")
-    return TensorParallel(model, tuple(plan.items()), axis, sequence)
+    return TensorParallel(model, tuple(plan.items()), axis, sequence, verify)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +118,14 @@ class TensorParallel:
       plan: The pairs of a glob on module paths and a style.
       axis: The mesh axis.
       sequence: Whether activations between layers are split along their sequence.
+      verify: Whether a program checks what the model computes on shards.
     """
 
     module: nn.Module
     plan: tuple[tuple[str, Style], ...]
     axis: str
     sequence: bool
+    verify: bool
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         """The model's own `init`."""
@@ -128,8 +139,12 @@ class TensorParallel:
         """Calls a function that applies the module, on shards where the axis is bound."""
         if not is_axis_bound(self.axis):
             return function(*args, **kwargs)
-        with nn.intercept_methods(PlannedCalls(self.style_of, self.axis, self.sequence)):
+        with nn.intercept_methods(self.calls()):
             return function(*args, **kwargs)
+
+    def calls(self) -> PlannedCalls:
+        """The interceptor of one application on shards."""
+        return PlannedCalls(self.style_of, self.axis, self.sequence)
 
     def style_of(self, path: str) -> Style | None:
         """The style of the module at a path; `None` if the plan does not name it.
@@ -152,6 +167,7 @@ class PlannedModel(LinenModel):
     """The adapter of a `TensorParallel`."""
 
     planned: Any = None
+    is_checked: bool = False
 
     def __repr__(self) -> str:
         return repr(self.planned)
@@ -172,8 +188,17 @@ class PlannedModel(LinenModel):
         variables = super().init(rngs, *args, **kwargs)
         return variables | {"params": _split_params(self.planned, variables.get("params", {}))}
 
+    def check(self, trace: Callable[[Any], None]) -> None:
+        """Compares the calls of the loss on shards with those on whole arrays."""
+        if self.planned.verify:
+            trace(dataclasses.replace(self, is_checked=True))
+
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """`LinenModel.apply`, on shards where the axis is bound."""
+        planned = self.planned
+        if self.is_checked and is_axis_bound(planned.axis):
+            calls = planned.calls()
+            check_on_shards(super().apply, planned.style_of, calls, variables, *args, **kwargs)
         return self.planned.call(super().apply, variables, *args, **kwargs)
 
 

@@ -2,7 +2,6 @@
 
 While a module of the plan runs, what differs from one device is replaced: the shapes of which its
 parameters are expected, the features that `nn.DenseGeneral` reshapes to, its input and its result.
-Dropout draws from another key on each device where it drops parts of what is split.
 """
 
 import contextlib
@@ -21,14 +20,16 @@ from manualpar.layers.plan_styles import Column, Row, Style, Vocab
 from manualpar.layers.vocabulary import split_lookup
 from manualpar.linen.linen_model import replace_fields
 from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE
-from manualpar.rng import fold_rng_over_axis
+
+# The style of the module at a path; `None` if the plan does not name it.
+StyleOf = Callable[[str], Style | None]
 
 
 class PlannedCalls:
     """The interceptor of one application of a planned model."""
 
-    def __init__(self, style_of: Callable[[str], Style | None], axis: str, sequence: bool) -> None:
-        self._style_of, self._axis, self._sequence = style_of, axis, sequence
+    def __init__(self, style_of: StyleOf, axis: str, sequence: bool) -> None:
+        self._style_of, self.axis, self._sequence = style_of, axis, sequence
         # Pairs of an input and what became of it, with the trace in which that happened.
         self._entered: list[tuple[Any, Any, Any]] = []
 
@@ -41,6 +42,8 @@ class PlannedCalls:
         style = self._style_of(path)
         if style is None:
             return self._call_unplanned(module, path, next_fun, args, kwargs)
+        if "param" in vars(module):  # It calls itself.
+            return next_fun(*args, **kwargs)
         with self._on_shards(module, style):
             # A module in nn.remat or nn.scan calls the same one without it, which computes.
             is_lifted = type(module).__module__ == "flax.linen.transforms"
@@ -69,8 +72,8 @@ class PlannedCalls:
         for x in jax.tree.leaves((args, kwargs)):
             if (
                 _is_activation(x)
-                and self._axis not in varying_axes(x)
-                and not has_lost_types(x, (self._axis,))
+                and self.axis not in varying_axes(x)
+                and not has_lost_types(x, (self.axis,))
             ):
                 raise ValueError(
                     f"{where} has an input of shape {x.shape} that is whole on every device, "
@@ -105,7 +108,7 @@ class PlannedCalls:
         tokens = jnp.where(tokens < 0, tokens + module.num_embeddings, tokens)
         tables = module.promote_dtype(module.embedding, dtype=module.dtype, inexact=False)
         table = cast(jax.Array, tables[0])
-        return split_lookup(table, tokens, self._axis, tokens.ndim - 1 if self._sequence else None)
+        return split_lookup(table, tokens, self.axis, tokens.ndim - 1 if self._sequence else None)
 
     def _enter_all(self, where: str, tree: Any) -> Any:
         return jax.tree.map(lambda x: self._enter(where, x) if _is_activation(x) else x, tree)
@@ -116,31 +119,31 @@ class PlannedCalls:
         for before, trace_before, entered in self._entered:
             if before is x and trace_before == trace:
                 return entered
-        if not self._sequence and self._axis in varying_axes(x):
+        if not self._sequence and self.axis in varying_axes(x):
             raise ValueError(
                 f"{where} has an input of shape {x.shape} that differs between devices along "
-                f"{self._axis!r}, expected the same on all: its features are split, or it is a "
+                f"{self.axis!r}, expected the same on all: its features are split, or it is a "
                 "part of a sum. Give the module before it, whose input is split, the style Row."
             )
         if (
             self._sequence
-            and self._axis not in varying_axes(x)
-            and not has_lost_types(x, (self._axis,))
+            and self.axis not in varying_axes(x)
+            and not has_lost_types(x, (self.axis,))
         ):
             raise ValueError(
                 f"{where} has an input of shape {x.shape} that is the same on all devices along "
-                f"{self._axis!r}, expected one that is split along its sequence, because "
+                f"{self.axis!r}, expected one that is split along its sequence, because "
                 "sequence=True. Give the embedding the style Vocab, whose result is split."
             )
-        entered = enter(x, self._axis, self._sequence_dim(x))
+        entered = enter(x, self.axis, self._sequence_dim(x))
         self._entered.append((x, trace, entered))
         return entered
 
     def _leave(self, x: jax.Array) -> jax.Array:
-        return leave(x, self._axis, self._sequence_dim(x))
+        return leave(x, self.axis, self._sequence_dim(x))
 
     def _is_whole(self, x: jax.Array) -> bool:
-        return self._axis not in varying_axes(x) and not has_lost_types(x, (self._axis,))
+        return self.axis not in varying_axes(x) and not has_lost_types(x, (self.axis,))
 
     def _sequence_dim(self, x: jax.Array) -> int | None:
         return x.ndim - 2 if self._sequence else None
@@ -148,7 +151,7 @@ class PlannedCalls:
     @contextlib.contextmanager
     def _on_shards(self, module: nn.Module, style: Style) -> Iterator[None]:
         """Has a module expect its shards in the place of its parameters."""
-        size = jax.lax.axis_size(self._axis)
+        size = jax.lax.axis_size(self.axis)
         original = module.param
 
         def local(whole: int) -> int:
@@ -171,51 +174,30 @@ class PlannedCalls:
             # A row's bias is added after the sum.
             return jnp.zeros_like(x) if isinstance(style, Row) and name == "bias" else x
 
-        fields: dict[str, Any] = {}
-        if isinstance(style, Column) and isinstance(module, nn.DenseGeneral):
-            features = module.features
-            features = [features] if isinstance(features, int) else list(features)
-            if -style.dim <= len(features):
-                features[style.dim] = local(features[style.dim])
-            fields = {"features": tuple(features)}
-        with _methods(module, param=param), replace_fields(module, fields):
+        with overridden(module, param=param), replace_features(module, style, local):
             yield
 
     def _call_unplanned(
         self, module: nn.Module, path: str, next_fun: Any, args: Any, kwargs: Any
     ) -> Any:
-        methods: dict[str, Any] = {}
-        if self._draws_of_its_own(module, path, args):
-            original = module.make_rng
-
-            def make_rng(*args: Any) -> jax.Array:
-                with jax.named_scope(TENSOR_SCOPE):
-                    return fold_rng_over_axis(original(*args), self._axis)
-
-            methods["make_rng"] = make_rng
+        kind = type(module).__name__
+        where = f"tensor_parallel: module {path or kind!r} ({kind})"
         try:
-            with _methods(module, **methods):
-                return next_fun(*args, **kwargs)
+            return next_fun(*args, **kwargs)
+        except (AssertionError, TypeError) as error:
+            raise ValueError(
+                f"{where} cannot compute with what the plan splits: {error} Where it says how many "
+                "heads or features there are, as in a reshape, have it take those of its input."
+            ) from error
         except ScopeParamShapeError as error:
             raise ValueError(
-                f"tensor_parallel: module {path!r} ({type(module).__name__}) gets a part of the "
-                f"features that it was made for, and the plan does not name it: {error} Split "
-                "neither its input, by a Row before it, nor its parameters."
+                f"{where} gets a part of the features that it was made for, and the plan does not "
+                f"name it: {error} Split neither its input, by a Row before it, nor its parameters."
             ) from error
-
-    def _draws_of_its_own(self, module: nn.Module, path: str, args: Any) -> bool:
-        """Whether a module drops parts of what is split."""
-        if isinstance(module, nn.Dropout):
-            return any(self._axis in varying_axes(x) for x in args if _is_activation(x))
-        if isinstance(module, nn.MultiHeadDotProductAttention):
-            # One mask for all heads is one for all devices.
-            is_split = isinstance(self._style_of(f"{path}/query"), Column)
-            return is_split and not module.broadcast_dropout
-        return False
 
 
 @contextlib.contextmanager
-def _methods(module: nn.Module, **methods: Any) -> Iterator[None]:
+def overridden(module: nn.Module, **methods: Any) -> Iterator[None]:
     """Gives a module other methods for a while."""
     vars(module).update(methods)
     try:
@@ -223,6 +205,19 @@ def _methods(module: nn.Module, **methods: Any) -> Iterator[None]:
     finally:
         for name in methods:
             del vars(module)[name]
+
+
+def replace_features(
+    module: nn.Module, style: Style, size: Callable[[int], int]
+) -> contextlib.AbstractContextManager[None]:
+    """Gives an `nn.DenseGeneral` other features for a while: it reshapes its bias to them."""
+    if not (isinstance(style, Column) and isinstance(module, nn.DenseGeneral)):
+        return contextlib.nullcontext()
+    features = module.features
+    features = [features] if isinstance(features, int) else list(features)
+    if -style.dim <= len(features):
+        features[style.dim] = size(features[style.dim])
+    return replace_fields(module, {"features": tuple(features)})
 
 
 def _is_activation(x: Any) -> bool:

@@ -16,13 +16,10 @@ from manualpar.user_model.axis_names import NO_ALIASES, AxisAliases
 
 
 class Applicable(Protocol):
-    """What is initialised and applied as a Linen module is, such as one with a plan."""
+    """What holds a Linen module and is applied as one, such as a module with a plan."""
 
-    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Makes the variables."""
-
-    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model."""
+    def apply(self, variables: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
 
 
 # A Linen module, or what another adapter wraps: NNX modules, and functions that make one.
@@ -74,6 +71,10 @@ class ModelAdapter(abc.ABC):
         """The `(args, kwargs)` that `init` takes to make the variables for a batch."""
         del batch, init_args
         return (), {}
+
+    def check(self, trace: Callable[["ModelAdapter"], None]) -> None:
+        """Refuses a model that would be wrong on the mesh; `trace` traces the loss with another."""
+        del trace
 
     @abc.abstractmethod
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from manualpar.core.collectives import varying_axes
+from manualpar.purposes import TENSOR_SCOPE
 from manualpar.rng import fold_rng_over_axis
 
 
@@ -28,7 +29,8 @@ def key_like(key: jax.Array, x: jax.Array) -> jax.Array:
     """
     axes = sorted(varying_axes(x) - varying_axes(key))
     axes = [axis for axis in axes if jax.lax.axis_size(axis) > 1]
-    return fold_rng_over_axis(key, tuple(axes)) if axes and varying_axes(key) else key
+    with jax.named_scope(TENSOR_SCOPE):
+        return fold_rng_over_axis(key, tuple(axes)) if axes and varying_axes(key) else key
 
 
 @dataclasses.dataclass(frozen=True)

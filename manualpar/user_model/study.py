@@ -169,19 +169,17 @@ def study(
 
     collections = find_carried_collections(adapted, variables, trace_call, init_args)
 
-    def trace_loss(params: Any, box: Callable[[Any], Any]) -> None:
+    def trace_loss(params: Any, box: Callable[[Any], Any], model: ModelAdapter = adapted) -> None:
         def call(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
             rng, params = mode.fold(rng), box(own_part(params))
-            call_loss(loss_fn, params, CarryingApply(adapted, collections), batch, rng)
+            call_loss(loss_fn, params, CarryingApply(model, collections), batch, rng)
 
         trace(mode, call, (specs, whole, whole, batch_specs), params, collections, key, batch)
 
+    adapted.check(lambda model: trace_loss(variables["params"], lambda params: params, model))
     params, loop_dims = variables["params"], dict[str, frozenset[int]]()
     boxed = jax.tree.map(
-        lambda x, info: is_box(x) or is_gathered(info),
-        boxed_params,
-        infos,
-        is_leaf=is_box,
+        lambda x, info: is_box(x) or is_gathered(info), boxed_params, infos, is_leaf=is_box
     )
     if any(jax.tree.leaves(boxed)):
         loop_dims = find_loop_dims(
