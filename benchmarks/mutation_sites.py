@@ -58,7 +58,10 @@ JAX: Mapping[str, Signature] = {
     "all_to_all": Signature(
         "exchange", ("x", "axis_name", "split_axis", "concat_axis"), "axis_name", "split_axis"
     ),
-    "ragged_all_to_all": Signature("passing", ("operand", "output", "offsets_and_sizes")),
+    "ragged_all_to_all": Signature(
+        "passing",
+        ("operand", "output", "input_offsets", "send_sizes", "output_offsets", "recv_sizes"),
+    ),
     "axis_index": Signature("place", ("axis_name",), "axis_name"),
     "pcast": Signature("passing", ("x", "axes")),
     "process_allgather": Signature("passing", ("x",)),

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from manualpar.inspect import trace_collectives
 from manualpar.layers.routing import (
     auxiliary_loss,
     choices_per_expert,
@@ -14,13 +16,14 @@ from manualpar.layers.routing import (
     route,
     router_z_loss,
 )
+from manualpar.purposes import EXPERT_SCOPE
+from manualpar.sharding.mesh import make_mesh
 
 LOGITS = jax.random.normal(jax.random.key(0), (3, 5, 4)) * 2
 MASK = jnp.arange(5)[None] < jnp.array([[5], [2], [0]])
 
 
-@pytest.mark.parametrize("gates", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("top_k", [1, 2, 4])
+@pytest.mark.parametrize(("gates", "top_k"), [("softmax", 2), ("sigmoid", 1)])
 def test_a_token_goes_to_the_experts_of_its_highest_scores(gates, top_k):
     routing = route(LOGITS, top_k=top_k, gates=gates, mask_BS=MASK)
     for b, s in np.ndindex(3, 5):
@@ -80,6 +83,24 @@ def test_the_bias_follows_the_load():
     moved = moved_bias(jnp.array([0.5, 0, 0, 0]), jnp.array([[3, 1, 0, 2], [3, 1, 2, 0]]), 0.25)
     np.testing.assert_array_equal(moved, [0.25, 0.25, 0.25, 0.25])
     np.testing.assert_array_equal(moved_bias(jnp.zeros(2), jnp.array([[3, 3]]), 0.1), [0, 0])
+
+
+def test_the_bias_follows_the_load_of_all_devices_and_sends_once(devices8):
+    del devices8
+    count = jax.random.randint(jax.random.key(0), (8, 4), 0, 9)
+    on_mesh = jax.shard_map(
+        lambda bias, count: moved_bias(bias, count, 0.5),
+        mesh=make_mesh({"data": 4, "expert": 2}),
+        in_specs=(P(), P(("data", "expert"))),
+        out_specs=P(),
+        check_vma=True,
+    )
+    traced = jax.jit(on_mesh).trace(jnp.zeros(4), count)
+    (sent,) = trace_collectives(traced)
+    assert (sent.kind, sent.shape, sent.purpose) == ("all_reduce", (4,), EXPERT_SCOPE)
+    got = traced.lower().compile()(jnp.zeros(4), count)
+    np.testing.assert_array_equal(got, moved_bias(jnp.zeros(4), count, 0.5))
+    assert np.abs(got).max() == 0.5
 
 
 def test_what_layers_have_sown_becomes_a_loss_and_metrics():

@@ -170,14 +170,17 @@ def _exchange_ragged(x_TD: jax.Array, chosen_TK: jax.Array, experts: Experts) ->
     order_R = jnp.argsort(chosen_R, stable=True)
     counts_NH = jnp.bincount(chosen_R, length=N * H + 1)[:-1].astype(jnp.int32).reshape(N, H)
     with jax.named_scope(EXPERT_SCOPE):
-        counts_SNH = jax.lax.all_gather(counts_NH, axes)  # Of all senders.
+        counts_SNH = jax.lax.all_gather(counts_NH, axes, axis=0)  # Of all senders.
         sizes_SN, me = counts_SNH.sum(-1), jax.lax.axis_index(axes)
         # Rows leave in the order of their receivers, and arrive in the order of their senders.
         leave_SN, arrive_SN = _starts(sizes_SN, 1), _starts(sizes_SN, 0)
         rows_RD = jax.lax.ragged_all_to_all(
             x_TD[order_R // K],
             cast_to_varying(jnp.zeros((N * T * min(K, H), D), x_TD.dtype), varying_axes(x_TD)),
-            *(leave_SN[me], sizes_SN[me], arrive_SN[me], sizes_SN[:, me]),
+            leave_SN[me],
+            sizes_SN[me],
+            arrive_SN[me],
+            sizes_SN[:, me],
             axis_name=axes,
         )
     # From each sender arrive the rows of the first own expert, then those of the second.
@@ -189,7 +192,10 @@ def _exchange_ragged(x_TD: jax.Array, chosen_TK: jax.Array, experts: Experts) ->
         y_RD = jax.lax.ragged_all_to_all(
             y_RD,
             cast_to_varying(jnp.zeros((T * K, D), y_RD.dtype), varying_axes(y_RD)),
-            *(arrive_SN[:, me], sizes_SN[:, me], leave_SN[:, me], sizes_SN[me]),
+            arrive_SN[:, me],
+            sizes_SN[:, me],
+            leave_SN[:, me],
+            sizes_SN[me],
             axis_name=axes,
         )
     return _put(y_RD, order_R, T * K).reshape(T, K, D)
