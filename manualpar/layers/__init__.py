@@ -4,6 +4,7 @@ from manualpar.layers.boundaries import enter, leave
 from manualpar.layers.dense import SplitDense
 from manualpar.layers.experts import MoE
 from manualpar.layers.plan import TensorParallel, tensor_parallel
+from manualpar.layers.plan_rules import DerivedPlan, plan_from_rules
 from manualpar.layers.plan_styles import Column, Row, Vocab
 from manualpar.layers.ring import enter_ring, gather_matmul, matmul_scatter, whole_sequence
 from manualpar.layers.routing import auxiliary_loss
@@ -12,6 +13,7 @@ from manualpar.sharding.split_parameter import split
 
 __all__ = [
     "Column",
+    "DerivedPlan",
     "MoE",
     "Row",
     "SplitDense",
@@ -23,6 +25,7 @@ __all__ = [
     "gather_matmul",
     "leave",
     "matmul_scatter",
+    "plan_from_rules",
     "split",
     "split_argmax",
     "split_cross_entropy",
