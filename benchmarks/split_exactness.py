@@ -1,0 +1,340 @@
+"""How exact gradients are where layers are split, on every factorisation of eight devices.
+
+python -m benchmarks.split_exactness [--quick] [--only "data, model"] [--output split_exactness.md]
+
+Each program takes one step of SGD with a rate of 1 in float32. The gradient of every parameter is
+compared with that of plain flax on one device, which has the whole batch. A figure is the largest
+difference of an element, in parts of the largest element of its parameter, over all parameters.
+Parameters, biases and scales among them, begin at random values, because a bias of zero or a scale
+of one hides mistakes. The devices have different numbers of valid tokens.
+
+Two models are split: the language model of `manualpar.models`, and one with biases whose MLPs are
+experts. With `data, expert` the axis `expert` splits the batch too, so that tokens travel to the
+experts; in `data beside expert` it does not. `hsdp` takes its replicas, two, from `data`.
+
+The programs compile with few of XLA's optimizations, which takes a third of the time. What is
+measured is the order in which devices add things up, and not how XLA fuses.
+"""
+
+import argparse
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.results import note_conditions, write_results
+from manualpar import Program, fsdp, hsdp, make_mesh, zero
+from manualpar.layers import MoE, SplitDense, auxiliary_loss, enter, leave, split_lookup
+from manualpar.models import Transformer
+from manualpar.sharding.axes import is_axis_bound
+from manualpar.sharding.layout import path_name
+from manualpar.train_state import Batch
+from manualpar.training.cross_entropy import language_model_loss
+from manualpar.user_model.loss_function import LossFn
+
+DEVICES, BATCH, LENGTH, VOCABULARY, WIDTH, LAYERS = 8, 16, 16, 64, 32, 2
+Sizes = Mapping[str, int]
+
+
+class ExpertBlock(nn.Module):
+    """Two split products with biases, then experts."""
+
+    sequence: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: Any = None) -> tuple[jax.Array, None]:
+        """Adds to the activations; the second value is for `nn.scan`."""
+        dim = 1 if self.sequence else None
+        h = enter(nn.LayerNorm(name="norm")(x), "model", dim)
+        h = nn.gelu(SplitDense((WIDTH, 2 * WIDTH), (None, "model"), name="up")(h))
+        down = SplitDense((2 * WIDTH, WIDTH), ("model", None), sequence_dim=dim, name="down")
+        x = x + down(h)
+        experts = MoE(
+            num_experts=8,
+            mlp_size=WIDTH,
+            capacity_factor=1.0,
+            num_shared=1,
+            axis="expert",
+            model_axis="model",
+            sequence=self.sequence,
+            name="experts",
+        )
+        return x + experts(nn.LayerNorm(name="experts_norm")(x)), None
+
+
+class ExpertModel(nn.Module):
+    """A language model without attention, some of whose layers are experts."""
+
+    sequence_parallel: bool = False
+    scan_layers: bool = True
+    remat: str = "none"
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
+        """The logits."""
+        table = self.param("embedding", nn.initializers.normal(1.0), (VOCABULARY, WIDTH))
+        x = split_lookup(table, tokens, "model", 1 if self.sequence_parallel else None)
+        block: Any = ExpertBlock
+        if self.remat == "full":
+            block = nn.remat(block, prevent_cse=not self.scan_layers)
+        if self.scan_layers:
+            block = nn.scan(
+                block,
+                variable_axes={"params": 0, "losses": 0, "intermediates": 0},
+                split_rngs={"params": True},
+                length=LAYERS,
+            )
+        for _ in range(1 if self.scan_layers else LAYERS):
+            x, _ = block(self.sequence_parallel)(x, None)
+        if self.sequence_parallel:
+            x = enter(x, "model", 1)
+            x = leave(x / jax.lax.axis_size("model"), "model") if is_axis_bound("model") else x
+        return nn.Dense(VOCABULARY, name="head")(nn.LayerNorm(name="final_norm")(x))
+
+
+def expert_loss(
+    params: Any, apply_fn: Callable[..., Any], batch: Batch, rng: jax.Array
+) -> tuple[jax.Array, Any]:
+    """The cross entropy and the losses of the routers."""
+    del rng
+    logits, sown = apply_fn({"params": params}, batch.inputs, mutable=["losses", "intermediates"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels) * batch.mask
+    count = batch.mask.sum()
+    auxiliary, _ = auxiliary_loss(sown, batch.mask.sum(-1), load_balance=0.1, router_z=0.1)
+    loss = losses.sum() / jnp.where(count > 0, count, 1) + auxiliary
+    return loss, {"loss": (loss * count, count)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Factorisations of eight devices, and what is tried on them.
+
+    Attributes:
+      model: The model's class with the fields that all variants have.
+      loss_fn: Its loss.
+      axis_name: The axes that split the batch.
+      meshes: The sizes of the axes.
+    """
+
+    model: Callable[..., nn.Module]
+    loss_fn: LossFn
+    axis_name: tuple[str, ...]
+    meshes: Sequence[Sizes]
+
+
+LANGUAGE_MODEL = functools.partial(
+    Transformer,
+    vocab_size=VOCABULARY,
+    num_layers=LAYERS,
+    hidden_size=WIDTH,
+    num_heads=8,
+    mlp_size=2 * WIDTH,
+    split_axis="model",
+)
+TWO_AXES = ((8, 1), (4, 2), (2, 4), (1, 8))
+OVER_DATA_AND_EXPERTS = [{"data": d, "expert": e} for d, e in TWO_AXES]
+GROUPS = {
+    "data, model": Group(
+        LANGUAGE_MODEL,
+        language_model_loss,
+        ("data",),
+        [{"data": d, "model": m} for d, m in TWO_AXES],
+    ),
+    "data, expert": Group(ExpertModel, expert_loss, ("data", "expert"), OVER_DATA_AND_EXPERTS),
+    "data beside expert": Group(ExpertModel, expert_loss, ("data",), OVER_DATA_AND_EXPERTS[1:]),
+    "data, model, expert": Group(
+        ExpertModel,
+        expert_loss,
+        ("data", "expert"),
+        [{"data": d, "model": m, "expert": e} for d, m, e in ((2, 2, 2), (1, 2, 4), (1, 4, 2))],
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What differs from FSDP that drops gathered parameters, of a model that scans its layers.
+
+    Attributes:
+      fields: Fields of the model.
+      builder: The strategy.
+      options: Options of the builder.
+    """
+
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    builder: Callable[..., Program] = fsdp
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+REMAT = {"remat": "full"}
+VARIANTS = {
+    "plain": Variant(),
+    "kept after forward": Variant(options={"reshard_after_forward": False}),
+    "two minibatches": Variant(options={"num_minibatches": 2}),
+    "remat": Variant(REMAT),
+    "no loop over layers": Variant({"scan_layers": False}),
+    "ZeRO-1": Variant(builder=zero, options={"stage": 1}),
+    "ZeRO-2, two minibatches": Variant(builder=zero, options={"stage": 2, "num_minibatches": 2}),
+    "HSDP": Variant(builder=hsdp),
+    "2 key heads": Variant({"num_kv_heads": 2}),
+    "1 key head": Variant({"num_kv_heads": 1}),
+    "tied": Variant({"tied_head": True}),
+    "sequence": Variant({"sequence_parallel": True}),
+    "sequence, 2 key heads, tied, remat, two minibatches": Variant(
+        {**REMAT, "sequence_parallel": True, "num_kv_heads": 2, "tied_head": True},
+        options={"num_minibatches": 2},
+    ),
+}
+# Those of a model without attention.
+OF_EXPERTS = {
+    **{name: VARIANTS[name] for name in list(VARIANTS)[:8]},
+    "sequence": VARIANTS["sequence"],
+    "sequence, remat, two minibatches": Variant(
+        {**REMAT, "sequence_parallel": True}, options={"num_minibatches": 2}
+    ),
+}
+
+
+def variants_of(group: Group) -> dict[str, Variant]:
+    """The variants that make sense for a group."""
+    if group.loss_fn is language_model_loss:
+        return VARIANTS
+    splits_layers = any("model" in sizes for sizes in group.meshes)
+    return {k: v for k, v in OF_EXPERTS.items() if splits_layers or "sequence" not in k}
+
+
+def mesh_sizes(variant: Variant, sizes: Sizes) -> Sizes | None:
+    """The mesh that a variant runs on: HSDP takes replicas from `data`, if there are two."""
+    if variant.builder is not hsdp:
+        return sizes
+    return {"replica": 2, **sizes, "data": sizes["data"] // 2} if sizes["data"] > 1 else None
+
+
+def make_batch() -> Batch:
+    """Random tokens; sequences have from no valid token to all."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCABULARY, (BATCH, LENGTH + 1), dtype=np.int32)
+    valid = rng.permutation(BATCH) * LENGTH // (BATCH - 1)
+    mask = (np.arange(LENGTH)[None] < valid[:, None]).astype(np.float32)
+    return Batch(tokens[:, :-1], tokens[:, 1:], mask)
+
+
+@functools.cache
+def on_one_device(model: nn.Module, loss_fn: LossFn) -> tuple[Any, Any]:
+    """Random parameters of a model, and their gradient by plain flax."""
+    batch = make_batch()
+    init = jax.jit(lambda key: nn.unbox(model.init({"params": key}, batch.inputs)["params"]))
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda x: np.asarray(x) + 0.2 * rng.standard_normal(x.shape, np.float32),
+        init(jax.random.key(0)),
+    )
+    gradient = jax.jit(jax.grad(lambda p: loss_fn(p, model.apply, batch, jax.random.key(0))[0]))
+    return params, jax.device_get(gradient(params))
+
+
+def difference(group: Group, variant: Variant, sizes: Sizes) -> tuple[float, str]:
+    """The worst difference of a variant on a mesh, and the parameter that it is of."""
+    model = group.model(**variant.fields)
+    params, expected = on_one_device(model, group.loss_fn)
+    axes = tuple(axis for axis in group.axis_name if axis in sizes)
+    program = variant.builder(
+        model,
+        optax.sgd(1.0, momentum=0.0),  # Its state is the gradient, not rounded by a subtraction.
+        group.loss_fn,
+        mesh=make_mesh(sizes),
+        batch=make_batch(),
+        axis_name=axes if len(axes) > 1 else axes[0],
+        min_weight_size=1,
+        **variant.options,
+    )
+    state, _ = program.train_step(program.init_from(params), make_batch())
+    (found,) = (x.trace for x in state.opt_state if isinstance(x, optax.TraceState))
+    found, after = jax.device_get((found, state.params))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), after,
+                 jax.tree.map(np.subtract, params, found))  # fmt: skip
+    leaves = jax.tree_util.tree_leaves_with_path(found)
+    return max(
+        (float(np.abs(g - e).max() / np.abs(e).max()), path_name(path))
+        for (path, g), e in zip(leaves, jax.tree.leaves(expected), strict=True)
+    )
+
+
+def measure(name: str, *, quick: bool) -> Iterator[tuple[str, dict[str, tuple[float, str]]]]:
+    """A group's variants with the worst difference on each of its meshes."""
+    group = GROUPS[name]
+    variants = variants_of(group)
+    for title in list(variants)[-1:] if quick else variants:
+        found = {}
+        for sizes in group.meshes:
+            run_on = mesh_sizes(variants[title], sizes)
+            if run_on is None or (quick and 1 in sizes.values()):
+                continue
+            began = time.perf_counter()
+            found[heading(sizes)] = difference(group, variants[title], run_on)
+            worst, path = found[heading(sizes)]
+            seconds = time.perf_counter() - began
+            print(f"{name} {heading(sizes)}, {title}: {worst:.1e} of {path} ({seconds:.0f} s)",
+                  flush=True)  # fmt: skip
+        yield title, found
+
+
+def heading(sizes: Sizes) -> str:
+    """`4 x 2`."""
+    return " x ".join(map(str, sizes.values()))
+
+
+def report(results: Mapping[str, Mapping[str, Any]], conditions: str) -> list[str]:
+    """The results as Markdown."""
+    every = [
+        (value, path, name, title, mesh)
+        for name, rows in results.items()
+        for title, row in rows.items()
+        for mesh, (value, path) in row.items()
+    ]
+    value, path, name, title, mesh = max(every)
+    lines = [
+        "## Gradients of split layers against one device",
+        "",
+        f"{conditions} The largest difference of an element in parts of the largest of its "
+        f"parameter, over all parameters. The worst of {len(every)} programs is {value:.1e}, of "
+        f"`{path}` on {mesh} ({name}; {title}).",
+    ]
+    for name, rows in results.items():
+        columns = [heading(sizes) for sizes in GROUPS[name].meshes]
+        lines += ["", f"| {name} | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}"]
+        for title, row in rows.items():
+            cells = [f"{row[mesh][0]:.1e}" if mesh in row else "" for mesh in columns]
+            lines.append(f"| {title} | {' | '.join(cells)} |")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the last variant of each group")
+    parser.add_argument("--only", choices=GROUPS, help="one group of factorisations")
+    parser.add_argument("--output", type=Path, help="a Markdown file to write to")
+    parser.add_argument("--json", type=Path, help="a JSON file to write to")
+    args = parser.parse_args(argv)
+    conditions = note_conditions("benchmarks.split_exactness", argv)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_disable_most_optimizations", True)
+    names = [args.only] if args.only else list(GROUPS)
+    results = {name: dict(measure(name, quick=args.quick)) for name in names}
+    lines = report(results, conditions.sentence())
+    print("\n".join(lines))
+    write_results(conditions, lines=lines, data=results, output=args.output, json_output=args.json)
+
+
+if __name__ == "__main__":
+    main()
