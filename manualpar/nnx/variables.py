@@ -24,6 +24,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from manualpar.sharding.annotations import AxesOrLogicalNames
+from manualpar.sharding.split_parameter import SplitParameter
 from manualpar.user_model.array_box import OF_SHAPE
 
 Path = tuple[Any, ...]
@@ -41,13 +42,19 @@ def annotate(variable: nnx.Variable[Any], path: str) -> Any:
 
     `nnx.with_partitioning` and `nnx.Param(..., out_sharding=...)` annotate it. The box has the
     variable's own rules (`sharding_rules`) and then those of `nnx.logical_axis_rules` around the
-    call.
+    call. With `split=True` beside the names it is a `SplitParameter`.
 
     Raises:
       TypeError: The annotation is of another kind than names; `path` is for the message.
+      ValueError: A split parameter has not one name for each dimension, or rules for its names.
     """
     value = variable.get_raw_value()
     names = variable.get_metadata("out_sharding", None)
+    own = variable.get_metadata("sharding_rules", None) or ()
+    is_split, shared = (variable.get_metadata(key, False) for key in ("split", "shared"))
+    if is_split or (names and shared):
+        _check_split(path, value.shape, names, is_split=is_split, has_rules=bool(own))
+        return SplitParameter(value, tuple(names), shared=shared)
     if not names:
         return value
     names = names.spec if isinstance(names, NamedSharding) else names
@@ -56,9 +63,31 @@ def annotate(variable: nnx.Variable[Any], path: str) -> Any:
             f"model: parameter {path!r} is annotated with out_sharding={names!r}, expected names: "
             "a tuple, a PartitionSpec or a NamedSharding."
         )
-    own = variable.get_metadata("sharding_rules", None) or ()
     context = flax.core.spmd.get_logical_axis_rules() or ()
     return AxesOrLogicalNames(value, names=tuple(names), rules=(*own, *context))
+
+
+def _check_split(
+    path: str, shape: tuple[int, ...], names: Any, *, is_split: Any, has_rules: bool
+) -> None:
+    where = f"model: parameter {path!r} of shape {shape} is annotated with out_sharding={names!r}"
+    if is_split is not True:
+        raise ValueError(f"{where} and split={is_split!r}, expected split=True; or no shared.")
+    if has_rules:
+        raise ValueError(
+            f"{where}, split=True and sharding_rules, expected mesh axes and no rules, because a "
+            "module that computes with shards names the axes."
+        )
+    if not isinstance(names, tuple | list | PartitionSpec):
+        raise TypeError(
+            f"{where} and split=True, expected a tuple with a mesh axis or None for each dimension."
+        )
+    if len(names) != len(shape):
+        raise ValueError(
+            f"{where} and split=True, expected one name for each dimension, those that loops run "
+            "over included. Make a stack with nnx.vmap(..., "
+            "transform_metadata={nnx.PARTITION_NAME: None})."
+        )
 
 
 def gathering_variable(
@@ -68,7 +97,9 @@ def gathering_variable(
 
     `loop_dims` are the dimensions that loops run over; `None` while they are unknown.
     """
-    use = _Use(box.replace(value=None), box.value.shape, path, loop_dims)
+    names = variable.get_metadata("out_sharding", None) if variable.get_metadata("split", 0) else ()
+    split_dims = frozenset(dim for dim, name in enumerate(names) if name)
+    use = _Use(box.replace(value=None), box.value.shape, path, loop_dims, split_dims)
     metadata = {**variable.get_metadata(), BOX: use}
     return _gathering_type(type(variable)).from_metadata(box.value, metadata)
 
@@ -81,6 +112,7 @@ class _Use:
     shape: tuple[int, ...]  # That of the stored array before any loop.
     path: str
     loop_dims: frozenset[int] | None
+    split_dims: frozenset[int]
 
     def gather(self, stored: Any) -> Any:
         """The parameter, or the slice of it that the loops around see."""
@@ -107,7 +139,8 @@ class _Use:
                 f"an array of shape {shape}, which no loop over its dimensions makes of it; read "
                 "it, with param[...], before it is reshaped or transposed."
             )
-        return found
+        # A device's part of a split dimension may be as large as the dimension that a loop takes.
+        return [taken for taken in found if self.split_dims.isdisjoint(taken)] or found
 
     @staticmethod
     def _without(box: Any, dims: tuple[int, ...]) -> Any:

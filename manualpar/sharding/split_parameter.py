@@ -74,8 +74,8 @@ def split(init: Callable[..., Any], names: Names, *, shared: bool = False) -> Ca
         divide the number of devices.) The gradient is summed over the devices that share.
 
     Returns:
-      An initializer of a `SplitParameter`, of a Linen module. (NNX modules annotate their
-      parameters by `nnx.with_partitioning(init, names, split=True)`.)
+      An initializer of a `SplitParameter`, of a Linen module. (NNX modules annotate theirs by
+      `nnx.with_partitioning(init, names, split=True)`, and `shared=True` beside it.)
 
     Raises:
       ValueError: When it is called: there is not one name for each dimension, or an axis is named
