@@ -44,6 +44,9 @@ def get_config() -> ConfigDict:
     config.model.scan_layers = False  # True: one layer is compiled, and run in a loop
     config.model.attention = ""  # "xla", "cudnn"; "": what jax chooses
     config.model.vocab_multiple = 1  # the vocabulary is padded to a multiple, to divide over model
+    config.model.num_experts = 0  # in place of each MLP; 0: none
+    config.model.experts_per_token = 2
+    config.model.capacity_factor = 1.25  # room of an expert, in equal shares; 0: for all tokens
 
     config.optimizer = ConfigDict()
     config.optimizer.learning_rate = 4e-3  # the peak
@@ -57,7 +60,8 @@ def get_config() -> ConfigDict:
     config.parallel = ConfigDict()
     config.parallel.strategy = "fsdp"  # "dp", "zero1", "zero2", "fsdp" or "hsdp"
     config.parallel.mode = "manual"  # or "auto", "explicit", "auto-unconstrained"
-    config.parallel.mesh = ConfigDict({"data": -1})  # -1: all devices; model: layers are split
+    # -1: all devices. Over an axis "model" layers are split, over "expert" experts are divided.
+    config.parallel.mesh = ConfigDict({"data": -1})
     config.parallel.sequence = False  # over model, whether what lies between layers is split too
     config.parallel.min_weight_size = 2**10  # elements; smaller parameters are not sharded
     config.parallel.reshard_after_forward = True  # fsdp, hsdp: gathered again for the backward pass

@@ -18,7 +18,7 @@ def _config(name: str):
 
 
 def test_there_are_configs():
-    assert {"dp", "fsdp", "fsdp_lm", "hsdp", "tp_lm", "zero"} <= set(NAMES)
+    assert {"dp", "fsdp", "fsdp_lm", "hsdp", "moe_lm", "tp_lm", "zero"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -88,6 +88,25 @@ def test_a_run_needs_no_flag_and_no_folder(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_language_model_with_experts_learns(tmp_path):
+    arguments = (*SMALL, "--config.training.num_steps=10", "--config.training.eval_batches=1")
+    # XLA warns where it shards the text generator's one example.
+    more = ("--config.data.batch_size=8", "--config.sample.num_tokens=0")
+    process = _start("moe_lm", *arguments, *more, cwd=tmp_path)
+    output, error = process.communicate()
+    assert process.returncode == 0, error
+    assert error == ""
+    lines = output.splitlines()
+    assert lines[0] == "mesh: data=2, expert=4 on 8 simulated cpu devices"
+    assert "expert_0" not in output
+    assert "busiest_expert" in output
+    first, *_, last = read_metrics(tmp_path / "runs/moe_lm/001")
+    assert last["loss"] < first["loss"]
+    assert 0 < last["dropped"] < 1
+    assert sum(last[f"expert_{index}"] for index in range(8)) == pytest.approx(1)
+
+
+@pytest.mark.slow
 def test_a_language_model_with_split_layers_learns_and_writes(tmp_path):
     arguments = (*SMALL, "--config.training.num_steps=10", "--config.training.eval_batches=1")
     process = _start("tp_lm", *arguments, "--config.data.batch_size=8", cwd=tmp_path)

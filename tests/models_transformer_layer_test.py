@@ -13,7 +13,7 @@ import pytest
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.models import Transformer
 from manualpar.models.transformer import size_of_vocabulary
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
 from tests.one_device import slow_unless
 
 BOS = 28
@@ -47,12 +47,18 @@ def _batch():
     return Batch(inputs=tokens[:, :-1], labels=tokens[:, 1:], mask=mask)
 
 
+def _loss_of(model):
+    return mixture_of_experts_loss if model.num_experts else language_model_loss
+
+
 def _build(build, model, mesh, **options):
+    axes = tuple(axis for axis in ("data", "expert") if axis in mesh)
     return BUILDERS[build](
         model,
         optax.sgd(1.0),
-        language_model_loss,
+        _loss_of(model),
         mesh=make_mesh(mesh),
+        axis_name=axes if len(axes) > 1 else axes[0],
         batch=_batch(),
         **options,
     )
@@ -61,7 +67,7 @@ def _build(build, model, mesh, **options):
 @functools.cache
 def _one_device(model):
     """Parameters of the model without an axis, with random scales, and what it makes of them."""
-    model = model.clone(split_axis="", sequence_parallel=False)
+    model = model.clone(split_axis="", expert_axis="", sequence_parallel=False)
     key, batch = jax.random.split(jax.random.key(0))[0], _batch()
     initial = nn.unbox(jax.jit(lambda key: model.init({"params": key}, batch.inputs))(key))
     rng = np.random.default_rng(1)
@@ -72,21 +78,22 @@ def _one_device(model):
     @jax.jit
     def loss_and_grads(params):
         def loss(params):
-            return language_model_loss(params, model.apply, batch, jax.random.key(0))[0]
+            return _loss_of(model)(params, model.apply, batch, jax.random.key(0))
 
-        return jax.value_and_grad(loss)(params)
+        return jax.value_and_grad(loss, has_aux=True)(params)
 
     return jax.device_get((initial["params"], params, loss_and_grads(params)))
 
 
 def _assert_same_as_one_device(program, model):
-    initial, params, (loss, grads) = _one_device(model)
+    initial, params, ((_, expected), grads) = _one_device(model)
     state = program.init(jax.random.key(0))
     chex.assert_trees_all_equal(jax.device_get(state.params), initial)
     params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), params, state.params)
     before = jax.device_get(params)
     state, metrics = program.train_step(state.replace(params=params), _batch())
-    assert metrics["loss"][0] / metrics["loss"][1] == pytest.approx(float(loss), rel=1e-5)
+    for name, (total, count) in expected.items():
+        assert metrics[name][0] / metrics[name][1] == pytest.approx(total / count, rel=1e-5), name
     found = jax.tree.map(lambda old, new: old - new, before, jax.device_get(state.params))
     for (path, got), want in zip(
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(grads), strict=True
@@ -102,18 +109,25 @@ EVERYTHING = {
     "sequence_parallel": True,
 }
 UNROLLED = {"scan_layers": False, "num_kv_heads": 4}
+EXPERTS = {"num_experts": 4, "mlp_size": 8, "capacity_factor": 0.75, "expert_axis": "expert"}
 MESHES = {
     "2x4": {"data": 2, "model": 4},
     "4x2": {"data": 4, "model": 2},
     "1x8": {"data": 1, "model": 8},
     "8x1": {"data": 8, "model": 1},
+    "2x2x2": {"data": 2, "model": 2, "expert": 2},
+    "experts": {"data": 2, "expert": 4},
+    "all experts": {"data": 1, "expert": 2, "model": 4},
+    "replicas": {"replica": 2, "data": 2, "model": 2},
+    "replicas of experts": {"replica": 2, "data": 2, "expert": 2},
 }
-FAST = (("fsdp", "2x4", EVERYTHING, {"num_minibatches": 2}),)
+FAST = (("fsdp", "2x4", EVERYTHING, {}),)
 
 
 def _cases():
     yield from FAST
     yield "fsdp", "4x2", UNROLLED, {}
+    yield "fsdp", "2x4", EVERYTHING, {"num_minibatches": 2}
     for mesh in MESHES:
         for kv_heads in (1, 2, 8):
             for sequence in (False, True):
@@ -123,7 +137,7 @@ def _cases():
         for remat in ("none", "full"):
             yield build, "2x4", EVERYTHING | {"remat": remat}, {"num_minibatches": 2}
     for sequence in (False, True):
-        yield "hsdp", "2x2x2", {"sequence_parallel": sequence}, {}
+        yield "hsdp", "replicas", {"sequence_parallel": sequence}, {}
         yield (
             "fsdp",
             "2x4",
@@ -131,6 +145,15 @@ def _cases():
             {"communicate_every": "step"},
         )
     yield "fsdp", "2x4", EVERYTHING, {"mode": "auto"}
+    yield "fsdp", "2x2x2", UNROLLED | EXPERTS, {}
+    for mesh in ("2x2x2", "experts", "all experts", "2x4"):
+        for sequence in (False, True):
+            yield "fsdp", mesh, EVERYTHING | EXPERTS | {"sequence_parallel": sequence}, {}
+    for build in ("whole", "zero1", "zero2", "dp"):
+        yield build, "2x2x2", EVERYTHING | EXPERTS, {"num_minibatches": 2}
+    yield "hsdp", "replicas of experts", EXPERTS, {}
+    yield "fsdp", "experts", EXPERTS | {"capacity_factor": 0.0}, {}
+    yield "fsdp", "2x2x2", EVERYTHING | EXPERTS, {"mode": "auto"}
 
 
 @pytest.mark.parametrize(
@@ -138,9 +161,8 @@ def _cases():
 )
 def test_a_split_transformer_is_the_same_as_one_device(build, mesh, fields, options, devices8):
     del devices8
-    sizes = MESHES.get(mesh, {"replica": 2, "data": 2, "model": 2})
     model = SMALL.clone(**fields)
-    _assert_same_as_one_device(_build(build, model, sizes, **options), model)
+    _assert_same_as_one_device(_build(build, model, MESHES[mesh], **options), model)
 
 
 def test_what_pads_the_vocabulary_has_no_part_in_the_model():
@@ -173,6 +195,10 @@ def test_what_pads_the_vocabulary_has_no_part_in_the_model():
         ({"annotate": True}, "annotate is True, expected False with split_axis='model'"),
         ({"split_axis": "", "sequence_parallel": True}, "sequence_parallel is True, expected Fal"),
         ({"vocab_multiple": 0}, "vocab_multiple is 0, expected at least 1"),
+        ({"num_experts": -1}, "num_experts is -1, expected the number of experts, or 0"),
+        ({"num_experts": 2, "experts_per_token": 3}, "experts_per_token is 3, expected from 1 to"),
+        ({"num_experts": 2, "capacity_factor": -1.0}, "capacity_factor is -1.0, expected more"),
+        ({"expert_axis": "data"}, "expert_axis is 'data', expected '' without num_experts"),
     ],
 )
 def test_what_cannot_be_split_is_refused(fields, message, devices8):

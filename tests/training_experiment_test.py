@@ -10,6 +10,7 @@ import manualpar
 from configs import dp, fsdp, hsdp, tp_lm, zero
 from manualpar.strategies import strategy_kinds
 from manualpar.training import experiment
+from manualpar.training.cross_entropy import mixture_of_experts_loss
 from manualpar.training.experiment import build_program, prepare
 from manualpar.training.task import make_task
 
@@ -184,6 +185,7 @@ def _language(text, mesh, **fields):
         config.data.update(path=str(text), sequence_length=fields.pop("sequence_length", 8))
         config.model.update(hidden_size=16, mlp_size=16, num_layers=1)
         config.model.vocab_multiple = fields.pop("vocab_multiple", 4)
+        config.model.num_experts = fields.pop("num_experts", 0)
         config.parallel.update(fields)
     return config
 
@@ -237,6 +239,23 @@ def test_an_axis_of_the_mesh_splits_the_layers_unless_rules_name_it(text):
 def test_layers_that_cannot_be_split_are_named(mesh, fields, message, text, devices8):
     with pytest.raises(ValueError, match=re.escape(message)):
         prepare(_language(text, mesh, **fields))
+
+
+def test_experts_bring_their_axis_and_their_loss(text):
+    mesh = {"data": 2, "expert": 2, "model": 2}
+    task = make_task(_language(text, mesh, num_experts=4))
+    assert (task.model.num_experts, task.model.expert_axis) == (4, "expert")
+    assert task.loss_fn is mixture_of_experts_loss
+    shares = {f"expert_{index}": share for index, share in enumerate((0.5, 0.1, 0.2, 0.2))}
+    assert task.derive("eval", {"loss": 1.0, **shares})["busiest_expert"] == 2.0
+
+
+def test_an_axis_for_experts_needs_some(text, devices8):
+    message = (
+        "has the axes ['expert', 'model'] and the model has no experts to divide over 'expert'"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare(_language(text, {"expert": 4, "model": 2}))
 
 
 def test_a_parameter_to_draw_must_be_there(devices8):

@@ -27,6 +27,9 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
 # Fields that configs did not have once, and the value that says what was done then.
 ADDED: Mapping[str, Any] = {
     "model.vocab_multiple": 1,
+    "model.num_experts": 0,
+    "model.experts_per_token": 2,
+    "model.capacity_factor": 1.25,
     "parallel.sequence": False,
 }
 ABSENT = "(absent)"

@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 
 from manualpar.layers import split, split_lookup
 from manualpar.layers.boundaries import bound_axes
+from manualpar.layers.routing import COUNTS, LOSSES
 from manualpar.models.rotary import rotary_angles
 from manualpar.models.transformer_layer import (
     ATTENTIONS,
@@ -56,8 +57,9 @@ class Transformer(nn.Module):
     tied, and for every layer `attention_norm/scale` `[D]`, `attention/query/kernel` `[D, N, H]`,
     `attention/key/kernel` and `attention/value/kernel` `[D, K, H]`, `attention/out/kernel`
     `[N, H, D]`, `mlp_norm/scale` `[D]`, `mlp/gate/kernel` and `mlp/up/kernel` `[D, F]`,
-    `mlp/down/kernel` `[F, D]`. The layers are `layer_0`, `layer_1`, ...; if they are scanned they
-    are `layers`, each leaf with a leading dimension `L`.
+    `mlp/down/kernel` `[F, D]`; or in place of `mlp` the parameters of a `MoE`, `experts`. The
+    layers are `layer_0`, `layer_1`, ...; if they are scanned they are `layers`, each leaf with a
+    leading dimension `L`.
 
     Weights begin normally distributed with variance 1 / inputs. Weights whose product is added to
     the residual stream begin with 1 / (2 L) of that, so that the stream does not grow with depth
@@ -90,6 +92,12 @@ class Transformer(nn.Module):
         none.
       sequence_parallel: Whether the residual stream between the split parts is split over that axis
         too, along its positions, which must divide.
+      num_experts: Experts that each layer has in place of its MLP, each an MLP of that size; 0 for
+        none. A loss of them is that of `mixture_of_experts_loss`.
+      experts_per_token: How many experts compute a token.
+      capacity_factor: The room of an expert in multiples of an equal share of a sequence's tokens,
+        see `MoE`; 0 for room for all tokens.
+      expert_axis: The mesh axis over which the experts are divided; `""` for none.
     """
 
     vocab_size: int = 260
@@ -111,6 +119,10 @@ class Transformer(nn.Module):
     vocab_multiple: int = 1
     split_axis: str = ""
     sequence_parallel: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 2
+    capacity_factor: float = 1.25
+    expert_axis: str = ""
 
     @nn.compact
     def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
@@ -174,6 +186,10 @@ class Transformer(nn.Module):
             dtype=jnp.dtype(self.dtype),
             attention=self.attention,
             annotate=self.annotate,
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            capacity_factor=self.capacity_factor or None,
+            expert_axis=self.expert_axis or None,
             axis=self.split_axis or None,
             sequence_dim=1 if self.sequence_parallel else None,
         )
@@ -207,9 +223,10 @@ class Transformer(nn.Module):
             policy = REMAT_POLICIES[self.remat]
             layer = nn.remat(Layer, policy=policy, prevent_cse=not self.scan_layers)
         if self.scan_layers:
+            collections = (LOSSES, COUNTS) if self.num_experts else ()
             layers = nn.scan(
                 layer,
-                variable_axes={"params": 0},
+                variable_axes=dict.fromkeys(("params", *collections), 0),
                 split_rngs={"params": True, "dropout": True},
                 in_axes=nn.broadcast,
                 length=self.num_layers,
@@ -237,8 +254,8 @@ def flops_per_token(model: Transformer, sequence_length: int) -> int:
     As in appendix B of PaLM (Chowdhery et al., https://arxiv.org/abs/2204.02311): `6 P` for the `P`
     weights that a token is multiplied with, and `12 L N H S` for attention's two products of every
     query with every key. So recomputation does not count, and what a causal mask or the borders of
-    documents save counts as if it were computed. Norms, softmax and the lookup of embeddings are
-    left out.
+    documents save counts as if it were computed. Of experts those of a token count, whether or not
+    they have room for it. Norms, softmax and the lookup of embeddings are left out.
 
     Args:
       model: The model.
@@ -253,7 +270,10 @@ def flops_per_token(model: Transformer, sequence_length: int) -> int:
     check_transformer(model)
     size = size_of_head(model)
     heads = 2 * model.num_heads + 2 * (model.num_kv_heads or model.num_heads)  # q, out; k, v.
-    layer = model.hidden_size * (heads * size + 3 * model.mlp_size)
+    mlp = 3 * model.mlp_size
+    if model.num_experts:
+        mlp = model.experts_per_token * mlp + model.num_experts
+    layer = model.hidden_size * (heads * size + mlp)
     weights = model.num_layers * layer + model.hidden_size * size_of_vocabulary(model)
     return 6 * weights + 12 * model.num_layers * model.num_heads * size * sequence_length
 
@@ -282,6 +302,14 @@ def check_transformer(model: Transformer) -> None:
         refuse("dropout_rate", "from 0 to less than 1")
     if not -1 <= model.bos_token < model.vocab_size:
         refuse("bos_token", f"less than vocab_size={model.vocab_size}, or -1 for none")
+    if model.num_experts < 0:
+        refuse("num_experts", "the number of experts, or 0 for an MLP")
+    if model.num_experts and not 1 <= model.experts_per_token <= model.num_experts:
+        refuse("experts_per_token", f"from 1 to num_experts={model.num_experts}")
+    if not model.capacity_factor >= 0:
+        refuse("capacity_factor", "more than 0, such as 1.25, or 0 for room for all tokens")
+    if model.expert_axis and not model.num_experts:
+        refuse("expert_axis", "'' without num_experts")
     if model.sequence_parallel and not model.split_axis:
         refuse("sequence_parallel", "False, or a split_axis such as 'model' that splits positions")
     if model.split_axis and model.annotate:

@@ -1,6 +1,6 @@
-"""A layer of the transformer: attention and MLP, each added to the residual stream.
+"""A layer of the transformer: attention and an MLP or experts, each added to the residual stream.
 
-Both may be split over a mesh axis, as in Megatron-LM (Shoeybi et al.,
+All may be split over a mesh axis, as in Megatron-LM (Shoeybi et al.,
 https://arxiv.org/abs/1909.08053): each device computes some of the heads and some of the MLP's
 features. A part of a layer is entered once and left once, so that a layer and its gradient send
 four all-reduces of the residual stream. With `sequence_dim` the residual stream and its norms are
@@ -18,7 +18,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from manualpar.layers import SplitDense, enter
+from manualpar.layers import MoE, SplitDense, enter
 from manualpar.models.rotary import rotate
 
 ATTENTIONS: dict[str, Literal["xla", "cudnn"] | None] = {"": None, "xla": "xla", "cudnn": "cudnn"}
@@ -41,12 +41,16 @@ class LayerConfig:
     dtype: jnp.dtype
     attention: str
     annotate: bool
+    num_experts: int = 0  # 0 for an MLP in their place.
+    experts_per_token: int = 0
+    capacity_factor: float | None = None
+    expert_axis: str | None = None
     axis: str | None = None  # That the layer is split over.
     sequence_dim: int | None = None  # That the residual stream is split along; 1 or None.
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each added to the residual stream."""
+    """Attention and an MLP or experts, each added to the residual stream."""
 
     config: LayerConfig
 
@@ -64,6 +68,9 @@ class Layer(nn.Module):
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
         y_BSD = enter_normalized(x_BSD, "attention_norm", config)
         x_BSD = x_BSD + drop(Attention(config, name="attention")(y_BSD, angles_SH, mask))
+        if config.num_experts:
+            y_BSD = normalize(x_BSD, "mlp_norm", config)
+            return x_BSD + drop(_experts(config)(y_BSD)), None
         y_BSD = enter_normalized(x_BSD, "mlp_norm", config)
         return x_BSD + drop(SwiGLU(config, name="mlp")(y_BSD)), None
 
@@ -112,12 +119,20 @@ def enter_normalized(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Ar
     """The residual stream through an RMSNorm of that name, as the input of split products.
 
     Communication:
-      That of `enter`. Where the stream is split, backward also an all-reduce of the scale's
-      gradient, because each device along the axis has other positions.
+      That of `normalize` and of `enter`.
+    """
+    return enter(normalize(x_BSD, name, config), config.axis, config.sequence_dim)
+
+
+def normalize(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array:
+    """The residual stream through an RMSNorm of that name.
+
+    Communication:
+      Where the stream is split, backward an all-reduce of the scale's gradient, because each device
+      along the axis has other positions.
     """
     init = marked(nn.initializers.ones, ("embed",), annotate=config.annotate)
-    norm = nn.RMSNorm(dtype=config.dtype, scale_init=init, name=name)
-    return enter(norm(x_BSD), config.axis, config.sequence_dim)
+    return nn.RMSNorm(dtype=config.dtype, scale_init=init, name=name)(x_BSD)
 
 
 def marked(init: Any, dim_names: DimNames, *, annotate: bool) -> Any:
@@ -128,6 +143,20 @@ def marked(init: Any, dim_names: DimNames, *, annotate: bool) -> Any:
 def split_dims(dim_names: DimNames, axis: str | None) -> DimNames:
     """For each dim the axis that it is split over, or `None`."""
     return tuple(axis if name in SPLIT_DIMS else None for name in dim_names)
+
+
+def _experts(config: LayerConfig) -> MoE:
+    return MoE(
+        config.num_experts,
+        config.mlp_size,
+        config.experts_per_token,
+        config.capacity_factor,
+        axis=config.expert_axis,
+        model_axis=config.axis,
+        sequence=config.sequence_dim is not None,
+        down_scale=config.added_scale,
+        name="experts",
+    )
 
 
 def _product(

@@ -99,6 +99,9 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "model.scan_layers": Field(bool),
         "model.attention": Field(str, choices=("", "xla", "cudnn")),
         "model.vocab_multiple": Field(int, 1, below=2**31),
+        "model.num_experts": Field(int, 0, below=2**20),
+        "model.experts_per_token": Field(int, 1, below=2**20),
+        "model.capacity_factor": Field(float, 0, below=LARGEST),
         "parallel.sequence": Field(bool),
         "sample.num_tokens": Field(int, 0, below=10**6),  # Each is a pass of the whole model.
         "sample.prompt": Field(str),

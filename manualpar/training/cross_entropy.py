@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from manualpar.layers.routing import COUNTS, LOSSES, auxiliary_loss
 from manualpar.layers.vocabulary import split_argmax, split_cross_entropy, vocabulary_axes
 from manualpar.metrics import Metrics
 from manualpar.train_state import Batch
@@ -54,6 +55,27 @@ def language_model_loss(
     label is the token after its position.
     """
     return _mean_cross_entropy("language_model_loss", params, apply_fn, batch, rng)
+
+
+def mixture_of_experts_loss(
+    params: Any, apply_fn: Callable[..., jax.Array], batch: Batch, rng: jax.Array
+) -> tuple[jax.Array, Metrics]:
+    """`language_model_loss` and the losses that keep the load of a model's experts balanced.
+
+    The metrics are those of `language_model_loss`, whose `loss` is without what is added, and those
+    of `auxiliary_loss`.
+    """
+    sown: dict[str, Any] = {}
+
+    def apply_and_keep(*args: Any, **kwargs: Any) -> jax.Array:
+        logits, updates = apply_fn(*args, mutable=[LOSSES, COUNTS], **kwargs)
+        sown.update(updates)
+        return logits
+
+    loss, metrics = language_model_loss(params, apply_and_keep, batch, rng)
+    weights = None if batch.mask is None else batch.mask.sum(-1)
+    auxiliary, of_experts = auxiliary_loss(sown, weights)
+    return loss + auxiliary, {**metrics, **of_experts}
 
 
 def _mean_cross_entropy(

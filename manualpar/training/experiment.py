@@ -19,14 +19,15 @@ from manualpar.sharding.mesh import abstract_mesh, make_mesh
 from manualpar.strategies import strategy_kinds
 from manualpar.training.config import check_config, nearest
 from manualpar.training.optimizer import adamw, warmup_cosine_schedule
-from manualpar.training.task import SPLIT_AXIS, Task, make_task, splits_layers
+from manualpar.training.task import EXPERT_AXIS, SPLIT_AXIS, Task, make_task, splits_layers
 from manualpar.watching.profiling import parse_profile
 
 # The program's part of `config.training.on_nonfinite`; the loop does the rest.
 NONFINITE = {"ignore": "ignore", "stop": "report", "skip": "skip", "rollback": "report"}
 # The axes that split the batch, as far as the mesh has them, the one that is replicated over first.
-# `data` in two parts, `data` and `data_minor`, is for collectives axis by axis.
-DATA_AXES = ("replica", "data", "data_minor")
+# `data` in two parts, `data` and `data_minor`, is for collectives axis by axis. Devices along
+# `expert` have different tokens, which travel to the experts.
+DATA_AXES = ("replica", "data", "data_minor", EXPERT_AXIS)
 
 
 class Experiment(NamedTuple):
@@ -140,6 +141,12 @@ def build_program(
                 "'manual'."
             )
     _check_split(config, task, mesh)
+    if EXPERT_AXIS in mesh.shape and not config.model.get("num_experts"):
+        raise ValueError(
+            f"config.parallel.mesh has the axes {list(mesh.shape)} and the model has no experts to "
+            f"divide over {EXPERT_AXIS!r}, expected config.model.num_experts, or other axes; set "
+            """--config.parallel.mesh="{'data': -1}"."""
+        )
     data_axes = tuple(axis for axis in DATA_AXES if axis in mesh.shape)
     along, devices = " and ".join(map(repr, data_axes)), axes_size(mesh, data_axes)
     parts = devices * optimizer.num_minibatches

@@ -14,13 +14,18 @@ from manualpar.data import ClassificationDataset, Dataset, LanguageDataset, load
 from manualpar.models import Classifier, Transformer
 from manualpar.models.transformer import flops_per_token
 from manualpar.train_state import TrainState
-from manualpar.training.cross_entropy import classification_loss, language_model_loss
+from manualpar.training.cross_entropy import (
+    classification_loss,
+    language_model_loss,
+    mixture_of_experts_loss,
+)
 from manualpar.training.sampling import sample_tokens
 from manualpar.user_model.loss_function import LossFn
 
 # A multiplication and an addition for each weight forward, and twice that backward.
 FLOPS_PER_WEIGHT = 6
-SPLIT_AXIS = "model"  # Of the mesh, over which layers are split.
+# Axes of the mesh: layers are split over one, and experts are divided over the other.
+SPLIT_AXIS, EXPERT_AXIS = "model", "expert"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +100,18 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         annotate=bool(config.parallel.rules),
         split_axis=SPLIT_AXIS if is_split else "",
         sequence_parallel=config.parallel.sequence and is_split,  # Otherwise it is refused later.
+        expert_axis=EXPERT_AXIS if config.model.num_experts else "",
     )
 
     def derive(split: str, means: dict[str, float]) -> dict[str, float]:
         # In bits per byte models with different tokens can be compared.
         tokens_per_byte = getattr(dataset, split).tokens_per_byte
-        return means | {"bits_per_byte": means["loss"] / math.log(2) * tokens_per_byte}
+        more = {"bits_per_byte": means["loss"] / math.log(2) * tokens_per_byte}
+        if model.num_experts:
+            # The load of the busiest one, in multiples of an equal share.
+            shares = [means[f"expert_{index}"] for index in range(model.num_experts)]
+            more["busiest_expert"] = max(shares) * model.num_experts
+        return means | more
 
     # Here, so that a prompt that cannot be encoded is an error before the training.
     prompt = np.concatenate([[tokenizer.bos_token], tokenizer.encode(config.sample.prompt)])
@@ -120,7 +131,7 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
     return Task(
         dataset=dataset,
         model=model,
-        loss_fn=language_model_loss,
+        loss_fn=mixture_of_experts_loss if model.num_experts else language_model_loss,
         headline="bits_per_byte",
         flops_per_example=flops_per_token(model, length) * length,
         tokens_per_example=length,

@@ -35,7 +35,8 @@ FORMATS: Mapping[str, Callable[[float], str]] = {
 # The bar has no room for them in a terminal of 80 columns.
 NORMS = frozenset({"gradient_norm", "update_norm", "parameter_norm"})
 LEFT_OUT = NORMS | {"learning_rate"}
-NOT_SHOWN = "model_flops_per_second"  # For calculations, which the files are for.
+# What the files are for: for calculations, or one of many.
+NOT_SHOWN = ("model_flops_per_second", "expert_")
 BAR_WIDTH, SMALLEST_BAR = 40, 4
 LONGEST_TIME = len("100:00:00")
 LABEL = "training"
@@ -75,7 +76,7 @@ def describe_within(metrics: Mapping[str, float], width: int, *, also: str = "")
 
 def _texts(metrics: Mapping[str, float]) -> dict[str, str]:
     """What to show of each metric, in the order of `FORMATS`."""
-    metrics = {name: value for name, value in metrics.items() if name != NOT_SHOWN}
+    metrics = {name: value for name, value in metrics.items() if not name.startswith(NOT_SHOWN)}
     if "tokens_per_second" in metrics:
         metrics.pop("examples_per_second", None)  # It says the same.
     texts = {name: text(metrics[name]) for name, text in FORMATS.items() if name in metrics}
