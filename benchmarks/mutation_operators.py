@@ -57,6 +57,7 @@ EQUIVALENT: Mapping[str, str] = {
     "*:pmax:reverse-axes": _SAME_SET,
     "*:sync_*:reverse-axes": _SAME_SET,
     "*:reduce_gradient:reverse-axes": _SAME_SET,
+    "*:ppermute:reverse-axes": "jax takes the axes of a permute in the order of the mesh",
     "guards.nonfinite:find_nonfinite:psum:times-2": "of the sum counts only whether it is zero",
     "core.collectives:gather_invariant:cast_to_varying:delete": (
         "jax.lax.all_gather makes the same cast itself; the jaxpr is the same"

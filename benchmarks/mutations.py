@@ -69,6 +69,7 @@ FIRST = {
     "layers.boundaries:*": ("tests/layers_dense_test.py",),
     "layers.chunks:*": ("tests/layers_ring_test.py",),
     "layers.expert*": ("tests/layers_experts_test.py",),
+    "layers.ring:*": ("tests/layers_ring_test.py",),
     "layers.routing:*": ("tests/layers_routing_test.py", "tests/layers_experts_program_test.py"),
     "layers.vocabulary:*": ("tests/layers_vocabulary_test.py",),
     "user_model.split_dropout:*": ("tests/user_model_split_dropout_test.py",),

@@ -16,6 +16,7 @@ from manualpar.purposes import SEQUENCE_SCOPE, purpose_of
 from manualpar.sharding.mesh import make_mesh
 
 B, D, N, H = 8, 6, 8, 3
+AXES = ("outer", "inner")
 
 
 def one_device(scale: Any, x: Any, weights: Any, gate: Any, up: Any, down: Any, *, dim: int) -> Any:
@@ -27,16 +28,16 @@ def one_device(scale: Any, x: Any, weights: Any, gate: Any, up: Any, down: Any, 
 
 
 def plain_block(x: Any, dim: int, gate: Any, up: Any, down: Any) -> Any:
-    x = enter(x, "model", dim)
+    x = enter(x, AXES, dim)
     gate, up = jnp.tensordot(x, gate, 1), jnp.tensordot(x, up, 1)
-    return leave(jnp.tensordot(jnp.tanh(gate) * jnp.cumsum(up, dim), down, 2), "model", dim)
+    return leave(jnp.tensordot(jnp.tanh(gate) * jnp.cumsum(up, dim), down, 2), AXES, dim)
 
 
 def ring_block(x: Any, dim: int, gate: Any, up: Any, down: Any) -> Any:
-    x = enter_ring(x, "model", dim)
+    x = enter_ring(x, AXES, dim)
     gate, up = jax.tree.map(jnp.tanh, gather_matmul(x, gate)), gather_matmul(x, up)
     hidden = whole_sequence(gate) * jnp.cumsum(whole_sequence(up), dim)
-    return matmul_scatter(hidden, down, "model", dim, 2)
+    return matmul_scatter(hidden, down, AXES, dim, 2)
 
 
 def make_arguments(positions: int, dim: int, dtype: Any) -> tuple[jax.Array, ...]:
@@ -49,19 +50,21 @@ def make_arguments(positions: int, dim: int, dtype: Any) -> tuple[jax.Array, ...
 
 
 def make_step(block: Any, size: int, dim: int, *, remat: bool = False) -> Any:
-    """The loss and all gradients, with `size` devices along `model` and the others along `data`."""
+    """The loss and all gradients, with `size` devices along `AXES` and the others along `data`."""
 
     def local(*arguments: jax.Array) -> Any:
         def loss(scale: jax.Array, x: jax.Array, weights: jax.Array, *kernels: jax.Array) -> Any:
             some_block = jax.checkpoint(block, static_argnums=1) if remat else block
             value = weights * jnp.sin(some_block(x * scale, dim, *kernels))
-            return jax.lax.psum(value.sum(), ("data", "model"))
+            return jax.lax.psum(value.sum(), ("data", *AXES))
 
         return jax.value_and_grad(loss, range(6))(*arguments)
 
-    x = P("data", "model") if dim == 1 else P("model", "data")
-    specs = (P(), x, x, P(None, "model"), P(None, "model"), P("model"))
-    mesh = make_mesh({"data": 8 // size, "model": size})
+    x = P("data", AXES) if dim == 1 else P(AXES, "data")
+    specs = (P(), x, x, P(None, AXES), P(None, AXES), P(AXES))
+    inner = min(size, 2)
+    # The axes of the ring in another order than those of the mesh.
+    mesh = make_mesh({"inner": inner, "data": 8 // size, "outer": size // inner})
     return jax.jit(
         jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), specs), check_vma=True)
     )

@@ -11,13 +11,14 @@ in the sequence is; offset 0 is a device's own. Chunks stand in the order in whi
 """
 
 import functools
+import math
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from manualpar.core.collectives import cast_to_varying, varying_axes
 from manualpar.purposes import SEQUENCE_SCOPE
 
 
@@ -49,11 +50,11 @@ def gather_chunks(x: jax.Array, axes: tuple[str, ...], dim: int) -> Chunks:
     size = jax.lax.axis_size(axes)
     parts, ahead, behind = [x], x, x
     for _ in range((size - 1) // 2):
-        ahead, behind = _send(ahead, axes, -1), _send(behind, axes, 1)
+        ahead, behind = _shift(ahead, axes, -1), _shift(behind, axes, 1)
         parts += [ahead, behind]
     if size % 2 == 0:
-        last = [_send(_split_last(ahead, axes, dim)[0], axes, -1)]
-        last += [_send(half, axes, 1) for half in _split_last(behind, axes, dim)[1:]]
+        last = [_shift(_split_last(ahead, axes, dim)[0], axes, -1)]
+        last += [_shift(half, axes, 1) for half in _split_last(behind, axes, dim)[1:]]
         parts.append(jnp.concatenate(last, dim))
     return Chunks(tuple(parts), axes, dim)
 
@@ -70,20 +71,25 @@ def scatter_chunks(x: Chunks) -> jax.Array:
     if len(x.parts) % 2 == 0:
         first, *second = _split_last(others.pop(), x.axes, x.dim)
         rest = own.shape[x.dim] - first.shape[x.dim]
-        ahead = _pad(_send(first, x.axes, 1), x.dim, (0, rest))
+        ahead = _pad(_shift(first, x.axes, 1), x.dim, (0, rest))
         for half in second:
-            behind = _pad(_send(half, x.axes, -1), x.dim, (rest, 0))
+            behind = _pad(_shift(half, x.axes, -1), x.dim, (rest, 0))
     for index in reversed(range(0, len(others), 2)):
-        ahead = _send(others[index] + ahead, x.axes, 1)
-        behind = _send(others[index + 1] + behind, x.axes, -1)
+        ahead = _shift(others[index] + ahead, x.axes, 1)
+        behind = _shift(others[index + 1] + behind, x.axes, -1)
     return own + ahead + behind
 
 
-def _send(x: jax.Array, axes: tuple[str, ...], by: int) -> jax.Array:
+def _shift(x: jax.Array, axes: tuple[str, ...], by: int) -> jax.Array:
     """Sends `x` to the device that is `by` ahead."""
-    size = jax.lax.axis_size(axes)
+    # Of several axes `ppermute` counts devices in the order of the mesh, `axis_index` in theirs.
+    ordered = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes]
+    sizes = [jax.lax.axis_size(axis) for axis in ordered]
+    devices = np.arange(math.prod(sizes)).reshape(sizes)
+    devices = devices.transpose([ordered.index(axis) for axis in axes]).ravel()
+    pairs = zip(devices.tolist(), np.roll(devices, -by).tolist(), strict=True)
     with jax.named_scope(SEQUENCE_SCOPE):
-        return jax.lax.ppermute(x, axes, [(i, (i + by) % size) for i in range(size)])
+        return jax.lax.ppermute(x, tuple(ordered), list(pairs))
 
 
 def _split_last(x: jax.Array, axes: tuple[str, ...], dim: int) -> list[jax.Array]:
@@ -113,7 +119,6 @@ def join(parts: tuple[jax.Array, ...], axes: tuple[str, ...], dim: int) -> jax.A
     shape[dim] *= len(parts)
     # Filling it with zeros would take as long as half a product.
     whole = jax.lax.empty(tuple(shape), parts[0].dtype)
-    whole = cast_to_varying(whole, varying_axes(parts[0]))
     for place, part in zip(_places(axes), parts, strict=True):
         start = place * part.shape[dim]
         whole = jax.lax.dynamic_update_slice_in_dim(whole, part, start, dim)
