@@ -15,7 +15,7 @@ from manualpar.layers.expert_exchange import has_ragged_all_to_all
 from manualpar.layers.experts import MoE, all_to_all_bytes, capacity_of
 from manualpar.layers.routing import auxiliary_loss
 from manualpar.purposes import EXPERT_SCOPE, SEQUENCE_SCOPE
-from manualpar.sharding.axes import axis_tuple
+from manualpar.sharding.axes import axis_tuple, with_axis_types
 from manualpar.sharding.mesh import make_mesh
 
 SOWN = ("losses", "intermediates")
@@ -241,6 +241,14 @@ def test_inputs_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=f"MoE: {message}"):
             moe().init(jax.random.key(0), x, mask)
+
+
+def test_nothing_is_sorted_that_is_sharded_by_its_type(devices8):
+    del devices8
+    mesh = with_axis_types(make_mesh(DATA_EXPERT), jax.sharding.AxisType.Explicit)
+    x = jax.device_put(_input(), jax.NamedSharding(mesh, P(BOTH)))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="MoE: capacity_factor=None with"):
+        jax.eval_shape(moe(capacity_factor=None).init, jax.random.key(0), x)
 
 
 @pytest.mark.parametrize(

@@ -225,8 +225,8 @@ def all_to_all_bytes(
 ) -> int:
     """The bytes that a device sends in one all-to-all of a layer with a capacity.
 
-    A training step has four of a layer: two forward and two backward. With `nn.remat` it has one
-    more or two more, because the forward pass is computed again.
+    A training step has four for each layer: two forward and two backward. With `nn.remat` it has
+    six, because the forward pass is computed again.
 
     Args:
       moe: The layer.
@@ -287,6 +287,12 @@ def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
         raise ValueError(
             f"MoE: x has the shape {x.shape}, expected [batch, sequence, features]. Capacity and "
             "balance are those of a sequence, so give a single one a leading dimension of 1."
+        )
+    if moe.capacity_factor is None and any(jax.typeof(x).sharding.spec):
+        raise ValueError(
+            "MoE: capacity_factor=None with an x that is sharded by its type, as in "
+            "mode='explicit', where no sharded dimension is sorted. Give the experts a capacity, "
+            "or use mode='manual' or 'auto'."
         )
     positions = x.shape[1]
     if moe.sequence and (axes := bound_axes("MoE", moe.model_axis)):
