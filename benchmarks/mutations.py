@@ -66,7 +66,7 @@ FIRST = {
     "collection_sync:*": ("tests/gradients_test.py", "tests/collections_test.py"),
     "guards.nonfinite:*": ("tests/nonfinite_test.py",),
     "core.gradients:reduce_gradient:*": ("tests/roles_test.py",),
-    "layers.boundaries:*": ("tests/layers_dense_test.py",),
+    "layers.boundaries:*": ("tests/layers_boundaries_test.py", "tests/layers_dense_test.py"),
     "layers.chunks:*": ("tests/layers_ring_test.py",),
     "layers.expert*": ("tests/layers_experts_test.py",),
     "layers.ring:*": ("tests/layers_ring_test.py",),

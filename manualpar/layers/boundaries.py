@@ -18,7 +18,7 @@ Symbols: `N` devices along the axis.
 
 import jax
 
-from manualpar.core.collectives import cast_to_varying, is_vma_checked, varying_axes
+from manualpar.core.collectives import is_vma_checked, varying_axes
 from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.sharding.axes import AxisName, axis_tuple, is_axis_bound
 
@@ -79,7 +79,7 @@ def enter(
         f"is split along dim {sequence_dim}. Leave sequence_dim out, or have leave scatter it",
     )
     with jax.named_scope(SEQUENCE_SCOPE):
-        return jax.lax.all_gather(cast_to_varying(x, axes), axes, axis=sequence_dim, tiled=True)
+        return jax.lax.all_gather(x, axes, axis=sequence_dim, tiled=True)
 
 
 def leave(
@@ -135,9 +135,7 @@ def leave(
             f"sequence_dim={sequence_dim}, expected a multiple of the {size} devices along {axes}."
         )
     with jax.named_scope(SEQUENCE_SCOPE):
-        return jax.lax.psum_scatter(
-            cast_to_varying(x, axes), axes, scatter_dimension=sequence_dim % x.ndim, tiled=True
-        )
+        return jax.lax.psum_scatter(x, axes, scatter_dimension=sequence_dim % x.ndim, tiled=True)
 
 
 def bound_axes(function: str, axis: AxisName | None) -> tuple[str, ...]:
