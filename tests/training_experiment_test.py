@@ -250,6 +250,18 @@ def test_experts_bring_their_axis_and_their_loss(text):
     assert task.derive("eval", {"loss": 1.0, **shares})["busiest_expert"] == 2.0
 
 
+@pytest.mark.parametrize(
+    ("mesh", "expected"),
+    [({"expert": 4, "data": 2}, ("data", "expert")), ({"expert": 8}, "expert")],
+)
+def test_devices_with_other_experts_have_other_examples(
+    mesh, expected, text, monkeypatch, devices8
+):
+    _replace_builder(monkeypatch, "fsdp", lambda *args, **options: options)
+    config = _language(text, mesh, num_experts=8, sequence=False)
+    assert build_program(config, make_task(config), _schedule)["axis_name"] == expected
+
+
 def test_an_axis_for_experts_needs_some(text, devices8):
     message = (
         "has the axes ['expert', 'model'] and the model has no experts to divide over 'expert'"

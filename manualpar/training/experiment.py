@@ -178,8 +178,8 @@ def build_program(
         "nonfinite": NONFINITE[config.training.on_nonfinite],
     }
     axis_name = tuple(axis for axis in data_axes if axis != "replica" or not kind.replicates)
-    if len(axis_name) > 1:
-        shared["axis_name"] = axis_name
+    if set(axis_name) - {"data"}:
+        shared["axis_name"] = axis_name if len(axis_name) > 1 else axis_name[0]
     own = {name: parallel[name] for name in kind.fields if name in parallel}
     return kind.builder(task.model, tx, task.loss_fn, **shared, **own, **kind.constants)
 
