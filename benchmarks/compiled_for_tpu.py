@@ -31,6 +31,7 @@ from manualpar.planner.plan import Plan
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import compile_for_tpu
 from manualpar.training.config import load_config
+from manualpar.training.task import SPLIT_AXIS
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "fsdp_lm.py"
@@ -48,11 +49,15 @@ class Variant:
       mode: Its mode.
       overlap: Whether the compiler is asked for asynchronous collectives.
       is_axis_by_axis: Whether a shard is scattered over one of two mesh axes after the other.
+      num_split: How many chips layers are split over; 0 for none.
+      sequence: Whether these chips split the positions between layers too.
     """
 
     mode: str
     overlap: Overlap = "default"
     is_axis_by_axis: bool = False
+    num_split: int = 0
+    sequence: bool = False
 
 
 PROGRAMS: Mapping[str, Variant] = {
@@ -63,6 +68,14 @@ PROGRAMS: Mapping[str, Variant] = {
     "auto, asynchronous": Variant("auto", "asynchronous"),
     "manual, axis by axis": Variant("manual", is_axis_by_axis=True),
     "manual, axis by axis, asynchronous": Variant("manual", "asynchronous", is_axis_by_axis=True),
+    "manual, split over 4": Variant("manual", num_split=4),
+    "manual, split over 4, sequence": Variant("manual", num_split=4, sequence=True),
+    "auto, split over 4": Variant("auto", num_split=4),
+    "manual, split over 4, asynchronous": Variant("manual", "asynchronous", num_split=4),
+    "manual, split over 4, sequence, asynchronous": Variant(
+        "manual", "asynchronous", num_split=4, sequence=True
+    ),
+    "auto, split over 4, asynchronous": Variant("auto", "asynchronous", num_split=4),
 }
 
 
@@ -159,6 +172,10 @@ def make_config(args: argparse.Namespace, topology: str, variant: Variant) -> An
         sizes = {"data": shape.num_devices // minor, "data_minor": minor}
         config.parallel.mesh = ml_collections.ConfigDict(sizes)
         config.parallel.axis_by_axis = True
+    if variant.num_split:
+        sizes = {"data": shape.num_devices // variant.num_split, SPLIT_AXIS: variant.num_split}
+        config.parallel.mesh = ml_collections.ConfigDict(sizes)
+        config.parallel.sequence = variant.sequence
     return config.lock()
 
 
