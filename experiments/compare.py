@@ -17,6 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ from manualpar.inspect import (
     trace_collectives,
 )
 from manualpar.metrics import fetch_metrics
+from manualpar.models import Transformer
+from manualpar.models.transformer_sends import transformer_sends
 from manualpar.strategies import Field, strategy_kinds
 from manualpar.train_state import Batch
 from manualpar.training.command_line import (
@@ -106,8 +109,9 @@ class Trial:
 
         `state_bytes` are those of parameters and optimizer state on the fullest device,
         `temporary_bytes` what the compiled step holds besides, `bytes_sent` and `collectives` those
-        of a device in a step, and `formula_bytes` the prediction for parameters and gradients,
-        which is an upper bound where `formula_is_bound`. `step_ratio` is the median of the times of
+        of a device in a step, and `formula_bytes` the prediction for parameters and gradients, and
+        in mode manual for split layers, which is an upper bound where `formula_is_bound`.
+        `step_ratio` is the median of the times of
         a step divided by those of the first row in the same round.
         """
         program, state = self.program, self.program.abstract_state
@@ -133,7 +137,7 @@ class Trial:
             "state_bytes": state_bytes((state.params, state.opt_state))[0],
             "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
             "bytes_sent": float(total_bytes(found)),
-            "formula_bytes": float(total_step_bytes(program)) if is_predicted else None,
+            "formula_bytes": float(_predicted_bytes(program)) if is_predicted else None,
             "formula_is_bound": is_predicted and program.strategy.reshard_after_forward,
             "collectives": count_by_kind(found),
             "read_from": read_from,
@@ -141,6 +145,13 @@ class Trial:
             "step_seconds": statistics.median(self.seconds),
             "step_ratio": statistics.median(ratios),
         }
+
+
+def _predicted_bytes(program: Program) -> Fraction:
+    model = program.abstract_state.apply_fn.__self__
+    is_known = program.mode == "manual" and isinstance(model, Transformer)
+    layers = transformer_sends(program, model) if is_known else ()
+    return total_step_bytes(program) + total_bytes(layers)
 
 
 def compare(
@@ -210,8 +221,9 @@ def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
         return prepare(ml_collections.ConfigDict(rest | {"parallel": parallel}))
 
     experiments = [(strategy, build(strategy, mode)) for strategy, mode in pairs]
-    # Nothing is reduced on one device.
-    single = build("dp", "auto", mesh={"data": 1}, reduce_dtype="")
+    # Nothing is reduced on one device, and nothing split.
+    parts = {"sequence": False} if "sequence" in rest["parallel"] else {}
+    single = build("dp", "auto", mesh={"data": 1}, reduce_dtype="", **parts)
     return [*experiments, (ONE_DEVICE, single)]
 
 

@@ -90,9 +90,9 @@ def footnotes(rows: Sequence[Row], *, repetitions: int) -> list[str]:
         "Sent and collectives (all-gathers/reduce-scatters/all-reduces/others): by a device in a "
         "step. In mode manual they are read from the traced program, as it is written, metrics "
         "included; in the other modes from the compiled program, as XLA made it for this backend.",
-        "Formula: for parameters and gradients alone. ≤: at most that, because weights are "
-        "gathered again only where the backward pass needs them. -: none, because XLA may send "
-        "activations.",
+        "Formula: for parameters and gradients, and in mode manual for layers that are split. ≤: "
+        "at most that, because weights are gathered again only where the backward pass needs them. "
+        "-: none, because XLA may send activations.",
         f"Step: the median over {repetitions} rounds, in each of which every row takes one step, "
         f"of its time divided by that of the first row.{cpu if device.platform == 'cpu' else ''}",
     ]

@@ -10,7 +10,7 @@ from manualpar.training.config import FIELDS, check_config, flatten_config
 
 FOLDER = Path(__file__).parent.parent / "configs"
 # What compares strategies has fields of its own.
-NAMES = sorted({path.stem for path in FOLDER.glob("[a-z]*.py")} - {"compare"})
+NAMES = sorted({path.stem for path in FOLDER.glob("[a-z]*.py")} - {"compare", "compare_split"})
 
 
 def _config(name: str):
