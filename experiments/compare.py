@@ -148,10 +148,10 @@ class Trial:
 
 
 def _predicted_bytes(program: Program) -> Fraction:
-    model = program.abstract_state.apply_fn.__self__
-    is_known = program.mode == "manual" and isinstance(model, Transformer)
-    layers = transformer_sends(program, model) if is_known else ()
-    return total_step_bytes(program) + total_bytes(layers)
+    model = getattr(program.abstract_state.apply_fn, "__self__", None)
+    if program.mode != "manual" or not isinstance(model, Transformer):
+        return total_step_bytes(program)
+    return total_step_bytes(program) + total_bytes(transformer_sends(program, model))
 
 
 def compare(

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from manualpar.inspect.provenance import LAYER_SCOPES
 from manualpar.models import Transformer
 from manualpar.models.transformer_sends import transformer_sends
 from manualpar.purposes import CAST_SCOPE
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
 
 SMALL = Transformer(
     vocab_size=32,
@@ -48,10 +49,13 @@ def build(
     name: str, mesh: dict[str, int], *, minibatches: int = 1, gather_dtype: str = "", **fields: Any
 ) -> Program:
     tokens = jax.ShapeDtypeStruct((EXAMPLES, POSITIONS), jnp.int32)
+    model = SMALL.clone(**fields)
+    options = {"axis_name": ("data", "expert")} if "expert" in mesh else {}
     return BUILDERS[name](
-        SMALL.clone(**fields),
+        model,
         optax.sgd(1.0),
-        language_model_loss,
+        mixture_of_experts_loss if model.num_experts else language_model_loss,
+        **options,
         mesh=make_mesh(mesh),
         batch=Batch(inputs=tokens, labels=tokens),
         num_minibatches=minibatches,
@@ -63,13 +67,15 @@ def check(program: Program, *, compile: bool = False) -> Ledger:
     """Whether everything over the model axis, and all that is for parameters, is predicted."""
     found = ledger(program, compile=compile)
     parameters = of_parameters(found.collectives)
-    layers = [x for x in found.collectives if "model" in x.axes and x not in parameters]
+    axes = [("model",), ("expert",)]
+    layers = [x for x in found.collectives if x.axes in axes and x not in parameters]
     model = program.abstract_state.apply_fn.__self__
     predicted = transformer_sends(program, model)
     assert {x.purpose for x in layers} <= {*LAYER_SCOPES, CAST_SCOPE}
 
     def amounts(collectives: Any) -> Any:
-        return summed(((x.purpose, x.kind, x.shape, x.dtype), x.times) for x in collectives)
+        keys = ((x.purpose, x.kind, x.axes, math.prod(x.shape), x.dtype) for x in collectives)
+        return summed(zip(keys, (x.times for x in collectives), strict=True))
 
     assert amounts(layers) == amounts(predicted)
     gathers_again = program.strategy.reshard_after_forward or model.remat != "none"
@@ -81,18 +87,23 @@ def check(program: Program, *, compile: bool = False) -> Ledger:
 TP = {"dtype": "bfloat16"}
 SP = {"sequence_parallel": True}
 GQA = {"num_kv_heads": 2, "remat": "dots"}
+EXPERTS = {"num_experts": 4, "expert_axis": "expert", "scan_layers": False}
 CASES = [
     ("zero2", {"data": 2, "model": 4}, TP | GQA, 2),
     ("fsdp", {"data": 4, "model": 2}, SP | {"tied_head": True, "gather_dtype": "bfloat16"}, 1),
 ]
 SLOW = [
-    (name, {"replica": 2, "data": 2, "model": 2} if name == "hsdp" else mesh, fields, m)
-    for name, mesh, fields, m in itertools.product(
-        BUILDERS,
-        [{"data": 2, "model": 4}, {"data": 1, "model": 8}],
-        [TP, TP | GQA, SP, SP | GQA, SP | {"tied_head": True, "scan_layers": False}],
-        [2],
-    )
+    ("fsdp", {"data": 2, "expert": 4}, EXPERTS | {"remat": "full"}, 2),
+    ("dp", {"data": 2, "expert": 2, "model": 2}, EXPERTS | TP, 1),
+    ("dp", {"data": 1, "expert": 4, "model": 2}, EXPERTS | SP | {"remat": "full"}, 2),
+    *(
+        (name, {"replica": 2, "data": 2, "model": 2} if name == "hsdp" else mesh, fields, 2)
+        for name, mesh, fields in itertools.product(
+            BUILDERS,
+            [{"data": 2, "model": 4}, {"data": 1, "model": 8}],
+            [TP, TP | GQA, SP, SP | GQA, SP | {"tied_head": True, "scan_layers": False}],
+        )
+    ),
 ]
 
 

@@ -115,6 +115,23 @@ def expert_sends(
     yield x.sends(EXPERT_SCOPE, "all_to_all", 6 if recomputed else 4, rows, x.dtype)
 
 
+def router_sends(
+    x: Activations, *, num_experts: int, top_k: int, recomputed: bool = False
+) -> Iterator[Collective]:
+    """What experts send over a model axis that splits them, besides what a block's MLP sends.
+
+    The gradients of the gates are summed. With sequence parallelism the logits of all positions are
+    gathered, and the router's gradient is summed.
+    """
+    examples, positions, hidden_size = x.shape
+    gates = (examples, positions, top_k)
+    yield x.sends(TENSOR_SCOPE, "all_reduce", 1, gates, FLOAT32)
+    if x.sequence:
+        logits = (*x.part[:2], num_experts)
+        yield x.sends(SEQUENCE_SCOPE, "all_gather", 2 if recomputed else 1, logits, FLOAT32)
+        yield x.sends(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, num_experts), FLOAT32)
+
+
 def _enter(x: Activations, times: int, *, recomputed: int = 0) -> Iterator[Collective]:
     """Where activations enter a split part, see `manualpar.layers.boundaries`."""
     if x.sequence:
