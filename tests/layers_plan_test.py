@@ -316,6 +316,7 @@ PAIR = {"up": Column(), "down": Row()}
         (Between(nn.LayerNorm()), PAIR, "'between' .LayerNorm. gets a part of the features"),
         (Between(nn.relu, width=30), PAIR, "parameter 'down/kernel' .* dim 0 of size 30 does not"),
         (Net(), {"up": Column(-2), "down": Row()}, "module 'up' .* cannot compute with its shard"),
+        (Net(), {"up": Column(), "down": Row(-3)}, "'down/kernel' has 2 dims.*expected 3 at least"),
         (Net(), {"up": Vocab(), "down": Row()}, "module 'up' .* is a Dense, expected an nn.Embed"),
     ],
 )

@@ -221,6 +221,12 @@ def _split_params(planned: TensorParallel, params: Any) -> Any:
                 "the annotation away, or leave the module out of the plan."
             )
         dim = style.split_dim(name, value.ndim)
+        if dim is None and isinstance(style, Row) and name != "bias":
+            raise ValueError(
+                f"tensor_parallel: parameter {path_name(path)!r} has {value.ndim} dims, and the "
+                f"plan gives its module {style}; expected {-style.dim} at least, or the name "
+                "'bias' for what is added to the sum."
+            )
         if dim is None:
             return value
         names: list[str | None] = [None] * value.ndim

@@ -192,7 +192,8 @@ class PlannedCalls:
         except ScopeParamShapeError as error:
             raise ValueError(
                 f"{where} gets a part of the features that it was made for, and the plan does not "
-                f"name it: {error} Split neither its input, by a Row before it, nor its parameters."
+                f"name it: {error} Give it the style Row, if it contracts them, or put a Row "
+                "before it."
             ) from error
 
 
