@@ -12,6 +12,7 @@ import pytest
 from flax.core import FrozenDict
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar.inspect import trace_collectives
 from manualpar.layers import MoE, auxiliary_loss
 from tests.one_device import train_on_one_device, train_program
 
@@ -113,9 +114,10 @@ def test_every_gradient_is_that_of_one_device(case, devices8):
     del devices8
     build, fields, sizes, options = case
     expected = _one_device(model(**fields))
-    state, losses = train_program(
-        _program(build, model(**fields), sizes, **options), [make_batch()]
-    )
+    program = _program(build, model(**fields), sizes, **options)
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    assert all(collective.purpose for collective in trace_collectives(traced))
+    state, losses = train_program(program, [make_batch()])
     np.testing.assert_allclose(losses, expected.losses, rtol=1e-6)
 
     def difference(got, want, before):  # SGD(1.0) has subtracted the gradient.

@@ -14,7 +14,7 @@ from manualpar.layers import expert_exchange
 from manualpar.layers.expert_exchange import has_ragged_all_to_all
 from manualpar.layers.experts import MoE, all_to_all_bytes, capacity_of
 from manualpar.layers.routing import auxiliary_loss
-from manualpar.purposes import EXPERT_SCOPE, SEQUENCE_SCOPE
+from manualpar.purposes import EXPERT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.sharding.axes import axis_tuple, with_axis_types
 from manualpar.sharding.mesh import make_mesh
 
@@ -213,6 +213,10 @@ def test_what_a_layer_sends(devices8):
     assert {c.kind for c in sent} == {"all_to_all", "all_reduce"}  # Of the parameters' gradients.
     counts = count_by_kind(_sent(moe(capacity_factor=None), EXPERT_SCOPE))
     assert counts == {"all_gather": 4, "reduce_scatter": 3}
+    # Of the output forward, of the input and the gates backward.
+    assert count_by_kind(_sent(moe(), EXPERT_SCOPE, "data")) == {"all_reduce": 3}
+    split = moe(axis=None, model_axis="expert")
+    assert count_by_kind(_sent(split, TENSOR_SCOPE, "data")) == {"all_reduce": 3}
     split = moe(axis=None, model_axis="expert", sequence=True)
     counts = count_by_kind(_sent(split, SEQUENCE_SCOPE, "data", "expert"))
     assert counts == {"all_gather": 3, "reduce_scatter": 2}  # The tokens' two ways; the logits.
