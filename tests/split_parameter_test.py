@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from manualpar import assert_same_as_one_device, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar.checkpoints import Checkpoints
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
 from manualpar.layers.boundaries import enter, leave
 from manualpar.purposes import SEQUENCE_SCOPE
@@ -21,6 +22,7 @@ from tests.split_models import (
     BATCH,
     NORMAL,
     WIDTH,
+    Block,
     ExpertNet,
     Net,
     build,
@@ -266,3 +268,78 @@ def test_optimizers_see_whole_gradients(devices8):
     _, grads = on_one_device(Mistaken())
     expected, _ = tx.update(grads, tx.init(before), before)
     assert worst_difference(jax.tree.map(np.negative, change), expected)[0] < 1e-4
+
+
+@pytest.mark.slow
+def test_a_state_moves_to_another_factorisation(devices8, tmp_path):
+    tx = optax.adam(0.1)
+    programs = [
+        build(SCAN, axes, builder, tx=tx, **options)
+        for axes, builder, options in (
+            (TWO_BY_FOUR, fsdp, {}),
+            ({"data": 8, "model": 1}, zero, {"stage": 1}),
+            ({"replica": 2, "data": 2, "model": 2}, hsdp, {"pad": True}),
+        )
+    ]
+    before = programs[0].init(jax.random.key(0))
+    whole = programs[0].whole(before)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(programs[0], before, step=1, extra={})
+        checkpoints.wait()
+        for program in programs:
+            read = checkpoints.restore(program, report=lambda line: None).state
+            for state in (program.adopt(before), program.init_from(whole), read):
+                jax.tree.map(np.testing.assert_array_equal, program.whole(state), whole)
+                for x, like in zip(
+                    jax.tree.leaves(state), jax.tree.leaves(program.abstract_state), strict=True
+                ):
+                    assert x.sharding == like.sharding
+
+
+class Several(nn.Module):
+    """Blocks side by side, in `nn.vmap`."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        blocks = nn.vmap(
+            Block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=None,
+            axis_size=2,
+            metadata_params={nn.PARTITION_NAME: "blocks"},
+        )
+        y, _ = blocks()(x)
+        return y.sum(0)[..., :4]
+
+
+@pytest.mark.slow
+def test_layers_side_by_side(devices8):
+    check(build(Several(), TWO_BY_FOUR), Several())
+
+
+def normalised(params, apply_fn, batch, rng):
+    """The loss of a model with statistics of its batch."""
+
+    def apply(variables, x):
+        return apply_fn(variables, x, mutable=["batch_stats"])[0]
+
+    return loss_fn(params, apply, batch, rng)
+
+
+class Normalised(nn.Module):
+    """Statistics where activations are whole, of all devices' examples."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        norm = nn.BatchNorm(False, axis_name="data", scale_init=NORMAL(1.0), bias_init=NORMAL(1.0))
+        return Mistaken()(norm(x))
+
+
+@pytest.mark.slow
+def test_statistics_of_whole_activations(devices8):
+    program = build(Normalised(), TWO_BY_FOUR, loss_fn=normalised)
+    assert_same_as_one_device(program, BATCH, jax.random.key(0))
+    state, _ = program.train_step(program.init(jax.random.key(0)), BATCH)
+    mean = state.collections["batch_stats"]["BatchNorm_0"]["mean"]
+    np.testing.assert_allclose(mean, 0.01 * BATCH.inputs.mean((0, 1)), rtol=1e-4)
