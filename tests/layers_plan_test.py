@@ -147,10 +147,15 @@ def build(model: Any, axes: Any, builder: Any = fsdp, loss: Any = loss_fn, **opt
 
 
 def check_exact(
-    model: nn.Module, plan: Any, axes: Any, sequence: bool = False, **options: Any
+    model: nn.Module,
+    plan: Any,
+    axes: Any,
+    sequence: bool = False,
+    overlap: Any = None,
+    **options: Any,
 ) -> None:
     program, batch = (
-        build(tensor_parallel(model, plan, sequence=sequence), axes, **options),
+        build(tensor_parallel(model, plan, sequence=sequence, overlap=overlap), axes, **options),
         (make_batch()),
     )
     state = program.init(jax.random.key(0))
@@ -186,6 +191,13 @@ CASES = {
         {**PLAN, "head": Column()},
         D42,
         {"sequence": True, "num_minibatches": 2},
+    ),
+    "ring": (LanguageModel(), PLAN, D24, {"sequence": True, "overlap": "ring"}),
+    "ring scan remat": (
+        LanguageModel(remat=True, scan=True, tied=False),
+        {**PLAN, "head": Column()},
+        D42,
+        {"sequence": True, "overlap": "ring", "num_minibatches": 2},
     ),
     "head of one device": (LanguageModel(tied=False), PLAN, D24, {}),
     "setup": (InSetup(), PLAN_IN_SETUP, D42, {}),
@@ -247,6 +259,11 @@ def test_a_layer_sends_four_all_reduces() -> None:
     # Two layers, and the embedding as the head and not.
     assert sent["all_gather", SEQUENCE_SCOPE] == 2 * 4 + 2
     assert sent["reduce_scatter", SEQUENCE_SCOPE] == 2 * 4 + 2
+    sent = sent_by(tensor_parallel(LanguageModel(), PLAN, sequence=True, overlap="ring"))
+    # Of the embedding, whose rows no product makes, and of its transpose as the head.
+    assert sent["all_gather", SEQUENCE_SCOPE] == sent["reduce_scatter", SEQUENCE_SCOPE] == 2
+    # Round a ring of four in both directions, the last chunk in halves.
+    assert sent["permute", SEQUENCE_SCOPE] == 2 * 8 * 4
 
 
 @pytest.mark.slow
@@ -339,6 +356,8 @@ def test_arguments_of_the_wrong_kind_are_refused() -> None:
     bad: Any = [("up", Column())]
     with pytest.raises(TypeError, match=r"plan is .*, expected styles by globs"):
         tensor_parallel(Net(), bad)
+    with pytest.raises(ValueError, match=r"overlap='ring' with sequence=False, expected None, or"):
+        tensor_parallel(Net(), PAIR, overlap="ring")
     bad = ("model", "expert")
     with pytest.raises(TypeError, match=r"axis is .*, expected the name of a mesh axis"):
         tensor_parallel(Net(), PAIR, axis=bad)

@@ -40,7 +40,7 @@ import jax
 from flax import nnx
 
 from manualpar.core.partitioning import is_box
-from manualpar.layers.plan_calls import PlannedCalls
+from manualpar.layers.plan_calls import Overlap, PlannedCalls
 from manualpar.layers.plan_check import check_on_shards
 from manualpar.layers.plan_styles import Column, Plan, Row, Style, Vocab
 from manualpar.linen.linen_model import LinenModel
@@ -56,6 +56,7 @@ def tensor_parallel(
     axis: str = "model",
     *,
     sequence: bool = False,
+    overlap: Overlap | None = None,
     verify: bool = True,
 ) -> "TensorParallel":
     """Makes a Linen model compute with shards of its parameters, by a plan.
@@ -67,6 +68,8 @@ def tensor_parallel(
       axis: The mesh axis that the parameters are split over.
       sequence: Whether activations between the layers, `[B, S, D]`, are split over `axis` along
         their sequence, dim -2 (Korthikanti et al., https://arxiv.org/abs/2205.05198).
+      overlap: `"ring"` with `sequence`, for products of `nn.Dense` and `nn.DenseGeneral` over their
+        last dims that send while they compute, see `manualpar.layers.ring`.
       verify: Whether a program refuses, when it is built, what the model's own code would compute
         wrongly on shards, such as a norm over split features; see `plan_check`. The loss is not
         looked at: types see what is wrong there.
@@ -106,7 +109,12 @@ def tensor_parallel(
         )
     if not isinstance(axis, str):
         raise TypeError(f"tensor_parallel: axis is {axis!r}, expected the name of a mesh axis.")
-    return TensorParallel(model, tuple(plan.items()), axis, sequence, verify)
+    if overlap not in (None, "ring") or (overlap and not sequence):
+        raise ValueError(
+            f"tensor_parallel: overlap={overlap!r} with sequence={sequence}, expected None, or "
+            "'ring' with sequence=True: only a sequence that is split can be sent in parts."
+        )
+    return TensorParallel(model, tuple(plan.items()), axis, sequence, overlap, verify)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +126,7 @@ class TensorParallel:
       plan: The pairs of a glob on module paths and a style.
       axis: The mesh axis.
       sequence: Whether activations between layers are split along their sequence.
+      overlap: Whether products send while they compute.
       verify: Whether a program checks what the model computes on shards.
     """
 
@@ -125,6 +134,7 @@ class TensorParallel:
     plan: tuple[tuple[str, Style], ...]
     axis: str
     sequence: bool
+    overlap: Overlap | None
     verify: bool
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +154,8 @@ class TensorParallel:
 
     def calls(self) -> PlannedCalls:
         """The interceptor of one application on shards."""
-        return PlannedCalls(self.style_of, self.axis, self.sequence)
+        options: Any = {"sequence": self.sequence, "overlap": self.overlap}
+        return PlannedCalls(self.style_of, self.axis, **options)
 
     def style_of(self, path: str) -> Style | None:
         """The style of the module at a path; `None` if the plan does not name it.

@@ -6,7 +6,7 @@ parameters are expected, the features that `nn.DenseGeneral` reshapes to, its in
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import flax.linen as nn
 import jax
@@ -17,10 +17,12 @@ from jax.extend.core import get_opaque_trace_state
 from manualpar.core.collectives import varying_axes
 from manualpar.layers.boundaries import enter, has_lost_types, leave
 from manualpar.layers.plan_styles import Column, Row, Style, Vocab
+from manualpar.layers.ring import enter_ring, gather_matmul, matmul_scatter, whole_sequence
 from manualpar.layers.vocabulary import split_lookup
 from manualpar.linen.linen_model import replace_fields
 from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE
 
+Overlap = Literal["ring"]
 # The style of the module at a path; `None` if the plan does not name it.
 StyleOf = Callable[[str], Style | None]
 
@@ -28,10 +30,13 @@ StyleOf = Callable[[str], Style | None]
 class PlannedCalls:
     """The interceptor of one application of a planned model."""
 
-    def __init__(self, style_of: StyleOf, axis: str, sequence: bool) -> None:
-        self._style_of, self.axis, self._sequence = style_of, axis, sequence
-        # Pairs of an input and what became of it, with the trace in which that happened.
-        self._entered: list[tuple[Any, Any, Any]] = []
+    def __init__(
+        self, style_of: StyleOf, axis: str, *, sequence: bool, overlap: Overlap | None
+    ) -> None:
+        self._style_of, self.axis = style_of, axis
+        self._sequence, self._overlap = sequence, overlap
+        # Inputs with what became of them, by what, and in which trace.
+        self._entered: list[tuple[Any, Any, Any, Any]] = []
 
     def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         """Calls a module's method, see `nn.intercept_methods`."""
@@ -62,25 +67,41 @@ class PlannedCalls:
     def _column(
         self, where: str, module: nn.Module, method: str, next_fun: Any, args: Any, kwargs: Any
     ) -> Any:
-        del module, method
-        return next_fun(*self._enter_all(where, args), **self._enter_all(where, kwargs))
+        del method
+        x = [*args, *kwargs.values()][0]
+        if not self._overlaps(module, x):
+            return next_fun(*self._enter_all(where, args), **self._enter_all(where, kwargs))
+
+        def dot_general(x: Any, kernel: Any, dims: Any, **_: Any) -> Any:
+            parts = jax.tree.map(lambda part: part.astype(x.dtype), chunks)
+            return whole_sequence(gather_matmul(parts, kernel, len(dims[0][0])))
+
+        chunks = self._enter(where, x, enter_ring)
+        with replace_fields(module, {"dot_general": dot_general}):
+            return next_fun(x)
 
     def _row(
         self, where: str, module: nn.Module, method: str, next_fun: Any, args: Any, kwargs: Any
     ) -> Any:
         del method
         for x in jax.tree.leaves((args, kwargs)):
-            if (
-                _is_activation(x)
-                and self.axis not in varying_axes(x)
-                and not has_lost_types(x, (self.axis,))
-            ):
+            if _is_activation(x) and self._is_whole(x):
                 raise ValueError(
                     f"{where} has an input of shape {x.shape} that is whole on every device, "
                     "expected one whose features are split. Give the module that makes it the "
                     "style Column."
                 )
-        y = self._leave(next_fun(*args, **kwargs))
+        x = [*args, *kwargs.values()][0]
+        if self._overlaps(module, x):
+
+            def dot_general(x: Any, kernel: Any, dims: Any, **_: Any) -> Any:
+                contracted = len(dims[0][0])
+                return matmul_scatter(x, kernel, self.axis, x.ndim - contracted - 1, contracted)
+
+            with replace_fields(module, {"dot_general": dot_general}):
+                y = next_fun(x)
+        else:
+            y = self._leave(next_fun(*args, **kwargs))
         if not module.has_variable("params", "bias"):
             return y
         bias = nn.unbox(module.get_variable("params", "bias"))
@@ -113,11 +134,21 @@ class PlannedCalls:
     def _enter_all(self, where: str, tree: Any) -> Any:
         return jax.tree.map(lambda x: self._enter(where, x) if _is_activation(x) else x, tree)
 
-    def _enter(self, where: str, x: jax.Array) -> jax.Array:
-        """`enter`, once for all modules that have the same input."""
+    def _overlaps(self, module: nn.Module, x: Any) -> bool:
+        """Whether a module's product is sent while it is computed: flax's own, of the last dims."""
+        if not (self._overlap and isinstance(module, nn.Dense | nn.DenseGeneral)):
+            return False
+        own = (module.precision, module.dot_general, module.dot_general_cls)
+        dims = getattr(module, "axis", -1)
+        dims = [dims] if isinstance(dims, int) else list(dims)
+        is_last = [dim % x.ndim for dim in dims] == list(range(x.ndim - len(dims), x.ndim))
+        return is_last and own == (None,) * 3 and not getattr(module, "batch_dims", ())
+
+    def _enter(self, where: str, x: jax.Array, how: Callable[..., Any] = enter) -> Any:
+        """`enter` or `enter_ring`, once for all modules that have the same input."""
         trace = get_opaque_trace_state(convention="flax")
-        for before, trace_before, entered in self._entered:
-            if before is x and trace_before == trace:
+        for before, how_before, trace_before, entered in self._entered:
+            if before is x and how_before is how and trace_before == trace:
                 return entered
         if not self._sequence and self.axis in varying_axes(x):
             raise ValueError(
@@ -125,18 +156,14 @@ class PlannedCalls:
                 f"{self.axis!r}, expected the same on all: its features are split, or it is a "
                 "part of a sum. Give the module before it, whose input is split, the style Row."
             )
-        if (
-            self._sequence
-            and self.axis not in varying_axes(x)
-            and not has_lost_types(x, (self.axis,))
-        ):
+        if self._sequence and self._is_whole(x):
             raise ValueError(
                 f"{where} has an input of shape {x.shape} that is the same on all devices along "
                 f"{self.axis!r}, expected one that is split along its sequence, because "
                 "sequence=True. Give the embedding the style Vocab, whose result is split."
             )
-        entered = enter(x, self.axis, self._sequence_dim(x))
-        self._entered.append((x, trace, entered))
+        entered = how(x, self.axis, self._sequence_dim(x))
+        self._entered.append((x, how, trace, entered))
         return entered
 
     def _leave(self, x: jax.Array) -> jax.Array:
