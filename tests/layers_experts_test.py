@@ -163,16 +163,31 @@ def _mixture(layer, params, x, mask):
     return y, dropped
 
 
-@pytest.mark.parametrize("capacity_factor", [0.5, None])
-def test_one_device_computes_the_mixture(capacity_factor):
-    layer, x, mask = moe(capacity_factor=capacity_factor), _input(), _mask(_weights())
+@pytest.mark.parametrize(("capacity_factor", "num_shared"), [(0.5, 0), (None, 2)])
+def test_one_device_computes_the_mixture(capacity_factor, num_shared):
+    layer = moe(capacity_factor=capacity_factor, num_shared=num_shared)
+    x, mask = _input(), _mask(_weights())
     params = nn.meta.unbox(jax.jit(layer.init)(jax.random.key(0), x)["params"])
     y, sown = jax.jit(functools.partial(layer.apply, mutable=SOWN))({"params": params}, x, mask)
     expected, dropped = _mixture(layer, params, x, mask)
+    if num_shared:  # They compute every token.
+        gate, up, down = (np.asarray(params[f"shared_{name}"]) for name in ("gate", "up", "down"))
+        hidden = np.asarray(x) @ gate
+        expected += hidden / (1 + np.exp(-hidden)) * (np.asarray(x) @ up) @ down
     np.testing.assert_allclose(y, expected, atol=1e-5)
     np.testing.assert_array_equal(sown["intermediates"]["dropped"][0], dropped)
     assert dropped.any() == (capacity_factor is not None)
-    assert not y[~np.asarray(mask)].any()
+
+
+def test_the_bias_chooses_and_moves_where_it_is_mutable():
+    layer, x = moe(bias_rate=0.25, top_k=1), _input()
+    variables = nn.meta.unbox(jax.jit(layer.init)(jax.random.key(0), x))
+    kept = {"params": variables["params"], "router": {"bias": jnp.zeros(8).at[3].set(9)}}
+    assert not variables["router"]["bias"].any()
+    _, moved = jax.jit(functools.partial(layer.apply, mutable=[*SOWN, "router"]))(kept, x)
+    choices = moved["intermediates"]["choices"][0]
+    np.testing.assert_array_equal(choices, jnp.zeros((B, 8)).at[:, 3].set(S))
+    np.testing.assert_allclose(moved["router"]["bias"], jnp.full(8, 0.25).at[3].set(8.75))
 
 
 def test_it_computes_in_the_dtype_of_its_input():
