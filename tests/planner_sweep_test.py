@@ -151,6 +151,26 @@ def test_layers_are_split_over_parts_of_a_node(language_builder, builder):
     assert mesh_like(fsdp, parse_topology("h100:8")) is None
 
 
+def test_experts_are_divided_over_parts_of_a_node(language_builder):
+    config = ml_collections.ConfigDict(language_builder.config.to_dict())
+    config.model.num_experts, config.data.batch_size = 4, 16
+    builder, topology = Builder(config, make_task(config)), parse_topology("h100:16")
+    bases = [x for x in _bases(topology, builder) if x.remat == "none" and "expert" in x.mesh]
+    assert [tuple(x.mesh.values()) for x in bases if x.strategy == "fsdp"] == [
+        (8, 2),
+        (4, 4),
+        (2, 8),
+    ]
+    *_, four, eight = (x for x in bases if x.strategy == "dp")
+    assert "does not divide over the 8 devices along 'expert'" in (
+        builder.outcome(eight, topology).reason
+    )
+    found = builder.outcome(four, topology)
+    assert found.reason == ""
+    assert {x.axes for x in found.plan.collectives if x.kind == "all_to_all"} == {("expert",)}
+    assert mesh_like(four, parse_topology("h100:32")) == {"data": 8, "expert": 4}
+
+
 def test_a_sweep_says_why_layers_cannot_be_split(language_builder):
     topology = parse_topology("h100:16")
     config = ml_collections.ConfigDict(language_builder.config.to_dict())

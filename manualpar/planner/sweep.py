@@ -5,8 +5,9 @@ others follow by closed forms (`manualpar.planner.step_work`), exact in time but
 candidates that come first, and those that nearly fit or nearly do not, are then traced themselves.
 
 The layers of a model that knows how are also split over a model axis, the last of the mesh, whose
-devices are neighbours. A size that the model or the data does not divide by is refused by the
-builder, in a sentence that the sweep passes on.
+devices are neighbours; or its experts are divided over an axis of their own. (Both at once are not
+tried.) A size that the model or the data does not divide by is refused by the builder, in a
+sentence that the sweep passes on.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from manualpar.planner.step_work import StepWork, read_work, with_gather_dtype, 
 from manualpar.planner.topology import Topology, levels_of, place_axes, topology_of_size
 from manualpar.strategies import StrategyKind, strategy_kinds
 from manualpar.training.experiment import build_program
-from manualpar.training.task import SPLIT_AXIS, Task, splits_layers
+from manualpar.training.task import EXPERT_AXIS, SPLIT_AXIS, Task, splits_layers
 from manualpar.watching.throughput import Throughput
 
 REMATS = ("none", "dots", "full")
@@ -101,6 +102,12 @@ class Builder(NamedTuple):
     def can_split(self) -> bool:
         """Whether the layers of the model can be split over a mesh axis."""
         return isinstance(self.task.model, Transformer) and not self.config.parallel.rules
+
+    @property
+    def layer_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which layers are split or experts divided, one at a time."""
+        has_experts = self.config.model.get("num_experts")
+        return (SPLIT_AXIS,) * self.can_split + (EXPERT_AXIS,) * bool(has_experts)
 
     def read(self, candidate: Candidate, num_devices: int, *, batch_size: int = 0) -> StepWork:
         """Traces a candidate's program, which a `ValueError` may refuse, and reads what it does."""
@@ -211,26 +218,28 @@ def mesh_like(candidate: Candidate, topology: Topology) -> dict[str, int] | None
     Layers are split over as many devices.
     """
     count, groups = topology.num_devices, group_sizes(topology)
-    data_axes = [axis for axis in candidate.mesh if axis != SPLIT_AXIS]
+    data_axes = [axis for axis in candidate.mesh if axis not in (SPLIT_AXIS, EXPERT_AXIS)]
     if len(data_axes) < 2:
-        mesh = {"data": count}
+        mesh: dict[str, int] | None = {"data": count}
     elif groups:
         mesh = dict(zip(data_axes, (count // groups[0], groups[0]), strict=True))
     else:
         return None
-    return with_split(mesh, candidate.mesh.get(SPLIT_AXIS, 1))
+    for axis in (EXPERT_AXIS, SPLIT_AXIS):
+        if mesh and axis in candidate.mesh:
+            mesh = with_axis(mesh, axis, candidate.mesh[axis])
+    return mesh
 
 
-def with_split(mesh: Mapping[str, int], size: int) -> dict[str, int] | None:
-    """A mesh whose last axis gives some of its devices to layers; `None` if it does not divide."""
-    *_, last = mesh
-    if mesh[last] % size:
+def with_axis(mesh: Mapping[str, int], axis: str, size: int) -> dict[str, int] | None:
+    """A mesh whose axis `data` gives some of its devices to another; `None` if it cannot."""
+    if mesh["data"] % size:
         return None
-    return {**mesh, last: mesh[last] // size} | ({SPLIT_AXIS: size} if size > 1 else {})
+    return {**mesh, "data": mesh["data"] // size, axis: size}
 
 
 def split_sizes(topology: Topology) -> list[int]:
-    """The numbers of devices that layers may be split over: those of a node or a slice."""
+    """The numbers of devices that layers may be split over: those in a node or a slice."""
     inside = topology.num_devices // levels_of(topology)[0]
     return [size for size in range(2, min(inside, MOST_SPLIT) + 1) if inside % size == 0]
 
@@ -254,8 +263,9 @@ def _bases(topology: Topology, builder: Builder) -> Iterator[Candidate]:
     """The candidates that are traced in any case: one minibatch, nothing retyped."""
     for strategy, kind in strategy_kinds().items():
         meshes = list(_meshes(kind, topology))
-        if builder.can_split and kind.has_curve:
-            meshes += _split_meshes(kind, topology)
+        if kind.has_curve:
+            for axis in builder.layer_axes:
+                meshes += _meshes_with(axis, kind, topology)
         for mesh in meshes:
             for remat in builder.remats:
                 yield Candidate(strategy, mesh, 1, remat, "")
@@ -272,12 +282,12 @@ def _meshes(kind: StrategyKind, topology: Topology) -> Iterator[dict[str, int]]:
         yield {"data": count // groups[0], MINOR_AXIS: groups[0]}
 
 
-def _split_meshes(kind: StrategyKind, topology: Topology) -> Iterator[dict[str, int]]:
-    """The first of a strategy's meshes with a model axis of each size."""
+def _meshes_with(axis: str, kind: StrategyKind, topology: Topology) -> Iterator[dict[str, int]]:
+    """The first of a strategy's meshes, with an axis of each size for layers."""
     for data_mesh, size in itertools.product(
         itertools.islice(_meshes(kind, topology), 1), split_sizes(topology)
     ):
-        mesh = with_split(data_mesh, size)
+        mesh = with_axis(data_mesh, axis, size)
         # A strategy that replicates over all data axes is another one.
         if mesh and not (kind.replicates and mesh["data"] == 1) and _lies_in(topology, mesh):
             yield mesh
