@@ -146,6 +146,25 @@ def test_modules_that_are_alike_share_a_line(capsys):
     assert not [row for row in rows if row[0] == "hidden_dense_1"]
 
 
+@pytest.mark.usefixtures("_no_picture")
+def test_split_layers_send_what_their_closed_form_says(capsys):
+    sizes = ("--config.model.hidden_size=16", "--config.model.mlp_size=32")
+    assert _run(f"--config={CONFIGS / 'tp_lm'}.py", *sizes, *ABSTRACT) == 0
+    output = capsys.readouterr().out
+    layers = re.search(
+        r"that of layers is ([\d,]+) bytes, of which the step sends ([\d,]+)", output
+    )
+    assert layers[1] == layers[2]
+    found = json.loads(Path("runs/inspect/001/tp_lm.json").read_text())
+    assert f"{found['predicted_layers']['total']:,}" == layers[1]
+    assert list(found["predicted_layers"]["by_axes"]) == ["model"]
+    # All over the axis, but for a bool and a few counts of numbers that are not finite.
+    [row] = [row for row in _rows(output) if row[0] == "model" and row[1] == "4"]
+    predicted = found["predicted_layers"]["total"] + found["predicted_bytes"]["by_axes"]["model"]
+    assert 0 <= found["bytes"]["by_axes"]["model"] - predicted < 100
+    assert row[4].removeprefix("≤ ") == row[2]
+
+
 def test_devices_that_nobody_has(capsys):
     many = ("--devices=4096", "--config.data.batch_size=16384", "--memory=1 KiB")
     assert _run(FSDP, *WHOLE, *many) == 0
