@@ -160,3 +160,20 @@ def test_refused(block: Any, message: str) -> None:
             jnp.ones((8, 4)),
             jnp.ones((4, 3)),
         )
+
+
+def test_an_input_may_be_the_same_everywhere(devices8: list[jax.Device]) -> None:
+    mesh = make_mesh({"model": 4}, devices=devices8[:4])
+
+    def gradient(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        def loss(x: jax.Array) -> jax.Array:
+            return jax.lax.psum(matmul_scatter(x, kernel, "model", 0).sum(), "model")
+
+        return jax.grad(loss)(x)
+
+    specs = {"in_specs": (P(), P("model")), "out_specs": P()}
+    step = jax.jit(jax.shard_map(gradient, mesh=mesh, check_vma=True, **specs))
+    kernel = jnp.arange(32.0).reshape(16, 2)
+    # Each device multiplies the same features with other rows.
+    expected = jnp.broadcast_to(kernel.reshape(4, 4, 2).sum((0, 2)), (8, 4))
+    chex.assert_trees_all_close(step(jnp.ones((8, 4)), kernel), expected)

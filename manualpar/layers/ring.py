@@ -144,7 +144,7 @@ def matmul_scatter(
                 f"matmul_scatter: {x.shape[dim]} positions along sequence_dim={dim} of an x of "
                 f"shape {x.shape}, expected a multiple of the {size} devices along {axes}."
             )
-        x = Chunks(cut(x, axes, dim), axes, dim)
+        x = Chunks(cut(cast_to_varying(x, axes), axes, dim), axes, dim)
     elif (x.axes, x.dim) != (axes, dim):
         raise ValueError(
             f"matmul_scatter: x is in chunks along sequence_dim={x.dim} over {x.axes}, expected "
