@@ -145,6 +145,41 @@ def test_between_layers_a_sequence_is_split(name: str) -> None:
         check(Net(before=before), sequence=True)
 
 
+class Product(nn.Module):
+    """A dense layer of somebody's own, and something behind its product."""
+
+    behind: Any
+    features: int = 8
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = nn.initializers.lecun_normal()
+        kernel = self.param("kernel", init, (32 if self.features == 8 else 8, self.features))
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        return self.behind(jnp.einsum("bsd,df->bsf", x, kernel) * 2 + bias[None, None])
+
+
+class OwnNet(nn.Module):
+    up: Any = lambda x: x
+    down: Any = lambda x: x
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        embed = nn.Embed(16, 8, name="embed")
+        y = nn.relu(Product(self.up, 32, name="up")(embed(tokens)))
+        return embed.attend(Product(self.down, name="down")(y))
+
+
+def test_modules_of_the_plan_that_are_no_layers_of_flax_are_looked_into() -> None:
+    check(OwnNet())
+    check(OwnNet(up=nn.gelu), sequence=True)
+    with pytest.raises(ValueError, match=r"'OwnNet/up' .*reduce_max along dim 2"):
+        check(OwnNet(up=nn.softmax))
+    for wrong in (nn.relu, jax.checkpoint(jnp.tanh), lambda x: x * x):
+        with pytest.raises(ValueError, match=r"'OwnNet/down' .* to a part of a sum.* alone"):
+            check(OwnNet(down=wrong))
+
+
 def test_a_program_checks_a_plan_unless_told_not_to() -> None:
     def build(**options: Any) -> None:
         batch = Batch(*(jax.ShapeDtypeStruct((8, 8), "int32") for _ in range(2)))

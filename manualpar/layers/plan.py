@@ -208,7 +208,7 @@ class PlannedModel(LinenModel):
         """`LinenModel.apply`, on shards where the axis is bound."""
         planned = self.planned
         if self.is_checked and is_axis_bound(planned.axis):
-            calls = planned.calls()
+            calls = dataclasses.replace(planned, overlap=None).calls()
             check_on_shards(super().apply, planned.style_of, calls, variables, *args, **kwargs)
         return self.planned.call(super().apply, variables, *args, **kwargs)
 

@@ -3,8 +3,9 @@
 Types say that a value differs between devices, and not along which dimension it is split. So a norm
 over split features, or a reshape that puts them behind others, compiles and is wrong. To find it, a
 call of the model is traced twice in the same place, on shards and whole, and the two programs are
-walked side by side. Outside of the modules of the plan they consist of the same operations, and
-each must give the shard of its whole result, see `plan_operations`.
+walked side by side. Outside of the plan's products they consist of the same operations, and each
+must give the shard of its whole result, see `plan_operations`. A module of the user's own that the
+plan names is looked into: a Row must be linear behind its product.
 
 Invariant: values of the same shape in both programs are equal, and others are shards, because every
 operation before them was right.
@@ -13,6 +14,7 @@ operation before them was right.
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,25 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.layers.dense import SplitDense
 from manualpar.layers.plan_calls import PlannedCalls, StyleOf, overridden, replace_features
 from manualpar.layers.plan_operations import WrongOnShardsError, check_operation
+from manualpar.layers.plan_styles import Row
 from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.user_model.probe import LIBRARIES
 
 _PLANNED_SCOPE = "planned_module"
 _OURS = frozenset({_PLANNED_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE})
 _CASTS = frozenset({"pvary", "pcast"})
+# Modules that are known to be right under any style; others are looked into.
+_PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.Embed, SplitDense)
+_ROW_SCOPE = "planned_row"
+# A sum over devices of what these make is what they make of the sum.
+_LINEAR = frozenset(
+    """
+    add broadcast_in_dim convert_element_type jit name neg reduce_sum reshape squeeze sub transpose
+    """.split()  # noqa: SIM905
+)
 
 
 def check_on_shards(
@@ -56,9 +69,14 @@ def check_on_shards(
     def trace(intercept: Callable[..., Any]) -> ClosedJaxpr:
         def in_scope(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
             module = context.module
-            if module.scope is None or style_of("/".join(module.path)) is None:
+            style = style_of("/".join(module.path)) if module.scope is not None else None
+            if style is None:
                 return intercept(next_fun, args, kwargs, context)
-            with jax.named_scope(_PLANNED_SCOPE):
+            if isinstance(module, _PRODUCTS):
+                with jax.named_scope(_PLANNED_SCOPE):
+                    return intercept(next_fun, args, kwargs, context)
+            next_fun = _with_scoped_parameters(module, next_fun)
+            with jax.named_scope(_ROW_SCOPE) if isinstance(style, Row) else nullcontext():
                 return intercept(next_fun, args, kwargs, context)
 
         def call(arrays: list[Any]) -> Any:
@@ -73,6 +91,25 @@ def check_on_shards(
     axis, devices = calls.axis, jax.lax.axis_size(calls.axis)
     if devices > 1:
         _compare(trace(calls), trace(_WholeCalls(style_of, axis)), axis, devices, "")
+
+
+def _with_scoped_parameters(module: nn.Module, function: Callable[..., Any]) -> Any:
+    """A method of a module that asks for its parameters in our scope."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        param = vars(module)["param"]
+
+        def scoped_param(*args: Any, **kwargs: Any) -> Any:
+            with jax.named_scope(_PLANNED_SCOPE):
+                return param(*args, **kwargs)
+
+        vars(module)["param"] = scoped_param
+        try:
+            return function(*args, **kwargs)
+        finally:
+            vars(module)["param"] = param
+
+    return call
 
 
 class _WholeCalls:
@@ -108,8 +145,14 @@ class _WholeCalls:
             return next_fun(*args, **kwargs)
 
 
-def _compare(shards: Any, whole: Any, axis: str, devices: int, path: str) -> None:
-    """Refuses a program on shards that is not the one on whole arrays."""
+def _compare(
+    shards: Any, whole: Any, axis: str, devices: int, path: str, is_sum: bool = False
+) -> None:
+    """Refuses a program on shards that is not the one on whole arrays.
+
+    With `is_sum` its inputs are parts of a sum.
+    """
+    summed = {path} if is_sum else set[str]()  # The modules whose products are parts of a sum.
     constants: dict[Any, Any] = {}
     jaxprs: list[Jaxpr] = []
     for program in (shards, whole):
@@ -129,7 +172,16 @@ def _compare(shards: Any, whole: Any, axis: str, devices: int, path: str) -> Non
                     "not depend on sizes of what is split."
                 )
             _check_constants(one, other, constants)
-            check_operation(one, other, axis=axis, devices=devices)
+            is_product = one.primitive.name in ("dot_general", "conv_general_dilated")
+            if is_product and _ROW_SCOPE in str(one.source_info.name_stack).split("/"):
+                summed.add(where)
+            elif where in summed and not _is_linear(one):
+                raise WrongOnShardsError(
+                    f"applies {one.primitive.name} to a part of a sum, before the devices' parts "
+                    "are added up. Have a Row be a product, and a bias, alone."
+                )
+            else:
+                check_operation(one, other, axis=axis, devices=devices)
         except WrongOnShardsError as error:
             place = f"on shards along {axis!r} module {where!r}{_place(one or other)}"
             raise ValueError(
@@ -137,7 +189,12 @@ def _compare(shards: Any, whole: Any, axis: str, devices: int, path: str) -> Non
                 "and compare with manualpar.assert_same_as_one_device."
             ) from None
         for pair in zip(_inner(one), _inner(other), strict=True):
-            _compare(*pair, axis, devices, where)
+            _compare(*pair, axis, devices, where, where in summed)
+
+
+def _is_linear(eqn: Any) -> bool:
+    is_scaling = eqn.primitive.name in ("mul", "div") and any(not x.aval.shape for x in eqn.invars)
+    return is_scaling or eqn.primitive.name in _LINEAR
 
 
 def _pairs(shards: Iterator[Any], whole: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
@@ -164,7 +221,8 @@ def _foreign(jaxpr: Jaxpr) -> Iterator[Any]:
     """The equations that are neither a planned module's nor our own."""
     for eqn in jaxpr.eqns:
         is_ours = not _OURS.isdisjoint(str(eqn.source_info.name_stack).split("/"))
-        if not is_ours and eqn.primitive.name not in _CASTS:
+        # `enter` and `leave` look at an index for whether types are checked.
+        if not is_ours and eqn.primitive.name not in (*_CASTS, "axis_index"):
             yield eqn
 
 
@@ -196,7 +254,7 @@ def _has_nan(x: Any) -> bool:
 def _module(eqn: Any) -> str:
     """The path of the module that an equation stands in."""
     parts = str(eqn.source_info.name_stack).split("/")
-    return "/".join(part for part in parts if part.isidentifier())
+    return "/".join(part for part in parts if part.isidentifier() and part != _ROW_SCOPE)
 
 
 def _place(eqn: Any) -> str:
