@@ -201,4 +201,10 @@ def _known_reasons(program: Program) -> str:
             "device has at once. nn.BatchNorm(axis_name=...) makes them global, "
             "use_running_average=True leaves them out of the comparison."
         )
+    if any(place.split_axes for _, place in program.parameters):
+        reasons += (
+            " Layers compute with parts of their parameters: no type refuses a bias that is added "
+            "before leave, a mean in place of the sum, a product of parts that nothing has summed, "
+            "or a norm over features that are split."
+        )
     return reasons
