@@ -8,9 +8,10 @@ difference of an element, in parts of the largest element of its parameter, over
 Parameters, biases and scales among them, begin at random values, because a bias of zero or a scale
 of one hides mistakes. The devices have different numbers of valid tokens.
 
-Two models are split: the language model of `manualpar.models`, and one with biases whose MLPs are
-experts. With `data, expert` the axis `expert` splits the batch too, so that tokens travel to the
-experts; in `data beside expert` it does not. `hsdp` takes its replicas, two, from `data`.
+Two models are split: the language model of `manualpar.models`, where there is an axis `expert` with
+experts for MLPs, and one with experts and with biases but without attention. With `data, expert`
+the axis `expert` splits the batch too, so that tokens travel to the experts; in `data beside
+expert` it does not. HSDP takes its replicas, two, from `data`.
 
 The programs compile with few of XLA's optimizations, which takes a third of the time. What is
 measured is the order in which devices add things up, and not how XLA fuses.
@@ -37,7 +38,7 @@ from manualpar.models import Transformer
 from manualpar.sharding.axes import is_axis_bound
 from manualpar.sharding.layout import path_name
 from manualpar.train_state import Batch
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
 from manualpar.user_model.loss_function import LossFn
 
 DEVICES, BATCH, LENGTH, VOCABULARY, WIDTH, LAYERS = 8, 16, 16, 64, 32, 2
@@ -141,6 +142,7 @@ LANGUAGE_MODEL = functools.partial(
 )
 TWO_AXES = ((8, 1), (4, 2), (2, 4), (1, 8))
 OVER_DATA_AND_EXPERTS = [{"data": d, "expert": e} for d, e in TWO_AXES]
+OVER_ALL = [{"data": d, "model": m, "expert": e} for d, m, e in ((2, 2, 2), (1, 2, 4), (1, 4, 2))]
 GROUPS = {
     "data, model": Group(
         LANGUAGE_MODEL,
@@ -148,14 +150,15 @@ GROUPS = {
         ("data",),
         [{"data": d, "model": m} for d, m in TWO_AXES],
     ),
+    "data, model, expert": Group(
+        functools.partial(LANGUAGE_MODEL, num_experts=8, expert_axis="expert"),
+        mixture_of_experts_loss,
+        ("data", "expert"),
+        OVER_ALL,
+    ),
     "data, expert": Group(ExpertModel, expert_loss, ("data", "expert"), OVER_DATA_AND_EXPERTS),
     "data beside expert": Group(ExpertModel, expert_loss, ("data",), OVER_DATA_AND_EXPERTS[1:]),
-    "data, model, expert": Group(
-        ExpertModel,
-        expert_loss,
-        ("data", "expert"),
-        [{"data": d, "model": m, "expert": e} for d, m, e in ((2, 2, 2), (1, 2, 4), (1, 4, 2))],
-    ),
+    "data, model, expert; biases": Group(ExpertModel, expert_loss, ("data", "expert"), OVER_ALL),
 }
 
 
@@ -205,7 +208,7 @@ OF_EXPERTS = {
 
 def variants_of(group: Group) -> dict[str, Variant]:
     """The variants that make sense for a group."""
-    if group.loss_fn is language_model_loss:
+    if group.loss_fn is not expert_loss:
         return VARIANTS
     splits_layers = any("model" in sizes for sizes in group.meshes)
     return {k: v for k, v in OF_EXPERTS.items() if splits_layers or "sequence" not in k}

@@ -209,7 +209,9 @@ def test_a_mistake_is_refused(devices8, mistake):
 )
 def test_a_mistake_that_no_type_tells_differs_from_one_device(devices8, mistake):
     program = build(Mistaken(mistake), TWO_BY_FOUR)
-    with pytest.raises(AssertionError, match=r"the loss is .*the gradient of up.*added before leave"):
+    with pytest.raises(
+        AssertionError, match=r"the loss is .*the gradient of up.*added before leave"
+    ):
         assert_same_as_one_device(program, BATCH, jax.random.key(0))
 
 
@@ -268,6 +270,15 @@ def test_optimizers_see_whole_gradients(devices8):
     _, grads = on_one_device(Mistaken())
     expected, _ = tx.update(grads, tx.init(before), before)
     assert worst_difference(jax.tree.map(np.negative, change), expected)[0] < 1e-4
+
+
+@pytest.mark.slow
+def test_evaluation_is_that_of_one_device(devices8):
+    program = build(SCAN, TWO_BY_FOUR, eval_dropout=True)
+    metrics = program.eval_step(program.init(jax.random.key(0)), BATCH)
+    params, _ = on_one_device(SCAN)
+    _, expected = loss_fn(params, SCAN.apply, BATCH, None)
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
 
 
 @pytest.mark.slow
