@@ -5,13 +5,24 @@ import functools
 from typing import Any
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from manualpar import Batch, assert_same_as_one_device, fsdp
 from manualpar.inspect import trace_collectives
-from manualpar.layers import enter, enter_ring, gather_matmul, leave, matmul_scatter, whole_sequence
+from manualpar.layers import (
+    SplitDense,
+    enter,
+    enter_ring,
+    gather_matmul,
+    leave,
+    matmul_scatter,
+    whole_sequence,
+)
 from manualpar.purposes import SEQUENCE_SCOPE, purpose_of
 from manualpar.sharding.mesh import make_mesh
 
@@ -177,3 +188,32 @@ def test_an_input_may_be_the_same_everywhere(devices8: list[jax.Device]) -> None
     # Each device multiplies the same features with other rows.
     expected = jnp.broadcast_to(kernel.reshape(4, 4, 2).sum((0, 2)), (8, 4))
     chex.assert_trees_all_close(step(jnp.ones((8, 4)), kernel), expected)
+
+
+class Mixer(nn.Module):
+    """Products with a split sequence between them; everything is whole before and after."""
+
+    @nn.compact
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        dense = functools.partial(SplitDense, bias_init=nn.initializers.normal(0.5))
+        column, row = ((D, 4 * D), (None, "model")), ((4 * D, D), ("model", None))
+        y_BSD = jnp.tanh(dense(*column, name="in")(enter(x_BSD, "model")))
+        y_BSD = dense(*row, sequence_dim=1, overlap="ring", name="scattered")(y_BSD)
+        chunks = dense(*column, name="gathered")(enter_ring(y_BSD, "model", 1))
+        y_BSF = jnp.cumsum(whole_sequence(jax.tree.map(jnp.tanh, chunks)), 1)
+        return dense(*row, name="out")(y_BSF)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_in_a_program(devices8: list[jax.Device], size: int) -> None:
+    def loss_fn(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
+        del rng
+        losses = jnp.square(apply_fn({"params": params}, batch.inputs) - batch.labels).sum((1, 2))
+        return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+    x_BSD = jax.random.normal(jax.random.key(0), (B, 8, D))
+    batch = Batch(x_BSD, jnp.roll(x_BSD, 1, axis=0))
+    mesh = make_mesh({"data": 8 // size, "model": size}, devices=devices8)
+    program = fsdp(Mixer(), optax.sgd(1.0), loss_fn, mesh=mesh, batch=batch, min_weight_size=8)
+    assert_same_as_one_device(program, batch, jax.random.key(0))
