@@ -342,6 +342,20 @@ def test_a_plan_that_does_not_fit_is_refused(model: nn.Module, plan: Any, expect
         build_abstract(model, plan)
 
 
+def test_a_loss_that_takes_logits_in_parts_for_whole_ones_is_refused() -> None:
+    def plain_loss(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
+        del rng
+        logits = apply_fn({"params": params}, batch.inputs)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+        return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+    mesh = abstract_mesh({"data": 2, "model": 4}, num_devices=8)
+    planned = tensor_parallel(nn.Sequential([nn.Dense(VOCAB)]), {"layers_0": Column()})
+    batch = Batch(jnp.zeros((8, 4, 16)), jnp.zeros((8, 4), int))
+    with pytest.raises(ValueError, match=r"the loss varies over .*call split_cross_entropy"):
+        data_parallel(planned, optax.sgd(1.0), plain_loss, mesh=mesh, batch=batch)
+
+
 def test_an_annotated_parameter_is_refused() -> None:
     init = nn.with_partitioning(nn.initializers.ones, (None, "model"))
     model = Between(nn.Dense(32, kernel_init=init))
