@@ -187,6 +187,8 @@ def _planned(timed: _Timed) -> PlannedCollective:
 def _assumptions(work: StepWork, chip: Chip, unhidden: float) -> tuple[str, ...]:
     network = chip.network
     fast, slow = network.names
+    has_ring = any(each.kind == "permute" for each in work.collectives)
+    ring = ", and permutations," if has_ring else ""
     return (
         f"Products reach {chip.flops_efficiency:.0%} of {chip.peak(work.dtype) / 1e12:,.1f} "
         f"TFLOP/s in {work.dtype}, memory {chip.hbm_efficiency:.0%} of "
@@ -198,9 +200,9 @@ def _assumptions(work: StepWork, chip: Chip, unhidden: float) -> tuple[str, ...]
         f"{network.slow_bandwidth / 1e9:,.4g} GB/s a device, one direction, one after another; "
         f"each starts in {network.launch * 1e6:.0f} µs and waits {network.latency * 1e6:.0f} µs a "
         f"hop, {network.slow_latency * 1e6:.0f} µs between hosts.",
-        "Gathers of parameters and scattering of their gradients run behind a neighbouring layer, "
-        "and so do permutations; "
-        f"everything else is exposed; if nothing overlapped a step would take {unhidden:.4g} s.",
+        f"Gathers of parameters and scattering of their gradients{ring} run behind a neighbouring "
+        "layer, everything else is exposed; if nothing overlapped a step would take "
+        f"{unhidden:.4g} s.",
         f"{chip.hbm_bytes / 2**30:.2f} GiB of a device's memory can be used.",
     )
 
