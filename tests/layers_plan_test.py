@@ -227,7 +227,7 @@ CASES = {
     "axis that the mesh does not have": (LanguageModel(), PLAN, {"data": 8}, {}),
     "axis of one device": (LanguageModel(), PLAN, {"data": 8, "model": 1}, {}),
 }
-FAST = ("sequence scan remat", "ours GQA 2")
+FAST = ("setup sequence", "ours GQA 2")
 
 
 @pytest.mark.parametrize(
