@@ -91,6 +91,7 @@ class NotebookTransformer(nn.Module):
         like, wrap = self.like, self._wrap
         heads = like.num_heads
         config = LayerConfig(
+            hidden_size=like.hidden_size,
             num_heads=heads,
             num_kv_heads=like.num_kv_heads or heads,
             head_size=like.hidden_size // heads,

@@ -63,6 +63,7 @@ def get_config() -> ConfigDict:
     # -1: all devices. Over an axis "model" layers are split, over "expert" experts are divided.
     config.parallel.mesh = ConfigDict({"data": -1})
     config.parallel.sequence = False  # over model, whether what lies between layers is split too
+    config.parallel.layer_overlap = "none"  # or "ring", with sequence: layers compute while sending
     config.parallel.min_weight_size = 2**10  # elements; smaller parameters are not sharded
     config.parallel.reshard_after_forward = True  # fsdp, hsdp: gathered again for the backward pass
     config.parallel.communicate_every = "minibatch"  # fsdp, hsdp: or "step", "gather-step"

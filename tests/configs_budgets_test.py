@@ -18,7 +18,7 @@ from manualpar.training.inspection import read_ledger
 FOLDER = Path(__file__).parent.parent / "configs"
 BUDGETS = FOLDER / "budgets.toml"
 # What compares strategies is no program of its own.
-NAMES = sorted({path.stem for path in FOLDER.glob("[a-z]*.py")} - {"compare"})
+NAMES = sorted({path.stem for path in FOLDER.glob("[a-z]*.py")} - {"compare", "compare_split"})
 
 
 def _check(name: str, *, compile: bool) -> Verdict:

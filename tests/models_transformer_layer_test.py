@@ -67,7 +67,8 @@ def _build(build, model, mesh, **options):
 @functools.cache
 def _one_device(model):
     """Parameters of the model without an axis, with random scales, and what it makes of them."""
-    model = model.clone(split_axis="", expert_axis="", sequence_parallel=False)
+    none = {"split_axis": "", "expert_axis": "", "sequence_parallel": False, "overlap": "none"}
+    model = model.clone(**none)
     key, batch = jax.random.split(jax.random.key(0))[0], _batch()
     initial = nn.unbox(jax.jit(lambda key: model.init({"params": key}, batch.inputs))(key))
     rng = np.random.default_rng(1)
@@ -128,6 +129,12 @@ def _cases():
     yield from FAST
     yield "fsdp", "4x2", UNROLLED, {}
     yield "fsdp", "2x4", EVERYTHING, {"num_minibatches": 2}
+    for remat in ("none", "dots", "full"):
+        for mesh in ("2x4", "4x2", "1x8"):
+            yield "fsdp", mesh, EVERYTHING | {"overlap": "ring", "remat": remat}, {}
+    ring = UNROLLED | {"sequence_parallel": True, "overlap": "ring"}
+    yield "fsdp", "2x4", ring, {"num_minibatches": 2}
+    yield "fsdp", "2x2x2", ring | EXPERTS, {}
     for mesh in MESHES:
         for kv_heads in (1, 2, 8):
             for sequence in (False, True):
@@ -195,6 +202,8 @@ def test_what_pads_the_vocabulary_has_no_part_in_the_model():
         ({"annotate": True}, "annotate is True, expected False with split_axis='model'"),
         ({"split_axis": "", "sequence_parallel": True}, "sequence_parallel is True, expected Fal"),
         ({"vocab_multiple": 0}, "vocab_multiple is 0, expected at least 1"),
+        ({"overlap": "ring"}, "overlap is 'ring', expected 'none' without sequence_parallel"),
+        ({"overlap": "rings", "sequence_parallel": True}, "overlap is 'rings', expected one of"),
         ({"num_experts": -1}, "num_experts is -1, expected the number of experts, or 0"),
         ({"num_experts": 2, "experts_per_token": 3}, "experts_per_token is 3, expected from 1 to"),
         ({"num_experts": 2, "capacity_factor": -1.0}, "capacity_factor is -1.0, expected more"),

@@ -231,6 +231,12 @@ def test_an_axis_of_the_mesh_splits_the_layers_unless_rules_name_it(text):
         ),
         (
             {"data": 2, "model": 4},
+            {"sequence": False, "layer_overlap": "ring"},
+            "config.parallel.layer_overlap is 'ring' and config.parallel.sequence is False, "
+            "expected 'none', or sequence=True",
+        ),
+        (
+            {"data": 2, "model": 4},
             {"sequence_length": 6},
             "config.data.sequence_length is 6, expected a multiple of the 4 devices along 'model'",
         ),

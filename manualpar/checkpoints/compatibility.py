@@ -31,6 +31,7 @@ ADDED: Mapping[str, Any] = {
     "model.experts_per_token": 2,
     "model.capacity_factor": 1.25,
     "parallel.sequence": False,
+    "parallel.layer_overlap": "none",
 }
 ABSENT = "(absent)"
 

@@ -27,16 +27,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from manualpar.layers import split, split_lookup
+from manualpar.layers import enter, split, split_lookup
 from manualpar.layers.boundaries import bound_axes
 from manualpar.layers.routing import COUNTS, LOSSES
 from manualpar.models.rotary import rotary_angles
 from manualpar.models.transformer_layer import (
     ATTENTIONS,
+    OVERLAPS,
     Layer,
     LayerConfig,
-    enter_normalized,
     marked,
+    normalize,
     split_dims,
 )
 
@@ -92,6 +93,8 @@ class Transformer(nn.Module):
         none.
       sequence_parallel: Whether the residual stream between the split parts is split over that axis
         too, along its positions, which must divide.
+      overlap: `"ring"`: attention and MLP compute while they send what sequence parallelism sends;
+        `"none"` for collectives of all at once. Experts and head know only these.
       num_experts: Experts that each layer has in place of its MLP, each an MLP of that size; 0 for
         none. A loss of them is that of `mixture_of_experts_loss`.
       experts_per_token: How many experts compute a token.
@@ -119,6 +122,7 @@ class Transformer(nn.Module):
     vocab_multiple: int = 1
     split_axis: str = ""
     sequence_parallel: bool = False
+    overlap: str = "none"
     num_experts: int = 0
     experts_per_token: int = 2
     capacity_factor: float = 1.25
@@ -165,7 +169,8 @@ class Transformer(nn.Module):
         angles_SH = rotary_angles(tokens.shape[1], config.head_size, base=self.rope_base)
         mask = _same_document(tokens == self.bos_token) if self.bos_token >= 0 else None
         x_BSD = self._run_layers(config, x_BSD, angles_SH, mask)
-        x_BSD = enter_normalized(x_BSD, "final_norm", config)
+        x_BSD = normalize(x_BSD, "final_norm", config)
+        x_BSD = enter(x_BSD, config.axis, config.sequence_dim)
         head_DV = embedding_VD.T
         if not self.tied_head:
             head_DV = self._table("head", ("embed", "vocab"), rows, std)
@@ -177,6 +182,7 @@ class Transformer(nn.Module):
 
     def _layer_config(self, *, train: bool) -> LayerConfig:
         return LayerConfig(
+            hidden_size=self.hidden_size,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads or self.num_heads,
             head_size=size_of_head(self),
@@ -192,6 +198,7 @@ class Transformer(nn.Module):
             expert_axis=self.expert_axis or None,
             axis=self.split_axis or None,
             sequence_dim=1 if self.sequence_parallel else None,
+            overlap=OVERLAPS[self.overlap],
         )
 
     def _table(self, name: str, dim_names: tuple[str, ...], rows: int, std: float) -> jax.Array:
@@ -318,7 +325,10 @@ def check_transformer(model: Transformer) -> None:
             f"False with split_axis={model.split_axis!r}: rules say how parameters are stored, and "
             "a split parameter is stored as it is computed with",
         )
-    for field, known in (("remat", REMAT_POLICIES), ("attention", ATTENTIONS)):
+    if model.overlap != "none" and not model.sequence_parallel:
+        refuse("overlap", "'none' without sequence_parallel, whose collectives it takes apart")
+    choices = (("remat", REMAT_POLICIES), ("attention", ATTENTIONS), ("overlap", OVERLAPS))
+    for field, known in choices:
         if getattr(model, field) not in known:
             refuse(field, f"one of {', '.join(map(repr, known))}")
     if not jnp.issubdtype(jnp.dtype(model.dtype), jnp.floating):

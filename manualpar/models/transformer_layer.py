@@ -4,7 +4,8 @@ All may be split over a mesh axis, as in Megatron-LM (Shoeybi et al.,
 https://arxiv.org/abs/1909.08053): each device computes some of the heads and some of the MLP's
 features. A part of a layer is entered once and left once, so that a layer and its gradient send
 four all-reduces of the residual stream. With `sequence_dim` the residual stream and its norms are
-split along their positions (https://arxiv.org/abs/2205.05198).
+split along their positions (https://arxiv.org/abs/2205.05198); with `overlap="ring"` the split
+parts of attention and MLP then compute while they send, see `manualpar.layers.ring`.
 
 Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` key and value heads,
 `H` features of a head, `F` features inside the MLP. `axis` in a shape stands for the devices along
@@ -19,9 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.layers import MoE, SplitDense, enter
+from manualpar.layers.chunks import Chunks
+from manualpar.layers.ring import enter_ring, whole_sequence
 from manualpar.models.rotary import rotate
 
 ATTENTIONS: dict[str, Literal["xla", "cudnn"] | None] = {"": None, "xla": "xla", "cudnn": "cudnn"}
+OVERLAPS: dict[str, Literal["none", "ring"]] = {"none": "none", "ring": "ring"}
 # The dims, by their logical names, of which each device along the axis computes a part.
 SPLIT_DIMS = frozenset({"vocab", "heads", "kv_heads", "mlp"})
 
@@ -32,6 +36,7 @@ DimNames = tuple[str | None, ...]
 class LayerConfig:
     """The fields of `Transformer` that a layer needs, with 0 replaced by the default it means."""
 
+    hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_size: int
@@ -47,6 +52,7 @@ class LayerConfig:
     expert_axis: str | None = None
     axis: str | None = None  # That the layer is split over.
     sequence_dim: int | None = None  # That the residual stream is split along; 1 or None.
+    overlap: Literal["none", "ring"] = "none"
 
 
 class Layer(nn.Module):
@@ -81,15 +87,21 @@ class Attention(nn.Module):
     config: LayerConfig
 
     @nn.compact
-    def __call__(self, x_BSD: jax.Array, angles_SH: jax.Array, mask: jax.Array | None) -> jax.Array:
-        """Mixes positions; takes what `enter` returns, and returns what `Layer` adds."""
-        config, hidden_size = self.config, x_BSD.shape[-1]
+    def __call__(
+        self, x_BSD: jax.Array | Chunks, angles_SH: jax.Array, mask: jax.Array | None
+    ) -> jax.Array:
+        """Mixes positions; takes what `enter_normalized` returns, and returns what `Layer` adds."""
+        config, hidden_size = self.config, self.config.hidden_size
         query = (hidden_size, config.num_heads, config.head_size), ("embed", "heads", None)
         key = (hidden_size, config.num_kv_heads, config.head_size), ("embed", "kv_heads", None)
         out = (config.num_heads, config.head_size, hidden_size), ("heads", None, "embed")
-        query_BSNH = rotate(_product(config, *query, name="query")(x_BSD), angles_SH)
-        key_BSKH = rotate(_product(config, *key, name="key")(x_BSD), angles_SH)
-        value_BSKH = _product(config, *key, name="value")(x_BSD)
+
+        def project(shape: tuple[int, ...], dim_names: DimNames, name: str) -> jax.Array:
+            return whole_sequence(_product(config, shape, dim_names, name=name)(x_BSD))
+
+        query_BSNH = rotate(project(*query, "query"), angles_SH)
+        key_BSKH = rotate(project(*key, "key"), angles_SH)
+        value_BSKH = project(*key, "value")
         how = ATTENTIONS[config.attention]
         mixed_BSNH = jax.nn.dot_product_attention(
             query_BSNH, key_BSKH, value_BSKH, mask=mask, is_causal=True, implementation=how
@@ -104,24 +116,28 @@ class SwiGLU(nn.Module):
     config: LayerConfig
 
     @nn.compact
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        """Takes what `enter` returns, `[B, S, D]`, and returns what `Layer` adds."""
-        config, hidden_size = self.config, x_BSD.shape[-1]
+    def __call__(self, x_BSD: jax.Array | Chunks) -> jax.Array:
+        """Takes what `enter_normalized` returns, and returns what `Layer` adds."""
+        config, hidden_size = self.config, self.config.hidden_size
         into = (hidden_size, config.mlp_size), ("embed", "mlp")
         out = (config.mlp_size, hidden_size), ("mlp", "embed")
         gate_BSF = _product(config, *into, name="gate")(x_BSD)
         up_BSF = _product(config, *into, name="up")(x_BSD)
         down = _product(config, *out, scale=config.added_scale, name="down")
-        return down(nn.silu(gate_BSF) * up_BSF)
+        # With a ring these are chunks.
+        return down(jax.tree.map(lambda gate, up: nn.silu(gate) * up, gate_BSF, up_BSF))
 
 
-def enter_normalized(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array:
+def enter_normalized(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array | Chunks:
     """The residual stream through an RMSNorm of that name, as the input of split products.
 
     Communication:
-      That of `normalize` and of `enter`.
+      That of `normalize` and of `enter` or `enter_ring`.
     """
-    return enter(normalize(x_BSD, name, config), config.axis, config.sequence_dim)
+    y_BSD = normalize(x_BSD, name, config)
+    if config.overlap == "ring" and config.sequence_dim is not None:
+        return enter_ring(y_BSD, config.axis, config.sequence_dim)
+    return enter(y_BSD, config.axis, config.sequence_dim)
 
 
 def normalize(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array:
@@ -170,6 +186,7 @@ def _product(
 ) -> SplitDense:
     """A product with weights; of variance `scale**2 / inputs` at first."""
     dims, names = range(len(shape)), split_dims(dim_names, config.axis)
+    is_row = any(names[:contracted])
     init = nn.initializers.variance_scaling(
         scale**2, "fan_in", "normal", dims[:contracted], dims[contracted:]
     )
@@ -180,7 +197,8 @@ def _product(
         use_bias=False,
         kernel_init=marked(init, dim_names, annotate=config.annotate),
         dtype=config.dtype,
-        sequence_dim=config.sequence_dim if any(names[:contracted]) else None,
+        sequence_dim=config.sequence_dim if is_row else None,
+        overlap=config.overlap if is_row else "none",
         shared="kv_heads" in dim_names,
         name=name,
     )

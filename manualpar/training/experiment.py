@@ -198,6 +198,12 @@ def _check_split(config: ml_collections.ConfigDict, task: Task, mesh: Mesh | Abs
             "positions are split over the axis that layers are split over; set "
             """--config.parallel.mesh="{'data': -1, 'model': 2}", or sequence=False."""
         )
+    if config.parallel.layer_overlap != "none" and not config.parallel.sequence:
+        raise ValueError(
+            f"config.parallel.layer_overlap is {config.parallel.layer_overlap!r} and "
+            "config.parallel.sequence is False, expected 'none', or sequence=True, whose "
+            "collectives it takes apart."
+        )
     if not splits_layers(config):
         return
     devices, vocabulary = mesh.shape[SPLIT_AXIS], size_of_vocabulary(task.model)

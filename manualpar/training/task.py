@@ -100,6 +100,7 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         annotate=bool(config.parallel.rules),
         split_axis=SPLIT_AXIS if is_split else "",
         sequence_parallel=config.parallel.sequence and is_split,  # Otherwise it is refused later.
+        overlap=config.parallel.layer_overlap if is_split and config.parallel.sequence else "none",
         expert_axis=EXPERT_AXIS if config.model.num_experts else "",
     )
 
