@@ -20,7 +20,7 @@ def test_peers_send_what_they_publish(name, shares):
 @pytest.mark.parametrize(
     ("name", "kinds", "shares"),
     [
-        ("ours", {"all_reduce": 4}, 8),
+        pytest.param("ours", {"all_reduce": 4}, 8, marks=pytest.mark.slow),
         pytest.param(
             "ours, sequence",
             {"all_reduce": 2, "all_gather": 4, "reduce_scatter": 4},
