@@ -222,7 +222,7 @@ def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
 
     experiments = [(strategy, build(strategy, mode)) for strategy, mode in pairs]
     # Nothing is reduced on one device, and nothing split.
-    parts = {"sequence": False} if "sequence" in rest["parallel"] else {}
+    parts = {"sequence": False, "layer_overlap": "none"} if "sequence" in rest["parallel"] else {}
     single = build("dp", "auto", mesh={"data": 1}, reduce_dtype="", **parts)
     return [*experiments, (ONE_DEVICE, single)]
 

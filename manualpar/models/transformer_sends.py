@@ -31,7 +31,8 @@ def transformer_sends(program: Program, model: Transformer) -> tuple[Collective,
     Returns:
       The collectives over `model.split_axis` and `model.expert_axis`, as far as the mesh has these,
       that are not for parameters and gradients. Together with `step_bytes` they are all over the
-      first one.
+      first one. With `overlap="ring"` permutations carry the same bytes in place of all-gathers and
+      reduce-scatters of layers, which stand here all the same.
     """
     sends: list[Collective] = []
     recomputed = model.remat != "none"

@@ -123,8 +123,11 @@ class Builder(NamedTuple):
             config.model.remat = fields["remat"] = candidate.remat
         if self.can_split:
             config.parallel.sequence &= splits_layers(config)
+            if not config.parallel.sequence:
+                config.parallel.layer_overlap = "none"
             fields["split_axis"] = SPLIT_AXIS if splits_layers(config) else ""
             fields["sequence_parallel"] = config.parallel.sequence
+            fields["overlap"] = config.parallel.layer_overlap
         task = dataclasses.replace(self.task, model=self.task.model.clone(**fields))
         schedule = optax.constant_schedule(config.optimizer.learning_rate)
         program = build_program(config, task, schedule, devices=num_devices)
