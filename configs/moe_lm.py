@@ -4,8 +4,12 @@
 
 On any number of devices of which 4 is a divisor, up to 32; by default eight simulated ones where
 the CPU is all there is. The experts are divided over four devices, to which tokens travel by an
-all-to-all. All eight split the examples, and store the other parameters sharded (FSDP). Not
-measured.
+all-to-all. All eight split the examples, and store the other parameters sharded (FSDP).
+
+Measured on 2026-11-22 with jax 0.10.2, eight devices simulated on two cores that about ten other
+programs shared: 1.992 bits a byte on the test files, 1.64 on the first 32 KB of the evaluation
+files, with 3% of the tokens' choices dropped at the end. The command took 8 minutes of processor
+time and 10 minutes in all. Each token is multiplied with as many weights as in fsdp_lm.py.
 """
 
 from ml_collections import ConfigDict
