@@ -18,6 +18,7 @@ from manualpar.training.inspection import read_ledger
 FOLDER = Path(__file__).parent.parent / "configs"
 BUDGETS = FOLDER / "budgets.toml"
 # What compares strategies is no program of its own.
+SLOW = pytest.mark.slow
 NAMES = sorted({path.stem for path in FOLDER.glob("[a-z]*.py")} - {"compare", "compare_split"})
 
 
@@ -38,7 +39,9 @@ def test_every_config_has_a_budget_and_every_budget_a_config():
         assert {key.group for key in budget.limits} == {"", "purposes", "axes", "modules"}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=SLOW) if n in ("moe_lm", "tp_lm") else n for n in NAMES]
+)
 def test_a_config_keeps_its_budget(name):
     verdict = _check(name, compile=False)
     assert verdict.broken == ()

@@ -133,7 +133,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=pytest.mark.slow if i > 1 else ()) for i, c in enumerate(CASES)],
+    [pytest.param(c, marks=pytest.mark.slow if i else ()) for i, c in enumerate(CASES)],
     ids=[str(index) for index in range(len(CASES))],
 )
 def test_every_mesh_computes_what_one_device_does(case, devices8):

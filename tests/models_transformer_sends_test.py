@@ -122,7 +122,7 @@ def test_every_collective_is_predicted(devices8, name, mesh, fields, minibatches
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("keep", SP | {"num_kv_heads": 2}),
+        pytest.param("keep", SP | {"num_kv_heads": 2}, marks=pytest.mark.slow),
         *(pytest.param(name, SP | GQA, marks=pytest.mark.slow) for name in BUILDERS),
         *(pytest.param(name, GQA, marks=pytest.mark.slow) for name in BUILDERS),
     ],
