@@ -91,7 +91,11 @@ def test_a_run_needs_no_flag_and_no_folder(tmp_path):
 def test_a_language_model_with_experts_learns(tmp_path):
     arguments = (*SMALL, "--config.training.num_steps=10", "--config.training.eval_batches=1")
     # XLA warns where it shards the text generator's one example.
-    more = ("--config.data.batch_size=8", "--config.sample.num_tokens=0")
+    more = (
+        "--config.data.batch_size=8",
+        "--config.sample.num_tokens=0",
+        "--config.model.num_heads=4",
+    )
     process = _start("moe_lm", *arguments, *more, cwd=tmp_path)
     output, error = process.communicate()
     assert process.returncode == 0, error

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -13,6 +14,14 @@ def test_the_mean_is_of_examples_and_not_of_means():
     second = {"loss": (jnp.float32(1.0), jnp.float32(3.0))}
     total = add_metrics(add_metrics(None, first), second)
     assert mean_metrics(total) == {"loss": 1.0}
+
+
+def test_metrics_are_added_in_one_computation_and_keep_their_order():
+    metrics = {name: (jnp.float32(1.0), jnp.float32(2.0)) for name in ("loss", "b", "accuracy")}
+    assert list(add_metrics(metrics, metrics)) == ["loss", "b", "accuracy"]
+    jaxpr = jax.make_jaxpr(add_metrics)(metrics, metrics)
+    assert len(jaxpr.eqns) == 1
+    assert add_metrics({"a": (1.5, 1)}, {"a": (2, 1)}) == {"a": (3.5, 2)}
 
 
 def test_nothing_counted_has_no_mean():
