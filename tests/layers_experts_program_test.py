@@ -105,9 +105,10 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=pytest.mark.slow if i else ()) for i, c in enumerate(CASES)],
+    CASES,
     ids=lambda c: f"{c[0].__name__}-{'-'.join(c[1])}-{dict(c[2])}",
 )
 def test_every_gradient_is_that_of_one_device(case, devices8):

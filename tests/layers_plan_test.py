@@ -251,6 +251,7 @@ def sent_by(model: Any, loss: Any = loss_fn) -> collections.Counter[Any]:
     )
 
 
+@pytest.mark.slow
 def test_a_layer_sends_four_all_reduces() -> None:
     """Key, query and value share one on the way in, and gate and up another."""
     sent = sent_by(tensor_parallel(Transformer(**OURS, scan_layers=False), PLAN_OF_OURS))
