@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Program, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.core.program import build_program
@@ -432,3 +433,14 @@ def test_metrics_counts_and_statistics_are_left_out(devices8):
     assert count_by_kind(everything)["all_reduce"] == 5  # Also: metrics, count, mean, variance.
     assert bytes_by_axes(of_parameters(everything)) == step_bytes(program)
     assert count_by_kind(of_parameters(everything)) == {"all_reduce": 1}
+
+
+def test_a_sum_that_nobody_has_written_shows_as_a_difference(devices8):
+    """Autodiff would add it if a parameter were not cast before a loss is differentiated."""
+    mesh = make_mesh({"data": 8})
+
+    def summed(x):
+        return jax.lax.psum(x, "data")
+
+    run = jax.shard_map(summed, mesh=mesh, in_specs=P("data"), out_specs=P())
+    assert len(of_parameters(trace_collectives(jax.jit(run).trace(jnp.ones(8))))) == 1

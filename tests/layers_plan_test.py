@@ -151,7 +151,7 @@ def check_exact(
     plan: Any,
     axes: Any,
     sequence: bool = False,
-    overlap: Any = None,
+    overlap: Any = "none",
     **options: Any,
 ) -> None:
     program, batch = (
@@ -371,7 +371,9 @@ def test_arguments_of_the_wrong_kind_are_refused() -> None:
     bad: Any = [("up", Column())]
     with pytest.raises(TypeError, match=r"plan is .*, expected styles by globs"):
         tensor_parallel(Net(), bad)
-    with pytest.raises(ValueError, match=r"overlap='ring' with sequence=False, expected None, or"):
+    with pytest.raises(
+        ValueError, match=r"overlap='ring' with sequence=False, expected 'none', or"
+    ):
         tensor_parallel(Net(), PAIR, overlap="ring")
     bad = ("model", "expert")
     with pytest.raises(TypeError, match=r"axis is .*, expected the name of a mesh axis"):

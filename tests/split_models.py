@@ -13,6 +13,7 @@ import optax
 
 from manualpar import Batch, fsdp, make_mesh
 from manualpar.layers.boundaries import enter, leave
+from manualpar.purposes import EXPERT_SCOPE
 from manualpar.sharding.axes import is_axis_bound
 from manualpar.sharding.split_parameter import split
 
@@ -101,13 +102,15 @@ class Experts(nn.Module):
         is_split = is_axis_bound(axis)
         if is_split:
             devices, device = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-            x, gate = (jax.lax.all_gather(a, axis, axis=0, tiled=True) for a in (x, gate))
+            with jax.named_scope(EXPERT_SCOPE):
+                x, gate = (jax.lax.all_gather(a, axis, axis=0, tiled=True) for a in (x, gate))
             gate = jax.lax.dynamic_slice_in_dim(gate, device * n // devices, up.shape[0], -1)
             sharing = max(devices // n, 1)
             gate *= (jnp.arange(len(gate)) % sharing == device % sharing)[:, None, None]
         h = jnp.sin(jnp.einsum("bsd,edf->besf", x, up) + bias[None, :, None])
         y = jnp.einsum("besf,efd,bse->bsd", h, down, gate)
-        return jax.lax.psum_scatter(y, axis, scatter_dimension=0, tiled=True) if is_split else y
+        with jax.named_scope(EXPERT_SCOPE):
+            return jax.lax.psum_scatter(y, axis, scatter_dimension=0, tiled=True) if is_split else y
 
     def _param(self, name, shape):
         names = (self.axis, *(None,) * (len(shape) - 1))

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 
 from manualpar.core.program import Program
 from manualpar.inspect.communication import Collective, ring_bytes
-from manualpar.inspect.provenance import LAYER_SCOPES
+from manualpar.inspect.provenance import LAYER_SCOPES, OTHER
 from manualpar.purposes import (
     COLLECTIONS_SCOPE,
     COUNT_SCOPE,
@@ -99,16 +99,17 @@ def total_step_bytes(program: Program) -> Fraction:
 def of_parameters(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     """Those collectives of a traced step that `step_bytes` predicts.
 
-    They are the ones in scopes of this package that are for parameters and gradients: none of
-    metrics, of collections or of layers.
+    They are none of metrics, of collections or of layers. One that this package has not written
+    counts, so that it shows as a difference, unless it is known to run over no data axis.
     """
-    return tuple(one for one in collectives if is_of_parameters(one.scope))
+    return tuple(one for one in collectives if is_of_parameters(one.scope, one.purpose))
 
 
-def is_of_parameters(scope: str) -> bool:
-    """Whether the collective in this scope is one that `step_bytes` predicts."""
-    purpose = purpose_of(scope)
-    return purpose is not None and purpose not in OTHER_SCOPES
+def is_of_parameters(scope: str, purpose: str) -> bool:
+    """Whether the collective of this scope and purpose is one that `step_bytes` predicts."""
+    if purpose_of(scope) is None:
+        return purpose == OTHER
+    return purpose not in OTHER_SCOPES
 
 
 class _DimGather(NamedTuple):

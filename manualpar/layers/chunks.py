@@ -12,7 +12,7 @@ in the sequence is; offset 0 is a device's own. Chunks stand in the order in whi
 
 import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import flax.struct
 import jax
@@ -20,6 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from manualpar.purposes import SEQUENCE_SCOPE
+
+# Whether layers send while they compute. Only what is split along its sequence goes in a ring.
+LayerOverlap = Literal["none", "ring"]
+LAYER_OVERLAPS: tuple[LayerOverlap, ...] = ("none", "ring")
 
 
 @flax.struct.dataclass

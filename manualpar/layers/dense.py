@@ -26,7 +26,7 @@ Symbols: `N` devices along the axis.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -35,7 +35,7 @@ from jax.typing import DTypeLike
 
 from manualpar.core.collectives import varying_axes
 from manualpar.layers.boundaries import bound_axes, enter, has_lost_types, leave
-from manualpar.layers.chunks import Chunks
+from manualpar.layers.chunks import LAYER_OVERLAPS, Chunks, LayerOverlap
 from manualpar.layers.ring import gather_matmul, matmul_scatter
 from manualpar.sharding.axes import Names, axis_tuple
 from manualpar.sharding.split_parameter import split
@@ -76,7 +76,7 @@ class SplitDense(nn.Module):
     bias_init: Initializer = nn.initializers.zeros
     dtype: DTypeLike | None = None
     sequence_dim: int | None = None
-    overlap: Literal["none", "ring"] = "none"
+    overlap: LayerOverlap = "none"
     shared: bool = False
 
     @nn.compact
@@ -169,7 +169,7 @@ class SplitDense(nn.Module):
             )
 
     def _check_overlap(self, x: jax.Array | Chunks, outputs: tuple[str, ...]) -> None:
-        if self.overlap not in ("none", "ring"):
+        if self.overlap not in LAYER_OVERLAPS:
             self._refuse(f"has overlap={self.overlap!r}, expected 'none' or 'ring'")
         if self.overlap == "ring" and self.sequence_dim is None:
             self._refuse(

@@ -40,7 +40,8 @@ import jax
 from flax import nnx
 
 from manualpar.core.partitioning import is_box
-from manualpar.layers.plan_calls import Overlap, PlannedCalls
+from manualpar.layers.chunks import LAYER_OVERLAPS, LayerOverlap
+from manualpar.layers.plan_calls import PlannedCalls
 from manualpar.layers.plan_check import check_on_shards
 from manualpar.layers.plan_styles import Column, Plan, Row, Style, Vocab
 from manualpar.linen.linen_model import LinenModel
@@ -56,7 +57,7 @@ def tensor_parallel(
     axis: str = "model",
     *,
     sequence: bool = False,
-    overlap: Overlap | None = None,
+    overlap: LayerOverlap = "none",
     verify: bool = True,
 ) -> "TensorParallel":
     """Makes a Linen model compute with shards of its parameters, by a plan.
@@ -109,10 +110,10 @@ def tensor_parallel(
         )
     if not isinstance(axis, str):
         raise TypeError(f"tensor_parallel: axis is {axis!r}, expected the name of a mesh axis.")
-    if overlap not in (None, "ring") or (overlap and not sequence):
+    if overlap not in LAYER_OVERLAPS or (overlap == "ring" and not sequence):
         raise ValueError(
-            f"tensor_parallel: overlap={overlap!r} with sequence={sequence}, expected None, or "
-            "'ring' with sequence=True: only a sequence that is split can be sent in parts."
+            f"tensor_parallel: overlap={overlap!r} with sequence={sequence}, expected 'none', "
+            "or 'ring' with sequence=True: only a sequence that is split can be sent in parts."
         )
     return TensorParallel(model, tuple(plan.items()), axis, sequence, overlap, verify)
 
@@ -134,7 +135,7 @@ class TensorParallel:
     plan: tuple[tuple[str, Style], ...]
     axis: str
     sequence: bool
-    overlap: Overlap | None
+    overlap: LayerOverlap
     verify: bool
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +209,7 @@ class PlannedModel(LinenModel):
         """`LinenModel.apply`, on shards where the axis is bound."""
         planned = self.planned
         if self.is_checked and is_axis_bound(planned.axis):
-            calls = dataclasses.replace(planned, overlap=None).calls()
+            calls = dataclasses.replace(planned, overlap="none").calls()
             check_on_shards(super().apply, planned.style_of, calls, variables, *args, **kwargs)
         return self.planned.call(super().apply, variables, *args, **kwargs)
 

@@ -6,7 +6,7 @@ parameters are expected, the features that `nn.DenseGeneral` reshapes to, its in
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -16,13 +16,13 @@ from jax.extend.core import get_opaque_trace_state
 
 from manualpar.core.collectives import varying_axes
 from manualpar.layers.boundaries import enter, has_lost_types, leave
+from manualpar.layers.chunks import LayerOverlap
 from manualpar.layers.plan_styles import Column, Row, Style, Vocab
 from manualpar.layers.ring import enter_ring, gather_matmul, matmul_scatter, whole_sequence
 from manualpar.layers.vocabulary import split_lookup
 from manualpar.linen.linen_model import replace_fields
 from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE
 
-Overlap = Literal["ring"]
 # The style of the module at a path; `None` if the plan does not name it.
 StyleOf = Callable[[str], Style | None]
 
@@ -31,7 +31,7 @@ class PlannedCalls:
     """The interceptor of one application of a planned model."""
 
     def __init__(
-        self, style_of: StyleOf, axis: str, *, sequence: bool, overlap: Overlap | None
+        self, style_of: StyleOf, axis: str, *, sequence: bool, overlap: LayerOverlap
     ) -> None:
         self._style_of, self.axis = style_of, axis
         self._sequence, self._overlap = sequence, overlap
@@ -136,7 +136,7 @@ class PlannedCalls:
 
     def _overlaps(self, module: nn.Module, x: Any) -> bool:
         """Whether a module's product is sent while it is computed: flax's own, of the last dims."""
-        if not (self._overlap and isinstance(module, nn.Dense | nn.DenseGeneral)):
+        if self._overlap == "none" or not isinstance(module, nn.Dense | nn.DenseGeneral):
             return False
         own = (module.precision, module.dot_general, module.dot_general_cls)
         dims = getattr(module, "axis", -1)

@@ -29,11 +29,11 @@ from jax.typing import DTypeLike
 
 from manualpar.layers import enter, split, split_lookup
 from manualpar.layers.boundaries import bound_axes
+from manualpar.layers.chunks import LAYER_OVERLAPS, LayerOverlap
 from manualpar.layers.routing import COUNTS, LOSSES
 from manualpar.models.rotary import rotary_angles
 from manualpar.models.transformer_layer import (
     ATTENTIONS,
-    OVERLAPS,
     Layer,
     LayerConfig,
     marked,
@@ -122,7 +122,7 @@ class Transformer(nn.Module):
     vocab_multiple: int = 1
     split_axis: str = ""
     sequence_parallel: bool = False
-    overlap: str = "none"
+    overlap: LayerOverlap = "none"
     num_experts: int = 0
     experts_per_token: int = 2
     capacity_factor: float = 1.25
@@ -198,7 +198,7 @@ class Transformer(nn.Module):
             expert_axis=self.expert_axis or None,
             axis=self.split_axis or None,
             sequence_dim=1 if self.sequence_parallel else None,
-            overlap=OVERLAPS[self.overlap],
+            overlap=self.overlap,
         )
 
     def _table(self, name: str, dim_names: tuple[str, ...], rows: int, std: float) -> jax.Array:
@@ -327,7 +327,7 @@ def check_transformer(model: Transformer) -> None:
         )
     if model.overlap != "none" and not model.sequence_parallel:
         refuse("overlap", "'none' without sequence_parallel, whose collectives it takes apart")
-    choices = (("remat", REMAT_POLICIES), ("attention", ATTENTIONS), ("overlap", OVERLAPS))
+    choices = (("remat", REMAT_POLICIES), ("attention", ATTENTIONS), ("overlap", LAYER_OVERLAPS))
     for field, known in choices:
         if getattr(model, field) not in known:
             refuse(field, f"one of {', '.join(map(repr, known))}")

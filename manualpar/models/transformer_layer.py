@@ -20,12 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.layers import MoE, SplitDense, enter
-from manualpar.layers.chunks import Chunks
+from manualpar.layers.chunks import Chunks, LayerOverlap
 from manualpar.layers.ring import enter_ring, whole_sequence
 from manualpar.models.rotary import rotate
 
 ATTENTIONS: dict[str, Literal["xla", "cudnn"] | None] = {"": None, "xla": "xla", "cudnn": "cudnn"}
-OVERLAPS: dict[str, Literal["none", "ring"]] = {"none": "none", "ring": "ring"}
 # The dims, by their logical names, of which each device along the axis computes a part.
 SPLIT_DIMS = frozenset({"vocab", "heads", "kv_heads", "mlp"})
 
@@ -52,7 +51,7 @@ class LayerConfig:
     expert_axis: str | None = None
     axis: str | None = None  # That the layer is split over.
     sequence_dim: int | None = None  # That the residual stream is split along; 1 or None.
-    overlap: Literal["none", "ring"] = "none"
+    overlap: LayerOverlap = "none"
 
 
 class Layer(nn.Module):

@@ -209,9 +209,9 @@ def scaling_curves(
         each = dataclasses.replace(candidate, mesh=mesh)
         try:
             work = builder.read(each, count, batch_size=per_device * count)
-            curves[name].append((count, estimate(work, place)))
         except ValueError:
             continue  # A dimension or a minibatch does not divide: the curve has a gap.
+        curves[name].append((count, estimate(work, place)))
     return curves
 
 
@@ -231,7 +231,7 @@ def mesh_like(candidate: Candidate, topology: Topology) -> dict[str, int] | None
     for axis in (EXPERT_AXIS, SPLIT_AXIS):
         if mesh and axis in candidate.mesh:
             mesh = with_axis(mesh, axis, candidate.mesh[axis])
-    return mesh
+    return mesh if mesh and _lies_in(topology, mesh) else None
 
 
 def with_axis(mesh: Mapping[str, int], axis: str, size: int) -> dict[str, int] | None:

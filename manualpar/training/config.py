@@ -19,7 +19,7 @@ import ml_collections
 from manualpar.checkpoints.compatibility import REMOVED
 from manualpar.compiler_options import OVERLAPS
 from manualpar.core.strategy import MODES
-from manualpar.models.transformer_layer import OVERLAPS as LAYER_OVERLAPS
+from manualpar.layers.chunks import LAYER_OVERLAPS
 from manualpar.strategies import BUILT_IN, Field, strategy_kinds
 from manualpar.usage import UsageError
 
@@ -104,7 +104,7 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "model.experts_per_token": Field(int, 1, below=2**20),
         "model.capacity_factor": Field(float, 0, below=LARGEST),
         "parallel.sequence": Field(bool),
-        "parallel.layer_overlap": Field(str, choices=tuple(LAYER_OVERLAPS)),
+        "parallel.layer_overlap": Field(str, choices=LAYER_OVERLAPS),
         "sample.num_tokens": Field(int, 0, below=10**6),  # Each is a pass of the whole model.
         "sample.prompt": Field(str),
         "sample.temperature": Field(float, 0, below=LARGEST),

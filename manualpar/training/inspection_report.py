@@ -147,10 +147,12 @@ def explain_closed_form(ledger: Json) -> str:
     predicted = ledger["predicted_bytes"]
     if predicted is None or not ledger["collectives"]:
         return ""
-    besides = [each for each in ledger["collectives"] if not is_of_parameters(each["scope"])]
     layers = ledger.get("predicted_layers")  # Ledgers that were written earlier have none.
-    of_layers = [each for each in besides if layers and each["purpose"] in _OF_LAYERS]
-    besides = [each for each in besides if each not in of_layers]
+    besides, of_layers = list[Json](), list[Json]()
+    for each in ledger["collectives"]:
+        if not is_of_parameters(each["scope"], each["purpose"]):
+            is_of_layers = layers and each["purpose"] in _OF_LAYERS
+            (of_layers if is_of_layers else besides).append(each)
     sent_by_layers = sum(each["bytes"] for each in of_layers)
     others = {name: sent.bytes for (name,), sent in sent_by(besides, "purpose").items()}
     sent = ledger["bytes"]["total"] - sum(others.values()) - sent_by_layers
