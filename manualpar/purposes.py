@@ -20,6 +20,8 @@ TENSOR_SCOPE = "tensor_parallel"
 SEQUENCE_SCOPE = "sequence_parallel"
 CROSS_ENTROPY_SCOPE = "cross_entropy"
 EXPERT_SCOPE = "expert_parallel"
+CONTEXT_SCOPE = "context_parallel"
+PIPELINE_SCOPE = "pipeline"
 OPTIMIZER_SCOPE = "optimizer"  # In it XLA sends what the optimizer must know of other devices.
 SCOPES = (
     GATHER_SCOPE,
@@ -36,6 +38,8 @@ SCOPES = (
     SEQUENCE_SCOPE,
     CROSS_ENTROPY_SCOPE,
     EXPERT_SCOPE,
+    CONTEXT_SCOPE,
+    PIPELINE_SCOPE,
     OPTIMIZER_SCOPE,
 )
 REGATHER = "regather_params"  # A purpose without a scope of its own, see `purpose_of`.

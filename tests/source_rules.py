@@ -25,7 +25,7 @@ ORDER = """
     models
     layers
     inspect
-    strategies same_as_one_device linen nnx
+    strategies pipeline same_as_one_device linen nnx
     core.program guards.replicas
     state_transfer
     core.step
@@ -75,6 +75,8 @@ MAY_COMMUNICATE = frozenset(
         "core.partitioning",
         "guards.nonfinite",
         "layers",
+        "pipeline",
+        "sharding.zigzag",
         "whole_batch",
     }
 )

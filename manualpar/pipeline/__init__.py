@@ -1,0 +1,1 @@
+"""Pipelines: a model's layers in stages on different devices, and schedules of microbatches."""
