@@ -1,7 +1,5 @@
 """Roles of mesh axes: how batches are split, and how the gradients follow from it."""
 
-import dataclasses
-
 import chex
 import flax.linen as nn
 import jax
@@ -14,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 from manualpar import Batch, abstract_mesh, fsdp, make_mesh
 from manualpar.core.gradients import accumulate, split_minibatches, unrolled
 from manualpar.modes.manual import Manual
-from manualpar.sharding.layout import ParameterInfo, Placement, complete
+from manualpar.sharding.layout import ParameterInfo, Placement, complete, on_stages
 from manualpar.sharding.roles import AxisRoles
 from manualpar.sharding.splitting import check_batch
+from manualpar.sharding.zigzag import to_zigzag
 
 DATA = AxisRoles({0: ("replica", "data")})
 TOKENS = AxisRoles({0: ("data",), 1: ("context",)}, {"expert": "model"})
@@ -57,6 +56,21 @@ def test_a_placement_follows_from_the_roles():
     assert (placement.sum_axes, placement.divisor) == ((), 1)
 
 
+def test_the_layers_of_a_stage_are_its_own_and_the_rest_is_summed_over_stages():
+    mesh = abstract_mesh({"data": 2, "stage": 4}, 8)
+    roles = AxisRoles({0: ("data",)}, {"stage": "stage"})
+    infos = {
+        name: ParameterInfo(name, (8, 8), jnp.float32, (None, None), frozenset({0}))
+        for name in ("layers", "head")
+    }
+    infos = on_stages(infos, frozenset({"layers"}), "stage")
+    assert infos["layers"].whole_dims == frozenset()
+    layers = complete(Placement(("stage", "data")), infos["layers"], roles, mesh)
+    head = complete(Placement((None, "data")), infos["head"], roles, mesh)
+    assert (layers.sum_axes, layers.storage_axes, layers.mean_axes) == ((), (), ("data",))
+    assert (head.sum_axes, head.storage_axes, head.mean_axes) == (("stage",), (), ("data",))
+
+
 def test_a_split_parameter_is_neither_gathered_nor_averaged_over_its_axes():
     mesh = abstract_mesh({"data": 2, "context": 4, "expert": 2, "model": 2}, 32)
     info = parameter(("context", None, "model"), {"context", "model"})
@@ -71,6 +85,11 @@ def test_a_split_parameter_is_neither_gathered_nor_averaged_over_its_axes():
     [
         ({"x": np.zeros((6, 4))}, r"batch\['x'\] has 6 examples.*multiple of the 4 devices"),
         ({"x": np.zeros((8, 3))}, r"batch\['x'\] has 3 entries along dim 1.*the 2 devices"),
+        ({"x": np.zeros((8, 6))}, r"batch\['x'\] has 6 positions.*multiple of 4, two half blocks"),
+        (
+            {"x": np.zeros((8, 4)), "w": np.zeros(8)},
+            r"batch\['w'\] has shape \(8,\).*\[B, S, ...\]",
+        ),
         (
             {"x": np.zeros((8, 4)), "y": np.zeros((8, 6))},
             "different numbers of entries along dim 1",
@@ -100,32 +119,42 @@ def loss_fn(params, apply_fn, batch, rng):
 
 def test_a_dim_besides_the_first_may_be_split(devices8):
     rng = np.random.default_rng(0)
-    inputs, labels = (rng.normal(size=(8, 6, n)).astype(np.float32) for n in (8, 4))
-    mask = (rng.random((8, 6)) < 0.5).astype(np.float32)  # Other counts on every device.
+    inputs, labels = (rng.normal(size=(8, 12, n)).astype(np.float32) for n in (8, 4))
+    mask = (rng.random((8, 12)) < 0.5).astype(np.float32)  # Other counts on every device.
     batch = Batch(inputs=inputs, labels=labels, mask=mask)
     mesh = make_mesh({"data": 4, "context": 2}, devices8)
-    program = fsdp(PerToken(), optax.sgd(0.1), loss_fn, mesh=mesh, batch=batch, min_weight_size=1)
-    mode = Manual(mesh, TOKENS.data_axes)
-    step = dataclasses.replace(
-        program.step,
-        roles=TOKENS,
-        mode=mode,
-        placements=jax.tree.map(
-            lambda info, p: complete(p, info, TOKENS, mesh),
-            program.step.model.parameters,
-            program.step.placements,
-        ),
-        num_minibatches=2,
-    )
+    options = {"mesh": mesh, "batch": batch, "num_minibatches": 2, "min_weight_size": 1}
+    program = fsdp(PerToken(), optax.sgd(1.0), loss_fn, context_axis="context", **options)
+    assert ("data", "context") in program.layout.params["Dense_0"]["kernel"]
+    assert program.batch_sharding.spec == P(("data",), ("context",))
     state = program.init(jax.random.key(0))
-    grads, metrics, _ = jax.jit(step.gradients)(state.params, {}, jax.random.key(1), batch)
+    params = jax.device_get(state.params)
+    new_state, metrics = program.train_step(state, batch)
 
     def whole_loss(params):
         return loss_fn(params, PerToken().apply, batch, None)[0]
 
-    expected = jax.jit(jax.grad(whole_loss))(jax.device_get(state.params))
-    chex.assert_trees_all_close(jax.device_get(grads), expected, rtol=1e-5, atol=1e-7)
+    grads = jax.tree.map(np.subtract, params, jax.device_get(new_state.params))
+    expected = jax.jit(jax.grad(whole_loss))(params)
+    chex.assert_trees_all_close(grads, expected, rtol=1e-4, atol=1e-6)
     assert metrics["loss"][1] == mask.sum()
+    assert program.eval_step(new_state, batch)["loss"][1] == mask.sum()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 3])
+def test_a_device_has_two_half_blocks_of_each_sequence(devices8, size):
+    mesh = make_mesh({"context": size}, devices8[:size])
+    x = np.arange(4 * size * 2).reshape(2, 2 * size * 2)
+
+    def on_device(x):
+        return to_zigzag({"x": x, "scale": jnp.ones(())}, "context")["x"]
+
+    run = jax.jit(
+        Manual(mesh, ()).run(on_device, in_specs=P(None, "context"), out_specs=P(None, "context"))
+    )
+    halves = x.reshape(2, 2 * size, 2)
+    order = [block for c in range(size) for block in (c, 2 * size - 1 - c)]
+    np.testing.assert_array_equal(run(x), halves[:, order].reshape(x.shape))
 
 
 def test_how_a_gradient_is_reduced_belongs_to_its_placement(devices8):

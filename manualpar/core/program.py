@@ -27,6 +27,7 @@ from manualpar.guards.divergence import check_traced_steps
 from manualpar.guards.options import ProgramOptions, check_options, check_wire
 from manualpar.guards.placing import check_strategy, place_parameter
 from manualpar.modes.manual import mode_named
+from manualpar.modes.remat import regather_for_backward
 from manualpar.rng import typed_key
 from manualpar.sharding.annotations import check_rules
 from manualpar.sharding.axes import axis_tuple, check_mesh_has, with_axis_types
@@ -210,8 +211,13 @@ def _design(
     name = strategy.name
     check_strategy(strategy, options.get("num_minibatches", 1))
     shard_axes = axis_tuple(options.get("axis_name", "data"))
-    roles = AxisRoles({0: (*strategy.replica_axes, *shard_axes)})
-    _check_arguments(name, tx, loss_fn, options["mesh"], roles.data_axes)
+    context, pipeline = options.get("context_axis"), options.get("pipeline")
+    batch_dims = {0: (*strategy.replica_axes, *shard_axes)} | ({1: (context,)} if context else {})
+    roles = AxisRoles(batch_dims, {pipeline.axis: "stage"} if pipeline else {})
+    shard_axes = (*shard_axes, *batch_dims.get(1, ()))
+    _check_arguments(name, tx, loss_fn, options["mesh"], (*roles.data_axes, *roles.stage_axes))
+    if pipeline:
+        pipeline.check(strategy, options)
     mesh = cast(Mesh, with_axis_types(options["mesh"], AxisType.Auto))
     batch = abstract_batch(f"{name}: batch", options["batch"])
     check_batch(f"{name}: batch", batch, mesh, roles)
@@ -244,6 +250,15 @@ def _design(
     if user_model.keeps_types:  # What the model's initialisers shard stays so where it is used.
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
     placements = jax.tree.map(place_completely, user_model.parameters)
+    num_minibatches = options.get("num_minibatches", 1)
+    schedule = None
+    if pipeline:
+        schedule = pipeline.schedule(
+            mesh,
+            tuple(pipeline.axis in place.split_axes for place in jax.tree.leaves(placements)),
+            num_minibatches=num_minibatches,
+            wrap=regather_for_backward if strategy.reshard_after_forward else None,
+        )
     states = _States(user_model, tx, placements)
     step = Step(
         strategy=strategy,
@@ -252,8 +267,9 @@ def _design(
         roles=roles,
         placements=placements,
         update=Update(mode, placements, states.opt_padding, options.get("norm_metrics", False)),
-        num_minibatches=options.get("num_minibatches", 1),
+        num_minibatches=num_minibatches,
         schedule=scanned if options.get("use_scan", False) else unrolled,
+        pipeline=schedule,
         nonfinite=options.get("nonfinite", "ignore"),
     )
     return batch, step, states
@@ -312,7 +328,7 @@ def _assemble(batch: Any, step: Step, states: _States, options: ProgramOptions) 
         abstract_state=abstract,
         whole_state=states.whole,
         abstract_batch=_with_shardings(batch, shard(step.roles.batch_specs(batch))),
-        batch_sharding=NamedSharding(given, PartitionSpec(step.roles.data_axes)),
+        batch_sharding=NamedSharding(given, step.roles.batch_spec),
         init=functools.partial(init, jit(states.create, states.layout, out_shardings=shardings)),
         train_step=guard("train_step", train_step),
         eval_step=guard("eval_step", eval_step),

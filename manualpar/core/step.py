@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from manualpar.core.collectives import cast_to_varying
 from manualpar.core.gradients import Schedule, accumulate, unrolled
 from manualpar.core.partitioning import is_box
-from manualpar.core.strategy import Strategy
+from manualpar.core.strategy import Pipelined, Strategy
 from manualpar.guards.nonfinite import count_nonfinite, is_finite
 from manualpar.guards.options import Nonfinite
 from manualpar.modes.manual import Manual
@@ -60,6 +60,7 @@ class Step:
       update: What the optimizer does with the gradients.
       num_minibatches: The number of parts that a device takes its share of a batch in.
       schedule: How these parts run.
+      pipeline: The schedule instead if the layers are spread over stages.
       nonfinite: What is done about a loss or a gradient that is not finite.
     """
 
@@ -71,6 +72,7 @@ class Step:
     update: Update
     num_minibatches: int = 1
     schedule: Schedule = unrolled
+    pipeline: Pipelined | None = None
     nonfinite: Nonfinite = "ignore"
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -113,8 +115,10 @@ class Step:
 
         def first_minibatch(boxes: Any, collections: Any, batch: Any, rng: jax.Array) -> Metrics:
             boxes = cast_to_varying(boxes, self.mode.varying_axes)
-            minibatch = jax.tree.map(lambda x: x[0], self.mode.split(batch, self.num_minibatches))
-            return self.loss(boxes, collections, minibatch, rng)[1]
+            if self.pipeline is None:
+                parts = self.mode.split(batch, self.num_minibatches)
+                batch = jax.tree.map(lambda x: x[0], parts)
+            return self.loss(boxes, collections, batch, rng)[1]
 
         return self._metrics(first_minibatch, state, batch)
 
@@ -139,7 +143,7 @@ class Step:
             boxes = self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
         # Loss.
         loss = self.loss
-        if strategy.reshard_after_forward:
+        if strategy.reshard_after_forward and self.pipeline is None:
             loss = regather_for_backward(loss)
         # Accumulate.
         scatter = functools.partial(self._map, mode.scatter, shards)
@@ -148,9 +152,9 @@ class Step:
             lambda params, *args: loss(self._map(_unbox_kept, params), *args),
             boxes,
             collections,
-            mode.split(batch, self.num_minibatches),
+            mode.split(mode.arrange(batch, self.roles), self.num_minibatches),
             mode.fold(rng),
-            schedule=self.schedule,
+            schedule=self.pipeline or self.schedule,
             reduce=scatter if scatters_each else lambda grads: grads,
         )
         # Reduce.
@@ -176,8 +180,10 @@ class Step:
 
         def on_device(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Metrics:
             boxes = self._map(_unbox_kept, self._map(self.mode.box, params))
-            metrics = measure(boxes, collections, batch, self.mode.fold(rng))
-            return self.mode.sync_metrics(metrics)
+            args = boxes, collections, self.mode.arrange(batch, self.roles), self.mode.fold(rng)
+            return self.mode.sync_metrics(
+                measure(*args) if self.pipeline is None else self.pipeline.metrics(measure, *args)
+            )
 
         on_mesh = self._on_mesh(on_device, batch, PartitionSpec())
         metrics: Metrics = on_mesh(state.params, state.collections, state.rng, batch)

@@ -17,10 +17,15 @@ A strategy answers three questions.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import AbstractMesh, Mesh
+
+from manualpar.core.gradients import Reduce, WeightedLoss
 from manualpar.sharding.layout import PlaceFn
+from manualpar.user_model.loss_function import Metrics
 
 Mode = Literal["manual", "auto", "explicit", "auto-unconstrained"]
 MODES: tuple[Mode, ...] = ("manual", "auto", "explicit", "auto-unconstrained")
@@ -77,3 +82,45 @@ class Strategy:
     gather_every: Every = "minibatch"
     reduce_every: Every = "step"
     reshard_after_forward: bool = False
+
+
+class Pipelined(Protocol):
+    """A schedule whose minibatches are on different layers, on different devices, at one time."""
+
+    def __call__(
+        self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce, /
+    ) -> tuple[Any, Metrics, Any]:
+        """A `Schedule`. What it differentiates at once is one stage's, see `Stages.schedule`."""
+
+    def metrics(self, measure: Callable[..., Metrics], *args: Any) -> Metrics:
+        """`measure(params, collections, batch, rng)`, part by part through the stages."""
+
+
+@runtime_checkable
+class Stages(Protocol):
+    """How a model's layers are spread over an axis: what `manualpar.Pipeline` is to the core."""
+
+    axis: str
+
+    def check(self, strategy: Strategy, options: Mapping[str, Any]) -> None:
+        """Refuses a strategy and options of the program that it does not go with."""
+
+    def stacked(self, loss: ClosedJaxpr, paths: Sequence[str], size: int) -> frozenset[str]:
+        """The paths of the parameters with layers in dim 0, spread over `size` devices.
+
+        `loss` is the traced loss; its inputs are the whole parameters at `paths`.
+        """
+
+    def schedule(
+        self,
+        mesh: Mesh | AbstractMesh,
+        stacked: tuple[bool, ...],
+        *,
+        num_minibatches: int,
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+    ) -> Pipelined:
+        """Its schedule on a mesh, for parameters of which some are stacked.
+
+        It applies `wrap`, which gives a function another backward pass, to what it differentiates
+        at once.
+        """

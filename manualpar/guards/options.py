@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.collection_sync import CollectionSync
 from manualpar.core.collectives import Wire
-from manualpar.core.strategy import MODES, Mode
+from manualpar.core.strategy import MODES, Mode, Stages
 from manualpar.sharding.annotations import Rules
 from manualpar.sharding.axes import AxisName
 
@@ -42,6 +42,13 @@ class ProgramOptions(TypedDict, total=False):
         mesh does not have, the mesh axis, or tuple of axes, that it stands for:
         `{"batch": "data"}` for `nn.BatchNorm(axis_name="batch")`. None if not given. In other modes
         than `"manual"` the batch is global, and names of the mesh's own data axes need no alias.
+      context_axis: The mesh axis, if any, that sequences are split over: dim 1 of all leaves of the
+        batch but scalars. It is one more axis of the batch, so parameters are sharded over it too.
+        Each device has two half blocks of each sequence (zig-zag, see `sharding.zigzag`), so a
+        model needs layers that know of the axis, see `manualpar.layers.Context`, and labels must be
+        a leaf of the batch. A model or a loss that mixes positions without them is refused.
+      pipeline: A `manualpar.Pipeline`, if any, which spreads the model's scanned layers over an
+        axis of the mesh. The minibatches are its microbatches. For mode `"manual"`.
       num_minibatches: In how many parts a device takes its share of the batch, so that it holds the
         activations of one part; 1 if not given.
       use_scan: Whether the parts run in a `jax.lax.scan`, which compiles one of them, or unrolled
@@ -114,6 +121,8 @@ class ProgramOptions(TypedDict, total=False):
     init_args: Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]] | None
     axis_name: AxisName
     axis_aliases: Mapping[str, AxisName]
+    context_axis: str | None
+    pipeline: Stages | None
     num_minibatches: int
     use_scan: bool
     mode: Mode
@@ -151,6 +160,11 @@ def check_options(builder: str, options: Mapping[str, Any]) -> None:
             f"{builder}: init_args={init_args!r}, expected a function of the batch that returns "
             "the model's (args, kwargs)."
         )
+    for name, kind in (("context_axis", str), ("pipeline", Stages)):
+        value = options.get(name)
+        if value is not None and not isinstance(value, kind):
+            expected = "the name of a mesh axis" if kind is str else "a manualpar.Pipeline"
+            raise TypeError(f"{builder}: {name}={value!r}, expected {expected} or None.")
     compiler_options = options.get("compiler_options", {})
     if not isinstance(compiler_options, Mapping):
         raise TypeError(

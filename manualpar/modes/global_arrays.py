@@ -36,6 +36,7 @@ from manualpar.modes.manual import Manual, register_mode
 from manualpar.purposes import GATHER_SCOPE, NEW_PARAMS_SCOPE, SCATTER_SCOPE
 from manualpar.sharding.axes import Names, axes_size, axis_tuple, with_axis_types
 from manualpar.sharding.layout import Placement, map_in_scopes, names_to_spec
+from manualpar.sharding.roles import AxisRoles
 from manualpar.sharding.splitting import check_minibatches
 from manualpar.user_model.loss_function import Metrics
 
@@ -72,6 +73,11 @@ class GlobalArrays(Manual):
     def fold(self, rng: jax.Array) -> jax.Array:
         """The key as it is: the code sees all examples."""
         return rng
+
+    def arrange(self, batch: Any, roles: AxisRoles) -> Any:
+        """The batch: each sequence is whole."""
+        del roles
+        return batch
 
     def split(self, batch: Any, num_minibatches: int) -> Any:
         """Splits a batch so that every device's examples stay where they are.

@@ -30,7 +30,9 @@ from manualpar.rng import fold_rng_over_axis
 from manualpar.sharding.annotations import Rules
 from manualpar.sharding.axes import Names, axis_tuple
 from manualpar.sharding.layout import Placement, map_in_scopes, param_specs, state_specs
+from manualpar.sharding.roles import AxisRoles
 from manualpar.sharding.splitting import split_minibatches
+from manualpar.sharding.zigzag import to_zigzag
 from manualpar.user_model.loss_function import Metrics
 
 _MODES: dict[str, type["Manual"]] = {}
@@ -98,6 +100,10 @@ class Manual:
     def fold(self, rng: jax.Array) -> jax.Array:
         """Makes a key one that differs between devices with different examples."""
         return fold_rng_over_axis(rng, self.data_axes)
+
+    def arrange(self, batch: Any, roles: AxisRoles) -> Any:
+        """A device's part of a batch, its sequences in zig-zag order if an axis splits them."""
+        return batch if roles.context_axis is None else to_zigzag(batch, roles.context_axis)
 
     def split(self, batch: Any, num_minibatches: int) -> Any:
         """Splits `[B, ...]` leaves into `[M, B/M, ...]`, `M` minibatches; repeats scalars."""

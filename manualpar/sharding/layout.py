@@ -48,7 +48,8 @@ class ParameterInfo:
     @property
     def whole_dims(self) -> frozenset[int]:
         """The dimensions that must stay whole, because each use sees one slice of them."""
-        return self.loop_dims | {dim for dim, name in enumerate(self.shared_names) if name}
+        loops = frozenset(dim for dim in self.loop_dims if self.names[dim] is None)
+        return loops | {dim for dim, name in enumerate(self.shared_names) if name}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,6 +217,7 @@ def complete(
     return dataclasses.replace(
         placement,
         mean_axes=tuple(axis for axis in roles.data_axes if axis not in split),
+        sum_axes=tuple(axis for axis in roles.stage_axes if axis not in split),
         # The shard has met the examples of all devices along these axes, and autodiff has summed.
         divisor=axes_size(mesh, tuple(axis for axis in roles.data_axes if axis in split)),
         storage_axes=tuple(
@@ -262,6 +264,27 @@ def describe_parameters(
         return ParameterInfo(key, value.shape, value.dtype, names, dims)
 
     return jax.tree_util.tree_map_with_path(info, params, is_leaf=is_box)
+
+
+def on_stages(infos: Any, stacked: frozenset[str], axis: str) -> Any:
+    """What is known of parameters, of which those in `stacked` have a run of layers on each stage.
+
+    Layers are in dim 0, as `nn.scan` stacks them.
+    """
+
+    def staged(info: ParameterInfo) -> ParameterInfo:
+        if info.path not in stacked:
+            return info
+        if info.names[0] not in (None, axis):
+            raise ValueError(
+                f"model: parameter {info.path!r} of shape {info.shape} is annotated to be sharded "
+                f"over {info.names[0]!r} along the layers of dim 0, which pipeline= spreads over "
+                f"{axis!r}; expected None. Annotate another dim."
+            )
+        names = (axis, *info.names[1:])
+        return dataclasses.replace(info, names=names, split_axes=info.split_axes | {axis})
+
+    return jax.tree.map(staged, infos)
 
 
 def like_params(tree: Any, params: Any, values: Any, default: Any) -> Any:

@@ -3,7 +3,9 @@
 A *data* axis splits the examples of a batch, a *context* axis another of its dimensions. Devices
 along either run the same program on different data, so gradients are averaged over both. Devices
 along any other axis see the same data. A *storage* axis only shares the memory: what is sharded
-over it is gathered where it is used. Over a *model* axis the model computes with its shards.
+over it is gathered where it is used. Over a *model* axis the model computes with its shards. Over
+a *stage* axis a pipeline runs some of the layers on each device, and what all of them use has a
+part of its gradient on each.
 """
 
 import dataclasses
@@ -14,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-Role = Literal["data", "context", "storage", "model"]
+Role = Literal["data", "context", "storage", "model", "stage"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,16 @@ class AxisRoles:
         """The axes along which devices see different data."""
         return tuple(axis for axes in self.batch_dims.values() for axis in axes)
 
+    @property
+    def context_axis(self) -> str | None:
+        """The axis that splits sequences, dim 1 of the batch, if there is one."""
+        return next(iter(self.batch_dims.get(1, ())), None)
+
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """The axes along which devices have different layers."""
+        return tuple(axis for axis, role in self.others.items() if role == "stage")
+
     def role_of(self, axis: str) -> Role:
         """The role of a mesh axis."""
         for dim, axes in self.batch_dims.items():
@@ -43,6 +55,9 @@ class AxisRoles:
 
     def batch_specs(self, batch: Any) -> Any:
         """The tree of a batch with a `PartitionSpec` at each leaf; scalars are replicated."""
-        last = max(self.batch_dims)
-        entries = [self.batch_dims.get(dim) for dim in range(last + 1)]
-        return jax.tree.map(lambda x: PartitionSpec(*entries[: jnp.ndim(x)]), batch)
+        return jax.tree.map(lambda x: PartitionSpec(*self.batch_spec[: jnp.ndim(x)]), batch)
+
+    @property
+    def batch_spec(self) -> PartitionSpec:
+        """The `PartitionSpec` of a leaf that has all the dimensions that are split."""
+        return PartitionSpec(*map(self.batch_dims.get, range(max(self.batch_dims) + 1)))

@@ -29,6 +29,25 @@ def check_batch(field: str, batch: Any, mesh: Mesh, roles: AxisRoles) -> None:
     """Refuses a batch that cannot be split evenly over the mesh, in the name of `field`."""
     for dim, axes in roles.batch_dims.items():
         _check_dim(field, batch, dim, axes, axes_size(mesh, axes))
+    if roles.context_axis is not None and mesh.shape[roles.context_axis] > 1:
+        _check_positions(field, batch, roles.context_axis, mesh.shape[roles.context_axis])
+
+
+def _check_positions(field: str, batch: Any, axis: str, devices: int) -> None:
+    """Refuses sequences that cannot be laid out in zig-zag, and leaves that are none."""
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        name = f"{field}{jax.tree_util.keystr(path)}"
+        if jnp.ndim(x) == 1:
+            raise ValueError(
+                f"{name} has shape {x.shape}, but context_axis={axis!r} splits the positions of "
+                "sequences; expected [B, S, ...], or a scalar. Repeat it for each position."
+            )
+        if jnp.ndim(x) and x.shape[1] % (2 * devices):
+            raise ValueError(
+                f"{name} has {x.shape[1]} positions along dim 1, expected a multiple of "
+                f"{2 * devices}, two half blocks for each of the {devices} devices along "
+                f"{axis!r}: pad the sequences and mask the padding."
+            )
 
 
 def _check_dim(field: str, batch: Any, dim: int, axes: tuple[str, ...], devices: int) -> None:

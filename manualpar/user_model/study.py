@@ -22,6 +22,7 @@ from manualpar.sharding.layout import (
     ParameterInfo,
     computed_specs,
     describe_parameters,
+    on_stages,
     strip_boxes,
 )
 from manualpar.sharding.split_parameter import SplitParameter, take_shared
@@ -190,6 +191,21 @@ def study(
             gathers_in_loss=gathers_in_loss and mode.writes_collectives,
         )
     infos = describe(boxed_params, loop_dims)
+    if pipeline := options.get("pipeline"):
+        stacked: list[frozenset[str]] = []
+        paths = [info.path for info in jax.tree.leaves(infos)]
+
+        def find_stacked(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
+            def loss(params: Any) -> Any:
+                return call_loss(loss_fn, params, CarryingApply(adapted, collections), batch, rng)
+
+            closed = jax.make_jaxpr(loss)(own_part(params))
+            stacked.append(pipeline.stacked(closed, paths, mesh.shape[pipeline.axis]))
+
+        trace(
+            mode, find_stacked, (specs, whole, whole, batch_specs), params, collections, key, batch
+        )
+        infos = on_stages(infos, stacked[0], pipeline.axis)
     all_dims = {info.path: info.loop_dims for info in jax.tree.leaves(infos)}
     sync = options.get("sync_collections", {})
     return UserModel(
