@@ -4,8 +4,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from manualpar import Batch, data_parallel, fsdp, gather_examples, make_mesh
+from manualpar import (
+    Batch,
+    abstract_mesh,
+    data_parallel,
+    fsdp,
+    gather_examples,
+    make_mesh,
+)
+from manualpar.guards.divergence import check_traced_steps
 
 BATCH = Batch(
     inputs=jax.ShapeDtypeStruct((16, 8), jnp.float32), labels=jax.ShapeDtypeStruct((16,), jnp.int32)
@@ -103,3 +112,46 @@ def test_examples_gathered_in_another_order_than_the_batch_is_in_are_refused(dev
         build(None)
     build(("b", "a"))
     build("a")  # Some of them, as somebody wishes.
+
+
+def branch_on_stage(send, is_loop=False):
+    """Traces a branch that some stages take, with a collective in it; it is not compiled."""
+
+    def on_device(x):
+        stage = jax.lax.axis_index("stage")
+        if is_loop:
+            return jax.lax.while_loop(
+                lambda c: c[0] < stage, lambda c: (c[0] + 1, send(c[1])), (stage - 2, x)
+            )[1]
+        return jax.lax.cond(stage < 2, send, lambda x: x, x)
+
+    mesh = abstract_mesh({"data": 2, "stage": 4}, num_devices=8)
+    spec = P("data", "stage")
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True)
+    traced = jax.make_jaxpr(run)(jax.ShapeDtypeStruct((4, 8), "float32"))
+    check_traced_steps("fsdp", traced, traced, traced, data_axes=("data",))
+
+
+@pytest.mark.parametrize("axis", ["stage", "data"])
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_a_permutation_waits_for_all_devices_whatever_its_axis(axis, is_loop):
+    what = "while" if is_loop else "cond"
+    message = (
+        rf"fsdp: a {what} contains a ppermute \(.*\), over \['{axis}'\], and its condition differs "
+        r"between the devices along \['stage'\]: .* all devices of the program.*jnp.where"
+    )
+    with pytest.raises(ValueError, match=message):
+        branch_on_stage(lambda x: jax.lax.ppermute(x, axis, [(0, 1), (1, 0)]), is_loop)
+
+
+def test_other_collectives_wait_for_the_devices_along_their_axis_alone():
+    def summed(x, axis):
+        return jax.lax.pcast(jax.lax.psum(x, axis), axis, to="varying")
+
+    def gathered(x):
+        return jax.lax.all_gather(x, "data", axis=0, tiled=True)[: len(x)]
+
+    branch_on_stage(lambda x: summed(x, "data"))
+    branch_on_stage(gathered)
+    with pytest.raises(ValueError, match=r"a cond contains a psum.*along \['stage'\]"):
+        branch_on_stage(lambda x: summed(x, "stage"))

@@ -3,7 +3,9 @@
 A collective waits for all devices along its axes. Inside a `cond` or a `while` whose condition
 varies over such an axis some devices would take part and others not: the program then hangs, or
 matches one device's collective with another's of the same size and computes nonsense. The types do
-not forbid it, but they say where it can happen.
+not forbid it, but they say where it can happen. A permutation waits for more: in XLA it is one
+operation of all devices of the program, whatever the axis, so that a condition over any axis makes
+it hang. (A pipeline's stages branch on their index, and gather over the data axes inside.)
 
 The gradient of a gather is written by hand, for the derivative that a step takes. A model or a loss
 that differentiates a gathered parameter by itself gets the sum over the devices instead of the
@@ -62,15 +64,25 @@ def _check_condition(name: str, eqn: Any) -> None:
     varying = _varying_condition(eqn)
     jaxprs = inner_jaxprs(eqn) if varying else ()
     for inner in (inner for _, jaxpr in jaxprs for inner in all_equations(jaxpr)):
-        shared = sorted(varying & _communication_axes(inner))
-        if shared:
+        is_permutation = inner.primitive.name == "ppermute"
+        missed = sorted(varying if is_permutation else varying & _communication_axes(inner))
+        if missed:
             where = f"{eqn.source_info.name_stack}/{inner.source_info.name_stack}".strip("/")
+            what = f"{name}: a {eqn.primitive.name} contains a {inner.primitive.name} ({where}), "
+            differs = f"and its condition differs between the devices along {missed}: "
+            if is_permutation:
+                over = sorted(_communication_axes(inner))
+                raise ValueError(
+                    f"{what}over {over}, {differs}a permutation waits for all devices of the "
+                    "program, whatever its axis, so some would wait for the others for ever. "
+                    "Compute it outside of the branch or loop (a ring of attention or of products "
+                    "too) and choose with jnp.where, or make the condition the same on all devices "
+                    "(jax.lax.pmax)."
+                )
             raise ValueError(
-                f"{name}: a {eqn.primitive.name} contains a {inner.primitive.name} ({where}), "
-                f"and its condition differs between the devices along "
-                f"{shared}: some would wait there for the others for ever. A sharded parameter "
-                "is gathered where it is used: call the module outside of the branch or loop "
-                "and choose with jnp.where, make the condition the same on all devices "
+                f"{what}{differs}some would wait there for the others for ever. A sharded "
+                "parameter is gathered where it is used: call the module outside of the branch or "
+                "loop and choose with jnp.where, make the condition the same on all devices "
                 "(jax.lax.pmax), or use data_parallel."
             )
 
