@@ -1,0 +1,140 @@
+"""What a schedule of a pipeline is: a table of which stage computes what in which tick.
+
+S stages take M microbatches through v S chunks of layers. Chunk k lies on stage k % S, where it is
+chunk k // S of v. A *tick* is the same for all devices: at most one F (a microbatch forward through
+a chunk), then at most one B (backward), then a *hop*: activations move to the next stage, and
+gradients to the one before. The F of the last chunk computes the loss and its gradient too, so that
+its B may follow in the same tick.
+
+A device keeps the inputs of its chunks, and the gradients of their outputs, in *slots*.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+FORWARD_ROWS = (
+    "forward_microbatch",
+    "forward_chunk",
+    "forward_slot",
+    "is_first",
+    "is_last",
+    "last_gradient_slot",
+)
+BACKWARD_ROWS = (
+    "backward_microbatch",
+    "backward_chunk",
+    "backward_slot",
+    "gradient_slot",
+    "backward_is_first",
+)
+HOP_ROWS = ("arriving_slot", "arriving_gradient_slot")
+# The value of a row where there is nothing, if not -1.
+NOTHING = {"is_first": 0, "is_last": 0, "backward_is_first": 0}
+
+Rows: TypeAlias = Mapping[str, np.ndarray]
+Kind: TypeAlias = Literal["F", "B"]
+
+
+class Event(NamedTuple):
+    """A stage's F or B of a microbatch; `chunk` is counted over all stages."""
+
+    tick: int
+    stage: int
+    kind: Kind
+    microbatch: int
+    chunk: int
+
+
+class Costs(NamedTuple):
+    """What the parts of a tick take, in any unit.
+
+    Attributes:
+      forward: A chunk forward.
+      backward: A chunk backward; with its forward pass if that is computed again.
+      before: The part of the model before its layers, forward, in the F of the first chunk.
+      before_backward: The same part backward, in the B of the first chunk.
+      after: The part of the model after its layers, forward and backward, in the F of the last.
+    """
+
+    forward: float = 1.0
+    backward: float = 2.0
+    before: float = 0.0
+    before_backward: float = 0.0
+    after: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """A schedule of S stages, M microbatches, v chunks a stage and T ticks.
+
+    Attributes:
+      name: The schedule.
+      num_stages: S.
+      num_microbatches: M.
+      chunks: v.
+      events: Every F and B, by ticks.
+      rows: What an executor reads, int32[T, S] each: -1 where there is nothing, 0 or 1 where the
+        name is a question. `forward_microbatch`, `forward_chunk` (of v) and `forward_slot`, where
+        the chunk's input is kept; `is_first` and `is_last`, whether the F is of the first or last
+        chunk of all; `last_gradient_slot`, where the F of the last chunk puts its gradient.
+        `backward_microbatch`, `backward_chunk`, `backward_slot` of the chunk's input,
+        `gradient_slot` of its output's gradient, `backward_is_first`. `arriving_slot` and
+        `arriving_gradient_slot`, where the hop of the tick puts what arrives.
+      activation_slots: How many slots for inputs of chunks a device needs.
+      gradient_slots: How many for gradients; 0 without backward passes.
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    chunks: int
+    events: tuple[Event, ...]
+    rows: Rows = dataclasses.field(repr=False, compare=False)  # They follow from the events.
+    activation_slots: int
+    gradient_slots: int
+
+    @property
+    def num_ticks(self) -> int:
+        """T."""
+        return len(self.rows["forward_microbatch"])
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether there are backward passes."""
+        return self.gradient_slots > 0
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """For each stage, the most inputs at one time between their F and their last use."""
+        started = np.cumsum(self.rows["forward_microbatch"] >= 0, axis=0)
+        ends = "backward_microbatch" if self.has_backward else "forward_microbatch"
+        ended = np.cumsum(self.rows[ends] >= 0, axis=0)
+        ended_before = np.pad(ended, ((1, 0), (0, 0)))[:-1]
+        return tuple((started - ended_before).max(axis=0).tolist())
+
+    @property
+    def bubble(self) -> float:
+        """The share of its time in which a device idles, if only chunks take time."""
+        return self.idle_share(Costs())
+
+    def busy(self, costs: Costs) -> np.ndarray:
+        """Returns how long each stage computes in each tick, `[T, S]`."""
+        rows = self.rows
+        return np.asarray(
+            costs.forward * (rows["forward_microbatch"] >= 0)
+            + costs.backward * (rows["backward_microbatch"] >= 0)
+            + costs.before * rows["is_first"]
+            + costs.before_backward * rows["backward_is_first"]
+            + costs.after * rows["is_last"]
+        )
+
+    def idle_share(self, costs: Costs) -> float:
+        """Returns the share of its time in which a device idles, on average over the stages.
+
+        A tick takes as long as its slowest stage, because in the hop stages wait for each other.
+        """
+        busy = self.busy(costs)
+        return float(1 - busy.mean(axis=1).sum() / busy.max(axis=1).sum())
