@@ -2,7 +2,7 @@
 
 python -m experiments.plan [--config=configs/fsdp_lm.py] [--config.<field>=<value> ...]
                            [--topology=v5p:8x8x4] [--compiler=auto|tpu|none] [--sweep]
-                           [--workdir=<folder>]
+                           [--device_mtbf_hours=50000] [--workdir=<folder>]
 """
 
 from pathlib import Path

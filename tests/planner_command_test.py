@@ -13,6 +13,7 @@ from absl import flags
 from experiments import plan as experiment
 from manualpar.planner import command as planner_command
 from manualpar.planner.command import PLANNING, plan_command
+from manualpar.planner.goodput import RESTORE
 from manualpar.planner.plan import Plan
 from manualpar.planner.sweep import sweep
 from manualpar.strategies import strategy_kinds
@@ -64,6 +65,8 @@ def test_flags_of_the_planner_and_of_the_config_are_told_apart():
         (["--compiler=tpu", "--topology=h100:8"], "expected a TPU topology such as v5e:16x16"),
         (["--devices=4"], "--devices means nothing here: --topology says what a plan is for."),
         (["--vocab_size=many"], "--vocab_size=many"),
+        (["--restart_seconds=-1"], "--restart_seconds=-1: expected 0 or more"),
+        (["--device_mtbf_hours=1", "--sweep"], "--device_mtbf_hours with --sweep"),
         (["--config.data.batchsize=3"], "the nearest one is --config.data.batch_size"),
         (["extra"], "'extra' is not understood"),
     ],
@@ -90,6 +93,22 @@ def test_a_plan_for_gpus_is_a_model_and_says_so(capsys):
     assert "The model assumes:" in output
     assert re.search(r"https://\S+h100", output)
     assert output.splitlines()[-1] == "results: runs/plan-fsdp_lm/001"
+
+
+def test_a_plan_for_devices_that_fail_says_how_often_to_save(capsys):
+    flags = ("--topology=h100:16", "--device_mtbf_hours=50000", "--restart_seconds=300")
+    assert plan_command(_command(*SMALL, *flags)) == 0
+    results = json.loads(Path("runs/plan-fsdp_lm/001/plan.json").read_text())
+    [memory], found = [plan["memory"] for plan in results["plans"]], results["goodput"]
+    # A process has eight devices.
+    held = 8 * (memory["parameters"] + memory["optimizer"])
+    assert found["costs"]["restore"] == pytest.approx(held / RESTORE[1])
+    assert found["mtbf"] == 50_000 * 3600 / 16
+    assert found["costs"]["restart"] == 300
+    daly, exact = found["intervals"]["Daly"], found["intervals"]["exact"]
+    assert daly["interval"] == pytest.approx(exact["interval"], rel=1e-3)
+    output = capsys.readouterr().out
+    assert "goodput: a device fails every 50,000 h, the run every 130 d" in output
 
 
 def test_a_batch_that_does_not_divide_is_one_line(capsys):

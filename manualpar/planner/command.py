@@ -7,12 +7,15 @@ roofline alone. GPU clusters are the roofline's.
 
 import functools
 import importlib.util
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import rich.console
 
 from manualpar.extras import require
+from manualpar.planner.goodput_report import HOUR, plan_goodput, print_goodput
 from manualpar.planner.plan import Plan
 from manualpar.planner.plan_picture import draw_plans, draw_sweep
 from manualpar.planner.plan_report import (
@@ -67,6 +70,21 @@ FLAGS: Mapping[str, Flag] = {
         bool,
         False,
     ),
+    "device_mtbf_hours": Flag(
+        "Hours between two failures of a device; then the plan says how often to save, and which "
+        "share of the time trains.",
+        int,
+        0,
+    ),
+    "restart_seconds": Flag(
+        "Seconds from a failure until all processes run again, with --device_mtbf_hours.", int, 600
+    ),
+    "storage_bandwidth": Flag(
+        "GB/s that the file system takes from all processes together, with --device_mtbf_hours; 0 "
+        "for as much as they send.",
+        int,
+        0,
+    ),
     "workdir": WORKDIR,
 }
 
@@ -78,6 +96,14 @@ def _refine(line: CommandLine) -> None:
         raise UsageError(
             f"--compiler={flags.compiler}: expected one of {', '.join(COMPILERS)}; the nearest one "
             f"is {nearest(flags.compiler, COMPILERS)}."
+        )
+    for name in ("device_mtbf_hours", "restart_seconds", "storage_bandwidth"):
+        if getattr(flags, name) < 0:
+            raise UsageError(f"--{name}={getattr(flags, name)}: expected 0 or more.")
+    if flags.sweep and flags.device_mtbf_hours:
+        raise UsageError(
+            "--device_mtbf_hours with --sweep: expected one of them; plan the mesh that the sweep "
+            "has found by itself."
         )
     with users_mistakes("--topology: "):
         flags.topology = parse_topology(flags.topology)
@@ -128,9 +154,21 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
         plans.insert(0, compile_for_tpu(config, topology, vocab_size=command.flags.vocab_size))
     print_plans(console, plans)
     print_sources(console, topology.chip)
+    results: dict[str, Any] = {"plans": [plan.to_json() for plan in plans]}
+    flags = command.flags
+    if flags.device_mtbf_hours:
+        planned = plan_goodput(
+            experiment.program,
+            topology,
+            device_mtbf=flags.device_mtbf_hours * HOUR,
+            restart_seconds=flags.restart_seconds,
+            storage_bandwidth=flags.storage_bandwidth * 1e9 or math.inf,
+        )
+        print_goodput(console, planned)
+        results["goodput"] = planned.to_json()
 
     def write(workdir: Path) -> None:
-        write_json(workdir / "plan.json", {"plans": [plan.to_json() for plan in plans]})
+        write_json(workdir / "plan.json", results)
         draw_plans(plans, workdir / "plan.png")
 
     return write

@@ -1,0 +1,121 @@
+"""How often a planned run should save, and what its failures cost, as a table and as plain values.
+
+A process has the devices of a node, or four chips of a TPU.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import rich.console
+
+from manualpar.core.program import Program
+from manualpar.inspect import state_bytes
+from manualpar.planner.goodput import (
+    CheckpointCosts,
+    Goodput,
+    best_interval,
+    daly_interval,
+    goodput,
+    mean_time_between_failures,
+    scaled_costs,
+    young_interval,
+)
+from manualpar.planner.topology import Topology
+from manualpar.watching.tables import describe_share, print_table, print_wrapped
+
+HOUR = 3600.0
+CHIPS_OF_A_HOST = 4
+INTERVALS = {"Young": young_interval, "Daly": daly_interval, "exact": best_interval}
+
+
+class PlannedGoodput(NamedTuple):
+    """The time between failures of a run, what saves cost it, and the intervals between them.
+
+    `intervals` has Young's, Daly's and the exact one.
+    """
+
+    device_mtbf: float
+    mtbf: float
+    costs: CheckpointCosts
+    intervals: dict[str, Goodput]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; times are seconds."""
+        return {
+            "device_mtbf": self.device_mtbf,
+            "mtbf": self.mtbf,
+            "costs": dataclasses.asdict(self.costs),
+            "intervals": {name: dataclasses.asdict(x) for name, x in self.intervals.items()},
+        }
+
+
+def plan_goodput(
+    program: Program,
+    topology: Topology,
+    *,
+    device_mtbf: float,
+    restart_seconds: float,
+    storage_bandwidth: float = math.inf,
+) -> PlannedGoodput:
+    """Plans how often a program on a topology should save.
+
+    Args:
+      program: The program, on a mesh of the topology's size.
+      topology: The devices.
+      device_mtbf: Seconds between two failures of a device.
+      restart_seconds: Seconds from a failure until restoring begins.
+      storage_bandwidth: Bytes a second that the file system takes or gives, in all.
+    """
+    chip, devices = topology.chip, topology.num_devices
+    host = chip.network.node_size or CHIPS_OF_A_HOST * chip.devices_per_chip
+    state = program.abstract_state
+    held, whole = state_bytes((state.params, state.opt_state))
+    costs = scaled_costs(
+        state_bytes=whole,
+        held_bytes=held * min(host, devices),
+        num_processes=max(devices // host, 1),
+        restart_seconds=restart_seconds,
+        storage_bandwidth=storage_bandwidth,
+    )
+    mtbf = mean_time_between_failures(device_mtbf, devices)
+    intervals = {}
+    for name, find in INTERVALS.items():
+        # A save waits for the one before.
+        interval = max(find(costs.blocked, mtbf), costs.background)
+        intervals[name] = goodput(interval, costs, mtbf)
+    return PlannedGoodput(device_mtbf, mtbf, costs, intervals)
+
+
+def print_goodput(console: rich.console.Console, planned: PlannedGoodput) -> None:
+    """Prints where the time of a run goes for each of the intervals."""
+    shown, costs = list(planned.intervals.values()), planned.costs
+    lines = {
+        "a save every": [describe_time(each.interval) for each in shown],
+        "trains": [describe_share(each.training) for each in shown],
+        "waits for saves": [describe_share(each.saving) for each in shown],
+        "computes again": [describe_share(each.repeating) for each in shown],
+        "restarts and restores": [describe_share(each.recovering) for each in shown],
+    }
+    rows = [[name, *values] for name, values in lines.items()]
+    title = (
+        f"goodput: a device fails every {planned.device_mtbf / HOUR:,.0f} h, the run every "
+        f"{describe_time(planned.mtbf)}"
+    )
+    print_table(console, ["", *planned.intervals], rows, title=title)
+    print_wrapped(
+        console,
+        f"The loop waits {describe_time(costs.blocked)} for a save, which is complete "
+        f"{describe_time(costs.background)} later; restoring takes {describe_time(costs.restore)}: "
+        "rates that one process reached here (benchmarks.checkpoint_rates), or the file system's. "
+        f"From a failure until then {describe_time(costs.restart)} are assumed. See "
+        "manualpar.planner.goodput.",
+    )
+
+
+def describe_time(seconds: float) -> str:
+    """A time in the unit that suits it, such as `3.09 h`."""
+    for unit, size in (("d", 24 * HOUR), ("h", HOUR), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
