@@ -1,6 +1,7 @@
 """Layers that compute with a part of their parameters, and send what makes the result whole."""
 
 from manualpar.layers.boundaries import enter, leave
+from manualpar.layers.context import Context
 from manualpar.layers.dense import SplitDense
 from manualpar.layers.experts import MoE
 from manualpar.layers.plan import TensorParallel, tensor_parallel
@@ -13,6 +14,7 @@ from manualpar.sharding.split_parameter import split
 
 __all__ = [
     "Column",
+    "Context",
     "DerivedPlan",
     "MoE",
     "Row",

@@ -54,11 +54,11 @@ def gather_chunks(x: jax.Array, axes: tuple[str, ...], dim: int) -> Chunks:
     size = jax.lax.axis_size(axes)
     parts, ahead, behind = [x], x, x
     for _ in range((size - 1) // 2):
-        ahead, behind = _shift(ahead, axes, -1), _shift(behind, axes, 1)
+        ahead, behind = shift(ahead, axes, -1), shift(behind, axes, 1)
         parts += [ahead, behind]
     if size % 2 == 0:
-        last = [_shift(_split_last(ahead, axes, dim)[0], axes, -1)]
-        last += [_shift(half, axes, 1) for half in _split_last(behind, axes, dim)[1:]]
+        last = [shift(_split_last(ahead, axes, dim)[0], axes, -1)]
+        last += [shift(half, axes, 1) for half in _split_last(behind, axes, dim)[1:]]
         parts.append(jnp.concatenate(last, dim))
     return Chunks(tuple(parts), axes, dim)
 
@@ -75,24 +75,30 @@ def scatter_chunks(x: Chunks) -> jax.Array:
     if len(x.parts) % 2 == 0:
         first, *second = _split_last(others.pop(), x.axes, x.dim)
         rest = own.shape[x.dim] - first.shape[x.dim]
-        ahead = _pad(_shift(first, x.axes, 1), x.dim, (0, rest))
+        ahead = _pad(shift(first, x.axes, 1), x.dim, (0, rest))
         for half in second:
-            behind = _pad(_shift(half, x.axes, -1), x.dim, (rest, 0))
+            behind = _pad(shift(half, x.axes, -1), x.dim, (rest, 0))
     for index in reversed(range(0, len(others), 2)):
-        ahead = _shift(others[index] + ahead, x.axes, 1)
-        behind = _shift(others[index + 1] + behind, x.axes, -1)
+        ahead = shift(others[index] + ahead, x.axes, 1)
+        behind = shift(others[index + 1] + behind, x.axes, -1)
     return own + ahead + behind
 
 
-def _shift(x: jax.Array, axes: tuple[str, ...], by: int) -> jax.Array:
-    """Sends `x` to the device that is `by` ahead."""
+def shift(
+    x: jax.Array, axes: tuple[str, ...], by: int, *, scope: str = SEQUENCE_SCOPE
+) -> jax.Array:
+    """Sends `x` to the device that is `by` ahead, in the named scope that says for what purpose.
+
+    Communication:
+      One permute: each device sends all of `x`.
+    """
     # Of several axes `ppermute` counts devices in the order of the mesh, `axis_index` in theirs.
     ordered = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes]
     sizes = [jax.lax.axis_size(axis) for axis in ordered]
     devices = np.arange(math.prod(sizes)).reshape(sizes)
     devices = devices.transpose([ordered.index(axis) for axis in axes]).ravel()
     pairs = zip(devices.tolist(), np.roll(devices, -by).tolist(), strict=True)
-    with jax.named_scope(SEQUENCE_SCOPE):
+    with jax.named_scope(scope):
         return jax.lax.ppermute(x, tuple(ordered), list(pairs))
 
 

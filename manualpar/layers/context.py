@@ -1,0 +1,287 @@
+"""Sequences whose positions are split over the devices along a context axis.
+
+Each of `C` devices holds two half-blocks of the `2 C` of a sequence: device `c` has half-blocks `c`
+and `2 C - 1 - c` (zig-zag). Under a causal mask all devices then have equal work. Everything that
+treats positions by themselves stays as it is. Attention and what counts along the sequence has to
+know of the axis, and `Context` is what it knows.
+
+Outside of a `shard_map` that binds the axis, all of it is what one device does.
+
+Symbols: `C` devices along the axis, `B` examples, `S` positions of a device, `N` query heads, `K`
+key and value heads, `H` features of a head.
+"""
+
+import dataclasses
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from manualpar.core.collectives import varying_axes
+from manualpar.layers.boundaries import bound_axes, has_lost_types
+from manualpar.layers.ring_attention import ring_attention, zigzag_positions
+from manualpar.purposes import CONTEXT_SCOPE
+
+# How queries come together with the keys of other devices.
+ContextAttention = Literal["ring", "ulysses", "gather"]
+Implementation = Literal["xla", "cudnn"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """How sequences lie along a mesh axis, and attention across it.
+
+    Attributes:
+      axis: The mesh axis; `None` for none. A mesh need not have it.
+      how: What attention sends. `"ring"`: keys and values go around a ring while each device
+        computes, and memory does not grow with the sequence. `"ulysses"`: each device gets all
+        positions of some of the heads (Jacobs et al., https://arxiv.org/abs/2309.14509).
+        `"gather"`: each device gets all keys and values.
+    """
+
+    axis: str | None
+    how: ContextAttention = "ring"
+
+    def __post_init__(self) -> None:
+        if self.how not in get_args(ContextAttention):
+            known = ", ".join(map(repr, get_args(ContextAttention)))
+            raise ValueError(f"Context: how is {self.how!r}, expected one of {known}.")
+
+    @property
+    def size(self) -> int:
+        """The devices along the axis, `C`; 1 where it is not bound."""
+        axes = bound_axes("Context", self.axis)
+        return jax.lax.axis_size(axes) if axes else 1
+
+    def positions(self, length: int) -> jax.Array:
+        """The positions in the sequence that this device has.
+
+        Args:
+          length: How many it has, `S`, an even number if there are other devices.
+
+        Returns:
+          `int32[S]`, ascending.
+
+        Raises:
+          ValueError: `length` is odd.
+
+        Communication:
+          None.
+        """
+        if self.size == 1:
+            return jnp.arange(length, dtype=jnp.int32)
+        self._check_length("positions", length)
+        return zigzag_positions(jax.lax.axis_index(self.axis), length, self.size)
+
+    def cumsum(self, x: jax.Array) -> jax.Array:
+        """Sums what comes up to each position in the whole sequence.
+
+        Args:
+          x: `[B, S/axis, ...]`, numbers or booleans.
+
+        Returns:
+          The inclusive sums along dim 1, of the shape of `x`.
+
+        Raises:
+          ValueError: The sequence is not split over the axis, or a device's part of it is odd.
+
+        Communication:
+          One all-gather of two sums for each column of `x`.
+        """
+        if self.size == 1:
+            return jnp.cumsum(x, axis=1)
+        self._check_split("cumsum", x)
+        halves = jnp.stack(jnp.split(x, 2, axis=1))
+        of_devices = self._gather(halves.sum(2))  # [C, 2, B, ...]
+        # In the order of the sequence, with nothing before the first.
+        sums = jnp.concatenate([of_devices[:, 0], of_devices[::-1, 1]])
+        before = jnp.cumsum(jnp.concatenate([jnp.zeros_like(sums[:1]), sums[:-1]]), axis=0)
+        device = jax.lax.axis_index(self.axis)
+        own = jnp.stack([before[device], before[2 * self.size - 1 - device]])
+        first, second = jnp.cumsum(halves, axis=2) + own[:, :, None]
+        return jnp.concatenate([first, second], axis=1)
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Sums what the devices along the axis have.
+
+        Args:
+          x: This device's part of the sum, such as that over its positions.
+
+        Returns:
+          The sum, the same on all devices along the axis.
+
+        Communication:
+          One all-reduce of `x`; backward none.
+        """
+        if self.size == 1:
+            return x
+        with jax.named_scope(CONTEXT_SCOPE):
+            return jax.lax.psum(x, self.axis)
+
+    def attention(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        documents: jax.Array | None = None,
+        *,
+        implementation: Implementation = None,
+    ) -> jax.Array:
+        """Attends causally within documents.
+
+        Args:
+          query: `[B, S/axis, N, H]`.
+          key: `[B, S/axis, K, H]`. `K` divides `N`, and groups of query heads share a key head.
+          value: `[B, S/axis, K, H]`, of the dtype of `key`.
+          documents: `int32[B, S/axis]`. A query sees the keys of the same number; `None` if each
+            sequence is one document.
+          implementation: That of `jax.nn.dot_product_attention`. With a ring there is no choice.
+
+        Returns:
+          `[B, S/axis, N, H]`.
+
+        Raises:
+          ValueError: The sequence is not split over the axis, a device's part of it is odd, or the
+            heads do not divide over the devices.
+
+        Communication:
+          With `n = B S K H` elements of a device's keys in their dtype: `"ring"`, see
+          `ring_attention`; `"gather"`, an all-gather of keys and one of values, of which a device
+          sends `(C - 1) n` each, and backward as many reduce-scatters; `"ulysses"`, four
+          all-to-alls forward and four backward, of which a device sends `(C - 1) / C` of `n`, or of
+          the queries: queries, keys, values and the result. With fewer key heads than devices it
+          sends each as often as needed. Documents cost an all-gather of `int32[B, S]`.
+
+        Gradient:
+          That of the ring is written by hand, see `ring_attention`.
+        """
+        if self.size == 1:
+            return _attend(query, key, value, documents, implementation)
+        for x in (query, key, value):
+            self._check_split("attention", x)
+        if key.shape != value.shape or key.dtype != value.dtype:
+            raise ValueError(
+                f"Context: key is {key.dtype}{list(key.shape)} and value {value.dtype}"
+                f"{list(value.shape)}, expected the same shape and dtype."
+            )
+        if query.shape[2] % key.shape[2]:
+            raise ValueError(
+                f"Context: query has {query.shape[2]} heads, expected a multiple of the "
+                f"{key.shape[2]} heads of key, because groups of equal size share one."
+            )
+        if self.how == "ulysses":
+            return self._exchange_heads(query, key, value, documents, implementation)
+        if self.how == "gather":
+            return self._gather_keys(query, key, value, documents, implementation)
+        if implementation is not None:
+            raise ValueError(
+                f"Context: implementation={implementation!r}, expected None with how='ring', which "
+                "computes attention itself."
+            )
+        if documents is None:
+            documents = jnp.zeros((self.size, *query.shape[:2]), jnp.int32)
+        else:
+            documents = self._gather(documents)
+        return ring_attention(query, key, value, documents, str(self.axis))
+
+    def _exchange_heads(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        documents: jax.Array | None,
+        implementation: Implementation,
+    ) -> jax.Array:
+        size, num_heads, num_groups = self.size, query.shape[2], key.shape[2]
+        repeats = max(1, size // num_groups)
+        if num_heads % size or num_groups * repeats % size:
+            raise ValueError(
+                f"Context: {num_heads} query heads and {num_groups} key heads do not divide over "
+                f"the {size} devices along {self.axis!r}, expected a multiple of them, or, of key "
+                "heads, a divisor. Take a number of heads that divides, or how='ring'."
+            )
+        key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
+        query, key, value = (
+            _reordered(self._exchange(x, 2, 1), np.argsort(self._half_blocks()))
+            for x in (query, key, value)
+        )
+        if documents is not None:
+            documents = jnp.concatenate(self._gather(documents), axis=1)
+            documents = _reordered(documents, np.argsort(self._half_blocks()))
+        out = _attend(query, key, value, documents, implementation)
+        return self._exchange(_reordered(out, self._half_blocks()), 1, 2)
+
+    def _gather_keys(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        documents: jax.Array | None,
+        implementation: Implementation,
+    ) -> jax.Array:
+        length = query.shape[1]
+        of_all = [zigzag_positions(device, length, self.size) for device in range(self.size)]
+        is_seen = self.positions(length)[:, None] >= jnp.concatenate(of_all)[None]
+        mask = is_seen[None, None]
+        if documents is not None:
+            of_keys = jnp.concatenate(self._gather(documents), axis=1)
+            mask &= documents[:, None, :, None] == of_keys[:, None, None]
+        key, value = (jnp.concatenate(self._gather(x), axis=1) for x in (key, value))
+        return jax.nn.dot_product_attention(
+            query, key, value, mask=mask, implementation=implementation
+        )
+
+    def _gather(self, x: jax.Array) -> jax.Array:
+        """What all devices have, `[C, ...]`."""
+        with jax.named_scope(CONTEXT_SCOPE):
+            return jax.lax.all_gather(x, self.axis)
+
+    def _exchange(self, x: jax.Array, split_dim: int, concat_dim: int) -> jax.Array:
+        with jax.named_scope(CONTEXT_SCOPE):
+            return jax.lax.all_to_all(x, self.axis, split_dim, concat_dim, tiled=True)
+
+    def _half_blocks(self) -> np.ndarray:
+        """The half-blocks of all devices, one device after the other, `[2 C]`."""
+        devices = np.arange(self.size)
+        return np.stack([devices, 2 * self.size - 1 - devices], axis=1).ravel()
+
+    def _check_split(self, function: str, x: jax.Array) -> None:
+        axes = (str(self.axis),)
+        if not varying_axes(x) & set(axes) and not has_lost_types(x, axes):
+            raise ValueError(
+                f"Context.{function}: x of shape {x.shape} is the same on all devices along "
+                f"{self.axis!r} by its type, expected this device's part of a sequence. Split dim "
+                "1 of the batch over the axis: context_axis=."
+            )
+        self._check_length(function, x.shape[1])
+
+    def _check_length(self, function: str, length: int) -> None:
+        if length % 2:
+            raise ValueError(
+                f"Context.{function}: a device has {length} positions, expected an even number, "
+                f"because it holds two half-blocks of the sequence. Make the sequence a multiple "
+                f"of {2 * self.size}, two times the devices along {self.axis!r}."
+            )
+
+
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    implementation: Implementation,
+) -> jax.Array:
+    """Attention of whole sequences."""
+    mask = None
+    if documents is not None:
+        mask = documents[:, None, :, None] == documents[:, None, None, :]
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=True, implementation=implementation
+    )
+
+
+def _reordered(x: jax.Array, blocks: np.ndarray) -> jax.Array:
+    """A sequence whose half-blocks are taken in another order."""
+    halves = x.reshape(x.shape[0], len(blocks), -1, *x.shape[2:])
+    return halves[:, blocks].reshape(x.shape)
