@@ -2,12 +2,22 @@ from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
-from manualpar.inspect import count_by_kind, ledger, total_bytes, trace_collectives
+from manualpar.inspect import (
+    compiled_collectives,
+    count_by_kind,
+    ledger,
+    total_bytes,
+    trace_collectives,
+)
+from manualpar.inspect.compiled import Reading
+from manualpar.inspect.hlo import parse_module
+from manualpar.pipeline.ticks import ticks_scope
 
 
 @pytest.fixture
@@ -178,3 +188,91 @@ def test_axes_that_are_left_to_xla_share_too(mesh42):
     assert found.total_flops == 2 * 8 * 8 * 16 // 2
     assert "along axes left to XLA" in found.notes[0]
     assert count_by_kind(found.collectives) == {"all_reduce": 1}
+
+
+# In which ticks each of two stages computes: four and three of five,
+COMPUTES = np.array([[1, 0], [1, 1], [1, 1], [1, 0], [0, 1]], bool)
+# and in which the first one does more.
+EMBEDS = np.array([[1, 0], [1, 0], [0, 0], [0, 0], [0, 0]], bool)
+TICKS = len(COMPUTES)
+
+
+def ticks(x):
+    """A loop of ticks as a pipeline runs it, with a condition in a condition and a loop in it."""
+    stage = jax.lax.axis_index("model")
+
+    def more(x):
+        with jax.named_scope("embed"):
+            return jax.lax.pmean(x @ x @ x, "data")
+
+    def layers(x):
+        with jax.named_scope(ticks_scope(EMBEDS)):
+            x = jax.lax.cond(stage == 0, more, lambda x: x, x)
+
+        def layer(x, _):  # The branches of a model's own condition.
+            x = jax.lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x, x)
+            return jax.lax.pmean(x, "data"), None
+
+        return jax.lax.scan(layer, x, None, length=3)[0]
+
+    def tick(x, index):
+        with jax.named_scope(ticks_scope(COMPUTES)):
+            x = jax.lax.cond(index < 4, layers, lambda x: x, x)
+        return jax.lax.ppermute(x, "model", [(0, 1)]), None
+
+    def rounds(x, _):
+        return jax.lax.scan(tick, x, jnp.arange(TICKS))[0], None
+
+    return jax.lax.scan(rounds, x, None, length=2)[0]
+
+
+def test_what_is_in_ticks_counts_as_often_as_a_stage_runs_it(mesh42):
+    function = on_devices(ticks, mesh42, check_vma=False)
+    first, second = (ledger(function, X, stage=stage) for stage in (0, 1))
+    assert first.counts() == {"all_reduce": 2 * (2 + 3 * 4), "permute": 2 * TICKS}
+    assert first.total_flops == 2 * (2 * 2 + 3 * 4) * PRODUCT
+    assert second.counts() == {"all_reduce": 2 * 3 * 3, "permute": 2 * TICKS}
+    assert second.total_flops == 2 * 3 * 3 * PRODUCT
+    # The module is that of the model, in which there are no ticks.
+    assert set(first.bytes_by_module()) == {"embed", ""}
+    assert set(second.bytes_by_module()) == {""}
+    assert first.notes == (
+        "of 2 stages it is stage 0, as asked",
+        "cond (scope: ticks_4_3_in_5_of_5): of 2 branches the one that computes most is counted",
+    )
+
+
+def test_the_stage_that_sends_the_most_is_read(mesh42):
+    function = on_devices(ticks, mesh42, check_vma=False)
+    found = ledger(function, X)
+    assert (found.stage, found.to_json()["stage"]) == (0, 0)
+    assert found.collectives == ledger(function, X, stage=0).collectives
+    assert found.notes[0] == "of 2 stages it is stage 0, which sends the most"
+    traced = jax.jit(function).trace(X)
+    for stage, sent in ((None, found.collectives), (1, ledger(function, X, stage=1).collectives)):
+        assert total_bytes(trace_collectives(traced, stage=stage)) == total_bytes(sent)
+    for read in (ledger, trace_collectives):
+        with pytest.raises(ValueError, match=r"stage=2, expected one of the pipeline's 2, counted"):
+            read(traced, stage=2)
+
+
+def test_a_program_without_ticks_has_one_stage(mesh42):
+    function = on_devices(lambda x: jax.lax.pmean(x, "data"), mesh42, check_vma=False)
+    assert ledger(function, X).stage is None
+    assert ledger(function, X, stage=0).collectives == ledger(function, X).collectives
+    with pytest.raises(ValueError, match=r"ledger: stage=1, expected one of the pipeline's 1"):
+        ledger(function, X, stage=1)
+
+
+def test_what_is_in_ticks_counts_as_often_once_it_is_compiled(mesh42):
+    traced = jax.jit(on_devices(ticks, mesh42, check_vma=False)).trace(X)
+    text = traced.lower().compile().as_text()
+    for stage in (0, 1, None):
+        written = trace_collectives(traced, stage=stage)
+        found = compiled_collectives(text, stage=stage)
+        assert count_by_kind(found) == count_by_kind(written)
+        assert total_bytes(found) == total_bytes(written)
+    # By the clock some stage computes in every tick.
+    module = parse_module(text)
+    together = Reading(module, module.entry, 1).collectives
+    assert count_by_kind(together) == {"all_reduce": 2 * (2 + 3 * TICKS), "permute": 2 * TICKS}

@@ -50,6 +50,8 @@ SAME_MODULE = {
         "jvp(Model)/attention/jit(silu)",
         "jvp(Model)/attention/jit(<lambda>)/jit(a/b)",
         "jvp(Model)/attention/cond/branch_1_fun",
+        "while/body/ticks_8_8_in_9_of_9/cond/branch_1_fun/jvp(Model)/attention",
+        "ticks_8_8_in_9_of_9/ticks_8_0_in_8_of_9/transpose(jvp())/Model/attention",
     ],
     "first/kernel": ["optimizer/first/kernel/gather_new_params", "first/kernel/scatter_gradients"],
     "Model": ["jvp(Model)/gather_params", "jvp(Model)"],

@@ -219,6 +219,7 @@ def two(x, y):
 KEYS = [
     "name",
     "mesh",
+    "stage",
     "bytes",
     "counts",
     "collectives",

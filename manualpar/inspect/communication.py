@@ -21,9 +21,9 @@ from fractions import Fraction
 from typing import Any, Literal, TypeVar
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from manualpar.inspect.equations import Around, EquationReader
+from manualpar.inspect.equations import OUTSIDE, Around, EquationReader
 from manualpar.inspect.provenance import Phase, module_of, phase_of, purpose_in
 
 Key = TypeVar("Key")
@@ -133,7 +133,10 @@ def ring_bytes(kind: Kind, operand_bytes: int, group_size: int) -> Fraction:
 
 
 def trace_collectives(
-    program: jax.stages.Traced | ClosedJaxpr, *, while_trips: int | None = None
+    program: jax.stages.Traced | ClosedJaxpr,
+    *,
+    while_trips: int | None = None,
+    stage: int | None = None,
 ) -> tuple[Collective, ...]:
     """Lists what a traced program sends.
 
@@ -142,6 +145,7 @@ def trace_collectives(
         may be `jax.ShapeDtypeStruct`s. A `Program`'s is
         `program.train_step.trace(program.abstract_state, program.abstract_batch)`.
       while_trips: How many rounds to count of a `while` whose number is not known.
+      stage: The stage of a pipeline whose device sends; `None` for the one that sends the most.
 
     Returns:
       A `Collective` for each one written and each operand, in the order of the program. One in a
@@ -152,7 +156,7 @@ def trace_collectives(
       TypeError: `program` is neither.
       ValueError: A `while` contains a collective, so nobody knows how often it runs, and no
         `while_trips` says how many rounds to count; or there is a collective whose bytes are not
-        known here; or one over an axis that no `shard_map` binds.
+        known here; or one over an axis that no `shard_map` binds; or there is no such stage.
     """
     jaxpr = program.jaxpr if isinstance(program, jax.stages.Traced) else program
     if not isinstance(jaxpr, ClosedJaxpr):
@@ -160,7 +164,8 @@ def trace_collectives(
             f"trace_collectives: program is a {type(program).__name__}, expected what "
             "jax.jit(f).trace(*args) or jax.make_jaxpr(f)(*args) returns."
         )
-    return CollectiveReader("trace_collectives", while_trips=while_trips).read(jaxpr.jaxpr)
+    options: Any = {"while_trips": while_trips, "stage": stage}
+    return read_stage("trace_collectives", jaxpr.jaxpr, **options)[1]
 
 
 def count_by_kind(collectives: Iterable[Any]) -> dict[str, int]:
@@ -205,8 +210,9 @@ class CollectiveReader(EquationReader[Collective]):
         root: str = "",
         data_axes: tuple[str, ...] = (),
         while_trips: int | None = None,
+        stage: int = 0,
     ) -> None:
-        super().__init__(caller, while_trips=while_trips)
+        super().__init__(caller, while_trips=while_trips, stage=stage)
         self.names: Any = {"root": root, "data_axes": data_axes}
 
     def find(self, eqn: Any, around: Around) -> tuple[Collective, ...] | None:
@@ -256,6 +262,34 @@ class CollectiveReader(EquationReader[Collective]):
             )
             for x in eqn.invars
         )
+
+
+def read_stage(
+    caller: str, jaxpr: Jaxpr, around: Around = OUTSIDE, *, stage: int | None, **options: Any
+) -> tuple[CollectiveReader, tuple[Collective, ...]]:
+    """The collectives of a stage, and the reader with `options` that has read them.
+
+    A program without a pipeline has one stage. `None` is the first of those that send the most.
+    """
+
+    def read(stage: int) -> tuple[CollectiveReader, tuple[Collective, ...]]:
+        reader = CollectiveReader(caller, stage=stage, **options)
+        return reader, reader.read(jaxpr, around)
+
+    first = read(0)
+    num_stages = first[0].num_stages
+    if stage is not None and stage not in range(num_stages):
+        raise ValueError(
+            f"{caller}: stage={stage!r}, expected one of the pipeline's {num_stages}, counted from "
+            "0, or None for the one that sends the most."
+        )
+    stages = range(1, num_stages) if stage is None else [stage]
+    readings = [*([first] if stage is None else []), *map(read, stages)]
+    reader, found = max(readings, key=lambda reading: total_bytes(reading[1]))
+    if num_stages > 1:
+        which = "which sends the most" if stage is None else "as asked"
+        reader.notes.append(f"of {num_stages} stages it is stage {reader.stage}, {which}")
+    return reader, found
 
 
 def _named_axes(eqn: Any) -> list[str]:

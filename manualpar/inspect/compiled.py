@@ -30,6 +30,7 @@ from manualpar.inspect.hlo import (
     trip_count,
 )
 from manualpar.inspect.provenance import compiled_scopes, module_of, purpose_in
+from manualpar.pipeline.ticks import Ticks, ticks_run
 
 KIND_OF_OPCODE: Mapping[str, Kind] = {
     "all-gather": "all_gather",
@@ -127,8 +128,10 @@ class Compiled:
         }
 
 
-def read_compiled(compiled: jax.stages.Compiled) -> Compiled:
+def read_compiled(compiled: jax.stages.Compiled, *, stage: int | None = None) -> Compiled:
     """Reads what a device sends and holds in what `jax.jit(f).lower(*args).compile()` returns.
+
+    `stage` is as in `compiled_collectives`.
 
     Raises:
       ValueError: See `compiled_collectives`; or the backend does not say what a program holds.
@@ -143,7 +146,7 @@ def read_compiled(compiled: jax.stages.Compiled) -> Compiled:
     aliased, temporaries = memory.alias_size_in_bytes, memory.temp_size_in_bytes
     costs = compiled.cost_analysis() or {}
     return Compiled(
-        collectives=compiled_collectives(compiled),
+        collectives=compiled_collectives(compiled, stage=stage),
         arguments=arguments,
         outputs=outputs,
         aliased=aliased,
@@ -153,16 +156,20 @@ def read_compiled(compiled: jax.stages.Compiled) -> Compiled:
     )
 
 
-def compiled_collectives(compiled: jax.stages.Compiled | str) -> tuple[CompiledCollective, ...]:
+def compiled_collectives(
+    compiled: jax.stages.Compiled | str, *, stage: int | None = None
+) -> tuple[CompiledCollective, ...]:
     """Lists what a compiled program sends.
 
     Args:
       compiled: What `jax.jit(f).lower(*args).compile()` returns, or its `as_text()`.
+      stage: The stage of a pipeline whose device sends; `None` for the one that sends the most.
 
     Returns:
       A `CompiledCollective` for each one, in the order of the program. One in a loop is listed
       once, `times` the loop's trip count. Of the branches of a conditional, only the one that sends
-      the most bytes is listed, the first of equals.
+      the most bytes is listed, the first of equals; in the ticks of a pipeline `times` is how often
+      the stage runs it.
 
     Raises:
       ValueError: A loop with a collective has no known trip count; a collective's bytes or groups
@@ -170,7 +177,18 @@ def compiled_collectives(compiled: jax.stages.Compiled | str) -> tuple[CompiledC
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     module = parse_module(text or "")
-    return tuple(Reading(module, module.entry, 1).collectives)
+    conditionals = (ticks_of(x) for named in module.computations.values() for x in named.values())
+    num_stages = max((len(ticks.runs) for ticks in conditionals if ticks), default=1)
+    stages = range(num_stages) if stage is None else [stage]
+    readings = [tuple(Reading(module, module.entry, 1, stage=one).collectives) for one in stages]
+    return max(readings, key=total_bytes)
+
+
+def ticks_of(instruction: Instruction) -> Ticks | None:
+    """In which ticks of a pipeline a conditional runs, if its scope says so."""
+    if instruction.opcode != "conditional":
+        return None
+    return ticks_run(instruction.op_name.rpartition("/")[0])
 
 
 class Reading:
@@ -181,13 +199,24 @@ class Reading:
     `AsyncCollectiveStart`, then products that each carry a part of the collective and hold a copy
     of its instruction, then a fusion with `AsyncCollectiveDone`. All of them name one channel. The
     planner follows all that with a clock (`manualpar.planner.schedule`).
+
+    In the ticks of a pipeline a conditional counts as often as `stage` runs it, or as often as any
+    stage does, which is what a clock sees, if that is `None`; `runs` is how often that is.
     """
 
     reader = "compiled_collectives"  # The function in whose name it refuses a program.
     passes_over_hosts = True  # What devices and hosts send one another is no collective.
 
-    def __init__(self, module: HloModule, name: str, times: int) -> None:
-        self.module, self.times = module, times
+    def __init__(
+        self,
+        module: HloModule,
+        name: str,
+        times: int,
+        *,
+        stage: int | None = None,
+        runs: int | None = None,
+    ) -> None:
+        self.module, self.times, self.stage, self.runs = module, times, stage, runs
         self.computation = module.computations[name]
         self.collectives: list[Any] = []
         self.begun: dict[str, Any] = {}  # By name or channel, until something waits for it.
@@ -199,15 +228,16 @@ class Reading:
         """Of branches the one that costs the most is listed."""
         return total_bytes(self.collectives)
 
-    def turn(self, name: str, turns: int) -> Self:
-        """One turn of a loop that makes so many."""
-        return type(self)(self.module, name, self.times * turns)
+    def turn(self, name: str, turns: int | Fraction, runs: int | None = None) -> Self:
+        """One turn of a loop that makes so many, or that is made in some ticks."""
+        times, runs = int(self.times * turns), self.runs if runs is None else runs
+        return type(self)(self.module, name, times, stage=self.stage, runs=runs)
 
     def called(self, name: str) -> Self:
         """A computation that is called now."""
         return self.turn(name, 1)
 
-    def add(self, inner: Self, turns: int | None = None) -> None:
+    def add(self, inner: Self, turns: int | Fraction | None = None) -> None:
         """Adds one turn of a loop that makes so many, or a computation that was called."""
         self.collectives += inner.collectives
 
@@ -241,6 +271,8 @@ class Reading:
         is_later = opcode.endswith(("-done", "-update"))
         if opcode == "while":
             self._loop(instruction)
+        elif ticks := ticks_of(instruction):
+            self._in_ticks(instruction, ticks)
         elif opcode in ("call", "conditional"):
             self.add(max(map(self.called, instruction.called), key=lambda called: called.cost))
         elif is_later and (base in KIND_OF_OPCODE or instruction.operands[0] in self.begun):
@@ -266,6 +298,13 @@ class Reading:
         condition, body = loop.loop
         self.add(self.turn(body, turns), turns)
         self.collectives += self.turn(condition, turns + 1).collectives
+
+    def _in_ticks(self, conditional: Instruction, ticks: Ticks) -> None:
+        runs = ticks.together if self.stage is None else ticks.runs[self.stage]
+        share = Fraction(runs, ticks.ticks if self.runs is None else self.runs)
+        if share:
+            branches = [self.turn(name, share, runs) for name in conditional.called]
+            self.add(max(branches, key=lambda branch: branch.cost), share)
 
     def _inside(self, instruction: Instruction) -> list[tuple[Instructions, Instruction]]:
         """The collectives in what an instruction calls, and the computation that each is in."""

@@ -5,6 +5,9 @@ or products. It runs the body of a `scan` as often as the scan is long, takes th
 branch of a `cond`, and looks into `jit`, `shard_map`, `jax.checkpoint` and custom derivatives. The
 number of rounds of a `while` is not known before it runs: a `while` with findings is refused, or
 counted with a number of rounds that the caller gives. Every choice of this kind is noted.
+
+In a pipeline devices run a `cond` in some of the ticks only. How often is not a choice: the named
+scope around it says so for each stage (`manualpar.pipeline.ticks`), and one stage is read.
 """
 
 import math
@@ -15,6 +18,7 @@ from jax.extend.core import Jaxpr
 from jax.sharding import AxisType
 
 from manualpar.jaxprs import inner_jaxprs
+from manualpar.pipeline.ticks import Ticks, ticks_run
 
 Finding = TypeVar("Finding")
 
@@ -23,13 +27,15 @@ class Around(NamedTuple):
     """What surrounds an equation: the mesh axes of each `shard_map`, and how often a step runs it.
 
     The compiler spreads its values over `spread` devices: all of them outside of `shard_map`;
-    inside, where shapes are those of one device, the axes that are left to the compiler.
+    inside, where shapes are those of one device, the axes that are left to the compiler. In a
+    pipeline `runs` is in how many ticks the stage that is read runs it, as far as that is said.
     """
 
     sizes: Mapping[str, int] = {}
     times: int = 1
     scope: str = ""
     spread: int = 1
+    runs: int | None = None
 
     @property
     def place(self) -> str:
@@ -45,13 +51,14 @@ class EquationReader(Generic[Finding]):
 
     It refuses programs in the name of the function `caller`, and `notes` says what it has chosen or
     assumed. Findings in several functions of one primitive, of which nobody knows how often it
-    runs each, are refused or added up with a note.
+    runs each, are refused or added up with a note. Of a pipeline it reads what `stage` does; after
+    it has read, it knows the number of stages, `num_stages`.
     """
 
     verb: str  # What findings do, for notes.
     refuses_several: bool
 
-    def __init__(self, caller: str, *, while_trips: int | None = None) -> None:
+    def __init__(self, caller: str, *, while_trips: int | None = None, stage: int = 0) -> None:
         if while_trips is not None and (type(while_trips) is not int or while_trips < 0):
             raise ValueError(
                 f"{caller}: while_trips is {while_trips!r}, expected the most rounds that a while "
@@ -59,6 +66,7 @@ class EquationReader(Generic[Finding]):
             )
         self.caller = caller
         self.while_trips = while_trips
+        self.stage, self.num_stages = stage, 1
         self.notes: list[str] = []
 
     def find(self, eqn: Any, around: Around) -> tuple[Finding, ...] | None:
@@ -94,6 +102,8 @@ class EquationReader(Generic[Finding]):
             around = around._replace(sizes={**around.sizes, **mesh.shape}, spread=math.prod(left))
         elif name == "scan":
             around = around._replace(times=around.times * eqn.params["length"])
+        elif name == "cond" and (ticks := ticks_run(str(eqn.source_info.name_stack))):
+            return self._read_ticks(eqn, ticks, around)
         read = [self.read(jaxpr, around) for _, jaxpr in inner_jaxprs(eqn)]
         parts = [part for part in read if part]
         if name == "cond" and parts:
@@ -115,6 +125,17 @@ class EquationReader(Generic[Finding]):
                 "each is counted once"
             )
         return sum(parts, ())
+
+    def _read_ticks(self, cond: Any, ticks: Ticks, around: Around) -> tuple[Finding, ...]:
+        """What a stage runs in some ticks of a pipeline; of the others nothing is found."""
+        self.num_stages = len(ticks.runs)
+        # What surrounds it may be counted already in those ticks in which the stage runs that.
+        before = ticks.ticks if around.runs is None else around.runs
+        runs = ticks.runs[self.stage]
+        if not runs:
+            return ()
+        around = around._replace(times=around.times * runs // before, runs=runs)
+        return max((self.read(jaxpr, around) for _, jaxpr in inner_jaxprs(cond)), key=self.cost)
 
     def _read_while(self, eqn: Any, around: Around) -> tuple[Finding, ...]:
         trips = 1 if self.while_trips is None else self.while_trips

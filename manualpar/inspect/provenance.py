@@ -14,13 +14,16 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Literal
 
+from manualpar.pipeline.ticks import ticks_run
 from manualpar.purposes import (
     CAST_SCOPE,
+    CONTEXT_SCOPE,
     CROSS_ENTROPY_SCOPE,
     EXPERT_SCOPE,
     NEW_PARAMS_SCOPE,
     NONFINITE_SCOPE,
     OPTIMIZER_SCOPE,
+    PIPELINE_SCOPE,
     REDUCE_SCOPE,
     SCATTER_SCOPE,
     SCOPES,
@@ -33,7 +36,14 @@ Phase = Literal["forward", "backward", "recomputed", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "recomputed", "update")
 
 # What layers that are split over devices send for their activations.
-LAYER_SCOPES = (TENSOR_SCOPE, SEQUENCE_SCOPE, CROSS_ENTROPY_SCOPE, EXPERT_SCOPE)
+LAYER_SCOPES = (
+    TENSOR_SCOPE,
+    SEQUENCE_SCOPE,
+    CROSS_ENTROPY_SCOPE,
+    EXPERT_SCOPE,
+    CONTEXT_SCOPE,
+    PIPELINE_SCOPE,
+)
 OTHER = "other"  # The purpose of collectives of which no more is known.
 
 _RECOMPUTED = "rematted_computation"
@@ -144,7 +154,7 @@ def _segments(scope: str) -> Iterator[list[str]]:
         elif text in _CALLS or _METHOD.fullmatch(text):
             yield names
             names = []
-        elif _NAME.fullmatch(text) and not _MINIBATCH.fullmatch(text):
+        elif _NAME.fullmatch(text) and not _MINIBATCH.fullmatch(text) and not ticks_run(text):
             names.append(text)
         if end == ")" and depth_of_jit:
             depth_of_jit.pop()

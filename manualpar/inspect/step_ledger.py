@@ -25,10 +25,10 @@ from manualpar.core.program import Program
 from manualpar.inspect.changes import Change, find_changes
 from manualpar.inspect.communication import (
     Collective,
-    CollectiveReader,
     as_number,
     bytes_by_axes,
     count_by_kind,
+    read_stage,
     summed,
     total_bytes,
 )
@@ -59,6 +59,7 @@ class Ledger:
       changes: What XLA changed: the bytes of `collectives` and of all changes are those of
         `compiled`.
       notes: What was assumed or chosen to arrive at these numbers.
+      stage: The stage of a pipeline whose device this is; `None` where there are no stages.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Ledger:
     compiled: Compiled | None = None
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
+    stage: int | None = None
 
     @property
     def total_bytes(self) -> Fraction:
@@ -115,6 +117,7 @@ class Ledger:
         return {
             "name": self.name,
             "mesh": dict(self.mesh),
+            "stage": self.stage,
             "bytes": {
                 "total": as_number(self.total_bytes),
                 "by_axes": _as_numbers(self.bytes_by_axis()),
@@ -140,6 +143,7 @@ def ledger(
     program: Program | Callable[..., Any] | jax.stages.Traced,
     *abstract_args: Any,
     while_trips: int | None = None,
+    stage: int | None = None,
     compile: bool = False,
 ) -> Ledger:
     """Reads what a step sends, computes and holds, without running it.
@@ -150,6 +154,7 @@ def ledger(
       *abstract_args: A function's arguments: arrays or, as no value is looked at, trees of
         `jax.ShapeDtypeStruct`s, with shardings if those matter. None with a program.
       while_trips: How many rounds to count of a `while` whose number is not known.
+      stage: The stage of a pipeline whose device is read; `None` for the one that sends the most.
       compile: Whether to have XLA compile it too and to compare; it takes the devices of the mesh.
 
     Returns:
@@ -158,7 +163,8 @@ def ledger(
     Raises:
       TypeError: What is given is no program and no function, or the arguments do not fit it.
       ValueError: Something in it cannot be counted: a `while` of unknown length, a collective whose
-        bytes are not known here, axes that nothing binds; or it cannot be compiled here.
+        bytes are not known here, axes that nothing binds, a stage that there is not; or it cannot
+        be compiled here.
     """
     traced = _trace(program, abstract_args)
     jaxpr = traced.jaxpr.jaxpr
@@ -170,9 +176,10 @@ def ledger(
     apply_fn: Any = ours and ours.abstract_state.apply_fn
     root = type(apply_fn.__self__).__name__ if ours else ""
     data_axes = ours.data_axes if ours else ()
-    sending = CollectiveReader("ledger", root=root, data_axes=data_axes, while_trips=while_trips)
-    computing = ProductReader("ledger", while_trips=while_trips)
-    collectives, products = sending.read(jaxpr, around), computing.read(jaxpr, around)
+    options: Any = {"root": root, "data_axes": data_axes, "while_trips": while_trips}
+    sending, collectives = read_stage("ledger", jaxpr, around, stage=stage, **options)
+    computing = ProductReader("ledger", while_trips=while_trips, stage=sending.stage)
+    products = computing.read(jaxpr, around)
     notes = [*dict.fromkeys([*sending.notes, *computing.notes])]
     if spread := {product.spread for product in products if product.spread > 1 and product.flops}:
         where = "on global arrays" if num_devices in spread else "along axes left to XLA"
@@ -195,6 +202,7 @@ def ledger(
         predicted=_unless_refused(step_bytes, ours, "bytes in closed form", notes),
         memory=_unless_refused(step_memory, ours, "memory", notes),
         notes=tuple(notes),
+        stage=sending.stage if sending.num_stages > 1 else None,
     )
     if not compile:
         return result
@@ -204,7 +212,7 @@ def ledger(
             "nobody has; expected a mesh of devices. Build it on one of make_mesh, or leave "
             "compile=False."
         )
-    compiled = read_compiled(traced.lower().compile())
+    compiled = read_compiled(traced.lower().compile(), stage=sending.stage)
     changes = find_changes(collectives, compiled.collectives, root=root)
     return dataclasses.replace(result, compiled=compiled, changes=changes)
 

@@ -165,11 +165,17 @@ class _Block(Reading):
     passes_over_hosts = False
 
     def __init__(
-        self, module: HloModule, name: str, times: int, now: float = 0, links_free: float = 0
+        self,
+        module: HloModule,
+        name: str,
+        times: int,
+        now: float = 0,
+        links_free: float = 0,
+        **ticks: Any,
     ) -> None:
         self.now, self.links_free, self.cycles, self.num_carried = now, links_free, 0, 0
         self.unestimated: Counter[str] = Counter()
-        super().__init__(module, name, times)
+        super().__init__(module, name, times, **ticks)
         self.num_carried += len(self.begun)
         for key in list(self.begun):
             self.wait(key)
@@ -179,13 +185,13 @@ class _Block(Reading):
         return self.cycles, total_bytes(self.collectives)
 
     def called(self, name: str) -> "_Block":
-        return _Block(self.module, name, self.times, self.now, self.links_free)
+        return _Block(self.module, name, self.times, self.now, self.links_free, runs=self.runs)
 
-    def add(self, inner: "_Block", turns: int | None = None) -> None:
+    def add(self, inner: "_Block", turns: int | Fraction | None = None) -> None:
         super().add(inner)
         # A call ends when all that it has sent has arrived.
-        self.now = inner.now if turns is None else self.now + turns * inner.now
-        self.cycles += inner.cycles if turns is None else turns * inner.cycles
+        self.now = inner.now if turns is None else self.now + float(turns) * inner.now
+        self.cycles += inner.cycles if turns is None else round(turns * inner.cycles)
         self.unestimated += inner.unestimated
         self.num_carried += inner.num_carried
 

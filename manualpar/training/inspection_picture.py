@@ -27,6 +27,8 @@ PURPOSE_COLORS = {
     purposes.SEQUENCE_SCOPE: pictures.GREEN,
     purposes.EXPERT_SCOPE: pictures.GREEN,
     purposes.CROSS_ENTROPY_SCOPE: pictures.GREEN,
+    purposes.CONTEXT_SCOPE: pictures.GREEN,
+    purposes.PIPELINE_SCOPE: pictures.GREEN,
     purposes.EXAMPLES_SCOPE: pictures.GREEN,
     purposes.OPTIMIZER_SCOPE: pictures.PINK,
 }
