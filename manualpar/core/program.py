@@ -253,7 +253,7 @@ def _design(
     num_minibatches = options.get("num_minibatches", 1)
     schedule = None
     if pipeline:
-        schedule = pipeline.schedule(
+        schedule = pipeline.on_mesh(
             mesh,
             tuple(pipeline.axis in place.split_axes for place in jax.tree.leaves(placements)),
             num_minibatches=num_minibatches,
