@@ -117,10 +117,9 @@ class Stages(Protocol):
         stacked: tuple[bool, ...],
         *,
         num_minibatches: int,
-        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+        regathers: bool,
     ) -> Pipelined:
         """Its schedule on a mesh, for parameters of which some are stacked.
 
-        It applies `wrap`, which gives a function another backward pass, to what it differentiates
-        at once.
+        With `regathers` gathered parameters are dropped after each forward pass.
         """
