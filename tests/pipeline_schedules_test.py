@@ -104,7 +104,14 @@ def test_without_backward_passes_one_input_is_kept():
 def test_idle_shares_count_what_is_around_the_layers():
     table = make_table("1f1b", 2, 2)
     costs = Costs(forward=1, backward=3, before=0.5, before_backward=0.25, after=10)
-    np.testing.assert_array_equal(table.busy(costs), [[1.5, 0], [1.5, 14], [3.25, 14], [3.25, 0]])
+    np.testing.assert_array_equal(
+        table.busy(costs),
+        [
+            [[1.5, 0], [1.5, 11], [0, 11], [0, 0]],
+            [[0, 0], [0, 3], [3.25, 3], [3.25, 0]],
+        ],
+    )
+    np.testing.assert_array_equal(table.tick_times(costs), [1.5, 14, 14, 3.25])
     assert table.idle_share(costs) == pytest.approx(1 - (9.5 + 28) / 2 / (1.5 + 14 + 14 + 3.25))
 
 

@@ -27,6 +27,7 @@ from manualpar.guards.divergence import check_traced_steps
 from manualpar.guards.options import ProgramOptions, check_options, check_wire
 from manualpar.guards.placing import check_strategy, place_parameter
 from manualpar.modes.manual import mode_named
+from manualpar.modes.remat import regather_for_backward
 from manualpar.rng import typed_key
 from manualpar.sharding.annotations import check_rules
 from manualpar.sharding.axes import axis_tuple, check_mesh_has, with_axis_types
@@ -252,11 +253,11 @@ def _design(
     num_minibatches = options.get("num_minibatches", 1)
     schedule = None
     if pipeline:
-        schedule = pipeline.on_mesh(
+        schedule = pipeline.schedule(
             mesh,
             tuple(pipeline.axis in place.split_axes for place in jax.tree.leaves(placements)),
             num_minibatches=num_minibatches,
-            regathers=strategy.reshard_after_forward,
+            wrap=regather_for_backward if strategy.reshard_after_forward else None,
         )
     states = _States(user_model, tx, placements)
     step = Step(

@@ -107,13 +107,17 @@ class Table:
         return self.gradient_slots > 0
 
     @property
-    def in_flight(self) -> tuple[int, ...]:
-        """For each stage, the most inputs at one time between their F and their last use."""
+    def kept(self) -> np.ndarray:
+        """How many inputs each stage has between their F and their last use, `[T, S]`."""
         started = np.cumsum(self.rows["forward_microbatch"] >= 0, axis=0)
         ends = "backward_microbatch" if self.has_backward else "forward_microbatch"
         ended = np.cumsum(self.rows[ends] >= 0, axis=0)
-        ended_before = np.pad(ended, ((1, 0), (0, 0)))[:-1]
-        return tuple((started - ended_before).max(axis=0).tolist())
+        return started - np.pad(ended, ((1, 0), (0, 0)))[:-1]
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """For each stage, the most of `kept`."""
+        return tuple(self.kept.max(axis=0).tolist())
 
     @property
     def bubble(self) -> float:
@@ -121,20 +125,27 @@ class Table:
         return self.idle_share(Costs())
 
     def busy(self, costs: Costs) -> np.ndarray:
-        """Returns how long each stage computes in each tick, `[T, S]`."""
+        """Returns how long each stage computes in each tick, `[2, T, S]`: in its F, in its B."""
         rows = self.rows
-        return np.asarray(
+        forward = (
             costs.forward * (rows["forward_microbatch"] >= 0)
-            + costs.backward * (rows["backward_microbatch"] >= 0)
             + costs.before * rows["is_first"]
-            + costs.before_backward * rows["backward_is_first"]
             + costs.after * rows["is_last"]
         )
+        backward = (
+            costs.backward * (rows["backward_microbatch"] >= 0)
+            + costs.before_backward * rows["backward_is_first"]
+        )
+        return np.stack([forward, backward])
+
+    def tick_times(self, costs: Costs) -> np.ndarray:
+        """Returns how long each tick lasts, `[T]`.
+
+        A tick lasts as long as its slowest stage, because in the hop stages wait for each other.
+        """
+        return np.asarray(self.busy(costs).sum(axis=0).max(axis=1))
 
     def idle_share(self, costs: Costs) -> float:
-        """Returns the share of its time in which a device idles, on average over the stages.
-
-        A tick takes as long as its slowest stage, because in the hop stages wait for each other.
-        """
-        busy = self.busy(costs)
-        return float(1 - busy.mean(axis=1).sum() / busy.max(axis=1).sum())
+        """Returns the share of its time in which a device idles, on average over the stages."""
+        computing = self.busy(costs).sum() / self.num_stages
+        return float(1 - computing / self.tick_times(costs).sum())
