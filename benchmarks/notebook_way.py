@@ -26,6 +26,7 @@ from manualpar import (
     sync_gradients,
     sync_metrics,
 )
+from manualpar.layers import Context
 from manualpar.models.classifier import Classifier
 from manualpar.models.rotary import rotary_angles
 from manualpar.models.transformer import Transformer
@@ -101,9 +102,10 @@ class NotebookTransformer(nn.Module):
             dtype=jnp.dtype(jnp.float32),
             attention="",
             annotate=False,
+            context=Context(None),
         )
         x = wrap(Embed)(like.vocab_size, like.hidden_size, name="embed")(tokens)
-        angles = rotary_angles(tokens.shape[1], config.head_size, base=like.rope_base)
+        angles = rotary_angles(jnp.arange(tokens.shape[1]), config.head_size, base=like.rope_base)
         layer = wrap(Layer)
         if like.scan_layers:
             layers = nn.scan(

@@ -32,25 +32,29 @@ def test_two_processes_train_as_one_does(processes, tmp_path):
     two, started = result_of(processes, 2, tmp_path / "two.npz", devices=2, **options)
     assert len(one["losses"]) == 4
     assert_equal_results(two, one)
-    assert "hosts 2 hosts: replica across, data within\n" in started[1].out
+    assert "links 2 hosts; replica: across hosts, data: within a host\n" in started[1].out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "mesh", "hosts"),
+    ("strategy", "mesh", "links"),
     [
-        ("dp", {"data": -1}, "data across"),
-        ("fsdp", {"data": -1}, "data across"),
-        ("hsdp", {"replica": 2, "data": -1}, "replica, data across"),
-        ("hsdp", {"replica": -1, "data": 2}, "replica across, data within"),
+        ("dp", {"data": -1}, "data: 2 within a host x 4 across"),
+        ("fsdp", {"data": -1}, "data: 2 within a host x 4 across"),
+        (
+            "hsdp",
+            {"data": -1, "replica": 2},
+            "data: 2 within a host x 2 across, replica: across hosts",
+        ),
+        ("hsdp", {"replica": -1, "data": 2}, "replica: across hosts, data: within a host"),
     ],
 )
-def test_four_processes_train_as_one_does(processes, tmp_path, strategy, mesh, hosts):
+def test_four_processes_train_as_one_does(processes, tmp_path, strategy, mesh, links):
     options = {"strategy": strategy, "mesh": mesh, "steps": 4}
     one, _ = result_of(processes, 1, tmp_path / "one.npz", devices=8, **options)
     four, started = result_of(processes, 4, tmp_path / "four.npz", devices=2, **options)
     assert_equal_results(four, one)
-    assert f"hosts 4 hosts: {hosts}\n" in started[3].out
+    assert f"links 4 hosts; {links}\n" in started[3].out
 
 
 @pytest.mark.slow

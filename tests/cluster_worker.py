@@ -24,7 +24,7 @@ from manualpar.cluster import LOST_PROCESS_EXIT_CODE, initialize
 from manualpar.guards.replicas import ReplicaSentinel
 from manualpar.inspect import draw_sharding, layout_table
 from manualpar.metrics import mean_metrics
-from manualpar.sharding.mesh import describe_hosts
+from manualpar.sharding.mesh_order import describe_links
 
 BUILDERS = {"dp": data_parallel, "fsdp": fsdp, "hsdp": hsdp}
 
@@ -45,7 +45,7 @@ def loss_fn(params, apply_fn, batch, rng):
 
 def make_program(options):
     mesh = make_mesh(options["mesh"])
-    print("hosts", describe_hosts(mesh), flush=True)
+    print("links", describe_links(mesh), flush=True)
     batch = Batch(
         jax.ShapeDtypeStruct((48, 8), jnp.float32), jax.ShapeDtypeStruct((48,), jnp.int32)
     )

@@ -327,6 +327,19 @@ def test_rows_land_where_the_sharding_says(mesh8):
         np.testing.assert_array_equal(shard.data, np.arange(NUM_ROWS)[shard.index])
 
 
+def test_sequences_that_are_split_are_read_whole_and_land_in_parts(devices8):
+    mesh = jax.sharding.Mesh(np.array(devices8).reshape(2, 2, 2), ("context", "data", "stage"))
+    sharding = NamedSharding(mesh, PartitionSpec("data", "context"))
+    rows = rows_of_this_process(sharding, 4)
+    assert rows.tolist() == [0, 1, 2, 3]
+    tokens = np.arange(24).reshape(4, 6)
+    batch = place(Batch(tokens, tokens + 1), rows, sharding, 4)
+    np.testing.assert_array_equal(batch.labels, tokens + 1)
+    for shard in batch.inputs.addressable_shards:
+        assert shard.data.shape == (2, 3)
+        np.testing.assert_array_equal(shard.data, tokens[shard.index])
+
+
 def test_rows_of_a_process_land_where_its_devices_hold_them(devices8, monkeypatch):
     """The devices of a process may hold rows that are not next to each other."""
     sharding = _sharding(devices8, data=4, model=2)

@@ -17,7 +17,7 @@ from manualpar.inspect import (
 )
 from manualpar.inspect.compiled import Reading
 from manualpar.inspect.hlo import parse_module
-from manualpar.pipeline.ticks import ticks_scope
+from manualpar.pipeline.tick_scopes import ticks_scope
 
 
 @pytest.fixture

@@ -1,16 +1,9 @@
 import jax
-import numpy as np
 import pytest
 from jax.sharding import AxisType
 
 from manualpar.sharding.axes import axis_tuple, check_mesh_has
-from manualpar.sharding.mesh import (
-    abstract_mesh,
-    arrange_devices,
-    axes_across_hosts,
-    describe_hosts,
-    make_mesh,
-)
+from manualpar.sharding.mesh import abstract_mesh, make_mesh
 
 
 @pytest.mark.parametrize(
@@ -84,62 +77,3 @@ def test_axis_tuple():
 
 def test_make_mesh_uses_all_devices_by_default(devices8):
     assert make_mesh({"data": -1}).size == jax.device_count()
-
-
-# Several hosts.
-
-
-class Device:
-    """Stands for a device of some process."""
-
-    def __init__(self, process, number, *, platform="cpu", slice_index=0):
-        self.process_index, self.slice_index = process, slice_index
-        self.platform, self.device_kind = platform, platform
-        self.id = number
-
-    def __repr__(self):
-        return f"{self.process_index}.{self.id}"
-
-
-def devices_of(num_processes, each, **kwargs):
-    return [Device(i // each, i, **kwargs) for i in range(num_processes * each)]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "num_processes", "across"),
-    [
-        ((2, 4), 2, [True, False]),
-        ((8,), 2, [True]),
-        ((4, 2), 2, [True, False]),
-        ((2, 4), 4, [True, True]),
-        ((1, 2, 4), 2, [False, True, False]),
-    ],
-)
-def test_major_axes_go_across_hosts(sizes, num_processes, across):
-    devices = devices_of(num_processes, 8 // num_processes)
-    array = arrange_devices(sizes, devices[::-1])  # In whatever order they come.
-    assert array.shape == sizes
-    assert sorted(array.flat, key=id) == sorted(devices, key=id)
-    hosts = np.vectorize(lambda device: device.process_index)(array)
-    found = [bool((hosts != np.take(hosts, [0], axis=dim)).any()) for dim in range(len(sizes))]
-    assert found == across
-    assert (np.diff(hosts.reshape(-1)) >= 0).all()
-
-
-def test_sizes_that_do_not_fit_the_hosts_still_make_a_mesh():
-    devices = devices_of(2, 6)
-    assert list(arrange_devices((3, 4), devices).flat) == devices
-    uneven = devices_of(2, 6)[:8]
-    assert list(arrange_devices((2, 4), uneven[::-1]).flat) == uneven[5::-1] + uneven[:5:-1]
-
-
-def test_slices_are_hosts_where_there_are_several():
-    devices = [Device(i // 2, i, slice_index=i // 4) for i in range(8)]
-    array = arrange_devices((2, 4), devices)
-    assert [[device.slice_index for device in row] for row in array] == [[0] * 4, [1] * 4]
-
-
-def test_one_host_is_described_by_nothing(devices8):
-    mesh = make_mesh({"replica": 2, "data": 4}, devices8)
-    assert axes_across_hosts(mesh) == ()
-    assert describe_hosts(mesh) == ""

@@ -125,7 +125,7 @@ def test_a_document_is_the_same_wherever_it_lies():
 
 def test_attention_scores_depend_on_differences_of_positions_only():
     query, key = jax.random.normal(jax.random.key(0), (2, 8))
-    angles = rotary_angles(6, 8, base=100.0)
+    angles = rotary_angles(jnp.arange(6), 8, base=100.0)
 
     def everywhere(x):
         return rotate(jnp.broadcast_to(x, (1, 6, 1, 8)), angles)[0, :, 0]
@@ -139,7 +139,7 @@ def test_attention_scores_depend_on_differences_of_positions_only():
 
 
 def test_rotations_are_those_of_the_paper_in_the_dtype_of_what_is_turned():
-    angles = rotary_angles(3, 4, base=100.0)
+    angles = rotary_angles(jnp.arange(3), 4, base=100.0)
     np.testing.assert_allclose(angles, [[0, 0], [1, 0.1], [2, 0.2]], rtol=1e-6)
     x = jnp.array([1.0, 0.0, 0.0, 2.0]).reshape(1, 1, 1, 4)
     turned = rotate(jnp.broadcast_to(x, (1, 3, 1, 4)), angles)[0, 2, 0]

@@ -235,5 +235,5 @@ def test_every_plan_says_that_it_is_a_model_and_what_it_assumes():
     plan = estimate(_work(), NODE)
     assert plan.is_model
     assert plan.source == "roofline"
-    assert len(plan.assumptions) == 4
+    assert len(plan.assumptions) == 5
     assert "100% of 0.0 TFLOP/s in float32" in plan.assumptions[0]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from manualpar.planner.hardware import CHIPS, chip_named
 from manualpar.planner.topology import (
+    describe_axes,
     levels_of,
     parse_topology,
     place_axes,
@@ -139,3 +140,23 @@ def test_a_ring_of_one_takes_no_time():
 def test_a_mesh_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"has 8 devices, expected the 32 of v5e:4x8"):
         place_axes(parse_topology("v5e:4x8"), {"data": 8})
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "words"),
+    [
+        (
+            "h100:32",  # As many nodes as devices along model.
+            {"data": 8, "model": 4},
+            "data 4 over InfiniBand and 2 over NVLink, model 4 over NVLink",
+        ),
+        (
+            "2xv5e:16x16",
+            {"replica": 2, "data": 64, "expert": 1, "model": 4},
+            "replica 2 over DCN, data 16x4 over ICI, model 4 over ICI",
+        ),
+        ("h100:1", {"data": 1}, ""),
+    ],
+)
+def test_the_network_of_each_axis_is_named(name, mesh, words):
+    assert describe_axes(parse_topology(name), mesh) == words

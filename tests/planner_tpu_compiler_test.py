@@ -28,6 +28,8 @@ FACTS = {
     "num_devices": 16,
     "name": "fsdp manual",
     "mesh": {"data": 16},
+    "order": [],
+    "links": "data: along xy",
     "state": {"parameters": 400, "optimizer": 800, "batch": 30},
     "dtype": "bfloat16",
     "examples_per_step": 32,

@@ -43,7 +43,7 @@ ORDER = """
     sharding.splitting
     sharding.roles sharding.mesh
     sharding.split_parameter
-    sharding.axes sharding.mesh_context sharding.zigzag
+    sharding.axes sharding.mesh_context sharding.mesh_order sharding.zigzag
     compiler_options extras jaxprs metrics purposes untrusted usage core sharding guards
 """
 RANKS = {

@@ -27,7 +27,6 @@ from manualpar.guards.divergence import check_traced_steps
 from manualpar.guards.options import ProgramOptions, check_options, check_wire
 from manualpar.guards.placing import check_strategy, place_parameter
 from manualpar.modes.manual import mode_named
-from manualpar.modes.remat import regather_for_backward
 from manualpar.rng import typed_key
 from manualpar.sharding.annotations import check_rules
 from manualpar.sharding.axes import axis_tuple, check_mesh_has, with_axis_types
@@ -253,11 +252,11 @@ def _design(
     num_minibatches = options.get("num_minibatches", 1)
     schedule = None
     if pipeline:
-        schedule = pipeline.schedule(
+        schedule = pipeline.on_mesh(
             mesh,
             tuple(pipeline.axis in place.split_axes for place in jax.tree.leaves(placements)),
             num_minibatches=num_minibatches,
-            wrap=regather_for_backward if strategy.reshard_after_forward else None,
+            regathers=strategy.reshard_after_forward,
         )
     states = _States(user_model, tx, placements)
     step = Step(

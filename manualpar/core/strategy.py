@@ -90,7 +90,7 @@ class Pipelined(Protocol):
     def __call__(
         self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce, /
     ) -> tuple[Any, Metrics, Any]:
-        """A `Schedule`. What it differentiates at once is one stage's, see `Stages.schedule`."""
+        """A `Schedule`. What it differentiates at once is one stage's, see `Stages.on_mesh`."""
 
     def metrics(self, measure: Callable[..., Metrics], *args: Any) -> Metrics:
         """`measure(params, collections, batch, rng)`, part by part through the stages."""
@@ -111,16 +111,15 @@ class Stages(Protocol):
         `loss` is the traced loss; its inputs are the whole parameters at `paths`.
         """
 
-    def schedule(
+    def on_mesh(
         self,
         mesh: Mesh | AbstractMesh,
         stacked: tuple[bool, ...],
         *,
         num_minibatches: int,
-        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+        regathers: bool,
     ) -> Pipelined:
         """Its schedule on a mesh, for parameters of which some are stacked.
 
-        It applies `wrap`, which gives a function another backward pass, to what it differentiates
-        at once.
+        With `regathers` gathered parameters are dropped after each forward pass.
         """

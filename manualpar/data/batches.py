@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from manualpar.data.dataset import Split, TokenSplit
 from manualpar.extras import require
@@ -43,8 +44,8 @@ def train_batches(
       split: The examples; there may be fewer than in a batch.
       seed: The seed of the epochs' orders, not negative.
       batch_size: `B`.
-      sharding: How the batches' leaves lie, with at most their leading dimension split, such as
-        `program.batch_sharding`. Each process reads the rows of its own devices.
+      sharding: How the batches' leaves lie, such as `program.batch_sharding`. Each process reads
+        the rows of its own devices, whole sequences even if these are split.
       start_position: Examples to leave out. After `n` batches that start at `p`, a call with
         `p + n * batch_size` goes on as this one would.
       prefetch: Batches that threads read ahead, at least 1. One more waits on the devices.
@@ -108,6 +109,8 @@ def abstract_batch(split: Split, batch_size: int) -> Batch:
 
 def rows_of_this_process(sharding: jax.sharding.Sharding, num_rows: int) -> np.ndarray:
     """The numbers of the rows `[B]` that the devices of this process hold, ascending."""
+    if isinstance(sharding, NamedSharding):  # Sequences may be split too, but are read whole.
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
     parts: Iterable[Any] = sharding.addressable_devices_indices_map((num_rows,)).values()
     return np.unique(np.concatenate([np.arange(num_rows)[part] for part in parts]))
 
@@ -119,7 +122,7 @@ def place(batch: Batch, rows: np.ndarray, sharding: jax.sharding.Sharding, num_r
         def part(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(num_rows)
             first, last = np.searchsorted(rows, (start, stop))
-            return array[first:last]
+            return array[(slice(first, last), *index[1:])]
 
         return jax.make_array_from_callback((num_rows, *array.shape[1:]), sharding, part)
 

@@ -30,7 +30,7 @@ from manualpar.inspect.hlo import (
     trip_count,
 )
 from manualpar.inspect.provenance import compiled_scopes, module_of, purpose_in
-from manualpar.pipeline.ticks import Ticks, ticks_run
+from manualpar.pipeline.tick_scopes import TickRuns, ticks_run
 
 KIND_OF_OPCODE: Mapping[str, Kind] = {
     "all-gather": "all_gather",
@@ -184,7 +184,7 @@ def compiled_collectives(
     return max(readings, key=total_bytes)
 
 
-def ticks_of(instruction: Instruction) -> Ticks | None:
+def ticks_of(instruction: Instruction) -> TickRuns | None:
     """In which ticks of a pipeline a conditional runs, if its scope says so."""
     if instruction.opcode != "conditional":
         return None
@@ -299,7 +299,7 @@ class Reading:
         self.add(self.turn(body, turns), turns)
         self.collectives += self.turn(condition, turns + 1).collectives
 
-    def _in_ticks(self, conditional: Instruction, ticks: Ticks) -> None:
+    def _in_ticks(self, conditional: Instruction, ticks: TickRuns) -> None:
         runs = ticks.together if self.stage is None else ticks.runs[self.stage]
         share = Fraction(runs, ticks.ticks if self.runs is None else self.runs)
         if share:

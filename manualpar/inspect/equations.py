@@ -7,7 +7,7 @@ number of rounds of a `while` is not known before it runs: a `while` with findin
 counted with a number of rounds that the caller gives. Every choice of this kind is noted.
 
 In a pipeline devices run a `cond` in some of the ticks only. How often is not a choice: the named
-scope around it says so for each stage (`manualpar.pipeline.ticks`), and one stage is read.
+scope around it says so for each stage (`manualpar.pipeline.tick_scopes`), and one stage is read.
 """
 
 import math
@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr
 from jax.sharding import AxisType
 
 from manualpar.jaxprs import inner_jaxprs
-from manualpar.pipeline.ticks import Ticks, ticks_run
+from manualpar.pipeline.tick_scopes import TickRuns, ticks_run
 
 Finding = TypeVar("Finding")
 
@@ -126,7 +126,7 @@ class EquationReader(Generic[Finding]):
             )
         return sum(parts, ())
 
-    def _read_ticks(self, cond: Any, ticks: Ticks, around: Around) -> tuple[Finding, ...]:
+    def _read_ticks(self, cond: Any, ticks: TickRuns, around: Around) -> tuple[Finding, ...]:
         """What a stage runs in some ticks of a pipeline; of the others nothing is found."""
         self.num_stages = len(ticks.runs)
         # What surrounds it may be counted already in those ticks in which the stage runs that.

@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Literal
 
-from manualpar.pipeline.ticks import ticks_run
+from manualpar.pipeline.tick_scopes import ticks_run
 from manualpar.purposes import (
     CAST_SCOPE,
     CONTEXT_SCOPE,

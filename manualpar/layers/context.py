@@ -26,6 +26,7 @@ from manualpar.sharding.zigzag import half_blocks
 
 # How queries come together with the keys of other devices.
 ContextAttention = Literal["ring", "ulysses", "gather"]
+CONTEXT_ATTENTIONS: tuple[ContextAttention, ...] = get_args(ContextAttention)
 Implementation = Literal["xla", "cudnn"] | None
 
 
@@ -45,8 +46,8 @@ class Context:
     how: ContextAttention = "ring"
 
     def __post_init__(self) -> None:
-        if self.how not in get_args(ContextAttention):
-            known = ", ".join(map(repr, get_args(ContextAttention)))
+        if self.how not in CONTEXT_ATTENTIONS:
+            known = ", ".join(map(repr, CONTEXT_ATTENTIONS))
             raise ValueError(f"Context: how is {self.how!r}, expected one of {known}.")
 
     @property
@@ -54,6 +55,28 @@ class Context:
         """The devices along the axis, `C`; 1 where it is not bound."""
         axes = bound_axes("Context", self.axis)
         return jax.lax.axis_size(axes) if axes else 1
+
+    def check_split(self, x: jax.Array) -> None:
+        """Refuses a sequence that is not split over the axis, where the axis is bound.
+
+        Call it where a model begins. In a loop over layers values may have lost their types.
+
+        Args:
+          x: This device's part of sequences, `[B, S/axis, ...]`.
+
+        Raises:
+          ValueError: `x` is the same on all devices along the axis by its type, or `S` is odd.
+        """
+        if self.size == 1:
+            return
+        axes = (str(self.axis),)
+        if not varying_axes(x) & set(axes) and not has_lost_types(x, axes):
+            raise ValueError(
+                f"Context: x of shape {x.shape} is the same on all devices along {self.axis!r} by "
+                "its type, expected this device's part of a sequence. Build the program with "
+                f"context_axis={self.axis!r}, or split dim 1 of the batch over the axis."
+            )
+        self._check_length("check_split", x.shape[1])
 
     def positions(self, length: int) -> jax.Array:
         """The positions in the sequence that this device has.
@@ -85,14 +108,14 @@ class Context:
           The inclusive sums along dim 1, of the shape of `x`.
 
         Raises:
-          ValueError: The sequence is not split over the axis, or a device's part of it is odd.
+          ValueError: As for `check_split`.
 
         Communication:
           One all-gather of two sums for each column of `x`.
         """
         if self.size == 1:
             return jnp.cumsum(x, axis=1)
-        self._check_split("cumsum", x)
+        self.check_split(x)
         halves = jnp.stack(jnp.split(x, 2, axis=1))
         of_devices = self._gather(halves.sum(2))  # [C, 2, B, ...]
         # In the order of the sequence, with nothing before the first.
@@ -142,8 +165,7 @@ class Context:
           `[B, S/axis, N, H]`.
 
         Raises:
-          ValueError: The sequence is not split over the axis, a device's part of it is odd, or the
-            heads do not divide over the devices.
+          ValueError: A device has an odd number of positions, or the heads do not divide.
 
         Communication:
           With `n = B S K H` elements of a device's keys in their dtype: `"ring"`, see
@@ -158,8 +180,7 @@ class Context:
         """
         if self.size == 1:
             return _attend(query, key, value, documents, implementation)
-        for x in (query, key, value):
-            self._check_split("attention", x)
+        self._check_length("attention", query.shape[1])
         if key.shape != value.shape or key.dtype != value.dtype:
             raise ValueError(
                 f"Context: key is {key.dtype}{list(key.shape)} and value {value.dtype}"
@@ -245,16 +266,6 @@ class Context:
         """The half-blocks of all devices, one device after the other, `[2 C]`."""
         devices = np.arange(self.size)
         return np.stack([devices, 2 * self.size - 1 - devices], axis=1).ravel()
-
-    def _check_split(self, function: str, x: jax.Array) -> None:
-        axes = (str(self.axis),)
-        if not varying_axes(x) & set(axes) and not has_lost_types(x, axes):
-            raise ValueError(
-                f"Context.{function}: x of shape {x.shape} is the same on all devices along "
-                f"{self.axis!r} by its type, expected this device's part of a sequence. Split dim "
-                "1 of the batch over the axis: context_axis=."
-            )
-        self._check_length(function, x.shape[1])
 
     def _check_length(self, function: str, length: int) -> None:
         if length % 2:

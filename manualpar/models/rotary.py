@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 
-def rotary_angles(length: int, head_size: int, *, base: float) -> jax.Array:
+def rotary_angles(position_S: jax.Array, head_size: int, *, base: float) -> jax.Array:
     """The angles in radians by which rotary positions turn the pairs of a head's features.
 
-    They are `float32[S, H/2]`: `s * base ** (-2 i / H)` at position `s` for pair `i`.
+    They are `float32[S, H/2]`: `s * base ** (-2 i / H)` at position `s` for pair `i`. The positions
+    are `int32[S]`.
     """
     frequencies = base ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
-    return jnp.outer(jnp.arange(length, dtype=jnp.float32), frequencies)
+    return jnp.outer(position_S.astype(jnp.float32), frequencies)
 
 
 def rotate(x: jax.Array, angles_SH: jax.Array) -> jax.Array:

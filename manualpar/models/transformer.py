@@ -2,7 +2,8 @@
 
 It is written for one device, and strategies over data axes shard it from outside. On a mesh with
 the axis that `split_axis` names, each device computes a part of every layer, see
-`transformer_layer`, and of the vocabulary, see `manualpar.layers.vocabulary`.
+`transformer_layer`, and of the vocabulary, see `manualpar.layers.vocabulary`. On one with the axis
+that `context_axis` names, each device has a part of every sequence, see `manualpar.layers.context`.
 
 A layer is `x += attention(norm(x)); x += mlp(norm(x))`, pre-norm as in LLaMA (Touvron et al.,
 https://arxiv.org/abs/2302.13971): RMSNorm (https://arxiv.org/abs/1910.07467), rotary positions (Su
@@ -30,6 +31,8 @@ from jax.typing import DTypeLike
 from manualpar.layers import enter, split, split_lookup
 from manualpar.layers.boundaries import bound_axes
 from manualpar.layers.chunks import LAYER_OVERLAPS, LayerOverlap
+from manualpar.layers.context import CONTEXT_ATTENTIONS, Context, ContextAttention
+from manualpar.layers.ring_attention import ATTENDED
 from manualpar.layers.routing import COUNTS, LOSSES
 from manualpar.models.rotary import rotary_angles
 from manualpar.models.transformer_layer import (
@@ -43,11 +46,14 @@ from manualpar.models.transformer_layer import (
 
 # The parts of a layer that are kept for its backward pass. `dots` are the products with weights.
 # Attention's own products, whose scores are larger than anything else, have a batch dimension and
-# are not among them.
+# are not among them. What ring attention computes is kept, because it would send all keys again.
+_KEPT = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 REMAT_POLICIES: dict[str, Callable[..., bool]] = {
     "none": jax.checkpoint_policies.everything_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _KEPT
+    ),
+    "full": _KEPT,
 }
 
 
@@ -101,6 +107,10 @@ class Transformer(nn.Module):
       capacity_factor: The room of an expert in multiples of an equal share of a sequence's tokens,
         see `MoE`; 0 for room for all tokens.
       expert_axis: The mesh axis over which the experts are divided; `""` for none.
+      context_axis: The mesh axis over which sequences are split, that of the builder's
+        `context_axis`. A mesh need not have it. `""` for none.
+      context_attention: What attention sends over it, see `Context`: `"ring"`, `"ulysses"`,
+        which divides the heads over the axis, or `"gather"`.
     """
 
     vocab_size: int = 260
@@ -127,6 +137,8 @@ class Transformer(nn.Module):
     experts_per_token: int = 2
     capacity_factor: float = 1.25
     expert_axis: str = ""
+    context_axis: str = ""
+    context_attention: ContextAttention = "ring"
 
     @nn.compact
     def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
@@ -138,15 +150,16 @@ class Transformer(nn.Module):
 
         Returns:
           `float32[B, S, V]`: at position `s` the unnormalised log-probabilities of token `s + 1`.
-          Inside a `shard_map` that binds `split_axis` this device's part of them,
-          `[B/data, S, V/axis]`, see `split_cross_entropy`.
+          Inside a `shard_map` that binds `split_axis` and `context_axis` this device's part of
+          them, `[B/data, S/context, V/split]`, see `split_cross_entropy`.
 
         Raises:
           ValueError: `tokens` or a field of the model is out of range; the message names it.
 
         Communication:
           Over `split_axis`, where it is bound, that of `split_lookup`, and for each layer and the
-          head that of `enter`, for each layer also two times that of `leave`.
+          head that of `enter`, for each layer also two times that of `leave`. Over `context_axis`
+          for each layer that of `Context.attention`.
         """
         check_transformer(self)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -155,6 +168,7 @@ class Transformer(nn.Module):
                 "[batch, sequence]; give one sequence a leading dimension of 1."
             )
         config = self._layer_config(train=train)
+        config.context.check_split(tokens)
         rows, std = size_of_vocabulary(self), self.hidden_size**-0.5
         # An embedding that is not the head has variance 1, about what all layers add to it.
         embedding_VD = self._table(
@@ -166,9 +180,12 @@ class Transformer(nn.Module):
         x_BSD = split_lookup(embedding_VD, known, config.axis, config.sequence_dim)
         # Cast only now, so that the gradients of a frequent token are summed in float32.
         x_BSD = x_BSD.astype(config.dtype)
-        angles_SH = rotary_angles(tokens.shape[1], config.head_size, base=self.rope_base)
-        mask = _same_document(tokens == self.bos_token) if self.bos_token >= 0 else None
-        x_BSD = self._run_layers(config, x_BSD, angles_SH, mask)
+        positions_S = config.context.positions(tokens.shape[1])
+        angles_SH = rotary_angles(positions_S, config.head_size, base=self.rope_base)
+        document_BS = None
+        if self.bos_token >= 0:
+            document_BS = config.context.cumsum(tokens == self.bos_token)
+        x_BSD = self._run_layers(config, x_BSD, angles_SH, document_BS)
         x_BSD = normalize(x_BSD, "final_norm", config)
         x_BSD = enter(x_BSD, config.axis, config.sequence_dim)
         head_DV = embedding_VD.T
@@ -199,6 +216,7 @@ class Transformer(nn.Module):
             axis=self.split_axis or None,
             sequence_dim=1 if self.sequence_parallel else None,
             overlap=self.overlap,
+            context=Context(self.context_axis or None, self.context_attention),
         )
 
     def _table(self, name: str, dim_names: tuple[str, ...], rows: int, std: float) -> jax.Array:
@@ -222,7 +240,7 @@ class Transformer(nn.Module):
         config: LayerConfig,
         x_BSD: jax.Array,
         angles_SH: jax.Array,
-        mask: jax.Array | None,
+        document_BS: jax.Array | None,
     ) -> jax.Array:
         layer: Any = Layer
         if self.remat != "none":
@@ -239,9 +257,9 @@ class Transformer(nn.Module):
                 length=self.num_layers,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
-            return layers(config, name="layers")(x_BSD, angles_SH, mask)[0]
+            return layers(config, name="layers")(x_BSD, angles_SH, document_BS)[0]
         for index in range(self.num_layers):
-            x_BSD, _ = layer(config, name=f"layer_{index}")(x_BSD, angles_SH, mask)
+            x_BSD, _ = layer(config, name=f"layer_{index}")(x_BSD, angles_SH, document_BS)
         return x_BSD
 
 
@@ -327,15 +345,20 @@ def check_transformer(model: Transformer) -> None:
         )
     if model.overlap != "none" and not model.sequence_parallel:
         refuse("overlap", "'none' without sequence_parallel, whose collectives it takes apart")
-    choices = (("remat", REMAT_POLICIES), ("attention", ATTENTIONS), ("overlap", LAYER_OVERLAPS))
+    if model.context_axis and model.context_axis == model.split_axis:
+        refuse("context_axis", f"another axis than split_axis={model.split_axis!r}")
+    if model.context_axis and model.num_experts:
+        refuse("context_axis", "'' with num_experts")
+    if model.context_axis and model.context_attention == "ring" and model.attention:
+        refuse("attention", "'' with context_attention='ring', which computes attention itself")
+    choices = (
+        ("remat", REMAT_POLICIES),
+        ("attention", ATTENTIONS),
+        ("overlap", LAYER_OVERLAPS),
+        ("context_attention", CONTEXT_ATTENTIONS),
+    )
     for field, known in choices:
         if getattr(model, field) not in known:
             refuse(field, f"one of {', '.join(map(repr, known))}")
     if not jnp.issubdtype(jnp.dtype(model.dtype), jnp.floating):
         refuse("dtype", "a floating dtype such as 'bfloat16'")
-
-
-def _same_document(begins_BS: jax.Array) -> jax.Array:
-    """`bool[B, 1, S, S]`: whether two positions are in one document."""
-    document_BS = jnp.cumsum(begins_BS, axis=1)
-    return document_BS[:, None, :, None] == document_BS[:, None, None, :]

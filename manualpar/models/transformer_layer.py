@@ -5,7 +5,9 @@ https://arxiv.org/abs/1909.08053): each device computes some of the heads and so
 features. A part of a layer is entered once and left once, so that a layer and its gradient send
 four all-reduces of the residual stream. With `sequence_dim` the residual stream and its norms are
 split along their positions (https://arxiv.org/abs/2205.05198); with `overlap="ring"` the split
-parts of attention and MLP then compute while they send, see `manualpar.layers.ring`.
+parts of attention and MLP then compute while they send, see `manualpar.layers.ring`. Whole
+sequences may be split over one more axis, which only attention and experts notice, see
+`manualpar.layers.context`.
 
 Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` key and value heads,
 `H` features of a head, `F` features inside the MLP. `axis` in a shape stands for the devices along
@@ -21,6 +23,7 @@ import jax.numpy as jnp
 
 from manualpar.layers import MoE, SplitDense, enter
 from manualpar.layers.chunks import Chunks, LayerOverlap
+from manualpar.layers.context import Context
 from manualpar.layers.ring import enter_ring, whole_sequence
 from manualpar.models.rotary import rotate
 
@@ -45,6 +48,7 @@ class LayerConfig:
     dtype: jnp.dtype
     attention: str
     annotate: bool
+    context: Context  # How sequences are split over devices.
     num_experts: int = 0  # 0 for an MLP in their place.
     experts_per_token: int = 0
     capacity_factor: float | None = None
@@ -61,18 +65,18 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BSD: jax.Array, angles_SH: jax.Array, mask: jax.Array | None
+        self, x_BSD: jax.Array, angles_SH: jax.Array, document_BS: jax.Array | None
     ) -> tuple[jax.Array, None]:
         """Takes and returns the residual stream; the `None` is for `nn.scan`.
 
-        The stream is `[B, S, D]`, or `[B, S/axis, D]` where it is split. The mask
-        `bool[B, 1, S, S]` says which of the keys (last) before it a query may see; `None` stands
-        for all.
+        The stream is `[B, S, D]`, or `[B, S/axis, D]` where it is split. The number of a position's
+        document is the same as that of the keys before it that it sees; `None` stands for one
+        document.
         """
         config = self.config
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
         y_BSD = enter_normalized(x_BSD, "attention_norm", config)
-        x_BSD = x_BSD + drop(Attention(config, name="attention")(y_BSD, angles_SH, mask))
+        x_BSD = x_BSD + drop(Attention(config, name="attention")(y_BSD, angles_SH, document_BS))
         if config.num_experts:
             y_BSD = normalize(x_BSD, "mlp_norm", config)
             return x_BSD + drop(_experts(config)(y_BSD)), None
@@ -87,7 +91,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BSD: jax.Array | Chunks, angles_SH: jax.Array, mask: jax.Array | None
+        self, x_BSD: jax.Array | Chunks, angles_SH: jax.Array, document_BS: jax.Array | None
     ) -> jax.Array:
         """Mixes positions; takes what `enter_normalized` returns, and returns what `Layer` adds."""
         config, hidden_size = self.config, self.config.hidden_size
@@ -102,8 +106,8 @@ class Attention(nn.Module):
         key_BSKH = rotate(project(*key, "key"), angles_SH)
         value_BSKH = project(*key, "value")
         how = ATTENTIONS[config.attention]
-        mixed_BSNH = jax.nn.dot_product_attention(
-            query_BSNH, key_BSKH, value_BSKH, mask=mask, is_causal=True, implementation=how
+        mixed_BSNH = config.context.attention(
+            query_BSNH, key_BSKH, value_BSKH, document_BS, implementation=how
         )
         leave = _product(config, *out, contracted=2, scale=config.added_scale, name="out")
         return leave(mixed_BSNH)

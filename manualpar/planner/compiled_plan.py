@@ -15,6 +15,7 @@ from manualpar.planner.out_of_memory import read_out_of_memory
 from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
 from manualpar.planner.schedule import Schedule, ScheduledCollective, read_schedule
 from manualpar.planner.topology import Topology, ring_over
+from manualpar.sharding.mesh_order import in_order
 from manualpar.watching.throughput import Throughput
 
 NUM_NOTED = 5
@@ -46,7 +47,7 @@ def plan_of(step: CompiledStep) -> Plan:
         "name": facts["name"],
         "topology": topology.name,
         "num_devices": topology.num_devices,
-        "mesh": facts["mesh"],
+        "mesh": in_order(facts["mesh"], facts["order"]),
         "is_model": False,
         "source": f"XLA's TPU compiler, libtpu {facts['libtpu']}",
     }
@@ -92,13 +93,14 @@ def plan_of(step: CompiledStep) -> Plan:
 def schedule_of(step: CompiledStep) -> Schedule:
     """Follows a compiled step that fits, with the clock and the links of its topology."""
     topology, mesh = step.topology, step.facts["mesh"]
+    ordered = in_order(mesh, step.facts["order"])
 
     def wire_seconds(collective: ScheduledCollective) -> float:
         if collective.group_size < 2:
             return 0.0
         axes = collective.axes or tuple(axis for axis, size in mesh.items() if size > 1)
         sent = float(collective.bytes_sent) / collective.times
-        return ring_over(topology, mesh, axes).seconds(sent)
+        return ring_over(topology, ordered, axes).seconds(sent)
 
     return read_schedule(step.text, mesh, clock=topology.chip.clock, wire_seconds=wire_seconds)
 
@@ -149,7 +151,8 @@ def _assumptions(step: CompiledStep) -> tuple[str, ...]:
         f"µs to start and {network.latency * 1e6:.0f} µs a hop; one is on the wire at a time.",
         "An asynchronous collective runs behind everything that is computed before it is waited "
         "for, at no cost to either.",
-        f"Compiled with {options or 'no options but the defaults'}.",
+        f"Compiled with {options or 'no options but the defaults'}; the links of the mesh axes: "
+        f"{step.facts['links'] or 'one device'}.",
     )
 
 

@@ -26,7 +26,7 @@ from manualpar.inspect.provenance import LAYER_SCOPES
 from manualpar.planner.hardware import Chip
 from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
 from manualpar.planner.step_work import MINIBATCH, StepWork
-from manualpar.planner.topology import Ring, Topology, ring_over
+from manualpar.planner.topology import Ring, Topology, describe_axes, ring_over
 
 # In each pass collectives hide behind the compute of these phases.
 PASSES = (("forward",), ("backward", "recomputed"))
@@ -104,7 +104,7 @@ def estimate(work: StepWork, topology: Topology) -> Plan:
         exposed_seconds=sent - overlapped,
         overlapped_seconds=overlapped,
         step_seconds=computing + sent - overlapped,
-        assumptions=_assumptions(work, chip, computing + sent),
+        assumptions=_assumptions(work, topology, computing + sent),
     )
     notes = (*work.notes, *_notes(work, plan, timed, in_passes))
     throughput = dataclasses.replace(
@@ -184,8 +184,8 @@ def _planned(timed: _Timed) -> PlannedCollective:
     )
 
 
-def _assumptions(work: StepWork, chip: Chip, unhidden: float) -> tuple[str, ...]:
-    network = chip.network
+def _assumptions(work: StepWork, topology: Topology, unhidden: float) -> tuple[str, ...]:
+    chip, network = topology.chip, topology.chip.network
     fast, slow = network.names
     has_ring = any(each.kind == "permute" for each in work.collectives)
     ring = ", and permutations," if has_ring else ""
@@ -203,6 +203,7 @@ def _assumptions(work: StepWork, chip: Chip, unhidden: float) -> tuple[str, ...]
         f"Gathers of parameters and scattering of their gradients{ring} run behind a neighbouring "
         "layer, everything else is exposed; if nothing overlapped a step would take "
         f"{unhidden:.4g} s.",
+        f"Mesh axes, those on the slowest links first: {describe_axes(topology, work.mesh)}.",
         f"{chip.hbm_bytes / 2**30:.2f} GiB of a device's memory can be used.",
     )
 

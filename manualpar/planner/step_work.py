@@ -16,7 +16,7 @@ counted. So a sweep traces those programs that it ranks first.
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import TrafficReader
 from manualpar.inspect.provenance import LAYER_SCOPES, phase_of
 from manualpar.purposes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
+from manualpar.sharding.mesh_order import in_order
 from manualpar.watching.throughput import Throughput
 
 MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")
@@ -52,7 +53,7 @@ class StepWork:
 
     Attributes:
       name: The strategy and the mode.
-      mesh: The sizes of the mesh axes.
+      mesh: The sizes of the mesh axes, the axis on the slowest links first.
       throughput: Turns the time of a step into rates; without devices and their peak.
       update_traffic: Bytes that the update reads and writes.
       notes: What was chosen or assumed in reading it.
@@ -81,13 +82,18 @@ class StepWork:
 
 
 def read_work(
-    program: Program, throughput: Throughput, *, fused_attention: bool = False
+    program: Program,
+    throughput: Throughput,
+    *,
+    order: Sequence[str] = (),
+    fused_attention: bool = False,
 ) -> StepWork:
     """Reads what a program's step does.
 
     Args:
       program: The program, on any mesh, an abstract one too.
       throughput: The examples of a step, their tokens and their FLOPs.
+      order: The axes of the mesh, the one on the slowest links first; see `make_mesh`.
       fused_attention: Whether attention, a causal one, is taken as one kernel, see
         `manualpar.inspect.products`. Memory is the program's own all the same, scores included.
 
@@ -115,7 +121,7 @@ def read_work(
     alike = Counter(loads)  # An unrolled model has many loads that are the same.
     return StepWork(
         name=f"{program.strategy.name} {program.mode}",
-        mesh=dict(program.mesh.shape),
+        mesh=in_order(program.mesh.shape, order),
         throughput=throughput,
         num_minibatches=program.num_minibatches,
         collectives=collectives,

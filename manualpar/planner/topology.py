@@ -1,8 +1,8 @@
 """Devices that nobody here has: `v5p:8x8x4`, `2xv5e:16x16`, `h100:128`; and where mesh axes lie.
 
 A topology is a chip and a shape: for TPUs the shape of a slice in chips, with a factor for several
-slices; for GPUs their number, in nodes of eight. Mesh axes are laid onto it in the order of the
-mesh, the last one onto the fastest part.
+slices; for GPUs their number, in nodes of eight. Mesh axes are laid onto it in the order in which
+they are given (`manualpar.sharding.mesh_order.in_order`), the last one onto the fastest part.
 
 `ring_over` says how fast a ring over mesh axes is. In a torus a mesh axis takes whole dimensions
 where the sizes allow it: `k` dimensions carry `k` rings at once. A dimension that is closed to a
@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping
 
 from manualpar.planner.hardware import Chip, Network, chip_named
+from manualpar.sharding.mesh_order import sizes_across
 
 EXAMPLES = "such as v5p:8x8x4, 2xv5e:16x16 (two slices) or h100:128"
 _PATTERN = re.compile(r"(?:(\d+)x)?([a-zA-Z][\w-]*):(\d+(?:x\d+)*)")
@@ -182,7 +183,9 @@ def levels_of(topology: Topology) -> tuple[int, ...]:
 
 
 def place_axes(topology: Topology, mesh: Mapping[str, int]) -> dict[str, list[tuple[int, int]]]:
-    """Lays mesh axes, the major one first, onto a topology.
+    """Lays mesh axes, the one on the slowest links first, onto a topology.
+
+    The first go across slices or nodes, as far as the sizes allow, as `make_mesh` has them.
 
     Returns:
       For each axis the parts of levels that it takes: pairs of a level, see `levels_of`, and a
@@ -196,10 +199,13 @@ def place_axes(topology: Topology, mesh: Mapping[str, int]) -> dict[str, list[tu
             f"mesh {dict(mesh)} has {math.prod(mesh.values())} devices, expected the "
             f"{topology.num_devices} of {topology.name}."
         )
-    left = list(levels_of(topology))
+    num_hosts, *levels = levels_of(topology)
+    across = dict(zip(mesh, sizes_across(mesh.values(), num_hosts), strict=True))
+    left = [1, *levels]
     placed: dict[str, list[tuple[int, int]]] = {}
     for axis in reversed(list(mesh)):
-        needed, parts = mesh[axis], []
+        needed = mesh[axis] // across[axis]
+        parts = [(0, across[axis])] if across[axis] > 1 else []
         for level in _whole_levels(left, needed) or range(len(left) - 1, -1, -1):
             part = math.gcd(needed, left[level])
             if part > 1:
@@ -212,6 +218,22 @@ def place_axes(topology: Topology, mesh: Mapping[str, int]) -> dict[str, list[tu
             )
         placed[axis] = parts
     return {axis: placed[axis] for axis in mesh}
+
+
+def describe_axes(topology: Topology, mesh: Mapping[str, int]) -> str:
+    """Says over which network each axis goes, and in a torus the sizes of its dimensions.
+
+    Returns:
+      Words such as `data 4 over InfiniBand and 2 over NVLink, model 4 over NVLink`.
+    """
+    fast, slow = topology.chip.network.names
+    described = []
+    for axis, parts in place_axes(topology, mesh).items():
+        inside = "x".join(str(part) for level, part in sorted(parts) if level)
+        words = [f"{part} over {slow}" for level, part in parts if level == 0]
+        words += [f"{inside} over {fast}"] if inside else []
+        described += [f"{axis} {' and '.join(words)}"] if words else []
+    return ", ".join(described)
 
 
 def _whole_levels(left: list[int], needed: int) -> list[int]:

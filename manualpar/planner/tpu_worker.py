@@ -21,6 +21,7 @@ from jax.experimental import topologies
 
 from manualpar.inspect import state_bytes
 from manualpar.planner.vocabulary import prepare_planned
+from manualpar.sharding.mesh_order import describe_links
 from manualpar.strategies import strategy_kinds
 from manualpar.training.experiment import Experiment
 
@@ -94,6 +95,8 @@ def _facts(experiment: Experiment) -> dict[str, Any]:
     return {
         "name": f"{program.strategy.name} {program.mode}",
         "mesh": dict(program.mesh.shape),
+        "order": (),
+        "links": describe_links(program.mesh),
         "state": {"parameters": parameters, "optimizer": optimizer, "batch": batch},
         "dtype": str(getattr(experiment.task.model, "dtype", "float32")),
         "examples_per_step": jax.tree.leaves(program.abstract_batch)[0].shape[0],

@@ -1,24 +1,22 @@
-"""Meshes, built for the hosts that the devices are on.
+"""Meshes: the sizes of their axes, and whether the devices are there."""
 
-With several processes the major axes go across *hosts* and the others stay within, where the sizes
-allow it. A host is what a slow network connects to others: what JAX calls a slice where there are
-several, else a process. One slice of TPUs is one host, for its own network joins its machines.
-"""
-
-import collections
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
-import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from manualpar.sharding.mesh_order import arrange_devices, check_order
 
-def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+
+def make_mesh(
+    axes: Mapping[str, int],
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    order: Sequence[str] = (),
+) -> Mesh:
     """Builds a mesh for `shard_map` from axis names and sizes.
 
     ```python
@@ -26,23 +24,24 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
     make_mesh({"replica": 2, "data": -1})  # two groups of half the devices each
     ```
 
-    In two processes the second mesh has one replica on each; `describe_hosts` says what became of
-    the axes.
+    In two processes the second mesh has one replica on each; see `manualpar.sharding.mesh_order`.
 
     Args:
-      axes: The size of each axis, the major one first. One size may be -1: the rest of the devices.
+      axes: The size of each axis. One size may be -1: the rest of the devices.
       devices: The devices to use, by default all of `jax.devices()`. With no -1, the sizes may ask
         for fewer than there are: the first ones are used.
+      order: The names of all axes, the one on the slowest links first. By default the names of the
+        axes decide: replica, stage, data, context, expert, model.
 
     Returns:
-      A `jax.sharding.Mesh` whose axes are all of `AxisType.Auto`, laid out by `jax.make_mesh` for
-      the devices' interconnect, on several hosts by `mesh_utils.create_hybrid_device_mesh`. Where
-      the sizes do not fit the hosts the devices stand in their order, host by host.
+      A `jax.sharding.Mesh` whose axes are all of `AxisType.Auto`. On several hosts the first axes
+      of the order go across hosts and the others stay within, as far as the sizes allow.
 
     Raises:
       ValueError: A size is neither positive nor -1, more than one is -1, or the sizes do not fit
         the devices; or, without `devices`, leave a process without any, or JAX has fewer CPU
-        devices than the process has asked for, because it asked too late.
+        devices than the process has asked for, because it asked too late. Or the order names other
+        axes.
       TypeError: A name is not a string or a size is not an integer.
     """
     is_everyones = devices is None
@@ -58,10 +57,9 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
             f"of them in process {min(idle)}; expected devices of every process. Use -1 "
             "for the rest of the devices, or start fewer processes."
         )
-    axis_types = (AxisType.Auto,) * len(sizes)
-    if len(set(_hosts(used))) == 1:
-        return jax.make_mesh(sizes, tuple(axes), axis_types, devices=used)
-    return Mesh(arrange_devices(sizes, used), tuple(axes), axis_types=axis_types)
+    check_order("make_mesh: order", axes, order)
+    array = arrange_devices(dict(zip(axes, sizes, strict=True)), used, order)
+    return Mesh(array, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def abstract_mesh(axes: Mapping[str, int], num_devices: int) -> AbstractMesh:
@@ -167,82 +165,3 @@ def how_to_simulate(count: int) -> str:
         f"cannot be changed. To simulate {each}, restart the process (in a notebook, the kernel) "
         f"and run this first, before anything makes an array or asks for a device: {lines}."
     )
-
-
-def arrange_devices(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-    """Lays devices of several hosts out so that the major axes go across hosts.
-
-    Args:
-      sizes: The sizes of the axes, the major one first.
-      devices: As many devices.
-
-    Returns:
-      The devices in an array of these sizes.
-    """
-    hosts = _hosts(devices)
-    by_host = collections.Counter(hosts)
-    across = _sizes_across(sizes, len(by_host))
-    if across is None or len(set(by_host.values())) > 1:
-        ordered = sorted(range(len(devices)), key=lambda i: hosts[i])
-        array = np.empty(len(devices), object)
-        array[:] = [devices[i] for i in ordered]
-        return array.reshape(tuple(sizes))
-    return mesh_utils.create_hybrid_device_mesh(
-        [size // outer for size, outer in zip(sizes, across, strict=True)],
-        across,
-        devices,
-        process_is_granule=not _has_slices(devices),
-        allow_split_physical_axes=True,
-    )
-
-
-def _sizes_across(sizes: Sequence[int], num_hosts: int) -> list[int] | None:
-    """What of each size goes across hosts; `None` if the major axes do not fill the hosts."""
-    across = []
-    for size in sizes:
-        outer = math.gcd(size, num_hosts)
-        if outer not in (size, num_hosts):
-            return None
-        across.append(outer)
-        num_hosts //= outer
-    return across if num_hosts == 1 else None
-
-
-def axes_across_hosts(mesh: Mesh) -> tuple[str, ...]:
-    """The axes along which a collective leaves a host, for any of its groups."""
-    hosts = np.array(_hosts(mesh.devices.flat)).reshape(mesh.devices.shape)
-    return tuple(
-        axis
-        for dim, axis in enumerate(mesh.axis_names)
-        if (hosts != np.take(hosts, [0], axis=dim)).any()
-    )
-
-
-def describe_hosts(mesh: Mesh) -> str:
-    """Says in a line which axes go across hosts; empty where there is one host.
-
-    Returns:
-      A line such as `2 hosts: replica across, data within`.
-    """
-    num_hosts = len(set(_hosts(mesh.devices.flat)))
-    if num_hosts == 1:
-        return ""
-    across = axes_across_hosts(mesh)
-    within = [axis for axis in mesh.axis_names if axis not in across and mesh.shape[axis] > 1]
-    parts = [f"{', '.join(across)} across"]
-    if within:
-        parts.append(f"{', '.join(within)} within")
-    return f"{num_hosts} hosts: {', '.join(parts)}"
-
-
-def _has_slices(devices: Sequence[Any]) -> bool:
-    """Whether the devices know of more than one slice."""
-    return len({getattr(device, "slice_index", 0) for device in devices}) > 1
-
-
-def _hosts(devices: Iterable[Any]) -> list[int]:
-    """The host of each device, by number."""
-    devices = list(devices)
-    if _has_slices(devices):
-        return [int(device.slice_index) for device in devices]
-    return [0 if device.platform == "tpu" else int(device.process_index) for device in devices]

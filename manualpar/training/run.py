@@ -18,7 +18,7 @@ from manualpar.core.program import Program
 from manualpar.inspect import draw_sharding, layout_table, state_bytes
 from manualpar.sharding.axes import axes_size, axis_tuple
 from manualpar.sharding.layout import unpad_whole
-from manualpar.sharding.mesh import describe_hosts
+from manualpar.sharding.mesh_order import describe_links
 from manualpar.train_state import TrainState
 from manualpar.training.devices import describe_mesh
 from manualpar.training.ending import ending_all
@@ -147,8 +147,8 @@ def _run(
 def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console.Console) -> None:
     """Shows the mesh, the layout, and how much of the state there are copies of to compare."""
     debug, program = experiment.config.debug, experiment.program
-    mesh, hosts = program.mesh, describe_hosts(program.mesh)
-    print_line(console, f"mesh: {describe_mesh(mesh)}{hosts and f' ({hosts})'}")
+    mesh, links = program.mesh, describe_links(program.mesh)
+    print_line(console, f"mesh: {describe_mesh(mesh)}{links and f' ({links})'}")
     console.print(layout_table(program))
     if debug.draw_sharding and cluster.is_main:
         draw_sharding(program.abstract_state.params, debug.draw_sharding)

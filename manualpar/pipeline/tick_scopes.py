@@ -12,7 +12,7 @@ import numpy as np
 _TICKS = re.compile(r"ticks((?:_\d+)+)_in_(\d+)_of_(\d+)")
 
 
-class Ticks(NamedTuple):
+class TickRuns(NamedTuple):
     """In how many of a pipeline's ticks something runs.
 
     Attributes:
@@ -36,8 +36,8 @@ def ticks_scope(is_run: np.ndarray) -> str:
     return f"ticks_{runs}_in_{is_run.any(axis=1).sum()}_of_{len(is_run)}"
 
 
-def ticks_run(scope: str) -> Ticks | None:
+def ticks_run(scope: str) -> TickRuns | None:
     """What `ticks_scope` says of an operation, if it stands directly in such a scope."""
     if found := _TICKS.fullmatch(scope.rpartition("/")[2]):
-        return Ticks(tuple(map(int, found[1][1:].split("_"))), int(found[2]), int(found[3]))
+        return TickRuns(tuple(map(int, found[1][1:].split("_"))), int(found[2]), int(found[3]))
     return None

@@ -1,0 +1,158 @@
+"""A transformer whose sequences are split over a mesh axis is the one-device model, every leaf."""
+
+import functools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar.models import Transformer
+from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
+from tests.one_device import slow_unless
+
+BOS = 28
+SMALL = Transformer(
+    vocab_size=29,
+    vocab_multiple=8,
+    num_layers=2,
+    hidden_size=16,
+    num_heads=8,
+    num_kv_heads=2,
+    mlp_size=32,
+    bos_token=BOS,
+    context_axis="context",
+)
+BUILDERS = {
+    "fsdp": functools.partial(fsdp, min_weight_size=16),
+    "hsdp": functools.partial(hsdp, min_weight_size=16),
+    "zero2": functools.partial(zero, stage=2, min_weight_size=16),
+    "dp": data_parallel,
+}
+
+
+def _batch():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, BOS, (8, 17)).astype(np.int32)
+    tokens[:, [2, 6, 11]] = BOS
+    mask = (rng.random((8, 16)) < 0.7).astype(np.float32)
+    mask[0] = 0
+    mask[1:4, 4:] = 0  # Some devices have a sequence of padding.
+    return Batch(inputs=tokens[:, :-1], labels=tokens[:, 1:], mask=mask)
+
+
+def _loss_of(model):
+    return mixture_of_experts_loss if model.num_experts else language_model_loss
+
+
+def _build(build, model, mesh, **options):
+    axes = tuple(axis for axis in ("data", "expert") if axis in mesh)
+    return BUILDERS[build](
+        model,
+        optax.sgd(1.0),
+        _loss_of(model),
+        mesh=make_mesh(mesh),
+        axis_name=axes if len(axes) > 1 else axes[0],
+        context_axis="context",
+        batch=_batch(),
+        **options,
+    )
+
+
+@functools.cache
+def _one_device(model):
+    """Parameters of the model without an axis, with random scales, and what it makes of them."""
+    none = {"split_axis": "", "expert_axis": "", "sequence_parallel": False, "overlap": "none"}
+    model = model.clone(context_axis="", **none)
+    key, batch = jax.random.split(jax.random.key(0))[0], _batch()
+    initial = nn.unbox(jax.jit(lambda key: model.init({"params": key}, batch.inputs))(key))
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda x: x * jnp.asarray(rng.uniform(0.5, 2.0, x.shape), x.dtype), initial["params"]
+    )
+
+    @jax.jit
+    def loss_and_grads(params):
+        def loss(params):
+            return _loss_of(model)(params, model.apply, batch, jax.random.key(0))
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    return jax.device_get((initial["params"], params, loss_and_grads(params)))
+
+
+def _assert_same_as_one_device(program, model):
+    initial, params, ((_, expected), grads) = _one_device(model)
+    state = program.init(jax.random.key(0))
+    chex.assert_trees_all_equal(jax.device_get(state.params), initial)
+    params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), params, state.params)
+    before = jax.device_get(params)
+    state, metrics = program.train_step(state.replace(params=params), _batch())
+    for name, (total, count) in expected.items():
+        assert metrics[name][0] / metrics[name][1] == pytest.approx(total / count, rel=1e-5), name
+    found = jax.tree.map(lambda old, new: old - new, before, jax.device_get(state.params))
+    for (path, got), want in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(grads), strict=True
+    ):
+        error = np.abs(got - want).max() / np.abs(want).max()
+        assert error < 2e-5, (jax.tree_util.keystr(path), error)
+
+
+SPLIT = {"split_axis": "model", "sequence_parallel": True, "tied_head": True, "num_kv_heads": 4}
+MESHES = {
+    "1x8": {"data": 1, "context": 8},
+    "2x4": {"data": 2, "context": 4},
+    "4x2": {"data": 4, "context": 2},
+    "model": {"data": 2, "context": 2, "model": 2},
+    "replicas": {"replica": 2, "data": 2, "context": 2},
+}
+FAST = (("fsdp", "2x4", {"remat": "full"}, {}),)
+
+
+def _cases():
+    yield from FAST
+    for how in ("ring", "ulysses", "gather"):
+        for mesh in ("1x8", "2x4", "4x2"):
+            yield "fsdp", mesh, {"context_attention": how}, {}
+        yield "fsdp", "model", SPLIT | {"context_attention": how}, {}
+    yield "fsdp", "2x4", {"remat": "dots", "scan_layers": False}, {"num_minibatches": 2}
+    yield "fsdp", "4x2", {"num_kv_heads": 1}, {"communicate_every": "step", "num_minibatches": 2}
+    yield "fsdp", "model", SPLIT | {"overlap": "ring", "remat": "dots"}, {"num_minibatches": 2}
+    yield "hsdp", "replicas", {"bos_token": -1}, {"reshard_after_forward": False}
+    yield "zero2", "2x4", {"remat": "full"}, {"num_minibatches": 2}
+    yield "dp", "1x8", {"tied_head": True}, {}
+
+
+@pytest.mark.parametrize(
+    ("build", "mesh", "fields", "options"), [slow_unless(FAST, *case) for case in _cases()]
+)
+def test_a_split_sequence_is_the_same_as_one_device(build, mesh, fields, options, devices8):
+    del devices8
+    model = SMALL.clone(**fields)
+    _assert_same_as_one_device(_build(build, model, MESHES[mesh], **options), model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"split_axis": "context"}, "context_axis is 'context', expected another axis than split_"),
+        ({"attention": "cudnn"}, "attention is 'cudnn', expected '' with context_attention='ring'"),
+        ({"context_attention": "all"}, "context_attention is 'all', expected one of 'ring', 'uly"),
+        ({"context_attention": "ulysses", "num_heads": 4}, "4 query heads and 2 key heads do not"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(fields, message, devices8):
+    del devices8
+    with pytest.raises(ValueError, match=message):
+        _build("fsdp", SMALL.clone(**fields), MESHES["1x8"])
+
+
+def test_sequences_that_nobody_splits_are_refused(devices8):
+    mesh = make_mesh({"data": 2, "context": 4}, devices8)
+    loss = language_model_loss
+    with pytest.raises(ValueError, match="Build the program with context_axis='context'"):
+        fsdp(SMALL, optax.sgd(1.0), loss, mesh=mesh, batch=_batch(), min_weight_size=16)

@@ -1,0 +1,167 @@
+"""Which device stands where: on hosts, on slices, in a torus, and in an order of one's own."""
+
+import collections
+import itertools
+import math
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+
+from manualpar.sharding.mesh import make_mesh
+from manualpar.sharding.mesh_order import arrange_devices, describe_links, in_order
+
+
+class Device:
+    """Stands for a device of some process."""
+
+    core_on_chip = 0
+
+    def __init__(self, number, *, process=0, slice_index=0, coords=(0, 0, 0), kind="cpu"):
+        self.id, self.process_index, self.slice_index = number, process, slice_index
+        self.device_kind, self.coords = kind, coords
+        self.platform = "tpu" if "TPU" in kind else kind
+
+    def __repr__(self):
+        return f"{self.process_index}.{self.id}"
+
+
+def devices_of(num_processes, each):
+    return [Device(i, process=i // each) for i in range(num_processes * each)]
+
+
+def slices_of(num_slices, *shape):
+    """TPUs v5p, four a process."""
+    places = itertools.product(range(num_slices), *map(range, shape))
+    return [
+        Device(i, process=i // 4, slice_index=place[0], coords=tuple(place[1:]), kind="TPU v5p")
+        for i, place in enumerate(places)
+    ]
+
+
+def links_of(axes, devices, order=()):
+    return describe_links(Mesh(arrange_devices(axes, devices, order), tuple(axes)))
+
+
+def test_names_decide_the_order_and_others_keep_their_place():
+    written = ("model", "expert", "context", "data_minor", "data", "stage", "replica")
+    axes = {axis: size for size, axis in enumerate(written, 2)}
+    assert list(in_order(axes).items()) == list(reversed(axes.items()))
+    assert list(in_order({"model": 2, "pod": 3, "data": 4})) == ["data", "pod", "model"]
+    assert list(in_order({"a": 2, "b": 2})) == ["a", "b"]
+    assert list(in_order({"model": 2, "data": 4}, ("model", "data"))) == ["model", "data"]
+
+
+@pytest.mark.parametrize(
+    ("axes", "num_processes", "links"),
+    [
+        ({"replica": 2, "data": 4}, 2, "replica: across hosts, data: within a host"),
+        ({"data": 8}, 2, "data: 4 within a host x 2 across"),
+        ({"data": 8}, 8, "data: across hosts"),
+        ({"data": 4, "model": 2}, 2, "data: 2 within a host x 2 across, model: within a host"),
+        ({"model": 2, "data": 4}, 2, "model: within a host, data: 2 within a host x 2 across"),
+        ({"data": 2, "model": 4}, 4, "data: across hosts, model: 2 within a host x 2 across"),
+        ({"data": 2, "stage": 4}, 2, "data: within a host, stage: 2 within a host x 2 across"),
+        (
+            {"model": 2, "context": 2, "stage": 2},
+            2,
+            "model: within a host, context: within a host, stage: across hosts",
+        ),
+        ({"data": 1, "replica": 2, "expert": 4}, 2, "replica: across hosts, expert: within a host"),
+    ],
+)
+def test_the_first_axes_of_the_order_go_across_hosts(axes, num_processes, links):
+    devices = devices_of(num_processes, 8 // num_processes)
+    array = arrange_devices(axes, devices[::-1])  # In whatever order they come.
+    assert array.shape == tuple(axes.values())
+    assert sorted(array.flat, key=id) == sorted(devices, key=id)
+    assert describe_links(Mesh(array, tuple(axes))) == f"{num_processes} hosts; {links}"
+
+
+@hypothesis.given(st.data())
+def test_an_axis_leaves_a_host_only_where_it_must(data):
+    sizes = data.draw(st.permutations([2, 3, 4, 1]))
+    axes = dict(
+        zip(data.draw(st.permutations(["stage", "data", "own", "model"])), sizes, strict=True)
+    )
+    num_hosts = data.draw(st.sampled_from([2, 3, 4, 6, 8, 12]))
+    array = arrange_devices(axes, devices_of(num_hosts, 24 // num_hosts))
+    hosts = np.vectorize(lambda device: device.process_index)(array)
+    left = num_hosts
+    for axis in in_order(axes):
+        dim = list(axes).index(axis)
+        for line in np.moveaxis(hosts, dim, -1).reshape(-1, axes[axis]).tolist():
+            assert len(set(line)) == math.gcd(axes[axis], left)
+            assert len(set(collections.Counter(line).values())) == 1
+            assert line == sorted(line)
+        left //= math.gcd(axes[axis], left)
+    assert left == 1
+
+
+def test_an_order_of_ones_own_moves_devices_and_no_axis():
+    devices = devices_of(2, 4)
+    axes = {"data": 2, "model": 4}
+    array = arrange_devices(axes, devices, ("model", "data"))
+    assert array.shape == (2, 4)
+    assert [[device.process_index for device in row] for row in array] == [[0, 0, 1, 1]] * 2
+    links = links_of(axes, devices, ("model", "data"))
+    assert links == "2 hosts; data: within a host, model: 2 within a host x 2 across"
+
+
+def test_hosts_of_unequal_size_still_make_a_mesh():
+    devices = devices_of(2, 6)[:8]
+    array = arrange_devices({"model": 2, "data": 4}, devices[::-1])
+    assert list(array.T.flat) == devices[5::-1] + devices[:5:-1]
+    links = describe_links(Mesh(array, ("model", "data")))
+    assert links == "2 hosts; model: within a host, data: across hosts unevenly"
+
+
+def test_on_one_host_that_is_no_torus_devices_stand_as_they_come(devices8):
+    mesh = make_mesh({"model": 2, "stage": 2, "data": 2})
+    assert list(mesh.devices.flat) == devices8
+    assert describe_links(mesh) == ""
+    mesh = make_mesh({"model": 4, "data": 2}, devices8, order=("data", "model"))
+    assert dict(mesh.shape) == {"model": 4, "data": 2}
+    assert list(mesh.devices.T.flat) == devices8
+
+
+def test_in_a_torus_the_last_axis_of_the_order_chooses_first():
+    devices = slices_of(1, 4, 4, 4)
+    links = links_of({"model": 16, "data": 4}, devices)
+    assert links == "model: along xy, data: along z"
+    links = links_of({"model": 4, "stage": 4, "data": 4}, devices)
+    assert links == "model: along x, stage: along z, data: along y"
+    links = links_of({"model": 4, "stage": 4, "data": 4}, devices, ("model", "data", "stage"))
+    assert links == "model: along z, stage: along x, data: along y"
+
+
+def test_a_dimension_of_a_torus_may_be_split():
+    links = links_of({"data": 32, "model": 2}, slices_of(1, 4, 4, 4))
+    assert links == "data: along xyz, model: along x"
+
+
+def test_slices_are_hosts_where_there_are_several():
+    devices = slices_of(2, 2, 2, 4)
+    assert links_of({"model": 4, "stage": 2, "data": 4}, devices) == (
+        "2 slices; model: within a slice along xy, stage: across slices, "
+        "data: within a slice along z"
+    )
+    assert links_of({"data": 32}, devices) == (
+        "2 slices; data: 16 within a slice x 2 across along xyz"
+    )
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (("data", "stage"), r"names \['stage'\], which the mesh lacks; expected each of .* axes"),
+        (("data",), r"lacks \['model'\]; expected .* such as \('data', 'model'\), which is the de"),
+        (("data", "model", "data"), "names an axis twice"),
+        ("data", "make_mesh: order is 'data' and names"),
+    ],
+)
+def test_an_order_of_other_axes_is_refused(devices8, order, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh({"model": 4, "data": 2}, devices8, order=order)
