@@ -29,6 +29,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from manualpar.inspect.products import flops_of
 from manualpar.jaxprs import all_equations
+from manualpar.layers.context import Context
 from manualpar.models.rotary import rotary_angles
 from manualpar.models.transformer_layer import Layer, LayerConfig
 from manualpar.pipeline.schedules import make_table
@@ -231,12 +232,13 @@ def measure_layer(
         dtype=jnp.dtype("float32"),
         attention="xla",
         annotate=False,
+        context=Context(None),
     )
     layer = Layer(config)
     x_type = jax.ShapeDtypeStruct((batch, length, hidden), jnp.float32)
 
     def angles() -> jax.Array:
-        return rotary_angles(length, hidden // heads, base=10_000.0)
+        return rotary_angles(jnp.arange(length), hidden // heads, base=10_000.0)
 
     def run(params: Any, x: jax.Array) -> jax.Array:
         return layer.apply(params, x, angles(), None)[0]
