@@ -5,6 +5,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+CALLS = frozenset({"jit", "pjit"})
+
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
     """Every equation of a program, outer ones before those inside them."""
@@ -22,3 +24,8 @@ def inner_jaxprs(eqn: Any) -> Iterator[tuple[str, Jaxpr]]:
                 yield name, inner.jaxpr
             elif isinstance(inner, Jaxpr):
                 yield name, inner
+
+
+def without_names(jaxpr: Jaxpr) -> Any:
+    """What JAX says of a program in its errors, without the names of arguments and results."""
+    return jaxpr.debug_info._replace(arg_names=None, result_paths=None)

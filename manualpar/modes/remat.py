@@ -25,10 +25,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 from jax.tree_util import Partial
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
-from manualpar.jaxprs import inner_jaxprs
+from manualpar.jaxprs import CALLS, inner_jaxprs, without_names
 from manualpar.purposes import GATHER_SCOPE, RECOMPUTED_SCOPE, REGATHER, purpose_of
 
-CALLS = frozenset({"jit", "pjit"})
 LOOPS = frozenset({"cond", "scan"})  # What has a backward pass of its own.
 REMAT_PRIMITIVES = frozenset({"checkpoint", "remat", "remat2"})
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "reshard", "sharding_constraint"})
@@ -133,13 +132,8 @@ def _run(
     """Runs some equations of a program."""
     operands = {v: x for v, x in zip(invars, args, strict=True) if not isinstance(v, Literal)}
     effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns))
-    part = Jaxpr((), list(operands), outvars, eqns, effects, _unnamed(jaxpr))
+    part = Jaxpr((), list(operands), outvars, eqns, effects, without_names(jaxpr))
     return list(jaxpr_as_fun(ClosedJaxpr(part, ()))(*operands.values()))
-
-
-def _unnamed(jaxpr: Jaxpr) -> Any:
-    """What JAX says of a program in its errors, without the names of arguments and results."""
-    return jaxpr.debug_info._replace(arg_names=None, result_paths=None)
 
 
 def _drop_weights(function: Callable[..., list[Any]], *, in_loop: bool) -> Callable[..., list[Any]]:
@@ -208,7 +202,7 @@ class _Residuals:
         jaxpr = self._jaxpr.replace(
             eqns=_needed(self._jaxpr.eqns, outvars),
             outvars=outvars,
-            debug_info=_unnamed(self._jaxpr),
+            debug_info=without_names(self._jaxpr),
         )
         values = jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args)
         first, last = len(self._out), len(self._out) + len(self._kept)

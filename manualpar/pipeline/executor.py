@@ -1,0 +1,166 @@
+"""Runs a pipeline: microbatches that are in different layers, on different devices, at one time.
+
+A pipeline is another way to accumulate gradients. Its result is that of `core.gradients.scanned`.
+Each device along the axis is a stage, with the parameters of some layers, and with all parameters
+that are not of layers. A table says what each stage does in each tick, see `schedules`: at most the
+forward pass F of a microbatch through a chunk of layers, then at most one backward pass B, and then
+activations go one stage on and gradients one back. A `lax.scan` runs the ticks.
+
+The stage of the first chunk runs the prefix of the loss before it, and the stage of the last chunk
+runs the suffix after it, and its backward pass at once. All of them differentiate the same function
+of the parameters. So each stage has a part of the gradient of a parameter that is not of layers,
+and the sum over stages is the gradient.
+
+Invariants: activations and gradients are sent in every tick, by all devices, outside of any
+condition. What a condition contains is sent among devices of one stage. A permute stands in no
+condition at all, because some backends wait there for all devices: a stage whose layers permute
+computes in every tick, and leaves out what it should not have.
+
+Symbols: `S` stages, `v` chunks of layers on a stage, `M` microbatches, `L` layers.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.collectives import cast_to_varying
+from manualpar.core.gradients import Reduce, WeightedLoss
+from manualpar.pipeline.exchange import exchange
+from manualpar.pipeline.kept import Keep
+from manualpar.pipeline.schedules import ScheduleName, make_table
+from manualpar.pipeline.staged_loss import StagedLoss
+from manualpar.pipeline.stage_work import StageWork, Wrap
+from manualpar.sharding.splitting import split_minibatches
+from manualpar.user_model.loss_function import Metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineRun:
+    """A `Schedule` of gradients whose minibatches pass through stages.
+
+    Attributes:
+      axis: The mesh axis of stages.
+      schedule: The name of the schedule.
+      num_stages: The number of stages, `S`.
+      chunks: Chunks of layers on a stage, `v`; more than one are interleaved.
+      num_microbatches: The number of microbatches of a step, `M`.
+      stacked: For each parameter, whether layers are stacked in dim 0.
+      keep: What is kept of a chunk until its backward pass: its input, or what autodiff keeps.
+      regather: Gives what is differentiated at once, such as a chunk, a backward pass that gathers
+        parameters again; `None` to keep them.
+    """
+
+    axis: str
+    schedule: ScheduleName
+    num_stages: int
+    chunks: int
+    num_microbatches: int
+    stacked: tuple[bool, ...]
+    keep: Keep = "residuals"
+    regather: Wrap | None = None
+
+    def __call__(
+        self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce
+    ) -> tuple[Any, Metrics, Any]:
+        """Adds up the gradients of all microbatches.
+
+        Args:
+          loss: The loss of a microbatch, times its count.
+          params: A stage's parameters, boxes allowed, varying over the axes of the batch; those
+            that are stacked `[L/S, ...]`.
+          collections: The collections, which the loss must not change.
+          minibatches: The microbatches and their keys, `[M, ...]`.
+          reduce: Applied to the sum of the gradients.
+
+        Returns:
+          The sums of the gradients, those of stacked parameters this stage's, those of others this
+          stage's part; the sums of the metrics, the same on all stages; and the collections.
+
+        Raises:
+          ValueError: The loss cannot be cut into stages, or it changes collections.
+
+        Communication:
+          In each tick a permute of the activations of a microbatch to the next stage, and one of
+          their gradients to the one before. One all-reduce of the metrics over `axis`. With
+          `chunks > 1` that of `exchange` for stacked parameters and for their gradients.
+        """
+        work = self._work(loss, params, collections, minibatches, backward=True)
+        _check_unchanged(work.loss, collections)
+        sums, metrics = work.run()
+        if self.chunks > 1:
+            sums = self._exchange(sums, back=True)
+        return reduce(sums), metrics, collections
+
+    def metrics(
+        self, measure: Callable[..., Metrics], params: Any, collections: Any, batch: Any, rng: Any
+    ) -> Metrics:
+        """The metrics of a batch, from the forward pass alone.
+
+        Args:
+          measure: `measure(params, collections, batch, rng)`, the metrics of some examples.
+          params: As above.
+          collections: The collections, which are read.
+          batch: A device's examples, `[B, ...]`. They are split into as many microbatches as
+            divide them, at most `M`.
+          rng: A key.
+
+        Returns:
+          The sums of the metrics, the same on all stages.
+
+        Raises:
+          ValueError: The loss cannot be cut into stages.
+
+        Communication:
+          In each tick a permute of the activations of a microbatch to the next stage. One
+          all-reduce of the metrics over `axis`.
+        """
+        examples = max(len(x) for x in jax.tree.leaves(batch) if jnp.ndim(x))
+        number = max(n for n in range(1, self.num_microbatches + 1) if examples % n == 0)
+        parts = split_minibatches(batch, number), jax.random.split(rng, number)
+        metrics: Metrics = self._work(measure, params, collections, parts, backward=False).run()[1]
+        return metrics
+
+    def _work(
+        self, loss: Callable[..., Any], params: Any, collections: Any, parts: Any, *, backward: bool
+    ) -> StageWork:
+        params, others = cast_to_varying((params, (collections, parts)), (self.axis,))
+        if self.chunks > 1:
+            params = self._exchange(params)
+        number = len(parts[1])
+        table = make_table(self.schedule, self.num_stages, number, self.chunks, backward=backward)
+        return StageWork(
+            loss,
+            params,
+            others,
+            table=table,
+            axis=self.axis,
+            stacked=self.stacked,
+            keep=self.keep,
+            regather=self.regather,
+        )
+
+    def _exchange(self, tree: Any, *, back: bool = False) -> Any:
+        """Parameters, or gradients, of the layers that run here, or `back` that are stored."""
+        leaves, structure = jax.tree.flatten(tree)
+        leaves = [
+            exchange(x, self.axis, self.chunks, back=back) if is_stacked else x
+            for x, is_stacked in zip(leaves, self.stacked, strict=True)
+        ]
+        return jax.tree.unflatten(structure, leaves)
+
+
+def _check_unchanged(loss: StagedLoss, collections: Any) -> None:
+    """Refuses a loss that changes collections: microbatches overtake each other."""
+    paths = jax.tree_util.tree_leaves_with_path(collections)
+    first = len(loss.cut.results) - len(paths)
+    for i, (path, _) in enumerate(paths):
+        if loss.cut.results[first + i] != loss.first_other + i:
+            raise ValueError(
+                f"pipeline: the loss changes collection {jax.tree_util.keystr(path)}, expected "
+                "none to change, because every stage sees the layers of its own alone. Take "
+                "LayerNorm or GroupNorm in place of BatchNorm, and leave collections out of "
+                "mutable=[...]."
+            )

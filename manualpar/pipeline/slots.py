@@ -1,0 +1,68 @@
+"""Buffers of slots, and branches that do not copy them.
+
+XLA copies a buffer that a branch of a `cond` reads a slot of. So slots are read and written outside
+of branches, by every stage in every tick.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.collectives import cast_to_varying, varying_axes
+
+
+def zeros(types: Any) -> Any:
+    """Zeros of some types, varying over the axes that these say."""
+    return jax.tree.map(
+        lambda t: cast_to_varying(jnp.zeros(t.shape, t.dtype), varying_axes(t)), types
+    )
+
+
+def slots(types: Any, number: int) -> Any:
+    """Buffers with a number of slots for arrays of some types."""
+    return jax.tree.map(
+        lambda t: zeros(jax.eval_shape(lambda x: jnp.stack([x] * number), t)), types
+    )
+
+
+def read(buffers: Any, slot: Any) -> Any:
+    """The arrays in a slot of buffers; of slot -1, which nobody uses, any."""
+    slot = jnp.maximum(slot, 0)
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False), buffers)
+
+
+def write(buffers: Any, slot: Any, values: Any) -> Any:
+    """Buffers with arrays put into a slot; as they are if that is -1."""
+    old = read(buffers, slot)
+
+    def put(buffer: Any, old: Any, x: Any) -> Any:
+        x = jnp.where(slot >= 0, x, old)
+        return jax.lax.dynamic_update_index_in_dim(buffer, x, jnp.maximum(slot, 0), 0)
+
+    return jax.tree.map(put, buffers, old, values)
+
+
+def branch(
+    condition: Any,
+    run: Callable[[], Any],
+    types: Any,
+    *,
+    otherwise: Callable[[], Any] | None = None,
+    always: bool = False,
+) -> Any:
+    """`run()` where a condition holds, and otherwise zeros or `otherwise()`, of some types.
+
+    With `always` it runs everywhere, because a permute may stand in no branch.
+    """
+
+    def typed(function: Callable[[], Any]) -> Any:
+        return jax.tree.map(lambda t, x: cast_to_varying(x, varying_axes(t)), types, function())
+
+    otherwise = otherwise or (lambda: zeros(types))
+    if not always:
+        return jax.lax.cond(condition, lambda: typed(run), lambda: typed(otherwise))
+    select = functools.partial(jnp.where, condition)
+    return jax.tree.map(select, typed(run), typed(otherwise))

@@ -1,0 +1,304 @@
+"""What a stage does in each tick of a pipeline, see `executor`.
+
+Slots are read and written by every stage in every tick, and activations and gradients are sent in
+every tick. All else is done where the table says so.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.pipeline.kept import Keep, KeptInputs, KeptResiduals
+from manualpar.pipeline.schedule_table import Table
+from manualpar.pipeline.slots import branch, read, slots, write, zeros
+from manualpar.pipeline.staged_loss import Activations, StagedLoss
+from manualpar.purposes import PIPELINE_SCOPE
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class _State(NamedTuple):
+    """What a tick leaves to the next one.
+
+    Attributes:
+      inputs: The inputs of chunks, in slots.
+      kept: What is kept of chunks besides, in slots.
+      gradients: The gradients of what chunks return, in slots.
+      sums: The sums of the gradients of all parameters.
+      results: The sums of what the loss returns.
+    """
+
+    inputs: Activations
+    kept: list[Any]
+    gradients: list[Any]
+    sums: list[Any]
+    results: Any
+
+
+class StageWork:
+    """What a stage does, tick by tick.
+
+    Attributes:
+      loss: The loss in pieces.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        params: Any,
+        others: tuple[Any, Any],
+        *,
+        table: Table,
+        axis: str,
+        stacked: Sequence[bool],
+        keep: Keep,
+        regather: Wrap | None,
+    ) -> None:
+        """Traces and cuts a loss.
+
+        Args:
+          loss: `loss(params, collections, minibatch, key)`. With backward passes it returns a
+            scalar and a pair, otherwise metrics.
+          params: A stage's parameters; those that are stacked in the order in which they run.
+          others: The collections, and the microbatches with their keys, `[M, ...]`.
+          table: The schedule.
+          axis: The mesh axis of stages. All inputs vary over it.
+          stacked: For each parameter, whether layers are stacked in dim 0.
+          keep: What is kept of a chunk.
+          regather: Applied to functions that are differentiated.
+        """
+        self._table, self._axis = table, axis
+        self._stage = jax.lax.axis_index(axis)
+        self._params, self._structure = jax.tree.flatten(params)
+        self._collections, self._parts = map(jax.tree.leaves, others)
+        tree = jax.tree.structure(others)
+
+        def flat(params: Sequence[Any], given: Sequence[Any]) -> Any:
+            collections, (minibatch, key) = jax.tree.unflatten(tree, given)
+            params = jax.tree.unflatten(self._structure, params)
+            return loss(params, collections, minibatch, key)
+
+        first = self._others(0)
+        self.loss = staged = StagedLoss(
+            flat,
+            self._params,
+            first,
+            stacked=stacked,
+            num_stages=table.num_stages,
+            chunks=table.chunks,
+            axes=varying_axes(others[1]),
+        )
+        wrap = regather if regather and table.has_backward else lambda function: function
+        self._prefix, self._suffix = wrap(staged.prefix), wrap(staged.suffix)
+        chunk = wrap(staged.chunk)
+        self._kept = KeptInputs(chunk)
+        if table.has_backward and keep == "residuals":
+            x = zeros(staged.types)
+            fixed = x.exact, first, self._stage
+            self._kept = KeptResiduals(chunk, self._chunk_params(0), x.inexact, fixed)
+        returned = staged.returns[1][0] if table.has_backward else staged.returns
+        self._results = jax.tree.map(functools.partial(_summed, axes={axis}), returned)
+
+    def run(self) -> tuple[Any, Any]:
+        """Runs all ticks; returns the sums of gradients, and of what the loss returns."""
+        table, types = self._table, self.loss.types
+        state = _State(
+            slots(types, table.activation_slots),
+            slots(self._kept.types, table.activation_slots),
+            slots(types.inexact, table.gradient_slots) if table.has_backward else [],
+            [zeros(_summed(x)) for x in self._params] if table.has_backward else [],
+            zeros(self._results),
+        )
+        rows = {name: jnp.asarray(row) for name, row in table.rows.items()}
+        state, _ = jax.lax.scan(lambda state, row: (self._tick(state, row), None), state, rows)
+        with jax.named_scope(PIPELINE_SCOPE):  # Only the last stage has any.
+            results = jax.lax.psum(state.results, self._axis)
+        if not table.has_backward:
+            return None, results
+        return jax.tree.unflatten(self._structure, state.sums), results
+
+    def _tick(self, state: _State, row: Mapping[str, Any]) -> _State:
+        mine = {name: of_stages[self._stage] for name, of_stages in row.items()}
+        state, y = self._forward(state, mine)
+        inputs, gradients = state.inputs, state.gradients
+        if self._table.has_backward:
+            state, dx = self._backward(state, mine)
+            dx = self._hop(dx, -1)
+            gradients = write(state.gradients, mine["arriving_gradient_slot"], dx)
+        inputs = write(state.inputs, mine["arriving_slot"], self._hop(y, 1))
+        return state._replace(inputs=inputs, gradients=gradients)
+
+    def _forward(self, state: _State, mine: Mapping[str, Any]) -> tuple[_State, Activations]:
+        """Runs a chunk, with prefix or suffix where it is the first or the last."""
+        loss, cut, types = self.loss, self.loss.cut, self.loss.types
+        is_on, is_first = mine["forward_microbatch"] >= 0, mine["is_first"] > 0
+        others = self._others(mine["forward_microbatch"])
+        index = self._index(mine["forward_chunk"])
+        # Here and not in the branch: XLA copies a buffer that a branch reads a slot of.
+        arrived = read(state.inputs, mine["forward_slot"])
+
+        def run() -> Any:
+            x = branch(
+                is_first,
+                lambda: self._prefix(self._some(loss.prefix_params), others),
+                types,
+                otherwise=lambda: arrived,
+                always=cut.prefix.permutes,
+            )
+            fixed = x.exact, others, index
+            y, kept = self._kept.forward(
+                self._chunk_params(mine["forward_chunk"]), x.inexact, fixed
+            )
+            return x, y, kept
+
+        all_types = types, types, self._kept.types
+        x, y, kept = branch(is_on, run, all_types, always=cut.layers_permute)
+        inputs = state.inputs
+        if self._table.has_backward and self._kept.keeps_input:
+            inputs = write(inputs, jnp.where(is_first, mine["forward_slot"], -1), x)
+        kept = write(state.kept, mine["forward_slot"], kept)
+        state = state._replace(inputs=inputs, kept=kept)
+        return self._finish(state, mine, y, others), y
+
+    def _finish(
+        self, state: _State, mine: Mapping[str, Any], y: Activations, others: Sequence[Any]
+    ) -> _State:
+        """Runs the suffix after the last chunk, and its backward pass."""
+        numbers = self.loss.suffix_params
+        before = _pick(state.sums, numbers)
+
+        def run() -> Any:
+            def call(params: Any, inexact: list[Any]) -> Any:
+                return self._suffix(params, inexact, (y.exact, others))
+
+            params = self._some(numbers)
+            if not self._table.has_backward:
+                return [], {}, _added(state.results, call(params, y.inexact))
+            loss, pullback, (metrics, _) = jax.vjp(call, params, y.inexact, has_aux=True)
+            grads, dy = pullback(jnp.ones_like(loss))
+            return dy, self._summed(before, grads), _added(state.results, metrics)
+
+        dy_types = self.loss.types.inexact if self._table.has_backward else []
+        dy, sums, results = branch(
+            mine["is_last"] > 0,
+            run,
+            (dy_types, before, state.results),
+            otherwise=lambda: (zeros(dy_types), before, state.results),
+            always=self.loss.cut.suffix.permutes,
+        )
+        gradients = write(state.gradients, mine["last_gradient_slot"], dy)
+        return state._replace(gradients=gradients, sums=_put(state.sums, sums), results=results)
+
+    def _backward(self, state: _State, mine: Mapping[str, Any]) -> tuple[_State, list[Any]]:
+        """Runs the backward pass of a chunk, and of the prefix where it is the first."""
+        loss, cut, types = self.loss, self.loss.cut, self.loss.types.inexact
+        is_on, is_first = mine["backward_microbatch"] >= 0, mine["backward_is_first"] > 0
+        others = self._others(mine["backward_microbatch"])
+        index = self._index(mine["backward_chunk"])
+        x, kept = read((state.inputs, state.kept), mine["backward_slot"])
+        gradient = read(state.gradients, mine["gradient_slot"])
+        before = _pick(state.sums, (*loss.chunk_params, *cut.stacked))
+
+        def run() -> Any:
+            params = self._chunk_params(mine["backward_chunk"])
+            fixed = x.exact, others, index
+            grads, dx = self._kept.backward(params, x.inexact, fixed, kept, gradient)
+            return dx, self._summed(before, grads, mine["backward_chunk"])
+
+        dx, sums = branch(
+            is_on,
+            run,
+            (types, before),
+            otherwise=lambda: (zeros(types), before),
+            always=cut.layers_permute,
+        )
+        state = state._replace(sums=_put(state.sums, sums))
+        before = _pick(state.sums, loss.prefix_params)
+        if not before:
+            return state, dx
+
+        def run_prefix() -> Any:
+            _, pullback, _ = jax.vjp(
+                lambda params: tuple(self._prefix(params, others)),
+                self._some(loss.prefix_params),
+                has_aux=True,
+            )
+            return self._summed(before, pullback(dx)[0])
+
+        sums = branch(
+            is_first,
+            run_prefix,
+            before,
+            otherwise=lambda: before,
+            always=cut.prefix.permutes,
+        )
+        return state._replace(sums=_put(state.sums, sums)), dx
+
+    def _hop(self, values: Any, step: int) -> Any:
+        """Sends values to the next stage, or to the one before."""
+        number, wraps = self._table.num_stages, self._table.chunks > 1
+        pairs = [(i, i + 1) for i in range(number - 1)] + [(number - 1, 0)] * wraps
+        pairs = pairs if step > 0 else [(b, a) for a, b in pairs]
+        if not pairs:
+            return values
+        with jax.named_scope(PIPELINE_SCOPE):
+            return jax.tree.map(lambda x: jax.lax.ppermute(x, self._axis, pairs), values)
+
+    def _others(self, microbatch: Any) -> list[Any]:
+        """The inputs of the loss besides parameters."""
+        return [*self._collections, *read(self._parts, microbatch)]
+
+    def _index(self, chunk: Any) -> Any:
+        """The number among all chunks of a chunk of this stage."""
+        return jnp.maximum(chunk, 0) * self._table.num_stages + self._stage
+
+    def _some(self, numbers: Sequence[int]) -> dict[int, Any]:
+        return {i: self._params[i] for i in numbers}
+
+    def _chunk_params(self, chunk: Any) -> dict[int, Any]:
+        """The parameters that a chunk of this stage reads; of stacked ones its layers."""
+        size = self.loss.chunk_layers
+        first = jnp.maximum(chunk, 0) * size
+        return self._some(self.loss.chunk_params) | {
+            i: jax.lax.dynamic_slice_in_dim(self._params[i], first, size)
+            for i in self.loss.cut.stacked
+        }
+
+    def _summed(self, sums: Any, grads: Any, chunk: Any = 0) -> dict[int, Any]:
+        """Sums with gradients added; those of stacked parameters are of the layers of a chunk."""
+        first = jnp.maximum(chunk, 0) * self.loss.chunk_layers
+        new = {}
+        for i, g in grads.items():
+            if i in self.loss.cut.stacked:
+                part = jax.lax.dynamic_slice_in_dim(sums[i], first, len(g))
+                new[i] = jax.lax.dynamic_update_slice_in_dim(sums[i], _added(part, g), first, 0)
+            else:
+                new[i] = _added(sums[i], g)
+        return new
+
+
+def _summed(t: Any, axes: Any = ()) -> Any:
+    """The type in which values of a type are summed; it varies over some axes besides."""
+
+    def cast(x: Any) -> Any:
+        x = cast_to_varying(x, frozenset(axes))
+        is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_inexact else x
+
+    return jax.eval_shape(cast, t)
+
+
+def _added(sums: Any, values: Any) -> Any:
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, values)
+
+
+def _pick(values: Sequence[Any], numbers: Sequence[int]) -> dict[int, Any]:
+    return {i: values[i] for i in numbers} if values else {}
+
+
+def _put(values: Sequence[Any], new: Mapping[int, Any]) -> list[Any]:
+    return [new.get(i, x) for i, x in enumerate(values)]
