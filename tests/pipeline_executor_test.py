@@ -1,7 +1,6 @@
 """Pipelines against one device: the gradient of every parameter, and the metrics."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import chex
