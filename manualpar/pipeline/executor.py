@@ -31,8 +31,8 @@ from manualpar.core.gradients import Reduce, WeightedLoss
 from manualpar.pipeline.exchange import exchange
 from manualpar.pipeline.kept import Keep
 from manualpar.pipeline.schedules import ScheduleName, make_table
-from manualpar.pipeline.staged_loss import StagedLoss
 from manualpar.pipeline.stage_work import StageWork, Wrap
+from manualpar.pipeline.staged_loss import StagedLoss
 from manualpar.sharding.splitting import split_minibatches
 from manualpar.user_model.loss_function import Metrics
 

@@ -50,19 +50,22 @@ def branch(
     run: Callable[[], Any],
     types: Any,
     *,
+    scope: str,
     otherwise: Callable[[], Any] | None = None,
     always: bool = False,
 ) -> Any:
     """`run()` where a condition holds, and otherwise zeros or `otherwise()`, of some types.
 
-    With `always` it runs everywhere, because a permute may stand in no branch.
+    With `always` it runs everywhere, because a permute may stand in no branch. `scope` is the named
+    scope around a `cond`.
     """
 
     def typed(function: Callable[[], Any]) -> Any:
         return jax.tree.map(lambda t, x: cast_to_varying(x, varying_axes(t)), types, function())
 
     otherwise = otherwise or (lambda: zeros(types))
-    if not always:
+    if always:
+        select = functools.partial(jnp.where, condition)
+        return jax.tree.map(select, typed(run), typed(otherwise))
+    with jax.named_scope(scope):
         return jax.lax.cond(condition, lambda: typed(run), lambda: typed(otherwise))
-    select = functools.partial(jnp.where, condition)
-    return jax.tree.map(select, typed(run), typed(otherwise))

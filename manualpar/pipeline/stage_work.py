@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
 from manualpar.pipeline.kept import Keep, KeptInputs, KeptResiduals
-from manualpar.pipeline.schedule_table import Table
+from manualpar.pipeline.schedule_table import NOTHING, Table
 from manualpar.pipeline.slots import branch, read, slots, write, zeros
 from manualpar.pipeline.staged_loss import Activations, StagedLoss
+from manualpar.pipeline.ticks import ticks_scope
 from manualpar.purposes import PIPELINE_SCOPE
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -135,15 +136,15 @@ class StageWork:
     def _forward(self, state: _State, mine: Mapping[str, Any]) -> tuple[_State, Activations]:
         """Runs a chunk, with prefix or suffix where it is the first or the last."""
         loss, cut, types = self.loss, self.loss.cut, self.loss.types
-        is_on, is_first = mine["forward_microbatch"] >= 0, mine["is_first"] > 0
         others = self._others(mine["forward_microbatch"])
         index = self._index(mine["forward_chunk"])
         # Here and not in the branch: XLA copies a buffer that a branch reads a slot of.
         arrived = read(state.inputs, mine["forward_slot"])
 
         def run() -> Any:
-            x = branch(
-                is_first,
+            x = self._where(
+                "is_first",
+                mine,
                 lambda: self._prefix(self._some(loss.prefix_params), others),
                 types,
                 otherwise=lambda: arrived,
@@ -156,10 +157,12 @@ class StageWork:
             return x, y, kept
 
         all_types = types, types, self._kept.types
-        x, y, kept = branch(is_on, run, all_types, always=cut.layers_permute)
+        x, y, kept = self._where(
+            "forward_microbatch", mine, run, all_types, always=cut.layers_permute
+        )
         inputs = state.inputs
         if self._table.has_backward and self._kept.keeps_input:
-            inputs = write(inputs, jnp.where(is_first, mine["forward_slot"], -1), x)
+            inputs = write(inputs, jnp.where(mine["is_first"] > 0, mine["forward_slot"], -1), x)
         kept = write(state.kept, mine["forward_slot"], kept)
         state = state._replace(inputs=inputs, kept=kept)
         return self._finish(state, mine, y, others), y
@@ -183,8 +186,9 @@ class StageWork:
             return dy, self._summed(before, grads), _added(state.results, metrics)
 
         dy_types = self.loss.types.inexact if self._table.has_backward else []
-        dy, sums, results = branch(
-            mine["is_last"] > 0,
+        dy, sums, results = self._where(
+            "is_last",
+            mine,
             run,
             (dy_types, before, state.results),
             otherwise=lambda: (zeros(dy_types), before, state.results),
@@ -196,7 +200,6 @@ class StageWork:
     def _backward(self, state: _State, mine: Mapping[str, Any]) -> tuple[_State, list[Any]]:
         """Runs the backward pass of a chunk, and of the prefix where it is the first."""
         loss, cut, types = self.loss, self.loss.cut, self.loss.types.inexact
-        is_on, is_first = mine["backward_microbatch"] >= 0, mine["backward_is_first"] > 0
         others = self._others(mine["backward_microbatch"])
         index = self._index(mine["backward_chunk"])
         x, kept = read((state.inputs, state.kept), mine["backward_slot"])
@@ -209,8 +212,9 @@ class StageWork:
             grads, dx = self._kept.backward(params, x.inexact, fixed, kept, gradient)
             return dx, self._summed(before, grads, mine["backward_chunk"])
 
-        dx, sums = branch(
-            is_on,
+        dx, sums = self._where(
+            "backward_microbatch",
+            mine,
             run,
             (types, before),
             otherwise=lambda: (zeros(types), before),
@@ -229,14 +233,23 @@ class StageWork:
             )
             return self._summed(before, pullback(dx)[0])
 
-        sums = branch(
-            is_first,
+        sums = self._where(
+            "backward_is_first",
+            mine,
             run_prefix,
             before,
             otherwise=lambda: before,
             always=cut.prefix.permutes,
         )
         return state._replace(sums=_put(state.sums, sums)), dx
+
+    def _where(
+        self, row: str, mine: Mapping[str, Any], run: Any, types: Any, **options: Any
+    ) -> Any:
+        """`branch`, run where a row of the table has something for this stage."""
+        nothing = NOTHING.get(row, -1)
+        scope = ticks_scope(self._table.rows[row] > nothing)
+        return branch(mine[row] > nothing, run, types, scope=scope, **options)
 
     def _hop(self, values: Any, step: int) -> Any:
         """Sends values to the next stage, or to the one before."""
