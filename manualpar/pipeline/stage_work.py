@@ -16,7 +16,7 @@ from manualpar.pipeline.kept import Keep, KeptInputs, KeptResiduals
 from manualpar.pipeline.schedule_table import NOTHING, Table
 from manualpar.pipeline.slots import branch, read, slots, write, zeros
 from manualpar.pipeline.staged_loss import Activations, StagedLoss
-from manualpar.pipeline.ticks import ticks_scope
+from manualpar.pipeline.tick_scopes import ticks_scope
 from manualpar.purposes import PIPELINE_SCOPE
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
