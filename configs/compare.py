@@ -63,6 +63,7 @@ def get_config() -> ConfigDict:
     config.parallel = ConfigDict()
     # hsdp runs on this mesh; the others on the same devices along data alone.
     config.parallel.mesh = ConfigDict({"replica": 2, "data": -1})  # -1: the rest of the devices
+    config.parallel.mesh_order = ()  # axes, that on the slowest links first; (): by their names
     config.parallel.min_weight_size = 2**4  # elements; smaller parameters are not sharded
     config.parallel.reshard_after_forward = True  # fsdp, hsdp: gathered again for the backward pass
     config.parallel.communicate_every = "minibatch"  # fsdp, hsdp: or "step", "gather-step"

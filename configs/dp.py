@@ -41,6 +41,7 @@ def get_config() -> ConfigDict:
     config.parallel.strategy = "dp"  # "dp", "zero1", "zero2", "fsdp" or "hsdp"
     config.parallel.mode = "manual"  # or "auto", "explicit", "auto-unconstrained"
     config.parallel.mesh = ConfigDict({"data": -1})  # -1: all devices
+    config.parallel.mesh_order = ()  # axes, that on the slowest links first; (): by their names
     config.parallel.min_weight_size = 2**4  # elements; smaller parameters are not sharded
     config.parallel.reshard_after_forward = True  # fsdp, hsdp: gathered again for the backward pass
     config.parallel.communicate_every = "minibatch"  # fsdp, hsdp: or "step", "gather-step"

@@ -62,6 +62,7 @@ def get_config() -> ConfigDict:
     config.parallel.mode = "manual"  # or "auto", "explicit", "auto-unconstrained"
     # -1: all devices. Over an axis "model" layers are split, over "expert" experts are divided.
     config.parallel.mesh = ConfigDict({"data": -1})
+    config.parallel.mesh_order = ()  # axes, that on the slowest links first; (): by their names
     config.parallel.sequence = False  # over model, whether what lies between layers is split too
     config.parallel.layer_overlap = "none"  # or "ring", with sequence: layers compute while sending
     config.parallel.min_weight_size = 2**10  # elements; smaller parameters are not sharded

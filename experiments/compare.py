@@ -223,7 +223,8 @@ def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
     experiments = [(strategy, build(strategy, mode)) for strategy, mode in pairs]
     # Nothing is reduced on one device, and nothing split.
     parts = {"sequence": False, "layer_overlap": "none"} if "sequence" in rest["parallel"] else {}
-    single = build("dp", "auto", mesh={"data": 1}, reduce_dtype="", **parts)
+    parts |= {"mesh": {"data": 1}, "mesh_order": (), "reduce_dtype": ""}
+    single = build("dp", "auto", **parts)
     return [*experiments, (ONE_DEVICE, single)]
 
 

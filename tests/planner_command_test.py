@@ -78,12 +78,16 @@ def test_a_mistake_is_answered_in_a_sentence(arguments, message):
 
 
 def test_a_plan_for_gpus_is_a_model_and_says_so(capsys):
-    assert plan_command(_command(*SMALL, "--topology=h100:16")) == 0
+    mesh = "--config.parallel.mesh={'replica': 2, 'data': 8}"
+    order = "--config.parallel.mesh_order=('data', 'replica')"
+    assert plan_command(_command(*SMALL, mesh, order, "--topology=h100:16")) == 0
     workdir = Path("runs/plan-fsdp_lm/001")
     assert {path.name for path in workdir.iterdir()} == {"config.json", "plan.json", "plan.png"}
     [plan] = json.loads((workdir / "plan.json").read_text())["plans"]
     assert (plan["is_model"], plan["source"], plan["fits"]) == (True, "roofline", True)
-    assert plan["mesh"] == {"data": 16}
+    assert list(plan["mesh"].items()) == [("data", 8), ("replica", 2)]
+    links = "first: data 2 over InfiniBand and 4 over NVLink, replica 2 over NVLink."
+    assert any(links in assumption for assumption in plan["assumptions"])
     assert plan["step_seconds"] == plan["compute_seconds"] + plan["exposed_seconds"]
     assert plan["tokens_per_second"] == pytest.approx(32 * 128 / plan["step_seconds"])
     assert (workdir / "plan.png").read_bytes().startswith(b"\x89PNG")

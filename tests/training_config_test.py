@@ -125,6 +125,11 @@ def _set(config: ml_collections.ConfigDict, name: str, value):
             ml_collections.ConfigDict({"a": 1}),
             "config.parallel.mesh.data is a: 1 , expected a number of devices",
         ),
+        (
+            "parallel.mesh_order",
+            ("model", "data"),
+            "config.parallel.mesh_order is ('model', 'data') and names ['model'], which the mesh",
+        ),
         ("data.prefetch", 10**9, "is 1000000000, expected an integer, at least 1 and less than"),
         ("training.num_steps", 2**31, "expected an integer, at least 1 and less than 2147483648."),
         (

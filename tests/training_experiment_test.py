@@ -118,6 +118,16 @@ def test_how_it_is_sent_reaches_the_builder(strategy, replica, expected, monkeyp
     assert options["axis_by_axis"] is True
 
 
+def test_the_order_of_the_mesh_reaches_it(monkeypatch, devices8):
+    _replace_builder(monkeypatch, "dp", lambda *args, **options: options["mesh"])
+    config = _small(fsdp.get_config(), strategy="dp", mesh_order=("data_minor", "data"))
+    with config.unlocked():
+        config.parallel.mesh = {"data_minor": 2, "data": 4}
+    mesh = build_program(config, make_task(config), _schedule)
+    assert dict(mesh.shape) == {"data": 4, "data_minor": 2}
+    assert list(mesh.devices.T.flat) == devices8
+
+
 @pytest.mark.parametrize(
     ("config", "name"), [(dp, "data_parallel"), (zero, "zero1"), (fsdp, "fsdp"), (hsdp, "hsdp")]
 )

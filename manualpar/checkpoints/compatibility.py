@@ -32,6 +32,7 @@ ADDED: Mapping[str, Any] = {
     "model.capacity_factor": 1.25,
     "parallel.sequence": False,
     "parallel.layer_overlap": "none",
+    "parallel.mesh_order": (),
 }
 ABSENT = "(absent)"
 

@@ -147,7 +147,8 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
     experiment = _prepare(command)
     wants_compiler = _wants_compiler(command, console)
     if experiment.program.mode == "manual" or not wants_compiler:
-        work = read_work(experiment.program, throughput_of(config, experiment.task))
+        throughput, order = throughput_of(config, experiment.task), config.parallel.mesh_order
+        work = read_work(experiment.program, throughput, order=order)
         plans.append(estimate(work, topology))
     if wants_compiler:
         print_line(console, f"compiling for {topology.name}")

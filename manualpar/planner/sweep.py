@@ -168,7 +168,15 @@ def sweep(
 
     Returns:
       All candidates, those that fit first, the fastest first of all.
+
+    Raises:
+      ValueError: The config has an order of its mesh, and candidates have other meshes.
     """
+    if order := builder.config.parallel.mesh_order:
+        raise ValueError(
+            f"config.parallel.mesh_order is {order}, expected () in a sweep, whose meshes have "
+            "other axes than the config's."
+        )
     outcomes: list[Outcome] = []
     bases = list(_bases(topology, builder))
     for number, base in enumerate(bases, 1):

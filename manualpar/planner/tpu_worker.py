@@ -95,7 +95,7 @@ def _facts(experiment: Experiment) -> dict[str, Any]:
     return {
         "name": f"{program.strategy.name} {program.mode}",
         "mesh": dict(program.mesh.shape),
-        "order": (),
+        "order": experiment.config.parallel.mesh_order,
         "links": describe_links(program.mesh),
         "state": {"parameters": parameters, "optimizer": optimizer, "batch": batch},
         "dtype": str(getattr(experiment.task.model, "dtype", "float32")),

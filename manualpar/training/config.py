@@ -20,6 +20,7 @@ from manualpar.checkpoints.compatibility import REMOVED
 from manualpar.compiler_options import OVERLAPS
 from manualpar.core.strategy import MODES
 from manualpar.layers.chunks import LAYER_OVERLAPS
+from manualpar.sharding.mesh_order import check_order
 from manualpar.strategies import BUILT_IN, Field, strategy_kinds
 from manualpar.usage import UsageError
 
@@ -50,6 +51,7 @@ FIELDS: Mapping[str, Field] = {
     "parallel.strategy": Field(str),  # One of `strategy_kinds()`, see `fields_of`.
     "parallel.mode": Field(str, choices=MODES),
     "parallel.mesh": Field(dict),
+    "parallel.mesh_order": Field(tuple, holds_names=True),
     "parallel.axis_by_axis": Field(bool),
     "parallel.overlap": Field(str, choices=OVERLAPS),
     "parallel.param_dtype": Field(str, choices=WIRE_DTYPES),
@@ -243,6 +245,7 @@ def check_config(config: Any) -> None:
                 f"config.parallel.mesh.{axis} is {one_line(repr(size))}, expected a number of "
                 "devices, or -1 for the rest."
             )
+    check_order("config.parallel.mesh_order", config.parallel.mesh, config.parallel.mesh_order)
 
 
 def _check_written_out(config: ml_collections.ConfigDict) -> None:

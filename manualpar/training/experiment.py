@@ -121,7 +121,10 @@ def build_program(
             "expected '' or 'xla': cuDNN is a library for NVIDIA's GPUs."
         )
     axes = _mesh_axes(parallel)
-    mesh = abstract_mesh(axes, devices) if isinstance(devices, int) else make_mesh(axes, devices)
+    if isinstance(devices, int):
+        mesh: Mesh | AbstractMesh = abstract_mesh(axes, devices)
+    else:
+        mesh = make_mesh(axes, devices, order=parallel.mesh_order)
     kind = strategy_kinds()[parallel.strategy]
     if kind.replicates and "replica" not in mesh.shape:
         raise ValueError(
@@ -225,9 +228,9 @@ def _device_kind(mesh: Mesh | AbstractMesh) -> str:
 
 
 def _mesh_axes(parallel: ml_collections.ConfigDict) -> dict[str, int]:
-    """The axes of the mesh in the order of `DATA_AXES`, because a config keeps none.
+    """The axes of the mesh, those of `DATA_AXES` first, because a config keeps no order.
 
-    So the devices of one replica are neighbours, whose links are the fastest.
+    So axes whose names `manualpar.sharding.mesh_order` does not know lie on the fastest links.
     """
     sizes = parallel.mesh.to_dict()
     first = {axis: sizes[axis] for axis in DATA_AXES if axis in sizes}
