@@ -147,8 +147,8 @@ def _run(
 def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console.Console) -> None:
     """Shows the mesh, the layout, and how much of the state there are copies of to compare."""
     debug, program = experiment.config.debug, experiment.program
-    mesh, links = program.mesh, describe_links(program.mesh)
-    print_line(console, f"mesh: {describe_mesh(mesh)}{links and f' ({links})'}")
+    mesh = program.mesh
+    print_line(console, f"mesh: {_describe_mesh(mesh)}")
     console.print(layout_table(program))
     if debug.draw_sharding and cluster.is_main:
         draw_sharding(program.abstract_state.params, debug.draw_sharding)
@@ -161,6 +161,11 @@ def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console
         if not copied:
             words = "nothing to compare, each part of the state is on one device only"
         print_line(console, f"replica check: {words}")
+
+
+def _describe_mesh(mesh: jax.sharding.Mesh) -> str:
+    links = describe_links(mesh)
+    return f"{describe_mesh(mesh)}{links and f' ({links})'}"
 
 
 def _without_padding(program: Program, state: TrainState) -> TrainState:
@@ -184,7 +189,7 @@ def _write_report(
     facts = {
         "ended": "finished" if error is None else f"{type(error).__name__}: {error}",
         "strategy": f"{program.strategy.name}, mode {program.mode}",
-        "mesh": describe_mesh(program.mesh),
+        "mesh": _describe_mesh(program.mesh),
         "parameters": f"{sum(math.prod(info.shape) for info, _ in program.parameters):,}",
         "state on the fullest device": describe_bytes(state_bytes(program.abstract_state)[0]),
         "manualpar": importlib.metadata.version("manualpar"),
