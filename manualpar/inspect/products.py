@@ -122,10 +122,10 @@ class TrafficReader(ProductReader):
 
 
 def _is_of_scores(eqn: Any, is_product: bool) -> bool:
-    """Whether an operation makes or takes scores: a product with batch dims, or what reduces 4D."""
+    """Whether it makes or takes scores: a product with two batch dims, or what reduces 4D."""
     if not is_product:
         return len(eqn.invars[0].aval.shape) >= 4
-    return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
+    return eqn.primitive.name == "dot_general" and len(eqn.params["dimension_numbers"][1][0]) > 1
 
 
 def uncounted(eqns: Iterable[Any]) -> Iterator[str]:

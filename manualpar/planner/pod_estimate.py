@@ -1,0 +1,273 @@
+"""How long a step takes on a layout that nobody has traced: the roofline's model, in closed form.
+
+Products, memory, rings and what hides behind what are those of `manualpar.planner.roofline`; a
+layout that can be traced gets nearly the same figure there. What is added:
+
+- With `S` stages of `v` chunks and `M` microbatches the layers of a device wait for
+  `(S - 1) / (v M)` of the time that they take. All stages have ticks of one length, so the loss,
+  which the last one computes, takes the time of all. Activations and gradients hop after each tick,
+  and nothing hides that.
+- Along `context` keys and values travel in a ring: forward `C - 1` steps, and as many again if the
+  forward pass is recomputed, and `2 C - 1` backward with the gradients. They hide behind attention.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+from manualpar.inspect.communication import Kind, ring_bytes
+from manualpar.inspect.memory import Memory
+from manualpar.models import Transformer
+from manualpar.models.transformer import flops_per_token
+from manualpar.planner.hardware import Chip
+from manualpar.planner.pod_layout import DeviceSizes, PodLayout, find_obstacle, sizes_on_device
+from manualpar.planner.pod_work import (
+    HALF,
+    SINGLE,
+    STATE,
+    Product,
+    head_products,
+    layer_products,
+    reduced_bytes,
+    state_elements,
+    step_memory_of,
+)
+from manualpar.planner.roofline import is_made_an_all_reduce
+from manualpar.planner.topology import Ring, Topology, ring_over
+
+# Parameters of a layer, each gathered by itself: four of attention, three of the MLP, two norms.
+GATHERS_OF_A_LAYER = 9
+RECOMPUTED = {"none": (), "dots": ("dots",), "full": ("dots", "full")}
+
+
+@dataclasses.dataclass(frozen=True)
+class PodPlan:
+    """A step on a layout, in seconds and bytes of a device.
+
+    Attributes:
+      computing: The time of products and memory, update and what is recomputed included.
+      parameters: The exposed time of parameters and gradients.
+      activations: The exposed time of what layers send.
+      hops: The time of hops between stages.
+      bubble: The time in which a stage waits for others.
+      mfu: Model FLOPs by what the devices could do.
+    """
+
+    layout: PodLayout
+    topology: str
+    memory: Memory
+    hbm_bytes: int
+    computing: float
+    parameters: float
+    activations: float
+    hops: float
+    bubble: float
+    mfu: float
+    tokens_per_second: float
+
+    @property
+    def seconds(self) -> float:
+        """The estimated step time."""
+        return self.computing + self.parameters + self.activations + self.hops + self.bubble
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits into a device's memory."""
+        return self.memory.peak <= self.hbm_bytes
+
+
+def estimate_layout(
+    model: Transformer,
+    layout: PodLayout,
+    topology: Topology,
+    *,
+    examples: int,
+    positions: int,
+    even: bool = True,
+) -> PodPlan:
+    """Estimates a step.
+
+    Args:
+      model: The model on one device, computed in bfloat16 and stored in float32.
+      layout: The layout, of as many devices as the topology has.
+      topology: The devices.
+      examples: Examples of a step on all devices.
+      positions: Positions of each.
+      even: Whether all stages must have as many layers; otherwise the fullest one counts.
+
+    Raises:
+      ValueError: Model or batch do not divide, or the mesh does not lie in the topology.
+    """
+    if problem := find_obstacle(model, layout, examples=examples, positions=positions, even=even):
+        raise ValueError(f"{layout.name}: {problem}.")
+    x = sizes_on_device(model, layout, examples=examples, positions=positions)
+    return _Step(model, layout, topology, x).plan(examples * positions)
+
+
+class _Step:
+    """The parts of a step on a device."""
+
+    def __init__(
+        self, model: Transformer, layout: PodLayout, topology: Topology, x: DeviceSizes
+    ) -> None:
+        self.model, self.layout, self.topology, self.x = model, layout, topology, x
+        self.chip: Chip = topology.chip
+        self.rate = self.chip.peak("bfloat16") * self.chip.flops_efficiency
+        self.hbm = self.chip.hbm_bandwidth * self.chip.hbm_efficiency
+        self.sharded = tuple(a for a in ("data", "context", "expert") if a in layout.mesh)
+        self.rings: dict[tuple[str, ...], Ring] = {}
+
+    def plan(self, tokens: int) -> PodPlan:
+        layout, x, chip = self.layout, self.x, self.chip
+        m, layers = layout.num_minibatches, layout.num_minibatches * x.L
+        products = tuple(layer_products(x))
+        again = [p for p in products if p.recomputed in RECOMPUTED[layout.remat]]
+        norms, loss = reduced_bytes(x, layout)
+        forward = layers * (self.products(products) + norms / self.hbm)
+        recomputed = layers * (self.products(again) + norms / self.hbm * bool(again))
+        recomputed += forward * layout.runs_chunks_again
+        backward = 2 * layers * (self.products(products) + norms / self.hbm)
+        head = self.products(head_products(x)) + loss / self.hbm
+        head_forward, head_backward = m * head, 2 * m * head
+        stored = state_elements(x, layout)
+        # Parameters and averages are read and written, and a gradient is read.
+        update = SINGLE * (3 + 2 * STATE) * stored / self.hbm
+
+        times = bool(again) + layout.runs_chunks_again
+        awaited = layers * self.awaited_by_layer(times)
+        ring_forward, ring_backward = (layers * s for s in self.ring_of_layer(times))
+        awaited += m * self.awaited_outside()
+        # Gathers and scatters hide behind a neighbouring layer, the ring behind the same one.
+        sent = self.inside(forward=True) + ring_forward
+        parameters = max(sent - forward - head_forward, self.first_layer(forward=True))
+        sent = self.inside(forward=False) + ring_backward
+        behind = backward + recomputed + head_backward
+        parameters += max(sent - behind, self.first_layer(forward=False))
+        inner = parameters
+        parameters += self.outside(stored)
+
+        busy = forward + recomputed + backward + awaited + inner
+        bubble = busy * (layout.stage - 1) / (layout.chunks * m)
+        computing = forward + recomputed + backward + head_forward + head_backward + update
+        plan = PodPlan(
+            layout=layout,
+            topology=self.topology.name,
+            memory=step_memory_of(x, layout),
+            hbm_bytes=chip.hbm_bytes,
+            computing=computing,
+            parameters=parameters,
+            activations=awaited,
+            hops=self.hops(),
+            bubble=bubble,
+            mfu=0.0,
+            tokens_per_second=0.0,
+        )
+        flops = flops_per_token(self.model, x.positions) * tokens
+        peak = chip.peak("bfloat16") * self.topology.num_devices
+        mfu, speed = flops / (plan.seconds * peak), tokens / plan.seconds
+        return dataclasses.replace(plan, mfu=mfu, tokens_per_second=speed)
+
+    def products(self, products: Iterable[Product]) -> float:
+        """The time of products, and of elementwise operations around them."""
+        return sum(
+            max(p.flops / self.rate, p.traffic / self.hbm) + p.traffic / self.hbm for p in products
+        )
+
+    def send(self, kind: Kind, axes: tuple[str, ...], size: float, times: int = 1) -> float:
+        """The time of so many collectives whose whole operands have `size` bytes together.
+
+        The whole operand of an all-gather is its result.
+        """
+        axes = tuple(axis for axis in axes if self.layout.mesh.get(axis, 1) > 1)
+        if not axes or not times:
+            return 0.0
+        ring = self.rings.get(axes)
+        if ring is None:
+            ring = self.rings[axes] = ring_over(self.topology, self.layout.mesh, axes)
+        devices = ring.inside * ring.outside
+        share = 1 / devices if kind == "all_gather" else 1.0
+        sent = float(ring_bytes(kind, 1, devices)) * share * size
+        if kind == "reduce_scatter" and is_made_an_all_reduce(self.topology, ring):
+            sent *= 2
+        return ring.seconds(sent, times)
+
+    def awaited_by_layer(self, again: int) -> float:
+        """Of one layer, forward, backward, and forward again so many times."""
+        x = self.x
+        tokens = HALF * x.tokens * x.D
+        gathers, scatters = 4 + 2 * again, 4 + again
+        both = self.send("all_gather", ("model",), tokens * gathers, gathers)
+        both += self.send("reduce_scatter", ("model",), tokens * scatters, scatters)
+        if x.own_experts:
+            times = 4 + 2 * again
+            both += self.send("all_to_all", ("expert",), times * HALF * x.R * x.D, times)
+        return both
+
+    def awaited_outside(self) -> float:
+        """Of lookup, head and loss in a minibatch."""
+        x = self.x
+        tokens, labels = HALF * x.tokens * x.D, SINGLE * x.tokens
+        seconds = self.send("all_gather", ("model",), 2 * tokens, 2)
+        seconds += self.send("reduce_scatter", ("model",), 2 * tokens, 2)
+        return seconds + self.send("all_reduce", ("model",), 3 * labels, 2)
+
+    def ring_of_layer(self, again: int) -> tuple[float, float]:
+        """Keys and values of one layer that travel along `context`, forward and backward."""
+        x, size = self.x, self.layout.context
+        part = HALF * 2 * x.tokens * x.K * x.H
+        forward = 2 * (size - 1)
+        backward = 2 * (2 * size - 1) + forward * again
+        one = self.send("permute", ("context",), part / 2)
+        return forward * one, backward * one
+
+    def gathered(self, times: int, *, stacked: bool) -> tuple[float, float]:
+        """All gathers, and all scatters, of parameters so many times; `stacked` layers at once."""
+        x = self.x
+        dense = times * (x.L * x.dense_weights + x.outer_weights)
+        experts = times * x.L * x.expert_weights
+        loops = times * (1 if stacked else x.L)
+        of_experts = 3 * loops if experts else 0
+        count = GATHERS_OF_A_LAYER * loops + 3 * times - of_experts
+        few = tuple(axis for axis in self.sharded if axis != "expert")
+        gathers = self.send("all_gather", self.sharded, HALF * dense, count)
+        gathers += self.send("all_gather", few, HALF * experts, of_experts)
+        scatters = self.send("reduce_scatter", self.sharded, SINGLE * dense, count)
+        scatters += self.send("reduce_scatter", few, SINGLE * experts, of_experts)
+        return gathers, scatters
+
+    def inside(self, *, forward: bool) -> float:
+        """Gathers and scatters inside of the passes."""
+        if self.layout.communicate != "minibatch":
+            return 0.0
+        gathers, scatters = self.gathered(self.layout.num_minibatches, stacked=False)
+        return gathers if forward else (1 + self.layout.runs_chunks_again) * gathers + scatters
+
+    def first_layer(self, *, forward: bool) -> float:
+        """What one layer sends, which has nothing to hide behind."""
+        m = self.layout.num_minibatches
+        whole = self.inside(forward=forward) / (m * self.x.L)
+        return whole + self.ring_of_layer(0)[0 if forward else 1]
+
+    def outside(self, stored: float) -> float:
+        """What is sent before and after the passes, which nothing hides."""
+        layout, x = self.layout, self.x
+        seconds = self.send("all_reduce", ("replica",), SINGLE * stored, GATHERS_OF_A_LAYER + 3)
+        if layout.communicate != "minibatch":
+            times = layout.num_minibatches if layout.communicate == "gather-step" else 1
+            seconds += self.gathered(1, stacked=True)[0] + self.gathered(times, stacked=True)[1]
+        # Embedding, head and last norm belong to all stages.
+        shards = layout.data * layout.context * layout.expert
+        seconds += self.send("all_reduce", ("stage",), SINGLE * x.outer_weights / shards, 3)
+        if layout.chunks > 1:  # Layers lie in runs, and chunks in turn; weights go and come back.
+            moved = 2 * SINGLE * (stored - x.outer_weights / shards)
+            seconds += self.send("permute", ("stage",), moved, 2 * layout.chunks)
+        return seconds
+
+    def hops(self) -> float:
+        """Activations and gradients that move from stage to stage."""
+        layout, x = self.layout, self.x
+        if layout.stage == 1:
+            return 0.0
+        v, stages = layout.chunks, layout.stage
+        ticks = v * layout.num_minibatches + (v + 1) * stages - 2
+        part = HALF * x.tokens * x.D / layout.model
+        return self.send("permute", ("stage",), 2 * ticks * part, 2 * ticks)

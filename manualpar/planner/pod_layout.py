@@ -1,0 +1,206 @@
+"""How a transformer lies on many devices, and what one device then has of it.
+
+A `PodLayout` gives every axis a size: `replica` and `data` split examples, `context` splits
+positions, `model` splits layers (with sequence parallelism), `expert` divides experts and splits
+examples too, and `stage` divides the layers. FSDP shards parameters over `data`, `context` and
+`expert`, those of experts over `data` and `context`.
+
+Symbols: `B` examples of a device in a minibatch, `S` its positions, `T = B S`, `D` hidden features,
+`N` and `K` heads and key and value heads of a device, `H` features of a head, `F` features inside
+an MLP of a device, `V` its tokens of the vocabulary, `L` its layers, `E` experts, `R` the rows that
+the experts of a device compute.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Literal
+
+from manualpar.layers import MoE
+from manualpar.layers.experts import capacity_of
+from manualpar.models import Transformer
+from manualpar.models.transformer import size_of_head, size_of_vocabulary
+
+Communicate = Literal["minibatch", "gather-step", "step"]
+Remat = Literal["none", "dots", "full"]
+Keep = Literal["residuals", "inputs"]
+AXES = ("replica", "stage", "data", "context", "expert", "model")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PodLayout:
+    """Sizes of mesh axes, and how a step runs on them.
+
+    Attributes:
+      num_minibatches: Minibatches of a step; with stages they are the microbatches.
+      chunks: Chunks of layers that each stage has; more make the bubble smaller.
+      remat: What is computed again for the backward pass.
+      communicate: How often FSDP gathers parameters and scatters gradients.
+      keep: What a stage keeps of a chunk for its backward pass: what remat keeps of its layers, or
+        its input, from which it is computed again.
+    """
+
+    replica: int = 1
+    stage: int = 1
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+    model: int = 1
+    num_minibatches: int = 1
+    chunks: int = 1
+    remat: Remat = "full"
+    communicate: Communicate = "minibatch"
+    keep: Keep = "residuals"
+
+    @property
+    def runs_chunks_again(self) -> bool:
+        """Whether the backward pass of a stage begins with the forward pass of its chunk."""
+        return self.stage > 1 and self.keep == "inputs"
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The axes with more than one device, on the slowest links first, and `data`."""
+        sizes = {axis: getattr(self, axis) for axis in AXES}
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis == "data"}
+
+    @property
+    def num_devices(self) -> int:
+        """Of all axes."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def name(self) -> str:
+        """Its name in a table."""
+        return " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceSizes:
+    """What a device computes with in a minibatch; the symbols are those of the module.
+
+    Attributes:
+      positions: Positions of a whole sequence, which a query may see.
+      router: Experts that a token chooses among; 0 without experts.
+      own_experts: Those of this device.
+      tied: Whether the embedding is also the head.
+    """
+
+    B: int
+    S: int
+    positions: int
+    D: int
+    N: int
+    K: int
+    H: int
+    F: int
+    V: int
+    L: int
+    R: int
+    router: int
+    own_experts: int
+    tied: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a minibatch, `T`."""
+        return self.B * self.S
+
+    @functools.cached_property
+    def attention_weights(self) -> int:
+        """Weights of a layer's attention and its two norms."""
+        return self.D * self.H * 2 * (self.N + self.K) + 2 * self.D
+
+    @functools.cached_property
+    def mlp_weights(self) -> int:
+        """Weights of a layer's MLP, or of its experts and no router."""
+        return 3 * self.D * self.F * max(self.own_experts, 1)
+
+    @property
+    def router_weights(self) -> int:
+        """Weights of a layer's router."""
+        return self.D * self.router
+
+    @property
+    def dense_weights(self) -> int:
+        """Weights of a layer that all data axes shard."""
+        return self.attention_weights + (
+            self.router_weights if self.own_experts else self.mlp_weights
+        )
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of a layer that only axes besides `expert` shard."""
+        return self.mlp_weights if self.own_experts else 0
+
+    @property
+    def outer_weights(self) -> int:
+        """Weights outside of the layers: embedding, head and last norm."""
+        return self.D * self.V * (1 if self.tied else 2) + self.D
+
+
+def find_obstacle(
+    model: Transformer, layout: PodLayout, *, examples: int, positions: int, even: bool = True
+) -> str:
+    """Why a model and its batch do not divide as a layout says; "" if they do.
+
+    Args:
+      model: The model, on one device.
+      layout: The layout.
+      examples: Examples of a step on all devices.
+      positions: Positions of each.
+      even: Whether all stages must have as many layers.
+    """
+    rows = layout.replica * layout.data * layout.expert * layout.num_minibatches
+    vocabulary, parts = size_of_vocabulary(model), layout.stage * layout.chunks
+    heads, zigzag = model.num_heads, 2 * layout.context if layout.context > 1 else 1
+    kv_heads = model.num_kv_heads or heads
+    experts = model.num_experts or 1
+    needed = (
+        (examples, rows, "examples", "replica x data x expert x minibatches"),
+        (heads, layout.model, "heads", "model"),
+        (max(kv_heads, layout.model), min(kv_heads, layout.model), "kv heads", "model"),
+        (model.mlp_size, layout.model, "mlp_size", "model"),
+        (vocabulary, layout.model, "tokens of the vocabulary", "model"),
+        (positions, zigzag * layout.model, "positions", "2 x context x model"),
+        (experts, layout.expert, "experts", "expert"),
+        (model.num_layers if even else parts, parts, "layers", "stage x chunks"),
+    )
+    for size, divisor, what, by in needed:
+        if size % divisor:
+            return f"{size:,} {what} do not divide by {by} = {divisor:,}"
+    if layout.chunks > 1 and layout.stage == 1:
+        return "chunks without stages"
+    return ""
+
+
+def sizes_on_device(
+    model: Transformer, layout: PodLayout, *, examples: int, positions: int
+) -> DeviceSizes:
+    """What a device has; of stages that differ the one with the most layers."""
+    rows = layout.replica * layout.data * layout.expert * layout.num_minibatches
+    part = model.num_experts // layout.expert
+    own_positions = positions // layout.context
+    expert_rows = 0
+    if model.num_experts:
+        factor = model.capacity_factor or None
+        moe = MoE(model.num_experts, model.mlp_size, model.experts_per_token, factor)
+        # As many rows come from others as go to them.
+        expert_rows = examples // rows * model.num_experts * capacity_of(moe, own_positions)
+    kv_heads = model.num_kv_heads or model.num_heads
+    chunk = -(-model.num_layers // (layout.stage * layout.chunks))
+    return DeviceSizes(
+        B=examples // rows,
+        S=own_positions,
+        positions=positions,
+        D=model.hidden_size,
+        N=model.num_heads // layout.model,
+        K=max(kv_heads // layout.model, 1),
+        H=size_of_head(model),
+        F=model.mlp_size // layout.model,
+        V=size_of_vocabulary(model) // layout.model,
+        L=chunk * layout.chunks,
+        R=expert_rows,
+        router=model.num_experts,
+        own_experts=part,
+        tied=model.tied_head,
+    )

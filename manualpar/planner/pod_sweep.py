@@ -1,0 +1,126 @@
+"""Which layout of a transformer on many devices would be the fastest, among all that divide.
+
+Every product of axis sizes that makes the number of devices is estimated in closed form, with every
+number of minibatches, remat and way to communicate; `manualpar.planner.sweep` traces programs, and
+tries fewer. What does not fit into memory is dropped before anything else is computed of it. So
+16,384 devices take a minute and not hours.
+
+Layers are split only over devices of a node, or of one slice. Replicas are slices, nodes, or groups
+of nodes: what lies between them is slow.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args
+
+from manualpar.models import Transformer
+from manualpar.planner.pod_estimate import PodPlan, estimate_layout
+from manualpar.planner.pod_layout import (
+    Communicate,
+    Keep,
+    PodLayout,
+    Remat,
+    find_obstacle,
+    sizes_on_device,
+)
+from manualpar.planner.pod_work import step_memory_of
+from manualpar.planner.sweep import MOST_SPLIT
+from manualpar.planner.topology import Topology, levels_of
+
+MOST_CONTEXT, MOST_STAGES, MOST_CHUNKS = 16, 32, 8
+# Of one factorisation so many minibatches are tried, powers of two.
+MOST_MINIBATCHES = 256
+
+
+def rank_layouts(
+    model: Transformer,
+    topology: Topology,
+    *,
+    examples: int,
+    positions: int,
+    axes: Iterable[str] = ("replica", "stage", "context", "expert", "model"),
+) -> list[PodPlan]:
+    """Estimates all layouts that divide and fit, the fastest first.
+
+    Args:
+      model: The model on one device.
+      topology: The devices.
+      examples: Examples of a step on all devices.
+      positions: Positions of each.
+      axes: The axes that may have several devices, besides `data`.
+    """
+    plans = []
+    sizes: dict[str, Any] = {"examples": examples, "positions": positions}
+    for factors in factorisations(model, topology, axes=axes, **sizes):
+        for layout in _runs(model, factors, **sizes):
+            x = sizes_on_device(model, layout, **sizes)
+            if step_memory_of(x, layout).peak > topology.chip.hbm_bytes:
+                continue
+            try:
+                plans.append(estimate_layout(model, layout, topology, **sizes))
+            except ValueError:
+                break  # The mesh does not lie in the topology.
+    return sorted(plans, key=lambda plan: plan.seconds)
+
+
+def factorisations(
+    model: Transformer,
+    topology: Topology,
+    *,
+    examples: int,
+    positions: int,
+    axes: Iterable[str],
+) -> Iterator[PodLayout]:
+    """The layouts of all devices, in one minibatch, that model and batch divide by."""
+    count, inside = topology.num_devices, topology.num_devices // levels_of(topology)[0]
+    axes = tuple(axes)
+    choices = {
+        "replica": _divisors(topology.num_devices // inside),
+        "stage": [n for n in _divisors(model.num_layers) if n <= MOST_STAGES],
+        "context": _divisors(MOST_CONTEXT),
+        "expert": _divisors(model.num_experts or 1),
+        "model": [n for n in _divisors(inside) if n <= MOST_SPLIT],
+    }
+    named = [choices[axis] if axis in axes else [1] for axis in choices]
+    for sizes in itertools.product(*named):
+        rest, remainder = divmod(count, math.prod(sizes))
+        if remainder or not rest:
+            continue
+        named_sizes: dict[str, Any] = dict(zip(choices, sizes, strict=True))
+        layout = PodLayout(data=rest, **named_sizes)
+        if not find_obstacle(model, layout, examples=examples, positions=positions):
+            yield layout
+
+
+def _runs(
+    model: Transformer, layout: PodLayout, *, examples: int, positions: int
+) -> Iterator[PodLayout]:
+    """The ways to run on a mesh: minibatches, chunks, remat, and what is sent how often."""
+    most = examples // (layout.replica * layout.data * layout.expert)
+    minibatches = [n for n in _divisors(most) if n <= MOST_MINIBATCHES]
+    chunks = [n for n in _divisors(model.num_layers // layout.stage) if n <= MOST_CHUNKS]
+    for m, v, remat, communicate, keep in itertools.product(
+        minibatches,
+        chunks if layout.stage > 1 else [1],
+        get_args(Remat),
+        get_args(Communicate),
+        get_args(Keep) if layout.stage > 1 else ["residuals"],
+    ):
+        if layout.stage > 1 and m < layout.stage:
+            continue  # Stages would idle most of the time.
+        if communicate == "gather-step" and m == 1:
+            continue  # The same as "step".
+        yield dataclasses.replace(
+            layout,
+            num_minibatches=m,
+            chunks=v,
+            remat=remat,
+            communicate=communicate,
+            keep=keep,
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,157 @@
+"""What a device computes and holds in a step, in closed form, for a layout that nobody has traced.
+
+The products are those that the traced program has, forward and backward, with attention as one
+fused kernel that keeps its scores to itself and computes the half that a causal mask leaves.
+`tests/planner_pod_work_test.py` holds them against `read_work`.
+
+Memory is what is held at the fullest moment: the state, what the layers keep for their backward
+pass, and what the loss or one layer makes in it. A pipeline of `S` stages with `v` chunks each
+keeps that of `(v + 1) S - 1` chunks (1F1B), or their inputs and what one of them makes again.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from manualpar.inspect.memory import Memory
+from manualpar.planner.pod_layout import DeviceSizes, PodLayout
+
+HALF, SINGLE = 2, 4  # Bytes of an element: computed with and sent in bfloat16; stored in float32.
+STATE = 2  # Adam's averages.
+# How often the loss reads the logits: for the largest, the sum, the label's and the accuracy.
+LOGIT_READS = 4
+
+
+class Product(NamedTuple):
+    """So many alike products of `[m, k]` with `[k, n]`; `flops` are those of all.
+
+    `traffic` are the bytes that they read and write. `recomputed` says whether the backward pass
+    runs them again under remat `dots` or only under `full`.
+    """
+
+    flops: float
+    traffic: float
+    recomputed: str = "full"
+
+
+def layer_products(x: DeviceSizes) -> Iterator[Product]:
+    """The products of a layer forward, in a minibatch; backward there are two for each."""
+    T, D = x.tokens, x.D
+    query, key = x.N * x.H, x.K * x.H
+    yield _product(T, D, query)
+    yield _product(T, D, key, 2)
+    # The scores, and their product with the values. All keys of a sequence pass by.
+    keys = x.B * x.positions
+    flops = 2 * T * x.positions * query
+    yield Product(flops, HALF * 2 * (T * query + keys * key), "dots")
+    yield _product(T, query, D)
+    if not x.own_experts:
+        yield _product(T, D, x.F, 2)
+        yield _product(T, x.F, D)._replace(recomputed="")
+        return
+    rows = x.R // x.own_experts
+    # The products of several experts have a batch dimension, and `dots` does not keep these.
+    again = "dots" if x.own_experts > 1 else "full"
+    yield _product(rows, D, x.F, 2 * x.own_experts)._replace(recomputed=again)
+    yield _product(rows, x.F, D, x.own_experts)._replace(recomputed=again)
+    # What weighs the outputs of the experts, and the router.
+    yield Product(2 * T * D * x.R / max(T, 1), HALF * x.R * D, "dots")
+    yield Product(2 * T * D * x.router, SINGLE * (T * D + T * x.router), "full")
+
+
+def head_products(x: DeviceSizes) -> Iterator[Product]:
+    """The products of the head forward; the logits are float32."""
+    size = HALF * (x.tokens * x.D + x.D * x.V) + SINGLE * x.tokens * x.V
+    yield Product(2 * x.tokens * x.D * x.V, size)
+
+
+def _product(m: int, k: int, n: int, times: int = 1) -> Product:
+    return Product(2 * m * k * n * times, HALF * times * (m * k + k * n + m * n))
+
+
+def reduced_bytes(x: DeviceSizes, layout: PodLayout) -> tuple[float, float]:
+    """The bytes that a layer's norms read forward, and those that the loss reads."""
+    return SINGLE * 2 * x.tokens * x.D / layout.model, SINGLE * LOGIT_READS * x.tokens * x.V
+
+
+def state_elements(x: DeviceSizes, layout: PodLayout) -> float:
+    """Parameters that a device stores."""
+    shards = layout.data * layout.context
+    dense = x.L * x.dense_weights + x.outer_weights
+    return dense / (shards * layout.expert) + x.L * x.expert_weights / shards
+
+
+def activation_slots(layout: PodLayout) -> int:
+    """Of how many chunks and microbatches a device keeps something at once, see `make_table`."""
+    fewest = (layout.chunks + 1) * layout.stage - 1
+    return min(fewest, layout.chunks * layout.num_minibatches)
+
+
+def step_memory_of(x: DeviceSizes, layout: PodLayout) -> Memory:
+    """The bytes that a device holds at the fuller of two moments, by class.
+
+    The moments are the backward pass of the loss, and that of the first layer.
+    """
+    stored, layer = state_elements(x, layout), x.dense_weights + x.expert_weights
+    whole = x.L * layer + x.outer_weights
+    between = HALF * x.tokens * x.D // layout.model  # Positions are split over `model`.
+    kept = _kept_by_layer(x, layout)
+    chunk = x.L // layout.chunks * kept
+    activations = chunk
+    if layout.runs_chunks_again:
+        activations += activation_slots(layout) * between
+    elif layout.stage > 1:
+        activations *= activation_slots(layout)
+    # Gradients that are held all the time, and those of the moment.
+    summed = SINGLE * stored if layout.num_minibatches > 1 else 0.0
+    made = SINGLE * layer
+    if layout.communicate == "step":
+        summed, made = SINGLE * whole if layout.num_minibatches > 1 else 0.0, SINGLE * whole
+    elif layout.communicate == "gather-step":
+        made += HALF * whole
+    is_held = layout.communicate != "minibatch"
+    at_loss = (
+        HALF * (whole if is_held else x.D * x.V),
+        summed,
+        activations + 2 * SINGLE * x.tokens * x.V + 2 * between,
+    )
+    at_layer = (
+        HALF * (whole if is_held else layer),
+        summed + made + SINGLE * stored,
+        activations + _made_by_layer(x, layout),
+    )
+    gathered, gradients, activations = max(at_loss, at_layer, key=sum)
+    tokens = layout.num_minibatches * x.tokens
+    return Memory(
+        parameters=int(SINGLE * stored),
+        gradients=int(gradients),
+        optimizer=int(STATE * SINGLE * stored),
+        gathered=int(gathered),
+        activations=int(activations),
+        batch=3 * SINGLE * tokens,
+        other=0,
+    )
+
+
+def _kept_by_layer(x: DeviceSizes, layout: PodLayout) -> int:
+    """The bytes that a layer keeps for its backward pass."""
+    between = HALF * x.tokens * x.D // layout.model
+    if layout.remat == "full":
+        return between
+    products = HALF * x.tokens * x.H * (x.N + 2 * x.K) + between  # query, key, value; out.
+    if not x.own_experts:
+        products += HALF * 2 * x.tokens * x.F
+    elif x.own_experts == 1:
+        products += HALF * x.R * (2 * x.F + x.D)
+    if layout.remat == "dots":
+        return between + products
+    return between + products + _made_by_layer(x, layout)
+
+
+def _made_by_layer(x: DeviceSizes, layout: PodLayout) -> int:
+    """The bytes that a layer's backward pass holds besides what was kept."""
+    entered = HALF * 2 * x.tokens * x.D  # The inputs of attention and MLP, whole.
+    attention = HALF * x.tokens * x.H * (3 * x.N + 2 * x.K)  # Rotated, and the outputs.
+    rows = x.R if x.own_experts else x.tokens
+    mlp = HALF * rows * 4 * x.F + (HALF * 2 * x.R * x.D if x.own_experts else 0)
+    norms = SINGLE * 2 * x.tokens * x.D // layout.model
+    return entered + attention + mlp + norms
