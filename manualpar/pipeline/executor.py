@@ -30,6 +30,7 @@ from manualpar.core.collectives import cast_to_varying
 from manualpar.core.gradients import Reduce, WeightedLoss
 from manualpar.pipeline.exchange import exchange
 from manualpar.pipeline.kept import Keep
+from manualpar.pipeline.schedule_table import Table
 from manualpar.pipeline.schedules import ScheduleName, make_table
 from manualpar.pipeline.stage_work import StageWork, Wrap
 from manualpar.pipeline.staged_loss import StagedLoss
@@ -61,6 +62,11 @@ class PipelineRun:
     stacked: tuple[bool, ...]
     keep: Keep = "residuals"
     regather: Wrap | None = None
+
+    @property
+    def table(self) -> Table:
+        """The schedule of a training step."""
+        return make_table(self.schedule, self.num_stages, self.num_microbatches, self.chunks)
 
     def __call__(
         self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce

@@ -16,6 +16,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from manualpar.jaxprs import without_names
 from manualpar.pipeline.staged_loss import Activations
+from manualpar.purposes import RECOMPUTED_SCOPE
 
 Keep = Literal["residuals", "inputs"]
 # (parameters, inexact activations, (exact activations, ...)) -> activations.
@@ -45,7 +46,8 @@ class KeptInputs:
     ) -> tuple[Any, list[Any]]:
         """The gradients of the parameters and of the input, from that of the result."""
         del kept
-        _, pullback, _ = _vjp(self._chunk, params, inexact, fixed)
+        with jax.named_scope(RECOMPUTED_SCOPE):
+            _, pullback, _ = _vjp(self._chunk, params, inexact, fixed)
         grads, dx = pullback(gradient)
         return grads, dx
 

@@ -57,6 +57,8 @@ class Costs(NamedTuple):
       before: The part of the model before its layers, forward, in the F of the first chunk.
       before_backward: The same part backward, in the B of the first chunk.
       after: The part of the model after its layers, forward and backward, in the F of the last.
+      always: Whether all stages compute chunks in every tick, and throw away what the table does
+        not ask for, as they do with layers that permute.
     """
 
     forward: float = 1.0
@@ -64,6 +66,7 @@ class Costs(NamedTuple):
     before: float = 0.0
     before_backward: float = 0.0
     after: float = 0.0
+    always: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +128,7 @@ class Table:
         return self.idle_share(Costs())
 
     def busy(self, costs: Costs) -> np.ndarray:
-        """Returns how long each stage computes in each tick, `[2, T, S]`: in its F, in its B."""
+        """Returns how long each F and B takes a stage, by ticks: `[2, T, S]`."""
         rows = self.rows
         forward = (
             costs.forward * (rows["forward_microbatch"] >= 0)
@@ -143,7 +146,12 @@ class Table:
 
         A tick lasts as long as its slowest stage, because in the hop stages wait for each other.
         """
-        return np.asarray(self.busy(costs).sum(axis=0).max(axis=1))
+        busy = self.busy(costs)
+        if costs.always:
+            chunks = [costs.forward, costs.backward if self.has_backward else 0.0]
+            nothing = [self.rows[f"{name}_microbatch"] < 0 for name in ("forward", "backward")]
+            busy = busy + np.reshape(chunks, (2, 1, 1)) * np.stack(nothing)
+        return np.asarray(busy.sum(axis=0).max(axis=1))
 
     def idle_share(self, costs: Costs) -> float:
         """Returns the share of its time in which a device idles, on average over the stages."""
