@@ -1,11 +1,12 @@
-"""Walks through traced programs."""
+"""Walks through traced programs, and runs parts of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 CALLS = frozenset({"jit", "pjit"})
+REMAT_PRIMITIVES = frozenset({"checkpoint", "remat", "remat2"})
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
@@ -29,3 +30,13 @@ def inner_jaxprs(eqn: Any) -> Iterator[tuple[str, Jaxpr]]:
 def without_names(jaxpr: Jaxpr) -> Any:
     """What JAX says of a program in its errors, without the names of arguments and results."""
     return jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+
+
+def run_equations(
+    jaxpr: Jaxpr, eqns: list[Any], invars: Iterable[Any], outvars: list[Any], args: Iterable[Any]
+) -> list[Any]:
+    """Runs some equations of a program."""
+    operands = {v: x for v, x in zip(invars, args, strict=True) if not isinstance(v, Literal)}
+    effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns))
+    part = Jaxpr((), list(operands), outvars, eqns, effects, without_names(jaxpr))
+    return list(jaxpr_as_fun(ClosedJaxpr(part, ()))(*operands.values()))

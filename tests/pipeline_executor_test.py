@@ -61,7 +61,7 @@ def unbox_layer(w: Any) -> Any:
 def loss(params: Any, batch: Any, rng: jax.Array) -> Any:
     """A table that is also the head, a skip around the layers, noise, and a penalty of each layer.
 
-    Layers hand on a whole number, return the penalty, and read one angle and the weights.
+    Layers know their number, count those before them and what is positive, and share an angle.
     """
     table = nn.unbox(params["table"])
     x = table[batch["tokens"]]
@@ -69,14 +69,17 @@ def loss(params: Any, batch: Any, rng: jax.Array) -> Any:
     layers = jax.tree.map(lambda w: 1.5 * w, params["layers"])
 
     def layer(carry: Any, xs: Any) -> Any:
-        (x, positive), (boxes, key) = carry, xs
+        (x, positive, depth), (boxes, key, index) = carry, xs
         weights = {name: unbox_layer(w) for name, w in boxes.items()}
         y = jnp.tanh(x @ weights["kernel"] + weights["bias"][None]) * angle
         y = y * (1 + 0.1 * jax.random.normal(key, (D,)))[None]
-        return (x + y, positive + (y > 0).sum()), (y**2).mean(1)
+        y = jax.lax.cond(index % 2 == 0, jnp.sin, lambda y: y * index, y) / (1 + depth)
+        return (x + y, positive + (y > 0).sum(), depth + 1), (y**2).mean(1)
 
-    carry = x, batch["tokens"].sum()
-    (y, positive), penalty = jax.lax.scan(layer, carry, (layers, jax.random.split(rng, L)))
+    xs = layers, jax.random.split(rng, L), jnp.arange(L)
+    carry = x, batch["tokens"].sum(), 0
+    (y, positive, depth), penalty = jax.lax.scan(jax.checkpoint(layer), carry, xs)
+    y = y / depth
     scores = jax.nn.log_softmax((y + 0.3 * x) @ table.T)
     each = penalty.sum(0) - jnp.take_along_axis(scores, batch["labels"][:, None], 1)[:, 0]
     total, number = (each * batch["weight"]).sum(), batch["weight"].sum()

@@ -25,11 +25,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 from jax.tree_util import Partial
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
-from manualpar.jaxprs import CALLS, inner_jaxprs, without_names
+from manualpar.jaxprs import (
+    CALLS,
+    REMAT_PRIMITIVES,
+    inner_jaxprs,
+    run_equations,
+    without_names,
+)
 from manualpar.purposes import GATHER_SCOPE, RECOMPUTED_SCOPE, REGATHER, purpose_of
 
 LOOPS = frozenset({"cond", "scan"})  # What has a backward pass of its own.
-REMAT_PRIMITIVES = frozenset({"checkpoint", "remat", "remat2"})
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "reshard", "sharding_constraint"})
 # Operations that leave a weight a weight. They cost next to nothing, so they are repeated.
 CASTS = frozenset(
@@ -100,7 +105,7 @@ def _evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
             with jax.named_scope(str(eqn.source_info.name_stack)):
                 out = _run_nested(eqn.primitive.name, eqn.params, operands)
         else:
-            out = _run(jaxpr, [eqn], eqn.invars, eqn.outvars, operands)
+            out = run_equations(jaxpr, [eqn], eqn.invars, eqn.outvars, operands)
         values.update(zip(eqn.outvars, out, strict=True))
     return [read(variable) for variable in jaxpr.outvars]
 
@@ -124,16 +129,6 @@ def _run_nested(name: str, params: dict[str, Any], args: Sequence[Any]) -> Any:
     options = {key: params[key] for key in ("length", "reverse", "unroll")}
     end, ys = jax.lax.scan(iteration, carry, xs, **options)
     return [*end, *ys]
-
-
-def _run(
-    jaxpr: Jaxpr, eqns: list[Any], invars: Iterable[Any], outvars: list[Any], args: Iterable[Any]
-) -> list[Any]:
-    """Runs some equations of a program."""
-    operands = {v: x for v, x in zip(invars, args, strict=True) if not isinstance(v, Literal)}
-    effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns))
-    part = Jaxpr((), list(operands), outvars, eqns, effects, without_names(jaxpr))
-    return list(jaxpr_as_fun(ClosedJaxpr(part, ()))(*operands.values()))
 
 
 def _drop_weights(function: Callable[..., list[Any]], *, in_loop: bool) -> Callable[..., list[Any]]:
@@ -211,7 +206,9 @@ class _Residuals:
     def restore(self, kept: Iterable[Any], inputs: Sequence[Any]) -> list[Any]:
         """All residuals, with the weights made again."""
         with jax.named_scope(RECOMPUTED_SCOPE):
-            weights = iter(_run(self._jaxpr, self._eqns, self._inputs, self._dropped, inputs))
+            weights = iter(
+                run_equations(self._jaxpr, self._eqns, self._inputs, self._dropped, inputs)
+            )
         others = iter(kept)
         return [next(weights if is_dropped else others) for is_dropped in self._is_dropped]
 

@@ -17,12 +17,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from manualpar.core.collectives import cast_to_varying, varying_axes
 from manualpar.jaxprs import all_equations
 from manualpar.pipeline.layer_scan import find_layer_scan, written_out
 from manualpar.pipeline.layerwise import for_fewer_layers
+from manualpar.pipeline.retyped import run_retyped
 
 # The inputs of a traced loss by number; its constants have the numbers after the last input.
 Inputs = Mapping[int, Any]
@@ -87,7 +89,7 @@ class Piece:
 
     def __call__(self, inputs: Inputs, given: Sequence[Any] = ()) -> list[Any]:
         """Its results, from the program's inputs and what is given besides."""
-        return _run(self.jaxpr, [*(inputs[i] for i in self.reads), *given])
+        return run_retyped(self.jaxpr, [*(inputs[i] for i in self.reads), *given])
 
     @property
     def permutes(self) -> bool:
@@ -174,8 +176,9 @@ class Cut:
         body = params["jaxpr"]
 
         def layer(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            out = _run(body.jaxpr, [*consts, *carry, *xs], body.consts)
-            return out[:num_carry], out[num_carry:]
+            out = run_retyped(body.jaxpr, [*consts, *carry, *xs], body.consts)
+            axes = map(varying_axes, carry)
+            return list(map(cast_to_varying, out[:num_carry], axes)), out[num_carry:]
 
         return jax.lax.scan(layer, list(carry), xs, unroll=min(params["unroll"], fewer))
 
@@ -189,13 +192,9 @@ class Cut:
                 stacked.update(eqn.outvars)
                 eqn = for_fewer_layers(eqn, self.length, fewer) or eqn
             eqns.append(eqn)
-        return _run(jaxpr.replace(eqns=eqns), [inputs[i] for i in reads])
+        return run_retyped(jaxpr.replace(eqns=eqns), [inputs[i] for i in reads])
 
 
 def permutes(jaxpr: Jaxpr) -> bool:
     """Whether a program sends anything by a permute."""
     return any(eqn.primitive.name == "ppermute" for eqn in all_equations(jaxpr))
-
-
-def _run(jaxpr: Jaxpr, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
-    return list(jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args))

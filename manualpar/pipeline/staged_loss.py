@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.collectives import cast_to_varying
+from manualpar.core.collectives import cast_to_varying, varying_axes
 from manualpar.pipeline.cut import Cut, check_divides
 from manualpar.pipeline.slots import zeros
 
@@ -92,7 +92,8 @@ class StagedLoss:
         """What goes into the first chunk."""
         carry = self.cut.prefix(self._inputs(params, others))
         buffers = zeros(self._types[len(carry) :])
-        return self._sort([*carry, *buffers])
+        axes = map(varying_axes, self._types)
+        return self._sort(map(cast_to_varying, [*carry, *buffers], axes))
 
     def chunk(
         self, params: Params, inexact: list[Any], fixed: tuple[list[Any], Sequence[Any], Any]
