@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec
 from manualpar import make_mesh
 from manualpar.core.gradients import accumulate, sync_gradients, sync_metrics
 from manualpar.core.partitioning import ShardedParameter, is_box
-from manualpar.modes.remat import regather_for_backward
 from manualpar.pipeline.executor import PipelineRun
 from manualpar.sharding.layout import strip_boxes
 from manualpar.sharding.splitting import split_minibatches
@@ -49,7 +48,7 @@ class Case:
             num_microbatches=self.microbatches,
             stacked=(False, True, True, False),
             keep=self.keep,
-            regather=regather_for_backward if self.sharded else None,
+            regathers=self.sharded,
         )
 
 

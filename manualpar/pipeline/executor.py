@@ -32,7 +32,7 @@ from manualpar.pipeline.exchange import exchange
 from manualpar.pipeline.kept import Keep
 from manualpar.pipeline.schedule_table import Table
 from manualpar.pipeline.schedules import ScheduleName, make_table
-from manualpar.pipeline.stage_work import StageWork, Wrap
+from manualpar.pipeline.stage_work import StageWork
 from manualpar.pipeline.staged_loss import StagedLoss
 from manualpar.sharding.splitting import split_minibatches
 from manualpar.user_model.loss_function import Metrics
@@ -50,8 +50,8 @@ class PipelineRun:
       num_microbatches: The number of microbatches of a step, `M`.
       stacked: For each parameter, whether layers are stacked in dim 0.
       keep: What is kept of a chunk until its backward pass: its input, or what autodiff keeps.
-      regather: Gives what is differentiated at once, such as a chunk, a backward pass that gathers
-        parameters again; `None` to keep them.
+      regathers: Whether gathered parameters are dropped after the forward pass of a chunk, and
+        gathered again for its backward pass.
     """
 
     axis: str
@@ -61,7 +61,7 @@ class PipelineRun:
     num_microbatches: int
     stacked: tuple[bool, ...]
     keep: Keep = "residuals"
-    regather: Wrap | None = None
+    regathers: bool = False
 
     @property
     def table(self) -> Table:
@@ -145,7 +145,7 @@ class PipelineRun:
             axis=self.axis,
             stacked=self.stacked,
             keep=self.keep,
-            regather=self.regather,
+            regathers=self.regathers,
         )
 
     def _exchange(self, tree: Any, *, back: bool = False) -> Any:

@@ -85,6 +85,6 @@ def for_fewer_layers(eqn: Any, length: int, fewer: int) -> Any:
         return shortened("shape") if is_kept else None
     if name == "transpose":
         return eqn if params["permutation"][0] == 0 else None
-    if name == "squeeze":
+    if name in ("rev", "squeeze"):
         return eqn if 0 not in params["dimensions"] else None
     return None

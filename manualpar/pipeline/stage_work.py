@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.modes.remat import regather_for_backward
 from manualpar.pipeline.kept import Keep, KeptInputs, KeptResiduals
 from manualpar.pipeline.schedule_table import NOTHING, Table
 from manualpar.pipeline.slots import branch, read, slots, write, zeros
 from manualpar.pipeline.staged_loss import Activations, StagedLoss
 from manualpar.pipeline.tick_scopes import ticks_scope
 from manualpar.purposes import PIPELINE_SCOPE
-
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class _State(NamedTuple):
@@ -57,7 +56,7 @@ class StageWork:
         axis: str,
         stacked: Sequence[bool],
         keep: Keep,
-        regather: Wrap | None,
+        regathers: bool,
     ) -> None:
         """Traces and cuts a loss.
 
@@ -70,7 +69,7 @@ class StageWork:
           axis: The mesh axis of stages. All inputs vary over it.
           stacked: For each parameter, whether layers are stacked in dim 0.
           keep: What is kept of a chunk.
-          regather: Applied to functions that are differentiated.
+          regathers: Whether what is differentiated gathers parameters again.
         """
         self._table, self._axis = table, axis
         self._stage = jax.lax.axis_index(axis)
@@ -93,9 +92,10 @@ class StageWork:
             chunks=table.chunks,
             axes=varying_axes(others[1]),
         )
-        wrap = regather if regather and table.has_backward else lambda function: function
-        self._prefix, self._suffix = wrap(staged.prefix), wrap(staged.suffix)
-        chunk = wrap(staged.chunk)
+        functions: list[Callable[..., Any]] = [staged.prefix, staged.chunk, staged.suffix]
+        if regathers and table.has_backward:
+            functions = list(map(regather_for_backward, functions))
+        self._prefix, chunk, self._suffix = functions
         self._kept = KeptInputs(chunk)
         if table.has_backward and keep == "residuals":
             x = zeros(staged.types)
@@ -225,12 +225,12 @@ class StageWork:
         if not before:
             return state, dx
 
+        def prefix(params: Any) -> tuple[list[Any], list[Any]]:
+            x = self._prefix(params, others)
+            return x.inexact, x.exact
+
         def run_prefix() -> Any:
-            _, pullback, _ = jax.vjp(
-                lambda params: tuple(self._prefix(params, others)),
-                self._some(loss.prefix_params),
-                has_aux=True,
-            )
+            _, pullback, _ = jax.vjp(prefix, self._some(loss.prefix_params), has_aux=True)
             return self._summed(before, pullback(dx)[0])
 
         sums = self._where(
