@@ -1,4 +1,4 @@
-"""How exact gradients are where layers are split, on every factorisation of eight devices.
+"""How exact gradients are on every factorisation of eight devices over the kinds of axes.
 
 python -m benchmarks.split_exactness [--quick] [--only "data, model"] [--output split_exactness.md]
 
@@ -11,7 +11,9 @@ of one hides mistakes. The devices have different numbers of valid tokens.
 Two models are split: the language model of `manualpar.models`, where there is an axis `expert` with
 experts for MLPs, and one with experts and with biases but without attention. With `data, expert`
 the axis `expert` splits the batch too, so that tokens travel to the experts; in `data beside
-expert` it does not. HSDP takes its replicas, two, from `data`.
+expert` it does not. HSDP takes its replicas, two, from `data`. With an axis `stage` the layers are
+in a pipeline of four microbatches, or of as many as a device has examples. With an axis `context`
+each sequence is split over devices.
 
 The programs compile with few of XLA's optimizations, which takes a third of the time. What is
 measured is the order in which devices add things up, and not how XLA fuses.
@@ -20,6 +22,8 @@ measured is the order in which devices add things up, and not how XLA fuses.
 import argparse
 import dataclasses
 import functools
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,139 +31,20 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.expert_model import LAYERS, VOCABULARY, WIDTH, ExpertModel, expert_loss
 from benchmarks.results import note_conditions, write_results
-from manualpar import Program, fsdp, hsdp, make_mesh, zero
-from manualpar.layers import MoE, SplitDense, auxiliary_loss, enter, leave, split_lookup
+from manualpar import Pipeline, Program, fsdp, hsdp, make_mesh, zero
 from manualpar.models import Transformer
-from manualpar.sharding.axes import is_axis_bound
 from manualpar.sharding.layout import path_name
 from manualpar.train_state import Batch
 from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
 from manualpar.user_model.loss_function import LossFn
 
-DEVICES, BATCH, LENGTH, VOCABULARY, WIDTH, LAYERS = 8, 16, 16, 64, 32, 2
+DEVICES, BATCH, LENGTH = 8, 16, 16
 Sizes = Mapping[str, int]
-
-
-class ExpertBlock(nn.Module):
-    """Two split products with biases, then experts."""
-
-    sequence: bool = False
-
-    @nn.compact
-    def __call__(self, x: jax.Array, _: Any = None) -> tuple[jax.Array, None]:
-        """Adds to the activations; the second value is for `nn.scan`."""
-        dim = 1 if self.sequence else None
-        h = enter(nn.LayerNorm(name="norm")(x), "model", dim)
-        h = nn.gelu(SplitDense((WIDTH, 2 * WIDTH), (None, "model"), name="up")(h))
-        down = SplitDense((2 * WIDTH, WIDTH), ("model", None), sequence_dim=dim, name="down")
-        x = x + down(h)
-        experts = MoE(
-            num_experts=8,
-            mlp_size=WIDTH,
-            capacity_factor=1.0,
-            num_shared=1,
-            axis="expert",
-            model_axis="model",
-            sequence=self.sequence,
-            name="experts",
-        )
-        return x + experts(nn.LayerNorm(name="experts_norm")(x)), None
-
-
-class ExpertModel(nn.Module):
-    """A language model without attention, some of whose layers are experts."""
-
-    sequence_parallel: bool = False
-    scan_layers: bool = True
-    remat: str = "none"
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
-        """The logits."""
-        table = self.param("embedding", nn.initializers.normal(1.0), (VOCABULARY, WIDTH))
-        x = split_lookup(table, tokens, "model", 1 if self.sequence_parallel else None)
-        block: Any = ExpertBlock
-        if self.remat == "full":
-            block = nn.remat(block, prevent_cse=not self.scan_layers)
-        if self.scan_layers:
-            block = nn.scan(
-                block,
-                variable_axes={"params": 0, "losses": 0, "intermediates": 0},
-                split_rngs={"params": True},
-                length=LAYERS,
-            )
-        for _ in range(1 if self.scan_layers else LAYERS):
-            x, _ = block(self.sequence_parallel)(x, None)
-        if self.sequence_parallel:
-            x = enter(x, "model", 1)
-            x = leave(x / jax.lax.axis_size("model"), "model") if is_axis_bound("model") else x
-        return nn.Dense(VOCABULARY, name="head")(nn.LayerNorm(name="final_norm")(x))
-
-
-def expert_loss(
-    params: Any, apply_fn: Callable[..., Any], batch: Batch, rng: jax.Array
-) -> tuple[jax.Array, Any]:
-    """The cross entropy and the losses of the routers."""
-    del rng
-    logits, sown = apply_fn({"params": params}, batch.inputs, mutable=["losses", "intermediates"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels) * batch.mask
-    count = batch.mask.sum()
-    auxiliary, _ = auxiliary_loss(sown, batch.mask.sum(-1), load_balance=0.1, router_z=0.1)
-    loss = losses.sum() / jnp.where(count > 0, count, 1) + auxiliary
-    return loss, {"loss": (loss * count, count)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Factorisations of eight devices, and what is tried on them.
-
-    Attributes:
-      model: The model's class with the fields that all variants have.
-      loss_fn: Its loss.
-      axis_name: The axes that split the batch.
-      meshes: The sizes of the axes.
-    """
-
-    model: Callable[..., nn.Module]
-    loss_fn: LossFn
-    axis_name: tuple[str, ...]
-    meshes: Sequence[Sizes]
-
-
-LANGUAGE_MODEL = functools.partial(
-    Transformer,
-    vocab_size=VOCABULARY,
-    num_layers=LAYERS,
-    hidden_size=WIDTH,
-    num_heads=8,
-    mlp_size=2 * WIDTH,
-    split_axis="model",
-)
-TWO_AXES = ((8, 1), (4, 2), (2, 4), (1, 8))
-OVER_DATA_AND_EXPERTS = [{"data": d, "expert": e} for d, e in TWO_AXES]
-OVER_ALL = [{"data": d, "model": m, "expert": e} for d, m, e in ((2, 2, 2), (1, 2, 4), (1, 4, 2))]
-GROUPS = {
-    "data, model": Group(
-        LANGUAGE_MODEL,
-        language_model_loss,
-        ("data",),
-        [{"data": d, "model": m} for d, m in TWO_AXES],
-    ),
-    "data, model, expert": Group(
-        functools.partial(LANGUAGE_MODEL, num_experts=8, expert_axis="expert"),
-        mixture_of_experts_loss,
-        ("data", "expert"),
-        OVER_ALL,
-    ),
-    "data, expert": Group(ExpertModel, expert_loss, ("data", "expert"), OVER_DATA_AND_EXPERTS),
-    "data beside expert": Group(ExpertModel, expert_loss, ("data",), OVER_DATA_AND_EXPERTS[1:]),
-    "data, model, expert; biases": Group(ExpertModel, expert_loss, ("data", "expert"), OVER_ALL),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,11 +55,13 @@ class Variant:
       fields: Fields of the model.
       builder: The strategy.
       options: Options of the builder.
+      pipeline: Fields of the pipeline.
     """
 
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     builder: Callable[..., Program] = fsdp
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    pipeline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 REMAT = {"remat": "full"}
@@ -197,21 +84,126 @@ VARIANTS = {
     ),
 }
 # Those of a model without attention.
-OF_EXPERTS = {
-    **{name: VARIANTS[name] for name in list(VARIANTS)[:8]},
+OF_EXPERTS = {name: VARIANTS[name] for name in list(VARIANTS)[:8]}
+OF_SPLIT_EXPERTS = {
+    **OF_EXPERTS,
     "sequence": VARIANTS["sequence"],
     "sequence, remat, two minibatches": Variant(
         {**REMAT, "sequence_parallel": True}, options={"num_minibatches": 2}
     ),
 }
+OF_STAGES = {
+    "1f1b": Variant(),
+    "gpipe, inputs kept": Variant(pipeline={"schedule": "gpipe", "keep": "inputs"}),
+    "two chunks": Variant({"num_layers": 16}, pipeline={"chunks": 2}),
+    "gathered once a step": Variant(options={"communicate_every": "step"}),
+    "ZeRO-1": VARIANTS["ZeRO-1"],
+    "HSDP": VARIANTS["HSDP"],
+    "tied, remat": Variant({**REMAT, "tied_head": True}),
+}
+OF_CONTEXTS = {
+    "ring": Variant(),
+    "ulysses": Variant({"context_attention": "ulysses"}),
+    "gather": Variant({"context_attention": "gather"}),
+    "1 key head": VARIANTS["1 key head"],
+    "HSDP": VARIANTS["HSDP"],
+    "ring, documents, remat, two minibatches": Variant(
+        {**REMAT, "bos_token": 0}, options={"num_minibatches": 2}
+    ),
+}
+OF_THREE_AXES = {
+    "plain": Variant(),
+    "2 key heads, tied, remat": Variant({**REMAT, "num_kv_heads": 2, "tied_head": True}),
+}
 
 
-def variants_of(group: Group) -> dict[str, Variant]:
-    """The variants that make sense for a group."""
-    if group.loss_fn is not expert_loss:
-        return VARIANTS
-    splits_layers = any("model" in sizes for sizes in group.meshes)
-    return {k: v for k, v in OF_EXPERTS.items() if splits_layers or "sequence" not in k}
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Factorisations of eight devices, and what is tried on them.
+
+    Attributes:
+      model: The model's class with the fields that all variants have.
+      loss_fn: Its loss.
+      axis_name: The axes that split the batch.
+      meshes: The sizes of the axes.
+      variants: What is tried.
+    """
+
+    model: Callable[..., nn.Module]
+    loss_fn: LossFn
+    axis_name: tuple[str, ...]
+    meshes: Sequence[Sizes]
+    variants: Mapping[str, Variant]
+
+
+LANGUAGE_MODEL = functools.partial(
+    Transformer,
+    vocab_size=VOCABULARY,
+    num_layers=LAYERS,
+    hidden_size=WIDTH,
+    num_heads=8,
+    mlp_size=2 * WIDTH,
+    split_axis="model",
+)
+TWO_AXES = ((8, 1), (4, 2), (2, 4), (1, 8))
+OVER_DATA_AND_EXPERTS = [{"data": d, "expert": e} for d, e in TWO_AXES]
+OVER_ALL = [{"data": d, "model": m, "expert": e} for d, m, e in ((2, 2, 2), (1, 2, 4), (1, 4, 2))]
+THREES = tuple(itertools.combinations(("data", "model", "expert", "context", "stage"), 3))
+GROUPS = {
+    "data, model": Group(
+        LANGUAGE_MODEL,
+        language_model_loss,
+        ("data",),
+        [{"data": d, "model": m} for d, m in TWO_AXES],
+        VARIANTS,
+    ),
+    "data, model, expert": Group(
+        functools.partial(LANGUAGE_MODEL, num_experts=8, expert_axis="expert"),
+        mixture_of_experts_loss,
+        ("data", "expert"),
+        OVER_ALL,
+        VARIANTS,
+    ),
+    "data, expert": Group(
+        ExpertModel, expert_loss, ("data", "expert"), OVER_DATA_AND_EXPERTS, OF_EXPERTS
+    ),
+    "data beside expert": Group(
+        ExpertModel, expert_loss, ("data",), OVER_DATA_AND_EXPERTS[1:], OF_EXPERTS
+    ),
+    "data, model, expert; biases": Group(
+        ExpertModel, expert_loss, ("data", "expert"), OVER_ALL, OF_SPLIT_EXPERTS
+    ),
+    "data, stage": Group(
+        functools.partial(LANGUAGE_MODEL, num_layers=8),
+        language_model_loss,
+        ("data",),
+        [{"data": d, "stage": s} for d, s in TWO_AXES],
+        OF_STAGES,
+    ),
+    "data, context": Group(
+        functools.partial(LANGUAGE_MODEL, context_axis="context"),
+        language_model_loss,
+        ("data",),
+        [{"data": d, "context": c} for d, c in TWO_AXES],
+        OF_CONTEXTS,
+    ),
+    "three axes of two devices": Group(
+        functools.partial(LANGUAGE_MODEL, context_axis="context"),
+        language_model_loss,
+        ("data",),
+        [dict.fromkeys(axes, 2) for axes in THREES if "expert" not in axes],
+        OF_THREE_AXES,
+    ),
+    "three axes of two devices, experts": Group(
+        functools.partial(
+            LANGUAGE_MODEL, context_axis="context", num_experts=8, expert_axis="expert"
+        ),
+        mixture_of_experts_loss,
+        ("data", "expert"),
+        [dict.fromkeys(axes, 2) for axes in THREES if "expert" in axes],
+        OF_THREE_AXES,
+    ),
+}
 
 
 def mesh_sizes(variant: Variant, sizes: Sizes) -> Sizes | None:
@@ -248,7 +240,15 @@ def difference(group: Group, variant: Variant, sizes: Sizes) -> tuple[float, str
     """The worst difference of a variant on a mesh, and the parameter that it is of."""
     model = group.model(**variant.fields)
     params, expected = on_one_device(model, group.loss_fn)
-    axes = tuple(axis for axis in group.axis_name if axis in sizes)
+    axes = tuple(axis for axis in group.axis_name if axis in sizes) or ("data",)
+    sizes = {"data": 1, **sizes} if axes == ("data",) else sizes
+    options = dict(variant.options)
+    if "context" in sizes:
+        options["context_axis"] = "context"
+    if "stage" in sizes:
+        options["pipeline"] = Pipeline(**variant.pipeline)
+        parts = math.prod(sizes[axis] for axis in (*axes, "replica") if axis in sizes)
+        options["num_minibatches"] = min(4, BATCH // parts)
     program = variant.builder(
         model,
         optax.sgd(1.0, momentum=0.0),  # Its state is the gradient, not rounded by a subtraction.
@@ -257,7 +257,7 @@ def difference(group: Group, variant: Variant, sizes: Sizes) -> tuple[float, str
         batch=make_batch(),
         axis_name=axes if len(axes) > 1 else axes[0],
         min_weight_size=1,
-        **variant.options,
+        **options,
     )
     state, _ = program.train_step(program.init_from(params), make_batch())
     (found,) = (x.trace for x in state.opt_state if isinstance(x, optax.TraceState))
@@ -274,15 +274,14 @@ def difference(group: Group, variant: Variant, sizes: Sizes) -> tuple[float, str
 def measure(name: str, *, quick: bool) -> Iterator[tuple[str, dict[str, tuple[float, str]]]]:
     """A group's variants with the worst difference on each of its meshes."""
     group = GROUPS[name]
-    variants = variants_of(group)
-    for title in list(variants)[-1:] if quick else variants:
+    for title in list(group.variants)[-1:] if quick else group.variants:
         found = {}
         for sizes in group.meshes:
-            run_on = mesh_sizes(variants[title], sizes)
+            run_on = mesh_sizes(group.variants[title], sizes)
             if run_on is None or (quick and 1 in sizes.values()):
                 continue
             began = time.perf_counter()
-            found[heading(sizes)] = difference(group, variants[title], run_on)
+            found[heading(sizes)] = difference(group, group.variants[title], run_on)
             worst, path = found[heading(sizes)]
             seconds = time.perf_counter() - began
             print(f"{name} {heading(sizes)}, {title}: {worst:.1e} of {path} ({seconds:.0f} s)",
@@ -291,8 +290,9 @@ def measure(name: str, *, quick: bool) -> Iterator[tuple[str, dict[str, tuple[fl
 
 
 def heading(sizes: Sizes) -> str:
-    """`4 x 2`."""
-    return " x ".join(map(str, sizes.values()))
+    """`4 x 2`, or the names of the axes if all are of one size."""
+    same = len(sizes) > 2 and len(set(sizes.values())) == 1
+    return ", ".join(sizes) if same else " x ".join(map(str, sizes.values()))
 
 
 def report(results: Mapping[str, Mapping[str, Any]], conditions: str) -> list[str]:
@@ -305,7 +305,7 @@ def report(results: Mapping[str, Mapping[str, Any]], conditions: str) -> list[st
     ]
     value, path, name, title, mesh = max(every)
     lines = [
-        "## Gradients of split layers against one device",
+        "## Gradients against one device",
         "",
         f"{conditions} The largest difference of an element in parts of the largest of its "
         f"parameter, over all parameters. The worst of {len(every)} programs is {value:.1e}, of "

@@ -60,11 +60,16 @@ def get_config() -> ConfigDict:
     config.parallel = ConfigDict()
     config.parallel.strategy = "fsdp"  # "dp", "zero1", "zero2", "fsdp" or "hsdp"
     config.parallel.mode = "manual"  # or "auto", "explicit", "auto-unconstrained"
-    # -1: all devices. Over an axis "model" layers are split, over "expert" experts are divided.
+    # -1: all devices. Over an axis "model" layers are split, over "expert" experts are divided,
+    # over "context" sequences are split, and over "stage" each device has some of the layers.
     config.parallel.mesh = ConfigDict({"data": -1})
     config.parallel.mesh_order = ()  # axes, that on the slowest links first; (): by their names
     config.parallel.sequence = False  # over model, whether what lies between layers is split too
     config.parallel.layer_overlap = "none"  # or "ring", with sequence: layers compute while sending
+    config.parallel.context_attention = "ring"  # over context; or "ulysses", "gather"
+    config.parallel.pipeline = "1f1b"  # over stage; or "gpipe"
+    config.parallel.pipeline_chunks = 1  # runs of layers on a stage
+    config.parallel.pipeline_keep = "residuals"  # until the backward pass; or "inputs" of a stage
     config.parallel.min_weight_size = 2**10  # elements; smaller parameters are not sharded
     config.parallel.reshard_after_forward = True  # fsdp, hsdp: gathered again for the backward pass
     config.parallel.communicate_every = "minibatch"  # fsdp, hsdp: or "step", "gather-step"

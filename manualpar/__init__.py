@@ -13,6 +13,7 @@ from manualpar.core.program import Program
 from manualpar.layers.plan import tensor_parallel
 from manualpar.layers.plan_styles import Column, Row, Vocab
 from manualpar.metrics import print_metrics
+from manualpar.pipeline import Pipeline
 from manualpar.rng import fold_rng_over_axis
 from manualpar.same_as_one_device import assert_same_as_one_device
 from manualpar.sharding.mesh import abstract_mesh, make_mesh
@@ -26,6 +27,7 @@ from manualpar.whole_batch import gather_examples
 __all__ = [
     "Batch",
     "Column",
+    "Pipeline",
     "Program",
     "Row",
     "ShardedParameter",

@@ -33,6 +33,10 @@ ADDED: Mapping[str, Any] = {
     "parallel.sequence": False,
     "parallel.layer_overlap": "none",
     "parallel.mesh_order": (),
+    "parallel.context_attention": "ring",
+    "parallel.pipeline": "1f1b",
+    "parallel.pipeline_chunks": 1,
+    "parallel.pipeline_keep": "residuals",
 }
 ABSENT = "(absent)"
 

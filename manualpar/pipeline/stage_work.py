@@ -94,7 +94,7 @@ class StageWork:
         )
         functions: list[Callable[..., Any]] = [staged.prefix, staged.chunk, staged.suffix]
         if regathers and table.has_backward:
-            functions = list(map(regather_for_backward, functions))
+            functions = [regather_for_backward(function) for function in functions]
         self._prefix, chunk, self._suffix = functions
         self._kept = KeptInputs(chunk)
         if table.has_backward and keep == "residuals":

@@ -20,6 +20,8 @@ from manualpar.checkpoints.compatibility import REMOVED
 from manualpar.compiler_options import OVERLAPS
 from manualpar.core.strategy import MODES
 from manualpar.layers.chunks import LAYER_OVERLAPS
+from manualpar.layers.context import CONTEXT_ATTENTIONS
+from manualpar.pipeline.stages import KEEPS, SCHEDULES
 from manualpar.sharding.mesh_order import check_order
 from manualpar.strategies import BUILT_IN, Field, strategy_kinds
 from manualpar.usage import UsageError
@@ -107,6 +109,10 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "model.capacity_factor": Field(float, 0, below=LARGEST),
         "parallel.sequence": Field(bool),
         "parallel.layer_overlap": Field(str, choices=LAYER_OVERLAPS),
+        "parallel.context_attention": Field(str, choices=CONTEXT_ATTENTIONS),
+        "parallel.pipeline": Field(str, choices=SCHEDULES),
+        "parallel.pipeline_chunks": Field(int, 1, below=2**20),
+        "parallel.pipeline_keep": Field(str, choices=KEEPS),
         "sample.num_tokens": Field(int, 0, below=10**6),  # Each is a pass of the whole model.
         "sample.prompt": Field(str),
         "sample.temperature": Field(float, 0, below=LARGEST),

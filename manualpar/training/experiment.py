@@ -14,12 +14,21 @@ from manualpar.data import abstract_batch
 from manualpar.inspect.state_layout import ALL
 from manualpar.models import Transformer
 from manualpar.models.transformer import size_of_vocabulary
+from manualpar.pipeline import Pipeline
 from manualpar.sharding.axes import axes_size
 from manualpar.sharding.mesh import abstract_mesh, make_mesh
 from manualpar.strategies import strategy_kinds
 from manualpar.training.config import check_config, nearest
 from manualpar.training.optimizer import adamw, warmup_cosine_schedule
-from manualpar.training.task import EXPERT_AXIS, SPLIT_AXIS, Task, make_task, splits_layers
+from manualpar.training.task import (
+    CONTEXT_AXIS,
+    EXPERT_AXIS,
+    SPLIT_AXIS,
+    STAGE_AXIS,
+    Task,
+    make_task,
+    splits_layers,
+)
 from manualpar.watching.profiling import parse_profile
 
 # The program's part of `config.training.on_nonfinite`; the loop does the rest.
@@ -150,6 +159,7 @@ def build_program(
             f"divide over {EXPERT_AXIS!r}, expected config.model.num_experts, or other axes; set "
             """--config.parallel.mesh="{'data': -1}"."""
         )
+    _check_stages_and_context(config, task, mesh)
     data_axes = tuple(axis for axis in DATA_AXES if axis in mesh.shape)
     along, devices = " and ".join(map(repr, data_axes)), axes_size(mesh, data_axes)
     parts = devices * optimizer.num_minibatches
@@ -180,6 +190,15 @@ def build_program(
         "norm_metrics": config.training.norm_metrics,
         "nonfinite": NONFINITE[config.training.on_nonfinite],
     }
+    if CONTEXT_AXIS in mesh.shape:
+        shared["context_axis"] = CONTEXT_AXIS
+    if STAGE_AXIS in mesh.shape:
+        shared["pipeline"] = Pipeline(
+            axis=STAGE_AXIS,
+            schedule=parallel.pipeline,
+            chunks=parallel.pipeline_chunks,
+            keep=parallel.pipeline_keep,
+        )
     axis_name = tuple(axis for axis in data_axes if axis != "replica" or not kind.replicates)
     if set(axis_name) - {"data"}:
         shared["axis_name"] = axis_name if len(axis_name) > 1 else axis_name[0]
@@ -220,6 +239,38 @@ def _check_split(config: ml_collections.ConfigDict, task: Task, mesh: Mesh | Abs
         raise ValueError(
             f"config.data.sequence_length is {config.data.sequence_length}, expected a multiple of "
             f"the {devices} devices along {SPLIT_AXIS!r}, or config.parallel.sequence=False."
+        )
+
+
+def _check_stages_and_context(
+    config: ml_collections.ConfigDict, task: Task, mesh: Mesh | AbstractMesh
+) -> None:
+    """Refuses layers and sequences that cannot be spread over the mesh."""
+    for axis, what in ((STAGE_AXIS, "layers in a scan"), (CONTEXT_AXIS, "sequences")):
+        if axis in mesh.shape and not isinstance(task.model, Transformer):
+            raise ValueError(
+                f"config.parallel.mesh has the axes {list(mesh.shape)}, and config.model.name="
+                f"{config.model.name!r} has no {what} to spread over {axis!r}; expected "
+                "'transformer', or other axes."
+            )
+    if STAGE_AXIS in mesh.shape:
+        if not config.model.scan_layers:
+            raise ValueError(
+                f"config.model.scan_layers is False and config.parallel.mesh has {STAGE_AXIS!r}, "
+                "expected True: a pipeline is cut at the scan over layers."
+            )
+        stages, chunks = mesh.shape[STAGE_AXIS], config.parallel.pipeline_chunks
+        if config.model.num_layers % (stages * chunks):
+            raise ValueError(
+                f"config.model.num_layers is {config.model.num_layers}, expected a multiple of "
+                f"{stages * chunks}: {stages} devices along {STAGE_AXIS!r} times "
+                f"config.parallel.pipeline_chunks={chunks}."
+            )
+    parts = 2 * mesh.shape.get(CONTEXT_AXIS, 1)
+    if parts > 2 and config.data.sequence_length % parts:
+        raise ValueError(
+            f"config.data.sequence_length is {config.data.sequence_length}, expected a multiple of "
+            f"{parts}, two half blocks for each device along {CONTEXT_AXIS!r}."
         )
 
 

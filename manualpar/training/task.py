@@ -24,8 +24,9 @@ from manualpar.user_model.loss_function import LossFn
 
 # A multiplication and an addition for each weight forward, and twice that backward.
 FLOPS_PER_WEIGHT = 6
-# Axes of the mesh: layers are split over one, and experts are divided over the other.
-SPLIT_AXIS, EXPERT_AXIS = "model", "expert"
+# Axes of the mesh: layers are split over the first, experts are divided over the second, sequences
+# are split over the third, and each device along the fourth has some of the layers.
+SPLIT_AXIS, EXPERT_AXIS, CONTEXT_AXIS, STAGE_AXIS = "model", "expert", "context", "stage"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +103,8 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         sequence_parallel=config.parallel.sequence and is_split,  # Otherwise it is refused later.
         overlap=config.parallel.layer_overlap if is_split and config.parallel.sequence else "none",
         expert_axis=EXPERT_AXIS if config.model.num_experts else "",
+        context_axis=CONTEXT_AXIS if CONTEXT_AXIS in config.parallel.mesh else "",
+        context_attention=config.parallel.context_attention,
     )
 
     def derive(split: str, means: dict[str, float]) -> dict[str, float]:

@@ -1,0 +1,18 @@
+"""Trains a language model on long sequences, each of which is split over devices.
+
+python -m experiments.long_lm [--config=configs/long_lm.py] [--config.<field>=<value> ...]
+                           [--workdir=<folder>] [--devices=<number>]
+"""
+
+from pathlib import Path
+
+from absl import app
+
+from manualpar.training.command_line import flags_parser
+from manualpar.training.main import run_command
+
+DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "long_lm.py"
+
+
+if __name__ == "__main__":
+    app.run(run_command, flags_parser=flags_parser(__doc__ or "", DEFAULT_CONFIG))
