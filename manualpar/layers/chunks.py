@@ -117,9 +117,10 @@ def _pad(x: jax.Array, dim: int, widths: tuple[int, int]) -> jax.Array:
 def cut(x: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[jax.Array, ...]:
     """The chunks of a whole sequence; `join` is its transpose."""
     length = x.shape[dim] // jax.lax.axis_size(axes)
-    return tuple(
-        jax.lax.dynamic_slice_in_dim(x, place * length, length, dim) for place in _places(axes)
-    )
+    with jax.named_scope(SEQUENCE_SCOPE):
+        return tuple(
+            jax.lax.dynamic_slice_in_dim(x, place * length, length, dim) for place in _places(axes)
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -127,12 +128,13 @@ def join(parts: tuple[jax.Array, ...], axes: tuple[str, ...], dim: int) -> jax.A
     """The whole sequence of which `parts` are the chunks; `cut` is its transpose."""
     shape = list(parts[0].shape)
     shape[dim] *= len(parts)
-    # Filling it with zeros would take as long as half a product.
-    whole = jax.lax.empty(tuple(shape), parts[0].dtype)
-    for place, part in zip(_places(axes), parts, strict=True):
-        start = place * part.shape[dim]
-        whole = jax.lax.dynamic_update_slice_in_dim(whole, part, start, dim)
-    return whole
+    with jax.named_scope(SEQUENCE_SCOPE):
+        # Filling it with zeros would take as long as half a product.
+        whole = jax.lax.empty(tuple(shape), parts[0].dtype)
+        for place, part in zip(_places(axes), parts, strict=True):
+            start = place * part.shape[dim]
+            whole = jax.lax.dynamic_update_slice_in_dim(whole, part, start, dim)
+        return whole
 
 
 # Autodiff would add up as many whole arrays as there are chunks.

@@ -5,14 +5,18 @@ and `2 C - 1 - c` (zig-zag). Under a causal mask all devices then have equal wor
 treats positions by themselves stays as it is. Attention and what counts along the sequence has to
 know of the axis, and `Context` is what it knows.
 
-Outside of a `shard_map` that binds the axis, all of it is what one device does.
+Outside of a `shard_map` that binds the axis, all of it is what one device does. Inside, all of it
+stands in the scope of context parallelism, which the check of a model takes for right, see
+`manualpar.user_model.sequence_walk`.
 
 Symbols: `C` devices along the axis, `B` examples, `S` positions of a device, `N` query heads, `K`
 key and value heads, `H` features of a head.
 """
 
+import contextlib
 import dataclasses
-from typing import Literal, get_args
+import functools
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +26,25 @@ from manualpar.core.collectives import varying_axes
 from manualpar.layers.boundaries import bound_axes, has_lost_types
 from manualpar.layers.ring_attention import ring_attention, zigzag_positions
 from manualpar.purposes import CONTEXT_SCOPE
+from manualpar.sharding.axes import is_axis_bound
 from manualpar.sharding.zigzag import half_blocks
 
 # How queries come together with the keys of other devices.
 ContextAttention = Literal["ring", "ulysses", "gather"]
 CONTEXT_ATTENTIONS: tuple[ContextAttention, ...] = get_args(ContextAttention)
 Implementation = Literal["xla", "cudnn"] | None
+
+
+def _in_scope(method: Any) -> Any:
+    """Has a method stand in the scope of context parallelism where the axis is bound."""
+
+    @functools.wraps(method)
+    def call(context: "Context", *args: Any, **kwargs: Any) -> Any:
+        is_bound = context.axis is not None and is_axis_bound(context.axis)
+        with jax.named_scope(CONTEXT_SCOPE) if is_bound else contextlib.nullcontext():
+            return method(context, *args, **kwargs)
+
+    return call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +95,7 @@ class Context:
             )
         self._check_length("check_split", x.shape[1])
 
+    @_in_scope
     def positions(self, length: int) -> jax.Array:
         """The positions in the sequence that this device has.
 
@@ -98,6 +116,7 @@ class Context:
         self._check_length("positions", length)
         return zigzag_positions(jax.lax.axis_index(self.axis), length, self.size)
 
+    @_in_scope
     def cumsum(self, x: jax.Array) -> jax.Array:
         """Sums what comes up to each position in the whole sequence.
 
@@ -142,6 +161,7 @@ class Context:
         with jax.named_scope(CONTEXT_SCOPE):
             return jax.lax.psum(x, self.axis)
 
+    @_in_scope
     def attention(
         self,
         query: jax.Array,

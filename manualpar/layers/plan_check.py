@@ -4,7 +4,7 @@ Types say that a value differs between devices, and not along which dimension it
 over split features, or a reshape that puts them behind others, compiles and is wrong. To find it, a
 call of the model is traced twice in the same place, on shards and whole, and the two programs are
 walked side by side. Outside of the plan's products they consist of the same operations, and each
-must give the shard of its whole result, see `plan_operations`. A module of the user's own that the
+must give the shard of its whole result, see `shard_operations`. A module of the user's own that the
 plan names is looked into: a Row must be linear behind its product.
 
 Invariant: values of the same shape in both programs are equal, and others are shards, because every
@@ -12,10 +12,8 @@ operation before them was right.
 """
 
 import itertools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -27,23 +25,58 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from manualpar.core.collectives import cast_to_varying, varying_axes
 from manualpar.layers.dense import SplitDense
 from manualpar.layers.plan_calls import PlannedCalls, StyleOf, overridden, replace_features
-from manualpar.layers.plan_operations import WrongOnShardsError, check_operation
 from manualpar.layers.plan_styles import Row
 from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE
-from manualpar.user_model.probe import LIBRARIES
+from manualpar.user_model.paired_programs import (
+    CASTS,
+    check_same_operation,
+    inner_programs,
+    module_of,
+    paired,
+    place_of,
+    stands_in,
+)
+from manualpar.user_model.shard_operations import (
+    Reason,
+    WrongOnShardsError,
+    check_operation,
+    refuse,
+)
 
 _PLANNED_SCOPE = "planned_module"
 _OURS = frozenset({_PLANNED_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE})
-_CASTS = frozenset({"pvary", "pcast"})
 # Modules that are known to be right under any style; others are looked into.
 _PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.Embed, SplitDense)
 _ROW_SCOPE = "planned_row"
+_SCOPES = frozenset({_ROW_SCOPE})
 # A sum over devices of what these make is what they make of the sum.
 _LINEAR = frozenset(
     """
     add broadcast_in_dim convert_element_type jit name neg reduce_sum reshape squeeze sub transpose
     """.split()  # noqa: SIM905
 )
+_WHOLE_SIZE = (
+    "Put it behind a Row; a size or a position has to be that of an array that is not split, such "
+    "as the tokens"
+)
+_MENDS: Mapping[Reason, str] = {
+    "axis": "Name the axis of the plan",
+    "constant": "Make it of the size of the whole, or split another dim",
+    "convolution": "Give the convolution a style, Column() or Row()",
+    "loop": "Scan over dims that are whole",
+    "mixed": "Split both, or neither",
+    "pad": "Pad dims that are whole",
+    "product": "Give the module that contracts it the style Row",
+    "program": "Have the code not depend on sizes of what is split",
+    "random": "Have nn.Dropout draw them",
+    "reduction": "A norm, a mean or a softmax needs all of it: put it behind a Row",
+    "reshape": "A device's part lies apart in it. Keep the split dim in front of those that it is "
+    "merged with: heads before their features, as in reshape(..., -1, head_size)",
+    "size": _WHOLE_SIZE,
+    "sum": "Have a Row be a product, and a bias, alone",
+    "two dims": "Combine no two split dims: one has to be whole, behind a Row",
+    "unknown": "It is not known whether that is right",
+}
 
 
 def check_on_shards(
@@ -160,35 +193,28 @@ def _compare(
             constants.update(zip(program.jaxpr.constvars, program.consts, strict=True))
         jaxprs.append(program.jaxpr if isinstance(program, ClosedJaxpr) else program)
         for eqn in jaxprs[-1].eqns:
-            if eqn.primitive.name in _CASTS:
+            if eqn.primitive.name in CASTS:
                 constants[eqn.outvars[0]] = _constant(eqn.invars[0], constants)
-    for one, other in _pairs(*map(_foreign, jaxprs)):
-        where = "/".join(filter(None, (path, _module(one or other))))
+    for one, other in paired(*map(_foreign, jaxprs)):
+        where = "/".join(filter(None, (path, module_of(one or other, _SCOPES))))
         try:
-            if one is None or other is None or one.primitive is not other.primitive:
-                names = [eqn.primitive.name if eqn else "nothing" for eqn in (one, other)]
-                raise WrongOnShardsError(
-                    f"applies {names[0]} to shards and {names[1]} to whole arrays. Have the code "
-                    "not depend on sizes of what is split."
-                )
+            check_same_operation(one, other)
             _check_constants(one, other, constants)
             is_product = one.primitive.name in ("dot_general", "conv_general_dilated")
-            if is_product and _ROW_SCOPE in str(one.source_info.name_stack).split("/"):
+            if is_product and stands_in(one, _SCOPES):
                 summed.add(where)
             elif where in summed and not _is_linear(one):
-                raise WrongOnShardsError(
-                    f"applies {one.primitive.name} to a part of a sum, before the devices' parts "
-                    "are added up. Have a Row be a product, and a bias, alone."
-                )
+                what = f"applies {one.primitive.name} to a part of a sum, before the devices' parts"
+                refuse(f"{what} are added up", "sum")
             else:
                 check_operation(one, other, axis=axis, devices=devices)
         except WrongOnShardsError as error:
-            place = f"on shards along {axis!r} module {where!r}{_place(one or other)}"
+            place = f"on shards along {axis!r} module {where!r}{place_of(one or other)}"
             raise ValueError(
-                f"tensor_parallel: {place} {error} If it is right all the same, say verify=False, "
-                "and compare with manualpar.assert_same_as_one_device."
+                f"tensor_parallel: {place} {error.mended(_MENDS)} If it is right all the same, say "
+                "verify=False, and compare with manualpar.assert_same_as_one_device."
             ) from None
-        for pair in zip(_inner(one), _inner(other), strict=True):
+        for pair in zip(inner_programs(one), inner_programs(other), strict=True):
             _compare(*pair, axis, devices, where, where in summed)
 
 
@@ -197,48 +223,21 @@ def _is_linear(eqn: Any) -> bool:
     return is_scaling or eqn.primitive.name in _LINEAR
 
 
-def _pairs(shards: Iterator[Any], whole: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-    """The operations that correspond to each other; `None` for one that is missing."""
-    for one in shards:
-        other = next(whole, None)
-        # A device's one head needs no broadcasting, as all heads do.
-        while other is not None and _is_broadcast(other) and not _is_like(other, one):
-            other = next(whole, None)
-        yield one, other
-    yield from ((None, other) for other in whole if not _is_broadcast(other))
-
-
-def _is_broadcast(eqn: Any) -> bool:
-    return eqn.primitive.name == "broadcast_in_dim"
-
-
-def _is_like(broadcast: Any, eqn: Any) -> bool:
-    dims = "broadcast_dimensions"
-    return _is_broadcast(eqn) and eqn.params[dims] == broadcast.params[dims]
-
-
 def _foreign(jaxpr: Jaxpr) -> Iterator[Any]:
     """The equations that are neither a planned module's nor our own."""
     for eqn in jaxpr.eqns:
-        is_ours = not _OURS.isdisjoint(str(eqn.source_info.name_stack).split("/"))
+        is_ours = stands_in(eqn, _OURS)
         # `enter` and `leave` look at an index for whether types are checked.
-        if not is_ours and eqn.primitive.name not in (*_CASTS, "axis_index"):
+        if not is_ours and eqn.primitive.name not in (*CASTS, "axis_index"):
             yield eqn
-
-
-def _inner(eqn: Any) -> list[Any]:
-    values = [v if isinstance(v, tuple | list) else (v,) for v in eqn.params.values()]
-    return [v for some in values for v in some if isinstance(v, ClosedJaxpr | Jaxpr)]
 
 
 def _check_constants(one: Any, other: Any, constants: dict[Any, Any]) -> None:
     for variables in zip(one.invars, other.invars, strict=False):
         a, b = (_constant(x, constants) for x in variables)
         if a is not None and b is not None and not np.array_equal(a, b, equal_nan=_has_nan(a)):
-            raise WrongOnShardsError(
-                f"applies {one.primitive.name} with a constant that is made of the size of what is "
-                "split. Make it of the size of the whole, or split another dim."
-            )
+            what = f"applies {one.primitive.name} with a constant"
+            refuse(f"{what} that is made of the size of what is split", "constant")
 
 
 def _constant(variable: Any, constants: dict[Any, Any]) -> Any:
@@ -249,20 +248,3 @@ def _constant(variable: Any, constants: dict[Any, Any]) -> Any:
 
 def _has_nan(x: Any) -> bool:
     return bool(jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) and np.isnan(x).any())
-
-
-def _module(eqn: Any) -> str:
-    """The path of the module that an equation stands in."""
-    parts = str(eqn.source_info.name_stack).split("/")
-    return "/".join(part for part in parts if part.isidentifier() and part != _ROW_SCOPE)
-
-
-def _place(eqn: Any) -> str:
-    """The line of the user's code that an equation comes from."""
-    folders = [Path(str(sys.modules[name].__file__)).parent for name in LIBRARIES & {*sys.modules}]
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback else ():
-        file = Path(frame.file_name)
-        if file.exists() and not any(file.is_relative_to(folder) for folder in folders):
-            return f" at {file.name}:{frame.line_num}"
-    return ""

@@ -4,14 +4,34 @@ An operation is given twice, on shards and on whole arrays. The dimension in whi
 is the split one. An operation on it is right if it is elementwise, a product that does not contract
 it, a reduction over others, or a reshape that keeps it in front of the dims that it is merged with.
 
+What mends it depends on why arrays are split, so that each check has its own sentence for each
+`Reason`.
+
 Invariant: an operation that is not known to be right is refused.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NoReturn
 
 Shape = tuple[int, ...]
+Reason = Literal[
+    "axis",
+    "constant",
+    "convolution",
+    "loop",
+    "mixed",
+    "pad",
+    "product",
+    "program",
+    "random",
+    "reduction",
+    "reshape",
+    "size",
+    "sum",
+    "two dims",
+    "unknown",
+]
 
 _ELEMENTWISE = frozenset(
     """
@@ -27,7 +47,7 @@ _ELEMENTWISE = frozenset(
 _PLAIN = frozenset(
     """
     bitcast_convert_type broadcast_in_dim optimization_barrier pmax pmin psum psum_invariant
-    squeeze transpose
+    squeeze stack transpose
     """.split()  # noqa: SIM905
 )
 # For each the parameter that names the dims that it must have whole.
@@ -50,6 +70,8 @@ _ALONG = {
     "rev": "dimensions",
     "sort": "dimension",
     "split": "axis",
+    "top_k": "axis",
+    "unstack": "axis",
 }
 # These contain programs, which are compared by themselves.
 _CALLS = frozenset(
@@ -57,14 +79,18 @@ _CALLS = frozenset(
     checkpoint closed_call cond core_call custom_jvp_call custom_vjp_call jit remat2 scan while
     """.split()  # noqa: SIM905
 )
-_WHOLE_SIZE = (
-    "Put it behind a Row; a size or a position has to be that of an array that is not split, such "
-    "as the tokens"
-)
 
 
 class WrongOnShardsError(Exception):
-    """An operation does not give the shard of its result; the message says why, and the mend."""
+    """An operation does not give the shard of its result; the message says what it does."""
+
+    def __init__(self, what: str, reason: Reason) -> None:
+        super().__init__(what)
+        self._reason: Reason = reason
+
+    def mended(self, mends: Mapping[Reason, str]) -> str:
+        """What it does, and the sentence that mends it."""
+        return f"{self}. {mends[self._reason]}."
 
 
 def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None:
@@ -81,34 +107,35 @@ def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None
     """
     name = shards.primitive.name
     ins, outs = (
-        [_split_dim(name, *shapes, devices) for shapes in _shapes(shards, whole, kind)]
+        [split_dim(name, *shapes, devices) for shapes in _shapes(shards, whole, kind)]
         for kind in ("invars", "outvars")
     )
     if name in _CALLS:
         if name == "scan" and shards.params["length"] != whole.params["length"]:
-            _refuse("loops over what is split", "Scan over dims that are whole")
+            refuse("loops over what is split", "loop")
     elif name == "random_bits":
         is_drawn_apart = axis in shards.outvars[0].aval.mat.varying
         if is_drawn_apart != (outs[0] is not None):
-            _refuse("draws random numbers for what is split", "Have nn.Dropout draw them")
+            refuse("draws random numbers for what is split", "random")
     elif not any(dim is not None for dim in (*ins, *outs)):
         if _plain_params(shards) != _plain_params(whole):
-            _refuse(f"applies {name} to what is whole by the size of a shard", _WHOLE_SIZE)
+            refuse(f"applies {name} to what is whole by the size of a shard", "size")
     elif name in _ELEMENTWISE:
         if outs[0] is None:
-            _refuse(f"applies {name} to a shard and a whole array", "Split both, or neither")
+            refuse(f"applies {name} to a shard and a whole array", "mixed")
     elif name in _ALONG:
         dims = shards.params[_ALONG[name]]
         dims = dims if isinstance(dims, tuple) else (dims,)
         for dim in set(ins or outs) & set(dims):
             is_reduction = name.startswith(("arg", "reduce"))
-            mend = "A norm, a mean or a softmax needs all of it: put it behind a Row"
             x = whole.invars[0] if ins else whole.outvars[0]
-            _refuse_dim(name, dim, x, mend if is_reduction else _WHOLE_SIZE)
+            _refuse_dim(name, dim, x, "reduction" if is_reduction else "size")
     elif name in _RULES:
         _RULES[name](shards, whole, ins, outs)
+    elif name.startswith("reduce_window"):
+        _refuse_dim(name, ins[0], whole.invars[0], "convolution")
     elif name not in _PLAIN:
-        _refuse(f"applies {name} to what is split", "It is not known whether that is right")
+        refuse(f"applies {name} to what is split", "unknown")
 
 
 def _shapes(shards: Any, whole: Any, kind: str) -> list[tuple[Shape, Shape]]:
@@ -117,26 +144,24 @@ def _shapes(shards: Any, whole: Any, kind: str) -> list[tuple[Shape, Shape]]:
     if shards.primitive.name in _CALLS:  # They may close over other things.
         return []
     if len(both[0]) != len(both[1]):
-        _refuse(f"applies {shards.primitive.name} to fewer arrays than on one device", _WHOLE_SIZE)
+        refuse(f"applies {shards.primitive.name} to fewer arrays than on one device", "size")
     return list(zip(*both, strict=True))
 
 
-def _split_dim(name: str, shard: Shape, whole: Shape, devices: int) -> int | None:
+def split_dim(name: str, shard: Shape, whole: Shape, devices: int) -> int | None:
     """The dim in which a shard differs from the whole array."""
     if len(shard) != len(whole):
-        _refuse(f"applies {name} to shapes {shard} and not {whole}", _WHOLE_SIZE)
+        refuse(f"applies {name} to shapes {shard} and not {whole}", "size")
     dims = [dim for dim, sizes in enumerate(zip(shard, whole, strict=True)) if len(set(sizes)) > 1]
     if not dims:
         return None
     if len(dims) > 1:
-        _refuse(
+        refuse(
             f"applies {name} to an array {list(whole)} of which dims {dims} are both split",
-            "Combine no two split dims: one has to be whole, behind a Row",
+            "two dims",
         )
     if shard[dims[0]] * devices != whole[dims[0]]:
-        _refuse(
-            f"applies {name} to an array {list(shard)} in the place of {list(whole)}", _WHOLE_SIZE
-        )
+        refuse(f"applies {name} to an array {list(shard)} in the place of {list(whole)}", "size")
     return dims[0]
 
 
@@ -144,19 +169,14 @@ def _check_product(shards: Any, whole: Any, ins: Sequence[int | None], outs: Any
     (contracted, _) = shards.params["dimension_numbers"]
     for dim, dims, x in zip(ins, contracted, whole.invars, strict=True):
         if dim in dims:
-            _refuse_dim("dot_general", dim, x, "Give the module that contracts it the style Row")
+            _refuse_dim("dot_general", dim, x, "product")
 
 
 def _check_reshape(shards: Any, whole: Any, ins: Any, outs: Any) -> None:
     x, y = whole.invars[0], whole.outvars[0]
     before = [v.aval.shape[: dims[0]] for v, dims in ((x, ins), (y, outs)) if dims[0] is not None]
     if len(before) < 2 or math.prod(before[0]) != math.prod(before[1]):
-        mend = (
-            f"It makes {list(y.aval.shape)} of it, in which a device's part lies apart. Keep the "
-            "split dim in front of those that it is merged with: heads before their features, as "
-            "in reshape(..., -1, head_size)"
-        )
-        _refuse_dim("reshape", ins[0], x, mend)
+        _refuse_dim("reshape", ins[0], x, "reshape", f". It makes {list(y.aval.shape)} of it")
 
 
 def _check_slice(shards: Any, whole: Any, ins: Any, outs: Any) -> None:
@@ -165,45 +185,58 @@ def _check_slice(shards: Any, whole: Any, ins: Any, outs: Any) -> None:
         strides = eqn.params["strides"] or (1,) * len(shape)
         limits = eqn.params["start_indices"][dim], eqn.params["limit_indices"][dim]
         if (*limits, strides[dim]) != (0, shape[dim], 1):
-            _refuse_dim("slice", dim, whole.invars[0], _WHOLE_SIZE)
+            _refuse_dim("slice", dim, whole.invars[0], "size")
 
 
 def _check_slice_sizes(shards: Any, whole: Any, ins: Any, outs: Any) -> None:
     for eqn in (shards, whole):
         dim = ins[0] if ins[0] is not None else outs[0]
         if eqn.params["slice_sizes"][dim] != eqn.invars[0].aval.shape[dim]:
-            _refuse_dim("dynamic_slice", dim, whole.invars[0], _WHOLE_SIZE)
+            _refuse_dim("dynamic_slice", dim, whole.invars[0], "size")
 
 
 def _check_update(shards: Any, whole: Any, ins: Any, outs: Any) -> None:
     for eqn in (shards, whole):
         operand, update = (x.aval.shape for x in eqn.invars[:2])
         if operand[outs[0]] != update[outs[0]]:
-            _refuse_dim("dynamic_update_slice", outs[0], whole.invars[0], _WHOLE_SIZE)
+            _refuse_dim("dynamic_update_slice", outs[0], whole.invars[0], "size")
 
 
 def _check_pad(shards: Any, whole: Any, ins: Any, outs: Any) -> None:
     if any(shards.params["padding_config"][outs[0]]):
-        _refuse_dim("pad", outs[0], whole.invars[0], "Pad dims that are whole")
+        _refuse_dim("pad", outs[0], whole.invars[0], "pad")
+
+
+def _check_tile(shards: Any, whole: Any, ins: Any, outs: Any) -> None:
+    if shards.params["reps"][outs[0]] != 1:
+        _refuse_dim("tile", outs[0], whole.invars[0], "size")
 
 
 def _check_gather(shards: Any, whole: Any, ins: Any, outs: Any) -> None:
     numbers, (dim, index_dim) = shards.params["dimension_numbers"], ins
     sizes = shards.params["slice_sizes"], whole.params["slice_sizes"]
     if index_dim == len(whole.invars[1].aval.shape) - 1:
-        _refuse_dim("gather", index_dim, whole.invars[1], _WHOLE_SIZE)
+        _refuse_dim("gather", index_dim, whole.invars[1], "size")
     if dim in numbers.operand_batching_dims:
         return
     shapes = [eqn.invars[0].aval.shape for eqn in (shards, whole)]
     is_full = dim is not None and [s[dim] for s in sizes] == [s[dim] for s in shapes]
     if sizes[0] != sizes[1] if dim is None else not is_full or dim in numbers.start_index_map:
-        _refuse_dim("gather", dim or 0, whole.invars[0], _WHOLE_SIZE)
+        _refuse_dim("gather", dim or 0, whole.invars[0], "size")
 
 
 def _check_convolution(shards: Any, whole: Any, ins: Any, outs: Any) -> None:
-    if ins[1] is not None or ins[0] != shards.params["dimension_numbers"].lhs_spec[0]:
-        mend = "Give the convolution a style, Column() or Row()"
-        _refuse_dim("conv_general_dilated", ins[0] or 0, whole.invars[0], mend)
+    (batch_dim, _, *spatial), kernel = (
+        getattr(shards.params["dimension_numbers"], name) for name in ("lhs_spec", "rhs_spec")
+    )
+    is_right = ins[1] is None and ins[0] == batch_dim
+    if ins[1] is None and ins[0] in spatial:  # A kernel of one entry looks at no neighbour.
+        index = spatial.index(ins[0])
+        strides, paddings = (shards.params[name] for name in ("window_strides", "padding"))
+        is_alone = whole.invars[1].aval.shape[kernel[2 + index]] == 1
+        is_right = is_alone and strides[index] == 1 and not any(paddings[index])
+    if not is_right:
+        _refuse_dim("conv_general_dilated", ins[0] or 0, whole.invars[0], "convolution")
 
 
 _RULES: dict[str, Callable[[Any, Any, Any, Any], None]] = {
@@ -215,6 +248,7 @@ _RULES: dict[str, Callable[[Any, Any, Any, Any], None]] = {
     "pad": _check_pad,
     "reshape": _check_reshape,
     "slice": _check_slice,
+    "tile": _check_tile,
 }
 
 
@@ -228,10 +262,13 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, int | str)
 
 
-def _refuse_dim(name: str, dim: int | None, variable: Any, mend: str) -> NoReturn:
+def _refuse_dim(
+    name: str, dim: int | None, variable: Any, reason: Reason, result: str = ""
+) -> NoReturn:
     shape = list(variable.aval.shape)
-    _refuse(f"applies {name} along dim {dim} of an array {shape}, which is split", mend)
+    refuse(f"applies {name} along dim {dim} of an array {shape}, which is split{result}", reason)
 
 
-def _refuse(what: str, mend: str) -> NoReturn:
-    raise WrongOnShardsError(f"{what}. {mend}.")
+def refuse(what: str, reason: Reason) -> NoReturn:
+    """Raises the error of an operation that does `what`."""
+    raise WrongOnShardsError(what, reason)
