@@ -102,6 +102,7 @@ def _assert_same_as_one_device(program, model):
         assert error < 2e-5, (jax.tree_util.keystr(path), error)
 
 
+EXPERTS = {"num_experts": 4, "mlp_size": 8, "capacity_factor": 0.75, "expert_axis": "expert"}
 SPLIT = {"split_axis": "model", "sequence_parallel": True, "tied_head": True, "num_kv_heads": 4}
 MESHES = {
     "1x8": {"data": 1, "context": 8},
@@ -109,6 +110,8 @@ MESHES = {
     "4x2": {"data": 4, "context": 2},
     "model": {"data": 2, "context": 2, "model": 2},
     "replicas": {"replica": 2, "data": 2, "context": 2},
+    "experts": {"data": 2, "context": 2, "expert": 2},
+    "experts of a model": {"data": 1, "context": 2, "expert": 2, "model": 2},
 }
 FAST = (("fsdp", "2x4", {"remat": "full"}, {}),)
 
@@ -125,6 +128,11 @@ def _cases():
     yield "hsdp", "replicas", {"bos_token": -1}, {"reshard_after_forward": False}
     yield "zero2", "2x4", {"remat": "full"}, {"num_minibatches": 2}
     yield "dp", "1x8", {"tied_head": True}, {}
+    for capacity in (0.75, 0.0):
+        experts = EXPERTS | {"capacity_factor": capacity}
+        yield "fsdp", "experts", experts | {"remat": "full"}, {"num_minibatches": 2}
+        yield "fsdp", "experts of a model", SPLIT | experts | {"context_attention": "gather"}, {}
+        yield "fsdp", "2x4", experts | {"expert_axis": "context"}, {}
 
 
 @pytest.mark.parametrize(

@@ -127,14 +127,14 @@ class Context:
           The inclusive sums along dim 1, of the shape of `x`.
 
         Raises:
-          ValueError: As for `check_split`.
+          ValueError: A device has an odd number of positions.
 
         Communication:
           One all-gather of two sums for each column of `x`.
         """
         if self.size == 1:
             return jnp.cumsum(x, axis=1)
-        self.check_split(x)
+        self._check_length("cumsum", x.shape[1])
         halves = jnp.stack(jnp.split(x, 2, axis=1))
         of_devices = self._gather(halves.sum(2))  # [C, 2, B, ...]
         # In the order of the sequence, with nothing before the first.

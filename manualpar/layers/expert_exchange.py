@@ -10,10 +10,10 @@ sends the rows that others compute. XLA has none on CPUs: there every device gat
 computes those of its experts, and the results are scattered.
 
 Symbols: `B` sequences, `S` positions, `D` features, `F` features inside an expert, `E` experts, `K`
-choices of a token, `C` the capacity, `N` devices along the expert axis. Inside `shard_map`, `B` and
-`F` are this device's. `H` experts are *here*: those that this device sends tokens to, all `E` of
-them if tokens travel, else its own `E / N`. `M` are the slots of a sequence, `H C`; `T` tokens are
-`B S`; `R` are rows in the order of their experts.
+choices of a token, `C` slots of an expert for a sequence, `N` devices along the expert axis. Inside
+`shard_map`, `B`, `S` and `F` are this device's. `H` experts are *here*: those that this device
+sends tokens to, all `E` of them if tokens travel, else its own `E / N`. `M` are the slots of a
+sequence, `H C`; `T` tokens are `B S`; `R` are rows in the order of their experts.
 """
 
 import functools
@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.layers.context import Context
 from manualpar.layers.routing import places
 from manualpar.purposes import EXPERT_SCOPE
 
@@ -70,6 +71,7 @@ def compute_with_capacity(
     gates_BSK: jax.Array,
     experts: Experts,
     capacity: int,
+    context: Context,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the choices that find room at their experts.
 
@@ -78,7 +80,8 @@ def compute_with_capacity(
       chosen_BSK: `int32[B/data, S, K]`, their experts; `E` for none.
       gates_BSK: `[B/data, S, K]`, the weights of these experts' outputs.
       experts: The experts.
-      capacity: How many tokens of a sequence an expert takes, `C`.
+      capacity: How many tokens of a sequence an expert takes.
+      context: How sequences are split over devices.
 
     Returns:
       `[B/data, S, D]`, the weighted sums of the outputs, if tokens do not travel without those of
@@ -86,22 +89,26 @@ def compute_with_capacity(
 
     Communication:
       If tokens travel, an all-to-all before the experts and one after them, and the same backward.
-      A device sends `(N - 1) / N` of `E B/data C D` elements in each.
+      A device sends `(N - 1) / N` of `E B/data C D` elements in each. With a context axis also
+      that of `places`.
     """
     B, S, D = x_BSD.shape
-    K, C = chosen_BSK.shape[-1], capacity
+    K, C = chosen_BSK.shape[-1], min(capacity, S)
     first, H = (0, experts.num_experts) if experts.travel else experts.own()
-    place_BSK, here_BSK = places(chosen_BSK, experts.num_experts), chosen_BSK - first
-    is_computed_BSK = (here_BSK >= 0) & (here_BSK < H) & (place_BSK < C)
+    place_BSK = places(chosen_BSK, experts.num_experts, context)
+    # All room of an expert may be taken by the positions of one device.
+    own_place_BSK = places(chosen_BSK, experts.num_experts) if context.size > 1 else place_BSK
+    here_BSK, has_room_BSK = chosen_BSK - first, place_BSK < capacity
+    is_computed_BSK = (here_BSK >= 0) & (here_BSK < H) & has_room_BSK
     # The slot of each choice, and the position in each slot. A number that is too large is none.
-    slot_BSK = jnp.where(is_computed_BSK, here_BSK * C + place_BSK, H * C)
+    slot_BSK = jnp.where(is_computed_BSK, here_BSK * C + own_place_BSK, H * C)
     position_BM = jax.vmap(_positions, (0, None))(slot_BSK, H * C)
     slots_BMD = _take(x_BSD, position_BM)
     slots_HTD = slots_BMD.reshape(B, H, C, D).swapaxes(0, 1).reshape(H, B * C, D)
     slots_HTD = _send(swiglu(_send(slots_HTD, experts, 0, 1), *experts.weights), experts, 1, 0)
     slots_BMD = slots_HTD.reshape(H, B, C, D).swapaxes(0, 1).reshape(B, H * C, D)
     y_BSKD = _take(slots_BMD, slot_BSK.reshape(B, S * K)).reshape(B, S, K, D)
-    is_dropped_BSK = (place_BSK >= C) & (chosen_BSK < experts.num_experts)
+    is_dropped_BSK = ~has_room_BSK & (chosen_BSK < experts.num_experts)
     return _weighted(y_BSKD, gates_BSK), is_dropped_BSK.sum((1, 2))
 
 

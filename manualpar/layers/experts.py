@@ -12,8 +12,8 @@ two ways to bring tokens and experts together. The types tell which one is neede
 The MLPs themselves may be split over a model axis, as in `boundaries`. Then the sum over that axis
 is taken once, of the finished tokens, because weighing and sending results are linear.
 
-Symbols: `B` sequences, `S` positions, `D` features between layers, `F` features inside an expert,
-`E` experts, `K` choices of a token, `C` the capacity, `N` devices along the expert axis.
+Symbols: `B` sequences, `S` positions of a device, `D` features between layers, `F` features inside
+an expert, `E` experts, `K` choices of a token, `C` the capacity, `N` devices along the expert axis.
 """
 
 import math
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from manualpar.core.collectives import gather_invariant, varying_axes
 from manualpar.layers.boundaries import bound_axes, enter, leave
+from manualpar.layers.context import Context
 from manualpar.layers.expert_exchange import (
     Experts,
     compute_dropless,
@@ -92,6 +93,11 @@ class MoE(nn.Module):
       axis: The mesh axis, or tuple of axes, that the experts are divided over; `None` for none.
       model_axis: The mesh axis, or tuple of axes, that each expert is split over.
       sequence: Whether positions are split over `model_axis` between layers.
+      context_axis: The mesh axis that sequences are split over, see `Context`; `None` for none.
+        Without it, capacity, order and balance would be those of a device's part of a sequence.
+        With a capacity, each device has slots for all positions of an expert that may be its own:
+        up to as many times more than without the axis as there are devices along it. Experts
+        without one compute what is chosen, on any mesh.
       down_scale: The standard deviation of the initial `down` in multiples of `F**-0.5`.
     """
 
@@ -106,6 +112,7 @@ class MoE(nn.Module):
     model_axis: AxisName | None = None
     sequence: bool = False
     down_scale: float = 1.0
+    context_axis: str | None = None
 
     @nn.compact
     def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
@@ -128,13 +135,15 @@ class MoE(nn.Module):
           forward and two backward, each `(N - 1) / N` of the bytes of `n`, see `all_to_all_bytes`.
           Where they do not: an all-reduce of `x` forward and one of it and the gates backward.
           Over a model axis the same, or, with `sequence`, what `enter` and `leave` say of `x`, and
-          an all-gather of the logits. With `bias_rate` an all-reduce of `E` counts.
+          an all-gather of the logits. With `bias_rate` an all-reduce of `E` counts. Over a context
+          axis sums for each sequence, see `places`, `load_balance_loss` and `router_z_loss`.
         """
         _check(self, x_BSD, mask_BS)
         axes = bound_axes("MoE", self.axis)
         travel = _tokens_travel(x_BSD, axes)
         sum_axes = () if travel else axes
         sequence_dim = 1 if self.sequence else None
+        context = Context(self.context_axis)
 
         logits_BSE = self._logits(x_BSD)
         routing, choices_BE = self._route(logits_BSE, mask_BS)
@@ -145,13 +154,13 @@ class MoE(nn.Module):
         if self.capacity_factor is None:
             y_BSD, dropped_B = compute_dropless(*tokens, experts), jnp.zeros(len(x_BSD))
         else:
-            capacity = capacity_of(self, x_BSD.shape[1])
-            y_BSD, dropped_B = compute_with_capacity(*tokens, experts, capacity)
+            capacity = capacity_of(self, x_BSD.shape[1] * context.size)
+            y_BSD, dropped_B = compute_with_capacity(*tokens, experts, capacity, context)
         y_BSD = leave(y_BSD, sum_axes, scope=EXPERT_SCOPE)
         if self.num_shared:
             y_BSD += self._shared(x_BSD)
-        self.sow(LOSSES, LOAD_BALANCE, load_balance_loss(routing, mask_BS))
-        self.sow(LOSSES, ROUTER_Z, router_z_loss(logits_BSE, mask_BS))
+        self.sow(LOSSES, LOAD_BALANCE, load_balance_loss(routing, mask_BS, context))
+        self.sow(LOSSES, ROUTER_Z, router_z_loss(logits_BSE, mask_BS, context))
         self.sow(COUNTS, CHOICES, choices_BE.astype(jnp.float32))
         self.sow(COUNTS, DROPPED, dropped_B.astype(jnp.float32))
         return leave(y_BSD, self.model_axis, sequence_dim)
@@ -276,6 +285,8 @@ def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
     both = set(axis_tuple(moe.axis or None)) & set(axis_tuple(moe.model_axis or None))
     if both:
         refuse("model_axis", f"other axes than axis={moe.axis!r}: {sorted(both)} are in both")
+    if moe.context_axis and moe.context_axis in axis_tuple(moe.model_axis or None):
+        refuse("context_axis", f"another axis than model_axis={moe.model_axis!r}")
     if moe.sequence and not moe.model_axis:
         refuse("sequence", "a model_axis that positions are split over, or sequence=False")
     for field, by in (("num_experts", moe.axis), ("mlp_size", moe.model_axis)):

@@ -13,7 +13,8 @@ Three things balance the load:
 - and a loss that keeps the logits small (Zoph et al., https://arxiv.org/abs/2202.08906).
 
 Invariants: capacity, order and losses are those of each sequence alone. So they do not depend on
-how sequences are divided among devices and minibatches. All of it is computed in float32.
+how sequences are divided among devices and minibatches, nor on how the positions of a sequence are
+(`Context`). All of it is computed in float32.
 
 Symbols: `B` sequences, `S` positions, `E` experts, `K` choices of a token, `C` the capacity.
 """
@@ -23,15 +24,17 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.collectives import varying_axes
+from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.layers.context import Context
 from manualpar.metrics import Metrics
-from manualpar.purposes import EXPERT_SCOPE
+from manualpar.purposes import CONTEXT_SCOPE, EXPERT_SCOPE
 
 # The collections that `MoE` sows its losses and counts into, and that of its balancing bias.
 LOSSES, COUNTS, BIAS = "losses", "intermediates", "router"
 LOAD_BALANCE, ROUTER_Z, CHOICES, DROPPED = "load_balance", "router_z", "choices", "dropped"
 
 Gates = Literal["softmax", "sigmoid"]
+WHOLE_SEQUENCES = Context(None)
 
 
 class Routing(NamedTuple):
@@ -88,17 +91,22 @@ def route(
     return Routing(chosen_BSK, gate_BSK, score_BSE)
 
 
-def places(chosen_BSK: jax.Array, num_experts: int) -> jax.Array:
+def places(
+    chosen_BSK: jax.Array, num_experts: int, context: Context = WHOLE_SEQUENCES
+) -> jax.Array:
     """The place of each choice in its expert's queue, `int32[B, S, K]`, from 0.
 
     Each sequence has queues of its own. All first choices come before all second ones, so that a
     full expert drops those whose gates are smaller. Choices of one rank come in order of position.
+
+    Communication:
+      With a context axis, an all-gather of `[2, B, K, E]` counts and an all-reduce of half of them.
     """
-    B, S, K = chosen_BSK.shape
-    chosen_BN = chosen_BSK.transpose(0, 2, 1).reshape(B, K * S)
-    is_chosen_BNE = jax.nn.one_hot(chosen_BN, num_experts, dtype=jnp.int32)
-    place_BN = ((jnp.cumsum(is_chosen_BNE, axis=1) - 1) * is_chosen_BNE).sum(-1)
-    return place_BN.reshape(B, K, S).transpose(0, 2, 1)
+    is_chosen_BSKE = jax.nn.one_hot(chosen_BSK, num_experts, dtype=jnp.int32)
+    count_BKE = context.total(is_chosen_BSKE.sum(1))
+    before_BKE = jnp.cumsum(count_BKE, axis=1) - count_BKE
+    place_BSKE = context.cumsum(is_chosen_BSKE) - 1 + before_BKE[:, None]
+    return (place_BSKE * is_chosen_BSKE).sum(-1)
 
 
 def choices_per_expert(chosen_BSK: jax.Array, num_experts: int) -> jax.Array:
@@ -106,28 +114,38 @@ def choices_per_expert(chosen_BSK: jax.Array, num_experts: int) -> jax.Array:
     return jax.nn.one_hot(chosen_BSK, num_experts, dtype=jnp.int32).sum((1, 2))
 
 
-def load_balance_loss(routing: Routing, mask_BS: jax.Array | None = None) -> jax.Array:
+def load_balance_loss(
+    routing: Routing, mask_BS: jax.Array | None = None, context: Context = WHOLE_SEQUENCES
+) -> jax.Array:
     """The balance loss of each sequence, `float32[B]`.
 
     It is `E sum_e f_e p_e`, with the share `f_e` of the choices that fall on expert `e` and the
     mean `p_e` of its scores, normalised over the experts. It is 1 if both are equal for all experts
     (Fedus et al., https://arxiv.org/abs/2101.03961). The gradient is that of the scores.
+
+    Communication:
+      With a context axis, all-reduces of `[B, E]` choices, as many scores, and numbers of tokens.
     """
     score_BSE = routing.scores / routing.scores.sum(-1, keepdims=True)
     num_experts = score_BSE.shape[-1]
-    count_BE = choices_per_expert(routing.chosen, num_experts).astype(jnp.float32)
+    count_BE = context.total(choices_per_expert(routing.chosen, num_experts)).astype(jnp.float32)
     share_BE = count_BE / jnp.maximum(count_BE.sum(-1, keepdims=True), 1)
-    return num_experts * (share_BE * _mean_over_tokens(score_BSE, mask_BS)).sum(-1)
+    return num_experts * (share_BE * _mean_over_tokens(score_BSE, mask_BS, context)).sum(-1)
 
 
-def router_z_loss(logits_BSE: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+def router_z_loss(
+    logits_BSE: jax.Array, mask_BS: jax.Array | None = None, context: Context = WHOLE_SEQUENCES
+) -> jax.Array:
     """The mean square of `logsumexp(logits)` of each sequence, `float32[B]`.
 
     It keeps logits small, because large ones are rounded coarsely (Zoph et al.,
     https://arxiv.org/abs/2202.08906).
+
+    Communication:
+      With a context axis, all-reduces of `[B]` sums and numbers of tokens.
     """
     z_BS = jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1))
-    return _mean_over_tokens(z_BS[..., None], mask_BS)[..., 0]
+    return _mean_over_tokens(z_BS[..., None], mask_BS, context)[..., 0]
 
 
 def moved_bias(bias_E: jax.Array, count_BE: jax.Array, rate: float) -> jax.Array:
@@ -191,7 +209,8 @@ def auxiliary_loss(
       ValueError: Nothing was sown.
 
     Communication:
-      None.
+      None; an all-reduce of `[B]` weights, and backward one of `[L, B]` gradients of each loss, if
+      the positions of a sequence are split.
     """
     balance_LB, z_LB = _sown(sown, LOAD_BALANCE, ndim=1), _sown(sown, ROUTER_Z, ndim=1)
     if balance_LB is None or z_LB is None:
@@ -200,7 +219,16 @@ def auxiliary_loss(
             f"returns with mutable=[{LOSSES!r}, {COUNTS!r}]. Layers in nn.scan sow what "
             f"variable_axes names: {{'params': 0, {LOSSES!r}: 0, {COUNTS!r}: 0}}."
         )
+    choices_LBE, dropped_LB = _sown(sown, CHOICES, ndim=2), _sown(sown, DROPPED, ndim=1)
     weight_B = jnp.ones_like(balance_LB[0]) if weight_B is None else weight_B.astype(jnp.float32)
+    # Losses are of whole sequences. What is split over more axes is of a part of each.
+    axes = tuple(sorted(varying_axes((weight_B, choices_LBE)) - varying_axes(balance_LB)))
+    is_counted_B = weight_B > 0
+    if axes:
+        with jax.named_scope(CONTEXT_SCOPE):
+            balance_LB, z_LB = (jax.lax.pcast(x, axes, to="varying") for x in (balance_LB, z_LB))
+            weight_B = cast_to_varying(weight_B, axes)
+            is_counted_B = jax.lax.psum(weight_B, axes) > 0
     total = weight_B.sum()
     count = jnp.where(total == 0, 1, total)
     loss_B = (load_balance * balance_LB + router_z * z_LB).sum(0)
@@ -208,9 +236,8 @@ def auxiliary_loss(
         name: ((x_LB.mean(0) * weight_B).sum(), total)
         for name, x_LB in ((LOAD_BALANCE, balance_LB), (ROUTER_Z, z_LB))
     }
-    choices_LBE, dropped_LB = _sown(sown, CHOICES, ndim=2), _sown(sown, DROPPED, ndim=1)
     if choices_LBE is not None and dropped_LB is not None:
-        counts_B = (weight_B > 0).astype(jnp.float32)
+        counts_B = is_counted_B.astype(jnp.float32)
         choices_E = (choices_LBE * counts_B[None, :, None]).sum((0, 1))
         metrics[DROPPED] = ((dropped_LB * counts_B[None]).sum(), choices_E.sum())
         for index in range(len(choices_E)):
@@ -228,9 +255,10 @@ def _sown(sown: Any, name: str, ndim: int) -> jax.Array | None:
     return jnp.concatenate(found) if found else None
 
 
-def _mean_over_tokens(x_BSX: jax.Array, mask_BS: jax.Array | None) -> jax.Array:
+def _mean_over_tokens(x_BSX: jax.Array, mask_BS: jax.Array | None, context: Context) -> jax.Array:
     """The mean over the valid tokens of each sequence; 0 where there is none."""
     if mask_BS is None:
-        return x_BSX.mean(1)
+        return context.total(x_BSX.sum(1)) / (x_BSX.shape[1] * context.size)
     weight_BS1 = mask_BS[..., None].astype(x_BSX.dtype)
-    return (x_BSX * weight_BS1).sum(1) / jnp.maximum(weight_BS1.sum(1), 1)
+    count_B1 = context.total(weight_BS1.sum(1))
+    return context.total((x_BSX * weight_BS1).sum(1)) / jnp.maximum(count_B1, 1)

@@ -347,8 +347,6 @@ def check_transformer(model: Transformer) -> None:
         refuse("overlap", "'none' without sequence_parallel, whose collectives it takes apart")
     if model.context_axis and model.context_axis == model.split_axis:
         refuse("context_axis", f"another axis than split_axis={model.split_axis!r}")
-    if model.context_axis and model.num_experts:
-        refuse("context_axis", "'' with num_experts")
     if model.context_axis and model.context_attention == "ring" and model.attention:
         refuse("attention", "'' with context_attention='ring', which computes attention itself")
     choices = (

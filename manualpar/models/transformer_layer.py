@@ -174,6 +174,7 @@ def _experts(config: LayerConfig) -> MoE:
         model_axis=config.axis,
         sequence=config.sequence_dim is not None,
         down_scale=config.added_scale,
+        context_axis=config.context.axis,
         name="experts",
     )
 
