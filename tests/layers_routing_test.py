@@ -1,5 +1,7 @@
 """Routers: choices, places, losses and the balancing bias, against loops over tokens."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar.inspect import trace_collectives
+from manualpar.layers import Context
 from manualpar.layers.routing import (
     auxiliary_loss,
     choices_per_expert,
@@ -71,6 +74,39 @@ def test_losses_are_those_of_each_sequence_and_of_its_valid_tokens():
             balance = 4 * (share * mean).sum()
             z = (np.log(np.exp(LOGITS[b, :valid]).sum(-1)) ** 2).mean()
         np.testing.assert_allclose([x[b] for x in got], [balance, z], rtol=1e-5)
+
+
+def test_queues_and_losses_are_those_of_sequences_that_are_split(devices8):
+    logits = jax.random.normal(jax.random.key(1), (3, 8, 4)) * 2
+    mask = jnp.arange(8)[None] < jnp.array([[8], [3], [0]])
+
+    def run(context, logits, mask):
+        routing = route(logits, top_k=2, mask_BS=mask)
+        place = places(routing.chosen, 4, context)
+
+        def loss(logits):
+            routing = route(logits, top_k=2, mask_BS=mask)
+            balance = load_balance_loss(routing, mask, context)
+            return balance + router_z_loss(logits, mask, context)
+
+        value, pullback = jax.vjp(loss, logits)
+        return place * mask[..., None], value, pullback(jnp.arange(1.0, 4))[0]
+
+    # Device 0 has half blocks 0 and 3, device 1 has 1 and 2.
+    order = np.array([0, 1, 6, 7, 2, 3, 4, 5])
+    split = P(None, "context")
+    on_mesh = jax.shard_map(
+        functools.partial(run, Context("context")),
+        mesh=make_mesh({"context": 2}, devices8[:2]),
+        in_specs=split,
+        out_specs=(split, P(), split),
+        check_vma=True,
+    )
+    place, value, grad = jax.jit(on_mesh)(logits[:, order], mask[:, order])
+    expected = run(Context(None), logits, mask)
+    np.testing.assert_array_equal(place, expected[0][:, order])
+    np.testing.assert_allclose(value, expected[1], rtol=1e-5)
+    np.testing.assert_allclose(grad, expected[2][:, order], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("gates", ["softmax", "sigmoid"])
