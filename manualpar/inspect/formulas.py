@@ -25,8 +25,13 @@ that it is split over, and `P` is what a device has of it. Where `K` entries are
 devices, `1 / K` of the parameter is gathered, and its gradient is summed in each minibatch:
 `2 b P (N - 1) / N` over these axes.
 
+In a pipeline `P` of a stacked parameter is that of a stage. How often each stage uses a parameter
+is in `manualpar.inspect.pipeline_formulas`. Gradients of parameters that are not stacked are summed
+over the `N` stages once a step, `2 b (P / S) (N - 1) / N`.
+
 Not counted are collectives of layers that are split, of metrics, of examples and their number, and
-of other collections, and those that the compiler inserts for an optimizer that is not elementwise.
+of other collections, what else stages send, and those that the compiler inserts for an optimizer
+that is not elementwise.
 """
 
 import math
@@ -39,6 +44,7 @@ import jax.numpy as jnp
 
 from manualpar.core.program import Program
 from manualpar.inspect.communication import Collective, ring_bytes
+from manualpar.inspect.pipeline_formulas import PipelineForm, Uses
 from manualpar.inspect.provenance import LAYER_SCOPES, OTHER
 from manualpar.purposes import (
     COLLECTIONS_SCOPE,
@@ -62,12 +68,13 @@ OTHER_SCOPES = (
 )
 
 
-def step_bytes(program: Program) -> dict[tuple[str, ...], Fraction]:
+def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str, ...], Fraction]:
     """Predicts what a device sends in a step for parameters and gradients.
 
     Args:
       program: The program. In modes `auto` and `explicit` the prediction is what the compiler is
         asked for, and not what it makes of it.
+      stage: The stage of a pipeline whose device it is; `None` for the one that sends the most.
 
     Returns:
       The bytes over each axis, or tuple of axes, as `bytes_by_axes` gives them of the traced
@@ -84,16 +91,28 @@ def step_bytes(program: Program) -> dict[tuple[str, ...], Fraction]:
             "'explicit': the compiler is free to send what it likes. Read what it sends with "
             "compiled_collectives."
         )
+    if program.step.pipeline is None:
+        m = program.num_minibatches
+        sends = (program.strategy.sends(m, place.keep) for _, place in program.parameters)
+        return _of_stage(program, (Uses(one, backward=m) for one in sends))
+    form = PipelineForm(program)
+    stages = form.stages(stage)
+    sent = [_of_stage(program, form.uses(one)) for one in stages]
+    return max(sent, key=lambda by_axes: sum(by_axes.values()))
+
+
+def _of_stage(program: Program, uses: Iterable[Uses]) -> dict[tuple[str, ...], Fraction]:
+    """What a device sends that uses parameters so often."""
     totals: defaultdict[tuple[str, ...], Fraction] = defaultdict(Fraction)
-    for info, place in program.parameters:
-        for axes, sent in _of_parameter(program, info, place):
+    for (info, place), used in zip(program.parameters, uses, strict=True):
+        for axes, sent in _of_parameter(program, info, place, used):
             totals[axes] += sent
     return dict(totals)
 
 
-def total_step_bytes(program: Program) -> Fraction:
+def total_step_bytes(program: Program, *, stage: int | None = None) -> Fraction:
     """The sum of `step_bytes` over all axes."""
-    return sum(step_bytes(program).values(), Fraction(0))
+    return sum(step_bytes(program, stage=stage).values(), Fraction(0))
 
 
 def of_parameters(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
@@ -126,15 +145,14 @@ class _DimGather(NamedTuple):
 
 
 def _of_parameter(
-    program: Program, info: ParameterInfo, place: Placement
+    program: Program, info: ParameterInfo, place: Placement, uses: Uses
 ) -> Iterator[tuple[tuple[str, ...], Fraction]]:
     """What is sent for one parameter, as pairs of axes and bytes."""
-    strategy, wire, m = program.strategy, program.wire, program.num_minibatches
+    strategy, wire, sends = program.strategy, program.wire, uses.sends
     stored = info.dtype.itemsize
     gathered = jnp.dtype(wire.gather_dtype or info.dtype).itemsize
     reduced = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype).itemsize
     once_a_step = strategy.gather_every == "step"
-    sends = strategy.sends(m, place.keep)
 
     shard = _local_elements(program, info, place.names, place.parameter_padding)
     itemsize = gathered if once_a_step else stored
@@ -142,7 +160,8 @@ def _of_parameter(
     if summed := tuple(axis for axis in shared if axis not in place.mean_axes):
         # Each device uses a slice of what it has; the gradients of all slices are summed.
         has = shard * (_data_shards(program, place) if once_a_step else 1)
-        yield summed, m * ring_bytes("all_reduce", has * itemsize, axes_size(program.mesh, summed))
+        each = ring_bytes("all_reduce", has * itemsize, axes_size(program.mesh, summed))
+        yield summed, uses.backward * each
     if shared and not once_a_step:
         named = zip(info.shape, place.shared_names, strict=True)
         shard //= math.prod(entries for entries, name in named if name)
@@ -168,6 +187,8 @@ def _of_parameter(
     if others := tuple(axis for axis in program.data_axes if axis not in sharded):
         size = axes_size(program.mesh, others)
         yield others, ring_bytes("all_reduce", shard * reduced, size)
+    if stages := place.sum_axes:  # Each stage has a part of the gradient.
+        yield stages, ring_bytes("all_reduce", shard * reduced, axes_size(program.mesh, stages))
 
 
 def _gathers(

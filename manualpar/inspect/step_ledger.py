@@ -11,6 +11,7 @@ algorithms, see `manualpar.inspect.communication.ring_bytes`; operations are tho
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -199,7 +200,9 @@ def ledger(
         mesh={axis: size for mesh in meshes for axis, size in mesh.shape.items()},
         collectives=collectives,
         computations=by_phase_and_module(products, root),
-        predicted=_unless_refused(step_bytes, ours, "bytes in closed form", notes),
+        predicted=_unless_refused(
+            functools.partial(step_bytes, stage=sending.stage), ours, "bytes in closed form", notes
+        ),
         memory=_unless_refused(step_memory, ours, "memory", notes),
         notes=tuple(notes),
         stage=sending.stage if sending.num_stages > 1 else None,

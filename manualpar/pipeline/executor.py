@@ -68,6 +68,17 @@ class PipelineRun:
         """The schedule of a training step."""
         return make_table(self.schedule, self.num_stages, self.num_microbatches, self.chunks)
 
+    @property
+    def table(self) -> Table:
+        """What each stage does in each tick of a training step."""
+        return make_table(self.schedule, self.num_stages, self.num_microbatches, self.chunks)
+
+    def staged(
+        self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any
+    ) -> StagedLoss:
+        """The loss as stages run it; arguments as those of a call."""
+        return self._work(loss, params, collections, minibatches, backward=True).loss
+
     def __call__(
         self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce
     ) -> tuple[Any, Metrics, Any]:

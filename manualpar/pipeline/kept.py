@@ -109,7 +109,9 @@ class KeptResiduals(KeptInputs):
         """The gradients of the parameters and of the input, from that of the result."""
         args = params, inexact, fixed
         leaves = jax.tree.leaves(args)
-        stored, made = iter(kept), iter(self._run(self._again, args))
+        with jax.named_scope(RECOMPUTED_SCOPE):
+            made = iter(self._run(self._again, args))
+        stored = iter(kept)
         residuals = [
             leaves[place] if place is not None else next(stored if is_kept else made)
             for place, is_kept in zip(self._inputs, self._is_kept, strict=True)

@@ -18,7 +18,7 @@ from manualpar.pipeline.schedule_table import NOTHING, Table
 from manualpar.pipeline.slots import branch, read, slots, write, zeros
 from manualpar.pipeline.staged_loss import Activations, StagedLoss
 from manualpar.pipeline.tick_scopes import ticks_scope
-from manualpar.purposes import PIPELINE_SCOPE
+from manualpar.purposes import PIPELINE_SCOPE, RECOMPUTED_SCOPE
 
 
 class _State(NamedTuple):
@@ -230,7 +230,8 @@ class StageWork:
             return x.inexact, x.exact
 
         def run_prefix() -> Any:
-            _, pullback, _ = jax.vjp(prefix, self._some(loss.prefix_params), has_aux=True)
+            with jax.named_scope(RECOMPUTED_SCOPE):
+                _, pullback, _ = jax.vjp(prefix, self._some(loss.prefix_params), has_aux=True)
             return self._summed(before, pullback(dx)[0])
 
         sums = self._where(

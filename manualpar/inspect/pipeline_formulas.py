@@ -1,0 +1,170 @@
+"""What the stages of a pipeline send, and how often each uses a parameter, in closed form.
+
+`S` stages take `M` microbatches through `v S` chunks of layers in `T` ticks. A device sends
+
+    activations         T permutes of what a layer hands on
+    their gradients     T permutes of what of it is differentiated
+    metrics             1 all-reduce of each scalar
+    parameters          with v > 1: v permutes of 1 / v of the stage's layers
+    their gradients     with v > 1: v permutes of 1 / v of them, in the dtype of sums
+
+over the axis of stages. The permutes of a tick are written once for all stages, so a device counts
+as sending in those ticks too in which it sends zeros, or has no neighbour.
+
+A parameter is used in the prefix (on the first stage), in chunks of layers (on each), or in the
+suffix (on the last). The forward pass of a chunk is not differentiated when it runs. Its backward
+pass gathers parameters again, as what does not depend on activations is not kept in slots; and once
+more, if it runs the whole chunk again and drops gathered parameters in between.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.program import Program
+from manualpar.core.strategy import Sends
+from manualpar.inspect.communication import Collective, Kind
+from manualpar.pipeline.executor import PipelineRun
+from manualpar.pipeline.staged_loss import StagedLoss
+from manualpar.purposes import PIPELINE_SCOPE
+from manualpar.sharding.axes import axes_size, axis_tuple
+
+
+class _FoundStages(Exception):  # noqa: N818 (it is no error)
+    """Ends a trace at its pipeline."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seeker:
+    """Stands in for a pipeline in a step that is traced."""
+
+    run: PipelineRun
+
+    def __call__(
+        self, loss: Any, params: Any, collections: Any, minibatches: Any, reduce: Any
+    ) -> Any:
+        raise _FoundStages(self.run.staged(loss, params, collections, minibatches))
+
+
+class Uses(NamedTuple):
+    """How often a step sends a parameter, and how often it differentiates a use of it."""
+
+    sends: Sends
+    backward: int
+
+
+class PipelineForm:
+    """The closed form of a program's pipeline.
+
+    Attributes:
+      run: The pipeline.
+      loss: The loss in pieces.
+    """
+
+    def __init__(self, program: Program) -> None:
+        assert isinstance(program.step.pipeline, PipelineRun)
+        self.program, self.run = program, program.step.pipeline
+        step: Any = dataclasses.replace(program.step, pipeline=_Seeker(self.run))
+        try:
+            jax.eval_shape(step.train, program.abstract_state, program.abstract_batch)
+        except _FoundStages as found:
+            self.loss: StagedLoss = found.args[0]
+
+    def stages(self, stage: int | None) -> range:
+        """The stage alone, or all of them; refuses one that there is not."""
+        every = range(self.run.num_stages)
+        if stage is None:
+            return every
+        if stage not in every:
+            raise ValueError(f"step_bytes: stage={stage!r}, expected one of {list(every)} or None.")
+        return range(stage, stage + 1)
+
+    def uses(self, stage: int) -> list[Uses]:
+        """How often a stage uses each parameter."""
+        return [self._uses(index, stage) for index in range(len(self.program.parameters))]
+
+    def _uses(self, index: int, stage: int) -> Uses:
+        place = self.program.parameters[index][1]
+        strategy, microbatches = self.program.strategy, self.run.num_microbatches
+        last = self.run.num_stages - 1
+        backward, sends = 0, Sends(0)
+
+        def add(times: int, passes: int, *, dropped: bool) -> None:
+            """Adds differentiated uses, and passes that are not differentiated before them."""
+            nonlocal backward, sends
+            backward += times
+            kept = strategy.sends(times, True)
+            for each in [kept] * passes + [strategy.sends(times, not dropped)]:
+                sends = Sends(*(x + y for x, y in zip(sends, each, strict=True)))
+
+        if index in self.loss.prefix_params and stage == 0:
+            add(microbatches, 1, dropped=True)
+        if index in self.loss.cut.stacked:  # A chunk uses 1 / v of its layers.
+            add(microbatches, 1, dropped=self.run.keep == "inputs")
+        elif index in self.loss.chunk_params:
+            add(microbatches * self.run.chunks, 1, dropped=self.run.keep == "inputs")
+        if index in self.loss.suffix_params and stage == last:
+            add(microbatches, 0, dropped=True)
+        once = strategy.sends(1, place.keep)
+        if strategy.gather_every == "step":
+            sends = sends._replace(gathers=once.gathers)
+        if strategy.gather_every == "step" or place.state_names is not None:
+            sends = sends._replace(scatters=once.scatters)
+        else:
+            sends = sends._replace(scatters=backward)
+        return Uses(sends._replace(new_gathers=once.new_gathers), backward)
+
+    def sends(self) -> Iterator[Collective]:
+        """What a step sends over the axis of stages, but for the sums of gradients."""
+        table, types = self.run.table, self.loss.types
+        for activation in (*types.inexact, *types.exact):
+            yield self._sent("permute", activation.shape, activation.dtype, table.num_ticks)
+        for activation in types.inexact:
+            yield self._sent("permute", activation.shape, activation.dtype, table.num_ticks)
+        for metric in jax.tree.leaves(self.loss.returns[1][0]):
+            yield self._sent("all_reduce", metric.shape, _dtype_of_sums(metric.dtype))
+        if self.run.chunks > 1:
+            for index in self.loss.cut.stacked:
+                yield from self._exchanged(index)
+
+    def _exchanged(self, index: int) -> Iterator[Collective]:
+        """The exchange of a stacked parameter, and of its gradient."""
+        info, place = self.program.parameters[index]
+        names, dtype = place.names, info.dtype
+        if self.program.strategy.gather_every == "step":
+            gathered = self.program.wire.gather_dtype
+            dtype = jnp.dtype(gathered) if gathered and any(names) else dtype
+            data = set(place.mean_axes)
+            names = tuple(None if set(axis_tuple(name)) & data else name for name in names)
+        sizes = [axes_size(self.program.mesh, axis_tuple(name)) for name in names]
+        padding = place.parameter_padding or (0,) * len(sizes)
+        if self.program.strategy.gather_every == "step":
+            padding = (0,) * len(sizes)
+        shape = tuple(
+            (n + more) // size for n, more, size in zip(info.shape, padding, sizes, strict=True)
+        )
+        piece = (shape[0] // self.run.chunks, *shape[1:])
+        yield self._sent("permute", piece, dtype, self.run.chunks)
+        yield self._sent("permute", piece, _dtype_of_sums(dtype), self.run.chunks)
+
+    def _sent(self, kind: Kind, shape: tuple[int, ...], dtype: Any, times: int = 1) -> Collective:
+        axis, size = self.run.axis, self.run.num_stages
+        return Collective(kind, (axis,), size, shape, jnp.dtype(dtype), times, PIPELINE_SCOPE)
+
+
+def pipeline_sends(program: Program) -> tuple[Collective, ...]:
+    """Predicts what a step of a pipeline sends besides parameters and what layers send.
+
+    Returns:
+      The collectives over the axis of stages that are not sums of gradients, the same on every
+      stage; none if the program has no pipeline.
+    """
+    return tuple(PipelineForm(program).sends()) if program.step.pipeline else ()
+
+
+def _dtype_of_sums(dtype: Any) -> Any:
+    is_inexact = jnp.issubdtype(dtype, jnp.inexact)
+    return jnp.promote_types(dtype, jnp.float32) if is_inexact else dtype

@@ -1,0 +1,168 @@
+"""What each stage of a pipeline sends, predicted, against the traced step: exactly."""
+
+import functools
+from fractions import Fraction
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from manualpar import Batch, Pipeline, Program, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar.inspect import (
+    bytes_by_axes,
+    ledger,
+    of_parameters,
+    step_bytes,
+    total_bytes,
+    total_step_bytes,
+)
+from manualpar.inspect.communication import summed
+from manualpar.inspect.pipeline_formulas import pipeline_sends
+from manualpar.purposes import PIPELINE_SCOPE
+
+LAYERS, WIDTH, VOCABULARY, EXAMPLES = 4, 16, 16, 48
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, shared: jax.Array) -> tuple[jax.Array, None]:
+        return x + jnp.tanh(nn.Dense(WIDTH, use_bias=False)(x) @ shared), None
+
+
+class Stacked(nn.Module):
+    """Layers in a scan that share one kernel, behind a table that is also the head."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        init = nn.initializers.normal(1.0)
+        table = self.param("table", init, (VOCABULARY, WIDTH))
+        shared = self.param("shared", init, (WIDTH, WIDTH))
+        layers = nn.scan(
+            Layer,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=LAYERS,
+        )
+        x, _ = layers(name="layers")((table * table)[tokens], shared)
+        return nn.Dense(WIDTH, use_bias=False, name="last")(x) @ table.T
+
+
+def loss_fn(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
+    del rng
+    scores = jax.nn.log_softmax(apply_fn({"params": params}, batch.inputs))
+    total = -jnp.take_along_axis(scores, batch.labels[:, None], 1).sum()
+    return total / len(scores), {"loss": (total, jnp.float32(len(scores)))}
+
+
+BUILDERS = {
+    "dp": data_parallel,
+    "zero1": functools.partial(zero, stage=1, min_weight_size=0),
+    "keep": functools.partial(fsdp, reshard_after_forward=False, min_weight_size=0),
+    "reshard": functools.partial(fsdp, min_weight_size=0),
+    "step": functools.partial(fsdp, communicate_every="step", min_weight_size=0),
+    "hsdp": functools.partial(hsdp, min_weight_size=0),
+}
+
+
+def build(name: str, mesh: dict[str, int], *, microbatches: int = 4, **fields: Any) -> Program:
+    tokens = jax.ShapeDtypeStruct((EXAMPLES,), jnp.int32)
+    return BUILDERS[name](
+        Stacked(),
+        optax.sgd(1.0),
+        loss_fn,
+        mesh=make_mesh(mesh),
+        batch=Batch(tokens, tokens),
+        num_minibatches=microbatches,
+        gather_dtype=fields.pop("gather_dtype", None),
+        pipeline=Pipeline(**fields),
+    )
+
+
+def check(program: Program, stage: int) -> Any:
+    found = ledger(program, stage=stage)
+    parameters = of_parameters(found.collectives)
+    assert found.predicted == step_bytes(program, stage=stage)
+    assert _without_zeros(bytes_by_axes(parameters)) == _without_zeros(found.predicted)
+    between = [one for one in found.collectives if one.purpose == PIPELINE_SCOPE]
+
+    def amounts(collectives: Any) -> Any:
+        return summed(((x.kind, x.axes, x.shape, str(x.dtype)), x.times) for x in collectives)
+
+    assert amounts(between) == amounts(pipeline_sends(program))
+    return found
+
+
+def _without_zeros(sent: Any) -> Any:
+    return {axes: x for axes, x in sent.items() if x}
+
+
+MESHES = [{"data": 2, "stage": 4}, {"data": 4, "stage": 2}]
+INTERLEAVED = {"chunks": 2}
+SLOW = [
+    *((name, mesh, {}) for name in ("dp", "zero1", "keep", "step") for mesh in MESHES),
+    ("reshard", {"data": 1, "stage": 4}, {}),
+    *(
+        (name, {"data": 4, "stage": 2}, {"chunks": 2, "keep": keep, "schedule": "gpipe"})
+        for name in ("dp", "zero1", "keep", "reshard", "step")
+        for keep in ("residuals", "inputs")
+    ),
+    ("hsdp", {"replica": 2, "data": 2, "stage": 2}, INTERLEAVED),
+    ("hsdp", {"replica": 2, "data": 1, "stage": 4}, {"keep": "inputs", "microbatches": 3}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "fields"),
+    [
+        ("step", {"data": 4, "stage": 2}, INTERLEAVED | {"gather_dtype": "bfloat16"}),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    ],
+    ids=str,
+)
+def test_every_stage_sends_what_the_closed_form_says(devices8, name, mesh, fields):
+    program = build(name, mesh, **fields)
+    for stage in range(mesh["stage"]):
+        check(program, stage)
+
+
+def test_the_stage_that_sends_the_most_is_predicted(devices8):
+    program = build("reshard", {"data": 2, "stage": 4})
+    for stage in range(4):
+        check(program, stage)
+    found = ledger(program)
+    assert found.stage == 3  # That of the head, which another kernel belongs to.
+    sent = [total_step_bytes(program, stage=stage) for stage in range(4)]
+    assert total_step_bytes(program) == max(sent) == sum(found.predicted.values())
+    assert sent[3] > sent[0] > sent[1] == sent[2] > 0
+    with pytest.raises(ValueError, match=r"step_bytes: stage=4, expected one of \[0, 1, 2, 3\]"):
+        step_bytes(program, stage=4)
+    assert "of 4 stages it is stage 3, which sends the most" in found.notes
+
+
+@pytest.mark.slow
+def test_a_microbatch_more_is_a_tick_and_uses_more(devices8):
+    """As often as the tables say: from which everything but reductions once a step follows."""
+    few, many = (build("keep", {"data": 2, "stage": 2}, microbatches=m) for m in (4, 8))
+    for stage in (0, 1):
+        # Activations are half as large, and metrics are summed once.
+        hops = [
+            total_bytes(one for one in pipeline_sends(each) if one.kind == "permute")
+            for each in (few, many)
+        ]
+        assert hops[1] / hops[0] == Fraction(8 + 2, 2 * (4 + 2))
+        once, twice = (step_bytes(each, stage=stage) for each in (few, many))
+        assert once[("stage",)] == twice[("stage",)]
+        assert twice[("data",)] == 2 * once[("data",)]
+
+
+def test_what_is_compiled_counts_as_often(devices8):
+    found = ledger(build("keep", {"data": 2, "stage": 2}), compile=True)
+    assert found.stage is not None
+    changed = sum(change.bytes_after - change.bytes_before for change in found.changes)
+    assert total_bytes(found.compiled.collectives) == found.total_bytes + changed
+    # XLA leaves out what nobody needs, and puts together what it can.
+    assert {change.kind for change in found.changes} <= {"merged", "removed"}
