@@ -50,7 +50,8 @@ def build(
 ) -> Program:
     tokens = jax.ShapeDtypeStruct((EXAMPLES, POSITIONS), jnp.int32)
     model = SMALL.clone(**fields)
-    options = {"axis_name": ("data", "expert")} if "expert" in mesh else {}
+    options: Any = {"axis_name": ("data", "expert")} if "expert" in mesh else {}
+    options |= {"context_axis": "context"} if "context" in mesh else {}
     return BUILDERS[name](
         model,
         optax.sgd(1.0),
@@ -67,7 +68,7 @@ def check(program: Program, *, compile: bool = False) -> Ledger:
     """Whether everything over the model axis, and all that is for parameters, is predicted."""
     found = ledger(program, compile=compile)
     parameters = of_parameters(found.collectives)
-    axes = [("model",), ("expert",)]
+    axes = [("model",), ("expert",), ("context",)]
     layers = [x for x in found.collectives if x.axes in axes and x not in parameters]
     model = program.abstract_state.apply_fn.__self__
     predicted = transformer_sends(program, model)
@@ -90,10 +91,23 @@ TP = {"dtype": "bfloat16"}
 SP = {"sequence_parallel": True}
 GQA = {"num_kv_heads": 2, "remat": "dots"}
 EXPERTS = {"num_experts": 4, "expert_axis": "expert", "scan_layers": False}
+CONTEXT = {"context_axis": "context", "bos_token": 1}
+ULYSSES, GATHER = ({"context_attention": how} | CONTEXT for how in ("ulysses", "gather"))
 CASES = [
     ("zero2", {"data": 2, "model": 4}, TP | GQA, 2),
+    ("dp", {"data": 2, "context": 4}, CONTEXT | TP, 1),
 ]
 SLOW = [
+    *(
+        ("dp", {"data": 2, "context": 2, "model": 2}, fields | TP | more, 2)
+        for fields, more in itertools.product(
+            [CONTEXT, ULYSSES, GATHER],
+            [{}, {"remat": "full"}, {"num_kv_heads": 2, "scan_layers": False}],
+        )
+    ),
+    ("keep", {"data": 4, "context": 2}, CONTEXT | GQA, 1),
+    ("zero1", {"data": 2, "context": 4}, ULYSSES | GQA | {"scan_layers": False}, 1),
+    ("keep", {"data": 2, "context": 2, "model": 2}, CONTEXT | SP | {"bos_token": -1}, 1),
     ("dp", {"data": 2, "model": 4}, SP | GQA | {"overlap": "ring"}, 2),
     ("fsdp", {"data": 4, "model": 2}, SP | {"tied_head": True, "gather_dtype": "bfloat16"}, 1),
     ("fsdp", {"data": 2, "expert": 4}, EXPERTS | {"remat": "full"}, 2),

@@ -1,4 +1,4 @@
-"""What layers that are split over a model or an expert axis send, in closed form.
+"""What layers that are split over a model, an expert or a context axis send, in closed form.
 
 Here are the collectives of one minibatch, forward and backward. Over `N` devices they are for
 
@@ -8,6 +8,9 @@ Here are the collectives of one minibatch, forward and backward. Over `N` device
     a lookup in a split vocabulary           1 all-reduce; or 1 reduce-scatter and 1 all-gather
     a head with a split vocabulary           1 all-reduce; or 1 all-gather and 1 reduce-scatter
     experts among which tokens travel        4 all-to-alls of b B C E D bytes, (N - 1) / N each
+    attention over a context, in a ring      2 (N - 1) permutes of keys and values, N of gradients
+      by heads                               8 all-to-alls: of queries, keys, values and results
+      with all keys                          2 all-gathers and 2 reduce-scatters
 
 of the `A = b B S D` bytes of a device's tokens, of which `b` is an element: an all-reduce sends
 `2 A (N - 1) / N`, an all-gather or a reduce-scatter half of it. There are
@@ -15,11 +18,17 @@ also a few bytes for each label of the cross entropy (Megatron-LM,
 https://arxiv.org/abs/1909.08053; Korthikanti et al., https://arxiv.org/abs/2205.05198; GShard,
 https://arxiv.org/abs/2006.16668).
 
+A context of `N` devices has `S / N` positions of each sequence on a device. Keys and values are two
+arrays of `[B, S / N, K, H]` in the dtype of activations, and the gradients of both travel in
+float32 (Liu et al., https://arxiv.org/abs/2310.01889). A forward pass that is run again sends
+again, but not that of a ring, whose result is kept.
+
 With sequence parallelism devices apply the scale of a norm to different positions, so that its
 gradient is summed over them: 1 all-reduce of `D` numbers a norm. Whatever is sent for parameters is
 in `manualpar.inspect.formulas`.
 
-Symbols: `B` examples of a device, `S` positions, `D` features, `E` experts, `C` the capacity.
+Symbols: `B` examples of a device, `S` positions, `D` features, `K` heads of keys with `H` features,
+`E` experts, `C` the capacity.
 """
 
 import dataclasses
@@ -31,6 +40,7 @@ import jax.numpy as jnp
 from manualpar.inspect.communication import Collective, Kind
 from manualpar.purposes import (
     CAST_SCOPE,
+    CONTEXT_SCOPE,
     CROSS_ENTROPY_SCOPE,
     EXPERT_SCOPE,
     SEQUENCE_SCOPE,
@@ -38,6 +48,7 @@ from manualpar.purposes import (
 )
 
 FLOAT32 = jnp.dtype("float32")  # Of norms' scales and of losses, whatever the dtype.
+INT32 = jnp.dtype("int32")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,6 +141,42 @@ def router_sends(
         logits = (*x.part[:2], num_experts)
         yield x.sends(SEQUENCE_SCOPE, "all_gather", 2 if recomputed else 1, logits, FLOAT32)
         yield x.sends(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, num_experts), FLOAT32)
+
+
+def attention_sends(
+    x: Activations, how: str, *, heads: tuple[int, int, int], recomputed: bool = False
+) -> Iterator[Collective]:
+    """What attention sends over a context axis, `x.axis`; `heads` are those of queries, `K`, `H`.
+
+    `how` is that of `manualpar.layers.context.Context`.
+    """
+    queries, keys, features = heads
+    of_queries, of_keys = ((*x.part[:2], number, features) for number in (queries, keys))
+    forward, others = 2 if recomputed else 1, x.devices - 1
+    if how == "ring":
+        yield x.sends(CONTEXT_SCOPE, "permute", 2 * others, (2, *of_keys), x.dtype)
+        yield x.sends(CONTEXT_SCOPE, "permute", x.devices, (2, *of_keys), FLOAT32)
+    elif how == "ulysses":
+        repeated = (*of_keys[:2], max(keys, x.devices), features)
+        yield x.sends(CONTEXT_SCOPE, "all_to_all", 2 * (forward + 1), of_queries, x.dtype)
+        yield x.sends(CONTEXT_SCOPE, "all_to_all", 2 * (forward + 1), repeated, x.dtype)
+    else:
+        yield x.sends(CONTEXT_SCOPE, "all_gather", 2 * forward, of_keys, x.dtype)
+        yield x.sends(CONTEXT_SCOPE, "reduce_scatter", 2, (x.devices, *of_keys), x.dtype)
+
+
+def document_sends(
+    x: Activations, layers: int, *, in_loop: bool, recomputed: bool = False
+) -> Iterator[Collective]:
+    """What the numbers of documents cost over a context axis: counting them, and for each layer.
+
+    What layers in a loop gather is the same for all, so that JAX takes it out of the loop; two
+    gathers of it are left, or one and those of the layers that are run again.
+    """
+    yield x.sends(CONTEXT_SCOPE, "all_gather", 1, (2, x.part[0]), INT32)
+    times = (1 if recomputed else 2) if in_loop else layers
+    times += layers if recomputed else 0
+    yield x.sends(CONTEXT_SCOPE, "all_gather", times, x.part[:2], INT32)
 
 
 def _enter(x: Activations, times: int, *, recomputed: int = 0) -> Iterator[Collective]:

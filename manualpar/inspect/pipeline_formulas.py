@@ -67,7 +67,8 @@ class PipelineForm:
     def __init__(self, program: Program) -> None:
         assert isinstance(program.step.pipeline, PipelineRun)
         self.program, self.run = program, program.step.pipeline
-        step: Any = dataclasses.replace(program.step, pipeline=_Seeker(self.run))
+        seeker: Any = _Seeker(self.run)
+        step = dataclasses.replace(program.step, pipeline=seeker)
         try:
             jax.eval_shape(step.train, program.abstract_state, program.abstract_batch)
         except _FoundStages as found:

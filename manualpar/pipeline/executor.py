@@ -68,11 +68,6 @@ class PipelineRun:
         """The schedule of a training step."""
         return make_table(self.schedule, self.num_stages, self.num_microbatches, self.chunks)
 
-    @property
-    def table(self) -> Table:
-        """What each stage does in each tick of a training step."""
-        return make_table(self.schedule, self.num_stages, self.num_microbatches, self.chunks)
-
     def staged(
         self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any
     ) -> StagedLoss:
