@@ -5,7 +5,7 @@ python -m experiments.inspect [--config=configs/fsdp.py] [--config=configs/dp.py
                               [--devices=<number>] [--compile | --nocompile]
                               [--output=<folder>] [--against=<ledger.json or folder>]
                               [--budget=configs/budgets.toml [--write_budget]]
-                              [--memory=<16GiB or v5p>]
+                              [--memory=<16GiB or v5p>] [--schedule]
 
 Nothing is trained, and with --nocompile nothing compiled: --devices=4096 needs no devices then.
 Exit codes: 0, 1 if a budget is broken, 2 for a mistake on the command line, in a config or in a

@@ -28,7 +28,7 @@ def _change_rows(table, name, row):
 
 
 def test_every_table_is_accepted():
-    sizes = itertools.product((1, 2, 3, 5), (1, 2, 3, 4, 7, 10), (1, 2, 3), (True, False))
+    sizes = itertools.product((1, 2, 3, 4), (1, 2, 3, 5, 8), (1, 2, 3), (True, False))
     for size in sizes:
         for schedule in ("gpipe", "1f1b"):
             check_table(_make(schedule, *size))
@@ -119,7 +119,7 @@ def test_orders_that_contradict_what_depends_on_what_are_refused():
     """Two events change places, or one moves; slots are found anew where there are any."""
     chance = random.Random(0)
     outcomes = {True: 0, False: 0}
-    for _ in range(600):
+    for _ in range(300):
         stages, microbatches, chunks = (chance.randint(1, most) for most in (3, 4, 2))
         schedule = chance.choice(["gpipe", "1f1b"])
         events = list(make_table(schedule, stages, microbatches, chunks).events)
@@ -136,4 +136,4 @@ def test_orders_that_contradict_what_depends_on_what_are_refused():
         is_refused = pytest.raises(ValueError, match=r"^changed table")
         with is_right if expected else is_refused:
             _table_of_events("changed", events, stages, microbatches, chunks)
-    assert min(outcomes.values()) > 100
+    assert min(outcomes.values()) > 50

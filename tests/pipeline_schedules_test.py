@@ -8,7 +8,7 @@ import pytest
 from manualpar.pipeline.schedule_table import Costs, Event
 from manualpar.pipeline.schedules import make_table
 
-SIZES = [*itertools.product((1, 2, 3, 4, 7), (1, 2, 3, 4, 5, 8, 11), (1, 2, 4))]
+SIZES = [*itertools.product((1, 2, 3, 5), (1, 2, 3, 5, 8), (1, 2, 3))]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -26,7 +26,7 @@ def test_the_bubble_is_that_of_the_closed_form(schedule):
 
 
 def test_1f1b_keeps_as_many_inputs_however_many_microbatches():
-    for stages, rounds, chunks in itertools.product((1, 2, 4, 8), (2, 3, 8), (1, 2, 4)):
+    for stages, rounds, chunks in itertools.product((1, 2, 4), (2, 3), (1, 2, 3)):
         table = make_table("1f1b", stages, rounds * stages, chunks)
         most = (chunks + 1) * stages - 1
         assert (table.activation_slots, table.gradient_slots) == (most, 1)

@@ -6,6 +6,7 @@ budgets. The folder of the results has
 
     <config>.json   the ledger, see `manualpar.inspect.step_ledger`, and the config
     inspect.png     all of them, see `manualpar.training.inspection_picture`
+    <config>.schedule.png   with --schedule, the schedule of its pipeline
 
 The exit code is 1 if a budget is broken.
 """
@@ -53,6 +54,12 @@ from manualpar.training.inspection_report import (
     print_summary,
     print_verdict,
 )
+from manualpar.training.inspection_schedule import (
+    print_schedule,
+    read_schedule,
+    table_and_costs,
+)
+from manualpar.training.schedule_picture import draw_schedule
 from manualpar.untrusted import read_object
 from manualpar.usage import UsageError, print_error
 from manualpar.watching.tables import print_line
@@ -80,6 +87,9 @@ INSPECT_FLAGS: Mapping[str, Flag] = {
     ),
     "budget": Flag("A TOML file with the most that each config may send, hold and compute.", Path),
     "write_budget": Flag("Writes what is measured into the file that --budget names.", bool, False),
+    "schedule": Flag(
+        "Prints the schedule of each config's pipeline too, and draws it.", bool, False
+    ),
     "memory": Flag(
         "What a device has, such as 16GiB, or the name of a chip such as v5p: marked in the "
         "picture."
@@ -125,20 +135,32 @@ def inspect_command(line: CommandLine) -> int:
     return BROKEN_EXIT_CODE if broken else code
 
 
-def read_ledger(named: NamedConfig, *, devices: int | None, compile: bool) -> dict[str, Any]:
+def read_ledger(
+    named: NamedConfig, *, devices: int | None, compile: bool, needs_pipeline: bool = False
+) -> dict[str, Any]:
     """Traces the step of a config, for so many devices or those there are; compiles it if asked to.
 
     Returns:
       `Ledger.to_json()`, and `config_file`, `config`, `devices`, `jax`; `predicted_is_bound`:
-      whether the closed form is the most that is sent; and `predicted_layers`: the closed form of
-      what split layers send, `None` if there is none. Compiled collectives have a `purpose` and a
-      `module` as far as XLA has kept them, joined with `+` where XLA merged several.
+      whether the closed form is the most that is sent; `predicted_layers`: the closed form of what
+      split layers send, `None` if there is none; and `schedule`: see `read_schedule`. Compiled
+      collectives have a `purpose` and a `module` as far as XLA has kept them, joined with `+` where
+      XLA merged several.
 
     Raises:
-      UsageError: The config contradicts itself or the devices, or the step cannot be read.
+      UsageError: The config contradicts itself or the devices, or the step cannot be read; or it
+        `needs_pipeline` and has none.
     """
     with users_mistakes(f"{named.path}: "):
         experiment = prepare(named.config, devices=None if compile else devices)
+        if needs_pipeline and experiment.program.step.pipeline is None:
+            mesh = dict(experiment.program.mesh.shape)
+            raise UsageError(
+                f"--schedule: {named.path} has no pipeline on the mesh {mesh}; expected one with "
+                "an axis over which layers are in stages, as by "
+                """--config.parallel.mesh="{'data': -1, 'stage': 2}"."""
+            )
+        schedule = read_schedule(experiment.program)
         read = ledger(experiment.program, compile=compile)
     found, root = read.to_json(), type(experiment.task.model).__name__
     if read.compiled:
@@ -154,6 +176,7 @@ def read_ledger(named: NamedConfig, *, devices: int | None, compile: bool) -> di
         "jax": jax.__version__,
         "predicted_is_bound": experiment.program.strategy.reshard_after_forward,
         "predicted_layers": _predict_layers(experiment),
+        "schedule": schedule,
         **found,
     }
 
@@ -194,6 +217,9 @@ def _inspect(line: CommandLine, console: rich.console.Console, broken: list[str]
         for name, found in ledgers.items():
             write_json(output / f"{name}.json", found)
         draw_ledgers(ledgers, output / PICTURE, bounds=bounds)
+        for name in ledgers if flags.schedule else ():
+            table, costs = table_and_costs(ledgers[name]["schedule"])
+            draw_schedule(table, output / f"{name}.schedule.png", title=name, costs=costs)
     if flags.write_budget:
         _write_budgets(flags.budget, ledgers)
         print_line(console, f"budgets: {flags.budget}")
@@ -212,9 +238,12 @@ def _read_ledgers(line: CommandLine, console: rich.console.Console) -> dict[str,
             raise UsageError(f"{error} --nocompile needs no devices, however many.") from error
     ledgers: dict[str, Json] = {}
     for named in line.configs:
-        found = read_ledger(named, devices=flags.devices, compile=flags.compile)
+        options = {"compile": flags.compile, "needs_pipeline": flags.schedule}
+        found = read_ledger(named, devices=flags.devices, **options)
         ledgers[named.name] = found
         print_ledger(console, named.name, found)
+        if flags.schedule:
+            print_schedule(console, named.name, found["schedule"])
         if found["memory"] and flags.memory is not None:
             bound: Bound = flags.memory
             words = describe_fit(found["memory"]["peak"], bound.name, bound.size)

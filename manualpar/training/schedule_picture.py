@@ -8,19 +8,16 @@ import numpy as np
 from manualpar.pipeline.schedule_table import Costs, Table
 from manualpar.pipeline.schedule_text import describe_place
 from manualpar.watching import pictures
-from manualpar.watching.tables import describe_share
+from manualpar.watching.tables import describe_flops, describe_share
 
 # Of F and of B, by chunks from the input of the model on; they begin again where they end.
 COLORS = {"F": (pictures.BLUE, pictures.SKY), "B": (pictures.RED, pictures.ORANGE)}
 IDLE = "#EEF0F2"
 MOST_NUMBERS = 48  # The ticks of which each has room for a number.
 MOST_NAMED = 8
-UNITS = "time, in chunks forward"
 
 
-def draw_schedule(
-    table: Table, path: Path, *, title: str, costs: Costs | None = None, xlabel: str = UNITS
-) -> None:
+def draw_schedule(table: Table, path: Path, *, title: str, costs: Costs | None = None) -> None:
     """Draws a table into a PNG file: time to the right, a row for each stage, what is kept below.
 
     A tick is as wide as its slowest stage is slow.
@@ -29,18 +26,20 @@ def draw_schedule(
       table: The table.
       path: The file.
       title: The title.
-      costs: What the parts of a tick take, by default those of `Costs()`.
-      xlabel: The unit of the costs.
+      costs: The operations of parts of a tick. Without them a B takes two F, and nothing else
+        takes time.
 
     Raises:
       MissingExtraError: matplotlib is not installed.
     """
-    costs = costs or Costs()
     height = 1.2 + 0.4 * table.num_stages
     with pictures.new_figure(path.name, (13, 3.6 + height), title=title) as figure:
         stages, kept = figure.subplots(2, 1, sharex=True, height_ratios=(height, 1.6))
-        _draw_stages(stages, table, costs)
-        _draw_inputs(kept, table, costs, xlabel)
+        _draw_stages(stages, table, costs or Costs())
+        _draw_inputs(kept, table, costs or Costs())
+        kept.set_xlabel("time, in F of a chunk" if costs is None else "operations of a device")
+        if costs:
+            kept.xaxis.set_major_formatter(lambda flops, position: describe_flops(flops))
         figure.savefig(path)
 
 
@@ -85,7 +84,7 @@ def _draw_stages(axes: Any, table: Table, costs: Costs) -> None:
     )
 
 
-def _draw_inputs(axes: Any, table: Table, costs: Costs, xlabel: str) -> None:
+def _draw_inputs(axes: Any, table: Table, costs: Costs) -> None:
     """Draws how many inputs of chunks a stage keeps in each tick."""
     starts = _starts(table, costs)
     shades = np.linspace(0.75, 0, table.num_stages)
@@ -94,6 +93,7 @@ def _draw_inputs(axes: Any, table: Table, costs: Costs, xlabel: str) -> None:
     axes.axhline(table.activation_slots, color=pictures.GREEN, linestyle="--", linewidth=1)
     axes.set_ylim(0, 1.15 * table.activation_slots)
     axes.set_title(f"Inputs that a stage keeps, in {table.activation_slots} slots")
-    axes.set_xlabel(xlabel)
     if table.num_stages <= MOST_NAMED:
-        axes.legend(ncols=table.num_stages, loc="lower center")
+        axes.legend(
+            ncols=table.num_stages, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0
+        )

@@ -1,0 +1,56 @@
+"""`inspect --schedule`: the schedule of a config's pipeline, printed, written and drawn."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments import inspect as experiment
+from manualpar.training.command_line import parse_command_line
+from manualpar.training.inspection import inspect_command, inspect_syntax
+
+CONFIGS = experiment.DEFAULT_CONFIG.parent
+SMALL = (
+    "--config.model.hidden_size=16",
+    "--config.model.num_heads=2",
+    "--config.model.num_kv_heads=2",
+    "--config.model.mlp_size=32",
+    "--config.data.sequence_length=8",
+    "--config.data.batch_size=16",
+)
+
+
+@pytest.fixture(autouse=True)
+def _inside(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def _run(name: str, *arguments: str) -> int:
+    flags = [f"--config={CONFIGS / name}.py", "--nocompile", "--devices=8", "--output=out"]
+    syntax = inspect_syntax(experiment.chip_memory)
+    line = ["program", *flags, "--schedule", *arguments]
+    return inspect_command(
+        parse_command_line(line, default_config=experiment.DEFAULT_CONFIG, syntax=syntax)
+    )
+
+
+def test_the_schedule_is_printed_written_and_drawn(capsys):
+    assert _run("pp_lm", *SMALL) == 0
+    output = capsys.readouterr().out
+    assert "pp_lm: 1f1b: 4 stages, 8 microbatches, 14 ticks, bubble 27.3%" in output
+    assert "\nstage 3 F  .  .  .  0  1  2  3  4  5  6  7  .  .  .\n" in output
+    found = json.loads(Path("out/pp_lm.json").read_text())["schedule"]
+    # One example of 8 tokens: attention's q, k, v and out, its two products, and SwiGLU's three.
+    layer = 2 * 8 * (4 * 16 * 16 + 2 * 8 * 16 + 3 * 16 * 32)
+    assert found["flops"]["forward"] == layer
+    assert found["flops"]["backward"] == 2 * layer
+    assert found["flops"]["after"] > 0
+    assert found["idle_share"] > found["bubble"] == pytest.approx(3 / 11)
+    assert Path("out/pp_lm.schedule.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_config_without_a_pipeline_is_refused_before_it_is_traced(capsys):
+    assert _run("fsdp") == 2
+    error = capsys.readouterr().err
+    assert "--schedule: " in error
+    assert "has no pipeline on the mesh {'data': 8}; expected one with an axis" in error
