@@ -51,6 +51,7 @@ from manualpar.state_transfer import StartsFromArrays, check_has_devices
 from manualpar.train_state import TrainState
 from manualpar.update import Update
 from manualpar.user_model.adapter import Model
+from manualpar.user_model.context_check import check_context
 from manualpar.user_model.loss_function import LossFn
 from manualpar.user_model.study import UserModel, study
 
@@ -246,6 +247,7 @@ def _design(
         is_gathered=is_gathered,
         gathers_in_loss=strategy.gather_every == "minibatch",
     )
+    check_context(name, user_model, batch, roles)
     if user_model.keeps_types:  # What the model's initialisers shard stays so where it is used.
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
     placements = jax.tree.map(place_completely, user_model.parameters)

@@ -63,6 +63,7 @@ _MENDS: Mapping[Reason, str] = {
     "axis": "Name the axis of the plan",
     "constant": "Make it of the size of the whole, or split another dim",
     "convolution": "Give the convolution a style, Column() or Row()",
+    "examples": "Gather examples over axes that split them",
     "loop": "Scan over dims that are whole",
     "mixed": "Split both, or neither",
     "pad": "Pad dims that are whole",

@@ -43,9 +43,12 @@ _SUM = (
     "A sum or a mean over positions may go into the loss and the metrics, which are added up over "
     "the devices: divide by the count of metrics['loss'], kept from being 0 by jnp.where(count > "
     "0, count, 1) or, if it is of whole numbers, by jnp.maximum(count, 1). For anything else sum "
-    "over the devices too, with manualpar.layers.Context(axis).total or jax.lax.psum"
+    "over the devices too, with manualpar.layers.Context(axis).total or jax.lax.psum, in "
+    "nn.BatchNorm with all of program.data_axes as its axis_name"
 )
 _MENDS: Mapping[Reason, str] = {
+    "examples": "Each device has some positions of its examples: name the axes that split examples "
+    "alone, gather_examples(x, axis_name=...) without the context axis",
     "axis": "Give Context the axis that context_axis names",
     "constant": _POSITIONS,
     "convolution": _ATTENTION,

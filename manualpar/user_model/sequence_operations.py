@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from manualpar.purposes import EXAMPLES_SCOPE, purpose_of
 from manualpar.user_model.sequence_values import (
     Layout,
     Value,
@@ -22,7 +23,7 @@ from manualpar.user_model.sequence_values import (
     merged_layout,
     multiplied,
 )
-from manualpar.user_model.shard_operations import check_operation, refuse, split_dim
+from manualpar.user_model.shard_operations import Reason, check_operation, refuse, split_dim
 from manualpar.user_model.value_numbers import ValueNumbers
 
 # These give of a sum's parts the parts of the result's sum. Other operands are indices.
@@ -106,7 +107,9 @@ class SequenceOperations:
             return [Value("own" if self._axis in axes else "same")]
         if name in _COLLECTIVES and self._axis in axes:
             if name not in SUMS:
-                refuse(f"sends by {name} over {self._axis!r}", "unknown")
+                is_of_examples = purpose_of(str(one.source_info.name_stack)) == EXAMPLES_SCOPE
+                reason: Reason = "examples" if is_of_examples else "unknown"
+                refuse(f"sends by {name} over {self._axis!r}", reason)
             return [self.summed(value) for value in values]
         if (guarding := self._guarding(one, values, numbers)) is not None:
             return [guarding]

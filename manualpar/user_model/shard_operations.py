@@ -19,6 +19,7 @@ Reason = Literal[
     "axis",
     "constant",
     "convolution",
+    "examples",
     "loop",
     "mixed",
     "pad",
