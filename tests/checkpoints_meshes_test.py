@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from manualpar import Batch, Program, fsdp, make_mesh
+from manualpar import Batch, Pipeline, Program, fsdp, make_mesh
 from manualpar.checkpoints import Checkpoints
 from manualpar.models import Transformer
 from manualpar.sharding.axes import axis_tuple
@@ -48,6 +48,8 @@ MESHES: dict[str, list[tuple[dict[str, int], tuple[str, ...]]]] = {
         ({"data": 4, "model": 2}, ("model", "data")),
         ({"data": 4, "model": 2}, ()),  # The same on devices in another order.
         ({"replica": 2, "context": 2, "model": 2}, ("context", "model", "replica")),
+        ({"data": 2, "stage": 4}, ()),
+        ({"stage": 2, "context": 2, "model": 2}, ("model", "stage", "context")),
     ],
     "experts": [
         ({"data": 1}, ()),
@@ -55,6 +57,7 @@ MESHES: dict[str, list[tuple[dict[str, int], tuple[str, ...]]]] = {
         ({"expert": 4, "data": 2}, ()),
         ({"replica": 2, "expert": 4}, ()),
         ({"data": 2, "model": 4}, ()),
+        ({"stage": 2, "expert": 2, "model": 2}, ()),
     ],
 }
 
@@ -72,6 +75,8 @@ def program_on(name: str, number: int) -> Program:
         batch=Batch(inputs=tokens, labels=tokens),
         axis_name=tuple(axis for axis in ("replica", "data", "expert") if axis in sizes),
         context_axis="context" if "context" in sizes else None,
+        pipeline=Pipeline() if "stage" in sizes else None,
+        communicate_every="step",
         min_weight_size=16,
         pad=True,
     )
