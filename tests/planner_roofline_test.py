@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from manualpar.inspect.communication import Collective
 from manualpar.inspect.memory import Memory
 from manualpar.inspect.provenance import LAYER_SCOPES
+from manualpar.inspect.tick_parts import TickParts
+from manualpar.pipeline.schedules import make_table
+from manualpar.pipeline.tick_scopes import ticks_scope
 from manualpar.planner.hardware import Chip, Network
 from manualpar.planner.roofline import compute_seconds, estimate, is_made_an_all_reduce
-from manualpar.planner.step_work import Load, StepWork
+from manualpar.planner.step_work import Load, PartWork, PipelineWork, StepWork
 from manualpar.planner.topology import Topology, parse_topology, ring_over
 from manualpar.watching.throughput import Throughput
 
@@ -237,3 +240,59 @@ def test_every_plan_says_that_it_is_a_model_and_what_it_assumes():
     assert plan.source == "roofline"
     assert len(plan.assumptions) == 5
     assert "100% of 0.0 TFLOP/s in float32" in plan.assumptions[0]
+
+
+def _stages(*loads, collectives=()):
+    """Two stages and two microbatches; loads and collectives are those of both runs of a part."""
+    parts = TickParts(make_table("1f1b", 2, 2))
+    works = {
+        part: PartWork(
+            2,
+            tuple(one for one in collectives if parts.of(one.scope) == part),
+            tuple(load for load in loads if load.part == part),
+        )
+        for part in dict.fromkeys(load.part for load in loads if load.part)
+    }
+    return dataclasses.replace(_work(collectives, loads), pipeline=PipelineWork(parts, works))
+
+
+FORWARD = Load("forward", "float32", 2 * 1000.0, 0.0, "forward")  # 10 s a run
+STAGE_LOADS = (
+    FORWARD,
+    Load("backward", "float32", 2 * 2000.0, 0.0, "backward"),  # 20 s
+    Load("backward", "float32", 2 * 500.0, 0.0, "after"),  # 5 s, of the last stage
+)
+
+
+def test_a_tick_lasts_as_long_as_its_slowest_stage():
+    #  stage 0  F   F       B   B
+    #  stage 1      F L B   F L B
+    plan = estimate(_stages(*STAGE_LOADS), NODE)
+    assert plan.step_seconds == pytest.approx(10 + 35 + 35 + 20)
+    assert plan.compute_seconds == pytest.approx((2 * 30 + 2 * 35) / 2)
+    assert plan.bubble_seconds == pytest.approx(100 - 65)
+    assert any("Stages wait 35 s of a step for each other" in note for note in plan.notes)
+    # What all stages do once a step comes to that, and nothing is counted twice.
+    once = Load("forward", "float32", 300.0, 0.0)
+    longer = estimate(_stages(*STAGE_LOADS, once), NODE)
+    assert longer.step_seconds == pytest.approx(100 + 3)
+    assert longer.bubble_seconds == plan.bubble_seconds
+    assert estimate(_work(loads=STAGE_LOADS[:2]), NODE).bubble_seconds is None
+
+
+def test_what_a_stage_waits_for_others_wait_for_too():
+    forward = f"{ticks_scope(make_table('1f1b', 2, 2).is_run('forward_microbatch'))}/layers"
+    # 28 s each, of two layers in two runs; those of each run's first layer are exposed.
+    gathers = [_collective("all_gather", 1, f"{forward}/gather_params", times=4)]
+    long = FORWARD._replace(flops=2 * 10_000.0)
+    plan = estimate(_stages(long, *STAGE_LOADS[1:], collectives=gathers), NODE)
+    assert (plan.exposed_seconds, plan.overlapped_seconds) == (56, 56)
+    # A forward pass takes 128 s.
+    assert plan.step_seconds == pytest.approx(128 + 153 + 153 + 20)
+    [planned] = plan.collectives
+    assert planned.hidden_seconds == 56
+    # Hops are exposed, and count once for all stages.
+    hop = _collective("permute", 7, "pipeline", times=4)
+    hopping = estimate(_stages(*STAGE_LOADS, collectives=[hop]), NODE)
+    assert hopping.exposed_seconds == 4 * 28
+    assert hopping.step_seconds == pytest.approx(100 + 4 * 28)

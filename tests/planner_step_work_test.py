@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from manualpar import Batch, abstract_mesh, data_parallel, fsdp, hsdp, zero
+from manualpar import Batch, Pipeline, abstract_mesh, data_parallel, fsdp, hsdp, zero
 from manualpar.inspect import state_bytes, trace_collectives
 from manualpar.inspect.step_ledger import ledger
 from manualpar.models import Classifier, Transformer
@@ -221,3 +221,31 @@ def test_nothing_changed_is_the_same_work(base):
     _, work = base
     assert with_minibatches(work, 1) is work
     assert with_gather_dtype(work, "") is work
+
+
+def test_the_stages_of_a_pipeline_compute_layers_alike_and_the_last_one_the_head():
+    tokens = jax.ShapeDtypeStruct((16, SEQUENCE), jnp.int32)
+    program = data_parallel(
+        _transformer(),
+        adamw(1e-3, weight_decay=0.1),
+        language_model_loss,
+        mesh=abstract_mesh({"data": 2, "stage": 2}, 4),
+        batch=Batch(inputs=tokens, labels=tokens),
+        num_minibatches=4,
+        pipeline=Pipeline(),
+    )
+    work = read_work(program, Throughput(16, SEQUENCE, 1.0))
+    # Looking up tokens and the gradient of that have no products, and nothing is sent for it.
+    assert set(work.pipeline.works) == {"forward", "backward", "after"}
+    assert {part.runs for part in work.pipeline.works.values()} == {4}
+    flops = {
+        name: sum(load.flops for load in part.loads) for name, part in work.pipeline.works.items()
+    }
+    tokens_of_device = 16 * SEQUENCE // 2
+    assert flops["after"] == 3 * 2 * tokens_of_device * 32 * 32
+    weights = 4 * 32 * 32 + 3 * 32 * 64  # Of the one layer of a stage.
+    attention = 2 * SEQUENCE * 32  # The scores and the mixing of values.
+    assert flops["forward"] == 2 * tokens_of_device * (weights + attention)
+    assert flops["backward"] == 2 * flops["forward"]
+    # All stages send the same, and the first of them is read.
+    assert work.flops == flops["forward"] + flops["backward"]

@@ -109,6 +109,10 @@ class Table:
         """Whether there are backward passes."""
         return self.gradient_slots > 0
 
+    def is_run(self, row: str) -> np.ndarray:
+        """`bool[T, S]`: where this row has something."""
+        return np.asarray(self.rows[row] > NOTHING.get(row, -1))
+
     @property
     def kept(self) -> np.ndarray:
         """How many inputs each stage has between their F and their last use, `[T, S]`."""

@@ -248,9 +248,8 @@ class StageWork:
         self, row: str, mine: Mapping[str, Any], run: Any, types: Any, **options: Any
     ) -> Any:
         """`branch`, run where a row of the table has something for this stage."""
-        nothing = NOTHING.get(row, -1)
-        scope = ticks_scope(self._table.rows[row] > nothing)
-        return branch(mine[row] > nothing, run, types, scope=scope, **options)
+        scope = ticks_scope(self._table.is_run(row))
+        return branch(mine[row] > NOTHING.get(row, -1), run, types, scope=scope, **options)
 
     def _hop(self, values: Any, step: int) -> Any:
         """Sends values to the next stage, or to the one before."""

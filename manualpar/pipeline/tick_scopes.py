@@ -36,6 +36,11 @@ def ticks_scope(is_run: np.ndarray) -> str:
     return f"ticks_{runs}_in_{is_run.any(axis=1).sum()}_of_{len(is_run)}"
 
 
+def innermost_ticks(scope: str) -> str:
+    """The last such name in a scope; "" if there is none."""
+    return next((name for name in reversed(scope.split("/")) if _TICKS.fullmatch(name)), "")
+
+
 def ticks_run(scope: str) -> TickRuns | None:
     """What `ticks_scope` says of an operation, if it stands directly in such a scope."""
     if found := _TICKS.fullmatch(scope.rpartition("/")[2]):

@@ -77,6 +77,8 @@ class Plan:
         known.
       exposed_seconds: The time of collectives while nothing is computed.
       overlapped_seconds: The time of collectives behind compute.
+      bubble_seconds: The time in which a stage of a pipeline waits for others, on average;
+        `None` where there are no stages, or if it is not known.
       step_seconds: The estimated step time; `None` if there is none.
       tokens_per_second: Of all devices; `None` for what has no tokens.
       examples_per_second: Of all devices.
@@ -100,6 +102,7 @@ class Plan:
     hbm_seconds: float | None = None
     exposed_seconds: float | None = None
     overlapped_seconds: float | None = None
+    bubble_seconds: float | None = None
     step_seconds: float | None = None
     tokens_per_second: float | None = None
     examples_per_second: float | None = None

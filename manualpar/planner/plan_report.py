@@ -32,6 +32,7 @@ LINES: Sequence[tuple[str, Callable[[Plan], str]]] = (
     ("    of it waiting for memory", lambda plan: describe_seconds(plan.hbm_seconds)),
     ("  sending, exposed", lambda plan: describe_seconds(plan.exposed_seconds)),
     ("  sending, overlapped", lambda plan: describe_seconds(plan.overlapped_seconds)),
+    ("  waiting for other stages", lambda plan: describe_seconds(plan.bubble_seconds)),
     ("bytes sent a device", lambda plan: describe_bytes(plan.bytes_sent)),
     ("tokens/s", lambda plan: describe_count(plan.tokens_per_second)),
     ("  a device", lambda plan: describe_count(plan.tokens_per_second, plan.num_devices)),
@@ -52,7 +53,9 @@ def print_plans(console: rich.console.Console, plans: Sequence[Plan]) -> None:
         if any(sizes):
             rows.append([f"  {name}", *map(describe_bytes, sizes)])
     has_tokens = any(plan.tokens_per_second for plan in plans)
-    left_out = ("examples/s",) if has_tokens else ("tokens/s", "  a device")
+    left_out = {"examples/s"} if has_tokens else {"tokens/s", "  a device"}
+    if all(plan.bubble_seconds is None for plan in plans):
+        left_out.add("  waiting for other stages")
     rows += [[label, *map(text, plans)] for label, text in LINES if label not in left_out]
     print_table(console, ["", *headers], rows, title=title)
     for plan in plans:

@@ -14,19 +14,31 @@ Collectives of activations, which tensor, sequence and expert parallelism send, 
 the next product waits for them; the steps of a ring of permutations hide like gathers. Collectives
 outside, which reduce whole gradients, gather ZeRO's new parameters, or sum metrics, are exposed.
 
+The stages of a pipeline take its ticks together, so a tick lasts as long as its slowest stage
+(`manualpar.pipeline.schedule_table.Table.tick_times`). In each part of a tick, such as a chunk of
+layers forward, collectives hide as in a pass. What is computed and sent is that of a stage on
+average, and the rest of the ticks' time is the *bubble*. The hop of a tick is exposed.
+
 (Williams et al., "Roofline", https://doi.org/10.1145/1498765.1498785; Austin et al., "How to scale
 your model", https://jax-ml.github.io/scaling-book.)
 """
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from manualpar.inspect.communication import Collective, summed
 from manualpar.inspect.provenance import LAYER_SCOPES
+from manualpar.inspect.tick_parts import ROWS
+from manualpar.pipeline.schedule_table import Costs
+from manualpar.pipeline.tick_scopes import innermost_ticks
 from manualpar.planner.hardware import Chip
 from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
-from manualpar.planner.step_work import MINIBATCH, StepWork
+from manualpar.planner.step_work import MINIBATCH, PipelineWork, StepWork
 from manualpar.planner.topology import Ring, Topology, describe_axes, ring_over
+from manualpar.purposes import PIPELINE_SCOPE
 
 # In each pass collectives hide behind the compute of these phases.
 PASSES = (("forward",), ("backward", "recomputed"))
@@ -57,7 +69,13 @@ class _Timed:
     @property
     def is_inside(self) -> bool:
         """Whether it is inside the differentiated model and can hide behind a layer's compute."""
-        return "jvp(" in self.collective.scope and not self.is_awaited
+        scope = self.collective.scope
+        return ("jvp(" in scope or bool(innermost_ticks(scope))) and not self.is_awaited
+
+    @property
+    def is_hop(self) -> bool:
+        """Whether it is between stages."""
+        return self.collective.purpose == PIPELINE_SCOPE
 
     @property
     def layer(self) -> tuple[str, ...]:
@@ -74,17 +92,25 @@ def estimate(work: StepWork, topology: Topology) -> Plan:
       ValueError: The mesh does not lie in the topology, or no peak is known for the dtype.
     """
     chip = topology.chip
-    timed = _time_collectives(work, topology)
+    timed = _time_collectives(work, work.collectives, topology)
+    outside, parts = _outside_ticks(work), work.pipeline.parts if work.pipeline else None
+    around = [one for one in timed if not (parts and parts.of(one.collective.scope))]
     in_passes = 0.0
     for phases in PASSES:
-        compute = compute_seconds(work, chip, phases)
-        _hide([one for one in timed if one.is_inside and one.collective.phase in phases], compute)
+        compute = compute_seconds(outside, chip, phases)
+        _hide([one for one in around if one.is_inside and one.collective.phase in phases], compute)
         in_passes += compute
-    flops_alone = sum(load.flops / _flops_rate(chip, load.dtype) for load in work.loads)
+    flops_alone = _flops_seconds(outside, chip)
     update = work.update_traffic / (chip.hbm_bandwidth * chip.hbm_efficiency)
     update += compute_seconds(work, chip, ("update",))
-    sent = sum(each.seconds for each in timed)
-    overlapped = sum(each.hidden_seconds for each in timed)
+    sent = sum(each.seconds for each in around)
+    overlapped = sum(each.hidden_seconds for each in around)
+    bubble = None
+    if work.pipeline:
+        ticks = _in_ticks(work, work.pipeline, timed, topology)
+        in_passes, bubble = in_passes + ticks.computing, ticks.bubble
+        sent, overlapped = sent + ticks.sent, overlapped + ticks.overlapped
+        flops_alone += ticks.flops_alone
     computing = in_passes + update
     memory, peak_bytes = dataclasses.asdict(work.memory), work.memory.peak
     plan = Plan(
@@ -103,14 +129,62 @@ def estimate(work: StepWork, topology: Topology) -> Plan:
         hbm_seconds=computing - flops_alone,
         exposed_seconds=sent - overlapped,
         overlapped_seconds=overlapped,
-        step_seconds=computing + sent - overlapped,
-        assumptions=_assumptions(work, topology, computing + sent),
+        bubble_seconds=bubble,
+        step_seconds=computing + sent - overlapped + (bubble or 0.0),
+        assumptions=_assumptions(work, topology, computing + sent + (bubble or 0.0)),
     )
     notes = (*work.notes, *_notes(work, plan, timed, in_passes))
     throughput = dataclasses.replace(
         work.throughput, num_devices=topology.num_devices, peak=chip.peak(work.dtype)
     )
     return dataclasses.replace(plan, notes=notes).with_rates(throughput)
+
+
+def _outside_ticks(work: StepWork) -> StepWork:
+    """What all stages of a pipeline do alike; everything if there is none."""
+    return dataclasses.replace(work, loads=tuple(load for load in work.loads if not load.part))
+
+
+class _InTicks(NamedTuple):
+    """The seconds of a stage in all ticks, on average over the stages."""
+
+    computing: float
+    flops_alone: float
+    sent: float
+    overlapped: float
+    bubble: float
+
+
+def _in_ticks(
+    work: StepWork, pipeline: PipelineWork, timed: Sequence[_Timed], topology: Topology
+) -> _InTicks:
+    """What stages do in ticks, and how long they wait; hides what `timed` has in them."""
+    parts, table, chip = pipeline.parts, pipeline.parts.table, topology.chip
+    costs: dict[str, float] = {}
+    seconds = np.zeros(4)
+    for part, of_part in pipeline.works.items():
+        done = dataclasses.replace(work, loads=of_part.loads)
+        compute = compute_seconds(done, chip, (*PASSES[0], *PASSES[1]))
+        sends = _time_collectives(work, of_part.collectives, topology)
+        share = _hide([one for one in sends if one.is_inside], compute, runs=of_part.runs)
+        for one in timed:
+            if one.is_inside and parts.of(one.collective.scope) == part:
+                one.hidden_seconds = share * one.seconds
+        sent = sum(one.seconds for one in sends)
+        hidden = sum(one.hidden_seconds for one in sends)
+        costs[part] = (compute + sent - hidden) / of_part.runs
+        often = table.is_run(ROWS[part]).sum() / table.num_stages / of_part.runs
+        seconds += often * np.array([compute, _flops_seconds(done, chip), sent, hidden])
+    # What is not in a part is not idle time either: it is alike on all stages.
+    each: Any = {"forward": 0.0, "backward": 0.0} | costs
+    of_ticks = table.tick_times(Costs(**each)).sum()
+    idle = of_ticks - table.busy(Costs(**each)).sum() / table.num_stages
+    return _InTicks(*map(float, (*seconds, idle)))
+
+
+def _flops_seconds(work: StepWork, chip: Chip) -> float:
+    """How long products would take that never waited for memory."""
+    return sum(load.flops / _flops_rate(chip, load.dtype) for load in work.loads)
 
 
 def compute_seconds(work: StepWork, chip: Chip, phases: Iterable[str]) -> float:
@@ -131,11 +205,13 @@ def _flops_rate(chip: Chip, dtype: str) -> float:
     return chip.peak(known) * chip.flops_efficiency
 
 
-def _time_collectives(work: StepWork, topology: Topology) -> list[_Timed]:
+def _time_collectives(
+    work: StepWork, collectives: Iterable[Collective], topology: Topology
+) -> list[_Timed]:
     rings: dict[tuple[str, ...], Ring] = {}
     fast, slow = topology.chip.network.names
     timed = []
-    for collective in work.collectives:
+    for collective in collectives:
         axes = collective.axes
         ring = rings[axes] = rings.get(axes) or ring_over(topology, work.mesh, axes)
         network = slow if ring.inside == 1 else f"{fast}+{slow}" if ring.is_slow else fast
@@ -159,14 +235,15 @@ def is_made_an_all_reduce(topology: Topology, ring: Ring) -> bool:
     return fills and (len(shape) > 2 or len(set(shape)) == 1) and min(shape) > 2
 
 
-def _hide(inside: Sequence[_Timed], compute: float) -> None:
-    """Hides the collectives of one pass behind its compute, all by the same share."""
+def _hide(inside: Sequence[_Timed], compute: float, *, runs: int = 1) -> float:
+    """Hides the collectives of a pass, or of several, behind its compute; returns their share."""
     total = sum(each.seconds for each in inside)
     layers = summed((each.layer, each.seconds / each.collective.times) for each in inside)
-    exposed = max(total - compute, max(layers.values(), default=0.0))
+    exposed = max(total - compute, runs * max(layers.values(), default=0.0))
     share = max(total - exposed, 0.0) / total if total else 0.0
     for each in inside:
         each.hidden_seconds = share * each.seconds
+    return share
 
 
 def _planned(timed: _Timed) -> PlannedCollective:
@@ -187,7 +264,8 @@ def _planned(timed: _Timed) -> PlannedCollective:
 def _assumptions(work: StepWork, topology: Topology, unhidden: float) -> tuple[str, ...]:
     chip, network = topology.chip, topology.chip.network
     fast, slow = network.names
-    has_ring = any(each.kind == "permute" for each in work.collectives)
+    permutes = (each for each in work.collectives if each.kind == "permute")
+    has_ring = any(each.purpose != PIPELINE_SCOPE for each in permutes)
     ring = ", and permutations," if has_ring else ""
     return (
         f"Products reach {chip.flops_efficiency:.0%} of {chip.peak(work.dtype) / 1e12:,.1f} "
@@ -203,9 +281,20 @@ def _assumptions(work: StepWork, topology: Topology, unhidden: float) -> tuple[s
         f"Gathers of parameters and scattering of their gradients{ring} run behind a neighbouring "
         "layer, everything else is exposed; if nothing overlapped a step would take "
         f"{unhidden:.4g} s.",
+        *_of_pipeline(work),
         f"Mesh axes, those on the slowest links first: {describe_axes(topology, work.mesh)}.",
         f"{chip.hbm_bytes / 2**30:.2f} GiB of a device's memory can be used.",
     )
+
+
+def _of_pipeline(work: StepWork) -> Iterator[str]:
+    if work.pipeline:
+        table = work.pipeline.parts.table
+        yield (
+            f"{table.num_stages} stages take {table.num_ticks} ticks together, each as long as its "
+            "slowest stage, and hop after each; computing and sending are those of a stage on "
+            "average."
+        )
 
 
 def _notes(work: StepWork, plan: Plan, timed: Sequence[_Timed], computing: float) -> Iterator[str]:
@@ -233,7 +322,16 @@ def _notes(work: StepWork, plan: Plan, timed: Sequence[_Timed], computing: float
             f"Split layers wait {_ms(awaited)} of a step for activations. Fewer devices along "
             "their axis, on faster links, or a ring of permutations would help."
         )
-    outside = sum(each.seconds for each in timed if not each.is_inside and not each.is_awaited)
+    hops = sum(each.seconds for each in timed if each.is_hop)
+    bubble = plan.bubble_seconds
+    if bubble is not None and bubble + hops > 0.2 * (plan.step_seconds or 1):
+        yield (
+            f"Stages wait {_ms(bubble)} of a step for each other, and "
+            f"{_ms(hops)} for what they send. More minibatches, fewer stages, or more chunks of "
+            "layers on a stage would help."
+        )
+    reductions = (one for one in timed if not (one.is_inside or one.is_awaited or one.is_hop))
+    outside = sum(each.seconds for each in reductions)
     if outside > 0.2 * (plan.step_seconds or 1) and outside > 0.5 * (plan.exposed_seconds or 0.0):
         yield (
             "Reductions after the backward pass, which nothing hides, take "

@@ -16,18 +16,19 @@ counted. So a sweep traces those programs that it ranks first.
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from manualpar.core.program import Program
 from manualpar.inspect import state_bytes
-from manualpar.inspect.communication import Collective, CollectiveReader, summed
+from manualpar.inspect.communication import Collective, read_stage, summed
 from manualpar.inspect.equations import Around
 from manualpar.inspect.memory import Memory, step_memory
-from manualpar.inspect.products import TrafficReader
+from manualpar.inspect.products import CountedProduct, TrafficReader
 from manualpar.inspect.provenance import LAYER_SCOPES, phase_of
+from manualpar.inspect.tick_parts import ROWS, TickParts
 from manualpar.purposes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.sharding.mesh_order import in_order
 from manualpar.watching.throughput import Throughput
@@ -38,13 +39,35 @@ MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")
 class Load(NamedTuple):
     """What a step takes of a device for a product, or for a reduction, which has no FLOPs.
 
-    `dtype` is the wider one of its operands, `traffic` the bytes that it reads and writes.
+    `dtype` is the wider one of its operands, `traffic` the bytes that it reads and writes, and
+    `part` that of a pipeline's tick, see `PipelineWork`.
     """
 
     phase: str
     dtype: str
     flops: float
     traffic: float
+    part: str = ""
+
+
+class PartWork(NamedTuple):
+    """What a stage of a pipeline does in all its runs of a part of a tick."""
+
+    runs: int
+    collectives: tuple[Collective, ...]
+    loads: tuple[Load, ...]
+
+
+class PipelineWork(NamedTuple):
+    """What the stages of a pipeline do in its ticks.
+
+    Attributes:
+      parts: The parts of its ticks.
+      works: What a stage does that runs a part, by the name of that among `Costs`.
+    """
+
+    parts: TickParts
+    works: Mapping[str, PartWork]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +79,8 @@ class StepWork:
       mesh: The sizes of the mesh axes, the axis on the slowest links first.
       throughput: Turns the time of a step into rates; without devices and their peak.
       update_traffic: Bytes that the update reads and writes.
+      pipeline: What the stages do if the step has a pipeline. `collectives` and `loads` are then
+        those of the stage that sends the most.
       notes: What was chosen or assumed in reading it.
     """
 
@@ -68,6 +93,7 @@ class StepWork:
     update_traffic: int
     memory: Memory
     notes: tuple[str, ...] = ()
+    pipeline: PipelineWork | None = None
 
     @property
     def flops(self) -> float:
@@ -107,38 +133,64 @@ def read_work(
             "compiled with --compiler=tpu."
         )
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
-    sending = CollectiveReader("roofline", data_axes=program.data_axes)
-    computing = TrafficReader("roofline")
-    computing.fused_attention = fused_attention
-    around = Around(spread=program.mesh.size)
-    collectives = sending.read(traced.jaxpr.jaxpr, around)
-    loads = [
-        Load(phase_of(one.scope), one.dtype, float(one.flops), float(one.traffic))
-        for one in computing.read(traced.jaxpr.jaxpr, around)
-    ]
+    jaxpr, around = traced.jaxpr.jaxpr, Around(spread=program.mesh.size)
+    run: Any = program.step.pipeline
+    parts = TickParts(run.table) if run else None
+
+    def read(stage: int | None) -> tuple[tuple[Collective, ...], tuple[Load, ...], list[str]]:
+        data_axes = program.data_axes
+        sending, sent = read_stage("roofline", jaxpr, around, stage=stage, data_axes=data_axes)
+        computing = TrafficReader("roofline", stage=sending.stage)
+        computing.fused_attention = fused_attention
+        found = computing.read(jaxpr, around)
+        # An unrolled model has many loads that are the same.
+        alike = Counter(_load(one, parts.of(one.scope) if parts else "") for one in found)
+        loads = (
+            load._replace(flops=n * load.flops, traffic=n * load.traffic)
+            for load, n in alike.items()
+        )
+        return sent, tuple(loads), [*sending.notes, *computing.notes]
+
+    collectives, loads, notes = read(None)
     state = program.abstract_state
     parameters, optimizer = (state_bytes(x)[0] for x in (state.params, state.opt_state))
-    alike = Counter(loads)  # An unrolled model has many loads that are the same.
     return StepWork(
         name=f"{program.strategy.name} {program.mode}",
         mesh=in_order(program.mesh.shape, order),
         throughput=throughput,
         num_minibatches=program.num_minibatches,
         collectives=collectives,
-        loads=tuple(
-            load._replace(flops=n * load.flops, traffic=n * load.traffic)
-            for load, n in alike.items()
-        ),
+        loads=loads,
         # Both are read and written, and a gradient of the parameters' size is read.
         update_traffic=3 * parameters + 2 * optimizer,
         memory=step_memory(program),
-        notes=tuple(dict.fromkeys([*sending.notes, *computing.notes])),
+        notes=tuple(dict.fromkeys(notes)),
+        pipeline=PipelineWork(parts, _works(parts, read)) if parts else None,
     )
+
+
+def _load(product: CountedProduct, part: str) -> Load:
+    phase, flops = phase_of(product.scope), float(product.flops)
+    return Load(phase, product.dtype, flops, float(product.traffic), part)
+
+
+def _works(parts: TickParts, read: Callable[[int], Any]) -> dict[str, PartWork]:
+    """The work in each part, as the first stage or the last one does it: together they do all."""
+    works: dict[str, PartWork] = {}
+    for stage in dict.fromkeys((0, parts.table.num_stages - 1)):
+        collectives, loads, _ = read(stage)
+        for part in ROWS:
+            sent = tuple(one for one in collectives if parts.of(one.scope) == part)
+            computed = tuple(load for load in loads if load.part == part)
+            if sent or computed:
+                works[part] = PartWork(parts.runs(part, stage), sent, computed)
+    return works
 
 
 def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
     """The work of a step in one minibatch, in another number of them; its memory is an estimate."""
     assert work.num_minibatches == 1
+    assert work.pipeline is None  # Microbatches are in a schedule, which has to be traced.
     if num_minibatches == 1:
         return work
     activations = work.memory.activations // num_minibatches
@@ -178,9 +230,18 @@ def with_gather_dtype(work: StepWork, gather_dtype: str, *, reduce_dtype: str = 
         SCATTER_SCOPE: jnp.dtype(reduce_dtype or gather_dtype),
         REDUCE_SCOPE: jnp.dtype(reduce_dtype or gather_dtype),
     }
-    collectives = tuple(
-        dataclasses.replace(each, dtype=on_the_wire.get(each.purpose, each.dtype))
-        for each in work.collectives
+
+    def retyped(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
+        return tuple(
+            dataclasses.replace(each, dtype=on_the_wire.get(each.purpose, each.dtype))
+            for each in collectives
+        )
+
+    pipeline = work.pipeline and work.pipeline._replace(
+        works={
+            part: of_part._replace(collectives=retyped(of_part.collectives))
+            for part, of_part in work.pipeline.works.items()
+        }
     )
     gathers = [each for each in work.collectives if each.purpose in (GATHER_SCOPE, REGATHER)]
     memory = work.memory
@@ -188,4 +249,5 @@ def with_gather_dtype(work: StepWork, gather_dtype: str, *, reduce_dtype: str = 
         stored = max(each.dtype.itemsize for each in gathers)
         gathered = memory.gathered * jnp.dtype(gather_dtype).itemsize // stored
         memory = dataclasses.replace(memory, gathered=gathered)
-    return dataclasses.replace(work, collectives=collectives, memory=memory)
+    collectives = retyped(work.collectives)
+    return dataclasses.replace(work, collectives=collectives, memory=memory, pipeline=pipeline)
