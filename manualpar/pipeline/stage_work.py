@@ -73,7 +73,8 @@ class StageWork:
         """
         self._table, self._axis = table, axis
         self._stage = jax.lax.axis_index(axis)
-        self._params, self._structure = jax.tree.flatten(params)
+        named, self._structure = jax.tree_util.tree_flatten_with_path(params)
+        self._params = [x for _, x in named]
         self._collections, self._parts = map(jax.tree.leaves, others)
         tree = jax.tree.structure(others)
 
@@ -85,7 +86,7 @@ class StageWork:
         first = self._others(0)
         self.loss = staged = StagedLoss(
             flat,
-            self._params,
+            {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in named},
             first,
             stacked=stacked,
             num_stages=table.num_stages,

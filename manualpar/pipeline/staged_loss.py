@@ -46,7 +46,7 @@ class StagedLoss:
     def __init__(
         self,
         loss: Callable[[Any, Any], Any],
-        params: Sequence[Any],
+        params: Mapping[str, Any],
         others: Sequence[Any],
         *,
         stacked: Sequence[bool],
@@ -58,7 +58,7 @@ class StagedLoss:
 
         Args:
           loss: `loss(params, others)`, a tree of arrays.
-          params: A stage's parameters, those that are stacked `[L/S, ...]`.
+          params: A stage's parameters by path, those that are stacked `[L/S, ...]`.
           others: The other inputs, such as a microbatch and a key.
           stacked: For each parameter, whether layers are stacked in dim 0.
           num_stages: The number of stages, `S`.
@@ -66,22 +66,36 @@ class StagedLoss:
           axes: The mesh axes over which activations vary.
 
         Raises:
-          ValueError: The loss cannot be cut.
+          ValueError: The loss cannot be cut, or layers hand on keys.
         """
         whole = [
             jax.eval_shape(lambda x: jnp.concatenate([x] * num_stages), x) if is_stacked else x
-            for x, is_stacked in zip(params, stacked, strict=True)
+            for x, is_stacked in zip(params.values(), stacked, strict=True)
         ]
         number = len(params)
         closed, self.returns = jax.make_jaxpr(
             lambda *args: loss(args[:number], args[number:]), return_shape=True
         )(*whole, *others)
-        self.cut = cut = Cut(closed, [f"number {i}" for i in range(number)])
-        assert [i in cut.stacked for i in range(number)] == list(stacked)
+        self.cut = cut = Cut(closed, list(params))
+        for i, (path, is_stacked) in enumerate(zip(params, stacked, strict=True)):
+            if is_stacked != (i in cut.stacked):
+                raise ValueError(
+                    f"pipeline: parameter {path!r} has {'a' if is_stacked else 'no'} layer in each "
+                    "entry of dim 0, and here the scan over layers runs over "
+                    f"{'others' if is_stacked else 'it'}; expected the same scan in training and "
+                    "evaluation, and keep_gathered without parameters of layers, because those "
+                    "are gathered by each layer."
+                )
         check_divides(cut.length, num_stages, chunks)
         self.chunk_layers = cut.length // (num_stages * chunks)
         self.first_other = number
         self._types = [_varying(t, axes) for t in (*cut.carry, *cut.ys)]
+        for t in self._types:
+            if not jnp.issubdtype(t.dtype, jnp.number) and t.dtype != jnp.bool_:
+                raise ValueError(
+                    f"pipeline: layers hand on an array of {t.dtype}, expected numbers. Give each "
+                    "layer a key of its own: split_rngs={'dropout': True}."
+                )
         self._is_inexact = [jnp.issubdtype(t.dtype, jnp.inexact) for t in self._types]
         self.types = self._sort(self._types)
         self.prefix_params = self._params_of(cut.prefix.reads)

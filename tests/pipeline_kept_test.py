@@ -1,0 +1,67 @@
+"""What is kept of a chunk between its forward and its backward pass."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from manualpar.pipeline.kept import KeptInputs, KeptResiduals
+from manualpar.pipeline.staged_loss import Activations
+
+K, B, D = 3, 4, 8  # Layers of the chunk, examples, features.
+
+
+def chunk(params: Any, inexact: list[Any], fixed: Any) -> Activations:
+    """Layers in bfloat16 with a scale that all share, noise and a mask."""
+    exact, (mask, key), factor = fixed
+
+    def layer(x: Any, xs: Any) -> Any:
+        kernel, key = xs
+        y = jnp.tanh(x.astype(jnp.bfloat16) @ kernel.astype(jnp.bfloat16)).astype(jnp.float32)
+        y = y * jnp.cos(params["scale"])[None] * jnp.exp(mask)[:, None]
+        return x + factor * y * jax.random.uniform(key, (D,))[None], None
+
+    end = jax.lax.scan(layer, inexact[0], (params["kernel"], jax.random.split(key, K)))[0]
+    return Activations([end], [exact[0] + 1])
+
+
+def make_arguments() -> tuple[Any, list[Any], Any]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {"kernel": jax.random.normal(keys[0], (K, D, D)), "scale": jnp.ones(D)}
+    mask = jax.random.normal(keys[1], (B,))
+    return params, [jax.random.normal(keys[2], (B, D))], ([jnp.int32(3)], [mask, keys[3]], 2.0)
+
+
+def test_residuals_depend_on_the_input_and_give_the_gradients() -> None:
+    args = make_arguments()
+    inputs, residuals = KeptInputs(chunk), KeptResiduals(chunk, *args)
+    gradient = [jnp.sin(jnp.arange(B * D, dtype=jnp.float32)).reshape(B, D)]
+    results = []
+    for policy in (inputs, residuals):
+
+        @jax.jit
+        def run(args: Any, policy: Any = policy) -> Any:
+            y, kept = policy.forward(*args)
+            chex.assert_trees_all_equal_shapes_and_dtypes(kept, policy.types)
+            return y, policy.backward(*args, kept, gradient)
+
+        results.append(run(args))
+    chex.assert_trees_all_close(*results, rtol=1e-6)
+    assert (inputs.types, inputs.keeps_input) == ([], True)
+    # What all examples share is made again: weights and their casts, the scale, noise, the mask.
+    assert residuals.types
+    assert {t.shape[:2] for t in residuals.types} == {(K, B)}
+
+
+def test_the_backward_pass_reads_no_input_that_residuals_stand_for() -> None:
+    params, inexact, fixed = make_arguments()
+    policy = KeptResiduals(chunk, params, inexact, fixed)
+    kept = policy.forward(params, inexact, fixed)[1]
+    assert not policy.keeps_input
+
+    @jax.jit
+    def backward(x: jax.Array) -> Any:
+        return policy.backward(params, [x], fixed, kept, inexact)
+
+    chex.assert_trees_all_equal(backward(inexact[0]), backward(inexact[0] * jnp.nan))
