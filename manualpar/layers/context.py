@@ -36,12 +36,9 @@ Implementation = Literal["xla", "cudnn"] | None
 
 
 def _in_scope(method: Any) -> Any:
-    """Has a method stand in the scope of context parallelism where the axis is bound."""
-
     @functools.wraps(method)
     def call(context: "Context", *args: Any, **kwargs: Any) -> Any:
-        is_bound = context.axis is not None and is_axis_bound(context.axis)
-        with jax.named_scope(CONTEXT_SCOPE) if is_bound else contextlib.nullcontext():
+        with context.scope():
             return method(context, *args, **kwargs)
 
     return call
@@ -72,6 +69,16 @@ class Context:
         """The devices along the axis, `C`; 1 where it is not bound."""
         axes = bound_axes("Context", self.axis)
         return jax.lax.axis_size(axes) if axes else 1
+
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        """The named scope of context parallelism, where the axis is bound.
+
+        What stands in it is right for a part of each sequence, because its author knows of the
+        axis.
+        """
+        if self.axis is not None and is_axis_bound(self.axis):
+            return jax.named_scope(CONTEXT_SCOPE)
+        return contextlib.nullcontext()
 
     def check_split(self, x: jax.Array) -> None:
         """Refuses a sequence that is not split over the axis, where the axis is bound.

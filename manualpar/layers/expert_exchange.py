@@ -50,7 +50,8 @@ class Experts(NamedTuple):
         if not self.axes:
             return 0, self.num_experts
         count = self.num_experts // jax.lax.axis_size(self.axes)
-        return jax.lax.axis_index(self.axes) * count, count
+        with jax.named_scope(EXPERT_SCOPE):
+            return jax.lax.axis_index(self.axes) * count, count
 
 
 def swiglu(

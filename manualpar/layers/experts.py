@@ -139,11 +139,15 @@ class MoE(nn.Module):
           axis sums for each sequence, see `places`, `load_balance_loss` and `router_z_loss`.
         """
         _check(self, x_BSD, mask_BS)
+        context = Context(self.context_axis)
+        with context.scope():
+            return self._compute(x_BSD, mask_BS, context)
+
+    def _compute(self, x_BSD: jax.Array, mask_BS: jax.Array | None, context: Context) -> jax.Array:
         axes = bound_axes("MoE", self.axis)
         travel = _tokens_travel(x_BSD, axes)
         sum_axes = () if travel else axes
         sequence_dim = 1 if self.sequence else None
-        context = Context(self.context_axis)
 
         logits_BSE = self._logits(x_BSD)
         routing, choices_BE = self._route(logits_BSE, mask_BS)

@@ -223,12 +223,12 @@ def auxiliary_loss(
     weight_B = jnp.ones_like(balance_LB[0]) if weight_B is None else weight_B.astype(jnp.float32)
     # Losses are of whole sequences. What is split over more axes is of a part of each.
     axes = tuple(sorted(varying_axes((weight_B, choices_LBE)) - varying_axes(balance_LB)))
-    is_counted_B = weight_B > 0
+    whole_weight_B = weight_B
     if axes:
         with jax.named_scope(CONTEXT_SCOPE):
             balance_LB, z_LB = (jax.lax.pcast(x, axes, to="varying") for x in (balance_LB, z_LB))
             weight_B = cast_to_varying(weight_B, axes)
-            is_counted_B = jax.lax.psum(weight_B, axes) > 0
+            whole_weight_B = jax.lax.psum(weight_B, axes)
     total = weight_B.sum()
     count = jnp.where(total == 0, 1, total)
     loss_B = (load_balance * balance_LB + router_z * z_LB).sum(0)
@@ -237,7 +237,7 @@ def auxiliary_loss(
         for name, x_LB in ((LOAD_BALANCE, balance_LB), (ROUTER_Z, z_LB))
     }
     if choices_LBE is not None and dropped_LB is not None:
-        counts_B = is_counted_B.astype(jnp.float32)
+        counts_B = (whole_weight_B > 0).astype(jnp.float32)
         choices_E = (choices_LBE * counts_B[None, :, None]).sum((0, 1))
         metrics[DROPPED] = ((dropped_LB * counts_B[None]).sum(), choices_E.sum())
         for index in range(len(choices_E)):

@@ -73,7 +73,7 @@ def mixture_of_experts_loss(
         return logits
 
     loss, metrics = language_model_loss(params, apply_and_keep, batch, rng)
-    weights = None if batch.mask is None else batch.mask.sum(-1)
+    weights = None if batch.mask is None else batch.mask.astype(jnp.float32).sum(-1)
     auxiliary, of_experts = auxiliary_loss(sown, weights)
     return loss + auxiliary, {**metrics, **of_experts}
 
@@ -93,7 +93,8 @@ def _mean_cross_entropy(
     losses = split_cross_entropy(logits, batch.labels, axis=axis)
     correct = (split_argmax(logits, axis) == batch.labels).astype(losses.dtype)
     weights = jnp.ones_like(losses) if batch.mask is None else batch.mask.astype(losses.dtype)
-    count = weights.sum()
+    # The sum of those of all sequences, by which a loss of experts weighs each.
+    count = weights.sum(-1).sum()
     total = (losses * weights).sum()
     metrics = {"loss": (total, count), "accuracy": ((correct * weights).sum(), count)}
     # The share of a device may consist of padding alone.

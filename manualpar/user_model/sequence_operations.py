@@ -30,11 +30,11 @@ from manualpar.user_model.value_numbers import ValueNumbers
 _LINEAR = frozenset(
     """
     broadcast_in_dim convert_element_type copy dynamic_slice gather name neg reduce_precision
-    reduce_sum reshape rev slice split squeeze transpose unstack
+    reduce_sum reshape rev slice split squeeze stop_gradient transpose unstack
     """.split()  # noqa: SIM905
 )
 _OF_ONE_NUMBER = frozenset(
-    "broadcast_in_dim convert_element_type copy reshape squeeze".split()  # noqa: SIM905
+    "broadcast_in_dim convert_element_type copy reshape squeeze stop_gradient".split()  # noqa: SIM905
 )
 # Of whole numbers they give whole numbers.
 _INTEGRAL = _LINEAR | {"add", "concatenate", "dot_general", "max", "min", "mul", "select_n", "sub"}
