@@ -73,8 +73,8 @@ def mixture_of_experts_loss(
         return logits
 
     loss, metrics = language_model_loss(params, apply_and_keep, batch, rng)
-    weights = None if batch.mask is None else batch.mask.astype(jnp.float32).sum(-1)
-    auxiliary, of_experts = auxiliary_loss(sown, weights)
+    weights = jnp.ones(batch.labels.shape) if batch.mask is None else batch.mask
+    auxiliary, of_experts = auxiliary_loss(sown, weights.astype(jnp.float32).sum(-1))
     return loss + auxiliary, {**metrics, **of_experts}
 
 
