@@ -66,7 +66,8 @@ def test_flags_of_the_planner_and_of_the_config_are_told_apart():
         (["--devices=4"], "--devices means nothing here: --topology says what a plan is for."),
         (["--vocab_size=many"], "--vocab_size=many"),
         (["--restart_seconds=-1"], "--restart_seconds=-1: expected 0 or more"),
-        (["--device_mtbf_hours=1", "--sweep"], "--device_mtbf_hours with --sweep"),
+        (["--device_mtbf_hours=1", "--sweep"], "--device_mtbf_hours with --sweep: expected one"),
+        (["--layouts", "--sweep"], "--layouts with --sweep: expected one of them"),
         (["--config.data.batchsize=3"], "the nearest one is --config.data.batch_size"),
         (["extra"], "'extra' is not understood"),
     ],
@@ -113,6 +114,34 @@ def test_a_plan_for_devices_that_fail_says_how_often_to_save(capsys):
     assert daly["interval"] == pytest.approx(exact["interval"], rel=1e-3)
     output = capsys.readouterr().out
     assert "goodput: a device fails every 50,000 h, the run every 130 d" in output
+
+
+def test_layouts_over_every_axis_are_ranked_and_written(capsys):
+    more = ("--config.model.num_layers=2", "--config.model.vocab_multiple=2")
+    flags = ("--topology=h100:16", "--layouts", *more)
+    assert plan_command(_command(*SMALL, *flags)) == 0
+    found = json.loads(Path("runs/plan-fsdp_lm/001/layouts.json").read_text())["layouts"]
+    seconds = [layout["seconds"] for layout in found]
+    assert seconds == sorted(seconds)
+    assert {axis for layout in found for axis in layout["mesh"]} == {
+        *("replica", "stage", "data", "context", "model")
+    }
+    assert "meshes fit; the fastest, by a closed form" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (['--config.parallel.rules=(("embed", None),)'], "expected 'transformer' and none"),
+        (
+            ["--config.data.batch_size=1", "--config.data.sequence_length=127"],
+            "no layout on h100:16",
+        ),
+    ],
+)
+def test_layouts_that_have_no_closed_form_are_refused(arguments, message, capsys):
+    assert plan_command(_command(*arguments, "--topology=h100:16", "--layouts")) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_batch_that_does_not_divide_is_one_line(capsys):

@@ -47,6 +47,8 @@ def _traced(name, layout, *, length=0):
     config.parallel.strategy = "hsdp" if layout.replica > 1 else "fsdp"
     config.optimizer.num_minibatches = layout.num_minibatches
     config.model.remat = layout.remat
+    config.parallel.pipeline_chunks = layout.chunks
+    config.parallel.pipeline_keep = layout.keep
     config.data.sequence_length = length or config.data.sequence_length
     experiment = prepare(config, devices=layout.num_devices)
     throughput = throughput_of(config, experiment.task)
@@ -115,12 +117,19 @@ def test_a_step_of_any_axes_is_that_of_the_traced_program(name, topology, layout
         ("llama3_8b", P(data=16, model=4, remat="dots")),
         ("mixtral_8x22b", P(data=32, expert=8)),
         ("mixtral_8x22b", P(data=16, expert=4, model=4)),
+        ("llama3_8b", P(data=16, context=4)),
+        ("llama3_8b", P(stage=4, data=8, num_minibatches=8, communicate="step")),
+        ("llama3_8b", P(stage=4, data=8, num_minibatches=8, chunks=2, communicate="step")),
+        (
+            "llama3_8b",
+            P(stage=4, data=8, num_minibatches=8, remat="none", keep="inputs", communicate="step"),
+        ),
     ],
     ids=lambda value: value.name if isinstance(value, P) else value,
 )
 def test_memory_is_nearly_that_of_the_traced_program(name, layout):
     """With few positions: the traced program holds the scores, which one kernel does not."""
-    model, sizes, work = _traced(name, layout, length=256)
+    model, sizes, work = _traced(name, layout, length=256 * layout.context)
     memory = step_memory_of(sizes_on_device(model, layout, **sizes), layout)
     assert memory.parameters == pytest.approx(work.memory.parameters, rel=1e-3)
     assert memory.optimizer == pytest.approx(work.memory.optimizer, rel=1e-3)
@@ -179,12 +188,19 @@ def test_every_layout_that_is_tried_has_all_devices_and_divides():
 
 
 def test_the_fastest_layout_comes_first_and_all_fit():
-    model, topology = _model("llama3_8b"), parse_topology("h100:16")
+    model, topology = _model("llama3_70b").clone(num_layers=10), parse_topology("h100:16")
     plans = rank_layouts(model, topology, examples=16, positions=2048, axes=("replica", "model"))
     assert all(plan.fits for plan in plans)
     seconds = [plan.seconds for plan in plans]
     assert seconds == sorted(seconds)
-    assert {plan.layout.remat for plan in plans} == {"none", "dots", "full"}
+    layouts = {plan.layout for plan in plans}
+    assert len(layouts) == len(plans)
+    for layout in layouts:
+        less = {"none": None, "dots": "none", "full": "dots"}[layout.remat]
+        if less:  # It would not fit.
+            other = dataclasses.replace(layout, remat=less)
+            sizes = {"examples": 16, "positions": 2048}
+            assert not estimate_layout(model, other, topology, **sizes).fits
 
 
 @pytest.mark.parametrize(

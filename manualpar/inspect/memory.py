@@ -69,7 +69,7 @@ class Memory:
     @property
     def peak(self) -> int:
         """The sum of all classes."""
-        return sum(dataclasses.astuple(self))
+        return sum(vars(self).values())
 
     @property
     def temporaries(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import rich.console
 
 from manualpar.extras import require
+from manualpar.models import Transformer
 from manualpar.planner.goodput_report import HOUR, plan_goodput, print_goodput
 from manualpar.planner.plan import Plan
 from manualpar.planner.plan_picture import draw_plans, draw_sweep
@@ -25,12 +26,14 @@ from manualpar.planner.plan_report import (
     print_sweep,
     sweep_json,
 )
+from manualpar.planner.pod_report import fastest_of_each_mesh, layout_values, print_layouts
+from manualpar.planner.pod_sweep import rank_layouts
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work
 from manualpar.planner.sweep import Builder, Candidate, scaling_curves, sweep, throughput_of
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import compile_for_tpu
-from manualpar.planner.vocabulary import prepare_planned
+from manualpar.planner.vocabulary import planned_task, prepare_planned
 from manualpar.strategies import strategy_kinds
 from manualpar.training.command_line import (
     TRAINING,
@@ -70,6 +73,12 @@ FLAGS: Mapping[str, Flag] = {
         bool,
         False,
     ),
+    "layouts": Flag(
+        "Ranks all ways to lay a transformer over replica, stage, data, context, expert and model, "
+        "in closed form, with minibatches, chunks and remat.",
+        bool,
+        False,
+    ),
     "device_mtbf_hours": Flag(
         "Hours between two failures of a device; then the plan says how often to save, and which "
         "share of the time trains.",
@@ -100,10 +109,11 @@ def _refine(line: CommandLine) -> None:
     for name in ("device_mtbf_hours", "restart_seconds", "storage_bandwidth"):
         if getattr(flags, name) < 0:
             raise UsageError(f"--{name}={getattr(flags, name)}: expected 0 or more.")
-    if flags.sweep and flags.device_mtbf_hours:
+    alone = [name for name in ("sweep", "layouts", "device_mtbf_hours") if getattr(flags, name)]
+    if len(alone) > 1:
         raise UsageError(
-            "--device_mtbf_hours with --sweep: expected one of them; plan the mesh that the sweep "
-            "has found by itself."
+            f"--{alone[1]} with --{alone[0]}: expected one of them; plan the mesh that was found "
+            "by itself."
         )
     with users_mistakes("--topology: "):
         flags.topology = parse_topology(flags.topology)
@@ -130,7 +140,9 @@ def plan_command(command: CommandLine) -> int:
             if command.flags.workdir:
                 check_workdir(command.flags.workdir)
             # Nothing is written before everything is known.
-            write = _sweep(command, console) if command.flags.sweep else _plan(command, console)
+            flags = command.flags
+            work = _sweep if flags.sweep else _layouts if flags.layouts else _plan
+            write = work(command, console)
         parent = Path("runs") / f"plan-{command.configs[0].name}"
         with results_folder(command.flags.workdir, parent) as workdir:
             write_json(workdir / CONFIG_FILE, command.config.to_dict())
@@ -217,5 +229,32 @@ def _sweep(command: CommandLine, console: rich.console.Console) -> Callable[[Pat
         write_json(workdir / "sweep.json", sweep_json(outcomes, curves))
         per_device = f"{examples} example{'s' * (examples != 1)}"
         draw_sweep(outcomes, curves, workdir / "sweep.png", title=title, per_device=per_device)
+
+    return write
+
+
+def _layouts(command: CommandLine, console: rich.console.Console) -> Callable[[Path], None]:
+    """Ranks all layouts, prints the fastest, and returns what writes them."""
+    config, topology = command.config, command.flags.topology
+    model = planned_task(config, command.flags.vocab_size).model
+    if not isinstance(model, Transformer) or config.parallel.rules:
+        raise ValueError(
+            f"--layouts: config.model.name is {config.model.name!r} and config.parallel.rules are "
+            f"{config.parallel.rules}, expected 'transformer' and none, which have a closed form; "
+            "use --sweep."
+        )
+    sizes = {"examples": config.data.batch_size, "positions": config.data.sequence_length}
+    plans = rank_layouts(model, topology, **sizes)
+    if not plans:
+        raise ValueError(
+            f"--layouts: no layout on {topology.name} divides and fits, of batch_size="
+            f"{config.data.batch_size}; expected more devices, or a batch that they divide."
+        )
+    print_layouts(console, plans)
+    print_sources(console, topology.chip)
+
+    def write(workdir: Path) -> None:
+        shown = fastest_of_each_mesh(plans)
+        write_json(workdir / "layouts.json", {"layouts": [layout_values(plan) for plan in shown]})
 
     return write

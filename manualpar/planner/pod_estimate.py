@@ -12,6 +12,7 @@ layout that can be traced gets nearly the same figure there. What is added:
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 from manualpar.inspect.communication import Kind, ring_bytes
@@ -83,6 +84,7 @@ def estimate_layout(
     examples: int,
     positions: int,
     even: bool = True,
+    rings: dict[tuple[str, ...], Ring] | None = None,
 ) -> PodPlan:
     """Estimates a step.
 
@@ -93,6 +95,7 @@ def estimate_layout(
       examples: Examples of a step on all devices.
       positions: Positions of each.
       even: Whether all stages must have as many layers; otherwise the fullest one counts.
+      rings: Rings over axes of the layout's mesh that are known; those found are added.
 
     Raises:
       ValueError: Model or batch do not divide, or the mesh does not lie in the topology.
@@ -100,21 +103,33 @@ def estimate_layout(
     if problem := find_obstacle(model, layout, examples=examples, positions=positions, even=even):
         raise ValueError(f"{layout.name}: {problem}.")
     x = sizes_on_device(model, layout, examples=examples, positions=positions)
-    return _Step(model, layout, topology, x).plan(examples * positions)
+    step = _Step(model, layout, topology, x, {} if rings is None else rings)
+    return step.plan(examples * positions)
+
+
+@functools.cache
+def _operands(kind: Kind, devices: int) -> float:
+    """How many of its operands a device sends, see `ring_bytes`."""
+    return float(ring_bytes(kind, 1, devices))
 
 
 class _Step:
     """The parts of a step on a device."""
 
     def __init__(
-        self, model: Transformer, layout: PodLayout, topology: Topology, x: DeviceSizes
+        self,
+        model: Transformer,
+        layout: PodLayout,
+        topology: Topology,
+        x: DeviceSizes,
+        rings: dict[tuple[str, ...], Ring],
     ) -> None:
         self.model, self.layout, self.topology, self.x = model, layout, topology, x
         self.chip: Chip = topology.chip
         self.rate = self.chip.peak("bfloat16") * self.chip.flops_efficiency
         self.hbm = self.chip.hbm_bandwidth * self.chip.hbm_efficiency
         self.sharded = tuple(a for a in ("data", "context", "expert") if a in layout.mesh)
-        self.rings: dict[tuple[str, ...], Ring] = {}
+        self.rings = rings
 
     def plan(self, tokens: int) -> PodPlan:
         layout, x, chip = self.layout, self.x, self.chip
@@ -185,7 +200,7 @@ class _Step:
             ring = self.rings[axes] = ring_over(self.topology, self.layout.mesh, axes)
         devices = ring.inside * ring.outside
         share = 1 / devices if kind == "all_gather" else 1.0
-        sent = float(ring_bytes(kind, 1, devices)) * share * size
+        sent = _operands(kind, devices) * share * size
         if kind == "reduce_scatter" and is_made_an_all_reduce(self.topology, ring):
             sent *= 2
         return ring.seconds(sent, times)

@@ -57,7 +57,7 @@ class PodLayout:
         """Whether the backward pass of a stage begins with the forward pass of its chunk."""
         return self.stage > 1 and self.keep == "inputs"
 
-    @property
+    @functools.cached_property
     def mesh(self) -> dict[str, int]:
         """The axes with more than one device, on the slowest links first, and `data`."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
@@ -70,8 +70,18 @@ class PodLayout:
 
     @property
     def name(self) -> str:
-        """Its name in a table."""
+        """The mesh, for a table."""
         return " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+
+    @property
+    def details(self) -> str:
+        """How a step runs on the mesh, for a table."""
+        parts = [f"{self.num_minibatches} minibatch{'es' * (self.num_minibatches > 1)}"]
+        parts += [f"{self.chunks} chunks"] if self.chunks > 1 else []
+        parts += ["keep inputs"] if self.runs_chunks_again else []
+        parts += [f"remat {self.remat}"]
+        parts += [f"by {self.communicate}"] if self.communicate != "minibatch" else []
+        return ", ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True)

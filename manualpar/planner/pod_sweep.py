@@ -1,9 +1,9 @@
 """Which layout of a transformer on many devices would be the fastest, among all that divide.
 
 Every product of axis sizes that makes the number of devices is estimated in closed form, with every
-number of minibatches, remat and way to communicate; `manualpar.planner.sweep` traces programs, and
-tries fewer. What does not fit into memory is dropped before anything else is computed of it. So
-16,384 devices take a minute and not hours.
+number of minibatches and way to communicate, and with as little remat as fits into memory. Without
+stages, once nothing is computed again more minibatches are not tried. `manualpar.planner.sweep`
+traces programs, and tries fewer. So 16,384 devices take a minute and not hours.
 
 Layers are split only over devices of a node, or of one slice. Replicas are slices, nodes, or groups
 of nodes: what lies between them is slow.
@@ -27,7 +27,7 @@ from manualpar.planner.pod_layout import (
 )
 from manualpar.planner.pod_work import step_memory_of
 from manualpar.planner.sweep import MOST_SPLIT
-from manualpar.planner.topology import Topology, levels_of
+from manualpar.planner.topology import Ring, Topology, levels_of
 
 MOST_CONTEXT, MOST_STAGES, MOST_CHUNKS = 16, 32, 8
 # Of one factorisation so many minibatches are tried, powers of two.
@@ -42,7 +42,7 @@ def rank_layouts(
     positions: int,
     axes: Iterable[str] = ("replica", "stage", "context", "expert", "model"),
 ) -> list[PodPlan]:
-    """Estimates all layouts that divide and fit, the fastest first.
+    """Estimates the layouts that divide and fit, each with the least remat, the fastest first.
 
     Args:
       model: The model on one device.
@@ -54,12 +54,18 @@ def rank_layouts(
     plans = []
     sizes: dict[str, Any] = {"examples": examples, "positions": positions}
     for factors in factorisations(model, topology, axes=axes, **sizes):
-        for layout in _runs(model, factors, **sizes):
-            x = sizes_on_device(model, layout, **sizes)
-            if step_memory_of(x, layout).peak > topology.chip.hbm_bytes:
+        rings: dict[tuple[str, ...], Ring] = {}
+        enough: set[Communicate] = set()
+        for run in _runs(model, factors, **sizes):
+            if run.communicate in enough:
                 continue
+            layout = _with_remat(model, run, topology.chip.hbm_bytes, **sizes)
+            if layout is None:
+                continue
+            if layout.stage == 1 and layout.remat == "none":
+                enough.add(layout.communicate)  # More minibatches only send more.
             try:
-                plans.append(estimate_layout(model, layout, topology, **sizes))
+                plans.append(estimate_layout(model, layout, topology, rings=rings, **sizes))
             except ValueError:
                 break  # The mesh does not lie in the topology.
     return sorted(plans, key=lambda plan: plan.seconds)
@@ -97,14 +103,13 @@ def factorisations(
 def _runs(
     model: Transformer, layout: PodLayout, *, examples: int, positions: int
 ) -> Iterator[PodLayout]:
-    """The ways to run on a mesh: minibatches, chunks, remat, and what is sent how often."""
+    """The ways to run on a mesh: minibatches, chunks, what is kept, and what is sent how often."""
     most = examples // (layout.replica * layout.data * layout.expert)
     minibatches = [n for n in _divisors(most) if n <= MOST_MINIBATCHES]
     chunks = [n for n in _divisors(model.num_layers // layout.stage) if n <= MOST_CHUNKS]
-    for m, v, remat, communicate, keep in itertools.product(
+    for m, v, communicate, keep in itertools.product(
         minibatches,
         chunks if layout.stage > 1 else [1],
-        get_args(Remat),
         get_args(Communicate),
         get_args(Keep) if layout.stage > 1 else ["residuals"],
     ):
@@ -113,13 +118,20 @@ def _runs(
         if communicate == "gather-step" and m == 1:
             continue  # The same as "step".
         yield dataclasses.replace(
-            layout,
-            num_minibatches=m,
-            chunks=v,
-            remat=remat,
-            communicate=communicate,
-            keep=keep,
+            layout, num_minibatches=m, chunks=v, communicate=communicate, keep=keep
         )
+
+
+def _with_remat(
+    model: Transformer, layout: PodLayout, hbm_bytes: int, *, examples: int, positions: int
+) -> PodLayout | None:
+    """The layout with as little remat as fits, which is the fastest; `None` if nothing does."""
+    for remat in get_args(Remat):
+        layout = dataclasses.replace(layout, remat=remat)
+        x = sizes_on_device(model, layout, examples=examples, positions=positions)
+        if step_memory_of(x, layout).peak <= hbm_bytes:
+            return layout
+    return None
 
 
 def _divisors(number: int) -> list[int]:

@@ -109,10 +109,13 @@ def step_memory_of(x: DeviceSizes, layout: PodLayout) -> Memory:
     elif layout.communicate == "gather-step":
         made += HALF * whole
     is_held = layout.communicate != "minibatch"
+    logits, head = SINGLE * x.tokens * x.V, x.D * x.V
+    # Logits and their gradient, or that and the head's.
+    of_head = max(SINGLE * head - logits, 0)
     at_loss = (
-        HALF * (whole if is_held else x.D * x.V),
-        summed,
-        activations + 2 * SINGLE * x.tokens * x.V + 2 * between,
+        HALF * (whole if is_held else head),
+        summed + of_head,
+        activations + 2 * logits + 2 * between,
     )
     at_layer = (
         HALF * (whole if is_held else layer),

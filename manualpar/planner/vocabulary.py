@@ -15,7 +15,7 @@ from manualpar.models import Transformer
 from manualpar.models.transformer import flops_per_token
 from manualpar.training.config import check_config
 from manualpar.training.experiment import Experiment, prepare
-from manualpar.training.task import make_task
+from manualpar.training.task import Task, make_task
 
 
 def prepare_planned(
@@ -32,10 +32,20 @@ def prepare_planned(
     Raises:
       ValueError: The config does not fit itself or the devices, or its model has no vocabulary.
     """
+    task = planned_task(config, vocab_size)
+    return prepare(config, devices=devices, task=task)
+
+
+def planned_task(config: ml_collections.ConfigDict, vocab_size: int = 0) -> Task:
+    """Checks a config and makes its task, whose model knows so many tokens; 0: those of its data.
+
+    Raises:
+      ValueError: As for `prepare_planned`, but for what concerns devices.
+    """
     check_config(config)
     task = make_task(config)
     if not vocab_size:
-        return prepare(config, devices=devices, task=task)
+        return task
     model, length = task.model, task.tokens_per_example
     if not isinstance(model, Transformer) or vocab_size < 1:
         raise ValueError(
@@ -44,5 +54,4 @@ def prepare_planned(
         )
     model = model.clone(vocab_size=vocab_size, bos_token=min(model.bos_token, vocab_size - 1))
     flops = flops_per_token(model, length) * length
-    task = dataclasses.replace(task, model=model, flops_per_example=flops)
-    return prepare(config, devices=devices, task=task)
+    return dataclasses.replace(task, model=model, flops_per_example=flops)

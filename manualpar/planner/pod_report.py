@@ -1,0 +1,62 @@
+"""The layouts of a transformer on many devices as a table and as plain values."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import rich.console
+
+from manualpar.planner.pod_estimate import PodPlan
+from manualpar.watching.tables import (
+    describe_bytes,
+    describe_seconds,
+    describe_share,
+    print_table,
+    print_wrapped,
+)
+
+SHOWN = 12
+
+
+def print_layouts(console: rich.console.Console, plans: Sequence[PodPlan]) -> None:
+    """Prints the fastest plan of each mesh, the fastest mesh first, and what they rest on."""
+    fastest = fastest_of_each_mesh(plans)
+    rows = [
+        (
+            plan.layout.name,
+            plan.layout.details,
+            describe_seconds(plan.seconds),
+            describe_seconds(plan.computing),
+            describe_seconds(plan.seconds - plan.computing - plan.bubble),
+            describe_seconds(plan.bubble),
+            describe_share(plan.mfu),
+            describe_bytes(plan.memory.peak),
+        )
+        for plan in fastest
+    ]
+    headers = ("mesh", "how", "step", "computing", "exposed", "bubble", "MFU", "memory")
+    title = f"{len(plans):,} layouts on {len(fastest):,} meshes fit; the fastest, by a closed form"
+    print_table(console, headers, rows, title=title, words=2, most=SHOWN)
+    print_wrapped(
+        console,
+        "- Parameters and Adam's averages are float32; products, gathers and activations are "
+        "bfloat16, and gradients are summed in float32. Layers split over model split their "
+        "positions too.",
+        "- Attention is one kernel that keeps its scores to itself, in time and in memory.",
+        "- Nobody has traced these programs. What the closed form shares with the roofline is "
+        "assumed as there; see manualpar.planner.pod_estimate.",
+    )
+
+
+def fastest_of_each_mesh(plans: Sequence[PodPlan]) -> list[PodPlan]:
+    """The first of the plans with each mesh, in their order."""
+    fastest: dict[str, PodPlan] = {}
+    for plan in plans:
+        fastest.setdefault(plan.layout.name, plan)
+    return list(fastest.values())
+
+
+def layout_values(plan: PodPlan) -> dict[str, Any]:
+    """A plan as plain values."""
+    more = {"seconds": plan.seconds, "fits": plan.fits, "peak_bytes": plan.memory.peak}
+    return dataclasses.asdict(plan) | more | {"mesh": plan.layout.mesh}
