@@ -1,13 +1,8 @@
-"""What the parts of a pipeline's ticks compute, in floating point operations.
-
-Layers that permute are in no part (`manualpar.inspect.tick_parts`), because all stages compute them
-in every tick.
-"""
+"""What the parts of a pipeline's ticks compute, in floating point operations."""
 
 import jax
 
 from manualpar.inspect.products import ProductReader
-from manualpar.inspect.provenance import phase_of
 from manualpar.inspect.tick_parts import TickParts
 from manualpar.pipeline.schedule_table import Costs, Table
 
@@ -23,15 +18,11 @@ def stage_costs(traced: jax.stages.Traced, table: Table) -> Costs:
     Returns:
       The costs. Where there is one stage, all are those of chunks.
     """
-    costs: dict[str, float] = dict.fromkeys(Costs._fields[:-1], 0.0)
-    parts, always = TickParts(table), False
+    costs: dict[str, float] = dict.fromkeys(Costs._fields, 0.0)
+    parts = TickParts(table)
     for stage in sorted({0, table.num_stages - 1}):
         for product in ProductReader("stage_costs", stage=stage).read(traced.jaxpr.jaxpr):
-            phase, part = phase_of(product.scope), parts.of(product.scope)
-            if phase == "update" or (part != "after" and stage):
-                continue  # Chunks are the same on all stages.
-            runs = parts.runs(part, stage) if part else table.num_ticks
-            always |= not part
-            part = part or ("forward" if phase == "forward" else "backward")
-            costs[part] += float(product.flops / runs)
-    return Costs(**costs, always=always)
+            part = parts.of(product.scope)
+            if part and (part == "after" or not stage):  # Chunks are the same on all stages.
+                costs[part] += float(product.flops / parts.runs(product.scope, stage))
+    return Costs(**costs)

@@ -2,12 +2,15 @@
 
 The named scopes of `manualpar.pipeline.tick_scopes` say in how many ticks each stage runs a part.
 That tells apart a chunk of layers, which all stages run, and what comes before the layers or after
-them. A part and its backward pass run equally often, but in another phase of the step.
+them. A part and its backward pass run equally often, but in another phase of the step. A part that
+permutes is run by all stages together, in the ticks in which one has to.
 """
+
+import itertools
 
 from manualpar.inspect.provenance import phase_of
 from manualpar.pipeline.schedule_table import Table
-from manualpar.pipeline.tick_scopes import innermost_ticks, ticks_scope
+from manualpar.pipeline.tick_scopes import innermost_ticks, ticks_run, ticks_scope
 
 # By the name of a part among `Costs` the row of the table that says who runs it.
 ROWS = {
@@ -29,8 +32,9 @@ class TickParts:
     def __init__(self, table: Table) -> None:
         self.table = table
         self._by_scope: dict[str, list[str]] = {}
-        for part, row in ROWS.items():
-            self._by_scope.setdefault(ticks_scope(table.is_run(row)), []).append(part)
+        for together, (part, row) in itertools.product((False, True), ROWS.items()):
+            scope = ticks_scope(table.is_run(row, together=together))
+            self._by_scope.setdefault(scope, []).append(part)
 
     def of(self, scope: str) -> str:
         """The part of an operation; "" for one that runs whatever the table says.
@@ -43,6 +47,8 @@ class TickParts:
         fitting = (part for part in parts if part == "after" or ("backward" in part) == is_backward)
         return next(fitting, "")
 
-    def runs(self, part: str, stage: int) -> int:
-        """In how many ticks a stage runs a part."""
-        return int(self.table.is_run(ROWS[part])[:, stage].sum())
+    def runs(self, scope: str, stage: int) -> int:
+        """In how many ticks a stage runs an operation of a part."""
+        ticks = ticks_run(innermost_ticks(scope))
+        assert ticks
+        return ticks.runs[stage]

@@ -57,8 +57,6 @@ class Costs(NamedTuple):
       before: The part of the model before its layers, forward, in the F of the first chunk.
       before_backward: The same part backward, in the B of the first chunk.
       after: The part of the model after its layers, forward and backward, in the F of the last.
-      always: Whether all stages compute chunks in every tick, and throw away what the table does
-        not ask for, as they do with layers that permute.
     """
 
     forward: float = 1.0
@@ -66,7 +64,6 @@ class Costs(NamedTuple):
     before: float = 0.0
     before_backward: float = 0.0
     after: float = 0.0
-    always: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,9 +106,10 @@ class Table:
         """Whether there are backward passes."""
         return self.gradient_slots > 0
 
-    def is_run(self, row: str) -> np.ndarray:
-        """`bool[T, S]`: where this row has something."""
-        return np.asarray(self.rows[row] > NOTHING.get(row, -1))
+    def is_run(self, row: str, *, together: bool = False) -> np.ndarray:
+        """`bool[T, S]`: where this row has something; `together`, where it has on any stage."""
+        is_run = self.rows[row] > NOTHING.get(row, -1)
+        return is_run | (together & is_run.any(axis=1, keepdims=True))
 
     @property
     def kept(self) -> np.ndarray:
@@ -150,12 +148,7 @@ class Table:
 
         A tick lasts as long as its slowest stage, because in the hop stages wait for each other.
         """
-        busy = self.busy(costs)
-        if costs.always:
-            chunks = [costs.forward, costs.backward if self.has_backward else 0.0]
-            nothing = [self.rows[f"{name}_microbatch"] < 0 for name in ("forward", "backward")]
-            busy = busy + np.reshape(chunks, (2, 1, 1)) * np.stack(nothing)
-        return np.asarray(busy.sum(axis=0).max(axis=1))
+        return np.asarray(self.busy(costs).sum(axis=0).max(axis=1))
 
     def idle_share(self, costs: Costs) -> float:
         """Returns the share of its time in which a device idles, on average over the stages."""

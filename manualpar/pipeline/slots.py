@@ -52,20 +52,25 @@ def branch(
     *,
     scope: str,
     otherwise: Callable[[], Any] | None = None,
-    always: bool = False,
+    anywhere: Any = None,
 ) -> Any:
     """`run()` where a condition holds, and otherwise zeros or `otherwise()`, of some types.
 
-    With `always` it runs everywhere, because a permute may stand in no branch. `scope` is the named
-    scope around a `cond`.
+    A permute may stand in no branch that some devices take and others do not. If there is one in
+    `run`, `anywhere` says whether the condition holds on any device, and then all of them run it.
+    `scope` is the named scope around the `cond`.
     """
 
     def typed(function: Callable[[], Any]) -> Any:
         return jax.tree.map(lambda t, x: cast_to_varying(x, varying_axes(t)), types, function())
 
-    otherwise = otherwise or (lambda: zeros(types))
-    if always:
-        select = functools.partial(jnp.where, condition)
-        return jax.tree.map(select, typed(run), typed(otherwise))
+    def rest() -> Any:
+        return typed(otherwise or (lambda: zeros(types)))
+
+    def run_together() -> Any:
+        return jax.tree.map(functools.partial(jnp.where, condition), typed(run), rest())
+
     with jax.named_scope(scope):
-        return jax.lax.cond(condition, lambda: typed(run), lambda: typed(otherwise))
+        if anywhere is not None:
+            return jax.lax.cond(anywhere, run_together, rest)
+        return jax.lax.cond(condition, lambda: typed(run), rest)

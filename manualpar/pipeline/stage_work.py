@@ -39,6 +39,13 @@ class _State(NamedTuple):
     results: Any
 
 
+class _Row(NamedTuple):
+    """What the table says of a tick: of this stage, and of all stages, `[S]`."""
+
+    mine: Mapping[str, Any]
+    of_stages: Mapping[str, Any]
+
+
 class StageWork:
     """What a stage does, tick by tick.
 
@@ -123,19 +130,21 @@ class StageWork:
             return None, results
         return jax.tree.unflatten(self._structure, state.sums), results
 
-    def _tick(self, state: _State, row: Mapping[str, Any]) -> _State:
-        mine = {name: of_stages[self._stage] for name, of_stages in row.items()}
-        state, y = self._forward(state, mine)
+    def _tick(self, state: _State, of_stages: Mapping[str, Any]) -> _State:
+        mine = {name: x[self._stage] for name, x in of_stages.items()}
+        row = _Row(mine, of_stages)
+        state, y = self._forward(state, row)
         inputs, gradients = state.inputs, state.gradients
         if self._table.has_backward:
-            state, dx = self._backward(state, mine)
+            state, dx = self._backward(state, row)
             dx = self._hop(dx, -1)
             gradients = write(state.gradients, mine["arriving_gradient_slot"], dx)
         inputs = write(state.inputs, mine["arriving_slot"], self._hop(y, 1))
         return state._replace(inputs=inputs, gradients=gradients)
 
-    def _forward(self, state: _State, mine: Mapping[str, Any]) -> tuple[_State, Activations]:
+    def _forward(self, state: _State, row: _Row) -> tuple[_State, Activations]:
         """Runs a chunk, with prefix or suffix where it is the first or the last."""
+        mine = row.mine
         loss, cut, types = self.loss, self.loss.cut, self.loss.types
         others = self._others(mine["forward_microbatch"])
         index = self._index(mine["forward_chunk"])
@@ -145,11 +154,11 @@ class StageWork:
         def run() -> Any:
             x = self._where(
                 "is_first",
-                mine,
+                row,
                 lambda: self._prefix(self._some(loss.prefix_params), others),
                 types,
                 otherwise=lambda: arrived,
-                always=cut.prefix.permutes,
+                permutes=cut.prefix.permutes,
             )
             fixed = x.exact, others, index
             y, kept = self._kept.forward(
@@ -159,18 +168,16 @@ class StageWork:
 
         all_types = types, types, self._kept.types
         x, y, kept = self._where(
-            "forward_microbatch", mine, run, all_types, always=cut.layers_permute
+            "forward_microbatch", row, run, all_types, permutes=cut.layers_permute
         )
         inputs = state.inputs
         if self._table.has_backward and self._kept.keeps_input:
             inputs = write(inputs, jnp.where(mine["is_first"] > 0, mine["forward_slot"], -1), x)
         kept = write(state.kept, mine["forward_slot"], kept)
         state = state._replace(inputs=inputs, kept=kept)
-        return self._finish(state, mine, y, others), y
+        return self._finish(state, row, y, others), y
 
-    def _finish(
-        self, state: _State, mine: Mapping[str, Any], y: Activations, others: Sequence[Any]
-    ) -> _State:
+    def _finish(self, state: _State, row: _Row, y: Activations, others: Sequence[Any]) -> _State:
         """Runs the suffix after the last chunk, and its backward pass."""
         numbers = self.loss.suffix_params
         before = _pick(state.sums, numbers)
@@ -189,17 +196,18 @@ class StageWork:
         dy_types = self.loss.types.inexact if self._table.has_backward else []
         dy, sums, results = self._where(
             "is_last",
-            mine,
+            row,
             run,
             (dy_types, before, state.results),
             otherwise=lambda: (zeros(dy_types), before, state.results),
-            always=self.loss.cut.suffix.permutes,
+            permutes=self.loss.cut.suffix.permutes,
         )
-        gradients = write(state.gradients, mine["last_gradient_slot"], dy)
+        gradients = write(state.gradients, row.mine["last_gradient_slot"], dy)
         return state._replace(gradients=gradients, sums=_put(state.sums, sums), results=results)
 
-    def _backward(self, state: _State, mine: Mapping[str, Any]) -> tuple[_State, list[Any]]:
+    def _backward(self, state: _State, row: _Row) -> tuple[_State, list[Any]]:
         """Runs the backward pass of a chunk, and of the prefix where it is the first."""
+        mine = row.mine
         loss, cut, types = self.loss, self.loss.cut, self.loss.types.inexact
         others = self._others(mine["backward_microbatch"])
         index = self._index(mine["backward_chunk"])
@@ -215,11 +223,11 @@ class StageWork:
 
         dx, sums = self._where(
             "backward_microbatch",
-            mine,
+            row,
             run,
             (types, before),
             otherwise=lambda: (zeros(types), before),
-            always=cut.layers_permute,
+            permutes=cut.layers_permute,
         )
         state = state._replace(sums=_put(state.sums, sums))
         before = _pick(state.sums, loss.prefix_params)
@@ -237,20 +245,23 @@ class StageWork:
 
         sums = self._where(
             "backward_is_first",
-            mine,
+            row,
             run_prefix,
             before,
             otherwise=lambda: before,
-            always=cut.prefix.permutes,
+            permutes=cut.prefix.permutes,
         )
         return state._replace(sums=_put(state.sums, sums)), dx
 
     def _where(
-        self, row: str, mine: Mapping[str, Any], run: Any, types: Any, **options: Any
+        self, name: str, row: _Row, run: Any, types: Any, *, permutes: bool, **options: Any
     ) -> Any:
-        """`branch`, run where a row of the table has something for this stage."""
-        scope = ticks_scope(self._table.is_run(row))
-        return branch(mine[row] > NOTHING.get(row, -1), run, types, scope=scope, **options)
+        """`branch`, run where the table has something of that name for this stage."""
+        nothing = NOTHING.get(name, -1)
+        if permutes:
+            options["anywhere"] = (row.of_stages[name] > nothing).any()
+        scope = ticks_scope(self._table.is_run(name, together=permutes))
+        return branch(row.mine[name] > nothing, run, types, scope=scope, **options)
 
     def _hop(self, values: Any, step: int) -> Any:
         """Sends values to the next stage, or to the one before."""

@@ -28,7 +28,7 @@ from manualpar.inspect.equations import Around
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import CountedProduct, TrafficReader
 from manualpar.inspect.provenance import LAYER_SCOPES, phase_of
-from manualpar.inspect.tick_parts import ROWS, TickParts
+from manualpar.inspect.tick_parts import TickParts
 from manualpar.purposes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.sharding.mesh_order import in_order
 from manualpar.watching.throughput import Throughput
@@ -68,6 +68,15 @@ class PipelineWork(NamedTuple):
 
     parts: TickParts
     works: Mapping[str, PartWork]
+
+
+class _Read(NamedTuple):
+    """What a stage sends and computes, and how often it runs each part of a tick in which it is."""
+
+    collectives: tuple[Collective, ...]
+    loads: tuple[Load, ...]
+    runs: Mapping[str, int]
+    notes: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +146,7 @@ def read_work(
     run: Any = program.step.pipeline
     parts = TickParts(run.table) if run else None
 
-    def read(stage: int | None) -> tuple[tuple[Collective, ...], tuple[Load, ...], list[str]]:
+    def read(stage: int | None) -> _Read:
         data_axes = program.data_axes
         sending, sent = read_stage("roofline", jaxpr, around, stage=stage, data_axes=data_axes)
         computing = TrafficReader("roofline", stage=sending.stage)
@@ -149,9 +158,13 @@ def read_work(
             load._replace(flops=n * load.flops, traffic=n * load.traffic)
             for load, n in alike.items()
         )
-        return sent, tuple(loads), [*sending.notes, *computing.notes]
+        runs = {}
+        for scope in {*(one.scope for one in found), *(one.scope for one in sent)}:
+            if parts and (part := parts.of(scope)):
+                runs[part] = parts.runs(scope, sending.stage)
+        return _Read(sent, tuple(loads), runs, [*sending.notes, *computing.notes])
 
-    collectives, loads, notes = read(None)
+    collectives, loads, _, notes = read(None)
     state = program.abstract_state
     parameters, optimizer = (state_bytes(x)[0] for x in (state.params, state.opt_state))
     return StepWork(
@@ -174,16 +187,15 @@ def _load(product: CountedProduct, part: str) -> Load:
     return Load(phase, product.dtype, flops, float(product.traffic), part)
 
 
-def _works(parts: TickParts, read: Callable[[int], Any]) -> dict[str, PartWork]:
+def _works(parts: TickParts, read: Callable[[int], _Read]) -> dict[str, PartWork]:
     """The work in each part, as the first stage or the last one does it: together they do all."""
     works: dict[str, PartWork] = {}
     for stage in dict.fromkeys((0, parts.table.num_stages - 1)):
-        collectives, loads, _ = read(stage)
-        for part in ROWS:
-            sent = tuple(one for one in collectives if parts.of(one.scope) == part)
-            computed = tuple(load for load in loads if load.part == part)
-            if sent or computed:
-                works[part] = PartWork(parts.runs(part, stage), sent, computed)
+        found = read(stage)
+        for part, runs in found.runs.items():
+            sent = tuple(one for one in found.collectives if parts.of(one.scope) == part)
+            computed = tuple(load for load in found.loads if load.part == part)
+            works[part] = PartWork(runs, sent, computed)
     return works
 
 

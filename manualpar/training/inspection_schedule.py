@@ -64,10 +64,9 @@ def print_schedule(console: rich.console.Console, name: str, schedule: Json) -> 
         rows.append([*map(str, cells), describe_flops(busy[stage]), shares])
     headers = ["stage", "first tick", "last tick", "in flight", "computes", "of the time"]
     print_table(console, headers, rows)
-    words = (
+    print_line(
+        console,
         f"A device idles for {describe_share(schedule['idle_share'])} of the time. It would be "
-        f"{describe_share(schedule['bubble'])}, the bubble, if chunks of layers were all there is."
+        f"{describe_share(schedule['bubble'])}, the bubble, if chunks of layers were all there "
+        "is.\n",
     )
-    if costs.always:
-        words += " Layers permute, so every stage computes chunks in every tick."
-    print_line(console, f"{words}\n")
