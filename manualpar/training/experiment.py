@@ -285,4 +285,6 @@ def _mesh_axes(parallel: ml_collections.ConfigDict) -> dict[str, int]:
     """
     sizes = parallel.mesh.to_dict()
     first = {axis: sizes[axis] for axis in DATA_AXES if axis in sizes}
+    if not first and set(sizes) <= {SPLIT_AXIS, CONTEXT_AXIS, STAGE_AXIS}:
+        first = {"data": 1}  # All devices have parts of the same examples.
     return first | sizes

@@ -128,8 +128,13 @@ def _traced(
         )
         found.append((jaxpr, jax.tree.structure(shapes)))
 
-    whole = PartitionSpec()
-    in_specs = (computed_specs(model.parameters), whole, whole, roles.batch_specs(batch))
+    def of_all_layers(info: Any) -> Any:
+        """The loss is written for all layers, of which a stage has some."""
+        names = tuple(None if name in roles.stage_axes else name for name in info.names)
+        return dataclasses.replace(info, names=names)
+
+    whole, infos = PartitionSpec(), jax.tree.map(of_all_layers, model.parameters)
+    in_specs = (computed_specs(infos), whole, whole, roles.batch_specs(batch))
     key = jax.eval_shape(lambda: jax.random.key(0))
     run = mode.run(on_device, in_specs=in_specs, out_specs=whole)
     jax.eval_shape(run, params, variables, key, batch)
