@@ -15,6 +15,7 @@ from manualpar.user_model.sequence_values import Value
 from manualpar.user_model.sequence_walk import SequenceWalk
 
 DEVICES = 4
+KEY = jax.random.key(0)
 TABLE = np.arange(64.0, dtype=np.float32).reshape(32, 2) / 64
 
 
@@ -28,7 +29,7 @@ def walk(function: Callable[..., Any]) -> list[Value]:
         shapes = [((2, length, 2), "float32"), ((2, length), "int32")]
         args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
         key = jax.eval_shape(lambda: jax.random.key(0))
-        axes = [("context", devices)]
+        axes = [("context", devices), ("data", 2)]
         return jax.make_jaxpr(with_own_key, axis_env=axes)(*args, key)
 
     mends = context_check._MENDS
@@ -36,6 +37,11 @@ def walk(function: Callable[..., Any]) -> list[Value]:
         traced(16 // DEVICES, DEVICES), traced(16, 1)
     )
     return [value for value, _ in found]
+
+
+def total(x: jax.Array) -> jax.Array:
+    with jax.named_scope(CONTEXT_SCOPE):
+        return jax.lax.psum(x, "context")
 
 
 def flat(x: jax.Array) -> jax.Array:
@@ -60,6 +66,7 @@ SPLIT = {
     "stacked": lambda x, m, k: jax.lax.scan(lambda c, _: (c, 2 * c), x, None, length=3)[1],
     "each position": lambda x, m, k: jax.vmap(jax.vmap(jnp.cumsum))(x),
     "recomputed": lambda x, m, k: jax.checkpoint(jax.jit(jax.nn.relu))(x),
+    "the same noise everywhere": lambda x, m, k: x + jax.random.normal(KEY, (1, 1, 2)),
     "noise": lambda x, m, k: x + jax.random.normal(jax.random.split(k)[0], x.shape),
     "tiled": lambda x, m, k: jnp.tile(
         jnp.stack([x, x], 1).reshape(2, 2, *x.shape[1:]), (1, 1, 1, 2)
@@ -175,6 +182,17 @@ WRONG = {
         lambda x, m, k: jax.lax.all_gather(x, "context"),
         "sends by all_gather over 'context'",
     ),
+    "sum of the same": (lambda x, m, k: jnp.exp(total(jnp.ones(()))), "exp to a number"),
+    "sum of a constant": (lambda x, m, k: jnp.exp(total(jnp.float32(2))), "exp to a number"),
+    "sum of a quotient": (lambda x, m, k: total(x.sum() / m.sum()), "sums a mean over a device's"),
+    "another axis": (
+        lambda x, m, k: jax.named_scope(CONTEXT_SCOPE)(jax.lax.psum)(x, "data"),
+        r"is split over \['data'\] in Context.* that context_axis names",
+    ),
+    "a part of a sum in Context": (
+        lambda x, m, k: jax.named_scope(CONTEXT_SCOPE)(jnp.exp)(x.sum()),
+        "gives a part of a sum over positions",
+    ),
     "sum of means": (
         lambda x, m, k: jnp.tanh(jax.lax.psum(x.mean(), "context")),
         "made of how many",
@@ -223,10 +241,9 @@ def test_sums_and_means_over_positions_are_told_apart() -> None:
 
 def test_a_sum_over_the_devices_is_the_same_everywhere() -> None:
     def function(x: jax.Array, mask: jax.Array, key: jax.Array) -> Any:
-        with jax.named_scope(CONTEXT_SCOPE):
-            total = jax.lax.psum(x.sum(), "context") if x.shape[1] < 16 else x.sum()
+        is_part = x.shape[1] < 16
         mean = jax.lax.pmean(x.mean(1, keepdims=True), "context")
-        return jnp.exp(total), jnp.tanh(x - mean)
+        return jnp.exp(total(x.sum()) if is_part else x.sum()), jnp.tanh(x - mean)
 
     assert [value.kind for value in walk(function)] == ["same", "split"]
 

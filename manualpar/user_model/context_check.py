@@ -56,7 +56,8 @@ _MENDS: Mapping[Reason, str] = {
     "mixed": _POSITIONS,
     "pad": _POSITIONS,
     "product": _ATTENTION,
-    "program": f"The code depends on the length of a sequence. {_POSITIONS}",
+    "program": f"The code depends on the length of a sequence. {_POSITIONS}. What knows of the "
+    f"axis by itself stands in jax.named_scope({CONTEXT_SCOPE!r})",
     "random": "Draw them for each position, with the key that the model or the loss is given",
     "reduction": _ATTENTION,
     "reshape": "Keep positions whole and in one order, and group no neighbours, because they may "

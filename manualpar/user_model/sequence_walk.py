@@ -144,7 +144,9 @@ class SequenceWalk:
             if self._axis not in named:
                 refuse(f"is split over {sorted(named)} in Context", "axis")
             if eqn.primitive.name in SUMS:
-                for value, y in zip(inputs, eqn.outvars, strict=True):
+                for x, value, y in zip(eqn.invars, inputs, eqn.outvars, strict=True):
+                    if value is None and self._constant(self._origin(x)) is not None:
+                        value = Value("same")
                     if value is not None:
                         self._values[y] = self._operations.summed(value)
                 return
@@ -239,7 +241,8 @@ class SequenceWalk:
         if (known := self._known(one)) is not None:
             return known
         constants = [self._constant(x) for x in (one, other)]
-        if not any(x is None for x in constants):
+        is_key = jnp.issubdtype(one.aval.dtype, jax.dtypes.extended)
+        if not is_key and not any(x is None for x in constants):
             return self._of_constants(*map(np.asarray, constants))
         shape, whole_shape = tuple(one.aval.shape), tuple(other.aval.shape)
         dim = split_dim("something", shape, whole_shape, self._devices)
