@@ -155,6 +155,48 @@ def test_more_of_what_mixes_positions_is_refused(name: str) -> None:
         check(Net(between))
 
 
+class Evaluated(nn.Module):
+    """A model that mixes positions in evaluation alone."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
+        logits = Net(name="net")(tokens, train)
+        return logits if train else jnp.cumsum(logits, 1)
+
+
+def test_evaluation_is_checked_too() -> None:
+    with pytest.raises(ValueError, match="cumsum along dim 1"):
+        check(Evaluated())
+
+
+class Centred(nn.Module):
+    """Subtracts a running average, which it updates with a statistic of the positions."""
+
+    statistic: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        average = self.variable("batch_stats", "average", lambda: jnp.zeros(16))
+        y = x - average.value[None, None]
+        if not self.is_initializing() and self.is_mutable_collection("batch_stats"):
+            average.value = 0.9 * average.value + 0.1 * self.statistic(x)
+        return y
+
+
+def updating(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
+    rngs = {"dropout": rng}
+    variables: Any = {"params": params}
+    logits, _ = apply_fn(variables, batch.inputs, train=True, rngs=rngs, mutable=["batch_stats"])
+    losses = cross_entropy(logits, batch.labels)
+    return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+
+def test_what_a_model_carries_is_an_average_of_positions() -> None:
+    check(Net(Centred(lambda x: x.mean((0, 1)))), updating)
+    with pytest.raises(ValueError, match=r"\['average'\] becomes a part of a sum|add to a part of"):
+        check(Net(Centred(lambda x: x.sum((0, 1)))), updating)
+
+
 class NNXNet(nnx.Module):
     """The same with NNX."""
 
@@ -332,3 +374,5 @@ def test_leaves_that_are_no_sequences_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"labels has shape \(8,\), but context_axis='context'"):
         build((8,))
+    with pytest.raises(ValueError, match=r"labels has 12, expected|different numbers of entries"):
+        build((8, 12))

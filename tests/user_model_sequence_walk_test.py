@@ -276,11 +276,29 @@ def test_a_mean_times_its_count_is_a_sum_again() -> None:
     assert walk(function) == [Value("sum")]
 
 
+def ints(x: jax.Array) -> jax.Array:
+    return x.astype("int32")
+
+
 NO_MEANS = {
     "a little more": (lambda x, m: x.sum() / (m.sum() + 1e-8), "add to a part of a sum"),
     "at least 1": (
         lambda x, m: x.sum() / jnp.maximum((m * 0.5).sum(), 1),
         "max to a part of a sum",
+    ),
+    "of rounded weights": (
+        lambda x, m: x.sum() / where(x.sum()) * ints(x).sum(),
+        "mul to .* mean over a device's valid|mul to a part",
+    ),
+    "a rounded sum": (lambda x, m: ints(x.sum()), "convert_element_type to a part of a sum"),
+    "at least 2": (lambda x, m: x.sum() / jnp.maximum(m.sum(), 2), "max to a part of a sum"),
+    "of another count": (
+        lambda x, m: x.sum() / jnp.where(m.sum() > 0, (2 * m).sum(), 1),
+        "select_n to a count",
+    ),
+    "or all positions": (
+        lambda x, m: x.sum() / jnp.where(m.sum() > 0, m.sum(), m.shape[1]),
+        "select_n to a count",
     ),
     "the wrong way": (
         lambda x, m: x.sum() / jnp.where(m.sum() > 0, 1, m.sum()),
