@@ -12,9 +12,10 @@ of the parameters. So each stage has a part of the gradient of a parameter that 
 and the sum over stages is the gradient.
 
 Invariants: activations and gradients are sent in every tick, by all devices, outside of any
-condition. What a condition contains is sent among devices of one stage. A permute stands in no
-condition at all, because some backends wait there for all devices: a stage whose layers permute
-computes in every tick, and leaves out what it should not have.
+condition. What a condition contains is sent among devices of one stage. A permute is in no
+condition that differs between devices, because some backends wait in it for all of them. Where
+layers permute, all stages compute a chunk in the ticks in which one has to, and the others leave
+the result out.
 
 Symbols: `S` stages, `v` chunks of layers on a stage, `M` microbatches, `L` layers.
 """
