@@ -36,6 +36,7 @@ class Case:
     schedule: Any = "1f1b"
     keep: Any = "residuals"
     sharded: bool = False
+    rings: bool = False
 
     @property
     def run(self) -> PipelineRun:
@@ -57,7 +58,14 @@ def unbox_layer(w: Any) -> Any:
     return w.remove_axis(0, {}).unbox() if is_box(w) else w
 
 
-def loss(params: Any, batch: Any, rng: jax.Array) -> Any:
+def there_and_back(x: jax.Array) -> jax.Array:
+    """What it is given, sent to the next device and back as ring attention would send it."""
+    pairs = [(i, (i + 1) % jax.lax.axis_size("data")) for i in range(jax.lax.axis_size("data"))]
+    x = jax.lax.ppermute(x, "data", pairs)
+    return jax.lax.ppermute(x, "data", [(b, a) for a, b in pairs])
+
+
+def loss(params: Any, batch: Any, rng: jax.Array, *, rings: bool = False) -> Any:
     """A table that is also the head, a skip around the layers, noise, and a penalty of each layer.
 
     Layers know their number, count those before them and what is positive, and share an angle.
@@ -72,6 +80,7 @@ def loss(params: Any, batch: Any, rng: jax.Array) -> Any:
         weights = {name: unbox_layer(w) for name, w in boxes.items()}
         y = jnp.tanh(x @ weights["kernel"] + weights["bias"][None]) * angle
         y = y * (1 + 0.1 * jax.random.normal(key, (D,)))[None]
+        y = there_and_back(y) if rings else y
         y = jax.lax.cond(index % 2 == 0, jnp.sin, lambda y: y * index, y) / (1 + depth)
         return (x + y, positive + (y > 0).sum(), depth + 1), (y**2).mean(1)
 
@@ -132,7 +141,7 @@ def on_stages(case: Case, *, evaluate: bool = False) -> tuple[Any, Any]:
         return ShardedParameter(x, some, gather_axes=("data",)) if any(some) else x
 
     def carrying(params: Any, collections: Any, *args: Any) -> Any:
-        return *loss(params, *args), collections
+        return *loss(params, *args, rings=case.rings), collections
 
     def device(params: Any, batch: Any) -> Any:
         boxes, rng = jax.tree.map(box, names, params, is_leaf=is_names), jax.random.key(1)
@@ -161,7 +170,7 @@ def on_stages(case: Case, *, evaluate: bool = False) -> tuple[Any, Any]:
 
 FAST = [
     Case(4, 2, 3, sharded=True),
-    Case(4, 2, 3, chunks=2, keep="inputs"),
+    Case(4, 2, 3, chunks=2, keep="inputs", rings=True),
 ]
 SLOW = [
     Case(data, stages, microbatches, chunks, schedule, keep, sharded)
