@@ -118,8 +118,9 @@ def test_pieces_in_chunks_make_the_whole_again() -> None:
             y = layer(x, weights[0])[0]
             return y, (y * weights[1] + x[0, 0]).sum(0)
 
-        layers = {name: 2 * params[name] for name in ("bias", "kernel")}, jnp.arange(4)
-        y, asides = jax.jit(lambda xs: jax.lax.scan(with_aside, x, xs))(layers)
+        kernel = params["kernel"].reshape(4, 64)[:, ::-1].reshape(4, 8, 8)
+        layers = {"bias": 2 * params["bias"], "kernel": kernel + params["bias"][:, None]}
+        y, asides = jax.jit(lambda xs: jax.lax.scan(with_aside, x, xs))((layers, jnp.arange(4)))
         return (y @ params["out"] + x).sum() + asides[1:].sum(), 3.0
 
     closed, paths = trace(loss, PARAMS)
