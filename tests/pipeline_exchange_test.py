@@ -25,7 +25,9 @@ def test_in_each_round_every_stage_sends_one_chunk_and_receives_one(
 
 
 @pytest.mark.usefixtures("devices8")
-@pytest.mark.parametrize(("num_stages", "chunks"), [(4, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("num_stages", "chunks"), [(4, 2), pytest.param(2, 3, marks=pytest.mark.slow)]
+)
 def test_stages_get_the_chunks_that_they_run_and_give_them_back(
     num_stages: int, chunks: int
 ) -> None:

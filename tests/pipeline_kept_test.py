@@ -5,6 +5,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import pytest
 
 from manualpar.pipeline.kept import KeptInputs, KeptResiduals
 from manualpar.pipeline.staged_loss import Activations
@@ -54,6 +55,7 @@ def test_residuals_depend_on_the_input_and_give_the_gradients() -> None:
     assert {t.shape[:2] for t in residuals.types} == {(K, B)}
 
 
+@pytest.mark.slow
 def test_the_backward_pass_reads_no_input_that_residuals_stand_for() -> None:
     params, inexact, fixed = make_arguments()
     policy = KeptResiduals(chunk, params, inexact, fixed)
