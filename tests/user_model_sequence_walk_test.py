@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from manualpar.purposes import CONTEXT_SCOPE
+from manualpar.purposes import CONTEXT_SCOPE, SEQUENCE_SCOPE
 from manualpar.user_model import context_check
 from manualpar.user_model.sequence_values import Value
 from manualpar.user_model.sequence_walk import SequenceWalk
@@ -185,6 +185,10 @@ WRONG = {
     "sum of the same": (lambda x, m, k: jnp.exp(total(jnp.ones(()))), "exp to a number"),
     "sum of a constant": (lambda x, m, k: jnp.exp(total(jnp.float32(2))), "exp to a number"),
     "sum of a quotient": (lambda x, m, k: total(x.sum() / m.sum()), "sums a mean over a device's"),
+    "layers over the axis": (
+        lambda x, m, k: jax.named_scope(SEQUENCE_SCOPE)(jax.lax.all_gather)(x, "context"),
+        "splits layers over 'context'",
+    ),
     "another axis": (
         lambda x, m, k: jax.named_scope(CONTEXT_SCOPE)(jax.lax.psum)(x, "data"),
         r"is split over \['data'\] in Context.* that context_axis names",
@@ -208,6 +212,10 @@ WRONG = {
     ),
     "in a loop": (
         lambda x, m, k: jax.lax.scan(lambda c, _: (c * c, None), x.sum(), None, 2)[0],
+        "mul to a part",
+    ),
+    "later in a loop": (
+        lambda x, m, k: jax.lax.scan(lambda c, _: (c * c + x.sum(), None), 0.0, None, 2)[0],
         "mul to a part",
     ),
     "another program": (
@@ -255,6 +263,7 @@ MEANS = {
     "with jnp.mean": lambda x, m: x.mean(where=m > 0),
     "with jnp.average": lambda x, m: jnp.average(x, weights=m),
     "zero": lambda x, m: jnp.where(m.sum() == 0, 0.0, (x * m).sum() / where(m.sum())),
+    "of two means": lambda x, m: x.mean() / m.mean(),
     "and a penalty": lambda x, m: (x * m).sum() / where(m.sum()) + 3.0,
 }
 
@@ -304,7 +313,12 @@ NO_MEANS = {
         lambda x, m: x.sum() / jnp.where(m.sum() > 0, 1, m.sum()),
         "select_n to a count",
     ),
-    "of each sequence": (lambda x, m: (x.sum(1) / where(m.sum(1))).mean(), "divides by a count"),
+    "of rounded counts": (lambda x, m: x.sum() / ints(where(x.sum())), "to a count of a device's"),
+    "of several counts": (
+        lambda x, m: x.sum() / where(m.sum(1)).sum(),
+        "reduce_sum to a count of a device's positions",
+    ),
+    "of each sequence": (lambda x, m: (x.sum(1) / where(m.sum(1))).mean(), "to a count of a"),
     "of two counts": (
         lambda x, m: x.sum() / where(m.sum()) + x.sum() / where((m * m * 2).sum()),
         "add to a mean over a device's valid positions and to",

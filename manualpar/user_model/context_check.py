@@ -49,7 +49,7 @@ _SUM = (
 _MENDS: Mapping[Reason, str] = {
     "examples": "Each device has some positions of its examples: name the axes that split examples "
     "alone, gather_examples(x, axis_name=...) without the context axis",
-    "axis": "Give Context the axis that context_axis names",
+    "axis": "Give Context the axis that context_axis names, and layers another one",
     "constant": _POSITIONS,
     "convolution": _ATTENTION,
     "loop": _ATTENTION,

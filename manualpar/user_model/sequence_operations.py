@@ -146,7 +146,9 @@ class SequenceOperations:
             result = added(name, values[1:])
         elif name in _LINEAR:
             is_cast = name == "convert_element_type" and not _is_inexact(eqn.outvars[0])
-            _check_plain(name, values if is_cast and not values[0].is_integral else values[1:])
+            is_rounded = is_cast and not values[0].is_integral
+            takes_all = not is_rounded and values[0].kind not in ("guarded", "test")
+            _check_plain(name, values[1:] if takes_all else values)
             result = values[0]
         else:
             _check_plain(name, values)
@@ -190,9 +192,11 @@ class SequenceOperations:
                 return Value("guarded", chosen.power, None, first.count)
             if chosen.kind == "sum" and chosen.count == first.count and empty.kind == "zero":
                 return chosen
+        is_whole = first.is_integral or _is_inexact(eqn.outvars[0])
+        is_rounded = name == "convert_element_type" and not is_whole
         is_one_number = name in _OF_ONE_NUMBER and self._numbers.is_scalar(numbers[0])
-        is_test = first.kind == "test" and name != "convert_element_type"
-        return first if is_one_number and (is_test or first.kind == "guarded") else None
+        is_kept = first.kind == "test" or (first.kind == "guarded" and not is_rounded)
+        return first if is_one_number and is_kept else None
 
     def _split_dim(self, name: str, one: Any, other: Any) -> int | None:
         return split_dim(name, tuple(one.aval.shape), tuple(other.aval.shape), self._devices)

@@ -140,7 +140,10 @@ class SequenceWalk:
         """Looks at an equation in our scopes, to which nothing corresponds on one device."""
         inputs = [self._known(x) for x in eqn.invars]
         named = {axis for one in _with_inner(eqn) for axis in axes_of(one)}
-        if purpose_of(str(eqn.source_info.name_stack)) == CONTEXT_SCOPE and named:
+        purpose = purpose_of(str(eqn.source_info.name_stack))
+        if purpose != CONTEXT_SCOPE and self._axis in named:
+            refuse(f"splits layers over {self._axis!r}", "axis")
+        if purpose == CONTEXT_SCOPE and named:
             if self._axis not in named:
                 refuse(f"is split over {sorted(named)} in Context", "axis")
             if eqn.primitive.name in SUMS:
