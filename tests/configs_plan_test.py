@@ -52,6 +52,7 @@ def test_a_docstring_tells_the_command_the_devices_and_the_source(name):
         assert word in text
 
 
+@pytest.mark.slow
 def test_the_largest_is_traced_for_devices_that_nobody_has():
     config = _module("llama3_405b").get_config()
     with config.unlocked():

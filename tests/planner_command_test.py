@@ -116,7 +116,8 @@ def test_a_plan_for_devices_that_fail_says_how_often_to_save(capsys):
     assert "goodput: a device fails every 50,000 h, the run every 130 d" in output
 
 
-def test_layouts_over_every_axis_are_ranked_and_written(capsys):
+def test_layouts_over_every_axis_are_ranked_and_written(capsys, monkeypatch):
+    monkeypatch.setattr(planner_command, "TRACED", 1)
     more = ("--config.model.num_layers=2", "--config.model.vocab_multiple=2")
     flags = ("--topology=h100:16", "--layouts", *more)
     assert plan_command(_command(*SMALL, *flags)) == 0
@@ -126,7 +127,10 @@ def test_layouts_over_every_axis_are_ranked_and_written(capsys):
     assert {axis for layout in found for axis in layout["mesh"]} == {
         *("replica", "stage", "data", "context", "model")
     }
-    assert "meshes fit; the fastest, by a closed form" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "meshes fit; the fastest, by a closed form" in output
+    assert re.search(r"by the closed form, \S+ \S+ by its traced program, MFU", output)
+    assert f"""--config.parallel.mesh="{found[0]["mesh"]}\"""" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 import dataclasses
 from pathlib import Path
 
-import ml_collections
 import pytest
 
 from manualpar.inspect.communication import summed
 from manualpar.pipeline.schedules import make_table
+from manualpar.planner.pod_config import config_of_layout
 from manualpar.planner.pod_estimate import estimate_layout
 from manualpar.planner.pod_layout import PodLayout, find_obstacle, sizes_on_device
 from manualpar.planner.pod_sweep import factorisations, rank_layouts
@@ -30,26 +30,16 @@ CONFIGS = Path(__file__).parent.parent / "configs" / "plan"
 P = PodLayout
 
 
-def _config(name):
-    return ml_collections.ConfigDict(load_config(CONFIGS / f"{name}.py").to_dict())
-
-
 def _model(name):
     return make_task(load_config(CONFIGS / f"{name}.py")).model
 
 
 def _traced(name, layout, *, length=0):
     """The model, its batch, and the work of a program with this layout."""
-    config = _config(name)
-    config.parallel.mesh = ml_collections.ConfigDict(layout.mesh)
-    config.parallel.sequence = layout.model > 1
-    config.parallel.communicate_every = layout.communicate
-    config.parallel.strategy = "hsdp" if layout.replica > 1 else "fsdp"
-    config.optimizer.num_minibatches = layout.num_minibatches
-    config.model.remat = layout.remat
-    config.parallel.pipeline_chunks = layout.chunks
-    config.parallel.pipeline_keep = layout.keep
+    config = config_of_layout(load_config(CONFIGS / f"{name}.py"), layout)
     config.data.sequence_length = length or config.data.sequence_length
+    if layout.stage > 1:
+        config.data.batch_size = 256
     experiment = prepare(config, devices=layout.num_devices)
     throughput = throughput_of(config, experiment.task)
     work = read_work(experiment.program, throughput, fused_attention=True)
@@ -105,6 +95,23 @@ def test_a_step_is_that_of_the_traced_program():
 )
 def test_a_step_of_any_axes_is_that_of_the_traced_program(name, topology, layout):
     _check(name, topology, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        P(stage=4, data=16, model=2, num_minibatches=8),
+        P(stage=4, data=16, model=2, num_minibatches=8, chunks=2, communicate="step"),
+        P(stage=4, data=16, model=2, num_minibatches=16, remat="none", keep="inputs"),
+    ],
+    ids=lambda value: value.details,
+)
+def test_a_step_in_stages_is_nearly_that_of_the_traced_program(layout):
+    model, sizes, work = _traced("llama3_8b", layout)
+    topology = parse_topology("h100:128")
+    plan, read = estimate_layout(model, layout, topology, **sizes), estimate(work, topology)
+    assert 0.85 < plan.seconds / read.step_seconds < 1.02
 
 
 @pytest.mark.slow

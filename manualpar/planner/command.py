@@ -26,7 +26,13 @@ from manualpar.planner.plan_report import (
     print_sweep,
     sweep_json,
 )
-from manualpar.planner.pod_report import fastest_of_each_mesh, layout_values, print_layouts
+from manualpar.planner.pod_config import trace_layout
+from manualpar.planner.pod_report import (
+    fastest_of_each_mesh,
+    layout_values,
+    print_layouts,
+    print_traced,
+)
 from manualpar.planner.pod_sweep import rank_layouts
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work
@@ -54,6 +60,8 @@ from manualpar.watching.writers import CONFIG_FILE, check_workdir
 
 DEFAULT_TOPOLOGY = "v5e:16x16"
 COMPILERS = ("auto", "tpu", "none")
+# Of the fastest layouts so many are traced.
+TRACED = 2
 FLAGS: Mapping[str, Flag] = {
     "topology": Flag(
         "The devices to plan for, such as v5p:8x8x4, 2xv5e:16x16 (two slices) or h100:128.",
@@ -251,6 +259,14 @@ def _layouts(command: CommandLine, console: rich.console.Console) -> Callable[[P
             f"{config.data.batch_size}; expected more devices, or a batch that they divide."
         )
     print_layouts(console, plans)
+    for plan in fastest_of_each_mesh(plans)[:TRACED]:
+        try:
+            traced: Plan | str = trace_layout(
+                config, plan.layout, topology, vocab_size=command.flags.vocab_size
+            )
+        except ValueError as error:
+            traced = str(error)
+        print_traced(console, plan, traced)
     print_sources(console, topology.chip)
 
     def write(workdir: Path) -> None:

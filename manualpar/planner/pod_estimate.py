@@ -272,9 +272,12 @@ class _Step:
         # Embedding, head and last norm belong to all stages.
         shards = layout.data * layout.context * layout.expert
         seconds += self.send("all_reduce", ("stage",), SINGLE * x.outer_weights / shards, 3)
-        if layout.chunks > 1:  # Layers lie in runs, and chunks in turn; weights go and come back.
+        if layout.chunks > 1:  # Layers lie in runs, and chunks in turn: weights go and come back.
             moved = 2 * SINGLE * (stored - x.outer_weights / shards)
-            seconds += self.send("permute", ("stage",), moved, 2 * layout.chunks)
+            if layout.communicate != "minibatch":  # They are whole by then, and gradients still.
+                moved = (HALF + SINGLE) * x.L * (x.dense_weights + x.expert_weights)
+            times = 2 * layout.chunks * GATHERS_OF_A_LAYER
+            seconds += self.send("permute", ("stage",), moved, times)
         return seconds
 
     def hops(self) -> float:

@@ -6,7 +6,10 @@ from typing import Any
 
 import rich.console
 
+from manualpar.planner.plan import Plan
+from manualpar.planner.pod_config import layout_fields
 from manualpar.planner.pod_estimate import PodPlan
+from manualpar.planner.pod_layout import PodLayout
 from manualpar.watching.tables import (
     describe_bytes,
     describe_seconds,
@@ -43,9 +46,30 @@ def print_layouts(console: rich.console.Console, plans: Sequence[PodPlan]) -> No
         "bfloat16, and gradients are summed in float32. Layers split over model split their "
         "positions too.",
         "- Attention is one kernel that keeps its scores to itself, in time and in memory.",
-        "- Nobody has traced these programs. What the closed form shares with the roofline is "
-        "assumed as there; see manualpar.planner.pod_estimate.",
+        "- What the closed form shares with the roofline is assumed as there; see "
+        "manualpar.planner.pod_estimate.",
     )
+
+
+def print_traced(console: rich.console.Console, plan: PodPlan, traced: Plan | str) -> None:
+    """Prints what the traced program of a layout says, or why there is none, and its flags."""
+    if isinstance(traced, str):
+        found = f"no program: {traced}"
+    else:
+        found = (
+            f"{describe_seconds(traced.step_seconds)} by its traced program, MFU "
+            f"{describe_share(traced.mfu)}"
+        )
+    print_wrapped(
+        console, f"{plan.layout.name}: {describe_seconds(plan.seconds)} by the closed form, {found}"
+    )
+    defaults = layout_fields(PodLayout())
+    flags = [
+        f'--config.{name}="{value}"' if isinstance(value, dict) else f"--config.{name}={value}"
+        for name, value in layout_fields(plan.layout).items()
+        if value != defaults[name] or name == "parallel.mesh"
+    ]
+    print_wrapped(console, f"  {' '.join(flags)}")
 
 
 def fastest_of_each_mesh(plans: Sequence[PodPlan]) -> list[PodPlan]:

@@ -1,0 +1,56 @@
+"""A layout as a config, and the estimate of the program that the config describes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_collections
+
+from manualpar.planner.plan import Plan
+from manualpar.planner.pod_layout import PodLayout
+from manualpar.planner.roofline import estimate
+from manualpar.planner.step_work import read_work
+from manualpar.planner.sweep import throughput_of
+from manualpar.planner.topology import Topology
+from manualpar.planner.vocabulary import prepare_planned
+
+
+def layout_fields(layout: PodLayout) -> Mapping[str, Any]:
+    """The fields of a transformer's config that make it run as a layout says, with their values."""
+    return {
+        "parallel.mesh": layout.mesh,
+        "parallel.strategy": "hsdp" if layout.replica > 1 else "fsdp",
+        "parallel.sequence": layout.model > 1,
+        "parallel.communicate_every": layout.communicate,
+        "parallel.pipeline_chunks": layout.chunks,
+        "parallel.pipeline_keep": layout.keep,
+        "optimizer.num_minibatches": layout.num_minibatches,
+        "model.remat": layout.remat,
+        "model.scan_layers": True,
+        "parallel.gather_dtype": "bfloat16",
+        "parallel.reduce_dtype": "float32",
+    }
+
+
+def config_of_layout(
+    config: ml_collections.ConfigDict, layout: PodLayout
+) -> ml_collections.ConfigDict:
+    """A copy of a transformer's config that runs as a layout says."""
+    copy = ml_collections.ConfigDict(config.to_dict())
+    for name, value in layout_fields(layout).items():
+        group, field = name.split(".")
+        is_mesh = isinstance(value, Mapping)
+        copy[group][field] = ml_collections.ConfigDict(value) if is_mesh else value
+    return copy
+
+
+def trace_layout(
+    config: ml_collections.ConfigDict, layout: PodLayout, topology: Topology, *, vocab_size: int = 0
+) -> Plan:
+    """The roofline's plan of the traced program; a `ValueError` of the builder may refuse it.
+
+    In time attention is one fused kernel. In memory it is that of the program.
+    """
+    config = config_of_layout(config, layout)
+    experiment = prepare_planned(config, devices=layout.num_devices, vocab_size=vocab_size)
+    throughput = throughput_of(config, experiment.task)
+    return estimate(read_work(experiment.program, throughput, fused_attention=True), topology)
