@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from manualpar import Batch, abstract_mesh, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar import Batch, Pipeline, abstract_mesh, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.inspect import state_bytes
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.models import Classifier, Transformer
@@ -199,3 +199,42 @@ def test_near_what_xla_allocates(name, remat):
     between = memory.peak - memory.temporaries
     assert compiled.argument_size_in_bytes == pytest.approx(between, rel=0.01)
     assert 0.6 < memory.temporaries / compiled.temp_size_in_bytes < 1.6
+
+
+def pipelined(mesh, microbatches, **fields):
+    """A transformer on two rows of four stages, with two examples in a microbatch."""
+    return language_model(
+        mesh=mesh,
+        examples=4 * microbatches,
+        length=32,
+        model={"num_layers": 4},
+        num_minibatches=microbatches,
+        pipeline=Pipeline(**fields),
+    )
+
+
+@pytest.mark.slow
+def test_a_pipeline_holds_what_is_in_its_slots():
+    mesh = abstract_mesh({"data": 2, "stage": 4}, 8)
+    few = pipelined(mesh, 8, schedule="1f1b", keep="inputs")
+    many = pipelined(mesh, 16, schedule="gpipe", keep="inputs")
+    tables, memories = [], []
+    for program in (few, many):
+        tables.append(program.step.pipeline.table)
+        memories.append(step_memory(program))
+    slots = [table.activation_slots + table.gradient_slots for table in tables]
+    assert slots == [7 + 1, 16 + 16]
+    slot = 2 * 32 * 64 * 4  # Two examples of 32 positions and 64 features.
+    assert memories[1].activations - memories[0].activations == (slots[1] - slots[0]) * slot
+    assert memories[0].gradients > 0
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("keep", ["residuals", "inputs"])
+def test_a_pipeline_is_near_what_xla_allocates(keep):
+    program = pipelined(make_mesh({"data": 2, "stage": 4}), 8, schedule="gpipe", keep=keep)
+    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    compiled = lowered.compile().memory_analysis()
+    estimate = step_memory(program, platform="cpu").temporaries
+    assert 0.6 < estimate / compiled.temp_size_in_bytes < 1.6

@@ -159,6 +159,7 @@ def test_a_microbatch_more_is_a_tick_and_uses_more(devices8):
         assert twice[("data",)] == 2 * once[("data",)]
 
 
+@pytest.mark.slow
 def test_what_is_compiled_counts_as_often(devices8):
     found = ledger(build("keep", {"data": 2, "stage": 2}), compile=True)
     assert found.stage is not None

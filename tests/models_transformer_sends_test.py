@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from manualpar import Batch, Program, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar import Batch, Pipeline, Program, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.inspect import (
     Ledger,
     bytes_by_axes,
@@ -52,6 +52,7 @@ def build(
     model = SMALL.clone(**fields)
     options: Any = {"axis_name": ("data", "expert")} if "expert" in mesh else {}
     options |= {"context_axis": "context"} if "context" in mesh else {}
+    options |= {"pipeline": Pipeline()} if "stage" in mesh else {}
     return BUILDERS[name](
         model,
         optax.sgd(1.0),
@@ -64,14 +65,14 @@ def build(
     )
 
 
-def check(program: Program, *, compile: bool = False) -> Ledger:
+def check(program: Program, *, compile: bool = False, stage: int | None = None) -> Ledger:
     """Whether everything over the model axis, and all that is for parameters, is predicted."""
-    found = ledger(program, compile=compile)
+    found = ledger(program, compile=compile, stage=stage)
     parameters = of_parameters(found.collectives)
-    axes = [("model",), ("expert",), ("context",)]
+    axes = [("model",), ("expert",), ("context",), ("stage",)]
     layers = [x for x in found.collectives if x.axes in axes and x not in parameters]
     model = program.abstract_state.apply_fn.__self__
-    predicted = transformer_sends(program, model)
+    predicted = transformer_sends(program, model, stage=stage or 0)
     assert {x.purpose for x in layers} <= {*LAYER_SCOPES, CAST_SCOPE}
 
     def amounts(collectives: Any) -> Any:
@@ -95,7 +96,7 @@ CONTEXT = {"context_axis": "context", "bos_token": 1}
 ULYSSES, GATHER = ({"context_attention": how} | CONTEXT for how in ("ulysses", "gather"))
 CASES = [
     ("zero2", {"data": 2, "model": 4}, TP | GQA, 2),
-    ("dp", {"data": 2, "context": 4}, CONTEXT | TP, 1),
+    ("dp", {"data": 2, "context": 4}, CONTEXT | {"num_layers": 1}, 1),
 ]
 SLOW = [
     *(
@@ -131,6 +132,31 @@ SLOW = [
 )
 def test_every_collective_is_predicted(devices8, name, mesh, fields, minibatches):
     check(build(name, mesh, minibatches=minibatches, **fields))
+
+
+STAGES = {"num_layers": 4}
+STAGED = [
+    ("dp", {"stage": 2, "data": 1, "model": 2}, STAGES | TP),
+    ("keep", {"stage": 4, "data": 1, "model": 2}, STAGES | SP | {"num_kv_heads": 2}),
+    ("dp", {"stage": 2, "data": 2, "model": 2}, STAGES | TP | {"remat": "full"}),
+    ("dp", {"stage": 2, "data": 2, "context": 2}, STAGES | CONTEXT | {"bos_token": -1}),
+    ("dp", {"stage": 2, "data": 2, "context": 2}, STAGES | ULYSSES | {"bos_token": -1}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh", "fields"), STAGED, ids=str)
+def test_what_layers_on_stages_send_is_predicted(devices8, name, mesh, fields):
+    program = build(name, mesh, minibatches=4, **fields)
+    for stage in (0, mesh["stage"] - 1):
+        check(program, stage=stage)
+
+
+@pytest.mark.slow
+def test_what_has_no_closed_form_is_refused(devices8):
+    program = build("dp", {"stage": 2, "data": 1, "context": 2}, minibatches=2, **STAGES, **CONTEXT)
+    with pytest.raises(ValueError, match=r"transformer_sends: keep='residuals', bos_token=1, exp"):
+        transformer_sends(program, program.abstract_state.apply_fn.__self__)
 
 
 @pytest.mark.parametrize(

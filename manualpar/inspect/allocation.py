@@ -101,10 +101,15 @@ def find_peak(
     for old, new in replaced:
         if old == new or new not in made_at:
             continue
-        if _takes_place(operations[made_at[new]], last_read.get(old, -1) - made_at[new]):
+        read = last_read.get(old, -1)
+        if not _takes_place(operations[made_at[new]], read - made_at[new]):
+            dying[read].append(new)  # It is held besides the old value until that is read.
+        # It takes the old value's place, and so does what it was written over.
+        while new in made_at and _takes_place(operations[made_at[new]], read - made_at[new]):
             in_place.add(new)
-        else:  # It is held besides the old value until that is read for the last time.
-            dying[last_read[old]].append(new)
+            maker = made_at[new]
+            under = [x for x, y in operations[maker].written_over if y == new]
+            new = next((x for x in under if last_read.get(x, -1) <= maker), -1)
     for value, index in last_read.items():
         if value in made_at and value not in kept:
             dying[index].append(value)
@@ -126,7 +131,7 @@ def find_peak(
             # The results that lie where operands lay are counted twice.
             for value in ends:
                 label = values[value].label
-                taken = min(reused, peak[label])
+                taken = min(reused, values[value].size, peak[label])
                 peak[label] -= taken
                 reused -= taken
         unread = [v for v in made if v not in last_read and v not in kept]

@@ -92,9 +92,11 @@ def block_sends(x: Activations, *, recomputed: bool = False) -> Iterator[Collect
     yield from _norm_scales(x, 2)
 
 
-def lookup_sends(x: Activations, dtype: Any = FLOAT32) -> Iterator[Collective]:
+def lookup_sends(
+    x: Activations, dtype: Any = FLOAT32, *, recomputed: bool = False
+) -> Iterator[Collective]:
     """The collectives of a lookup in an embedding of this dtype whose rows are split."""
-    yield from _leave(dataclasses.replace(x, dtype=jnp.dtype(dtype)), 1)
+    yield from _leave(dataclasses.replace(x, dtype=jnp.dtype(dtype)), 1, recomputed=1 * recomputed)
 
 
 def head_sends(x: Activations) -> Iterator[Collective]:

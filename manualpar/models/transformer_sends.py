@@ -1,7 +1,8 @@
 """What the layers of a `Transformer` send in a training step, in closed form."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,70 +20,102 @@ from manualpar.inspect.layer_formulas import (
     lookup_sends,
     router_sends,
 )
+from manualpar.inspect.pipeline_formulas import PipelineForm
 from manualpar.layers.experts import MoE, capacity_of
 from manualpar.models.transformer import Transformer, size_of_head
 from manualpar.purposes import CONTEXT_SCOPE
 
 
-def transformer_sends(program: Program, model: Transformer) -> tuple[Collective, ...]:
+def transformer_sends(
+    program: Program, model: Transformer, *, stage: int = 0
+) -> tuple[Collective, ...]:
     """Predicts what a step sends for activations.
 
     Args:
       program: A program of `model` in mode `manual`, with the loss `language_model_loss`, or
         `mixture_of_experts_loss`. The axis of experts splits the batch too.
       model: The model.
+      stage: The stage of a pipeline whose device sends, if there is one.
 
     Returns:
       The collectives over `model.split_axis`, `model.expert_axis` and `model.context_axis`, as far
-      as the mesh has these, that are not for parameters and gradients. Together with `step_bytes`
-      they are all over the first one. With `overlap="ring"` permutations carry the same bytes in
-      place of all-gathers and reduce-scatters of layers, which stand here all the same.
+      as the mesh has these, and between stages, that are not for parameters and gradients. Together
+      with `step_bytes` they are all over the first one. With `overlap="ring"` permutations carry
+      the same bytes in place of all-gathers and reduce-scatters of layers, which stand here all the
+      same.
+
+    Raises:
+      ValueError: There is no closed form: of a pipeline that keeps inputs, or of documents in a
+        pipeline with a context.
     """
-    sends: list[Collective] = []
-    recomputed = model.remat != "none"
-    if x := _activations(program, model, model.split_axis):
-        # Rows are summed in the dtype in which parameters are used.
-        [stored] = {info.dtype for info, _ in program.parameters if info.path == "embedding"}
-        layer = list(block_sends(x, recomputed=recomputed))
-        if model.num_experts:
-            counts = {"num_experts": model.num_experts, "top_k": model.experts_per_token}
-            layer += router_sends(x, **counts, recomputed=recomputed)
-        sends += [
-            *lookup_sends(x, program.wire.gather_dtype or stored),
-            *(layer * model.num_layers),
-            *head_sends(x),
-            *cross_entropy_sends(x),
-        ]
-    if model.num_experts and (x := _activations(program, model, model.expert_axis)):
-        moe = MoE(model.num_experts, model.mlp_size, model.experts_per_token, model.capacity_factor)
-        layer = list(
-            expert_sends(
-                x,
-                num_experts=model.num_experts,
-                capacity=capacity_of(moe, x.shape[1]),
-                recomputed=recomputed,
-            )
-        )
-        sends += layer * model.num_layers
-    if x := _activations(program, model, model.context_axis):
-        sends += _context_sends(x, program, model)
+    of_minibatch = _OfMinibatch(program, model)
+    form = PipelineForm(program) if program.step.pipeline else None
+    before, layers, after = of_minibatch.before, of_minibatch.layer, of_minibatch.after
     minibatches = program.num_minibatches
-    in_minibatches = [dataclasses.replace(one, times=one.times * minibatches) for one in sends]
-    return *in_minibatches, *_arranging(program)
+    if not form:
+        sends = _times(minibatches, [*before, *_times(model.num_layers, layers), *after])
+        return *sends, *_arranging(program)
+    run, table = form.run, form.run.table
+    if run.keep != "residuals" or (of_minibatch.context and model.bos_token >= 0):
+        raise ValueError(
+            f"transformer_sends: keep={run.keep!r}, bos_token={model.bos_token}, expected "
+            "keep='residuals', and no documents in a pipeline with a context: what is sent "
+            "otherwise has no closed form here. Read it with trace_collectives."
+        )
+    # Layers that permute run where any stage has to, forward as often as backward.
+    together = form.loss.cut.layers_permute
+    runs = int(table.is_run("forward_microbatch", together=together)[:, stage].sum())
+    sends = _times(runs * (model.num_layers // (run.num_stages * run.chunks)), layers)
+    if stage == 0:
+        sends += _times(minibatches, before)
+    if stage == run.num_stages - 1:
+        sends += _times(minibatches, after)
+    return *sends, *form.sends(), *_arranging(program)
 
 
-def _context_sends(x: Activations, program: Program, model: Transformer) -> Iterator[Collective]:
-    recomputed, layers = model.remat != "none", model.num_layers
-    split = program.mesh.shape.get(model.split_axis, 1)
-    # Heads that are fewer than devices are shared.
-    numbers = model.num_heads, model.num_kv_heads or model.num_heads
-    queries, keys = (max(number // split, 1) for number in numbers)
-    heads = queries, keys, size_of_head(model)
-    layer = attention_sends(x, model.context_attention, heads=heads, recomputed=recomputed)
-    yield from list(layer) * layers
-    if model.bos_token >= 0:
-        in_loop = model.scan_layers
-        yield from document_sends(x, layers, in_loop=in_loop, recomputed=recomputed)
+class _OfMinibatch:
+    """The collectives of a minibatch: before the layers, of one of them, and after them.
+
+    In a pipeline what is before the layers runs again before its backward pass.
+    """
+
+    def __init__(self, program: Program, model: Transformer) -> None:
+        self.before: list[Collective] = []
+        self.layer: list[Collective] = []
+        self.after: list[Collective] = []
+        self.context = _activations(program, model, model.context_axis)
+        recomputed = model.remat != "none"
+        counts: Any = {"num_experts": model.num_experts, "recomputed": recomputed}
+        if x := _activations(program, model, model.split_axis):
+            # Rows are summed in the dtype in which parameters are used.
+            [stored] = {info.dtype for info, _ in program.parameters if info.path == "embedding"}
+            dtype = program.wire.gather_dtype or stored
+            self.before += lookup_sends(x, dtype, recomputed=program.step.pipeline is not None)
+            self.layer += block_sends(x, recomputed=recomputed)
+            if model.num_experts:
+                self.layer += router_sends(x, top_k=model.experts_per_token, **counts)
+            self.after += [*head_sends(x), *cross_entropy_sends(x)]
+        if model.num_experts and (x := _activations(program, model, model.expert_axis)):
+            moe = MoE(
+                model.num_experts, model.mlp_size, model.experts_per_token, model.capacity_factor
+            )
+            self.layer += expert_sends(x, capacity=capacity_of(moe, x.shape[1]), **counts)
+        if x := self.context:
+            split = program.mesh.shape.get(model.split_axis, 1)
+            # Heads that are fewer than devices are shared.
+            numbers = model.num_heads, model.num_kv_heads or model.num_heads
+            queries, keys = (max(number // split, 1) for number in numbers)
+            heads = queries, keys, size_of_head(model)
+            how = model.context_attention
+            self.layer += attention_sends(x, how, heads=heads, recomputed=recomputed)
+            if model.bos_token >= 0:
+                self.before += document_sends(
+                    x, model.num_layers, in_loop=model.scan_layers, recomputed=recomputed
+                )
+
+
+def _times(number: int, sends: Iterable[Collective]) -> list[Collective]:
+    return [dataclasses.replace(one, times=one.times * number) for one in sends]
 
 
 def _arranging(program: Program) -> Iterator[Collective]:

@@ -175,17 +175,20 @@ def read_ledger(
         "devices": experiment.program.mesh.size,
         "jax": jax.__version__,
         "predicted_is_bound": experiment.program.strategy.reshard_after_forward,
-        "predicted_layers": _predict_layers(experiment),
+        "predicted_layers": _predict_layers(experiment, read.stage or 0),
         "schedule": schedule,
         **found,
     }
 
 
-def _predict_layers(experiment: Experiment) -> Json | None:
+def _predict_layers(experiment: Experiment, stage: int) -> Json | None:
     program, model = experiment.program, experiment.task.model
     if program.mode != "manual" or not isinstance(model, Transformer):
         return None
-    sends = transformer_sends(program, model)
+    try:
+        sends = transformer_sends(program, model, stage=stage)
+    except ValueError:  # There is no closed form.
+        return None
     by_axes = {",".join(axes): as_number(sent) for axes, sent in bytes_by_axes(sends).items()}
     return {"total": as_number(total_bytes(sends)), "by_axes": by_axes}
 
