@@ -26,7 +26,7 @@ from manualpar.planner.plan_report import (
     print_sweep,
     sweep_json,
 )
-from manualpar.planner.pod_config import trace_layout
+from manualpar.planner.pod_config import layout_flags, trace_layout
 from manualpar.planner.pod_report import (
     fastest_of_each_mesh,
     layout_values,
@@ -266,7 +266,7 @@ def _layouts(command: CommandLine, console: rich.console.Console) -> Callable[[P
             )
         except ValueError as error:
             traced = str(error)
-        print_traced(console, plan, traced)
+        print_traced(console, plan, traced, layout_flags(config, plan.layout))
     print_sources(console, topology.chip)
 
     def write(workdir: Path) -> None:

@@ -12,6 +12,7 @@ from manualpar.planner.step_work import read_work
 from manualpar.planner.sweep import throughput_of
 from manualpar.planner.topology import Topology
 from manualpar.planner.vocabulary import prepare_planned
+from manualpar.training.config import flatten_config
 
 
 def layout_fields(layout: PodLayout) -> Mapping[str, Any]:
@@ -41,6 +42,17 @@ def config_of_layout(
         is_mesh = isinstance(value, Mapping)
         copy[group][field] = ml_collections.ConfigDict(value) if is_mesh else value
     return copy
+
+
+def layout_flags(config: ml_collections.ConfigDict, layout: PodLayout) -> list[str]:
+    """The flags that make a config run as a layout says, as a command takes them."""
+    values = flatten_config(config)
+    flags = []
+    for name, value in layout_fields(layout).items():
+        is_mesh = isinstance(value, Mapping)
+        if (values[name].to_dict() if is_mesh else values[name]) != value:
+            flags.append(f"--config.{name}={value}")
+    return flags
 
 
 def trace_layout(

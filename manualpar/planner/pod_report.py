@@ -1,15 +1,14 @@
 """The layouts of a transformer on many devices as a table and as plain values."""
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
 import rich.console
 
 from manualpar.planner.plan import Plan
-from manualpar.planner.pod_config import layout_fields
 from manualpar.planner.pod_estimate import PodPlan
-from manualpar.planner.pod_layout import PodLayout
 from manualpar.watching.tables import (
     describe_bytes,
     describe_seconds,
@@ -51,7 +50,9 @@ def print_layouts(console: rich.console.Console, plans: Sequence[PodPlan]) -> No
     )
 
 
-def print_traced(console: rich.console.Console, plan: PodPlan, traced: Plan | str) -> None:
+def print_traced(
+    console: rich.console.Console, plan: PodPlan, traced: Plan | str, flags: Sequence[str]
+) -> None:
     """Prints what the traced program of a layout says, or why there is none, and its flags."""
     if isinstance(traced, str):
         found = f"no program: {traced}"
@@ -60,16 +61,9 @@ def print_traced(console: rich.console.Console, plan: PodPlan, traced: Plan | st
             f"{describe_seconds(traced.step_seconds)} by its traced program, MFU "
             f"{describe_share(traced.mfu)}"
         )
-    print_wrapped(
-        console, f"{plan.layout.name}: {describe_seconds(plan.seconds)} by the closed form, {found}"
-    )
-    defaults = layout_fields(PodLayout())
-    flags = [
-        f'--config.{name}="{value}"' if isinstance(value, dict) else f"--config.{name}={value}"
-        for name, value in layout_fields(plan.layout).items()
-        if value != defaults[name] or name == "parallel.mesh"
-    ]
-    print_wrapped(console, f"  {' '.join(flags)}")
+    closed = describe_seconds(plan.seconds)
+    print_wrapped(console, f"{plan.layout.name}: {closed} by the closed form, {found}")
+    print_wrapped(console, f"  {shlex.join(flags)}")
 
 
 def fastest_of_each_mesh(plans: Sequence[PodPlan]) -> list[PodPlan]:
