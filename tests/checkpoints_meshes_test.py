@@ -92,16 +92,17 @@ def begin(program: Program):
     return jax.tree.map(fill, program.abstract_state)
 
 
-def go_through(numbers, folder):
-    """Saves and restores on one mesh after the other, and compares all that a state holds."""
+@pytest.mark.slow
+def test_a_state_is_the_same_on_meshes_of_all_axes(devices8, tmp_path):
     program = program_on(0)
     state = begin(program)
     expected = leaves(program, state)
+    numbers = range(1, len(MESHES))
     for step, number in enumerate([*numbers, 0]):
-        with Checkpoints(folder) as checkpoints:
+        with Checkpoints(tmp_path) as checkpoints:
             checkpoints.save(program, state, step=step, extra={})
         program = program_on(number)
-        with Checkpoints(folder) as checkpoints:
+        with Checkpoints(tmp_path) as checkpoints:
             state = checkpoints.restore(program, report=lambda line: None).state
         for x, abstract in zip(
             jax.tree.leaves(state), jax.tree.leaves(program.abstract_state), strict=True
@@ -112,16 +113,6 @@ def go_through(numbers, folder):
         for leaf, value in found.items():
             assert value.dtype == expected[leaf].dtype
             assert value.tobytes() == expected[leaf].tobytes(), (leaf, MESHES[number])
-
-
-def test_a_state_is_the_same_on_a_mesh_of_some_axes(devices8, tmp_path):
-    go_through([2], tmp_path)
-
-
-@pytest.mark.slow
-def test_a_state_is_the_same_on_meshes_of_all_axes(devices8, tmp_path):
-    numbers = range(1, len(MESHES))
-    go_through(numbers, tmp_path)
     axes: set[str] = set()
     is_padded = False
     for number in numbers:
