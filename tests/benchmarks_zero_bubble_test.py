@@ -32,6 +32,7 @@ def test_filled_tables_reach_the_bound_and_textbook_1f1b_idles():
     assert half.kept == [4, 3, 2, 1]
 
 
+@pytest.mark.slow
 def test_a_backward_pass_in_two_has_the_same_gradients():
     def run(params, x):
         for weight in params:

@@ -53,7 +53,7 @@ def _run(keep, *, num_stages=2, chunks=2):
 BEFORE, LAYER, AFTER = 2 * B * INTO * D, 2 * B * D * D, 2 * B * D * OUT
 
 
-@pytest.mark.parametrize("keep", ["residuals", "inputs"])
+@pytest.mark.parametrize("keep", ["inputs", pytest.param("residuals", marks=pytest.mark.slow)])
 def test_chunks_and_what_is_around_them(keep):
     run = _run(keep)
     again = 1 if keep == "inputs" else 0  # The F is computed again in the B.
@@ -73,6 +73,7 @@ def test_layers_that_permute_are_computed_by_all_stages_where_one_has_to():
     assert (costs.before, costs.after) == (BEFORE, 3 * AFTER)
 
 
+@pytest.mark.slow
 def test_one_stage_has_chunks_alone():
     run = _run("residuals", num_stages=1, chunks=1)
     costs = stage_costs(_trace(run), run.table)

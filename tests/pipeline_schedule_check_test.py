@@ -28,7 +28,7 @@ def _change_rows(table, name, row):
 
 
 def test_every_table_is_accepted():
-    sizes = itertools.product((1, 2, 3, 4), (1, 2, 3, 5, 8), (1, 2, 3), (True, False))
+    sizes = itertools.product((1, 2, 3), (1, 2, 3, 7), (1, 2, 3), (True, False))
     for size in sizes:
         for schedule in ("gpipe", "1f1b"):
             check_table(_make(schedule, *size))

@@ -8,7 +8,7 @@ import pytest
 from manualpar.pipeline.schedule_table import Costs, Event
 from manualpar.pipeline.schedules import make_table
 
-SIZES = [*itertools.product((1, 2, 3, 5), (1, 2, 3, 5, 8), (1, 2, 3))]
+SIZES = [*itertools.product((1, 2, 4), (1, 2, 3, 5, 8), (1, 2, 3))]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -113,6 +113,14 @@ def test_idle_shares_count_what_is_around_the_layers():
     )
     np.testing.assert_array_equal(table.tick_times(costs), [1.5, 14, 14, 3.25])
     assert table.idle_share(costs) == pytest.approx(1 - (9.5 + 28) / 2 / (1.5 + 14 + 14 + 3.25))
+
+
+def test_where_a_row_has_something():
+    table = make_table("1f1b", 2, 2)
+    assert table.is_run("is_first").tolist() == [[1, 0], [1, 0], [0, 0], [0, 0]]
+    assert table.is_run("forward_slot").tolist() == [[1, 0], [1, 1], [0, 1], [0, 0]]
+    together = table.is_run("forward_slot", together=True)
+    assert together.tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
 
 
 def test_tables_are_equal_where_their_events_are():

@@ -54,6 +54,7 @@ def _gradients(stages, schedule):
     return jax.jit(on_mesh), (params, jax.random.normal(keys[2], (M, 2 * B, D)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("devices8")
 def test_layers_that_permute_run_on_all_stages_where_one_has_to():
     run = PipelineRun("stage", "1f1b", 4, 1, M, (False, True))

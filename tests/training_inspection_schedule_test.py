@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import rich.console
 
 from experiments import inspect as experiment
 from manualpar.training.command_line import parse_command_line
 from manualpar.training.inspection import inspect_command, inspect_syntax
+from manualpar.training.inspection_schedule import print_schedule
 
 CONFIGS = experiment.DEFAULT_CONFIG.parent
 SMALL = (
@@ -34,6 +36,7 @@ def _run(name: str, *arguments: str) -> int:
     )
 
 
+@pytest.mark.slow
 def test_the_schedule_is_printed_written_and_drawn(capsys):
     assert _run("pp_lm", *SMALL) == 0
     output = capsys.readouterr().out
@@ -49,8 +52,25 @@ def test_the_schedule_is_printed_written_and_drawn(capsys):
     assert Path("out/pp_lm.schedule.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.slow
 def test_a_config_without_a_pipeline_is_refused_before_it_is_traced(capsys):
     assert _run("fsdp") == 2
     error = capsys.readouterr().err
     assert "--schedule: " in error
     assert "has no pipeline on the mesh {'data': 8}; expected one with an axis" in error
+
+
+def test_a_long_schedule_is_left_to_the_picture(capsys):
+    flops = {"forward": 1e9, "backward": 2e9, "before": 0.0, "before_backward": 0.0, "after": 1e9}
+    sizes = {"num_stages": 2, "num_microbatches": 100, "chunks": 1}
+    shares = {"bubble": 0.0099, "idle_share": 0.13}
+    found = {"schedule": "1f1b", **sizes, **shares, "flops": flops}
+    print_schedule(rich.console.Console(width=100), "long", found)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("long: 1f1b: 2 stages, 100 microbatches, 102 ticks, bubble 1.0%")
+    assert lines[2] == "102 ticks are too many for text; see the picture."
+    rows = [line.split() for line in lines]
+    # The step takes 1 + 100 (1 + 2 + 1) + 2 GFLOP of time.
+    assert ["0", "0", "101", "3", "300", "GFLOP", "74.4%"] in rows
+    assert ["1", "1", "100", "1", "400", "GFLOP", "99.3%"] in rows
+    assert "A device idles for 13.0% of the time. It would be 1.0%" in " ".join(lines)

@@ -30,10 +30,3 @@ def test_a_block_for_each_pass_as_long_as_it_takes(tmp_path, monkeypatch):
     content = path.read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">I", content[16:20])[0] > 1000
-
-
-def test_many_ticks_have_no_numbers(tmp_path, monkeypatch):
-    texts = []
-    monkeypatch.setattr(Axes, "text", lambda *args, **style: texts.append(args))
-    draw_schedule(make_table("gpipe", 2, 24), tmp_path / "long.png", title="long")
-    assert not texts
