@@ -1,7 +1,6 @@
 """The layouts of a transformer on many devices as a table and as plain values."""
 
 import dataclasses
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,7 +62,13 @@ def print_traced(
         )
     closed = describe_seconds(plan.seconds)
     print_wrapped(console, f"{plan.layout.name}: {closed} by the closed form, {found}")
-    print_wrapped(console, f"  {shlex.join(flags)}")
+    print_wrapped(console, f"  {' '.join(_quoted(flag) for flag in flags)}")
+
+
+def _quoted(flag: str) -> str:
+    """A flag as a shell takes it: values have single quotes, and no double ones."""
+    name, _, value = flag.partition("=")
+    return f'{name}="{value}"' if " " in value else flag
 
 
 def fastest_of_each_mesh(plans: Sequence[PodPlan]) -> list[PodPlan]:
