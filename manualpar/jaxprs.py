@@ -27,6 +27,11 @@ def inner_jaxprs(eqn: Any) -> Iterator[tuple[str, Jaxpr]]:
                 yield name, inner
 
 
+def has_effects(eqn: Any) -> bool:
+    """Whether an equation does more than compute; that a collective names axes does not count."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 def without_names(jaxpr: Jaxpr) -> Any:
     """What JAX says of a program in its errors, without the names of arguments and results."""
     return jaxpr.debug_info._replace(arg_names=None, result_paths=None)

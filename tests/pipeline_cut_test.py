@@ -109,7 +109,8 @@ def test_losses_that_cannot_be_cut(loss: Callable[..., Any], words: str) -> None
 
 
 def test_pieces_in_chunks_make_the_whole_again() -> None:
-    """Tied parameters, a value from before the layers, values of all layers, and literals."""
+    """Tied parameters, a value from before the layers, values of all layers, literals, a print."""
+    seen: list[tuple[int, ...]] = []
 
     def loss(params: Any) -> Any:
         x = jnp.sin(params["out"][:2])
@@ -121,6 +122,7 @@ def test_pieces_in_chunks_make_the_whole_again() -> None:
         kernel = params["kernel"].reshape(4, 64)[:, ::-1].reshape(4, 8, 8)
         layers = {"bias": 2 * params["bias"], "kernel": kernel + params["bias"][:, None]}
         y, asides = jax.jit(lambda xs: jax.lax.scan(with_aside, x, xs))((layers, jnp.arange(4)))
+        jax.debug.callback(lambda x, y: seen.append(x.shape + y.shape), x, y)
         return (y @ params["out"] + x).sum() + asides[1:].sum(), 3.0
 
     closed, paths = trace(loss, PARAMS)
@@ -133,7 +135,10 @@ def test_pieces_in_chunks_make_the_whole_again() -> None:
         mine = inputs | {i: inputs[i][first:last] for i in cut.stacked}
         x, more = cut.run_layers(mine, x, first)
         asides += more
+    assert not seen
     results = cut.suffix(inputs, [*x, jnp.concatenate(asides)])
+    jax.effects_barrier()
+    assert seen == [(2, 8, 2, 8)]
     chex.assert_trees_all_close(tuple(results), loss(PARAMS), rtol=1e-6)
 
 

@@ -28,6 +28,7 @@ from manualpar.core.collectives import cast_to_varying, varying_axes
 from manualpar.jaxprs import (
     CALLS,
     REMAT_PRIMITIVES,
+    has_effects,
     inner_jaxprs,
     run_equations,
     without_names,
@@ -245,15 +246,10 @@ def _needed(eqns: Sequence[Any], outvars: Iterable[Any]) -> list[Any]:
     needed = {v for v in outvars if isinstance(v, Var)}
     found: list[Any] = []
     for eqn in reversed(eqns):
-        if _has_effects(eqn) or not needed.isdisjoint(eqn.outvars):
+        if has_effects(eqn) or not needed.isdisjoint(eqn.outvars):
             found.append(eqn)
             needed.update(_variables(eqn))
     return found[::-1]
-
-
-def _has_effects(eqn: Any) -> bool:
-    """Whether an equation does more than compute; that a collective names axes does not count."""
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def _variables(eqn: Any) -> list[Var]:

@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
-from manualpar.jaxprs import all_equations
+from manualpar.jaxprs import all_equations, has_effects
 from manualpar.pipeline.layer_scan import find_layer_scan, written_out
 from manualpar.pipeline.layerwise import for_fewer_layers
 from manualpar.pipeline.retyped import run_retyped
@@ -72,7 +72,8 @@ class Piece:
     ) -> None:
         """The part of `program`, without its equation `cut`, that computes `results`.
 
-        Where results need what `cut` computes, it is `given`.
+        Where results need what `cut` computes, it is `given`. That part also has all effects, such
+        as prints, of what surrounds `cut`.
         """
         invars = [*program.invars, *(cut.outvars if given else ())]
         # A result that nobody needs has no name that an input could have.
@@ -80,7 +81,9 @@ class Piece:
         jaxpr = program.replace(
             invars=invars,
             outvars=list(results),
-            eqns=[eqn for eqn in program.eqns if eqn is not cut],
+            eqns=[
+                eqn for eqn in program.eqns if eqn is not cut and (given or not has_effects(eqn))
+            ],
         )
         number = len(program.invars)
         are_kept = [False] * number + [True] * (len(invars) - number)
