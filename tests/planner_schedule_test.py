@@ -220,6 +220,45 @@ ENTRY %main (p: pred[], x: f32[4]) -> f32[4] {
     assert [each.kind for each in equal.collectives] == ["all_reduce"]
 
 
+def test_the_clock_runs_in_the_ticks_in_which_any_stage_computes() -> None:
+    text = """HloModule m, is_scheduled=true, num_partitions=2
+
+%more (e: f32[4]) -> f32[4] {
+  ROOT %e = f32[4] parameter(0)
+}
+
+%work (a: f32[4]) -> f32[4] {
+  %a = f32[4] parameter(0)
+  %s = f32[4] all-reduce(%a), channel_id=1, replica_groups={}
+  ROOT %n = f32[4] negate(%s), backend_config={"window_config":{"estimated_cycles":"8"}}
+}
+
+%turn (x: f32[4]) -> f32[4] {
+  %x = f32[4] parameter(0)
+  %p = pred[] custom-call(), custom_call_target="Mine"
+  ROOT %c = f32[4] conditional(%p, %x, %x), true_computation=%work, false_computation=%more, SCOPE
+}
+
+%test (y: f32[4]) -> pred[] {
+  %y = f32[4] parameter(0)
+  ROOT %t = pred[] custom-call(), custom_call_target="Mine"
+}
+
+ENTRY %main (z: f32[4]) -> f32[4] {
+  %z = f32[4] parameter(0)
+  ROOT %w = f32[4] while(%z), condition=%test, body=%turn, LOOP
+}
+"""
+    text = text.replace("LOOP", 'backend_config={"known_trip_count":{"n":"8"}}')
+    scope = 'metadata={op_name="jit(f)/while/body/ticks_2_3_in_4_of_8/cond"}'
+    in_ticks = read(text.replace("SCOPE", scope), {"data": 2})
+    assert [one.times for one in in_ticks.collectives] == [4]
+    assert in_ticks.compute_cycles == 4 * 8
+    always = read(text.replace("SCOPE", ""), {"data": 2})
+    assert [one.times for one in always.collectives] == [8]
+    assert always.compute_cycles == 8 * 8
+
+
 def test_what_sends_an_unknown_amount_is_refused() -> None:
     text = PAIR.replace("f32[4] negate(%x)", "f32[4] ragged-all-to-all(%x)")
     with pytest.raises(ValueError, match=r"read_schedule: .* contains ragged-all-to-all"):
