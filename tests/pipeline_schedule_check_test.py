@@ -88,6 +88,22 @@ def test_an_input_over_one_that_is_needed_is_refused_by_its_name():
         check_table(_change_rows(table, "forward_slot", slots))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("forward_microbatch", 3, "there is no F of microbatch 3, chunk 0 of the stage"),
+        ("forward_chunk", 1, "there is no F of microbatch 1, chunk 1 of the stage"),
+        ("forward_microbatch", 0, "F of microbatch 0 of chunk 0 comes again"),
+    ],
+)
+def test_a_pass_that_there_is_not_is_refused_by_its_name(name, value, sentence):
+    table = make_table("1f1b", 2, 3)
+    row = table.rows[name].copy()
+    row[1, 0] = value
+    with pytest.raises(ValueError, match=f"1f1b table, tick 1, stage 0: {sentence}"):
+        check_table(_change_rows(table, name, row))
+
+
 def test_rows_of_another_form_are_refused():
     table = make_table("1f1b", 2, 3)
     fewer = {name: row for name, row in table.rows.items() if name != "is_last"}
