@@ -141,7 +141,8 @@ class SequenceWalk:
         inputs = [self._known(x) for x in eqn.invars]
         named = {axis for one in _with_inner(eqn) for axis in axes_of(one)}
         purpose = purpose_of(str(eqn.source_info.name_stack))
-        if purpose != CONTEXT_SCOPE and self._axis in named:
+        # Experts know of the axis, and may be divided over it too.
+        if self._axis in named and not stands_in(eqn, frozenset({CONTEXT_SCOPE})):
             refuse(f"splits layers over {self._axis!r}", "axis")
         if purpose == CONTEXT_SCOPE and named:
             if self._axis not in named:
