@@ -21,6 +21,8 @@ BUDGETS = FOLDER / "budgets.toml"
 SLOW = pytest.mark.slow
 NAMES = sorted({path.stem for path in FOLDER.glob("[a-z]*.py")} - {"compare", "compare_split"})
 
+OF_SEVERAL_AXES = ("long_lm", "moe_lm", "nd_lm", "pp_lm", "tp_lm")
+
 
 def _check(name: str, *, compile: bool) -> Verdict:
     path = FOLDER / f"{name}.py"
@@ -40,7 +42,7 @@ def test_every_config_has_a_budget_and_every_budget_a_config():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=SLOW) if n in ("moe_lm", "tp_lm") else n for n in NAMES]
+    "name", [pytest.param(n, marks=SLOW) if n in OF_SEVERAL_AXES else n for n in NAMES]
 )
 def test_a_config_keeps_its_budget(name):
     verdict = _check(name, compile=False)

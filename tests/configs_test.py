@@ -18,7 +18,8 @@ def _config(name: str):
 
 
 def test_there_are_configs():
-    assert {"dp", "fsdp", "fsdp_lm", "hsdp", "moe_lm", "tp_lm", "zero"} <= set(NAMES)
+    assert {"dp", "fsdp", "fsdp_lm", "hsdp", "long_lm", "moe_lm", "nd_lm"} <= set(NAMES)
+    assert {"pp_lm", "tp_lm", "zero"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -111,16 +111,26 @@ def test_a_language_model_with_experts_learns(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_language_model_with_split_layers_learns_and_writes(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "mesh", "field"),
+    [
+        ("tp_lm", "data=2, model=4", "num_heads=8"),
+        ("pp_lm", "data=2, stage=4", "num_layers=4"),
+        ("long_lm", "data=2, context=4", "num_heads=4"),
+        ("nd_lm", "data=2, model=2, stage=2", "num_layers=2"),
+    ],
+)
+def test_a_language_model_on_a_mesh_of_several_axes_learns(tmp_path, name, mesh, field):
     arguments = (*SMALL, "--config.training.num_steps=10", "--config.training.eval_batches=1")
-    process = _start("tp_lm", *arguments, "--config.data.batch_size=8", cwd=tmp_path)
+    more = ("--config.model.num_heads=4", f"--config.model.{field}", "--config.data.batch_size=16")
+    process = _start(name, *arguments, *more, cwd=tmp_path)
     output, error = process.communicate()
     assert process.returncode == 0, error
     assert error == ""
     lines = output.splitlines()
-    assert lines[0] == "mesh: data=2, model=4 on 8 simulated cpu devices"
+    assert lines[0].startswith(f"mesh: {mesh} on 8 simulated cpu devices")
     assert any(line.startswith("  def ") for line in lines)
-    first, *_, last = read_metrics(tmp_path / "runs/tp_lm/001")
+    first, *_, last = read_metrics(tmp_path / f"runs/{name}/001")
     assert last["loss"] < first["loss"]
 
 
