@@ -44,6 +44,12 @@ def total(x: jax.Array) -> jax.Array:
         return jax.lax.psum(x, "context")
 
 
+def convolved(x: jax.Array, size: int) -> jax.Array:
+    names = ("NWC", "WIO", "NWC")
+    kernel = jnp.ones((size, 2, 2))
+    return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=names)
+
+
 def flat(x: jax.Array) -> jax.Array:
     return x.reshape(-1, 2)
 
@@ -64,6 +70,7 @@ SPLIT = {
     "chosen features": lambda x, m, k: jax.lax.top_k(x, 1)[0] + x.argmax(-1, keepdims=True),
     "layers": lambda x, m, k: jax.lax.scan(lambda c, _: (jnp.tanh(c), None), x, None, length=3)[0],
     "stacked": lambda x, m, k: jax.lax.scan(lambda c, _: (c, 2 * c), x, None, length=3)[1],
+    "a kernel of one": lambda x, m, k: convolved(x, 1),
     "each position": lambda x, m, k: jax.vmap(jax.vmap(jnp.cumsum))(x),
     "recomputed": lambda x, m, k: jax.checkpoint(jax.jit(jax.nn.relu))(x),
     "the same noise everywhere": lambda x, m, k: x + jax.random.normal(KEY, (1, 1, 2)),
@@ -99,7 +106,8 @@ WRONG = {
         lambda x, m, k: jnp.einsum("bsd,st->btd", x, jnp.ones((x.shape[1],) * 2)),
         "both split",
     ),
-    "convolution": (lambda x, m, k: jnp.apply_along_axis(jnp.convolve, 1, x, jnp.ones(3)), ""),
+    "convolution": (lambda x, m, k: convolved(x, 3), "conv_general_dilated along dim 1"),
+    "repeated": (lambda x, m, k: jnp.tile(x, (1, 2, 1)), "tile along dim 1"),
     "pooling": (
         lambda x, m, k: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 3, 1), (1, 1, 1), "SAME"),
         TO_ATTENTION,
@@ -278,11 +286,31 @@ def test_a_mean_over_valid_positions_knows_its_count(name: str) -> None:
     assert (mean.kind, mean.power, mean.count is None) == ("sum", 0, False)
 
 
-def test_a_mean_times_its_count_is_a_sum_again() -> None:
-    def function(x: jax.Array, mask: jax.Array, key: jax.Array) -> Any:
-        return x.sum() / where(mask.sum()) * mask.sum()
+COUNTS = {
+    "again": lambda m: m.sum(),
+    "cast": lambda m: m.astype("float32").sum(),
+    "of each sequence": lambda m: m.sum(-1).sum(),
+    "of one dim": lambda m: m.reshape(-1).sum(),
+    "of another order": lambda m: m.T.sum(1).sum(),
+}
 
-    assert walk(function) == [Value("sum")]
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_mean_times_its_count_is_a_sum_again(name: str) -> None:
+    def function(x: jax.Array, mask: jax.Array, key: jax.Array) -> Any:
+        return x.sum() / where(mask.sum()) * COUNTS[name](mask)
+
+    assert [(value.kind, value.count) for value in walk(function)] == [("sum", None)]
+
+
+def test_a_mean_times_another_count_is_refused() -> None:
+    for count in (
+        lambda m: m[:, :, None].sum(1).max(),
+        lambda m: (m * m).sum(),
+        lambda m: m[0].sum(),
+    ):
+        with pytest.raises(ValueError, match=r"(mul|reduce_max) to a .*(sum|mean) over"):
+            walk(lambda x, mask, key, count=count: x.sum() / where(mask.sum()) * count(mask))
 
 
 def ints(x: jax.Array) -> jax.Array:

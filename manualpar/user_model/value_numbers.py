@@ -2,7 +2,8 @@
 
 A count is computed again and again, `mask.sum()`, because a trace leaves nothing out. So variables
 do not tell whether a loss is divided by the count that it is returned with, and numbers do
-(https://en.wikipedia.org/wiki/Value_numbering).
+(https://en.wikipedia.org/wiki/Value_numbering). The sum of all of an array is the same in whatever
+order, `mask.sum(-1).sum()`.
 """
 
 import itertools
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
+_OF_SAME_TERMS = frozenset({"reduce_sum", "reshape", "squeeze", "transpose"})
+
 
 class ValueNumbers:
     """The numbers of the values that a walk through a program has come across."""
@@ -20,6 +23,8 @@ class ValueNumbers:
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self._expressions: dict[Any, int] = {}
+        # For what only arranges or adds up the numbers of an array, the number of that array.
+        self._terms: dict[int, int] = {}
         self._scalars: set[int] = set()
         self._ones: set[int] = set()
         self._fresh = itertools.count(1)
@@ -45,7 +50,14 @@ class ValueNumbers:
 
     def set_result(self, variable: Any, eqn: Any, index: int, numbers: Sequence[int]) -> None:
         """Gives the `index`-th result of an operation its number; `numbers` are the operands'."""
-        number = self._of_expression((eqn.primitive.name, str(eqn.params), index, *numbers))
+        name = eqn.primitive.name
+        expression: Any = (name, str(eqn.params), index, *numbers)
+        terms = self._terms.get(numbers[0], numbers[0]) if name in _OF_SAME_TERMS else None
+        if name == "reduce_sum" and not variable.aval.shape:
+            expression = ("sum of all", terms)
+        number = self._of_expression(expression)
+        if terms is not None:
+            self._terms[number] = terms
         if math.prod(variable.aval.shape) == 1:
             self._scalars.add(number)
         self._numbers[variable] = number
