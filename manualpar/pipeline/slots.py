@@ -1,7 +1,8 @@
 """Buffers of slots, and branches that do not copy them.
 
-XLA copies a buffer that a branch of a `cond` reads a slot of. So slots are read and written outside
-of branches, by every stage in every tick.
+XLA copies a buffer that a branch of a `cond` reads a slot of. So slots are read outside of
+branches, by every stage in every tick. A branch may write one: its counterpart hands the buffers
+through.
 """
 
 import functools
@@ -34,15 +35,17 @@ def read(buffers: Any, slot: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False), buffers)
 
 
+def put(buffers: Any, slot: Any, values: Any) -> Any:
+    """Buffers with arrays put into a slot that there is."""
+    return jax.tree.map(
+        lambda buffer, x: jax.lax.dynamic_update_index_in_dim(buffer, x, slot, 0), buffers, values
+    )
+
+
 def write(buffers: Any, slot: Any, values: Any) -> Any:
     """Buffers with arrays put into a slot; as they are if that is -1."""
-    old = read(buffers, slot)
-
-    def put(buffer: Any, old: Any, x: Any) -> Any:
-        x = jnp.where(slot >= 0, x, old)
-        return jax.lax.dynamic_update_index_in_dim(buffer, x, jnp.maximum(slot, 0), 0)
-
-    return jax.tree.map(put, buffers, old, values)
+    chosen = jax.tree.map(lambda old, x: jnp.where(slot >= 0, x, old), read(buffers, slot), values)
+    return put(buffers, jnp.maximum(slot, 0), chosen)
 
 
 def branch(

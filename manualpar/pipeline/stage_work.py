@@ -1,7 +1,7 @@
 """What a stage does in each tick of a pipeline, see `executor`.
 
-Slots are read and written by every stage in every tick, and activations and gradients are sent in
-every tick. All else is done where the table says so.
+Slots are read by every stage in every tick, and activations and gradients are sent in every tick.
+All else is done where the table says so.
 """
 
 import functools
@@ -15,7 +15,7 @@ from manualpar.core.collectives import cast_to_varying, varying_axes
 from manualpar.modes.remat import regather_for_backward
 from manualpar.pipeline.kept import Keep, KeptInputs, KeptResiduals
 from manualpar.pipeline.schedule_table import NOTHING, Table
-from manualpar.pipeline.slots import branch, read, slots, write, zeros
+from manualpar.pipeline.slots import branch, put, read, slots, write, zeros
 from manualpar.pipeline.staged_loss import Activations, StagedLoss
 from manualpar.pipeline.tick_scopes import ticks_scope
 from manualpar.purposes import PIPELINE_SCOPE, RECOMPUTED_SCOPE
@@ -150,6 +150,10 @@ class StageWork:
         index = self._index(mine["forward_chunk"])
         # Here and not in the branch: XLA copies a buffer that a branch reads a slot of.
         arrived = read(state.inputs, mine["forward_slot"])
+        together = cut.layers_permute
+        # Written in the branch: after it they would be copied again, in every tick. Not where all
+        # stages run it, because what an idle stage leaves out is then selected, buffer by buffer.
+        before = zeros(self._kept.types) if together else state.kept
 
         def run() -> Any:
             x = self._where(
@@ -164,16 +168,21 @@ class StageWork:
             y, kept = self._kept.forward(
                 self._chunk_params(mine["forward_chunk"]), x.inexact, fixed
             )
-            return x, y, kept
+            return x, y, kept if together else put(state.kept, mine["forward_slot"], kept)
 
-        all_types = types, types, self._kept.types
         x, y, kept = self._where(
-            "forward_microbatch", row, run, all_types, permutes=cut.layers_permute
+            "forward_microbatch",
+            row,
+            run,
+            (types, types, before),
+            otherwise=lambda: (*zeros((types, types)), before),
+            permutes=together,
         )
         inputs = state.inputs
         if self._table.has_backward and self._kept.keeps_input:
             inputs = write(inputs, jnp.where(mine["is_first"] > 0, mine["forward_slot"], -1), x)
-        kept = write(state.kept, mine["forward_slot"], kept)
+        if together:
+            kept = write(state.kept, mine["forward_slot"], kept)
         state = state._replace(inputs=inputs, kept=kept)
         return self._finish(state, row, y, others), y
 
