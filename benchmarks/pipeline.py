@@ -180,7 +180,7 @@ def slope(values: Mapping[int, int]) -> float | None:
 
 def measure_memory(args: argparse.Namespace) -> tuple[list[str], Any]:
     """Temporaries of compiled steps, and what one more microbatch adds to them."""
-    rows, lines = [], []
+    rows, cells = [], []
     for name in IN_MEMORY:
         variant, temporaries, carried = PROGRAMS[name], {}, {}
         # GPipe's grow by the same for every microbatch, so that two numbers of them will do.
@@ -196,7 +196,7 @@ def measure_memory(args: argparse.Namespace) -> tuple[list[str], Any]:
         row = Memory(name, temporaries, carried)
         rows.append(row)
         grows, slots = slope(temporaries), slope(carried) if carried else None
-        lines.append(
+        cells.append(
             [name]
             + [_kib(temporaries.get(number)) for number in args.microbatches]
             + [_kib(grows), _kib(slots)]
@@ -207,7 +207,7 @@ def measure_memory(args: argparse.Namespace) -> tuple[list[str], Any]:
         f"An activation between stages has {_kib(size)} KiB. A microbatch of GPipe has one slot "
         "for its input, one for a gradient, and with `residuals` what autodiff keeps."
     )
-    lines = [*table((*header, "its slots, traced"), lines), "", sentence]
+    lines = [*table((*header, "its slots, traced"), cells), "", sentence]
     return lines, [dataclasses.asdict(row) for row in rows]
 
 
