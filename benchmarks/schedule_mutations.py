@@ -13,7 +13,6 @@ import ast
 import copy
 import functools
 import importlib
-import itertools
 import os
 import runpy
 import signal
@@ -110,9 +109,12 @@ def find_tests() -> Iterator[tuple[str, Callable[[], None]]]:
         for name, test in tests.items():
             if name.startswith("test_"):
                 marks = getattr(test, "pytestmark", [])
-                several = [mark.args[1] for mark in marks if mark.name == "parametrize"]
-                for values in itertools.product(*several):
-                    yield f"{path.stem}::{name}", functools.partial(test, *values)
+                parameters = [mark.args for mark in marks if mark.name == "parametrize"]
+                assert len(parameters) < 2
+                for names, several in parameters or [((), ((),))]:
+                    for values in several:
+                        given = (values,) if isinstance(names, str) else values
+                        yield f"{path.stem}::{name}", functools.partial(test, *given)
 
 
 def run_tests(sources: Mapping[str, str]) -> str:

@@ -104,6 +104,20 @@ def test_a_pass_that_there_is_not_is_refused_by_its_name(name, value, sentence):
         check_table(_change_rows(table, name, row))
 
 
+def test_a_backward_pass_before_its_forward_pass_is_refused_by_its_name():
+    table = make_table("1f1b", 1, 2)
+    row = table.rows["backward_microbatch"].copy()
+    row[0, 0] = 1
+    with pytest.raises(ValueError, match="B of microbatch 1 of chunk 0 comes before its F"):
+        check_table(_change_rows(table, "backward_microbatch", row))
+
+
+def test_a_microbatch_that_nobody_computes_is_refused():
+    events = make_table("1f1b", 2, 2).events
+    with pytest.raises(ValueError, match="8 F and B in all, expected 12"):
+        _table_of_events("changed", events, 2, 3, 1)
+
+
 def test_rows_of_another_form_are_refused():
     table = make_table("1f1b", 2, 3)
     fewer = {name: row for name, row in table.rows.items() if name != "is_last"}
