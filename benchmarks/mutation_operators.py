@@ -5,8 +5,9 @@ byte as it was. What it is replaced by keeps shapes and dtypes wherever it can, 
 shapes are what is tested. With `x` what the call communicates:
 
 - `delete`: the same shape without communication. A reduction or a permutation is `x`, a gather as
-  many copies of `x` as there are devices, a scatter the device's own part of its own `x`, and an
-  exchange what the device would have got from devices with its own `x`.
+  many copies of `x` as there are devices, a scatter the device's own part of its own `x`, an
+  exchange what the device would have got from devices with its own `x`, and running sums those of
+  the device's own `x`. A function that is an argument becomes one that returns `x`.
 - `duplicate`: communicate twice. A gather, a scatter or a mean of what is gathered, reduced or
   averaged already has the right value, and only who counts what is sent can tell.
 - `times-2`, `over-size`: the result times 2, and divided by the number of devices.
@@ -48,6 +49,7 @@ LEFT_ALONE: Mapping[str, str] = {
 _SAME_SET = "a reduction over a set of axes; their order changes nothing but rounding"
 _OTHER_KEY = "another key, which differs between devices just as the first; none is promised"
 _ONLY_SIGN = "a bias moves by the sign of the difference between two loads, whatever their scale"
+_SAME_ORDER = "numbers of documents are only compared with each other"
 _NOTHING_LEFT = "the second call finds nothing left to do and sends nothing"
 
 # Mutants that are the same program, and why; names may hold wildcards.
@@ -64,6 +66,7 @@ EQUIVALENT: Mapping[str, str] = {
     ),
     "layers.routing:moved_bias:psum:times-2": _ONLY_SIGN,
     "layers.routing:moved_bias:psum:over-size": _ONLY_SIGN,
+    "models.transformer:*:cumsum:times-2": _SAME_ORDER,
     "rng:fold_rng_over_axis:axis_index:times-2": _OTHER_KEY,
     "rng:fold_rng_over_axis:axis_index:reverse-axes": _OTHER_KEY,
     "user_model.split_dropout:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
@@ -116,7 +119,8 @@ def _varying(x: str, axes: str) -> str:
 
 
 def _delete_gather(site: Site) -> str:
-    return f"jax.numpy.concatenate([{site.x}] * jax.lax.axis_size({site.axes}), {site.dim})"
+    join = "stack" if site.is_stacked else "concatenate"
+    return f"jax.numpy.{join}([{site.x}] * jax.lax.axis_size({site.axes}), {site.dim})"
 
 
 def _delete_scatter(site: Site) -> str:
@@ -130,6 +134,8 @@ def _delete_exchange(site: Site) -> str:
 
 
 def _gather_again(site: Site) -> str:
+    if site.is_stacked:
+        return site.call(f"{site.call()}[jax.lax.axis_index({site.axes})]")
     size = f"({site.x}).shape[{site.dim}]"
     return site.call(_own_part(site.call(), site.axes, site.dim, size))
 
@@ -207,6 +213,8 @@ FAMILIES: Mapping[str, Mapping[str, Operator]] = {
     "key": {**_IDENTITY, **_TWICE, **_AXES},
     # Has no number to scale: a function, or the type of a value.
     "passing": _IDENTITY,
+    "handed": {"delete": lambda site: "lambda x, *_: x"},
+    "running": {"delete": lambda site: f"jax.numpy.cumsum({site.x}, axis=1)", "times-2": _times_2},
 }
 _NEED_AXES = frozenset({"over-size", *_AXES})
 

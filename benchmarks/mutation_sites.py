@@ -2,7 +2,8 @@
 
 A site is a call that communicates: one of jax's collectives, a call of one of our functions around
 them, or one of two kinds of call that send nothing and yet decide who gets what: `axis_index`, and
-casts between the types of `check_vma`, whose transpose is an all-reduce.
+casts between the types of `check_vma`, whose transpose is an all-reduce. A function that is an
+argument of a call, such as that of a `map`, is a site too: there the name is what is replaced.
 
 A new function that communicates, and is called from elsewhere in the package, is added to `OWN`.
 """
@@ -86,7 +87,17 @@ OWN: Mapping[str, Signature] = {
     "cast_to_varying": Signature("passing", ("tree", "axes")),
     "regather_for_backward": Signature("passing", ("function",)),
     "reduce_gradient": Signature("sync", ("g", "dtype"), "mean_axes", is_tree=True),
+    "to_zigzag": Signature("passing", ("batch", "axis")),
+    "exchange": Signature("passing", ("x", "axis", "chunks")),
+    "_shift": Signature("sync", ("x", "axis")),
 }
+# Methods of a value that is called `context`.
+CONTEXT: Mapping[str, Signature] = {
+    "total": Signature("whole", ("x",)),
+    "cumsum": Signature("running", ("x",)),
+}
+# A function that communicates, as an argument.
+HANDED = Signature("handed", ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +115,8 @@ class Site:
       end: Where it ends.
       signature: How it is called.
       callee_text: The source of what is called.
-      arguments: The source of each argument: by name, positional ones by that of their parameter.
+      arguments: The source of each argument: by name, positional ones by that of their parameter;
+        none where the function is itself an argument.
     """
 
     path: str
@@ -145,12 +157,20 @@ class Site:
         """The dim that is gathered or scattered; `""` if the call names none."""
         if self.signature.plan:
             return f"{self.arguments[self.signature.plan]}.dim"
-        return self.arguments.get(self.signature.dim, "")
+        # Where jax takes a dim, it is the first by default.
+        return self.arguments.get(self.signature.dim, "0") if self.signature.dim else ""
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether what is gathered gets a dim of its own."""
+        return self.callee == "all_gather" and self.arguments.get("tiled") != "True"
 
     def call(self, x: str | None = None, axes: str = "", dim: str = "") -> str:
         """The call again, with some of it replaced."""
         signature, arguments = self.signature, dict(self.arguments)
         callee = self.callee_text
+        if signature is HANDED:
+            return callee
         if signature.is_method:
             callee = callee if x is None else f"({x}).{self.callee}"
         elif x is not None:
@@ -196,20 +216,25 @@ def _sites_of(path: Path, source: bytes) -> Iterator[Site]:
 
     seen: Counter[tuple[str, str]] = Counter()
     for function, node in _calls(ast.parse(source), ""):
-        callee, signature = callee_of(node.func)
+        called = node.func if isinstance(node, ast.Call) else node
+        callee, signature = callee_of(called)
         if signature is None:
             continue
-        assert len(node.args) <= len(signature.parameters)
-        positional = zip(signature.parameters, node.args, strict=False)
-        arguments = {name: text(value) for name, value in positional}
-        arguments |= {keyword.arg or "": text(keyword.value) for keyword in node.keywords}
+        arguments = {}
+        if isinstance(node, ast.Call):
+            assert len(node.args) <= len(signature.parameters)
+            positional = zip(signature.parameters, node.args, strict=False)
+            arguments = {name: text(value) for name, value in positional}
+            arguments |= {keyword.arg or "": text(keyword.value) for keyword in node.keywords}
+        else:
+            signature = HANDED
         number = seen[function, callee]
         seen[function, callee] += 1
         module = ".".join(path.with_suffix("").parts[1:])
         start, end = span(node)
         yield Site(
             str(path), module, function, callee, number, node.lineno, start, end, signature,
-            text(node.func), arguments,
+            text(called), arguments,
         )  # fmt: skip
 
 
@@ -224,16 +249,20 @@ def callee_of(function: ast.expr) -> tuple[str, Signature | None]:
         owner = function.value.attr if isinstance(function.value, ast.Attribute) else ""
         owner = owner or getattr(function.value, "id", "")
         return name, JAX[name] if owner in ("lax", "multihost_utils") else None
+    if name in CONTEXT and ast.unparse(function.value).endswith("context"):
+        return name, CONTEXT[name]
     signature = OWN.get(name)
     return name, signature if signature and signature.is_method else None
 
 
-def _calls(node: ast.AST, function: str) -> Iterator[tuple[str, ast.Call]]:
-    """Yields calls with the qualified name of the function that they are in."""
+def _calls(node: ast.AST, function: str) -> Iterator[tuple[str, ast.expr]]:
+    """Yields calls, and names that are arguments of them, with the function that they are in."""
     for child in ast.iter_child_nodes(node):
         inner = function
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             inner = f"{function}.{child.name}" if function else child.name
         if isinstance(child, ast.Call):
             yield function, child
+            handed = child.args if function else []  # A module gives its functions rules.
+            yield from ((function, x) for x in handed if isinstance(x, ast.Name | ast.Attribute))
         yield from _calls(child, inner)

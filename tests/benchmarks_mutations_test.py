@@ -121,6 +121,23 @@ def test_offsets_are_bytes_and_arguments_have_names(tmp_path):
     assert other.replacement.startswith("(jax.lax.psum(Ψ, (tuple(axis for axis in ")
 
 
+def test_functions_that_are_arguments_and_dims_by_default_are_mutated(tmp_path):
+    (tmp_path / "manualpar").mkdir()
+    path = tmp_path / "manualpar" / "sample.py"
+    path.write_text(
+        "def f(xs, axes):\n    ys = map(cast_to_varying, xs, axes)\n"
+        "    return ys, context.total(xs), jax.lax.all_gather(xs, axes)\n"
+    )
+    handed, total, gather = find_sites(tmp_path)
+    (delete,) = mutate(handed)
+    assert b"map((lambda x, *_: x), xs, axes)" in delete.apply(path.read_bytes())
+    assert [m.replacement for m in mutate(total)] == ["(xs)", "(context.total(xs) * 2)"]
+    texts = {m.kind: m.replacement for m in mutate(gather)}
+    axes = "tuple(jax.tree.leaves(axes))"
+    assert texts["delete"] == f"(jax.numpy.stack([xs] * jax.lax.axis_size({axes}), 0))"
+    assert texts["next-dim"] == "(jax.lax.all_gather(xs, axes, axis=(0 + 1) % (xs).ndim))"
+
+
 @pytest.mark.parametrize("pattern", [*EQUIVALENT, *FIRST])
 def test_what_is_said_of_mutants_is_said_of_some(pattern):
     assert any(fnmatchcase(mutant.name, pattern) for mutant in MUTANTS)
