@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.core.collectives import cast_to_varying
 from manualpar.modes.remat import regather_for_backward
 from manualpar.pipeline.kept import Keep, KeptInputs, KeptResiduals
 from manualpar.pipeline.schedule_table import NOTHING, Table
@@ -98,7 +98,7 @@ class StageWork:
             stacked=stacked,
             num_stages=table.num_stages,
             chunks=table.chunks,
-            axes=varying_axes(others[1]),
+            axis=axis,
         )
         functions: list[Callable[..., Any]] = [staged.prefix, staged.chunk, staged.suffix]
         if regathers and table.has_backward:

@@ -52,7 +52,7 @@ class StagedLoss:
         stacked: Sequence[bool],
         num_stages: int,
         chunks: int,
-        axes: frozenset[str],
+        axis: str,
     ) -> None:
         """Traces and cuts a loss.
 
@@ -63,7 +63,7 @@ class StagedLoss:
           stacked: For each parameter, whether layers are stacked in dim 0.
           num_stages: The number of stages, `S`.
           chunks: The number of chunks of layers on a stage.
-          axes: The mesh axes over which activations vary.
+          axis: The mesh axis of stages, over which all inputs vary.
 
         Raises:
           ValueError: The loss cannot be cut, or layers hand on keys.
@@ -72,6 +72,7 @@ class StagedLoss:
             jax.eval_shape(lambda x: jnp.concatenate([x] * num_stages), x) if is_stacked else x
             for x, is_stacked in zip(params.values(), stacked, strict=True)
         ]
+        self._axis = axis
         number = len(params)
         closed, self.returns = jax.make_jaxpr(
             lambda *args: loss(args[:number], args[number:]), return_shape=True
@@ -89,7 +90,7 @@ class StagedLoss:
         check_divides(cut.length, num_stages, chunks)
         self.chunk_layers = cut.length // (num_stages * chunks)
         self.first_other = number
-        self._types = [_varying(t, axes) for t in (*cut.carry, *cut.ys)]
+        self._types = [_varying(t, axis) for t in (*cut.carry, *cut.ys)]
         for t in self._types:
             if not jnp.issubdtype(t.dtype, jnp.number) and t.dtype != jnp.bool_:
                 raise ValueError(
@@ -106,8 +107,7 @@ class StagedLoss:
         """What goes into the first chunk."""
         carry = self.cut.prefix(self._inputs(params, others))
         buffers = zeros(self._types[len(carry) :])
-        axes = map(varying_axes, self._types)
-        return self._sort(map(cast_to_varying, [*carry, *buffers], axes))
+        return self._sort(map(self._typed, [*carry, *buffers], self._types))
 
     def chunk(
         self, params: Params, inexact: list[Any], fixed: tuple[list[Any], Sequence[Any], Any]
@@ -119,7 +119,7 @@ class StagedLoss:
         inputs = self._inputs(params, others)
         carry, ys = self.cut.run_layers(inputs, values[:number], first)
         buffers = [
-            jax.lax.dynamic_update_slice_in_dim(buffer, y, first, 0)
+            jax.lax.dynamic_update_slice_in_dim(buffer, self._typed(y, buffer), first, 0)
             for buffer, y in zip(values[number:], ys, strict=True)
         ]
         return self._sort([*carry, *buffers])
@@ -131,6 +131,13 @@ class StagedLoss:
         exact, others = fixed
         results = self.cut.suffix(self._inputs(params, others), self._merge(inexact, exact))
         return jax.tree.unflatten(jax.tree.structure(self.returns), results)
+
+    def _typed(self, x: Any, t: Any) -> Any:
+        """A value that varies as a type does."""
+        if self._axis not in varying_axes(x):
+            # A constant, because all inputs vary. Its gradient would be summed over stages.
+            x = jax.lax.stop_gradient(x)
+        return cast_to_varying(x, varying_axes(t))
 
     def _inputs(self, params: Params, others: Sequence[Any]) -> dict[int, Any]:
         return {**params, **dict(enumerate(others, self.first_other)), **self.cut.constants}
@@ -149,6 +156,6 @@ class StagedLoss:
         return [next(first) if is_inexact else next(second) for is_inexact in self._is_inexact]
 
 
-def _varying(t: Any, axes: frozenset[str]) -> Any:
-    """A type that varies over some axes besides its own."""
-    return jax.eval_shape(lambda x: cast_to_varying(x, axes), t)
+def _varying(t: Any, axis: str) -> Any:
+    """A type that varies over an axis besides its own."""
+    return jax.eval_shape(lambda x: cast_to_varying(x, (axis,)), t)
