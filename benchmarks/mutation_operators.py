@@ -46,6 +46,7 @@ LEFT_ALONE: Mapping[str, str] = {
     "state_arrays:to_host:*": "several processes only: slow tests in cluster_agreement_test",
 }
 
+_ONE_AXIS = "there is always one axis, by its type"
 _SAME_SET = "a reduction over a set of axes; their order changes nothing but rounding"
 _OTHER_KEY = "another key, which differs between devices just as the first; none is promised"
 _ONLY_SIGN = "a bias moves by the sign of the difference between two loads, whatever their scale"
@@ -54,6 +55,11 @@ _NOTHING_LEFT = "the second call finds nothing left to do and sends nothing"
 
 # Mutants that are the same program, and why; names may hold wildcards.
 EQUIVALENT: Mapping[str, str] = {
+    **{
+        f"{module}:*:{kind}": _ONE_AXIS
+        for module in ("layers.context", "layers.ring_attention", "pipeline.*", "sharding.zigzag")
+        for kind in ("drop-last-axis", "reverse-axes")
+    },
     "*:pmean:reverse-axes": _SAME_SET,
     "*:psum:reverse-axes": _SAME_SET,
     "*:pmax:reverse-axes": _SAME_SET,
@@ -163,7 +169,7 @@ def _next_dim(site: Site) -> str:
 
 def _other_axes(site: Site) -> str:
     manual = "jax.sharding.get_abstract_mesh().manual_axes"
-    others = f"tuple(axis for axis in {manual} if axis not in {site.axes})"
+    others = f"tuple(_other for _other in {manual} if _other not in {site.axes})"
     return site.call(axes=f"({others} or {site.axes})")
 
 

@@ -32,7 +32,7 @@ def test_stages_get_the_chunks_that_they_run_and_give_them_back(
     num_stages: int, chunks: int
 ) -> None:
     layers = jnp.arange(num_stages * chunks * 2)[:, None] * jnp.ones((1, 3))
-    mesh = make_mesh({"stage": num_stages}, jax.devices()[:num_stages])
+    mesh = make_mesh({"data": 2, "stage": num_stages}, jax.devices()[: 2 * num_stages])
     spec = PartitionSpec("stage")
 
     def there_and_back(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -143,7 +143,8 @@ def test_a_dim_besides_the_first_may_be_split(devices8):
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 3])
 def test_a_device_has_two_half_blocks_of_each_sequence(devices8, size):
-    mesh = make_mesh({"context": size}, devices8[:size])
+    others = 8 // size
+    mesh = make_mesh({"data": others, "context": size}, devices8[: others * size])
     x = np.arange(4 * size * 2).reshape(2, 2 * size * 2)
 
     def on_device(x):
