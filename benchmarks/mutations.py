@@ -45,6 +45,8 @@ NOT_COPIED = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
 COUNTS = "tests/inspect_formulas_test.py::test_every_row_of_the_table"
 STEPS = "tests/strategies_test.py::test_ten_steps_equal_the_single_device"
 TUPLES = "tests/strategies_test.py::test_axes_may_be_tuples_and_the_mesh_larger"
+CONTEXT = ("tests/layers_context_test.py", "tests/models_transformer_context_test.py")
+STAGES = "tests/pipeline_executor_test.py"
 DROPOUT = "tests/program_test.py::test_dropout_masks_differ_on_every_example_minibatch_and_step"
 # In this order every mutant is tried on them.
 TESTS = (
@@ -66,6 +68,19 @@ FIRST = {
     "collection_sync:*": ("tests/gradients_test.py", "tests/collections_test.py"),
     "guards.nonfinite:*": ("tests/nonfinite_test.py",),
     "core.gradients:reduce_gradient:*": ("tests/roles_test.py",),
+    "sharding.zigzag:to_zigzag*": ("tests/roles_test.py",),
+    "*:to_zigzag:delete": CONTEXT[1:],
+    "models.transformer:*:cumsum:*": CONTEXT[1:],
+    "sharding.zigzag:half_blocks:*": CONTEXT,
+    "layers.context:*": CONTEXT,
+    "layers.ring_attention:*": CONTEXT,
+    "layers.blockwise_attention:*": CONTEXT,
+    "user_model.context_check:*": ("tests/user_model_context_check_test.py",),
+    "pipeline.exchange:*": ("tests/pipeline_exchange_test.py", STAGES),
+    "pipeline.retyped:*": ("tests/pipeline_retyped_test.py", STAGES),
+    "pipeline.slots:*": ("tests/pipeline_slots_test.py", STAGES),
+    "pipeline.*:regather_for_backward:*": ("tests/inspect_pipeline_formulas_test.py",),
+    "pipeline.*": (STAGES,),
     "layers.boundaries:*": ("tests/layers_boundaries_test.py", "tests/layers_dense_test.py"),
     "layers.chunks:*": ("tests/layers_ring_test.py",),
     "layers.expert*": ("tests/layers_experts_test.py",),

@@ -69,6 +69,7 @@ def loss(params: Any, batch: Any, rng: jax.Array, *, rings: bool = False) -> Any
     """A table that is also the head, a skip around the layers, noise, and a penalty of each layer.
 
     Layers know their number, count those before them and what is positive, and share an angle.
+    They hand on a number that is the same on all devices.
     """
     table = nn.unbox(params["table"])
     x = table[batch["tokens"]]
@@ -76,17 +77,18 @@ def loss(params: Any, batch: Any, rng: jax.Array, *, rings: bool = False) -> Any
     layers = jax.tree.map(lambda w: 1.5 * w, params["layers"])
 
     def layer(carry: Any, xs: Any) -> Any:
-        (x, positive, depth), (boxes, key, index) = carry, xs
+        (x, positive, depth, share), (boxes, key, index) = carry, xs
         weights = {name: unbox_layer(w) for name, w in boxes.items()}
         y = jnp.tanh(x @ weights["kernel"] + weights["bias"][None]) * angle
         y = y * (1 + 0.1 * jax.random.normal(key, (D,)))[None]
         y = there_and_back(y) if rings else y
         y = jax.lax.cond(index % 2 == 0, jnp.sin, lambda y: y * index, y) / (1 + depth)
-        return (x + y, positive + (y > 0).sum(), depth + 1), (y**2).mean(1)
+        carry = x + share * y, positive + (y > 0).sum(), depth + 1, jnp.float32(0.75)
+        return carry, (y**2).mean(1)
 
     xs = layers, jax.random.split(rng, L), jnp.arange(L)
-    carry = x, batch["tokens"].sum(), 0
-    (y, positive, depth), penalty = jax.lax.scan(jax.checkpoint(layer), carry, xs)
+    carry = x, batch["tokens"].sum(), 0, jnp.float32(0.5)
+    (y, positive, depth, _), penalty = jax.lax.scan(jax.checkpoint(layer), carry, xs)
     y = y / depth
     scores = jax.nn.log_softmax((y + 0.3 * x) @ table.T)
     each = penalty.sum(0) - jnp.take_along_axis(scores, batch["labels"][:, None], 1)[:, 0]
