@@ -51,6 +51,7 @@ _SAME_SET = "a reduction over a set of axes; their order changes nothing but rou
 _OTHER_KEY = "another key, which differs between devices just as the first; none is promised"
 _ONLY_SIGN = "a bias moves by the sign of the difference between two loads, whatever their scale"
 _SAME_ORDER = "numbers of documents are only compared with each other"
+_CAST_LATER = "conditions do not count in types, so the sum over stages makes the cast itself"
 _NOTHING_LEFT = "the second call finds nothing left to do and sends nothing"
 
 # Mutants that are the same program, and why; names may hold wildcards.
@@ -73,6 +74,7 @@ EQUIVALENT: Mapping[str, str] = {
     "layers.routing:moved_bias:psum:times-2": _ONLY_SIGN,
     "layers.routing:moved_bias:psum:over-size": _ONLY_SIGN,
     "models.transformer:*:cumsum:times-2": _SAME_ORDER,
+    "pipeline.stage_work:_summed.cast:cast_to_varying:delete": _CAST_LATER,
     "rng:fold_rng_over_axis:axis_index:times-2": _OTHER_KEY,
     "rng:fold_rng_over_axis:axis_index:reverse-axes": _OTHER_KEY,
     "user_model.split_dropout:*:fold_rng_over_axis:duplicate": _OTHER_KEY,

@@ -80,6 +80,16 @@ def pooled(total: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax
     return call
 
 
+class Begins(nn.Module):
+    """A loop that begins with a parameter, which varies over devices by its type as `x` does."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        begin = self.param("begin", nn.initializers.normal(), (16,))
+        begin = jnp.broadcast_to(begin[None, None], x.shape)
+        return jax.lax.fori_loop(0, 3, lambda _, total: total + x, begin)
+
+
 RIGHT = {
     "a position by itself": Net(),
     "scanned": Net(nn.remat(Layers)()),
@@ -87,6 +97,7 @@ RIGHT = {
     "synchronised statistics": Net(
         nn.BatchNorm(use_running_average=False, axis_name=("data", "context"))
     ),
+    "a loop from a parameter": Net(Begins()),
     "a kernel of one": Net(nn.Conv(16, (1,))),
 }
 
