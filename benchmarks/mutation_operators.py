@@ -52,6 +52,7 @@ _OTHER_KEY = "another key, which differs between devices just as the first; none
 _ONLY_SIGN = "a bias moves by the sign of the difference between two loads, whatever their scale"
 _SAME_ORDER = "numbers of documents are only compared with each other"
 _CAST_LATER = "conditions do not count in types, so the sum over stages makes the cast itself"
+_ONLY_ZERO = "of the sum counts only whether it is zero"
 _NOTHING_LEFT = "the second call finds nothing left to do and sends nothing"
 
 # Mutants that are the same program, and why; names may hold wildcards.
@@ -67,7 +68,10 @@ EQUIVALENT: Mapping[str, str] = {
     "*:sync_*:reverse-axes": _SAME_SET,
     "*:reduce_gradient:reverse-axes": _SAME_SET,
     "*:ppermute:reverse-axes": "jax takes the axes of a permute in the order of the mesh",
-    "guards.nonfinite:find_nonfinite:psum:times-2": "of the sum counts only whether it is zero",
+    "guards.nonfinite:find_nonfinite:psum:times-2": _ONLY_ZERO,
+    "layers.routing:auxiliary_loss:psum:times-2": _ONLY_ZERO,
+    "layers.routing:auxiliary_loss:psum:over-size": _ONLY_ZERO,
+    "layers.routing:load_balance_loss:total:times-2": "the choices are divided by their sum",
     "core.collectives:gather_invariant:cast_to_varying:delete": (
         "jax.lax.all_gather makes the same cast itself; the jaxpr is the same"
     ),

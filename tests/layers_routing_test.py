@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,7 @@ from manualpar.layers.routing import (
     route,
     router_z_loss,
 )
-from manualpar.purposes import EXPERT_SCOPE
+from manualpar.purposes import CONTEXT_SCOPE, EXPERT_SCOPE
 from manualpar.sharding.mesh import make_mesh
 
 LOGITS = jax.random.normal(jax.random.key(0), (3, 5, 4)) * 2
@@ -87,7 +88,8 @@ def test_queues_and_losses_are_those_of_sequences_that_are_split(devices8):
         def loss(logits):
             routing = route(logits, top_k=2, mask_BS=mask)
             balance = load_balance_loss(routing, mask, context)
-            return balance + router_z_loss(logits, mask, context)
+            z = router_z_loss(logits, mask, context) + router_z_loss(logits, context=context)
+            return balance + z
 
         value, pullback = jax.vjp(loss, logits)
         return place * mask[..., None], value, pullback(jnp.arange(1.0, 4))[0]
@@ -160,6 +162,44 @@ def test_what_layers_have_sown_becomes_a_loss_and_metrics():
     }
     assert float(auxiliary_loss(sown, jnp.zeros(3))[0]) == 0
     assert "dropped" not in auxiliary_loss({"losses": sown["losses"]})[1]
+
+
+def test_losses_of_sequences_that_are_split_are_weighed_by_the_tokens_of_all_devices(devices8):
+    keys = jax.random.split(jax.random.key(0), 3)
+    balance, z = jax.random.uniform(keys[0], (2, 3, 4))  # Of 3 layers and 4 sequences.
+    # Of two sequences one device has no tokens that count; the last has none at all.
+    mask = jnp.arange(8)[None] < jnp.array([[8], [3], [4], [0]])
+    chosen = jax.nn.one_hot(jax.random.randint(keys[1], (3, 4, 8), 0, 2), 2)
+    dropped = jax.random.randint(keys[2], (3, 4, 8), 0, 2)
+
+    def run(balance, z, mask, chosen, dropped, axes=None):
+        def loss(balance, z):
+            losses = {"load_balance": (balance,), "router_z": (z,)}
+            counts = {"choices": (chosen.sum(2),), "dropped": (dropped.sum(2),)}
+            sown = {"losses": losses, "intermediates": counts}
+            mean, metrics = auxiliary_loss(sown, mask.sum(1), load_balance=0.3, router_z=0.1)
+            count = metrics["load_balance"][1]
+            metrics = {"loss": (mean * count, count)} | metrics
+            if axes:
+                metrics = jax.tree.map(lambda x: jax.lax.psum(x, axes), metrics)
+            total, count = metrics["loss"]
+            return total / count, metrics
+
+        return jax.grad(loss, (0, 1), has_aux=True)(balance, z)
+
+    whole, split = P(None, "data"), P(None, "data", "context")
+    on_mesh = jax.shard_map(
+        functools.partial(run, axes=("data", "context")),
+        mesh=make_mesh({"data": 2, "context": 2}, devices8[:4]),
+        in_specs=(whole, whole, P("data", "context"), split, split),
+        out_specs=((whole, whole), P()),
+        check_vma=True,
+    )
+    arrays = balance, z, mask, chosen, dropped
+    traced = jax.jit(on_mesh).trace(*arrays)
+    sent = [one.shape for one in trace_collectives(traced) if one.purpose == CONTEXT_SCOPE]
+    assert sent == [(2,), (3, 2), (3, 2)]  # The weights, and backward the gradients of both losses.
+    chex.assert_trees_all_close(traced.lower().compile()(*arrays), run(*arrays), rtol=1e-5)
 
 
 def test_a_layer_that_has_sown_nothing_is_refused():
