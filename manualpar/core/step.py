@@ -137,7 +137,7 @@ class Step:
         """A training step up to the gradients, on a device's part of everything."""
         mode, strategy = self.mode, self.strategy
         # Box: as parameters are stored, and as their gradients are to lie.
-        boxes = self._map(mode.box, params)
+        boxes = self._boxes(params)
         shards = self._map(functools.partial(mode.box, as_state=True), params)
         if strategy.gather_every == "step":
             boxes = self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
@@ -159,6 +159,8 @@ class Step:
         )
         # Reduce.
         grads = grads if scatters_each else scatter(grads)
+        if self.pipeline is not None:
+            grads = self.pipeline.arrange(grads, back=True)
         grads = strip_boxes(self._map(mode.sync, shards, grads))
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         if self.nonfinite != "ignore":
@@ -175,11 +177,16 @@ class Step:
         objective = jax.lax.stop_gradient(loss).astype(jnp.float32) * count
         return loss, {**metrics, OBJECTIVE: (objective, count)}, collections
 
+    def _boxes(self, params: Any) -> Any:
+        """The parameters of the layers that run here, in boxes."""
+        boxes = self._map(self.mode.box, params)
+        return boxes if self.pipeline is None else self.pipeline.arrange(boxes)
+
     def _metrics(self, measure: Callable[..., Metrics], state: TrainState, batch: Any) -> Metrics:
         """What `measure(boxes, collections, batch, rng)` says of all devices' parts of a batch."""
 
         def on_device(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Metrics:
-            boxes = self._map(_unbox_kept, self._map(self.mode.box, params))
+            boxes = self._map(_unbox_kept, self._boxes(params))
             args = boxes, collections, self.mode.arrange(batch, self.roles), self.mode.fold(rng)
             return self.mode.sync_metrics(
                 measure(*args) if self.pipeline is None else self.pipeline.metrics(measure, *args)

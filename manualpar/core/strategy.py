@@ -92,6 +92,9 @@ class Pipelined(Protocol):
     ) -> tuple[Any, Metrics, Any]:
         """A `Schedule`. What it differentiates at once is one stage's, see `Stages.on_mesh`."""
 
+    def arrange(self, tree: Any, *, back: bool = False) -> Any:
+        """Parameters of the layers that run here; or, `back`, gradients of those stored here."""
+
     def metrics(self, measure: Callable[..., Metrics], *args: Any) -> Metrics:
         """`measure(params, collections, batch, rng)`, part by part through the stages."""
 

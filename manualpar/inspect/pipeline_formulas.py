@@ -5,8 +5,8 @@
     activations         T permutes of what a layer hands on
     their gradients     T permutes of what of it is differentiated
     metrics             1 all-reduce of each scalar
-    parameters          with v > 1: v permutes of 1 / v of the stage's layers
-    their gradients     with v > 1: v permutes of 1 / v of them, in the dtype of sums
+    parameters          with v > 1: v permutes of 1 / v of the stage's layers, in shards
+    their gradients     with v > 1: v permutes of 1 / v of them, in shards
 
 over the axis of stages. The permutes of a tick are written once for all stages, so a device counts
 as sending in those ticks too in which it sends zeros, or has no neighbour.
@@ -47,6 +47,10 @@ class _Seeker:
         self, loss: Any, params: Any, collections: Any, minibatches: Any, reduce: Any
     ) -> Any:
         raise _FoundStages(self.run.staged(loss, params, collections, minibatches))
+
+    def arrange(self, tree: Any) -> Any:
+        """The tree: only shapes are looked at."""
+        return tree
 
 
 class Uses(NamedTuple):
@@ -134,22 +138,20 @@ class PipelineForm:
     def _exchanged(self, index: int) -> Iterator[Collective]:
         """The exchange of a stacked parameter, and of its gradient."""
         info, place = self.program.parameters[index]
-        names, dtype = place.names, info.dtype
-        if self.program.strategy.gather_every == "step":
-            gathered = self.program.wire.gather_dtype
-            dtype = jnp.dtype(gathered) if gathered and any(names) else dtype
-            data = set(place.mean_axes)
-            names = tuple(None if set(axis_tuple(name)) & data else name for name in names)
-        sizes = [axes_size(self.program.mesh, axis_tuple(name)) for name in names]
-        padding = place.parameter_padding or (0,) * len(sizes)
-        if self.program.strategy.gather_every == "step":
-            padding = (0,) * len(sizes)
-        shape = tuple(
-            (n + more) // size for n, more, size in zip(info.shape, padding, sizes, strict=True)
-        )
-        piece = (shape[0] // self.run.chunks, *shape[1:])
-        yield self._sent("permute", piece, dtype, self.run.chunks)
-        yield self._sent("permute", piece, _dtype_of_sums(dtype), self.run.chunks)
+        wire, reduced = self.program.wire, _dtype_of_sums(info.dtype)
+        is_whole = self.program.strategy.gather_every == "step" or place.state_names is not None
+        sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
+        if is_whole and sharded & set(place.mean_axes):  # Its gradient has been scattered.
+            reduced = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype)
+        for names, padding, dtype in (
+            (place.names, place.parameter_padding, info.dtype),
+            (place.sharded_names, place.padding, reduced),
+        ):
+            sizes = [axes_size(self.program.mesh, axis_tuple(name)) for name in names]
+            named = zip(info.shape, padding or (0,) * len(sizes), sizes, strict=True)
+            shape = tuple((n + more) // size for n, more, size in named)
+            piece = (shape[0] // self.run.chunks, *shape[1:])
+            yield self._sent("permute", piece, dtype, self.run.chunks)
 
     def _sent(self, kind: Kind, shape: tuple[int, ...], dtype: Any, times: int = 1) -> Collective:
         axis, size = self.run.axis, self.run.num_stages

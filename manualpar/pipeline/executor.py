@@ -83,7 +83,7 @@ class PipelineRun:
         Args:
           loss: The loss of a microbatch, times its count.
           params: A stage's parameters, boxes allowed, varying over the axes of the batch; those
-            that are stacked `[L/S, ...]`.
+            that are stacked `[L/S, ...]`, as `arrange` gives them.
           collections: The collections, which the loss must not change.
           minibatches: The microbatches and their keys, `[M, ...]`.
           reduce: Applied to the sum of the gradients.
@@ -97,14 +97,11 @@ class PipelineRun:
 
         Communication:
           In each tick a permute of the activations of a microbatch to the next stage, and one of
-          their gradients to the one before. One all-reduce of the metrics over `axis`. With
-          `chunks > 1` that of `exchange` for stacked parameters and for their gradients.
+          their gradients to the one before. One all-reduce of the metrics over `axis`.
         """
         work = self._work(loss, params, collections, minibatches, backward=True)
         _check_unchanged(work.loss, collections)
         sums, metrics = work.run()
-        if self.chunks > 1:
-            sums = self._exchange(sums, back=True)
         return reduce(sums), metrics, collections
 
     def metrics(
@@ -140,8 +137,6 @@ class PipelineRun:
         self, loss: Callable[..., Any], params: Any, collections: Any, parts: Any, *, backward: bool
     ) -> StageWork:
         params, others = cast_to_varying((params, (collections, parts)), (self.axis,))
-        if self.chunks > 1:
-            params = self._exchange(params)
         number = len(parts[1])
         table = make_table(self.schedule, self.num_stages, number, self.chunks, backward=backward)
         return StageWork(
@@ -155,8 +150,21 @@ class PipelineRun:
             regathers=self.regathers,
         )
 
-    def _exchange(self, tree: Any, *, back: bool = False) -> Any:
-        """Parameters, or gradients, of the layers that run here, or `back` that are stored."""
+    def arrange(self, tree: Any, *, back: bool = False) -> Any:
+        """Exchanges the layers that are stored on a stage for those that run there.
+
+        Args:
+          tree: Parameters as they are stored, boxes allowed; or gradients as they were added up.
+          back: Whether gradients go to where the parameters are stored.
+
+        Returns:
+          The tree. It is the same with `chunks=1`, because a stage runs the layers that it stores.
+
+        Communication:
+          That of `exchange` for stacked parameters.
+        """
+        if self.chunks == 1:
+            return tree
         leaves, structure = jax.tree.flatten(tree)
         leaves = [
             exchange(x, self.axis, self.chunks, back=back) if is_stacked else x
