@@ -23,7 +23,8 @@ class Pipeline:
     """Spreads the layers of a model over devices, through which microbatches go one behind another.
 
     The model and the loss stay as they are written for one device: the traced loss is cut at its
-    scan over layers. The microbatches are the minibatches of the builder, any number of them.
+    scan over layers. The microbatches are the minibatches of the builder, any number of them; with
+    `M` of them and `S` stages a device waits for `(S - 1) / (chunks M + S - 1)` of the time.
 
     Attributes:
       axis: The mesh axis that has a stage on each of its devices.
@@ -34,7 +35,9 @@ class Pipeline:
       chunks: How many runs of layers a stage has. With more of them a device waits less and sends
         more; what is kept grows.
       keep: What is kept of a microbatch in a stage until its backward pass: `"residuals"`, as
-        autodiff does, or `"inputs"`, from which the stage is computed again.
+        autodiff does, or `"inputs"`, from which the stage is computed again, at the price of a
+        third more operations. 1F1B keeps up to `2 S - 1` microbatches on a stage, so residuals take
+        much memory, and moving them takes time; `docs/pipelines.md` has measurements.
     """
 
     axis: str = "stage"

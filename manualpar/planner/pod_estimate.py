@@ -7,8 +7,8 @@ layout that can be traced gets nearly the same figure there. What is added:
   `(S - 1) / (v M)` of the time that they take. All stages have ticks of one length, so the loss,
   which the last one computes, takes the time of all. Activations and gradients hop after each tick,
   and nothing hides that.
-- Along `context` keys and values travel in a ring: forward `C - 1` steps, and as many again if the
-  forward pass is recomputed, and `2 C - 1` backward with the gradients. They hide behind attention.
+- Along `context` keys with values travel in a ring: `C - 1` steps forward and as many backward, and
+  their gradients `C` steps. They hide behind attention. Remat keeps what attention returns.
 """
 
 import dataclasses
@@ -149,7 +149,7 @@ class _Step:
 
         times = bool(again) + layout.runs_chunks_again
         awaited = layers * self.awaited_by_layer(times)
-        ring_forward, ring_backward = (layers * s for s in self.ring_of_layer(times))
+        ring_forward, ring_backward = (layers * s for s in self.ring_of_layer())
         awaited += m * self.awaited_outside()
         # Gathers and scatters hide behind a neighbouring layer, the ring behind the same one.
         sent = self.inside(forward=True) + ring_forward
@@ -225,14 +225,13 @@ class _Step:
         seconds += self.send("reduce_scatter", ("model",), 2 * tokens, 2)
         return seconds + self.send("all_reduce", ("model",), 3 * labels, 2)
 
-    def ring_of_layer(self, again: int) -> tuple[float, float]:
-        """Keys and values of one layer that travel along `context`, forward and backward."""
+    def ring_of_layer(self) -> tuple[float, float]:
+        """Keys with values of one layer that travel along `context`, forward and backward."""
         x, size = self.x, self.layout.context
-        part = HALF * 2 * x.tokens * x.K * x.H
-        forward = 2 * (size - 1)
-        backward = 2 * (2 * size - 1) + forward * again
-        one = self.send("permute", ("context",), part / 2)
-        return forward * one, backward * one
+        elements = 2 * x.tokens * x.K * x.H
+        values = (size - 1) * self.send("permute", ("context",), HALF * elements)
+        gradients = size * self.send("permute", ("context",), SINGLE * elements)
+        return values, (1 + self.layout.runs_chunks_again) * values + gradients
 
     def gathered(self, times: int, *, stacked: bool) -> tuple[float, float]:
         """All gathers, and all scatters, of parameters so many times; `stacked` layers at once."""
@@ -260,7 +259,7 @@ class _Step:
         """What one layer sends, which has nothing to hide behind."""
         m = self.layout.num_minibatches
         whole = self.inside(forward=forward) / (m * self.x.L)
-        return whole + self.ring_of_layer(0)[0 if forward else 1]
+        return whole + self.ring_of_layer()[0 if forward else 1]
 
     def outside(self, stored: float) -> float:
         """What is sent before and after the passes, which nothing hides."""
@@ -272,10 +271,8 @@ class _Step:
         # Embedding, head and last norm belong to all stages.
         shards = layout.data * layout.context * layout.expert
         seconds += self.send("all_reduce", ("stage",), SINGLE * x.outer_weights / shards, 3)
-        if layout.chunks > 1:  # Layers lie in runs, and chunks in turn: weights go and come back.
+        if layout.chunks > 1:  # Layers lie in runs, and chunks in turn: shards go and come back.
             moved = 2 * SINGLE * (stored - x.outer_weights / shards)
-            if layout.communicate != "minibatch":  # They are whole by then, and gradients still.
-                moved = (HALF + SINGLE) * x.L * (x.dense_weights + x.expert_weights)
             times = 2 * layout.chunks * GATHERS_OF_A_LAYER
             seconds += self.send("permute", ("stage",), moved, times)
         return seconds
