@@ -76,9 +76,11 @@ def test_a_run_shows_what_it_writes_and_numbers_its_folders(capsys):
     workdir = Path("runs/fsdp/002")
     stored = json.loads((workdir / "config.json").read_text())
     assert stored["parallel"].pop("rules") == [["embed", None], ["mlp", None]]
-    assert stored["parallel"].pop("keep_gathered") == []  # JSON has no tuples.
+    for empty in ("keep_gathered", "mesh_order"):
+        assert stored["parallel"].pop(empty) == []  # JSON has no tuples.
     config = command.config.to_dict()
-    del config["parallel"]["rules"], config["parallel"]["keep_gathered"]
+    for name in ("rules", "keep_gathered", "mesh_order"):
+        del config["parallel"][name]
     assert stored == config
     records = read_metrics(workdir)
     at = [(record["step"], record["split"]) for record in records]

@@ -12,14 +12,19 @@ from manualpar.planner.step_work import read_work
 from manualpar.planner.sweep import throughput_of
 from manualpar.planner.topology import Topology
 from manualpar.planner.vocabulary import prepare_planned
+from manualpar.strategies import BUILT_IN
 from manualpar.training.config import flatten_config
+
+
+# Those that shard parameters, by whether they replicate them over an axis.
+_SHARDED = {kind.replicates: kind.name for kind in BUILT_IN if "communicate_every" in kind.fields}
 
 
 def layout_fields(layout: PodLayout) -> Mapping[str, Any]:
     """The fields of a transformer's config that make it run as a layout says, with their values."""
     return {
         "parallel.mesh": layout.mesh,
-        "parallel.strategy": "hsdp" if layout.replica > 1 else "fsdp",
+        "parallel.strategy": _SHARDED[layout.replica > 1],
         "parallel.sequence": layout.model > 1,
         "parallel.communicate_every": layout.communicate,
         "parallel.pipeline_chunks": layout.chunks,

@@ -129,7 +129,7 @@ def build_program(
             f"config.model.attention is 'cudnn' and the devices here are {jax.default_backend()}s, "
             "expected '' or 'xla': cuDNN is a library for NVIDIA's GPUs."
         )
-    axes = _mesh_axes(parallel)
+    axes = _mesh_axes(parallel, is_split=isinstance(task.model, Transformer))
     if isinstance(devices, int):
         mesh: Mesh | AbstractMesh = abstract_mesh(axes, devices)
     else:
@@ -278,13 +278,13 @@ def _device_kind(mesh: Mesh | AbstractMesh) -> str:
     return mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else ""
 
 
-def _mesh_axes(parallel: ml_collections.ConfigDict) -> dict[str, int]:
+def _mesh_axes(parallel: ml_collections.ConfigDict, *, is_split: bool) -> dict[str, int]:
     """The axes of the mesh, those of `DATA_AXES` first, because a config keeps no order.
 
     So axes whose names `manualpar.sharding.mesh_order` does not know lie on the fastest links.
     """
     sizes = parallel.mesh.to_dict()
     first = {axis: sizes[axis] for axis in DATA_AXES if axis in sizes}
-    if not first and set(sizes) <= {SPLIT_AXIS, CONTEXT_AXIS, STAGE_AXIS}:
-        first = {"data": 1}  # All devices have parts of the same examples.
+    if is_split and not first and set(sizes) <= {SPLIT_AXIS, CONTEXT_AXIS, STAGE_AXIS}:
+        first = {"data": 1}  # All devices compute parts of the same examples.
     return first | sizes
