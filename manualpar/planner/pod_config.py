@@ -15,7 +15,6 @@ from manualpar.planner.vocabulary import prepare_planned
 from manualpar.strategies import BUILT_IN
 from manualpar.training.config import flatten_config
 
-
 # Those that shard parameters, by whether they replicate them over an axis.
 _SHARDED = {kind.replicates: kind.name for kind in BUILT_IN if "communicate_every" in kind.fields}
 
