@@ -24,20 +24,13 @@ def half_blocks(axis: str) -> tuple[jax.Array, jax.Array]:
 def to_zigzag(batch: Any, axis: str) -> Any:
     """Exchanges consecutive runs of positions for half blocks in zig-zag order.
 
-    Args:
-      batch: A tree whose leaves are `[B, S/axis, ...]`, the device's run of each sequence. Scalars
-        stay as they are.
-      axis: The mesh axis that splits the sequences.
-
-    Returns:
-      The tree, in which the first half of a leaf's dim 1 is half block `c` and the second
-      `2 C - 1 - c`.
+    Leaves are `[B, S/axis, ...]`, before it the device's run of each sequence, and after it half
+    block `c` and then `2 C - 1 - c`. Scalars stay as they are.
 
     Communication:
       Two collective permutes of half of each leaf.
     """
-    size = jax.lax.axis_size(axis)
-    if size == 1:
+    if (size := jax.lax.axis_size(axis)) == 1:
         return batch
 
     def home(block: int) -> int:
