@@ -44,9 +44,8 @@ class ProgramOptions(TypedDict, total=False):
         than `"manual"` the batch is global, and names of the mesh's own data axes need no alias.
       context_axis: The mesh axis, if any, that sequences are split over: dim 1 of all leaves of the
         batch but scalars. It is one more axis of the batch, so parameters are sharded over it too.
-        Each device has two half blocks of each sequence (zig-zag, see `sharding.zigzag`), so a
-        model needs layers that know of the axis, see `manualpar.layers.Context`, and labels must be
-        a leaf of the batch. A model or a loss that mixes positions without them is refused.
+        Each device has two half blocks of each sequence (`sharding.zigzag`). A model or a loss that
+        mixes positions otherwise than by `manualpar.layers.Context` is refused.
       pipeline: A `manualpar.Pipeline`, if any, which spreads the model's scanned layers over an
         axis of the mesh. The minibatches are its microbatches. For mode `"manual"`.
       num_minibatches: In how many parts a device takes its share of the batch, so that it holds the
