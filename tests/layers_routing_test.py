@@ -128,7 +128,7 @@ def test_the_bias_follows_the_load_of_all_devices_and_sends_once(devices8):
     count = jax.random.randint(jax.random.key(0), (8, 4), 0, 9)
     on_mesh = jax.shard_map(
         lambda bias, count: moved_bias(bias, count, 0.5),
-        mesh=make_mesh({"data": 4, "expert": 2}),
+        mesh=make_mesh({"data": 2, "expert": 2, "model": 2}),
         in_specs=(P(), P(("data", "expert"))),
         out_specs=P(),
         check_vma=True,
@@ -167,8 +167,8 @@ def test_what_layers_have_sown_becomes_a_loss_and_metrics():
 def test_losses_of_sequences_that_are_split_are_weighed_by_the_tokens_of_all_devices(devices8):
     keys = jax.random.split(jax.random.key(0), 3)
     balance, z = jax.random.uniform(keys[0], (2, 3, 4))  # Of 3 layers and 4 sequences.
-    # Of two sequences one device has no tokens that count; the last has none at all.
-    mask = jnp.arange(8)[None] < jnp.array([[8], [3], [4], [0]])
+    # The tokens of the second sequence are all on one device; the last two have none.
+    mask = jnp.arange(8)[None] < jnp.array([[8], [2], [0], [0]])
     chosen = jax.nn.one_hot(jax.random.randint(keys[1], (3, 4, 8), 0, 2), 2)
     dropped = jax.random.randint(keys[2], (3, 4, 8), 0, 2)
 
@@ -187,11 +187,13 @@ def test_losses_of_sequences_that_are_split_are_weighed_by_the_tokens_of_all_dev
 
         return jax.grad(loss, (0, 1), has_aux=True)(balance, z)
 
-    whole, split = P(None, "data"), P(None, "data", "context")
+    del devices8
+    axes = ("context", "other")
+    whole, split = P(None, "data"), P(None, "data", axes)
     on_mesh = jax.shard_map(
-        functools.partial(run, axes=("data", "context")),
-        mesh=make_mesh({"data": 2, "context": 2}, devices8[:4]),
-        in_specs=(whole, whole, P("data", "context"), split, split),
+        functools.partial(run, axes=("data", *axes)),
+        mesh=make_mesh({"data": 2, "context": 2, "other": 2}),
+        in_specs=(whole, whole, P("data", axes), split, split),
         out_specs=((whole, whole), P()),
         check_vma=True,
     )
