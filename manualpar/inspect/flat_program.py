@@ -162,7 +162,8 @@ class FlatProgram:
         elif name == "cond":
             branches = eqn.params["branches"]
             bodies = tuple(self.flatten(x, values[1:], scope=scope) for x in branches)
-        over = _pairs(starts, made) if name in IN_PLACE else ()
+            starts = _written_in_place(bodies, values[1:], len(made))
+        over = _pairs(starts, made) if name in (*IN_PLACE, "cond") else ()
         operations.append(Operation(name, scope, _known(values), tuple(made), bodies, over))
         return [*made]
 
@@ -235,6 +236,21 @@ def _with_stores(
         stored.append(operation)
         stored += [store for value in operation.outputs for store in stores.get(value, ())]
     return stored
+
+
+def _written_in_place(
+    branches: Sequence[Body], operands: Sequence[int | None], results: int
+) -> list[int | None]:
+    """For each result the operand that every branch returns, or writes over; `None` for others."""
+
+    def origin(body: Body, value: int | None) -> int | None:
+        before = {new: old for op in body.operations for old, new in op.written_over}
+        while value in before:
+            value = before[value]
+        return value
+
+    found = [{origin(body, body.results[i]) for body in branches} for i in range(results)]
+    return [next(iter(one)) if len(one) == 1 and one <= {*operands} else None for one in found]
 
 
 def _same(eqn: Any) -> bool:
