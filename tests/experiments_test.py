@@ -74,6 +74,7 @@ def test_a_mistake_ends_in_one_sentence_and_code_2(arguments, message):
     assert message in error
 
 
+@pytest.mark.slow
 def test_a_run_needs_no_flag_and_no_folder(tmp_path):
     arguments = (*SMALL, "--config.training.num_steps=5", "--config.training.eval_every_steps=0")
     process = _start("dp", *arguments, cwd=tmp_path)

@@ -59,6 +59,7 @@ def _own_config(*more: str) -> str:
     return _config("own.py", "fsdp", "; ".join(lines))
 
 
+@pytest.mark.slow
 def test_a_config_trains_with_it_and_saves_what_it_stores(capsys):
     arguments = [_own_config(), *SMALL, "--config.training.num_steps=4", "--workdir=run"]
     command = parse_command_line(["program", *arguments], default_config=fsdp.DEFAULT_CONFIG)
@@ -87,6 +88,7 @@ def test_it_is_inspected_and_sends_what_its_closed_form_says(capsys):
     assert 2 * sum(sent.values()) == sum(step_bytes(whole).values())
 
 
+@pytest.mark.slow
 def test_it_is_compared_in_its_colour(monkeypatch):
     drawn = []
     color_of = comparison._color
