@@ -71,7 +71,6 @@ FIRST = {
     "sharding.zigzag:to_zigzag*": ("tests/roles_test.py",),
     "*:to_zigzag:delete": CONTEXT[1:],
     "models.transformer:*:cumsum:*": CONTEXT[1:],
-    "sharding.zigzag:half_blocks:*": CONTEXT,
     "layers.context:*": CONTEXT,
     "layers.ring_attention:*": CONTEXT,
     "layers.blockwise_attention:*": CONTEXT,

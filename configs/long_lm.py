@@ -17,6 +17,6 @@ def get_config() -> ConfigDict:
     config = fsdp_lm.get_config()
     with config.unlocked():
         config.parallel.mesh = ConfigDict({"data": -1, "context": 4})
-    config.data.sequence_length = 4 * config.data.sequence_length
-    config.data.batch_size = config.data.batch_size // 4  # as many tokens
+    config.data.sequence_length = 512
+    config.data.batch_size = 8  # as many tokens
     return config.lock()

@@ -1,10 +1,11 @@
 """Flax models, data-parallel or fully sharded, with every collective written by hand."""
 
-# These register themselves: the modes in which XLA writes collectives, and the adapters of Linen's
-# and of NNX's models.
+# These register themselves: the modes in which XLA writes collectives, the adapters of Linen's and
+# of NNX's models, and the check of sequences that are split.
 import manualpar.linen.linen_model
 import manualpar.modes.global_arrays
-import manualpar.nnx.nnx_model  # noqa: F401
+import manualpar.nnx.nnx_model
+import manualpar.user_model.context_check  # noqa: F401
 from manualpar.by_hand import gather_params, shard_module_params, shard_params
 from manualpar.core.collectives import gather_array_with_mean_grads
 from manualpar.core.gradients import accumulate_gradients, sync_gradients, sync_metrics

@@ -51,7 +51,6 @@ from manualpar.state_transfer import StartsFromArrays, check_has_devices
 from manualpar.train_state import TrainState
 from manualpar.update import Update
 from manualpar.user_model.adapter import Model
-from manualpar.user_model.context_check import check_context
 from manualpar.user_model.loss_function import LossFn
 from manualpar.user_model.study import UserModel, study
 
@@ -247,19 +246,11 @@ def _design(
         is_gathered=is_gathered,
         gathers_in_loss=strategy.gather_every == "minibatch",
     )
-    check_context(name, user_model, batch, roles)
+    mode.check_model(name, user_model, batch, roles)
     if user_model.keeps_types:  # What the model's initialisers shard stays so where it is used.
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
     placements = jax.tree.map(place_completely, user_model.parameters)
     num_minibatches = options.get("num_minibatches", 1)
-    schedule = None
-    if pipeline:
-        schedule = pipeline.on_mesh(
-            mesh,
-            tuple(pipeline.axis in place.split_axes for place in jax.tree.leaves(placements)),
-            num_minibatches=num_minibatches,
-            regathers=strategy.reshard_after_forward,
-        )
     states = _States(user_model, tx, placements)
     step = Step(
         strategy=strategy,
@@ -270,7 +261,9 @@ def _design(
         update=Update(mode, placements, states.opt_padding, options.get("norm_metrics", False)),
         num_minibatches=num_minibatches,
         schedule=scanned if options.get("use_scan", False) else unrolled,
-        pipeline=schedule,
+        pipeline=pipeline.on_mesh(mesh, strategy, placements, num_minibatches)
+        if pipeline
+        else None,
         nonfinite=options.get("nonfinite", "ignore"),
     )
     return batch, step, states

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from manualpar.core.gradients import Reduce, WeightedLoss
 from manualpar.sharding.layout import PlaceFn
@@ -115,14 +115,6 @@ class Stages(Protocol):
         """
 
     def on_mesh(
-        self,
-        mesh: Mesh | AbstractMesh,
-        stacked: tuple[bool, ...],
-        *,
-        num_minibatches: int,
-        regathers: bool,
+        self, mesh: Mesh, strategy: Strategy, placements: Any, num_minibatches: int
     ) -> Pipelined:
-        """Its schedule on a mesh, for parameters of which some are stacked.
-
-        With `regathers` gathered parameters are dropped after each forward pass.
-        """
+        """Its schedule of a step, whose parameters lie as the placements say."""

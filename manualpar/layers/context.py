@@ -27,7 +27,6 @@ from manualpar.layers.boundaries import bound_axes, has_lost_types
 from manualpar.layers.ring_attention import ring_attention, zigzag_positions
 from manualpar.purposes import CONTEXT_SCOPE
 from manualpar.sharding.axes import is_axis_bound
-from manualpar.sharding.zigzag import half_blocks
 
 # How queries come together with the keys of other devices.
 ContextAttention = Literal["ring", "ulysses", "gather"]
@@ -147,7 +146,8 @@ class Context:
         # In the order of the sequence, with nothing before the first.
         sums = jnp.concatenate([of_devices[:, 0], of_devices[::-1, 1]])
         before = jnp.cumsum(jnp.concatenate([jnp.zeros_like(sums[:1]), sums[:-1]]), axis=0)
-        own = jnp.stack([before[block] for block in half_blocks(str(self.axis))])
+        low = jax.lax.axis_index(self.axis)
+        own = jnp.stack([before[low], before[2 * self.size - 1 - low]])
         first, second = jnp.cumsum(halves, axis=2) + own[:, :, None]
         return jnp.concatenate([first, second], axis=1)
 

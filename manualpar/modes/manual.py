@@ -36,12 +36,21 @@ from manualpar.sharding.zigzag import to_zigzag
 from manualpar.user_model.loss_function import Metrics
 
 _MODES: dict[str, type["Manual"]] = {}
+# (strategy, model, abstract batch, roles) -> None, or an error.
+_Check = Callable[[str, Any, Any, AxisRoles], None]
+_CHECKS: list[_Check] = []
 
 
 def register_mode(mode: type["Manual"]) -> type["Manual"]:
     """Has `mode_named` find a mode; a decorator of its class."""
     _MODES[mode.name] = mode
     return mode
+
+
+def register_check(check: _Check) -> _Check:
+    """Has every program refuse models by a function; a decorator."""
+    _CHECKS.append(check)
+    return check
 
 
 def mode_named(name: str) -> type["Manual"]:
@@ -100,6 +109,11 @@ class Manual:
     def fold(self, rng: jax.Array) -> jax.Array:
         """Makes a key one that differs between devices with different examples."""
         return fold_rng_over_axis(rng, self.data_axes)
+
+    def check_model(self, *args: Any) -> None:
+        """Refuses a model that would be wrong on a device's part of the batch."""
+        for check in _CHECKS:
+            check(*args)
 
     def arrange(self, batch: Any, roles: AxisRoles) -> Any:
         """A device's part of a batch, its sequences in zig-zag order if an axis splits them."""

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+import jax
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from manualpar.core.strategy import Strategy
 from manualpar.guards.options import check_choice
@@ -94,12 +95,7 @@ class Pipeline:
         return found
 
     def on_mesh(
-        self,
-        mesh: Mesh | AbstractMesh,
-        stacked: tuple[bool, ...],
-        *,
-        num_minibatches: int,
-        regathers: bool,
+        self, mesh: Mesh, strategy: Strategy, placements: Any, num_minibatches: int
     ) -> PipelineRun:
         """The schedule on a mesh, see `manualpar.core.strategy.Stages`."""
         return PipelineRun(
@@ -108,7 +104,7 @@ class Pipeline:
             num_stages=mesh.shape[self.axis],
             chunks=self.chunks,
             num_microbatches=num_minibatches,
-            stacked=stacked,
+            stacked=tuple(self.axis in x.split_axes for x in jax.tree.leaves(placements)),
             keep=self.keep,
-            regathers=regathers,
+            regathers=strategy.reshard_after_forward,
         )

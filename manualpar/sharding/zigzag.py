@@ -15,12 +15,6 @@ import jax.numpy as jnp
 from manualpar.purposes import CONTEXT_SCOPE
 
 
-def half_blocks(axis: str) -> tuple[jax.Array, jax.Array]:
-    """The two half blocks, `int32` scalars, that this device has of the sequence's `2 C`."""
-    size, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    return index, 2 * size - 1 - index
-
-
 def to_zigzag(batch: Any, axis: str) -> Any:
     """Exchanges consecutive runs of positions for half blocks in zig-zag order.
 

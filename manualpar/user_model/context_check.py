@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from manualpar.collection_sync import choose_sync
 from manualpar.core.collectives import cast_to_varying
+from manualpar.modes.manual import register_check
 from manualpar.purposes import CONTEXT_SCOPE
 from manualpar.sharding.layout import computed_specs
 from manualpar.sharding.roles import AxisRoles
@@ -70,6 +71,7 @@ _MENDS: Mapping[Reason, str] = {
 }
 
 
+@register_check
 def check_context(strategy: str, model: UserModel, batch: Any, roles: AxisRoles) -> None:
     """Refuses a model or a loss that is wrong on some of a sequence's positions.
 
