@@ -2,18 +2,15 @@
 
 import functools
 
-import chex
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.models import Transformer
-from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
+from manualpar.training.cross_entropy import language_model_loss
 from tests.one_device import slow_unless
+from tests.transformer_on_one_device import assert_same_as_plain_flax, loss_of
 
 BOS = 28
 SMALL = Transformer(
@@ -45,61 +42,18 @@ def _batch():
     return Batch(inputs=tokens[:, :-1], labels=tokens[:, 1:], mask=mask)
 
 
-def _loss_of(model):
-    return mixture_of_experts_loss if model.num_experts else language_model_loss
-
-
 def _build(build, model, mesh, **options):
     axes = tuple(axis for axis in ("data", "expert") if axis in mesh)
     return BUILDERS[build](
         model,
         optax.sgd(1.0),
-        _loss_of(model),
+        loss_of(model),
         mesh=make_mesh(mesh),
         axis_name=axes if len(axes) > 1 else axes[0],
         context_axis="context",
         batch=_batch(),
         **options,
     )
-
-
-@functools.cache
-def _one_device(model):
-    """Parameters of the model without an axis, with random scales, and what it makes of them."""
-    none = {"split_axis": "", "expert_axis": "", "sequence_parallel": False, "overlap": "none"}
-    model = model.clone(context_axis="", **none)
-    key, batch = jax.random.split(jax.random.key(0))[0], _batch()
-    initial = nn.unbox(jax.jit(lambda key: model.init({"params": key}, batch.inputs))(key))
-    rng = np.random.default_rng(1)
-    params = jax.tree.map(
-        lambda x: x * jnp.asarray(rng.uniform(0.5, 2.0, x.shape), x.dtype), initial["params"]
-    )
-
-    @jax.jit
-    def loss_and_grads(params):
-        def loss(params):
-            return _loss_of(model)(params, model.apply, batch, jax.random.key(0))
-
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    return jax.device_get((initial["params"], params, loss_and_grads(params)))
-
-
-def _assert_same_as_one_device(program, model):
-    initial, params, ((_, expected), grads) = _one_device(model)
-    state = program.init(jax.random.key(0))
-    chex.assert_trees_all_equal(jax.device_get(state.params), initial)
-    params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), params, state.params)
-    before = jax.device_get(params)
-    state, metrics = program.train_step(state.replace(params=params), _batch())
-    for name, (total, count) in expected.items():
-        assert metrics[name][0] / metrics[name][1] == pytest.approx(total / count, rel=1e-5), name
-    found = jax.tree.map(lambda old, new: old - new, before, jax.device_get(state.params))
-    for (path, got), want in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(grads), strict=True
-    ):
-        error = np.abs(got - want).max() / np.abs(want).max()
-        assert error < 2e-5, (jax.tree_util.keystr(path), error)
 
 
 EXPERTS = {"num_experts": 4, "mlp_size": 8, "capacity_factor": 0.75, "expert_axis": "expert"}
@@ -141,7 +95,8 @@ def _cases():
 def test_a_split_sequence_is_the_same_as_one_device(build, mesh, fields, options, devices8):
     del devices8
     model = SMALL.clone(**fields)
-    _assert_same_as_one_device(_build(build, model, MESHES[mesh], **options), model)
+    program = _build(build, model, MESHES[mesh], **options)
+    assert_same_as_plain_flax(program, model, _batch)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""What a `Transformer` on any mesh must agree with: itself without an axis, in plain flax."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from manualpar import Batch, Program
+from manualpar.models import Transformer
+from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
+from manualpar.user_model.loss_function import LossFn
+
+
+def loss_of(model: Transformer) -> LossFn:
+    """The loss that suits a model."""
+    return mixture_of_experts_loss if model.num_experts else language_model_loss
+
+
+@functools.cache
+def on_one_device(model: Transformer, make_batch: Callable[[], Batch]) -> Any:
+    """Parameters of the model without an axis, with random scales, and what it makes of them."""
+    none = {"split_axis": "", "expert_axis": "", "sequence_parallel": False, "overlap": "none"}
+    model = model.clone(context_axis="", **none)
+    key, batch = jax.random.split(jax.random.key(0))[0], make_batch()
+    initial = nn.unbox(jax.jit(lambda key: model.init({"params": key}, batch.inputs))(key))
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda x: x * jnp.asarray(rng.uniform(0.5, 2.0, x.shape), x.dtype), initial["params"]
+    )
+
+    @jax.jit
+    def loss_and_grads(params: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return loss_of(model)(params, model.apply, batch, jax.random.key(0))
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    return jax.device_get((initial["params"], params, loss_and_grads(params)))
+
+
+def assert_same_as_plain_flax(
+    program: Program, model: Transformer, make_batch: Callable[[], Batch]
+) -> None:
+    """Asserts equal initial bits, metrics and a step of SGD with a rate of 1, at every leaf."""
+    initial, params, ((_, expected), grads) = on_one_device(model, make_batch)
+    state = program.init(jax.random.key(0))
+    chex.assert_trees_all_equal(jax.device_get(state.params), initial)
+    params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), params, state.params)
+    before = jax.device_get(params)
+    state, metrics = program.train_step(state.replace(params=params), make_batch())
+    for name, (total, count) in expected.items():
+        assert metrics[name][0] / metrics[name][1] == pytest.approx(total / count, rel=1e-5), name
+    found = jax.tree.map(lambda old, new: old - new, before, jax.device_get(state.params))
+    for (path, got), want in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(grads), strict=True
+    ):
+        error = np.abs(got - want).max() / np.abs(want).max()
+        assert error < 2e-5, (jax.tree_util.keystr(path), error)
