@@ -1,16 +1,22 @@
 """Measures how long a process saves and restores states of several sizes, and a rate for each part.
 
 python -m benchmarks.checkpoint_rates [--mebibytes 24 96 384] [--rounds 5] [--folder DIR]
-                                      [--output FILE.md] [--json FILE.json]
+                                      [--restarts] [--output FILE.md] [--json FILE.json]
 
 A state of stacked weights and Adam's two averages of them, sharded over eight simulated devices of
 one process, is saved by `Checkpoints` and restored. A line through the medians says what does not
 depend on the size, in seconds, and what does, in bytes a second. `manualpar.planner.goodput` scales
 these to the bytes that a process of a large run writes.
+
+With `--restarts` it measures instead how long a new process takes until its training step is
+compiled, and it can restore. A failure costs that besides the time until it is noticed
+(`config.watch.lost_seconds` at most) and that of the scheduler.
 """
 
 import argparse
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -52,12 +58,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mebibytes", type=int, nargs="+", default=[24, 96, 384])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--restarts", action="store_true", help="how long a new process takes")
     parser.add_argument("--folder", type=Path, help="where to save, by default a temporary folder")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
+    if args.restarts:
+        values = [restart(layers=8) for _ in range(args.rounds)]
+        shown = estimate(values).show("{:.1f}".format)
+        lines = ["## How fast a process restarts", "", conditions.sentence(), ""]
+        lines.append(f"Until its training step is compiled it takes {shown} s.")
+        print("\n".join(lines))
+        write_results(
+            conditions,
+            lines=lines,
+            data={"seconds": values},
+            output=args.output,
+            json_output=args.json,
+        )
+        return 0
     sizes: list[int] = []
     seconds: dict[str, list[Estimate]] = {part: [] for part in PARTS}
     for mebibytes in args.mebibytes:
@@ -92,6 +113,21 @@ def build(layers: int) -> Program:
     x = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
     batch, mesh = Batch(x, x), make_mesh({"data": 8})
     return fsdp(Stack(layers), optax.adam(1e-3), loss_fn, mesh=mesh, batch=batch)
+
+
+def restart(*, layers: int) -> float:
+    """The seconds that a new process takes until its training step is compiled."""
+    code = f"""
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+from benchmarks.checkpoint_rates import build
+program = build({layers})
+program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
+"""
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return time.perf_counter() - begin
 
 
 def measure(program: Program, folder: Path, *, rounds: int) -> tuple[int, dict[str, list[float]]]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.checkpoint_rates import PARTS, build, fit, measure
+from benchmarks.checkpoint_rates import PARTS, build, fit, measure, restart
 
 
 def test_the_line_through_points_that_lie_on_one():
@@ -16,3 +16,8 @@ def test_a_save_is_measured_in_its_parts(tmp_path):
     assert size == pytest.approx(3 * 4 * 1024**2, rel=0.01)
     assert set(seconds) == set(PARTS)
     assert all(len(values) == 2 and min(values) > 0 for values in seconds.values())
+
+
+@pytest.mark.slow
+def test_a_new_process_compiles_the_step():
+    assert restart(layers=1) > 0  # It raises if the process fails.

@@ -15,15 +15,16 @@ from manualpar.planner.vocabulary import prepare_planned
 from manualpar.strategies import BUILT_IN
 from manualpar.training.config import flatten_config
 
-# Those that shard parameters, by whether they replicate them over an axis.
-_SHARDED = {kind.replicates: kind.name for kind in BUILT_IN if "communicate_every" in kind.fields}
-
 
 def layout_fields(layout: PodLayout) -> Mapping[str, Any]:
     """The fields of a transformer's config that make it run as a layout says, with their values."""
+    # Those that shard parameters, by whether they replicate them over an axis.
+    sharded = {
+        kind.replicates: kind.name for kind in BUILT_IN if "communicate_every" in kind.fields
+    }
     return {
         "parallel.mesh": layout.mesh,
-        "parallel.strategy": _SHARDED[layout.replica > 1],
+        "parallel.strategy": sharded[layout.replica > 1],
         "parallel.sequence": layout.model > 1,
         "parallel.communicate_every": layout.communicate,
         "parallel.pipeline_chunks": layout.chunks,
