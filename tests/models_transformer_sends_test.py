@@ -46,13 +46,19 @@ BUILDERS = {
 
 
 def build(
-    name: str, mesh: dict[str, int], *, minibatches: int = 1, gather_dtype: str = "", **fields: Any
+    name: str,
+    mesh: dict[str, int],
+    *,
+    minibatches: int = 1,
+    gather_dtype: str = "",
+    keep: Any = "residuals",
+    **fields: Any,
 ) -> Program:
     tokens = jax.ShapeDtypeStruct((EXAMPLES, POSITIONS), jnp.int32)
     model = SMALL.clone(**fields)
     options: Any = {"axis_name": ("data", "expert")} if "expert" in mesh else {}
     options |= {"context_axis": "context"} if "context" in mesh else {}
-    options |= {"pipeline": Pipeline()} if "stage" in mesh else {}
+    options |= {"pipeline": Pipeline(keep=keep)} if "stage" in mesh else {}
     return BUILDERS[name](
         model,
         optax.sgd(1.0),
@@ -141,13 +147,20 @@ STAGED = [
     ("dp", {"stage": 2, "data": 2, "model": 2}, STAGES | TP | {"remat": "full"}),
     ("dp", {"stage": 2, "data": 2, "context": 2}, STAGES | CONTEXT | {"bos_token": -1}),
     ("dp", {"stage": 2, "data": 2, "context": 2}, STAGES | ULYSSES | {"bos_token": -1}),
+    ("dp", {"stage": 2, "data": 1, "context": 4}, STAGES | GATHER | GQA | {"bos_token": -1}),
+    (
+        "dp",
+        {"stage": 2, "data": 1, "expert": 2, "model": 2},
+        STAGES | EXPERTS | SP | {"remat": "dots", "scan_layers": True},
+    ),
 ]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("keep", ["inputs", "residuals"])
 @pytest.mark.parametrize(("name", "mesh", "fields"), STAGED, ids=str)
-def test_what_layers_on_stages_send_is_predicted(devices8, name, mesh, fields):
-    program = build(name, mesh, minibatches=4, **fields)
+def test_what_layers_on_stages_send_is_predicted(devices8, name, mesh, fields, keep):
+    program = build(name, mesh, minibatches=4, keep=keep, **fields)
     for stage in (0, mesh["stage"] - 1):
         check(program, stage=stage)
 
@@ -155,7 +168,7 @@ def test_what_layers_on_stages_send_is_predicted(devices8, name, mesh, fields):
 @pytest.mark.slow
 def test_what_has_no_closed_form_is_refused(devices8):
     program = build("dp", {"stage": 2, "data": 1, "context": 2}, minibatches=2, **STAGES, **CONTEXT)
-    with pytest.raises(ValueError, match=r"transformer_sends: keep='residuals', bos_token=1, exp"):
+    with pytest.raises(ValueError, match=r"transformer_sends: bos_token=1, expected -1"):
         transformer_sends(program, program.abstract_state.apply_fn.__self__)
 
 

@@ -81,14 +81,16 @@ class Activations:
         return Collective(kind, (self.axis,), self.devices, shape, dtype, times, scope=purpose)
 
 
-def block_sends(x: Activations, *, recomputed: bool = False) -> Iterator[Collective]:
+def block_sends(
+    x: Activations, *, passes: int = 1, recomputed: bool = False
+) -> Iterator[Collective]:
     """The collectives of a block: attention and MLP, each behind a norm.
 
-    `recomputed` says whether the backward pass runs the forward pass of the block again, except for
-    its last sum, which nothing in the block needs.
+    `passes` is how often the forward pass is run whole. `recomputed` says whether the backward pass
+    runs it again, except for its last sum, which nothing in the block needs.
     """
-    yield from _enter(x, 2, recomputed=2 * recomputed)
-    yield from _leave(x, 2, recomputed=1 * recomputed)
+    yield from _enter(x, 2, forward=2 * (passes + recomputed))
+    yield from _leave(x, 2, forward=2 * passes + recomputed)
     yield from _norm_scales(x, 2)
 
 
@@ -96,13 +98,13 @@ def lookup_sends(
     x: Activations, dtype: Any = FLOAT32, *, recomputed: bool = False
 ) -> Iterator[Collective]:
     """The collectives of a lookup in an embedding of this dtype whose rows are split."""
-    yield from _leave(dataclasses.replace(x, dtype=jnp.dtype(dtype)), 1, recomputed=1 * recomputed)
+    yield from _leave(dataclasses.replace(x, dtype=jnp.dtype(dtype)), 1, forward=1 + recomputed)
 
 
 def head_sends(x: Activations) -> Iterator[Collective]:
     """The collectives of the last norm and of a head whose columns are split."""
     yield from _norm_scales(x, 1)
-    yield from _enter(x, 1)
+    yield from _enter(x, 1, forward=1)
 
 
 def cross_entropy_sends(x: Activations) -> Iterator[Collective]:
@@ -117,7 +119,12 @@ def cross_entropy_sends(x: Activations) -> Iterator[Collective]:
 
 
 def expert_sends(
-    x: Activations, *, num_experts: int, capacity: int, recomputed: bool = False
+    x: Activations,
+    *,
+    num_experts: int,
+    capacity: int,
+    passes: int = 1,
+    recomputed: bool = False,
 ) -> Iterator[Collective]:
     """The all-to-alls of a layer of experts over an axis along which devices have other tokens.
 
@@ -125,11 +132,11 @@ def expert_sends(
     """
     examples, _, hidden_size = x.shape
     rows = (examples, capacity, num_experts, hidden_size)
-    yield x.sends(EXPERT_SCOPE, "all_to_all", 6 if recomputed else 4, rows, x.dtype)
+    yield x.sends(EXPERT_SCOPE, "all_to_all", 2 * (passes + recomputed + 1), rows, x.dtype)
 
 
 def router_sends(
-    x: Activations, *, num_experts: int, top_k: int, recomputed: bool = False
+    x: Activations, *, num_experts: int, top_k: int, passes: int = 1, recomputed: bool = False
 ) -> Iterator[Collective]:
     """What experts send over a model axis that splits them, besides what a block's MLP sends.
 
@@ -141,12 +148,17 @@ def router_sends(
     yield x.sends(TENSOR_SCOPE, "all_reduce", 1, gates, FLOAT32)
     if x.sequence:
         logits = (*x.part[:2], num_experts)
-        yield x.sends(SEQUENCE_SCOPE, "all_gather", 2 if recomputed else 1, logits, FLOAT32)
+        yield x.sends(SEQUENCE_SCOPE, "all_gather", passes + recomputed, logits, FLOAT32)
         yield x.sends(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, num_experts), FLOAT32)
 
 
 def attention_sends(
-    x: Activations, how: str, *, heads: tuple[int, int, int], recomputed: bool = False
+    x: Activations,
+    how: str,
+    *,
+    heads: tuple[int, int, int],
+    passes: int = 1,
+    recomputed: bool = False,
 ) -> Iterator[Collective]:
     """What attention sends over a context axis, `x.axis`; `heads` are those of queries, `K`, `H`.
 
@@ -154,9 +166,9 @@ def attention_sends(
     """
     queries, keys, features = heads
     of_queries, of_keys = ((*x.part[:2], number, features) for number in (queries, keys))
-    forward, others = 2 if recomputed else 1, x.devices - 1
+    forward, others = passes + recomputed, x.devices - 1
     if how == "ring":
-        yield x.sends(CONTEXT_SCOPE, "permute", 2 * others, (2, *of_keys), x.dtype)
+        yield x.sends(CONTEXT_SCOPE, "permute", (passes + 1) * others, (2, *of_keys), x.dtype)
         yield x.sends(CONTEXT_SCOPE, "permute", x.devices, (2, *of_keys), FLOAT32)
     elif how == "ulysses":
         repeated = (*of_keys[:2], max(keys, x.devices), features)
@@ -181,22 +193,25 @@ def document_sends(
     yield x.sends(CONTEXT_SCOPE, "all_gather", times, x.part[:2], INT32)
 
 
-def _enter(x: Activations, times: int, *, recomputed: int = 0) -> Iterator[Collective]:
-    """Where activations enter a split part, see `manualpar.layers.boundaries`."""
+def _enter(x: Activations, times: int, *, forward: int) -> Iterator[Collective]:
+    """Where activations enter a split part so often, see `manualpar.layers.boundaries`.
+
+    `forward` is how often they do so in all forward passes.
+    """
     if x.sequence:
-        yield x.sends(SEQUENCE_SCOPE, "all_gather", times + recomputed, x.part, x.dtype)
+        yield x.sends(SEQUENCE_SCOPE, "all_gather", forward, x.part, x.dtype)
         yield x.sends(SEQUENCE_SCOPE, "reduce_scatter", times, x.shape, x.dtype)
     else:
         yield x.sends(TENSOR_SCOPE, "all_reduce", times, x.shape, x.dtype)
 
 
-def _leave(x: Activations, times: int, *, recomputed: int = 0) -> Iterator[Collective]:
+def _leave(x: Activations, times: int, *, forward: int) -> Iterator[Collective]:
     """Where they leave it."""
     if x.sequence:
-        yield x.sends(SEQUENCE_SCOPE, "reduce_scatter", times + recomputed, x.shape, x.dtype)
+        yield x.sends(SEQUENCE_SCOPE, "reduce_scatter", forward, x.shape, x.dtype)
         yield x.sends(SEQUENCE_SCOPE, "all_gather", times, x.part, x.dtype)
     else:
-        yield x.sends(TENSOR_SCOPE, "all_reduce", times + recomputed, x.shape, x.dtype)
+        yield x.sends(TENSOR_SCOPE, "all_reduce", forward, x.shape, x.dtype)
 
 
 def _norm_scales(x: Activations, norms: int) -> Iterator[Collective]:

@@ -45,22 +45,22 @@ def transformer_sends(
       same.
 
     Raises:
-      ValueError: There is no closed form: of a pipeline that keeps inputs, or of documents in a
-        pipeline with a context.
+      ValueError: There is no closed form, of documents in a pipeline with a context.
     """
-    of_minibatch = _OfMinibatch(program, model)
     form = PipelineForm(program) if program.step.pipeline else None
+    keeps_inputs = form is not None and form.run.keep == "inputs"
+    of_minibatch = _OfMinibatch(program, model, passes=2 if keeps_inputs else 1)
     before, layers, after = of_minibatch.before, of_minibatch.layer, of_minibatch.after
     minibatches = program.num_minibatches
     if not form:
         sends = _times(minibatches, [*before, *_times(model.num_layers, layers), *after])
         return *sends, *_arranging(program)
     run, table = form.run, form.run.table
-    if run.keep != "residuals" or (of_minibatch.context and model.bos_token >= 0):
+    if of_minibatch.context and model.bos_token >= 0:
         raise ValueError(
-            f"transformer_sends: keep={run.keep!r}, bos_token={model.bos_token}, expected "
-            "keep='residuals', and no documents in a pipeline with a context: what is sent "
-            "otherwise has no closed form here. Read it with trace_collectives."
+            f"transformer_sends: bos_token={model.bos_token}, expected -1, no documents, in a "
+            "pipeline with a context: what is sent otherwise has no closed form here. Read it with "
+            "trace_collectives."
         )
     # Layers that permute run where any stage has to, forward as often as backward.
     together = form.loss.cut.layers_permute
@@ -76,30 +76,33 @@ def transformer_sends(
 class _OfMinibatch:
     """The collectives of a minibatch: before the layers, of one of them, and after them.
 
-    In a pipeline what is before the layers runs again before its backward pass.
+    In a pipeline what is before the layers runs again before its backward pass. `passes` is how
+    often the layers' forward pass runs, besides what remat runs again.
     """
 
-    def __init__(self, program: Program, model: Transformer) -> None:
+    def __init__(self, program: Program, model: Transformer, *, passes: int) -> None:
         self.before: list[Collective] = []
         self.layer: list[Collective] = []
         self.after: list[Collective] = []
         self.context = _activations(program, model, model.context_axis)
         recomputed = model.remat != "none"
-        counts: Any = {"num_experts": model.num_experts, "recomputed": recomputed}
+        runs: Any = {"passes": passes, "recomputed": recomputed}
         if x := _activations(program, model, model.split_axis):
             # Rows are summed in the dtype in which parameters are used.
             [stored] = {info.dtype for info, _ in program.parameters if info.path == "embedding"}
             dtype = program.wire.gather_dtype or stored
             self.before += lookup_sends(x, dtype, recomputed=program.step.pipeline is not None)
-            self.layer += block_sends(x, recomputed=recomputed)
+            self.layer += block_sends(x, **runs)
             if model.num_experts:
-                self.layer += router_sends(x, top_k=model.experts_per_token, **counts)
+                counts: Any = {"num_experts": model.num_experts, "top_k": model.experts_per_token}
+                self.layer += router_sends(x, **counts, **runs)
             self.after += [*head_sends(x), *cross_entropy_sends(x)]
         if model.num_experts and (x := _activations(program, model, model.expert_axis)):
             moe = MoE(
                 model.num_experts, model.mlp_size, model.experts_per_token, model.capacity_factor
             )
-            self.layer += expert_sends(x, capacity=capacity_of(moe, x.shape[1]), **counts)
+            capacity = capacity_of(moe, x.shape[1])
+            self.layer += expert_sends(x, num_experts=model.num_experts, capacity=capacity, **runs)
         if x := self.context:
             split = program.mesh.shape.get(model.split_axis, 1)
             # Heads that are fewer than devices are shared.
@@ -107,7 +110,7 @@ class _OfMinibatch:
             queries, keys = (max(number // split, 1) for number in numbers)
             heads = queries, keys, size_of_head(model)
             how = model.context_attention
-            self.layer += attention_sends(x, how, heads=heads, recomputed=recomputed)
+            self.layer += attention_sends(x, how, heads=heads, **runs)
             if model.bos_token >= 0:
                 self.before += document_sends(
                     x, model.num_layers, in_loop=model.scan_layers, recomputed=recomputed
