@@ -24,8 +24,8 @@ from benchmarks.results import note_conditions, write_results
 from manualpar.inspect import total_bytes, trace_collectives
 from manualpar.inspect.communication import count_by_kind
 from manualpar.layers import Context
+from manualpar.layers.blockwise_attention import ATTENDED
 from manualpar.layers.context import CONTEXT_ATTENTIONS, ContextAttention
-from manualpar.layers.ring_attention import ATTENDED
 from manualpar.sharding.mesh import make_mesh
 from manualpar.training.devices import simulate_devices
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from manualpar import make_mesh
 from manualpar.inspect import trace_collectives
 from manualpar.layers import Context, blockwise_attention
-from manualpar.layers.ring_attention import ATTENDED
+from manualpar.layers.blockwise_attention import ATTENDED
 from manualpar.purposes import CONTEXT_SCOPE, purpose_of
 
 B, N, H = 2, 8, 4

@@ -23,6 +23,8 @@ import jax.numpy as jnp
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
 
+# The name of what attention returns, for the policies of checkpoints.
+ATTENDED = "attended"
 KEY_BLOCK = 256
 MASKED = -1e30  # Not -inf: a query may see no key of a block, and the difference must be a number.
 

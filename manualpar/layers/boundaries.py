@@ -158,6 +158,18 @@ def has_lost_types(x: jax.Array, axes: tuple[str, ...]) -> bool:
     return not varying_axes(x) and set(jax.sharding.get_abstract_mesh().manual_axes) > set(axes)
 
 
+def platform_traced_for() -> str | None:
+    """The platform of the devices that the code being traced is for, such as `"tpu"`.
+
+    A program for TPUs may be traced on a host without one. `None` if the mesh is an abstract one,
+    of which no device is known.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.default_backend()
+    return mesh.abstract_device.platform if mesh.abstract_device else None
+
+
 def _check(function: str, x: jax.Array, axes: tuple[str, ...], fits: bool, why: str) -> None:
     if not fits and not has_lost_types(x, axes):
         raise ValueError(f"{function}: x of shape {x.shape} {why}.")

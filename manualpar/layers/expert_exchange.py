@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.layers.boundaries import platform_traced_for
 from manualpar.layers.context import Context
 from manualpar.layers.routing import places
 from manualpar.purposes import EXPERT_SCOPE
@@ -151,8 +152,7 @@ def compute_dropless(
 
 def has_ragged_all_to_all() -> bool:
     """Whether XLA has a ragged all-to-all for the devices that are traced for."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return (device.platform if device else jax.default_backend()) != "cpu"
+    return (platform_traced_for() or jax.default_backend()) != "cpu"
 
 
 def _compute_groups(x_TD: jax.Array, own_TK: jax.Array, experts: Experts) -> jax.Array:

@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
 from manualpar.layers.blockwise_attention import (
+    ATTENDED,
     Keys,
     Queries,
     Seen,
@@ -37,9 +38,6 @@ from manualpar.layers.blockwise_attention import (
 )
 from manualpar.layers.chunks import shift
 from manualpar.purposes import CONTEXT_SCOPE
-
-# The name of what the ring computes, for the policies of checkpoints.
-ATTENDED = "attended"
 
 Tree = TypeVar("Tree")
 # The dims of positions.

@@ -29,10 +29,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from manualpar.layers import enter, split, split_lookup
+from manualpar.layers.blockwise_attention import ATTENDED
 from manualpar.layers.boundaries import bound_axes
 from manualpar.layers.chunks import LAYER_OVERLAPS, LayerOverlap
 from manualpar.layers.context import CONTEXT_ATTENTIONS, Context, ContextAttention
-from manualpar.layers.ring_attention import ATTENDED
 from manualpar.layers.routing import COUNTS, LOSSES
 from manualpar.models.rotary import rotary_angles
 from manualpar.models.transformer_layer import (

@@ -1,0 +1,158 @@
+"""Causal attention within documents: one function, and the choice of what computes it.
+
+- `"splash"`: jax's kernel for TPUs, see `splash_attention`.
+- `"cudnn"`: NVIDIA's kernel, in 16 bits.
+- `"xla"`: scores `[B, N, S, S]` that XLA writes out, and a mask as large where there are documents.
+
+Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, `H` features of a
+head.
+"""
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from manualpar.layers.boundaries import platform_traced_for
+
+AttentionKind = Literal["", "splash", "cudnn", "blockwise", "xla"]
+ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None = None,
+    *,
+    kind: AttentionKind = "",
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Attends causally within documents.
+
+    Args:
+      query: `[B, S, N, H]`, floating.
+      key: `[B, S, K, H]`, where `K` divides `N`: groups of `N / K` query heads share a key head.
+      value: `[B, S, K, H]`, of the dtype of `key`.
+      documents: `int32[B, S]`. A query sees the keys of the same number, in whatever order the
+        numbers come; `None` if each sequence is one document.
+      kind: What computes it; `""` for the best that runs where the program is traced for.
+      window: How many positions a query sees, its own and those right before it; `None` for all.
+      soft_cap: `c`, which bounds scores by `c * tanh(score / c)`; `None` for none.
+
+    Returns:
+      `[B, S, N, H]`.
+
+    Raises:
+      ValueError: Shapes do not fit, an option is out of range, or the kind cannot run.
+
+    Communication:
+      None.
+    """
+    _check(query, key, value, documents, window, soft_cap)
+    if kind not in ATTENTION_KINDS:
+        known = ", ".join(map(repr, ATTENTION_KINDS))
+        raise ValueError(f"attention: kind is {kind!r}, expected one of {known}.")
+    misfit = _misfit(kind, query, key, value, documents, window, soft_cap) if kind else None
+    if misfit is not None:
+        raise ValueError(
+            f"attention: kind (of a model the field attention) is {kind!r}, and {misfit}; expected "
+            "a kind that can run here. Take '' for the best one that does."
+        )
+    if not kind:
+        fits = _misfit("cudnn", query, key, value, documents, window, soft_cap) is None
+        kind = "cudnn" if fits and not _is_mask_large(query, documents) else "xla"
+    mask = None
+    if documents is not None:
+        mask = documents[:, None, :, None] == documents[:, None, None, :]
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn" if kind == "cudnn" else "xla",
+    )
+
+
+def _check(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    def shown(x: jax.Array) -> str:
+        return f"{x.dtype}{list(x.shape)}"
+
+    if key.shape != value.shape or key.dtype != value.dtype:
+        raise ValueError(
+            f"attention: key is {shown(key)} and value {shown(value)}, expected the same shape and "
+            "dtype."
+        )
+    B, S, N, H = query.shape
+    if key.shape != (B, S, key.shape[2], H) or N % key.shape[2]:
+        raise ValueError(
+            f"attention: query is {shown(query)} and key {shown(key)}, expected as many examples, "
+            "positions and features, and in query a multiple of the heads of key, because groups "
+            "of equal size share one."
+        )
+    if documents is not None and documents.shape != (B, S):
+        raise ValueError(
+            f"attention: documents are {shown(documents)}, expected the number of each position's "
+            f"document, int32{[B, S]}."
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window is {window}, expected at least 1, or None for all.")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(
+            f"attention: soft_cap is {soft_cap}, expected more than 0, or None for none."
+        )
+
+
+def _misfit(
+    kind: AttentionKind,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    window: int | None,
+    soft_cap: float | None,
+) -> str | None:
+    """Why a kind cannot run, or `None`."""
+    del value, window
+    if kind == "splash":
+        return "this version does not have it"
+    if kind == "blockwise":
+        return "this version does not have it"
+    if kind in ("cudnn", "xla") and soft_cap is not None:
+        return f"soft_cap is {soft_cap}, which it does not have"
+    return _cudnn_misfit(query, key, documents) if kind == "cudnn" else None
+
+
+def _cudnn_misfit(query: jax.Array, key: jax.Array, documents: jax.Array | None) -> str | None:
+    devices = platform_traced_for()
+    # What cuDNN has is asked of the devices of this process.
+    if devices not in ("gpu", None) or jax.default_backend() != "gpu":
+        return f"the devices are {devices or jax.default_backend()}s, and no NVIDIA GPUs"
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
+    major, _, _ = capability.partition(".")
+    if not major.isdecimal() or int(major) < 8:
+        return f"the compute capability of the GPU is {capability!r}, not 8.0 or more"
+    most, size = 256 if int(major) >= 9 else 128, query.shape[-1]
+    if {query.dtype, key.dtype} not in ({jnp.dtype("bfloat16")}, {jnp.dtype("float16")}):
+        return f"the dtype is {query.dtype}, not of 16 bits"
+    if size % 8 or size > most:
+        return f"head_size is {size}, no multiple of 8 up to {most}"
+    if documents is not None and query.shape[1] % 2:
+        return f"{query.shape[1]} positions with documents are an odd number"
+    return None
+
+
+def _is_mask_large(query: jax.Array, documents: jax.Array | None) -> bool:
+    """Whether cuDNN's mask of documents, `[B, S, S]` in 16 bits, is larger than the queries."""
+    _, S, N, H = query.shape
+    return documents is not None and S > N * H

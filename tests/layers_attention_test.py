@@ -1,0 +1,123 @@
+"""Causal attention: its values and gradients against a reference, its choice, its refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from manualpar.layers.attention import attention
+from manualpar.layers.boundaries import platform_traced_for
+
+
+def reference(query, key, value, documents=None, g=None, *, window=None, soft_cap=None):
+    """In float64: the result, and the gradients of query, key and value for that of the result."""
+    query, key, value, g = (np.asarray(x, np.float64) for x in (query, key, value, g))
+    _, S, N, H = query.shape
+    group, places = N // key.shape[2], np.arange(S)
+    key, value = (np.repeat(x, group, axis=2) for x in (key, value))
+    is_seen = places[:, None] >= places
+    if window is not None:
+        is_seen &= places[:, None] - places < window
+    is_seen = is_seen[None]
+    if documents is not None:
+        documents = np.asarray(documents)
+        is_seen = is_seen & (documents[:, :, None] == documents[:, None])
+    scores = np.einsum("bsnh,btnh->bnst", query, key) * H**-0.5
+    slope = 1.0
+    if soft_cap is not None:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+        slope = 1 - np.square(scores / soft_cap)
+    scores = np.where(is_seen[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    out = np.einsum("bnst,btnh->bsnh", weights, value)
+    of_weights = np.einsum("bsnh,btnh->bnst", g, value)
+    of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdims=True))
+    of_scores *= slope * H**-0.5
+    of_query = np.einsum("bnst,btnh->bsnh", of_scores, key)
+    of_key = np.einsum("bnst,bsnh->btnh", of_scores, query)
+    of_value = np.einsum("bnst,bsnh->btnh", weights, g)
+    of_key, of_value = (x.reshape(*x.shape[:2], -1, group, H).sum(3) for x in (of_key, of_value))
+    return out, of_query, of_key, of_value
+
+
+def arrays(S=12, N=4, K=2, H=4, B=2, *, dtype="float32", seed=0):
+    """Query, key, value and the gradient of the result."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    return tuple(
+        jax.random.normal(k, (B, S, heads, H), dtype)
+        for k, heads in zip(keys, (N, K, K, N), strict=True)
+    )
+
+
+def numbers(S, B=2):
+    """Documents whose numbers are not sorted and come again."""
+    cycle = np.repeat(np.array([5, 2, 2, 7, 5, 0, 2]), 3)
+    return jnp.asarray(np.stack([np.resize(np.roll(cycle, 4 * b), S) for b in range(B)]), jnp.int32)
+
+
+def assert_is_attention(query, key, value, g, documents=None, *, kind, **options):
+    """Compares a kind's values and gradients with the reference."""
+
+    @jax.jit
+    def run(query, key, value, g):
+        function = lambda *x: attention(*x, documents, kind=kind, **options)  # noqa: E731
+        out, pullback = jax.vjp(function, query, key, value)
+        return out, *pullback(g)
+
+    expected = reference(query, key, value, documents, g, **options)
+    for got, wanted in zip(run(query, key, value, g), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+
+
+CASES = {
+    "plain": ({}, False, {}),
+    "a head for each, documents": ({"N": 2, "K": 2}, True, {}),
+    "one key head, window": ({"K": 1}, False, {"window": 5}),
+    "documents, window": ({"S": 13}, True, {"window": 4}),
+    "a window of one": ({"S": 5}, False, {"window": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_xla_is_attention(name):
+    shape, has_documents, options = CASES[name]
+    given = arrays(**shape)
+    documents = numbers(given[0].shape[1]) if has_documents else None
+    assert_is_attention(*given, documents, kind="xla", **options)
+
+
+def test_what_cannot_be_is_refused():
+    query, key, value, _ = arrays()
+    for options, message in (
+        ({"kind": "flash"}, "kind is 'flash', expected one of '', 'splash', 'cudnn'"),
+        ({"kind": "cudnn"}, "is 'cudnn', and the devices are cpus.*expected a kind that can run"),
+        ({"kind": "xla", "soft_cap": 30.0}, "is 'xla', and soft_cap is 30.0, which it does not"),
+        ({"window": 0}, "window is 0, expected at least 1, or None"),
+        ({"soft_cap": 0.0}, "soft_cap is 0.0, expected more than 0, or None"),
+        ({"documents": jnp.zeros((2, 11), jnp.int32)}, r"documents are int32\[2, 11\], expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention(query, key, value, **options)
+    with pytest.raises(ValueError, match=r"key is .* and value float32\[2, 12, 1, 4\], expected"):
+        attention(query, key, value[:, :, :1])
+    with pytest.raises(ValueError, match=r"query is float32\[2, 12, 3, 4\].*a multiple of"):
+        attention(query[:, :, :3], key, value)
+
+
+def test_the_platform_is_that_of_the_mesh_around(devices8):
+    found = []
+
+    def look(x):
+        found.append(platform_traced_for())
+        return x
+
+    whole = jax.ShapeDtypeStruct((8,), jnp.float32)
+    for mesh in (
+        jax.sharding.Mesh(np.asarray(devices8), ("data",)),
+        jax.sharding.AbstractMesh((8,), ("data",)),
+    ):
+        run = jax.shard_map(look, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        jax.eval_shape(run, whole)
+    assert [*found, platform_traced_for()] == ["cpu", None, jax.default_backend()]
