@@ -47,35 +47,33 @@ class Variant:
 
     Attributes:
       mode: Its mode.
-      overlap: Whether the compiler is asked for asynchronous collectives.
+      overlap: Whether compiler options are chosen for the chip and the mesh.
       is_axis_by_axis: Whether a shard is scattered over one of two mesh axes after the other.
       num_split: How many chips layers are split over; 0 for none.
       sequence: Whether these chips split the positions between layers too.
     """
 
     mode: str
-    overlap: Overlap = "default"
+    overlap: Overlap = "auto"
     is_axis_by_axis: bool = False
     num_split: int = 0
     sequence: bool = False
 
 
 PROGRAMS: Mapping[str, Variant] = {
+    "manual, no options": Variant("manual", "none"),
     "manual": Variant("manual"),
     "auto": Variant("auto"),
+    "auto, no options": Variant("auto", "none"),
     "auto-unconstrained": Variant("auto-unconstrained"),
-    "manual, asynchronous": Variant("manual", "asynchronous"),
-    "auto, asynchronous": Variant("auto", "asynchronous"),
     "manual, axis by axis": Variant("manual", is_axis_by_axis=True),
-    "manual, axis by axis, asynchronous": Variant("manual", "asynchronous", is_axis_by_axis=True),
+    "manual, axis by axis, no options": Variant("manual", "none", is_axis_by_axis=True),
     "manual, split over 4": Variant("manual", num_split=4),
     "manual, split over 4, sequence": Variant("manual", num_split=4, sequence=True),
-    "auto, split over 4": Variant("auto", num_split=4),
-    "manual, split over 4, asynchronous": Variant("manual", "asynchronous", num_split=4),
-    "manual, split over 4, sequence, asynchronous": Variant(
-        "manual", "asynchronous", num_split=4, sequence=True
+    "manual, split over 4, sequence, no options": Variant(
+        "manual", "none", num_split=4, sequence=True
     ),
-    "auto, split over 4, asynchronous": Variant("auto", "asynchronous", num_split=4),
+    "auto, split over 4": Variant("auto", num_split=4),
 }
 
 

@@ -47,7 +47,7 @@ def get_config() -> ConfigDict:
     config.parallel.communicate_every = "minibatch"  # fsdp, hsdp: or "step", "gather-step"
     config.parallel.keep_gathered = ()  # fsdp, hsdp: what is kept all the same, such as ("head",)
     config.parallel.axis_by_axis = False  # over a mesh of data and data_minor: as a torus wants it
-    config.parallel.overlap = "default"  # or "asynchronous": compiler options for TPUs
+    config.parallel.overlap = "auto"  # compiler options by chip and mesh; "none": the compiler's
     config.parallel.pad = False  # whether to shard, padded, what does not divide
     config.parallel.param_dtype = ""  # "bfloat16", "float32"; "": what the model makes
     config.parallel.gather_dtype = ""  # likewise; "": param_dtype

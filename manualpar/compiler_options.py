@@ -1,76 +1,141 @@
-"""Which compiler options make XLA run collectives behind compute, for each generation of TPUs.
+"""Which compiler options make XLA run collectives behind compute, by chip and by the mesh.
 
-A v5e does so by default for gathers, and no option was found that does it for reduce-scatters and
-leaves room for the rest. A v6e has units of its own for it, the SparseCores, and a v5p takes some
-of both. To choose the sets, one step (FSDP, sixteen scanned layers of width 2048) was compiled with
-each, with libtpu 0.0.42. The set was taken that leaves the least to wait for: the bytes of each
-collective over one direction of all links, less what is computed between its start and its end.
-None has run on a TPU. `benchmarks/compiled_for_tpu.py` compiles with them.
+`"auto"` looks into one table, `CHOICES`. It has the options for each generation of TPUs, the
+largest ring for which they pay, and the figures that say so. Beyond that ring, and for other
+devices, the compiler keeps its own options.
 
-A compiler refuses an option that it does not know, so some of them may have to go with another
-version of libtpu.
+The figures are estimates of a whole step, FSDP on all devices of a topology, by the program that
+libtpu 0.0.52 compiles for it and the planner's clock; no TPU ran. `benchmarks.compiled_for_tpu`
+makes them again. GPUs have no entry, because nobody has measured one here: `XLA_FLAGS` takes the
+options that https://docs.jax.dev/en/latest/gpu_performance_tips.html describes.
+
+A compiler refuses an option that it does not know, and they come and go with its versions. So it is
+asked first, with a program of one operation. If it refuses, it keeps its own options, and the run
+says so.
 """
 
+import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-Overlap = Literal["default", "asynchronous"]
-OVERLAPS: tuple[Overlap, ...] = ("default", "asynchronous")
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
+Overlap = Literal["auto", "none"]
+OVERLAPS: tuple[Overlap, ...] = ("auto", "none")
+
+_WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 _FUSE = "xla_tpu_enable_async_collective_fusion"
-# By `jax.Device.device_kind`, as a regular expression for all of it.
-ASYNCHRONOUS: Mapping[str, Mapping[str, str]] = {
-    "TPU v5 lite|TPU v5e": {},
-    "TPU v5|TPU v5p": dict.fromkeys(
-        (
-            "xla_enable_async_all_gather",
-            _FUSE,
-            f"{_FUSE}_fuse_all_gather",
-            f"{_OFFLOAD}_all_reduce",
-            f"{_OFFLOAD}_reduce_scatter",
-        ),
-        "true",
-    ),
-    "TPU v6 lite|TPU v6e": dict.fromkeys(
-        (
-            f"{_OFFLOAD}_all_gather",
-            f"{_OFFLOAD}_all_reduce",
-            f"{_OFFLOAD}_reduce_scatter",
-            "xla_tpu_enable_sparse_core_reduce_scatter_v2",
-            "xla_tpu_use_tc_device_shape_on_sc",
-        ),
-        "true",
-    ),
-}
 
 
-def compiler_options(
-    device_kind: str, overlap: Overlap = "default", *, others: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """The options to compile with.
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The options for a kind of chip.
+
+    Attributes:
+      device_kind: A regular expression for all of `jax.Device.device_kind`.
+      most: The most devices of a ring for which they pay.
+      options: As `jax.jit` takes them.
+      measured: The figures.
+    """
+
+    device_kind: str
+    most: int
+    options: Mapping[str, str]
+    measured: str
+
+
+CHOICES: tuple[Choice, ...] = (
+    Choice(
+        "TPU v5 lite|TPU v5e",
+        16,
+        {_WINDOWS: "true", "xla_tpu_rwb_fusion": "false"},
+        "8 layers of 2,048: v5e:4x4 157.7 to 145.2 ms, v5e:2x4 148.3 to 141.8",
+    ),
+    Choice(
+        "TPU v5|TPU v5p",
+        16,
+        dict.fromkeys(
+            (_WINDOWS, "xla_enable_async_all_gather", _FUSE, f"{_FUSE}_fuse_all_gather"), "true"
+        ),
+        "16 layers of an MLP, v5p:2x2x4, libtpu 0.0.42: 86.9 ms, XLA's partitioner 109.9",
+    ),
+    Choice(
+        "TPU v6 lite|TPU v6e",
+        16,
+        dict.fromkeys(
+            (
+                f"{_OFFLOAD}_all_gather",
+                f"{_OFFLOAD}_all_reduce",
+                f"{_OFFLOAD}_reduce_scatter",
+                "xla_tpu_enable_sparse_core_reduce_scatter_v2",
+                "xla_tpu_use_tc_device_shape_on_sc",
+            ),
+            "true",
+        ),
+        "16 layers of 2,048, v6e:2x4, libtpu 0.0.42: 90.7 to 73.8 ms",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChosenOptions:
+    """Compiler options, and why these; `why` is "" where there was nothing to choose."""
+
+    options: Mapping[str, str | bool] = dataclasses.field(default_factory=dict)
+    why: str = ""
+
+    def __str__(self) -> str:
+        named = [f"{name}={value}" for name, value in self.options.items()]
+        shown = ", ".join(named) or "the compiler's own"
+        return f"{shown} ({self.why})" if self.why else ""
+
+
+def choose_options(
+    device_kind: str, rings: Sequence[int], overlap: Overlap = "auto"
+) -> ChosenOptions:
+    """The options to compile a step with.
 
     Args:
       device_kind: `jax.Device.device_kind`, such as `TPU v5 lite`.
-      overlap: `"default"` for the compiler's own options, `"asynchronous"` for those that make it
-        run collectives behind compute where it can.
-      others: More options, which win over these.
-
-    Returns:
-      Options as `jax.jit` and `jax.stages.Lowered.compile` take them. For devices without known
-      options, such as CPUs and GPUs, `others` alone.
+      rings: The sizes of the rings over which gradients are reduced, one after the other.
+      overlap: `"auto"` for those of `CHOICES`, `"none"` for the compiler's own.
 
     Raises:
       ValueError: `overlap` is not known.
     """
     if overlap not in OVERLAPS:
         raise ValueError(
-            f"compiler_options: overlap is {overlap!r}, expected one of "
+            f"choose_options: overlap is {overlap!r}, expected one of "
             f"{', '.join(map(repr, OVERLAPS))}."
         )
-    matching = (
-        options for kind, options in ASYNCHRONOUS.items() if re.fullmatch(kind, device_kind)
-    )
-    chosen = {} if overlap == "default" else next(matching, {})
-    return {**chosen, **(others or {})}
+    for choice in CHOICES:
+        if not re.fullmatch(choice.device_kind, device_kind):
+            continue
+        if overlap == "none":
+            return ChosenOptions(why="overlap is 'none'")
+        over = " and ".join(map(str, rings))
+        where = f"for gradients over {over} {device_kind}s"
+        if max(rings, default=1) > choice.most:
+            return ChosenOptions(why=f"{where}; others pay up to {choice.most}")
+        return ChosenOptions(choice.options, where)
+    return ChosenOptions()
+
+
+def keep_if_known(chosen: ChosenOptions, device: jax.Device) -> ChosenOptions:
+    """The options if the compiler of a device takes all of them; else none, with what it says.
+
+    It compiles one operation, for this device alone.
+    """
+    if not chosen.options:
+        return chosen
+    x = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
+    try:
+        jax.jit(jnp.negative).lower(x).compile(compiler_options=dict(chosen.options))
+    except jax.errors.JaxRuntimeError as error:
+        said = " ".join(str(error).split())
+        return ChosenOptions(why=f"{chosen.why}; refused: {said}")
+    return chosen

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from manualpar.checkpoints import check_resumable
-from manualpar.checkpoints.compatibility import ADDED, REMOVED
+from manualpar.checkpoints.compatibility import ADDED, REMOVED, RENAMED
 
 SAVED = {
     "seed": 0,
@@ -100,3 +100,12 @@ def test_a_removed_field_that_was_in_use_is_explained(name, value):
         f"{name} was {value!r} and has been removed: {REMOVED[name][1]}",
         "training.num_steps: 100 -> 200",
     ]
+
+
+def test_a_value_that_was_renamed_counts_as_its_new_name():
+    for name, values in RENAMED.items():
+        for old, new in values.items():
+            assert check_resumable(SAVED | {name: old}, SAVED | {name: new}) == []
+    assert check_resumable(
+        SAVED | {"parallel.overlap": "default"}, SAVED | {"parallel.overlap": "auto"}
+    ) == ["parallel.overlap: 'none' -> 'auto'"]

@@ -1,38 +1,80 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
 from manualpar import data_parallel, make_mesh
-from manualpar.compiler_options import compiler_options
+from manualpar.compiler_options import CHOICES, ChosenOptions, choose_options, keep_if_known
 from manualpar.planner.hardware import CHIPS
 from tests.program_test import Classifier, loss_fn, make_batch
 
-
-def test_default_is_the_compilers_own():
-    for chip in CHIPS:
-        assert compiler_options(chip.device_kind) == {}
+V5E, V5P, V6E = "TPU v5 lite", "TPU v5", "TPU v6 lite"  # As jax names them.
+WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"
 
 
-def test_which_chips_have_options_to_overlap():
-    found = {chip.name: compiler_options(chip.device_kind, "asynchronous") for chip in CHIPS}
-    assert {name for name, options in found.items() if options} == {"v5p", "v6e"}
-    # The name by which jax knows a v5p.
-    assert compiler_options("TPU v5", "asynchronous") == found["v5p"]
-    assert all("sparse_core" in name or "_sc" in name for name in found["v6e"])
+@pytest.mark.parametrize(
+    ("device_kind", "rings", "name"),
+    [
+        (V5E, [16], WINDOWS),
+        (V5E, [8], "xla_tpu_rwb_fusion"),
+        (V5E, [8, 16], WINDOWS),
+        (V5E, [17], ""),
+        (V5E, [4, 64], ""),
+        (V5P, [16], "xla_enable_async_all_gather"),
+        (V6E, [16], "xla_tpu_enable_sparse_core_collective_offload_all_gather"),
+        ("TPU v4", [8], ""),
+        ("cpu", [8], ""),
+        ("NVIDIA H100 80GB HBM3", [8], ""),
+    ],
+)
+def test_options_follow_from_the_chip_and_the_rings(device_kind, rings, name):
+    chosen = choose_options(device_kind, rings)
+    assert bool(chosen.options) == bool(name)
+    assert not name or name in chosen.options
+    none = choose_options(device_kind, rings, "none")
+    assert not none.options
+    # Where there is nothing to choose nothing is said.
+    assert bool(none.why) == bool(chosen.why) == ("v5" in device_kind or "v6" in device_kind)
 
 
-def test_other_options_win():
-    name = "xla_enable_async_all_gather"
-    found = compiler_options("TPU v5", "asynchronous", others={name: "false", "xla_more": "1"})
-    assert found[name] == "false"
-    assert found["xla_more"] == "1"
-    assert compiler_options("TPU v5", "asynchronous")[name] == "true"
+def test_every_choice_is_of_chips_that_plans_know():
+    for choice in CHOICES:
+        kinds = [
+            chip.device_kind for chip in CHIPS if re.fullmatch(choice.device_kind, chip.device_kind)
+        ]
+        assert len(kinds) == 1
+        assert choice.measured
 
 
-def test_unknown_ones_are_refused():
-    with pytest.raises(ValueError, match="overlap is 'none', expected one of 'default'"):
-        compiler_options("TPU v5", "none")
+def test_what_is_chosen_is_said():
+    said = str(choose_options(V5E, [8, 16]))
+    assert said == (
+        f"{WINDOWS}=true, xla_tpu_rwb_fusion=false (for gradients over 8 and 16 TPU v5 lites)"
+    )
+    assert str(choose_options(V5E, [256])) == (
+        "the compiler's own (for gradients over 256 TPU v5 lites; others pay up to 16)"
+    )
+    assert str(choose_options(V5E, [8], "none")) == "the compiler's own (overlap is 'none')"
+    assert str(choose_options("cpu", [8])) == ""
+
+
+@pytest.mark.parametrize("overlap", ["default", "asynchronous", True])
+def test_unknown_ones_are_refused(overlap):
+    with pytest.raises(ValueError, match=r"overlap is .*, expected one of 'auto', 'none'"):
+        choose_options(V5E, [8], overlap)
+
+
+def test_options_that_the_compiler_refuses_are_left_out_and_it_is_said(devices8):
+    chosen = choose_options(V5E, [8])
+    kept = keep_if_known(chosen, devices8[0])
+    assert kept.options == {}
+    assert str(kept).startswith("the compiler's own (for gradients over 8 TPU v5 lites; refused: ")
+    assert f"No such compile option: '{WINDOWS}'" in str(kept)
+    known = ChosenOptions({"xla_cpu_enable_fast_math": False}, "why")
+    assert keep_if_known(known, devices8[0]) == known
+    assert keep_if_known(ChosenOptions(), devices8[0]) == ChosenOptions()
 
 
 def test_a_step_is_compiled_with_them(devices8):

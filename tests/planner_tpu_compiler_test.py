@@ -30,6 +30,8 @@ FACTS = {
     "mesh": {"data": 16},
     "order": [],
     "links": "data: along xy",
+    "options": {"xla_some": "true"},
+    "why_options": "by the chip",
     "state": {"parameters": 400, "optimizer": 800, "batch": 30},
     "dtype": "bfloat16",
     "examples_per_step": 32,
@@ -144,7 +146,10 @@ def test_plan_is_what_the_compiler_says(
 ) -> None:
     text = (DATA / "flat_v5e_4x4.txt").read_text(encoding="utf-8")
     answer(monkeypatch, FACTS | {"memory": MEMORY | {"peak": 2000}}, text=text)
-    plan = compile_for_tpu(config, "v5e:4x4")
+    plan = compile_for_tpu(config, "v5e:4x4", options={"xla_more": "1"})
+    assert any(
+        "Compiled with xla_some=true, xla_more=1 (by the chip)" in x for x in plan.assumptions
+    )
     assert not plan.is_model
     assert plan.source == "XLA's TPU compiler, libtpu 0.0.42"
     assert plan.fits

@@ -6,7 +6,7 @@ import ml_collections
 import pytest
 
 from configs import fsdp, fsdp_lm
-from manualpar.checkpoints.compatibility import REMOVED
+from manualpar.checkpoints.compatibility import REMOVED, RENAMED
 from manualpar.training.config import (
     FIELDS,
     MODEL_FIELDS,
@@ -193,6 +193,17 @@ def test_a_removed_field_is_explained(name):
         config[group][field] = REMOVED[name][0]
     with pytest.raises(ValueError, match=f"config.{name} was removed: it .*; delete the field"):
         check_config(config)
+
+
+def test_a_renamed_value_is_refused_with_its_new_name():
+    for name, values in RENAMED.items():
+        for old, new in values.items():
+            config = fsdp.get_config()
+            _set(config, name, old)
+            with pytest.raises(
+                ValueError, match=f"config.{name} is '{old}', .* called '{new}' now"
+            ):
+                check_config(config)
 
 
 def test_an_integer_passes_for_a_number():

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import manualpar
 from configs import dp, fsdp, hsdp, tp_lm, zero
+from manualpar.compiler_options import ChosenOptions
 from manualpar.strategies import strategy_kinds
 from manualpar.training import experiment
 from manualpar.training.cross_entropy import mixture_of_experts_loss
@@ -333,15 +334,33 @@ def test_rules_shard_the_models_kernels(strategy, devices8):
         build_program(config, make_task(config), _schedule)
 
 
-def test_the_options_of_the_compiler_are_those_for_the_devices(devices8, monkeypatch):
-    config = _small(fsdp.get_config(), overlap="asynchronous")
-    task = make_task(config)
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "parallel", "rings"),
+    [
+        ("dp", TWO_AXES, {}, [8]),
+        ("fsdp", ONE_AXIS, {}, [8]),
+        ("fsdp", {"data": 4, "data_minor": 2}, {"axis_by_axis": True}, [4, 2]),
+        ("fsdp", {"data": 4, "data_minor": 2}, {}, [8]),
+        ("fsdp", {"data": 2, "model": 4}, {}, [2]),
+        ("hsdp", TWO_AXES, {}, [4]),
+    ],
+)
+def test_compiler_options_are_those_for_the_devices_and_the_axes(
+    devices8, monkeypatch, strategy, mesh, parallel, rings
+):
     given = []
-    _replace_builder(
-        monkeypatch, "fsdp", lambda *_, **options: given.append(options["compiler_options"])
-    )
-    build_program(config, task, lambda step: 1e-3)
-    monkeypatch.setattr(experiment, "_device_kind", lambda mesh: "TPU v6 lite")
-    build_program(config, task, lambda step: 1e-3)
-    assert given[0] == {}
-    assert "xla_tpu_enable_sparse_core_collective_offload_all_gather" in given[1]
+    chosen = ChosenOptions({"xla_some": "true"}, "why")
+    monkeypatch.setattr(experiment, "choose_options", lambda *of: given.append(of) or chosen)
+    monkeypatch.setattr(experiment, "keep_if_known", lambda options, device: options)
+    _replace_builder(monkeypatch, strategy, lambda *_, **options: options["compiler_options"])
+    config = _small(fsdp.get_config(), strategy=strategy, overlap="none", mesh=mesh, **parallel)
+    task = make_task(config)
+    assert build_program(config, task, _schedule) == chosen.options
+    assert given == [("cpu", rings, "none")]
+    assert build_program(config, task, _schedule, devices=8) == {}  # There is no compiler to ask.
+
+
+def test_an_experiment_says_what_was_chosen(devices8, monkeypatch):
+    chosen = ChosenOptions({"xla_cpu_enable_fast_math": False}, "why")
+    monkeypatch.setattr(experiment, "choose_options", lambda *_: chosen)
+    assert prepare(_small(fsdp.get_config())).chosen == chosen

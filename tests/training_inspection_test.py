@@ -12,9 +12,11 @@ import pytest
 from absl import flags
 
 from experiments import inspect as experiment
+from manualpar.compiler_options import ChosenOptions
 from manualpar.inspect.budgets import read_budgets
 from manualpar.training import inspection
 from manualpar.training.command_line import flags_parser, parse_command_line
+from manualpar.training.experiment import prepare
 from manualpar.training.inspection import inspect_command, inspect_syntax
 from manualpar.training.inspection_report import describe_fit
 from manualpar.usage import UsageError
@@ -144,6 +146,20 @@ def test_modules_that_are_alike_share_a_line(capsys):
     assert row[1] == str(sum(x["times"] for x in each))
     assert row[4] == "73.7 kFLOP"  # 3 phases of 3 layers on 16 examples: 9 x 2 x 16 x 16 x 16.
     assert not [row for row in rows if row[0] == "hidden_dense_1"]
+
+
+@pytest.mark.usefixtures("_no_picture")
+def test_compiler_options_are_shown_where_there_was_something_to_choose(capsys, monkeypatch):
+    chosen = ChosenOptions({"xla_some": "true"}, "for some chips")
+    monkeypatch.setattr(
+        inspection,
+        "prepare",
+        lambda *of, **options: prepare(*of, **options)._replace(chosen=chosen),
+    )
+    assert _run(FSDP, *WHOLE, *ABSTRACT) == 0
+    assert "compiler options: xla_some=true (for some chips)" in capsys.readouterr().out
+    found = json.loads(Path("runs/inspect/001/fsdp.json").read_text())
+    assert found["compiler_options"] == str(chosen)
 
 
 @pytest.mark.usefixtures("_no_picture")

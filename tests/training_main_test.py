@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from manualpar.compiler_options import ChosenOptions
 from manualpar.core.strategy import MODES
 from manualpar.strategies import strategy_kinds
-from manualpar.training import main
+from manualpar.training import experiment, main
 from manualpar.training.command_line import CommandLine, flags_parser, parse_command_line
 from manualpar.training.experiment import prepare
 from manualpar.training.main import run_command
@@ -61,7 +62,9 @@ def test_the_default_configs_learn_the_digits(strategy, capsys):
     assert rows[strategy] in table
 
 
-def test_a_run_shows_what_it_writes_and_numbers_its_folders(capsys):
+def test_a_run_shows_what_it_writes_and_numbers_its_folders(capsys, monkeypatch):
+    chosen = ChosenOptions({"xla_cpu_enable_fast_math": False}, "for cpus")
+    monkeypatch.setattr(experiment, "choose_options", lambda *_: chosen)
     arguments = (
         *SMALL,
         "--config.training.num_steps=7",
@@ -106,6 +109,9 @@ def test_a_run_shows_what_it_writes_and_numbers_its_folders(capsys):
     assert (3, "train/learning_rate") in scalars
     output = capsys.readouterr().out
     assert "\x1b" not in output
+    said = "xla_cpu_enable_fast_math=False (for cpus)"
+    assert output.splitlines()[1] == f"compiler options: {said}"
+    assert said in (workdir / "report.html").read_text()
     lines = [line.split()[:3] for line in output.splitlines() if line.startswith("step")]
     assert lines == [["step", f"{step}/7", split] for step, split in at]
     assert f"test accuracy: {records[-1]['accuracy']:.4f}\n" in output

@@ -38,6 +38,10 @@ ADDED: Mapping[str, Any] = {
     "parallel.pipeline_chunks": 1,
     "parallel.pipeline_keep": "residuals",
 }
+# Values that a field had once, and what they are called now.
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "parallel.overlap": {"default": "none", "asynchronous": "auto"}
+}
 ABSENT = "(absent)"
 
 
@@ -59,6 +63,8 @@ def check_resumable(saved: Mapping[str, Any], current: Mapping[str, Any]) -> lis
     allowed: list[str] = []
     refused: list[str] = []
     saved = {name: value for name, value in ADDED.items() if name in current} | dict(saved)
+    for name in RENAMED.keys() & saved.keys():
+        saved[name] = RENAMED[name].get(saved[name], saved[name])
     for name in sorted({*saved, *current} - REMOVED.keys()):
         before, after = saved.get(name, ABSENT), current.get(name, ABSENT)
         if _as_json(before) != _as_json(after):

@@ -142,6 +142,7 @@ def _planned(one: ScheduledCollective, chip: Chip) -> PlannedCollective:
 def _assumptions(step: CompiledStep) -> tuple[str, ...]:
     chip, network = step.topology.chip, step.topology.chip.network
     options = ", ".join(f"{name}={value}" for name, value in step.options.items())
+    why = step.facts["why_options"]
     return (
         f"Computing takes the cycles that the compiler estimates, at {chip.clock / 1e9:g} GHz "
         f"({chip.source}); it estimates none for collectives, and none for what it copies ahead "
@@ -151,8 +152,8 @@ def _assumptions(step: CompiledStep) -> tuple[str, ...]:
         f"µs to start and {network.latency * 1e6:.0f} µs a hop; one is on the wire at a time.",
         "An asynchronous collective runs behind everything that is computed before it is waited "
         "for, at no cost to either.",
-        f"Compiled with {options or 'no options but the defaults'}; the links of the mesh axes: "
-        f"{step.facts['links'] or 'one device'}.",
+        f"Compiled with {options or 'no options but the defaults'}{why and f' ({why})'}; the links "
+        f"of the mesh axes: {step.facts['links'] or 'one device'}.",
     )
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import ml_collections
 
-from manualpar.compiler_options import compiler_options
 from manualpar.planner import tpu_worker as worker
 from manualpar.planner.compiled_plan import CompiledStep, plan_of
 from manualpar.planner.plan import Plan
@@ -54,8 +53,8 @@ def compile_for_tpu(
     Args:
       config: A training config.
       topology: The topology, or its name, such as `"v5e:4x4"` or `"2xv5p:4x4x4"`.
-      options: Compiler options besides those of `config.parallel.overlap`, over which they win;
-        see `manualpar.compiler_options`.
+      options: Compiler options besides those that `config.parallel.overlap` chooses, over which
+        they win; see `manualpar.compiler_options`.
       vocab_size: How many tokens a language model knows; 0 for those of its data.
 
     Raises:
@@ -81,15 +80,13 @@ def compile_step(
             f"topology {topology.name!r} is of {topology.chip.name}, expected TPUs: there is no "
             "compiler for others here. Take the roofline's estimate."
         )
-    # The program takes those of the config by itself; here they serve the plan's assumptions.
-    chosen = compiler_options(topology.chip.device_kind, config.parallel.overlap, others=options)
     request = {
         "config": config.to_dict(),
         "strategy_file": inspect.getsourcefile(strategy_kinds()[config.parallel.strategy].builder),
         "topology": topology.slice_name,
         "num_slices": topology.num_slices,
         "single_chip": topology.num_chips == 1,
-        "options": chosen,
+        "options": dict(options or {}),
         "vocab_size": vocab_size,
     }
     with tempfile.TemporaryDirectory(prefix="manualpar-tpu-") as name:
@@ -98,7 +95,7 @@ def compile_step(
         facts = _run_worker(folder, topology)
         program = folder / worker.PROGRAM
         text = program.read_text(encoding="utf-8") if program.exists() else ""
-    return CompiledStep(topology, chosen, facts, text)
+    return CompiledStep(topology, facts["options"] | request["options"], facts, text)
 
 
 def _run_worker(folder: Path, topology: Topology) -> dict[str, Any]:

@@ -97,6 +97,8 @@ def _facts(experiment: Experiment) -> dict[str, Any]:
         "mesh": dict(program.mesh.shape),
         "order": experiment.config.parallel.mesh_order,
         "links": describe_links(program.mesh),
+        "options": dict(experiment.chosen.options),
+        "why_options": experiment.chosen.why,
         "state": {"parameters": parameters, "optimizer": optimizer, "batch": batch},
         "dtype": str(getattr(experiment.task.model, "dtype", "float32")),
         "examples_per_step": jax.tree.leaves(program.abstract_batch)[0].shape[0],

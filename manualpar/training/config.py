@@ -16,7 +16,7 @@ from typing import Any
 
 import ml_collections
 
-from manualpar.checkpoints.compatibility import REMOVED
+from manualpar.checkpoints.compatibility import REMOVED, RENAMED
 from manualpar.compiler_options import OVERLAPS
 from manualpar.core.strategy import MODES
 from manualpar.layers.chunks import LAYER_OVERLAPS
@@ -235,7 +235,9 @@ def check_config(config: Any) -> None:
         if not fields[name].allows(value):
             shown = one_line(repr(value))
             message = f"config.{name} is {shown}, expected {fields[name].expectation()}"
-            if fields[name].choices and isinstance(value, str):
+            if value in (renamed := RENAMED.get(name, {})):
+                message += f"; it is called {renamed[value]!r} now"
+            elif fields[name].choices and isinstance(value, str):
                 message += f"; the nearest one is {nearest(value, fields[name].choices)!r}"
             raise ValueError(f"{message}.")
     _check_written_out(config)

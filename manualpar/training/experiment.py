@@ -1,5 +1,6 @@
 """From a config to a program."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import ml_collections
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from manualpar.compiler_options import compiler_options
+from manualpar.compiler_options import ChosenOptions, choose_options, keep_if_known
 from manualpar.core.program import Program
 from manualpar.data import abstract_batch
 from manualpar.inspect.state_layout import ALL
@@ -40,12 +41,16 @@ DATA_AXES = ("replica", "data", "data_minor", EXPERT_AXIS)
 
 
 class Experiment(NamedTuple):
-    """Everything that a run needs; nothing is compiled yet."""
+    """Everything that a run needs; nothing is compiled yet.
+
+    `chosen` are the compiler options of the program, and why these.
+    """
 
     config: ml_collections.ConfigDict
     task: Task
     schedule: optax.Schedule
     program: Program
+    chosen: ChosenOptions = ChosenOptions()
 
 
 def prepare(
@@ -73,7 +78,7 @@ def prepare(
         warmup_steps=config.optimizer.warmup_steps,
         num_steps=config.training.num_steps,
     )
-    program = build_program(config, task, schedule, devices=devices)
+    program, chosen = _build(config, task, schedule, devices)
     if not isinstance(program, Program):
         raise TypeError(
             f"the builder of config.parallel.strategy={config.parallel.strategy!r} returned "
@@ -87,7 +92,7 @@ def prepare(
             f"or '' for none; the nearest one is {nearest(wanted, paths)!r}."
         )
     _check_best_metric(config, task, program)
-    return Experiment(config, task, schedule, program)
+    return Experiment(config, task, schedule, program, chosen)
 
 
 def _check_best_metric(config: ml_collections.ConfigDict, task: Task, program: Program) -> None:
@@ -123,6 +128,16 @@ def build_program(
     several of `DATA_AXES` a strategy shards over them as over one axis, except for the axis that it
     replicates over.
     """
+    return _build(config, task, schedule, devices)[0]
+
+
+def _build(
+    config: ml_collections.ConfigDict,
+    task: Task,
+    schedule: optax.Schedule,
+    devices: Sequence[jax.Device] | int | None,
+) -> tuple[Program, ChosenOptions]:
+    """The program, and the compiler options that were chosen for it."""
     optimizer, parallel = config.optimizer, config.parallel
     if config.model.get("attention") == "cudnn" and jax.default_backend() != "gpu":
         raise ValueError(
@@ -176,6 +191,8 @@ def build_program(
         b2=optimizer.b2,
         clip_norm=optimizer.clip_norm,
     )
+    axis_name = tuple(axis for axis in data_axes if axis != "replica" or not kind.replicates)
+    chosen = _choose_options(parallel, mesh, axis_name)
     shared: dict[str, Any] = {
         "mesh": mesh,
         "batch": abstract_batch(task.dataset.train, config.data.batch_size),
@@ -186,7 +203,7 @@ def build_program(
         "gather_dtype": parallel.gather_dtype or None,
         "reduce_dtype": parallel.reduce_dtype or None,
         "axis_by_axis": parallel.axis_by_axis,
-        "compiler_options": compiler_options(_device_kind(mesh), parallel.overlap),
+        "compiler_options": chosen.options,
         "norm_metrics": config.training.norm_metrics,
         "nonfinite": NONFINITE[config.training.on_nonfinite],
     }
@@ -199,11 +216,22 @@ def build_program(
             chunks=parallel.pipeline_chunks,
             keep=parallel.pipeline_keep,
         )
-    axis_name = tuple(axis for axis in data_axes if axis != "replica" or not kind.replicates)
     if set(axis_name) - {"data"}:
         shared["axis_name"] = axis_name if len(axis_name) > 1 else axis_name[0]
     own = {name: parallel[name] for name in kind.fields if name in parallel}
-    return kind.builder(task.model, tx, task.loss_fn, **shared, **own, **kind.constants)
+    return kind.builder(task.model, tx, task.loss_fn, **shared, **own, **kind.constants), chosen
+
+
+def _choose_options(
+    parallel: ml_collections.ConfigDict, mesh: Mesh | AbstractMesh, axes: Sequence[str]
+) -> ChosenOptions:
+    """The compiler options for gradients that are scattered over some axes of a mesh."""
+    if isinstance(mesh, AbstractMesh):
+        return ChosenOptions()
+    sizes = [mesh.shape[axis] for axis in axes]
+    rings = sizes if parallel.axis_by_axis else [math.prod(sizes)]
+    own = next(iter(mesh.local_devices), mesh.devices.flat[0])
+    return keep_if_known(choose_options(own.device_kind, rings, parallel.overlap), own)
 
 
 def _check_split(config: ml_collections.ConfigDict, task: Task, mesh: Mesh | AbstractMesh) -> None:
@@ -272,10 +300,6 @@ def _check_stages_and_context(
             f"config.data.sequence_length is {config.data.sequence_length}, expected a multiple of "
             f"{parts}, two half blocks for each device along {CONTEXT_AXIS!r}."
         )
-
-
-def _device_kind(mesh: Mesh | AbstractMesh) -> str:
-    return mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else ""
 
 
 def _mesh_axes(parallel: ml_collections.ConfigDict, *, is_split: bool) -> dict[str, int]:

@@ -174,6 +174,7 @@ def read_ledger(
         "config": named.config.to_dict(),
         "devices": experiment.program.mesh.size,
         "jax": jax.__version__,
+        "compiler_options": str(experiment.chosen),
         "predicted_is_bound": experiment.program.strategy.reshard_after_forward,
         "predicted_layers": _predict_layers(experiment, read.stage or 0),
         "schedule": schedule,

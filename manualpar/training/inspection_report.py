@@ -63,6 +63,8 @@ def print_ledger(console: rich.console.Console, name: str, ledger: Json) -> None
         _print_parts(console, "memory", ledger["memory"], describe_bytes)
     _print_readings(console, ledger)
     notes = [explain_closed_form(ledger)]
+    if ledger.get("compiler_options"):
+        notes.append(f"compiler options: {ledger['compiler_options']}")
     notes += [f"{change['kind']}: {change['words']}" for change in ledger["changes"]]
     notes += [f"note: {note}" for note in ledger["notes"]]
     if ledger["compiled"]:

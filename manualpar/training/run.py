@@ -149,6 +149,8 @@ def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console
     debug, program = experiment.config.debug, experiment.program
     mesh = program.mesh
     print_line(console, f"mesh: {_describe_mesh(mesh)}")
+    if chosen := str(experiment.chosen):
+        print_line(console, f"compiler options: {chosen}")
     console.print(layout_table(program))
     if debug.draw_sharding and cluster.is_main:
         draw_sharding(program.abstract_state.params, debug.draw_sharding)
@@ -190,6 +192,7 @@ def _write_report(
         "ended": "finished" if error is None else f"{type(error).__name__}: {error}",
         "strategy": f"{program.strategy.name}, mode {program.mode}",
         "mesh": _describe_mesh(program.mesh),
+        "compiler options": str(experiment.chosen) or "the compiler's own",
         "parameters": f"{sum(math.prod(info.shape) for info, _ in program.parameters):,}",
         "state on the fullest device": describe_bytes(state_bytes(program.abstract_state)[0]),
         "manualpar": importlib.metadata.version("manualpar"),

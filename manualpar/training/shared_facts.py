@@ -61,6 +61,7 @@ def experiment_facts(experiment: Experiment) -> Facts:
         "the data's fingerprint": dataset.fingerprint,
         "the hash of the first examples": _digest(x.tobytes() for x in jax.tree.leaves(batch)),
         "the mesh": _show(dict(program.mesh.shape)),
+        "the compiler's options": str(experiment.chosen),
         "the hash of the state's names, shapes and layout": _digest(map(str.encode, layout)),
     }
 
