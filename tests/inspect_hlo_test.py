@@ -197,3 +197,27 @@ ENTRY %main (x: f32[8]) -> f32[8] {
     scope = scope_of(module, main, main["shifted"])
     assert scope == "layer/scatter_gradients/reduce_scatter"
     assert scope_of(module, main, main["x"]) == ""
+
+
+KERNEL = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %k = f32[4]{0} custom-call(%x), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"sizes":{
+"block_q":512
+},
+"xprof_metadata":"{\\"block_q\\": 512}"
+},chain="1"}, metadata={op_name="f/kernel/pallas_call"}
+  ROOT %y = f32[4]{0} negate(%k), backend_config={"window_config":{"estimated_cycles":"9"}}
+}
+"""
+
+
+def test_a_kernel_says_what_it_says_of_itself_on_lines_of_its_own():
+    module = parse_module(KERNEL)
+    assert list(module.computations["main"]) == ["x", "k", "y"]
+    kernel = module.computations["main"]["k"]
+    assert (kernel.target, kernel.op_name) == ("tpu_custom_call", "f/kernel/pallas_call")
+    assert module.computations["main"]["y"].cycles == 9

@@ -1,14 +1,17 @@
 import math
+import types
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
+from manualpar.attention_blocks import blocks_scope
 from manualpar.inspect import ledger
-from manualpar.inspect.products import flops_of
+from manualpar.inspect.products import TrafficReader, flops_of
 from manualpar.jaxprs import all_equations
 from manualpar.models.transformer import Transformer, flops_per_token
 
@@ -101,6 +104,122 @@ def test_products_of_groups():
 
     [eqn] = products(batches, (3, 8, 4), (3, 2, 4, 5))
     assert flops_of(eqn) == 2 * 3 * 8 * 4 * 5
+
+
+# Attention by blocks.
+
+
+def attend(heads, length, *, block, is_fused=False, window=None, scope=True):
+    """The sum of what splash attention gives, with as many blocks as its scope says."""
+    mask = splash.CausalMask((length, length))
+    rows = length // block
+    blocks = rows * (rows + 1) // 2
+    if window:  # Of no more keys than a block has: the diagonal and the blocks beside it.
+        mask = splash.LocalMask((length, length), (window - 1, 0), 0)
+        blocks = 2 * rows - 1
+    backward = None if is_fused else block
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block // 2,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=backward,
+        block_kv_dq=backward,
+        use_fused_bwd_kernel=is_fused,
+    )
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1
+    )
+
+    def loss(query, key, value):
+        with jax.named_scope(blocks_scope(blocks) if scope else "unknown"):
+            return jax.vmap(kernel)(query, key, value).astype(jnp.float32).sum()
+
+    return loss, blocks
+
+
+def kernels(loss, shape, *, fused_attention=False):
+    """FLOPs, dtype and traffic of the kernels of a loss and its gradient, by their names."""
+    array = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*[array] * 3)
+    reader = TrafficReader("test")
+    reader.fused_attention = fused_attention
+    found = reader.read(traced.jaxpr)
+    assert reader.notes == []
+    return {
+        product.scope.rpartition("/")[2]: product
+        for product in found
+        if product.scope.rpartition("/")[2].startswith("splash")
+    }
+
+
+@pytest.mark.parametrize("window", [None, 256])
+def test_kernels_of_attention_compute_the_blocks_that_their_mask_leaves(window):
+    loss, blocks = attend(4, 1024, block=256, window=window)
+    assert blocks == (7 if window else 10)
+    found = kernels(loss, (3, 4, 1024, 128))
+    # A product of scores, forward two, then three for queries and four for keys and values.
+    one = 2 * 3 * 4 * blocks * 256 * 256 * 128
+    assert {name: product.flops / one for name, product in found.items()} == {
+        "splash_mha_fwd_residuals": 2,
+        "splash_mha_dq_no_residuals": 3,
+        "splash_mha_dkv_no_residuals": 4,
+    }
+    assert {product.dtype for product in found.values()} == {"bfloat16"}
+    # Queries, keys, values and results; and float32 sums, of 128 numbers a query.
+    arrays, sums = 4 * 3 * 4 * 1024 * 128 * 2, 3 * 4 * 1024 * 128 * 4
+    traffic = found["splash_mha_fwd_residuals"].traffic
+    assert arrays + sums <= traffic < 1.2 * (arrays + sums)
+    assert kernels(loss, (3, 4, 1024, 128), fused_attention=True) == found
+
+
+def test_a_fused_backward_kernel_computes_five_products():
+    loss, blocks = attend(2, 512, block=256, is_fused=True)
+    one = 2 * 2 * blocks * 256 * 256 * 128
+    found = kernels(loss, (1, 2, 512, 128))
+    assert [product.flops / one for product in found.values()] == [2, 5]
+
+
+def test_a_kernel_that_does_not_say_how_many_blocks_it_computes_counts_its_grid():
+    loss, _ = attend(2, 512, block=256, scope=False)
+    found = kernels(loss, (1, 2, 512, 128))
+    assert found["splash_mha_fwd_residuals"].flops == 2 * 2 * 2 * 512 * 512 * 128
+
+
+@pytest.mark.parametrize(
+    ("layout", "mask", "window", "pairs"),
+    [(0, "NO_MASK", None, 64 * 32), (1, "CAUSAL", 0, 64 * 16), (0, "PADDING_CAUSAL", 4, 64 * 4)],
+)
+@pytest.mark.parametrize(("name", "count"), [("fwd", 2), ("bwd", 5)])
+def test_attention_by_cudnn(layout, mask, window, pairs, name, count):
+    shapes = [(3, 64, 8, 16), (3, 32, 2, 16)]
+    if layout:
+        shapes = [(3, 8, 64, 16), (3, 2, 32, 16)]
+    eqn = types.SimpleNamespace(
+        primitive=types.SimpleNamespace(name=f"dot_product_attention_{name}_wrapper"),
+        params={
+            "layout": layout,
+            "mask_type": types.SimpleNamespace(name=mask),
+            "sliding_window_length": window,
+        },
+        invars=[types.SimpleNamespace(aval=jax.ShapeDtypeStruct(x, jnp.bfloat16)) for x in shapes],
+    )
+    assert flops_of(eqn) == count * 2 * 3 * 8 * 16 * pairs
+
+
+def test_scores_of_blocks_are_not_halved_for_a_causal_mask():
+    def loss(x):
+        with jax.named_scope(blocks_scope(3)):
+            return jnp.einsum("bnsh,bnth->bnst", x, x).sum()
+
+    x = jax.ShapeDtypeStruct((2, 3, 16, 4), jnp.float32)
+    reader = TrafficReader("test")
+    reader.fused_attention = True
+    [product, _] = reader.read(jax.make_jaxpr(loss)(x).jaxpr)
+    assert product.flops == 2 * 2 * 3 * 16 * 16 * 4
+    assert product.traffic == 2 * 2 * 3 * 16 * 4 * 4  # The scores stay on the chip.
 
 
 # Models.

@@ -180,6 +180,55 @@ def test_wrapped_pair_is_asynchronous_too() -> None:
     assert (gather.is_async, gather.cycles_between) == (True, 77)
 
 
+CARRIED = """HloModule m, is_scheduled=true, num_partitions=2
+
+%start (p: f32[4]) -> (f32[4], f32[8]) {
+  %p = f32[4] parameter(0)
+  %g.1 = f32[8] all-gather(%p), channel_id=3, GROUPS
+  ROOT %c.1 = (f32[4], f32[8]) custom-call(%g.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%carry (p.2: f32[4]) -> f32[4] {
+  %p.2 = f32[4] parameter(0)
+  %g.2 = f32[8] all-gather(%p.2), channel_id=3, GROUPS
+  ROOT %product = f32[4] convolution(%p.2, %p.2)
+}
+
+%done (p.3: f32[4]) -> f32[8] {
+  %p.3 = f32[4] parameter(0)
+  %g.3 = f32[8] all-gather(%p.3), channel_id=3, GROUPS
+  ROOT %c.3 = f32[8] custom-call(%g.3), custom_call_target="AsyncCollectiveDone"
+}
+
+%turn (y: f32[4]) -> f32[4] {
+  %y = f32[4] parameter(0)
+  ROOT %work = f32[4] fusion(%y), kind=kOutput, calls=%carry, \
+backend_config={"window_config":{"estimated_cycles":"5"}}
+}
+
+%test (z: f32[4]) -> pred[] {
+  %z = f32[4] parameter(0)
+  ROOT %t = pred[] custom-call(), custom_call_target="Mine"
+}
+
+ENTRY %main (x: f32[4]) -> f32[8] {
+  %x = f32[4] parameter(0)
+  %begin = (f32[4], f32[8]) fusion(%x), kind=kCustom, calls=%start
+  %window = f32[4] while(%x), condition=%test, body=%turn, \
+backend_config={"known_trip_count":{"n":"8"}}
+  ROOT %end = f32[8] fusion(%window), kind=kCustom, calls=%done
+}
+""".replace("GROUPS", 'replica_groups={{0,1}}, frontend_attributes={chain_id="1"}')
+
+
+@pytest.mark.parametrize(("wire", "exposed"), [(30, 0), (50, 10)])
+def test_fused_collective_that_a_loop_of_products_carries_is_one(wire: int, exposed: int) -> None:
+    schedule = read_schedule(CARRIED, {"data": 2}, clock=1.0, wire_seconds=lambda collective: wire)
+    (gather,) = schedule.collectives
+    assert (gather.name, gather.times, gather.cycles_between) == ("begin", 1, 40)
+    assert schedule.exposed_seconds == exposed
+
+
 def test_what_is_carried_into_the_next_turn_is_counted_and_said() -> None:
     begun = PAIR.replace("ROOT %end = f32[8] async-done(%more)", "ROOT %end = f32[4] copy(%work)")
     schedule = read(begun, {"data": 2})

@@ -41,7 +41,7 @@ ORDER = """
     core.collectives user_model.array_box
     rng train_state user_model.loss_function
     sharding.splitting
-    sharding.roles sharding.mesh
+    attention_blocks sharding.roles sharding.mesh
     sharding.split_parameter
     sharding.axes sharding.mesh_context sharding.mesh_order sharding.zigzag
     compiler_options extras jaxprs metrics purposes untrusted usage core sharding guards

@@ -22,6 +22,8 @@ Groups = tuple[tuple[int, ...], ...]
 # A tuple's shape contains spaces, but none of them stands before a word and a parenthesis.
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\(([^)]*)\)(.*)")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
+# Pallas writes what a kernel says of itself as JSON with line breaks, in the middle of a line.
+_METADATA = re.compile(r"(?<=\bkernel_metadata=\{)\n.*?\n(?=\}(\}|,[^\n]))", re.DOTALL)
 # These pass a counter on unchanged.
 _COPIES = frozenset({"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier"})
 MAX_SCOPE_STEPS = 64
@@ -100,7 +102,7 @@ def parse_module(text: str) -> HloModule:
     """
     computations: dict[str, dict[str, Instruction]] = {}
     entries, current = [], ""
-    for line in text.splitlines():
+    for line in _METADATA.sub("", text).splitlines():
         if header := _COMPUTATION.match(line):
             current = header[2]
             computations[current] = {}

@@ -2,7 +2,9 @@
 
 A multiplication and an addition count as two operations; those with numbers that are known to be
 zero (the padding of a convolution, the holes of a dilation) do not count. `dot_general`,
-`conv_general_dilated` and `ragged_dot_general` are counted exactly, a kernel by its own estimate.
+`conv_general_dilated` and `ragged_dot_general` are counted exactly, and attention by cuDNN by its
+shapes. A pallas kernel counts as its own estimate, or else as the products of its body in each step
+of its grid; of attention only the blocks that are computed (`manualpar.attention_blocks`).
 Elementwise operations, reductions, and linear algebra such as `cholesky` are left out, so the
 figures do not describe a program that spends its time there; `uncounted` names the linear algebra.
 
@@ -10,7 +12,7 @@ The planner asks for memory traffic too. It counts the operands and results of p
 operands of reductions, because elementwise operations read and write those, fused to chains. With
 `fused_attention` the largest array of a product with a batch dimension, the scores of attention,
 stays on the chip, and the half that a causal mask hides is not computed, as in a flash attention
-kernel (https://arxiv.org/abs/2205.14135).
+kernel (https://arxiv.org/abs/2205.14135). Attention by blocks computes no such half.
 """
 
 import math
@@ -18,8 +20,10 @@ from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
+from manualpar.attention_blocks import blocks_computed
 from manualpar.inspect.communication import summed
 from manualpar.inspect.equations import Around, EquationReader
 from manualpar.inspect.provenance import PHASES, Phase, module_of, phase_of
@@ -30,6 +34,11 @@ cholesky custom_linear_solve dot_product_attention_bwd_wrapper dot_product_atten
 eigh fft ffi_call geqrf householder_product lu pallas_call qr svd triangular_solve tridiagonal_solve
 """
 UNCOUNTED_PRIMITIVES = frozenset(_UNCOUNTED.split())
+# Products of attention by cuDNN: the backward pass computes the scores again.
+CUDNN_PRODUCTS = {
+    "dot_product_attention_fwd_wrapper": 2,
+    "dot_product_attention_bwd_wrapper": 5,
+}
 REDUCTIONS = frozenset(
     {"argmax", "cumlogsumexp", "cumsum", "reduce_max", "reduce_min", "reduce_sum"}
 )
@@ -60,8 +69,11 @@ class Computation(NamedTuple):
     flops: int
 
 
-def flops_of(eqn: Any) -> int | None:
-    """The operations of running an equation once; `None` if it is not a product."""
+def flops_of(eqn: Any, scope: str = "") -> int | None:
+    """The operations of running an equation once; `None` if it is no product, or not known.
+
+    The scope says how many blocks of scores a kernel of attention computes.
+    """
     name = eqn.primitive.name
     if name == "dot_general":
         (_, rhs_contracted), (_, rhs_batch) = eqn.params["dimension_numbers"]
@@ -72,8 +84,9 @@ def flops_of(eqn: Any) -> int | None:
         return _dot(eqn, {*rhs_contracted, *rhs_batch, *numbers.rhs_group_dimensions})
     if name == "conv_general_dilated":
         return _convolution(eqn)
-    estimate = eqn.params.get("cost_estimate") if name == "pallas_call" else None
-    return None if estimate is None else int(estimate.flops)
+    if name in CUDNN_PRODUCTS:
+        return CUDNN_PRODUCTS[name] * _product_of_scores(eqn)
+    return _kernel(eqn, scope) if name == "pallas_call" else None
 
 
 class ProductReader(EquationReader[CountedProduct]):
@@ -84,7 +97,7 @@ class ProductReader(EquationReader[CountedProduct]):
 
     def find(self, eqn: Any, around: Around) -> tuple[CountedProduct, ...] | None:
         """The product, if the equation is one; nothing inside of a kernel counts."""
-        flops = flops_of(eqn)
+        flops = flops_of(eqn, around.scope)
         if flops is not None:
             share = Fraction(around.times * flops, around.spread)
             return (CountedProduct(around.scope, share, around.spread),)
@@ -106,7 +119,7 @@ class TrafficReader(ProductReader):
 
     def find(self, eqn: Any, around: Around) -> tuple[CountedProduct, ...] | None:
         """The product or the reduction, if the equation is one."""
-        flops: int | Fraction | None = flops_of(eqn)
+        flops: int | Fraction | None = flops_of(eqn, around.scope)
         is_product = flops is not None
         if not is_product and eqn.primitive.name not in REDUCTIONS:
             return super().find(eqn, around)
@@ -114,8 +127,13 @@ class TrafficReader(ProductReader):
         sizes = [math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in arrays]
         if self.fused_attention and _is_of_scores(eqn, is_product):
             sizes.remove(max(sizes))
-            flops = Fraction(flops or 0, 2)
-        dtype = max((x.aval.dtype for x in eqn.invars), key=lambda dtype: dtype.itemsize)
+            if blocks_computed(around.scope) is None:
+                flops = Fraction(flops or 0, 2)
+        # Kernels take numbers besides what they multiply.
+        floats = [x.aval.dtype for x in eqn.invars if jnp.issubdtype(x.aval.dtype, jnp.floating)]
+        dtypes = floats or [x.aval.dtype for x in eqn.invars]
+        is_kernel = eqn.primitive.name in UNCOUNTED_PRIMITIVES
+        dtype = dtypes[0] if is_kernel else max(dtypes, key=lambda dtype: dtype.itemsize)
         share = Fraction(around.times, around.spread)
         flops, traffic = (flops or 0) * share, sum(sizes) * share
         return (CountedProduct(around.scope, flops, around.spread, str(dtype), traffic),)
@@ -156,6 +174,37 @@ def _dot(eqn: Any, not_free: set[int]) -> int:
     left, right = (variable.aval.shape for variable in eqn.invars[:2])
     free = math.prod(size for dim, size in enumerate(right) if dim not in not_free)
     return 2 * math.prod(left) * free
+
+
+def _kernel(eqn: Any, scope: str) -> int | None:
+    """A kernel's own estimate, or its body's products in all steps of its grid.
+
+    The last two dims of the grid of attention are the blocks.
+    """
+    if estimate := eqn.params["cost_estimate"]:
+        return int(estimate.flops)
+    grid = eqn.params["grid_mapping"].grid
+    if not all(isinstance(size, int) for size in grid):
+        return None
+    in_blocks, blocks = math.prod(grid[-2:]), blocks_computed(scope)
+    steps = math.prod(grid[:-2]) * (in_blocks if blocks is None else min(blocks, in_blocks))
+    try:
+        products = ProductReader("flops_of").read(eqn.params["jaxpr"])
+    except ValueError:  # A loop of unknown length.
+        return None
+    return steps * int(sum(product.flops for product in products))
+
+
+def _product_of_scores(eqn: Any) -> int:
+    """Of queries with keys; a causal mask hides half of them, a window all but its keys."""
+    query, key = (x.aval.shape for x in eqn.invars[:2])
+    length, heads = (1, 2) if eqn.params["layout"] == 0 else (2, 1)
+    pairs = query[length] * key[length]
+    if "CAUSAL" in eqn.params["mask_type"].name:
+        pairs //= 2
+    if (window := eqn.params["sliding_window_length"]) and window > 0:
+        pairs = min(pairs, query[length] * window)
+    return int(2 * query[0] * query[heads] * query[3] * pairs)
 
 
 def _convolution(eqn: Any) -> int:
