@@ -31,8 +31,9 @@ def shard_params(params: Any, axis_name: AxisName, min_weight_size: int = 2**18)
 
     Returns:
       The same tree. A sharded parameter is a `ShardedParameter` holding `[..., D/axis_name, ...]`
-      along its largest free dimension that divides by the size of the axis, the first of equals;
-      others are returned unchanged, and absl's log says why at level info.
+      along a free dimension that divides by the size of the axis. Dimensions whose shards are whole
+      tiles of a TPU's memory come first, then the largest. Others are returned unchanged, and
+      absl's log says why at level info.
 
     Raises:
       ValueError: An axis is not bound by a `shard_map`.

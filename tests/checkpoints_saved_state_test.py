@@ -5,16 +5,26 @@ import json
 import subprocess
 import sys
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import tensorstore
+from jax.sharding import PartitionSpec as P
 
+from manualpar import Batch, fsdp, make_mesh
 from manualpar.checkpoints import CheckpointError, Checkpoints
 from manualpar.checkpoints.saved_state import find_differences, nest, state_leaves
-from tests.checkpoints_worker import PROGRAMS, Model, make_program, shared_program, train
+from tests.checkpoints_worker import (
+    PROGRAMS,
+    Model,
+    loss_fn,
+    make_program,
+    shared_program,
+    train,
+)
 from tests.one_device import slow_unless
 
 
@@ -148,6 +158,45 @@ def test_a_device_reads_its_own_part(tmp_path):
         part = array[:, index * 2**15 : (index + 1) * 2**15].read().result()
         assert bytes_read() - before < 2**20 + 2**17, "an eighth of 8 MB, and where it is"
         np.testing.assert_array_equal(part, kernel.addressable_shards[index].data)
+
+
+class Product(nn.Module):
+    """Eight parts of 1,000 columns are no whole tiles, and eight parts of 128 rows are."""
+
+    names: tuple[str | None, ...] = ()
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        normal = nn.initializers.normal()
+        init = nn.with_partitioning(normal, self.names) if self.names else normal
+        return x @ self.param("kernel", init, (128, 1000))
+
+
+def test_what_was_sharded_along_the_largest_dim_is_read(tmp_path):
+    """So was every parameter before layouts knew of tiles."""
+    old, new = (
+        fsdp(
+            Product(names),
+            optax.adam(1e-3),
+            loss_fn,
+            mesh=make_mesh({"data": 8}),
+            batch=Batch(np.ones((8, 128), np.float32), np.zeros(8, np.int32)),
+            min_weight_size=0,
+        )
+        for names in ((None, "data"), ())
+    )
+    assert old.layout.params["kernel"] == P(None, "data")
+    assert new.layout.params["kernel"] == P("data", None)
+    state = old.init(jax.random.key(1))
+    kernel = jax.random.normal(jax.random.key(2), (128, 1000))
+    moments = state.opt_state[0]._replace(mu={"kernel": kernel}, nu={"kernel": -kernel})
+    state = state.replace(opt_state=(moments, *state.opt_state[1:]))
+    state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, old.abstract_state))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(old, state, step=1, extra={})
+    with Checkpoints(tmp_path) as checkpoints:
+        restored = checkpoints.restore(new, report=no_report)
+    assert_same(new, restored.state, whole(old, state))
 
 
 def test_what_is_missing_is_named(programs):

@@ -71,16 +71,18 @@ def test_the_table_of_split_parameters(devices8):
     mesh = make_mesh({"data": 2, "model": 4}, devices8)
     program = fsdp(Split(), optax.sgd(1.0), loss_fn, mesh=mesh, batch=batch, min_weight_size=0)
     lines = [" ".join(line.split()) for line in printed(layout_table(program), 140).splitlines()]
-    assert "into 8x16 float32 P('data', 'model'), split over model 64" in lines
+    assert (
+        "into 8x16 float32 P('data', 'model'), split over model; only one that divides 64" in lines
+    )
     assert "bias 16 float32 P('model'), split over model; none of [] divides by 2 16" in lines
-    assert "few 2x4 float32 P(None, 'data'), shared over model 16" in lines
+    assert "few 2x4 float32 P(None, 'data'), shared over model; only one that divides 16" in lines
 
 
 def test_the_table_of_fsdp(devices8):
     text = printed(layout_table(build(fsdp, devices8, min_weight_size=0)))
     lines = {line.split()[0]: " ".join(line.split()) for line in text.splitlines() if line.strip()}
     assert "fsdp on 8 devices (data=8)" in text
-    assert lines["hidden/kernel"] == "hidden/kernel 8x32 float32 P(None, 'data') 128"
+    assert lines["hidden/kernel"] == "hidden/kernel 8x32 float32 P(None, 'data') largest 128"
     assert lines["head/bias"] == "head/bias 5 float32 P() none of [5] divides by 8 20"
     parameters = 4 * (8 * 32 + 32 + 32 + 32 + 32 * 5 + 5)
     held = 4 * ((8 * 32 + 32 + 32 + 32 + 32 * 5) // 8 + 5)
@@ -105,7 +107,7 @@ def test_bytes_of_half_precision(devices8):
 def test_the_table_says_where_the_state_is_if_elsewhere(devices8):
     program = build(zero, devices8, min_weight_size=16)
     cells = [str(cell) for column in layout_table(program).columns for cell in column.cells]
-    assert "P(), state P(None, 'data')" in cells
+    assert "P(), state P(None, 'data') largest" in cells
 
 
 # Drawings show who holds what, in a terminal or not, and say what cannot be drawn.

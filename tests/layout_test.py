@@ -4,17 +4,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from manualpar import make_mesh
+from manualpar import Batch, Pipeline, fsdp, hsdp, make_mesh, shard_params, zero
 from manualpar.core.partitioning import pad_leaf, unpad_leaf
+from manualpar.sharding.axes import axis_tuple
 from manualpar.sharding.layout import (
     ParameterInfo,
     Placement,
     describe_parameters,
     like_params,
     replicate,
-    shard_largest_dim,
+    shard_one_dim,
     shard_state_only,
 )
 
@@ -44,7 +46,7 @@ def test_annotations_over_the_data_axes_are_kept(names, loop_dims, expected):
     assert info.names == expected
     assert info.path == "p"
     assert replicate(info, ("data", "model"), 8).names == expected
-    sharded = shard_largest_dim(info, ("data", "model"), 8, min_weight_size=0)
+    sharded = shard_one_dim(info, ("data", "model"), 8, min_weight_size=0)
     if any(expected):
         assert sharded.names == expected
     else:
@@ -71,12 +73,12 @@ def test_placements():
     info = ParameterInfo("p", (4, 64), jnp.float32, (None, None), frozenset())
     assert replicate(info, ("data",), 8) == Placement((None, None))
     assert replicate(info, ("data",), 8).spec == P()
-    placement = shard_largest_dim(info, ("data",), 8, min_weight_size=0)
-    assert placement == Placement((None, "data"))
+    placement = shard_one_dim(info, ("data",), 8, min_weight_size=0)
+    assert placement == Placement((None, "data"), "only one that divides")
     assert placement.spec == P(None, "data")
-    both = shard_largest_dim(info, ("replica", "data"), 8, min_weight_size=0)
+    both = shard_one_dim(info, ("replica", "data"), 8, min_weight_size=0)
     assert both.spec == P(None, ("replica", "data"))
-    whole = shard_largest_dim(info, ("data",), 8, min_weight_size=1000)
+    whole = shard_one_dim(info, ("data",), 8, min_weight_size=1000)
     assert whole == Placement((None, None), "too small: 256 < 1000")
 
 
@@ -92,7 +94,7 @@ def test_placements():
 )
 def test_padding_makes_the_largest_dim_divide(shape, padded, spec):
     info = describe(jax.ShapeDtypeStruct(shape, jnp.float32))
-    placement = shard_largest_dim(info, ("data",), 8, min_weight_size=0, pad=True)
+    placement = shard_one_dim(info, ("data",), 8, min_weight_size=0, pad=True)
     assert placement.spec == placement.state_spec == spec
     assert any(placement.padding) == any(padded)
     assert placement.padding == padded or not any(padded)
@@ -101,6 +103,74 @@ def test_padding_makes_the_largest_dim_divide(shape, padded, spec):
     assert all(a == b + c for a, b, c in zip(there.shape, shape, padded, strict=False))
     np.testing.assert_array_equal(unpad_leaf(there, placement.padding), x)
     assert there.sum() == x.sum()
+
+
+# Eight parts of 1,000 are no whole tiles, but eight parts of 128 are.
+SHAPE = (128, 1000)
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        kernel = self.param("kernel", nn.initializers.normal(), SHAPE)
+        return x + (x @ kernel) @ kernel.T, None
+
+
+class Layers(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return layers()(x, None)[0]
+
+
+class NNXLayer(nnx.Module):
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), SHAPE))
+
+    def __call__(self, x):
+        return x @ self.kernel
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    loss = apply_fn({"params": params}, batch.inputs, train=True).sum(-1)
+    return loss.mean(), {"loss": (loss.sum(), jnp.ones_like(loss).sum())}
+
+
+@pytest.mark.parametrize(
+    ("builder", "axes", "options"),
+    [
+        (fsdp, {"data": 8}, {}),
+        (fsdp, {"data": 8}, {"mode": "auto"}),
+        (fsdp, {"data": 8}, {"mode": "explicit"}),
+        (fsdp, {"data": 8}, {"pad": True}),
+        (fsdp, {"data": 4, "other": 2}, {"axis_name": ("data", "other")}),
+        (fsdp, {"stage": 2, "data": 4}, {"pipeline": Pipeline(), "num_minibatches": 2}),
+        (hsdp, {"replica": 1, "data": 8}, {}),
+        (zero, {"data": 8}, {"stage": 1}),
+        (zero, {"data": 8}, {"stage": 2}),
+    ],
+)
+def test_all_builders_and_modes_shard_the_same_dim(builder, axes, options, devices8):
+    batch = Batch(np.ones((16, SHAPE[0]), np.float32), np.zeros(16))
+    options = {"mesh": make_mesh(axes, devices8), "batch": batch, **options}
+    models = [Layers()] if "pipeline" in options else [Layers(), NNXLayer(nnx.Rngs(0))]
+    for model in models:
+        program = builder(model, optax.sgd(1.0), loss_fn, **options, min_weight_size=0)
+        ((_, placement),) = program.parameters
+        *loops, first, second = placement.sharded_names
+        assert "data" in axis_tuple(first)
+        assert second is None
+        assert loops == (["stage"] if "pipeline" in options else [None] * (model is models[0]))
+        assert placement.note == "whole tiles"
+
+
+def test_sharding_by_hand_shards_the_same_dim(mesh8):
+    def on_device():
+        x = shard_params({"p": jnp.ones(SHAPE)}, mesh8.axis_names, min_weight_size=0)["p"]
+        assert x.value.shape == (SHAPE[0] // 8, SHAPE[1])
+        return jnp.zeros(())
+
+    jax.eval_shape(jax.shard_map(on_device, mesh=mesh8, in_specs=(), out_specs=P()))
 
 
 def test_only_the_state_of_zero_is_sharded():

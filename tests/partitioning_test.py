@@ -46,21 +46,40 @@ def inside(mesh, function):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dim"),
+    ("shape", "dim", "why"),
     [
-        ((784, 512), 0),
-        ((512, 784), 1),
-        ((512, 512), 0),  # Of equals the first.
-        ((8, 64, 64), 1),
-        ((3, 3, 16, 32), 3),
-        ((10, 24), 1),
-        ((1000, 8), 0),
-        ((1001, 8), 1),  # The largest does not divide.
-        ((16,), 0),
+        ((784, 512), 0, "largest"),  # Neither has whole tiles.
+        ((512, 784), 0, "whole tiles"),  # Shards of 64 rows; of 98 columns.
+        ((512, 1024), 1, "largest"),  # Both have whole tiles.
+        ((512, 512), 0, "largest"),
+        ((1024, 1024), 0, "largest"),  # Of equals the first.
+        ((8, 64, 64), 0, "whole tiles"),  # Tiles have two dims: the first is whole in any part.
+        ((3, 3, 16, 32), 3, "largest"),
+        ((10, 24), 1, "only one that divides"),
+        ((1000, 8), 0, "largest"),
+        ((1001, 8), 1, "only one that divides"),
+        ((16,), 0, "only one that divides"),
     ],
 )
-def test_the_largest_divisible_dim_is_chosen(shape, dim):
-    assert choose_shard_dim(shape, (None,) * len(shape), 8, min_weight_size=0) == (dim, "")
+def test_of_the_dims_that_divide_the_largest_with_whole_tiles_is_chosen(shape, dim, why):
+    assert choose_shard_dim(shape, (None,) * len(shape), 8, min_weight_size=0) == (dim, why)
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "dim"),
+    [
+        ((4096, 11008), 16, 0),
+        ((11008, 4096), 16, 0),
+        ((4096, 32, 128), 16, 0),
+        ((32000, 4096), 16, 0),
+    ],
+)
+def test_a_llama_of_seven_billion_has_whole_tiles(shape, devices, dim):
+    layers = (32, *shape)
+    chosen, _ = choose_shard_dim(
+        layers, (None,) * len(layers), devices, min_weight_size=0, excluded_dims=frozenset({0})
+    )
+    assert chosen == dim + 1
 
 
 @pytest.mark.parametrize(
@@ -78,7 +97,7 @@ def test_a_named_or_excluded_dim_is_not_chosen(shape, names, excluded, dim):
         shape, names, 8, min_weight_size=0, excluded_dims=frozenset(excluded)
     )
     assert chosen == dim
-    assert bool(note) == (dim is None)
+    assert note == ("only one that divides" if dim is not None else note)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +115,7 @@ def test_what_is_not_sharded_says_why(shape, note):
 
 
 def test_the_threshold_is_the_fewest_elements_sharded():
-    assert choose_shard_dim((4, 4), (None, None), 4, min_weight_size=16) == (0, "")
+    assert choose_shard_dim((4, 4), (None, None), 4, min_weight_size=16) == (0, "largest")
     assert choose_shard_dim((4, 4), (None, None), 4, min_weight_size=17)[0] is None
 
 
@@ -105,19 +124,52 @@ def test_scalars_and_empty_parameters_stay_whole(shape, note):
     assert choose_shard_dim(shape, (None,) * len(shape), 8, min_weight_size=0) == (None, note)
 
 
-@hypothesis.given(
-    shape=st.lists(st.integers(0, 24), max_size=4).map(tuple),
-    axis_size=st.sampled_from([1, 2, 4, 8]),
-)
-def test_the_chosen_dim_is_the_largest_that_divides(shape, axis_size):
-    dim, note = choose_shard_dim(shape, (None,) * len(shape), axis_size, min_weight_size=1)
-    dividing = [size for size in shape if size % axis_size == 0]
-    if dim is None:
-        assert note
-        assert not shape or 0 in shape or not dividing
+def is_before(first, second, shape, seen, devices):
+    """Whether a dim is better than another, as the rule says in words."""
+
+    def has_whole_tiles(dim):
+        size = shape[dim] // devices
+        if dim == seen[-1]:
+            return size % 128 == 0
+        return size % 16 == 0 if dim in seen[-2:] else True
+
+    if has_whole_tiles(first) != has_whole_tiles(second):
+        return has_whole_tiles(first)
+    if shape[first] != shape[second]:
+        return shape[first] > shape[second]
+    return first <= second
+
+
+SIZES = st.sampled_from([0, 1, 3, 8, 16, 24, 64, 96, 128, 256, 1000, 1024, 2048, 11008])
+
+
+@hypothesis.given(data=st.data())
+def test_no_dim_that_may_be_chosen_is_before_the_chosen_one(data):
+    shape = tuple(data.draw(st.lists(SIZES, max_size=4)))
+    dims = range(len(shape))
+    names = tuple(data.draw(st.sampled_from([None, None, None, "model"])) for _ in dims)
+    excluded = data.draw(
+        st.frozensets(st.sampled_from([*dims]), max_size=2) if shape else st.just(frozenset())
+    )
+    devices, pad = data.draw(st.sampled_from([1, 2, 6, 8, 16])), data.draw(st.booleans())
+    chosen, why = choose_shard_dim(
+        shape, names, devices, min_weight_size=1, excluded_dims=excluded, pad=pad
+    )
+    assert why
+    seen = [dim for dim in dims if dim not in excluded]
+    free = [dim for dim in seen if names[dim] is None]
+    dividing = [dim for dim in free if shape[dim] % devices == 0]
+    if not shape or 0 in shape:
+        assert chosen is None
+    elif dividing:
+        assert chosen in dividing
+        assert all(is_before(chosen, dim, shape, seen, devices) for dim in dividing)
+        is_largest = shape[chosen] == max(shape[dim] for dim in dividing)
+        assert is_largest or why == "whole tiles"
+    elif pad and any(shape[dim] > 1 for dim in free):
+        assert chosen == min(free, key=lambda dim: (-shape[dim], dim))
     else:
-        assert shape[dim] == max(dividing)
-        assert shape.index(shape[dim]) == dim
+        assert chosen is None
 
 
 # shard_params and gather_params.

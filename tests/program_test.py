@@ -181,7 +181,7 @@ def test_parameters_that_stay_whole_say_why(devices8):
     program = build(fsdp, make_mesh({"data": 8}, devices8), optax.sgd(0.1), min_weight_size=0)
     notes = {info.path: placement.note for info, placement in program.parameters}
     assert notes["output_dense/bias"] == "none of [5] divides by 8"
-    assert notes["input_dense/kernel"] == ""
+    assert notes["input_dense/kernel"] == "only one that divides"
 
 
 def test_the_state_is_donated(devices8):

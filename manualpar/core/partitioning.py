@@ -37,6 +37,9 @@ from manualpar.user_model.array_box import ArrayBox
 
 # The name, as in `jax.ad_checkpoint.checkpoint_name`, of every value that leaves a box.
 GATHERED = "gathered_parameter"
+# The tiles of arrays of 16 bits in the memory of TPUs: 128 entries of the last dimension by 16 of
+# the one before it. See https://openxla.org/xla/tiled_layout.
+TILE = (128, 16)
 
 
 def is_box(x: Any) -> bool:
@@ -122,9 +125,8 @@ class ShardedParameter(ArrayBox, eq=False):
         if set(axis_tuple(name)) & {*self.gather_axes, *self.storage_axes}:
             raise ValueError(
                 f"ShardedParameter: nn.scan or nn.vmap runs over dim {index} of a parameter with "
-                f"names {self.names}, "
-                f"which is sharded over {name!r}: no device has all of its slices. Shard another "
-                "dim of it."
+                f"names {self.names}, which is sharded over {name!r}: no device has all of its "
+                "slices. Shard another dim of it."
             )
         return self._with_dims(lambda entries, _: (*entries[:index], *entries[index + 1 :]), None)
 
@@ -138,6 +140,11 @@ class ShardedParameter(ArrayBox, eq=False):
             padding=change(self.padding, 0) if self.padding else (),
         )
 
+    def gather_dims(self) -> list[tuple[int, tuple[str, ...]]]:
+        """The dimensions sharded over `gather_axes`, each with all of its axes."""
+        dims = enumerate(map(axis_tuple, self.names))
+        return [(dim, axes) for dim, axes in dims if set(axes) & set(self.gather_axes)]
+
     def gather_data_axes(self) -> "ShardedParameter":
         """The box of the value that is gathered over `gather_axes` and cast.
 
@@ -147,12 +154,9 @@ class ShardedParameter(ArrayBox, eq=False):
           One all-gather for each dimension sharded over `gather_axes`.
         """
         value, names = cast_floating(self.value, self.wire.gather_dtype), list(self.names)
-        for dim, name in enumerate(names):
-            if set(axis_tuple(name)) & set(self.gather_axes):
-                value = gather_array_with_mean_grads(
-                    value, dim, axis_tuple(name), wire=self.wire.uncast
-                )
-                names[dim] = None
+        for dim, axes in self.gather_dims():
+            value = gather_array_with_mean_grads(value, dim, axes, wire=self.wire.uncast)
+            names[dim] = None
         return self.replace(value=unpad_leaf(value, self.padding), names=tuple(names), padding=())
 
 
@@ -185,25 +189,33 @@ def choose_shard_dim(
 ) -> tuple[int | None, str]:
     """Decides which dimension of a parameter to shard.
 
-    It is the largest dimension that is free (its name is `None`) and divisible by `axis_size`; with
-    `pad`, if none is, the largest that is free. Among equals it is the first, whose shards are
-    contiguous in memory. A parameter of fewer than `min_weight_size` elements is not worth a
-    collective and is not sharded. `excluded_dims` must stay whole (those that `nn.scan` runs over).
+    It is one that is free (its name is `None`) and divisible by `axis_size`, or with `pad`, if none
+    is, any that is free. A dimension whose shards are whole tiles (`TILE`) comes before others,
+    because TPUs copy partial tiles to send them; then comes the largest, then the first, whose
+    shards are contiguous. Every platform has this rule, so a simulation on CPUs has the layout of
+    TPUs. A parameter of fewer than `min_weight_size` elements is not worth a collective and stays
+    whole. So do `excluded_dims`, which a use of the parameter does not see (as in `nn.scan`).
 
     Returns:
-      The dimension and `''`, or `None` and the reason why there is none.
+      The dimension, or `None` if there is none, and why.
     """
     size = math.prod(shape)
     if size < min_weight_size:
         return None, f"too small: {size} < {min_weight_size}"
     if size == 0 or not shape:
         return None, "no elements to shard" if shape else "a scalar"
-    free = [dim for dim, name in enumerate(names) if name is None and dim not in excluded_dims]
+    seen = [dim for dim in range(len(shape)) if dim not in excluded_dims]
+    free = [dim for dim in seen if names[dim] is None]
     some = [dim for dim in free if shape[dim] % axis_size == 0]
     some = some or [dim for dim in free if pad and shape[dim] > 1]
     if not some:
         return None, f"none of {[shape[dim] for dim in free]} divides by {axis_size}"
-    return max(some, key=lambda dim: (shape[dim], -dim)), ""
+    tile = dict(zip(reversed(seen), TILE, strict=False))
+    whole = [dim for dim in some if shape[dim] % (axis_size * tile.get(dim, 1)) == 0]
+    dim = max(whole or some, key=lambda dim: (shape[dim], -dim))
+    if len(some) == 1:
+        return dim, "only one that divides"
+    return dim, "largest" if shape[dim] == max(shape[dim] for dim in some) else "whole tiles"
 
 
 def scatter_gradients(grads: Any, shards: Any) -> Any:
@@ -225,14 +237,12 @@ def scatter_gradients(grads: Any, shards: Any) -> Any:
     """
 
     def scatter(shard: Any, g: Any) -> Any:
-        if not is_box(shard) or not set(boxed_axes(shard)) & set(shard.gather_axes):
+        if not is_box(shard) or not shard.gather_dims():
             return g
         value = g.value if is_box(g) else g
         value = pad_leaf(value.astype(wire_dtype(shard)), shard.padding)
-        for dim, name in enumerate(shard.names):
-            axes = axis_tuple(name)
-            if set(axes) & set(shard.gather_axes):
-                value = scatter_mean(value, dim, axes, wire=shard.wire)
+        for dim, axes in shard.gather_dims():
+            value = scatter_mean(value, dim, axes, wire=shard.wire)
         return shard.replace(value=value)
 
     return jax.tree.map(scatter, shards, grads, is_leaf=is_box)
@@ -254,11 +264,8 @@ def replicate_shards(params: Any) -> Any:
 
     def gather(x: Any) -> Any:
         value = x.value
-        for dim, name in enumerate(x.names):
-            if set(axis_tuple(name)) & set(x.gather_axes):
-                value = gather_invariant(
-                    value, dim, axis_tuple(name), scope=NEW_PARAMS_SCOPE, wire=x.wire
-                )
+        for dim, axes in x.gather_dims():
+            value = gather_invariant(value, dim, axes, scope=NEW_PARAMS_SCOPE, wire=x.wire)
         return unpad_leaf(value, x.padding)
 
     return jax.tree.map(lambda x: gather(x) if is_box(x) else x, params, is_leaf=is_box)

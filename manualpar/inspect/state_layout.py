@@ -47,10 +47,10 @@ def layout_table(program: Program) -> Table:
       A `rich.table.Table` with a row for each parameter: shape, dtype, partition spec, bytes on a
       device. Behind the spec stands that of the gradient and the optimizer's state, where it is
       another; the axes over which the parameter is split, so that the model computes with its
-      shards, and those whose devices share its entries; and why the strategy could not shard the
-      parameter over the data axes, where it could not. Below are
-      the totals of parameters, optimizer state and other collections, also as a share of the bytes
-      that a single device would hold.
+      shards, and those whose devices share its entries; and why the strategy has sharded it over
+      the data axes along this dimension ("whole tiles", "largest", "only one that divides",
+      "annotated"), or why not at all. Below are the totals of parameters, optimizer state and other
+      collections, also as a share of the bytes that a single device would hold.
     """
     mesh = " x ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items())
     mode = "" if program.mode == "manual" else f", mode {program.mode},"

@@ -62,7 +62,7 @@ class Placement:
     Attributes:
       names: For each dimension of the parameter the mesh axis, or tuple of axes, that it is sharded
         over between steps, or `None`.
-      note: Why it is not sharded where the strategy would have sharded it; `''` otherwise.
+      note: Why it is sharded along its dimension, or why not at all; `''` if nobody asks.
       state_names: The same as `names` for the gradient and the optimizer's state; `None` if they
         are equal.
       padding: How many zeros stand at the end of each dimension of whatever is sharded along it, so
@@ -116,8 +116,7 @@ class Placement:
 
 def names_to_spec(names: Names) -> PartitionSpec:
     """Names of dimensions as JAX writes them, `PartitionSpec()` if there are none."""
-    is_sharded = any(axis_tuple(name) for name in names)
-    return PartitionSpec(*names) if is_sharded else PartitionSpec()
+    return PartitionSpec(*names) if any(map(axis_tuple, names)) else PartitionSpec()
 
 
 # (parameter, axes to shard over, number of devices along them) -> where the parameter lives.
@@ -130,7 +129,7 @@ def replicate(parameter: ParameterInfo, axes: tuple[str, ...], axis_size: int) -
     return Placement(parameter.names)
 
 
-def shard_largest_dim(
+def shard_one_dim(
     parameter: ParameterInfo,
     axes: tuple[str, ...],
     axis_size: int,
@@ -140,33 +139,27 @@ def shard_largest_dim(
     keep_gathered: tuple[str, ...] = (),
     replicate: tuple[str, ...] = (),
 ) -> Placement:
-    """Shards a parameter along its largest free dimension, as `shard_params` does.
+    """Shards a parameter along the dimension that `choose_shard_dim` says, padded if need be.
 
-    With `pad`, a parameter of which no dimension divides is padded along its largest free one.
     What `keep_gathered` names is kept. What `replicate` names is whole, annotated or not.
     """
     if any(is_inside(parameter.path, name) for name in replicate):
         return Placement(split_names(parameter), "named by replicate", keep=True)
     keep = any(is_inside(parameter.path, name) for name in keep_gathered)
     if set(axes) & {axis for name in parameter.names for axis in axis_tuple(name)}:
-        return Placement(parameter.names, keep=keep)
-    shape = parameter.shape
+        return Placement(parameter.names, "annotated", keep=keep)
+    shape, names, whole = parameter.shape, parameter.names, parameter.whole_dims
     dim, note = choose_shard_dim(
-        shape,
-        parameter.names,
-        axis_size,
-        min_weight_size=min_weight_size,
-        excluded_dims=parameter.whole_dims,
-        pad=pad,
+        shape, names, axis_size, min_weight_size=min_weight_size, excluded_dims=whole, pad=pad
     )
     if dim is None:
-        return Placement(parameter.names, note, keep=keep)
+        return Placement(names, note, keep=keep)
     padding: tuple[int, ...] = ()
     if missing := -shape[dim] % axis_size:
         padding = tuple(missing if i == dim else 0 for i in range(len(shape)))
         note = f"padded from {shape[dim]} to {shape[dim] + missing}"
     name = axes[0] if len(axes) == 1 else axes
-    names = (*parameter.names[:dim], name, *parameter.names[dim + 1 :])
+    names = (*names[:dim], name, *names[dim + 1 :])
     return Placement(names, note, padding=padding, keep=keep)
 
 
@@ -201,8 +194,8 @@ def check_named(
 def shard_state_only(
     parameter: ParameterInfo, axes: tuple[str, ...], axis_size: int, **placing: Any
 ) -> Placement:
-    """Shards the gradient and the optimizer's state as `shard_largest_dim`; not the parameter."""
-    sharded = shard_largest_dim(parameter, axes, axis_size, **placing)
+    """Shards the gradient and the optimizer's state as `shard_one_dim`; not the parameter."""
+    sharded = shard_one_dim(parameter, axes, axis_size, **placing)
     if sharded.names == parameter.names or sharded.keep:
         return sharded
     return dataclasses.replace(sharded, names=parameter.names, state_names=sharded.names)

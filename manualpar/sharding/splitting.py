@@ -87,9 +87,8 @@ def check_minibatches(batch: Any, num_minibatches: int, *, devices: int = 1) -> 
         if examples % num_minibatches or examples < num_minibatches:
             raise ValueError(
                 f"num_minibatches={num_minibatches} does not divide the {examples} examples of "
-                f"batch{jax.tree_util.keystr(path)} "
-                f"on each device (shape {x.shape}), and no example may be dropped. Choose a "
-                f"divisor of {examples} or another batch size."
+                f"batch{jax.tree_util.keystr(path)} on each device (shape {x.shape}), and no "
+                f"example may be dropped. Choose a divisor of {examples} or another batch size."
             )
 
 

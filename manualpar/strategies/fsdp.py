@@ -7,7 +7,7 @@ import optax
 
 from manualpar.core.program import Program
 from manualpar.core.strategy import Every, Sends, Strategy
-from manualpar.sharding.layout import shard_largest_dim
+from manualpar.sharding.layout import shard_one_dim
 from manualpar.strategies.registry import StrategyKind
 from manualpar.strategies.shared_options import (
     PARAMETER_SHARDING,
@@ -51,7 +51,7 @@ def fully_sharded(
         gathers = uses if gather_every == "minibatch" else 1
         return Sends(uses, gathers, scatters=m if reduce_every == "minibatch" else 1)
 
-    place = functools.partial(shard_largest_dim, **placing)
+    place = functools.partial(shard_one_dim, **placing)
     return Strategy(name, place, sends, replica_axes, gather_every, reduce_every, reshard)
 
 

@@ -22,9 +22,9 @@ class StateShardingOptions(ProgramOptions, total=False):
 
     Attributes:
       min_weight_size: The fewest elements of a parameter that is sharded, or whose state is; 2**18
-        if not given. A smaller parameter is whole on every device. A parameter is sharded along its
-        largest dimension that divides, the first of equals, and never along a dimension that
-        `nn.scan` or `nn.vmap` runs over.
+        if not given. A smaller parameter is whole on every device. A parameter is sharded along a
+        dimension that divides: those whose shards are whole tiles of a TPU's memory come first,
+        then the largest. It is never one that `nn.scan` or `nn.vmap` runs over.
       replicate: The names of parameters, or of modules that contain them, that every device holds
         whole, their state too, even if the model annotates them. Use it for a parameter that the
         model reads in a way that a shard cannot serve, as `nn.WeightNorm` does.
