@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 from manualpar.compiler_options import ChosenOptions
@@ -115,6 +116,17 @@ def test_a_run_shows_what_it_writes_and_numbers_its_folders(capsys, monkeypatch)
     lines = [line.split()[:3] for line in output.splitlines() if line.startswith("step")]
     assert lines == [["step", f"{step}/7", split] for step, split in at]
     assert f"test accuracy: {records[-1]['accuracy']:.4f}\n" in output
+
+
+def test_a_failure_of_the_compiler_names_the_options_that_it_was_given(monkeypatch):
+    chosen = ChosenOptions({"xla_no_such": "true"}, "for cpus")
+    monkeypatch.setattr(experiment, "choose_options", lambda *_: chosen)
+    monkeypatch.setattr(experiment, "keep_if_known", lambda options, device: options)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such") as caught:
+        run_command(_command("fsdp", *FEW_STEPS))
+    note = next(note for note in caught.value.__notes__ if "xla_no_such" in note)
+    assert note.startswith("The compiler was given xla_no_such.")
+    assert "--config.parallel.overlap=none" in note
 
 
 @pytest.mark.parametrize(

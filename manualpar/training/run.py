@@ -75,7 +75,15 @@ def run(
         _describe(experiment, cluster=cluster, console=console)
         checkpoints = stack.enter_context(open_checkpoints(experiment.config, workdir))
         stack.enter_context(ending_all(cluster))
-        return _run(experiment, workdir, checkpoints, cluster=cluster, console=console)
+        try:
+            return _run(experiment, workdir, checkpoints, cluster=cluster, console=console)
+        except jax.errors.JaxRuntimeError as error:
+            if options := experiment.chosen.options:
+                error.add_note(
+                    f"The compiler was given {', '.join(options)}. If it fails because of those, "
+                    "--config.parallel.overlap=none leaves them out."
+                )
+            raise
 
 
 def _run(
