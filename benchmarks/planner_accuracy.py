@@ -1,6 +1,6 @@
-"""Measures how far the planner's estimates can be trusted: step times, memory, published figures.
+"""Measures how far the planner's estimates can be trusted: step times and memory.
 
-python -m benchmarks.planner_accuracy [--parts published steps memory] [--rounds 7] [--steps 3]
+python -m benchmarks.planner_accuracy [--parts steps memory] [--rounds 7] [--steps 3]
                                       [--output FILE.md] [--json FILE.json] [--tiny]
 
 `steps`: estimates against measured step times on eight simulated CPU devices, for models of four
@@ -9,7 +9,7 @@ chip by what is measured first: one product on all devices at once, one copy, a 
 all-gather. Simulated devices share the cores, so that no absolute time can be right; what counts
 is whether the order is: Spearman's rank correlation. Nothing overlaps there, so the estimate is
 that without overlap. `memory`: what is planned against what XLA:CPU compiles, over the configs, as
-`benchmarks.planned_memory` measures it. `published`: `benchmarks.published_figures`.
+`benchmarks.planned_memory` measures it. `benchmarks.calibration` compares with published speeds.
 """
 
 import argparse
@@ -27,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from benchmarks.published_figures import FIGURES, Published, plan_figure
 from benchmarks.results import note_conditions, write_results
 from benchmarks.turns import Block, estimate, table, take_turns
 from benchmarks.workloads import make_workload
@@ -39,9 +38,8 @@ from manualpar.planner.step_work import read_work
 from manualpar.planner.topology import Topology
 from manualpar.watching.throughput import Throughput
 
-PARTS = ("published", "steps", "memory")
+PARTS = ("steps", "memory")
 DEVICES = 8
-REMATS = ("dots", "full")
 
 
 class Case(NamedTuple):
@@ -96,9 +94,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     data: dict[str, Any] = {}
     lines = ["## How far the planner is off", "", conditions.sentence()]
-    if "published" in args.parts:
-        more, data["published"] = compare_published(FIGURES)
-        lines += more
     if "steps" in args.parts:
         cases = CASES[:2] if args.tiny else CASES
         more, data["steps"] = compare_steps(
@@ -110,57 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(lines))
     write_results(conditions, lines=lines, data=data, output=args.output, json_output=args.json)
     return 0
-
-
-def compare_published(figures: Sequence[Published]) -> tuple[list[str], list[dict[str, Any]]]:
-    """The table of published figures, and the same as values."""
-    rows, data = [], []
-    for figure in figures:
-        plans = [plan_figure(figure, remat=remat) for remat in REMATS]
-        rates = [(plan.tokens_per_second or 0) / plan.num_devices for plan in plans]
-        mfus = [plan.mfu or 0 for plan in plans]
-        misses = [mfu / figure.mfu for mfu in mfus if figure.mfu]
-        if figure.tokens_per_second:
-            misses = [rate / figure.tokens_per_second for rate in rates]
-        rows.append(
-            [
-                f"{figure.system}, {figure.model}, {figure.topology}",
-                _both([figure.mfu], "{:.1%}"),
-                _both(mfus, "{:.1%}"),
-                _both([figure.tokens_per_second], "{:,.0f}"),
-                _both(rates, "{:,.0f}"),
-                _both(misses, "{:.2f}"),
-                _both([figure.memory_gib], "{:.1f}"),
-                _both([plan.peak_bytes / 2**30 for plan in plans], "{:.1f}"),
-            ]
-        )
-        data.append(
-            {
-                **dataclasses.asdict(figure),
-                "planned": dict(zip(REMATS, [plan.to_json() for plan in plans], strict=True)),
-                "planned_by_published": dict(zip(REMATS, misses, strict=True)),
-            }
-        )
-    header = [
-        "published, and planned with remat dots / full",
-        "MFU",
-        "planned",
-        "tokens/s a device",
-        "planned",
-        "planned / published",
-        "GiB a device",
-        "planned",
-    ]
-    lines = ["", "### Against published figures", "", *table(header, rows), ""]
-    for number, figure in enumerate(figures, 1):
-        lines.append(f"{number}. {figure.source}. {figure.remark}.")
-    lines += [
-        "",
-        "The plan takes attention as one fused kernel in time; in memory it holds this package's "
-        "scores, which those kernels do not. The roofline has no kernel that is slow, no host and "
-        "no straggler: it is to lie above what was measured.",
-    ]
-    return lines, data
 
 
 def compare_steps(
@@ -311,6 +255,7 @@ def calibrate(*, size: int = 1024, repetitions: int = 7) -> Chip:
         hbm_bandwidth=2 * share / copied,
         network=network,
         flops_efficiency=1.0,
+        attention_efficiency=1.0,
         hbm_efficiency=1.0,
         clock=0.0,
         source="measured on this machine",
@@ -328,11 +273,6 @@ def compare_memory() -> list[str]:
     command = [sys.executable, "-m", "benchmarks.planned_memory"]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return ["", "### Against compiled memory", "", *printed.splitlines()]
-
-
-def _both(values: Sequence[float | None], form: str) -> str:
-    """Values beside one another, a dash for what there is not."""
-    return " / ".join("-" if value is None else form.format(value) for value in values)
 
 
 if __name__ == "__main__":

@@ -1,188 +1,135 @@
-"""What other systems have published of training Llamas, and the planner's estimate for that shape.
+"""What others have published of training large transformers: shape, layout, speed, and the source.
 
-A figure is compared with what the roofline says of a program of this package with the model's
-shapes, batch and number of devices, once with all products kept for the backward pass ("dots") and
-once with all of a layer computed again ("full"), between which the systems' own policies lie. Their
-kernels and compilers are not modelled, but for attention, which is taken as one fused kernel as all
-of these have. No constant was fitted to these figures; but after the first comparison (ratios of
-1.21 to 1.72 then) the roofline was given a term that it lacked, for what elementwise operations
-read and write, and both settings of remat are shown since.
+A row is here if its source says all that an estimate needs: shape, devices, layout, batch, what is
+computed again, and the speed; `remark` says what was assumed all the same. Of a series in which
+only the number of devices grows the smallest and the largest row are taken. Rows of one step that
+are in two places count once, and a row whose two figures contradict each other is left out
+(MaxText's 405B on one v6e-256: 38.55% are not 123 tokens/s).
+
+Speeds are tokens of a device and second where the source has them, because no convention is in
+these. Where it has only an MFU, `attention` says how the publisher counts the products of queries
+with keys and of scores with values: "whole", as PaLM and this package do, or "half", as a causal
+mask leaves them. It is turned into tokens by that convention, so it is not absorbed by a constant.
+
+- MaxText (2024): "whole". Its release notes say that it halves attention since July 2025. Its rows
+  with both figures confirm it: 449.17 TFLOP/s and 7,756 tokens/s are 57.9 GFLOP a token, which is
+  6 P + 12 L N H S for Llama 3.1 8B. The products of the head count, the lookup does not.
+- torchtitan: tokens/s only, here. Its 39% at 6,667 tokens/s are "whole" too.
+- Meta: 430 TFLOP/s; it does not say how, and cites PaLM for MFU, so "whole". Half would be 4% less
+  at 8,192 positions and 29% less at 131,072.
+- NVIDIA's tables have seconds of a step. (Their MFU counts attention whole, too.)
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-
-from manualpar import Batch, abstract_mesh, fsdp
 from manualpar.models import Transformer
 from manualpar.models.transformer import flops_per_token
-from manualpar.planner.plan import Plan
-from manualpar.planner.roofline import estimate
-from manualpar.planner.step_work import read_work
-from manualpar.planner.topology import parse_topology
-from manualpar.training.cross_entropy import language_model_loss
-from manualpar.training.optimizer import adamw
-from manualpar.watching.throughput import Throughput
+from manualpar.planner.pod_layout import PodLayout
+from manualpar.planner.topology import Topology, parse_topology
 
-# Touvron et al., https://arxiv.org/abs/2307.09288, and Grattafiori et al.,
-# https://arxiv.org/abs/2407.21783, table 3.
-LLAMA_2_70B = {
-    "vocab_size": 32_000,
-    "num_layers": 80,
-    "hidden_size": 8192,
-    "num_heads": 64,
-    "num_kv_heads": 8,
-    "mlp_size": 28_672,
+_FIELDS = ("num_layers", "hidden_size", "mlp_size", "num_heads", "num_kv_heads", "vocab_size")
+
+
+def _shape(*sizes: int, **more: Any) -> dict[str, Any]:
+    return dict(zip(_FIELDS, sizes, strict=True)) | more
+
+
+def _maxtext_shape(scale: int) -> dict[str, Any]:
+    """The shape that MaxText has for `global_parameter_scale`, a power of two in billions."""
+    whole, rest = divmod(scale.bit_length() - 1, 3)
+    wide = 2 ** (whole + (rest > 0))
+    hidden = 2048 * 2 ** (whole + (rest > 1))
+    heads = 16 * wide
+    return _shape(16 * 2**whole, hidden, 7168 * wide, heads, heads, 32_000, head_size=128)
+
+
+# Llama 2 and 3: https://arxiv.org/abs/2307.09288, https://arxiv.org/abs/2407.21783 table 3.
+# DeepSeek-V3 is what `configs/plan/deepseek_v3.py` makes of it.
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "llama2_13b": _shape(40, 5120, 13_824, 40, 40, 32_000),
+    "llama2_70b": _shape(80, 8192, 28_672, 64, 8, 32_000),
+    "llama3_8b": _shape(32, 4096, 14_336, 32, 8, 128_256),
+    "llama3_70b": _shape(80, 8192, 28_672, 64, 8, 128_256),
+    "llama3_405b": _shape(126, 16_384, 53_248, 128, 8, 128_256),
+    "mistral_7b": _shape(32, 4096, 14_336, 32, 8, 32_000),
+    "mixtral_8x7b": _shape(
+        32, 4096, 14_336, 32, 8, 32_000, num_experts=8, experts_per_token=2, capacity_factor=1.25
+    ),
+    "mixtral_8x22b": _shape(
+        56, 6144, 16_384, 48, 8, 32_768, num_experts=8, experts_per_token=2, capacity_factor=1.25
+    ),
+    "deepseek_v3": _shape(
+        61,
+        7168,
+        2048,
+        128,
+        128,
+        129_280,
+        num_experts=256,
+        experts_per_token=8,
+        capacity_factor=1.25,
+    ),
+    **{f"maxtext_{scale}b": _maxtext_shape(scale) for scale in (16, 32, 64, 128, 256, 512, 1024)},
 }
-LLAMA_3_8B = {
-    "vocab_size": 128_256,
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "num_heads": 32,
-    "num_kv_heads": 8,
-    "mlp_size": 14_336,
-}
-MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext/blob/"
-TORCHTITAN = (
-    "https://github.com/pytorch/torchtitan/blob/31a17bfdb70bab6f62a13d21816a5339b911d6e3/"
-    "benchmarks/llama3_h100_202412_torchtitan.md"
-)
 
 
-@dataclasses.dataclass(frozen=True)
-class Published:
-    """A published figure.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PublishedFigure:
+    """A published speed.
 
     Attributes:
-      system: Whose it is.
-      model: The model's name.
-      shape: Its fields, those of `Transformer`.
-      topology: On what, as `parse_topology` takes it.
-      sequence_length: Positions.
-      examples_per_device: Sequences a device and step.
-      mfu: The published MFU; `None` if there is none.
-      tokens_per_second: Of a device, likewise.
-      memory_gib: Of a device, likewise.
-      source: Where it stands.
+      whose: Whose it is.
+      model: One of `SHAPES`.
+      layout: Of as many devices as the topology has; its `remat` is what the source computes again.
+      positions: Positions of a sequence.
+      examples: Sequences of a step.
+      tokens_per_second: Of a device; `None` where only an MFU is published.
+      mfu: The published MFU, where there are no tokens.
+      attention: How the MFU counts attention.
+      dtype: What is multiplied.
       remark: What differs, or was assumed.
     """
 
-    system: str
+    whose: str
     model: str
-    shape: Mapping[str, int]
     topology: str
-    sequence_length: int
-    examples_per_device: int
-    mfu: float | None
-    tokens_per_second: float | None
-    memory_gib: float | None
+    layout: PodLayout
+    positions: int
+    examples: int
     source: str
-    remark: str
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    attention: Literal["whole", "half"] = "whole"
+    dtype: str = "bfloat16"
+    remark: str = ""
 
+    @property
+    def name(self) -> str:
+        """Whose, what and on what, for a table."""
+        return f"{self.whose}, {self.model}, {self.topology}"
 
-FIGURES = (
-    Published(
-        system="MaxText",
-        model="Llama 2 70B",
-        shape=LLAMA_2_70B,
-        topology="v5p:4x4x4",
-        sequence_length=4096,
-        examples_per_device=4,
-        mfu=0.65,
-        tokens_per_second=None,
-        memory_gib=None,
-        source=MAXTEXT + "8c3d2e65aa05446ce6674ea40ce7814be14a02ad/getting_started/Run_Llama2.md "
-        "(v5p-128, 64 chips: 65%); shape and batch: benchmarks/maxtext_v5p_model_configs.py, "
-        "llama2_70b_v5p_128",
-        remark="Its remat keeps all products but the MLP's first two",
-    ),
-    Published(
-        system="MaxText",
-        model="Llama 2 70B",
-        shape=LLAMA_2_70B,
-        topology="v5e:16x16",
-        sequence_length=2048,
-        examples_per_device=2,
-        mfu=0.57,
-        tokens_per_second=None,
-        memory_gib=None,
-        source=MAXTEXT + "8c3d2e65aa05446ce6674ea40ce7814be14a02ad/getting_started/Run_Llama2.md "
-        "(v5e-256: 57%); batch: MaxText/configs/v5e/llama2_70b.sh",
-        remark="Its remat moves queries, keys and values to the host; the sequence length is its "
-        "default",
-    ),
-    Published(
-        system="MaxText",
-        model="Llama 2 70B",
-        shape=LLAMA_2_70B,
-        topology="v6e:16x16",
-        sequence_length=4096,
-        examples_per_device=4,
-        mfu=419.193 / 918,
-        tokens_per_second=943.086,
-        memory_gib=None,
-        source="https://github.com/AI-Hypercomputer/tpu-recipes, "
-        "training/trillium/Llama2-70B-MaxText/README.md (419.193 TFLOP/s and 943.086 tokens/s a "
-        "device, 4,194,304 tokens a step)",
-        remark="Its remat policy is not in the source",
-    ),
-    Published(
-        system="torchtitan, torch.compile",
-        model="Llama 3.1 8B",
-        shape=LLAMA_3_8B,
-        topology="h100:8",
-        sequence_length=8192,
-        examples_per_device=2,
-        mfu=0.39,
-        tokens_per_second=6667,
-        memory_gib=77.0,
-        source=f"{TORCHTITAN} table 1 (6,667 compiled, 5,762 not; MFU 33% to 39%)",
-        remark="H100s of 500 W with HBM2e of 2.4 TB/s and 96 GB, slower than the SXM in the table "
-        "of chips; selective checkpointing",
-    ),
-    Published(
-        system="torchtitan, torch.compile",
-        model="Llama 3.1 8B",
-        shape=LLAMA_3_8B,
-        topology="h100:128",
-        sequence_length=8192,
-        examples_per_device=2,
-        mfu=0.39,
-        tokens_per_second=6514,
-        memory_gib=62.0,
-        source=f"{TORCHTITAN} table 3 (6,514 compiled, 5,605 not)",
-        remark="As above",
-    ),
-)
+    @functools.cached_property
+    def transformer(self) -> Transformer:
+        """The model on one device."""
+        shape: dict[str, Any] = {**SHAPES[self.model]}
+        return Transformer(**shape, dtype="bfloat16", scan_layers=True)
 
+    @functools.cached_property
+    def devices(self) -> Topology:
+        """The topology."""
+        return parse_topology(self.topology)
 
-def plan_figure(figure: Published, *, remat: str) -> Plan:
-    """The roofline's plan for a published shape: parameters in float32, gathered in bfloat16.
-
-    Args:
-      figure: The figure.
-      remat: What is computed again, as `Transformer` takes it.
-
-    Returns:
-      The plan.
-    """
-    topology = parse_topology(figure.topology)
-    count, length = topology.num_devices, figure.sequence_length
-    shape: dict[str, Any] = {**figure.shape}
-    model = Transformer(**shape, dtype="bfloat16", remat=remat, scan_layers=True)
-    tokens = jax.ShapeDtypeStruct((figure.examples_per_device * count, length), jnp.int32)
-    program = fsdp(
-        model,
-        adamw(1e-4, weight_decay=0.1, b1=0.9, b2=0.95, clip_norm=1.0),
-        language_model_loss,
-        mesh=abstract_mesh({"data": count}, count),
-        batch=Batch(inputs=tokens, labels=tokens),
-        gather_dtype="bfloat16",
-        reduce_dtype="float32",
-    )
-    flops = flops_per_token(model, length) * length
-    throughput = Throughput(figure.examples_per_device * count, length, flops)
-    return estimate(read_work(program, throughput, fused_attention=True), topology)
+    @functools.cached_property
+    def speed(self) -> float:
+        """Tokens of a device and second; those that the MFU means, if only that is published."""
+        if self.tokens_per_second is not None:
+            return self.tokens_per_second
+        assert self.mfu is not None
+        model = self.transformer
+        flops = float(flops_per_token(model, self.positions))
+        if self.attention == "half":
+            flops = (flops + flops_per_token(model, 0)) / 2
+        return self.mfu * self.devices.chip.peak(self.dtype) / flops

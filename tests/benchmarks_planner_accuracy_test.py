@@ -1,12 +1,9 @@
 """What the benchmark of the planner's accuracy measures, and what it makes of it."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import planner_accuracy
 from benchmarks.planner_accuracy import (
     CASES,
     Case,
@@ -16,8 +13,6 @@ from benchmarks.planner_accuracy import (
     spearman,
     stepping,
 )
-from benchmarks.published_figures import FIGURES
-from manualpar.planner.topology import parse_topology
 
 
 def test_ranks_alone_count():
@@ -63,35 +58,3 @@ def test_estimates_stand_beside_what_was_measured(devices8):
         assert each["measured_seconds"]["median"] > 0
     assert abs(data["spearman"]) == pytest.approx(1)
     assert any(line.startswith("Spearman's rank correlation over 2 programs") for line in lines)
-
-
-def test_published_figures_are_cited_and_their_shapes_are_those_of_the_papers():
-    # Weights that a token is multiplied with and the embedding: 69.0 and 8.0 billion.
-    for figure in FIGURES:
-        assert "https://" in figure.source
-        parse_topology(figure.topology)
-        shape = figure.shape
-        head = shape["hidden_size"] // shape["num_heads"]
-        attention = 2 * shape["hidden_size"] * head * (shape["num_heads"] + shape["num_kv_heads"])
-        mlp = 3 * shape["hidden_size"] * shape["mlp_size"]
-        whole = shape["num_layers"] * (attention + mlp)
-        whole += 2 * shape["vocab_size"] * shape["hidden_size"]
-        billions = {"Llama 2 70B": 69.0, "Llama 3.1 8B": 8.03}[figure.model]
-        assert whole / 1e9 == pytest.approx(billions, rel=0.005)
-
-
-def test_a_published_figure_is_planned_with_its_misses(tmp_path, capsys, monkeypatch):
-    figure = FIGURES[3]
-    monkeypatch.setattr(planner_accuracy, "FIGURES", [figure])
-    monkeypatch.setattr(planner_accuracy, "REMATS", ("full",))
-    monkeypatch.setattr(planner_accuracy.jax.config, "update", lambda *args: None)
-    path = tmp_path / "accuracy.json"
-    assert planner_accuracy.main(["--parts", "published", "--json", str(path)]) == 0
-    [data] = json.loads(path.read_text())["published"]
-    plan = data["planned"]["full"]
-    assert (plan["is_model"], plan["num_devices"]) == (True, 8)
-    rate = plan["tokens_per_second"] / 8
-    assert data["planned_by_published"]["full"] == pytest.approx(rate / figure.tokens_per_second)
-    output = capsys.readouterr().out
-    assert "planned / published" in output
-    assert figure.source in output

@@ -7,12 +7,9 @@ import rich.console
 
 from benchmarks.scale_plans import (
     MODELS,
-    PUBLISHED,
     TOPOLOGIES,
-    estimate_published,
     load_model,
     print_best,
-    print_published,
     read_results,
 )
 from manualpar.planner.pod_estimate import estimate_layout
@@ -26,21 +23,16 @@ def _shown(print_it, results) -> str:
     return console.file.getvalue()
 
 
-def test_the_results_are_of_every_model_topology_and_figure():
+def test_the_results_are_of_every_model_and_topology():
     results = read_results()
     found = [(each["model"], each["topology"]) for each in results["best"]]
     assert found == [(model, topology) for model in MODELS for topology in TOPOLOGIES]
-    assert [each["name"] for each in results["published"]] == [each.name for each in PUBLISHED]
 
 
 @pytest.mark.parametrize("name", ["llama3_405b", pytest.param("all", marks=pytest.mark.slow)])
 def test_the_results_are_what_the_planner_says_today(name):
     results = read_results()
     models = {model: load_model(model) for model in (MODELS if name == "all" else [name])}
-    for figure, stored in zip(PUBLISHED, results["published"], strict=True):
-        if figure.model in models:
-            found = estimate_published(figure)
-            assert found["ratio"] == pytest.approx(stored["ratio"], rel=1e-3)
     for result in results["best"]:
         for plan in result["plans"] if result["model"] in models else []:
             model, examples, positions = models[result["model"]]
@@ -52,10 +44,8 @@ def test_the_results_are_what_the_planner_says_today(name):
             assert again.fits
 
 
-def test_tables_show_meshes_and_ratios():
+def test_the_table_shows_models_and_meshes():
     results = read_results()
     text = _shown(print_best, results["best"][:1])
     assert results["best"][0]["model"] in text
-    text = _shown(print_published, results["published"])
-    assert "stage=16 x data=128 x model=8" in text
-    assert "41.0%" in text
+    assert PodLayout(**results["best"][0]["plans"][0]["layout"]).name.split()[0] in text

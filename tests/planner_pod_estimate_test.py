@@ -59,7 +59,7 @@ def _check(name, topology, layout):
     assert forward == pytest.approx(flops["forward"], rel=1e-3)
     assert 2 * forward == pytest.approx(flops["backward"], rel=1e-3)
     if layout.remat == "full":
-        again = layers * sum(p.flops for p in products if p.recomputed)
+        again = layers * sum(p.flops for p in products if p.part)
         assert again == pytest.approx(flops["recomputed"], rel=1e-3)
     assert 4 * state_elements(x, layout) == pytest.approx(work.memory.parameters, rel=1e-3)
     plan = estimate_layout(model, layout, parse_topology(topology), **sizes)

@@ -40,6 +40,7 @@ CHIP = Chip(
     hbm_bandwidth=10.0,
     network=NETWORK,
     flops_efficiency=1.0,
+    attention_efficiency=1.0,
     hbm_efficiency=1.0,
     clock=0.0,
     source="made up",
@@ -239,7 +240,17 @@ def test_every_plan_says_that_it_is_a_model_and_what_it_assumes():
     assert plan.is_model
     assert plan.source == "roofline"
     assert len(plan.assumptions) == 5
-    assert "100% of 0.0 TFLOP/s in float32" in plan.assumptions[0]
+    assert "100% of 0.0 TFLOP/s in float32, memory" in plan.assumptions[0]
+
+
+def test_a_fused_kernel_has_a_share_of_its_own():
+    chip = dataclasses.replace(CHIP, attention_efficiency=0.5)
+    loads = [Load("forward", "float32", 1000.0, 0.0), Load("forward", "float32", 1000.0, 0.0)]
+    assert estimate(_work((), loads), Topology(chip, (8,))).compute_seconds == pytest.approx(20)
+    fused = [loads[0], loads[1]._replace(is_fused=True)]
+    plan = estimate(_work((), fused), Topology(chip, (8,)))
+    assert plan.compute_seconds == pytest.approx(10 + 20)
+    assert "a kernel of attention 50%" in plan.assumptions[0]
 
 
 def _stages(*loads, collectives=()):

@@ -49,6 +49,7 @@ class CountedProduct(NamedTuple):
 
     Its operations of a step are spread evenly over `spread` devices, and `flops` are those of one.
     `traffic` is the bytes that a device reads and writes for it, `dtype` its widest operand's.
+    `is_fused` says that it is part of a fused kernel of attention.
     """
 
     scope: str
@@ -56,6 +57,7 @@ class CountedProduct(NamedTuple):
     spread: int
     dtype: str = ""
     traffic: Fraction = Fraction(0)
+    is_fused: bool = False
 
 
 class Computation(NamedTuple):
@@ -125,7 +127,8 @@ class TrafficReader(ProductReader):
             return super().find(eqn, around)
         arrays = [*eqn.invars, *eqn.outvars] if is_product else eqn.invars[:1]
         sizes = [math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in arrays]
-        if self.fused_attention and _is_of_scores(eqn, is_product):
+        is_fused = self.fused_attention and _is_of_scores(eqn, is_product)
+        if is_fused:
             sizes.remove(max(sizes))
             if blocks_computed(around.scope) is None:
                 flops = Fraction(flops or 0, 2)
@@ -133,10 +136,15 @@ class TrafficReader(ProductReader):
         floats = [x.aval.dtype for x in eqn.invars if jnp.issubdtype(x.aval.dtype, jnp.floating)]
         dtypes = floats or [x.aval.dtype for x in eqn.invars]
         is_kernel = eqn.primitive.name in UNCOUNTED_PRIMITIVES
-        dtype = dtypes[0] if is_kernel else max(dtypes, key=lambda dtype: dtype.itemsize)
+        # A fused kernel keeps wide scores to itself, and multiplies in the dtype of its operands.
+        widest = min if is_fused else max
+        dtype = dtypes[0] if is_kernel else widest(dtypes, key=lambda dtype: dtype.itemsize)
         share = Fraction(around.times, around.spread)
         flops, traffic = (flops or 0) * share, sum(sizes) * share
-        return (CountedProduct(around.scope, flops, around.spread, str(dtype), traffic),)
+        count = CountedProduct(
+            around.scope, flops, around.spread, str(dtype), traffic, is_fused or is_kernel
+        )
+        return (count,)
 
 
 def _is_of_scores(eqn: Any, is_product: bool) -> bool:

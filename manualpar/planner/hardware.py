@@ -8,15 +8,22 @@ There are two kinds of networks. In a *torus* (TPU) every chip has two links for
 its neighbours; slices, each a torus, are joined by the data center's network. In *nodes* (GPU) all
 devices of a node reach one another at full speed, and each has its own card to the other nodes.
 
-`Chip.source` marks as "assumed" what vendors do not print: latencies, and the shares of a peak and
-of a bandwidth that large products and transfers reach. Those are round numbers, chosen before
-anything was compared with a measurement, and the same for all chips of a kind.
+`Chip.source` marks as "assumed" what vendors do not print: latencies, and the shares of a bandwidth
+that large transfers reach. Those are round numbers, chosen before anything was compared with a
+measurement, and the same for all chips of a kind.
+
+Two kinds of numbers are fitted to speeds that others have published (`python -m
+benchmarks.calibration`): the share of the peak that products reach, by chip (`FITTED_PRODUCTS`),
+and the share that kernels of attention reach, by kind of network (`FITTED_ATTENTION`). Half of the
+published rows were left out of the fit, and `docs/scale.md` says how far estimates of these are
+off. A chip without a published row keeps a round number for its products, and says so in its
+`calibration`.
 """
 
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from manualpar.watching.throughput import PEAKS, peak_flops
 
@@ -25,9 +32,20 @@ TPU_DOCS = "https://docs.cloud.google.com/tpu/docs/"
 NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 SCALING_BOOK = "https://jax-ml.github.io/scaling-book/tpus/"
 ASSUMED = (
-    "; assumed: the shares of peak and bandwidths that are reached, latencies, time to start a "
-    "collective"
+    "; assumed: the shares of bandwidths that are reached, latencies, time to start a collective"
 )
+FITTED_PRODUCTS = {
+    "v5e": 0.79,
+    "v5p": 0.903,
+    "v6e": 0.63,
+    "a100": 0.625,
+    "h100": 0.695,
+    "h100-500w": 0.434,
+}
+FITTED_ATTENTION = {"torus": 0.432, "nodes": 0.429}
+# Chips with the products of another: their dies are the same.
+SAME_PRODUCTS = {"h200": "h100"}
+ASSUMED_PRODUCTS = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +90,12 @@ class Chip:
       hbm_bytes: The bytes of a device's memory that a program can use.
       hbm_bandwidth: Bytes a second between a device and its memory.
       flops_efficiency: The share of the peak that large products reach.
+      attention_efficiency: The share of the peak that a fused kernel of attention reaches, in
+        operations that a causal mask leaves, two products forward and four backward.
       hbm_efficiency: The share of the memory's bandwidth that long reads and writes reach.
       clock: Cycles a second; 0 where nobody asks for them.
       source: The source of the numbers, and which of them are assumed.
+      calibration: What estimates for it were calibrated on; "" if on nothing.
       devices_per_chip: How many `jax.Device`s a chip is.
       max_devices: The most devices that one slice, or a cluster, has.
     """
@@ -86,9 +107,11 @@ class Chip:
     hbm_bandwidth: float
     network: Network
     flops_efficiency: float
+    attention_efficiency: float
     hbm_efficiency: float
     clock: float
     source: str
+    calibration: str = ""
     devices_per_chip: int = 1
     max_devices: int = 2**14
 
@@ -119,12 +142,13 @@ TPUS = {
     "tpu7x": ("TPU7x", 94.75, 7380, 1200, 3, 100, 2.2, 2, 2 * 9216),
 }
 # NVLink is what NVIDIA prints, both directions together. A network card serves each GPU of a node.
-# name: kind, GiB, HBM GB/s, NVLink GB/s, network card Gbit/s, share of the peak it reaches
+# name: kind, GiB, HBM GB/s, NVLink GB/s, network card Gbit/s
 GPUS = {
-    "a100": ("NVIDIA A100-SXM4-80GB", 80, 2039, 600, 200, 0.8),
-    "h100": ("NVIDIA H100 80GB HBM3", 80, 3350, 900, 400, 0.7),
-    "h200": ("NVIDIA H200", 141e9 / GIB, 4800, 900, 400, 0.7),
-    "b200": ("NVIDIA B200", 180e9 / GIB, 8000, 1800, 400, 0.7),
+    "a100": ("NVIDIA A100-SXM4-80GB", 80, 2039, 600, 200),
+    "h100": ("NVIDIA H100 80GB HBM3", 80, 3350, 900, 400),
+    "h100-500w": ("NVIDIA H100 96GB HBM2e", 96, 2400, 900, 400),
+    "h200": ("NVIDIA H200", 141e9 / GIB, 4800, 900, 400),
+    "b200": ("NVIDIA B200", 180e9 / GIB, 8000, 1800, 400),
 }
 SOURCES = {
     "v4": TPU_DOCS + "v4 (32 GiB, of which 31.25 are assumed usable as on v6e); "
@@ -137,6 +161,9 @@ SOURCES = {
     "usable; from memory and not checked: 7380 GB/s, ICI 1200 GB/s, DCN 100 Gbit/s a chip",
     "a100": NVIDIA + "a100: SXM 80GB; 200 Gbit/s a GPU as in DGX A100",
     "h100": NVIDIA + "h100: SXM; 400 Gbit/s a GPU as in DGX H100",
+    "h100-500w": "https://github.com/pytorch/torchtitan/blob/"
+    "31a17bfdb70bab6f62a13d21816a5339b911d6e3/benchmarks/llama3_h100_202412_torchtitan.md: 96 GB, "
+    "2.4 TB/s, 500 of 700 W, 400 Gbit/s a GPU",
     "h200": NVIDIA + "h200: SXM; 400 Gbit/s a GPU as in DGX H200",
     "b200": "https://docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html: 1,440 GB "
     "and NVLink 14.4 TB/s for eight, 400 Gbit/s a GPU; 8 TB/s: " + NVIDIA + "dgx-b200",
@@ -164,8 +191,7 @@ def _tpu(name: str) -> Chip:
         hbm_bytes=int(gib * GIB),
         hbm_bandwidth=hbm * GIGA / devices_per_chip,
         network=network,
-        flops_efficiency=0.85,
-        hbm_efficiency=0.85,
+        **_shares(name, "torus"),
         clock=clock * GIGA,
         source=f"{SOURCES[name]}; links and rings: {SCALING_BOOK}{ASSUMED}",
         devices_per_chip=devices_per_chip,
@@ -174,7 +200,7 @@ def _tpu(name: str) -> Chip:
 
 
 def _gpu(name: str) -> Chip:
-    kind, gib, hbm, nvlink, card, flops_efficiency = GPUS[name]
+    kind, gib, hbm, nvlink, card = GPUS[name]
     network = Network(
         kind="nodes",
         bandwidth=nvlink * GIGA / 2,
@@ -193,11 +219,26 @@ def _gpu(name: str) -> Chip:
         hbm_bytes=int((gib - 2) * GIB),  # The driver, NCCL and fragments take 2 GiB.
         hbm_bandwidth=hbm * GIGA,
         network=network,
-        flops_efficiency=flops_efficiency,
-        hbm_efficiency=0.85,
+        **_shares(name, "nodes"),
         clock=0.0,
         source=f"{SOURCES[name]}{ASSUMED}, and 2 GiB that a program cannot have",
     )
+
+
+def _shares(name: str, kind: str) -> dict[str, Any]:
+    """The shares of its peaks that a chip reaches, and what they were calibrated on."""
+    twin = SAME_PRODUCTS.get(name, name)
+    found = "attention on published speeds of chips of its kind"
+    if twin in FITTED_PRODUCTS:
+        found = f"products on published speeds of {twin}, {found}"
+    else:
+        found = f"{found}, products on nothing, {ASSUMED_PRODUCTS:.0%} are assumed"
+    return {
+        "flops_efficiency": FITTED_PRODUCTS.get(twin, ASSUMED_PRODUCTS),
+        "attention_efficiency": FITTED_ATTENTION[kind],
+        "hbm_efficiency": 0.85,
+        "calibration": f"{found} (python -m benchmarks.calibration)",
+    }
 
 
 def _peaks(device_kind: str) -> dict[str, float]:

@@ -71,8 +71,9 @@ def print_assumptions(console: rich.console.Console, plan: Plan) -> None:
 
 
 def print_sources(console: rich.console.Console, chip: Chip) -> None:
-    """Prints the source of a chip's numbers."""
-    print_wrapped(console, f"{chip.name}: {chip.source}")
+    """Prints the source of a chip's numbers, and what they were calibrated on."""
+    calibration = f"; calibrated: {chip.calibration}" if chip.calibration else "; not calibrated"
+    print_wrapped(console, f"{chip.name}: {chip.source}{calibration}")
 
 
 def _describe_fit(plan: Plan) -> str:

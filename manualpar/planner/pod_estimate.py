@@ -23,6 +23,7 @@ from manualpar.planner.hardware import Chip
 from manualpar.planner.pod_layout import DeviceSizes, PodLayout, find_obstacle, sizes_on_device
 from manualpar.planner.pod_work import (
     HALF,
+    RECOMPUTED,
     SINGLE,
     STATE,
     Product,
@@ -37,7 +38,6 @@ from manualpar.planner.topology import Ring, Topology, ring_over
 
 # Parameters of a layer, each gathered by itself: four of attention, three of the MLP, two norms.
 GATHERS_OF_A_LAYER = 9
-RECOMPUTED = {"none": (), "dots": ("dots",), "full": ("dots", "full")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,9 @@ class _Step:
     ) -> None:
         self.model, self.layout, self.topology, self.x = model, layout, topology, x
         self.chip: Chip = topology.chip
-        self.rate = self.chip.peak("bfloat16") * self.chip.flops_efficiency
+        peak = self.chip.peak("bfloat16")
+        self.rate = peak * self.chip.flops_efficiency
+        self.attention_rate = peak * self.chip.attention_efficiency
         self.hbm = self.chip.hbm_bandwidth * self.chip.hbm_efficiency
         self.sharded = tuple(a for a in ("data", "context", "expert") if a in layout.mesh)
         self.rings = rings
@@ -135,10 +137,11 @@ class _Step:
         layout, x, chip = self.layout, self.x, self.chip
         m, layers = layout.num_minibatches, layout.num_minibatches * x.L
         products = tuple(layer_products(x))
-        again = [p for p in products if p.recomputed in RECOMPUTED[layout.remat]]
+        again = RECOMPUTED[layout.remat]
         norms, loss = reduced_bytes(x, layout)
         forward = layers * (self.products(products) + norms / self.hbm)
-        recomputed = layers * (self.products(again) + norms / self.hbm * bool(again))
+        recomputed = layers * sum(again.get(p.part, 0.0) * self.products([p]) for p in products)
+        recomputed += layers * norms / self.hbm * bool(again)
         recomputed += forward * layout.runs_chunks_again
         backward = 2 * layers * (self.products(products) + norms / self.hbm)
         head = self.products(head_products(x)) + loss / self.hbm
@@ -183,9 +186,11 @@ class _Step:
 
     def products(self, products: Iterable[Product]) -> float:
         """The time of products, and of elementwise operations around them."""
-        return sum(
-            max(p.flops / self.rate, p.traffic / self.hbm) + p.traffic / self.hbm for p in products
-        )
+        seconds = 0.0
+        for p in products:
+            rate = self.attention_rate if p.part == "scores" else self.rate
+            seconds += max(p.flops / rate, p.traffic / self.hbm) + p.traffic / self.hbm
+        return seconds
 
     def send(self, kind: Kind, axes: tuple[str, ...], size: float, times: int = 1) -> float:
         """The time of so many collectives whose whole operands have `size` bytes together.

@@ -23,6 +23,8 @@ from manualpar.models.transformer import size_of_head, size_of_vocabulary
 
 Communicate = Literal["minibatch", "gather-step", "step"]
 Remat = Literal["none", "dots", "full"]
+# What others compute again, to estimate their layouts; the models here have no such choice.
+OthersRemat = Literal["in kept", "in, out kept", "every other product", "every other layer"]
 Keep = Literal["residuals", "inputs"]
 AXES = ("replica", "stage", "data", "context", "expert", "model")
 
@@ -48,7 +50,7 @@ class PodLayout:
     model: int = 1
     num_minibatches: int = 1
     chunks: int = 1
-    remat: Remat = "full"
+    remat: Remat | OthersRemat = "full"
     communicate: Communicate = "minibatch"
     keep: Keep = "residuals"
 

@@ -9,7 +9,7 @@ pass, and what the loss or one layer makes in it. A pipeline of `S` stages with 
 keeps that of `(v + 1) S - 1` chunks (1F1B), or their inputs and what one of them makes again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from manualpar.inspect.memory import Memory
@@ -19,43 +19,54 @@ HALF, SINGLE = 2, 4  # Bytes of an element: computed with and sent in bfloat16; 
 STATE = 2  # Adam's averages.
 # How often the loss reads the logits: for the largest, the sum, the label's and the accuracy.
 LOGIT_READS = 4
+# The share of each part of a layer that the backward pass runs again, by `PodLayout.remat`.
+EVERYTHING = {"in": 1.0, "scores": 1.0, "out": 1.0, "mlp": 1.0, "experts": 1.0}
+RECOMPUTED: Mapping[str, Mapping[str, float]] = {
+    "none": {},
+    "dots": {"scores": 1.0, "experts": 1.0},
+    "full": EVERYTHING,
+    "in kept": EVERYTHING | {"in": 0.0},
+    "in, out kept": EVERYTHING | {"in": 0.0, "out": 0.0},
+    "every other product": dict.fromkeys(EVERYTHING, 0.5) | {"scores": 0.0},
+    "every other layer": dict.fromkeys(EVERYTHING, 0.5),
+}
 
 
 class Product(NamedTuple):
     """So many alike products of `[m, k]` with `[k, n]`; `flops` are those of all.
 
-    `traffic` are the bytes that they read and write. `recomputed` says whether the backward pass
-    runs them again under remat `dots` or only under `full`.
+    `traffic` are the bytes that they read and write. `part` is that of the layer, by which
+    `RECOMPUTED` says what remat runs again in the backward pass; "" is never run again.
     """
 
     flops: float
     traffic: float
-    recomputed: str = "full"
+    part: str = ""
 
 
 def layer_products(x: DeviceSizes) -> Iterator[Product]:
     """The products of a layer forward, in a minibatch; backward there are two for each."""
     T, D = x.tokens, x.D
     query, key = x.N * x.H, x.K * x.H
-    yield _product(T, D, query)
-    yield _product(T, D, key, 2)
+    yield _product(T, D, query)._replace(part="in")
+    yield _product(T, D, key, 2)._replace(part="in")
     # The scores, and their product with the values. All keys of a sequence pass by.
     keys = x.B * x.positions
     flops = 2 * T * x.positions * query
-    yield Product(flops, HALF * 2 * (T * query + keys * key), "dots")
-    yield _product(T, query, D)
+    yield Product(flops, HALF * 2 * (T * query + keys * key), "scores")
+    yield _product(T, query, D)._replace(part="out")
     if not x.own_experts:
-        yield _product(T, D, x.F, 2)
-        yield _product(T, x.F, D)._replace(recomputed="")
+        yield _product(T, D, x.F, 2)._replace(part="mlp")
+        yield _product(T, x.F, D)
         return
     rows = x.R // x.own_experts
     # The products of several experts have a batch dimension, and `dots` does not keep these.
-    again = "dots" if x.own_experts > 1 else "full"
-    yield _product(rows, D, x.F, 2 * x.own_experts)._replace(recomputed=again)
-    yield _product(rows, x.F, D, x.own_experts)._replace(recomputed=again)
+    part = "experts" if x.own_experts > 1 else "mlp"
+    yield _product(rows, D, x.F, 2 * x.own_experts)._replace(part=part)
+    yield _product(rows, x.F, D, x.own_experts)._replace(part=part)
     # What weighs the outputs of the experts, and the router.
-    yield Product(2 * T * D * x.R / max(T, 1), HALF * x.R * D, "dots")
-    yield Product(2 * T * D * x.router, SINGLE * (T * D + T * x.router), "full")
+    yield Product(2 * T * D * x.R / max(T, 1), HALF * x.R * D, "experts")
+    yield Product(2 * T * D * x.router, SINGLE * (T * D + T * x.router), "mlp")
 
 
 def head_products(x: DeviceSizes) -> Iterator[Product]:
@@ -138,16 +149,16 @@ def step_memory_of(x: DeviceSizes, layout: PodLayout) -> Memory:
 def _kept_by_layer(x: DeviceSizes, layout: PodLayout) -> int:
     """The bytes that a layer keeps for its backward pass."""
     between = HALF * x.tokens * x.D // layout.model
-    if layout.remat == "full":
-        return between
-    products = HALF * x.tokens * x.H * (x.N + 2 * x.K) + between  # query, key, value; out.
-    if not x.own_experts:
-        products += HALF * 2 * x.tokens * x.F
-    elif x.own_experts == 1:
-        products += HALF * x.R * (2 * x.F + x.D)
-    if layout.remat == "dots":
-        return between + products
-    return between + products + _made_by_layer(x, layout)
+    sizes = {
+        "in": HALF * x.tokens * x.H * (x.N + 2 * x.K),  # query, key, value
+        "out": between,
+        "mlp": 0 if x.own_experts else HALF * 2 * x.tokens * x.F,
+    }
+    if x.own_experts == 1:
+        sizes["mlp"] = HALF * x.R * (2 * x.F + x.D)
+    again = RECOMPUTED[layout.remat]
+    kept = between + int(sum((1 - again.get(part, 0.0)) * size for part, size in sizes.items()))
+    return kept if again else kept + _made_by_layer(x, layout)
 
 
 def _made_by_layer(x: DeviceSizes, layout: PodLayout) -> int:

@@ -2,10 +2,10 @@
 
 A step is the computation of its devices, `C`, and its collectives, `S`. Each product takes the
 longer of its operations at the peak and of its bytes at the memory's bandwidth, both times the
-share that is reached (`manualpar.planner.hardware`). Elementwise operations between products take
-one more pass over the bytes that the products read and write. Each collective takes its bytes on a
-ring over its mesh axes, laid onto the topology (`manualpar.planner.topology`), and waits for each
-hop.
+share that is reached, which is another one in a fused kernel of attention
+(`manualpar.planner.hardware`). Elementwise operations between products take one more pass over the
+bytes that the products read and write. Each collective takes its bytes on a ring over its mesh
+axes, laid onto the topology (`manualpar.planner.topology`), and waits for each hop.
 
 Collectives inside the differentiated model, which gather parameters and scatter their gradients,
 run while a neighbouring layer computes: in the forward pass and in the backward pass each,
@@ -36,7 +36,7 @@ from manualpar.pipeline.schedule_table import Costs
 from manualpar.pipeline.tick_scopes import innermost_ticks
 from manualpar.planner.hardware import Chip
 from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
-from manualpar.planner.step_work import MINIBATCH, PipelineWork, StepWork
+from manualpar.planner.step_work import MINIBATCH, Load, PipelineWork, StepWork
 from manualpar.planner.topology import Ring, Topology, describe_axes, ring_over
 from manualpar.purposes import PIPELINE_SCOPE
 
@@ -184,7 +184,7 @@ def _in_ticks(
 
 def _flops_seconds(work: StepWork, chip: Chip) -> float:
     """How long products would take that never waited for memory."""
-    return sum(load.flops / _flops_rate(chip, load.dtype) for load in work.loads)
+    return sum(load.flops / _flops_rate(chip, load) for load in work.loads)
 
 
 def compute_seconds(work: StepWork, chip: Chip, phases: Iterable[str]) -> float:
@@ -194,15 +194,17 @@ def compute_seconds(work: StepWork, chip: Chip, phases: Iterable[str]) -> float:
     for load in work.loads:
         if load.phase in phases:
             passing = load.traffic / hbm
-            total += max(load.flops / _flops_rate(chip, load.dtype), passing)
+            total += max(load.flops / _flops_rate(chip, load), passing)
             total += passing if load.flops else 0.0  # Elementwise operations around a product.
     return total
 
 
-def _flops_rate(chip: Chip, dtype: str) -> float:
+def _flops_rate(chip: Chip, load: Load) -> float:
     """FLOP/s that products reach; those of other than floating point numbers are negligible."""
-    known = dtype if dtype in chip.flops or "float" in dtype else "float32"
-    return chip.peak(known) * chip.flops_efficiency
+    known = load.dtype if load.dtype in chip.flops or "float" in load.dtype else "float32"
+    return chip.peak(known) * (
+        chip.attention_efficiency if load.is_fused else chip.flops_efficiency
+    )
 
 
 def _time_collectives(
@@ -269,7 +271,7 @@ def _assumptions(work: StepWork, topology: Topology, unhidden: float) -> tuple[s
     ring = ", and permutations," if has_ring else ""
     return (
         f"Products reach {chip.flops_efficiency:.0%} of {chip.peak(work.dtype) / 1e12:,.1f} "
-        f"TFLOP/s in {work.dtype}, memory {chip.hbm_efficiency:.0%} of "
+        f"TFLOP/s in {work.dtype}{_of_kernels(work, chip)}, memory {chip.hbm_efficiency:.0%} of "
         f"{chip.hbm_bandwidth / 1e9:,.0f} GB/s; elementwise operations pass once over what "
         "products read and write.",
         f"Collectives run on rings at {network.efficiency:.0%} of {fast} "
@@ -285,6 +287,14 @@ def _assumptions(work: StepWork, topology: Topology, unhidden: float) -> tuple[s
         f"Mesh axes, those on the slowest links first: {describe_axes(topology, work.mesh)}.",
         f"{chip.hbm_bytes / 2**30:.2f} GiB of a device's memory can be used.",
     )
+
+
+def _of_kernels(work: StepWork, chip: Chip) -> str:
+    parts = work.pipeline.works.values() if work.pipeline else ()
+    loads = (*work.loads, *(load for part in parts for load in part.loads))
+    if not any(load.is_fused for load in loads):
+        return ""
+    return f", a kernel of attention {chip.attention_efficiency:.0%}"
 
 
 def _of_pipeline(work: StepWork) -> Iterator[str]:

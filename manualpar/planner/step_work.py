@@ -40,7 +40,8 @@ class Load(NamedTuple):
     """What a step takes of a device for a product, or for a reduction, which has no FLOPs.
 
     `dtype` is the wider one of its operands, `traffic` the bytes that it reads and writes, and
-    `part` that of a pipeline's tick, see `PipelineWork`.
+    `part` that of a pipeline's tick, see `PipelineWork`. `is_fused` says that it is part of a fused
+    kernel of attention.
     """
 
     phase: str
@@ -48,6 +49,7 @@ class Load(NamedTuple):
     flops: float
     traffic: float
     part: str = ""
+    is_fused: bool = False
 
 
 class PartWork(NamedTuple):
@@ -184,7 +186,7 @@ def read_work(
 
 def _load(product: CountedProduct, part: str) -> Load:
     phase, flops = phase_of(product.scope), float(product.flops)
-    return Load(phase, product.dtype, flops, float(product.traffic), part)
+    return Load(phase, product.dtype, flops, float(product.traffic), part, product.is_fused)
 
 
 def _works(parts: TickParts, read: Callable[[int], _Read]) -> dict[str, PartWork]:
