@@ -110,9 +110,15 @@ BROKEN = [
     ),
     (
         find_unchecked_shard_maps,
-        "manualpar.core.program",
+        "manualpar.layers.unchecked",
         "# Far away.\n\njax.shard_map(f, check_vma=False)",
         ":3: check_vma=False without saying why",
+    ),
+    (
+        find_unchecked_shard_maps,
+        "manualpar.layers.context",
+        "# Pallas kernels have no types yet.\njax.shard_map(f, check_vma=False)",
+        ":2: check_vma=False outside manualpar.layers.unchecked",
     ),
     (
         find_import_effects,
@@ -191,7 +197,7 @@ SOUND = [
         "import jax\nstep = jax.shard_map(\n    f,\n    mesh=mesh,\n    check_vma=True,\n)",
     ),
     (
-        "manualpar.core.program",
+        "manualpar.layers.unchecked",
         "jax.shard_map(\n    f,\n    # Pallas kernels have no types yet.\n    check_vma=False,\n)",
     ),
     ("manualpar.sharding.mesh", "import os\nimport jax\ndef _f():\n    jax.config.update('a', 1)"),

@@ -80,6 +80,8 @@ MAY_COMMUNICATE = frozenset(
         "whole_batch",
     }
 )
+# The one module that runs what types cannot be checked of.
+UNCHECKED = "manualpar.layers.unchecked"
 EMPTY_NAMES = frozenset({"common", "helper", "helpers", "manager", "misc", "util", "utils"})
 CHANGES_ENVIRONMENT = (
     "os.environ",
@@ -188,7 +190,7 @@ def find_private_jax(module: str, source: str) -> list[str]:
 
 
 def find_unchecked_shard_maps(module: str, source: str) -> list[str]:
-    """Every shard_map says check_vma=True, or False and why."""
+    """Every shard_map says check_vma=True; that of one file says False, and why."""
     tree = ast.parse(source)
     aliases = _aliases(tree)
     commented = {
@@ -210,7 +212,9 @@ def find_unchecked_shard_maps(module: str, source: str) -> list[str]:
         if isinstance(value, ast.Constant) and value.value is True:
             continue
         if isinstance(value, ast.Constant) and value.value is False:
-            if not {value.lineno, value.lineno - 1} & commented:
+            if module != UNCHECKED and module.startswith("manualpar."):
+                findings.append(f"{module}:{value.lineno}: check_vma=False outside {UNCHECKED}")
+            elif not {value.lineno, value.lineno - 1} & commented:
                 findings.append(f"{module}:{value.lineno}: check_vma=False without saying why")
             continue
         findings.append(f"{module}:{node.lineno}: shard_map without check_vma=True")
