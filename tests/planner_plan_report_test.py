@@ -31,7 +31,13 @@ PLAN = Plan(
     notes=("Mind the memory.",),
 )
 OTHER = dataclasses.replace(
-    PLAN, is_model=False, source="XLA", fits=True, peak_bytes=2**29, mfu=None
+    PLAN,
+    is_model=False,
+    source="XLA",
+    fits=True,
+    peak_bytes=2**29,
+    step_seconds_by_links=0.4,
+    mfu=None,
 )
 
 
@@ -56,6 +62,7 @@ def test_plans_stand_side_by_side_with_what_each_rests_on():
         "all, at the peak": ["512 MiB", "1.5 GiB"],
         "of": ["1 GiB", "1 GiB"],
         "step, estimated": ["500 ms", "500 ms"],
+        "with each link by itself": ["400 ms", "-"],
         "computing": ["-", "-"],
         "of it waiting for memory": ["-", "-"],
         "sending, exposed": ["-", "-"],
@@ -77,6 +84,7 @@ def test_what_has_no_tokens_is_counted_in_examples():
     lines = _shown(lambda console: print_plans(console, [plan]))
     assert ["examples/s", "80"] in lines
     assert not [line for line in lines if line[0] in ("tokens/s", "a device")]
+    assert not [line for line in lines if line[0] == "with each link by itself"]
 
 
 def test_a_sweep_shows_what_fits_and_the_nearest_of_what_does_not():

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from manualpar.inspect.hlo import parse_module
-from manualpar.planner.schedule import Schedule, read_schedule
+from manualpar.planner.schedule import KernelRuns, Schedule, read_schedule
 
 DATA = Path(__file__).parent / "data" / "tpu"
 TWO_AXES = {"data": 4, "data_minor": 4}
@@ -470,3 +470,19 @@ def test_what_is_noted_of_a_loop_counts_as_often_as_it_turns() -> None:
     found = read(text, {"data": 2})
     assert found.unestimated == {"custom-call Mine": 3}
     assert found.num_carried == 1
+
+
+def test_kernels_of_a_loop_count_as_often_as_it_turns() -> None:
+    metadata = 'metadata={op_name="scan/mine/pallas_call"}'
+    kernel = f'  %large = f32[8] custom-call(%x), custom_call_target="Mine", {metadata}\n'
+    text = program([1, (3, [2])]).replace("  %c0", f"{kernel}  %c0")
+    found = read_schedule(
+        text,
+        {"data": 2},
+        clock=1.0,
+        wire_seconds=lambda collective: 0.0,
+        kernel_seconds=lambda one, _: 7.0 if one.target else None,
+    )
+    # Each computation of the program has one, and the loop's runs three times.
+    assert found.kernels == (KernelRuns("mine", 4, 28.0),)
+    assert found.compute_seconds == 1 + 7 + 3 * (2 + 7)

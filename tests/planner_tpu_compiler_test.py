@@ -12,6 +12,8 @@ from ml_collections import ConfigDict
 
 from manualpar.planner import tpu_compiler
 from manualpar.planner.compiled_plan import plan_of, purpose_and_module, schedule_of
+from manualpar.planner.hardware import chip_named
+from manualpar.planner.kernels import kernel_efficiency
 from manualpar.planner.tpu_compiler import TpuCompilerError, compile_for_tpu, compile_step
 from manualpar.planner.tpu_worker import PROGRAM, RESULT, is_out_of_hbm
 from manualpar.training.config import load_config
@@ -30,6 +32,8 @@ FACTS = {
     "mesh": {"data": 16},
     "order": [],
     "links": "data: along xy",
+    "places": [(0, x, y, 0) for x in range(4) for y in range(4)],
+    "kernels": [],
     "options": {"xla_some": "true"},
     "why_options": "by the chip",
     "state": {"parameters": 400, "optimizer": 800, "batch": 30},
@@ -174,8 +178,49 @@ def test_plan_is_what_the_compiler_says(
     assert plan.overlapped_seconds == 0
     assert plan.exposed_seconds == pytest.approx(sum(each.seconds for each in plan.collectives))
     assert {each.is_async for each in plan.collectives} == {False}
+    assert plan.step_seconds_by_links == pytest.approx(plan.step_seconds)
+    assert not any(x.startswith("Kernels") for x in plan.assumptions)
     assert any("estimates none for collectives" in sentence for sentence in plan.assumptions)
     json.dumps(plan.to_json())
+
+
+def test_permutations_of_one_step_run_at_once_where_links_are_their_own(
+    monkeypatch: pytest.MonkeyPatch, config: ConfigDict
+) -> None:
+    text = (DATA / "windowed_v5e_2x4.txt").read_text(encoding="utf-8")
+    ring = [(0, 0, y, 0) for y in range(4)] + [(0, 1, y, 0) for y in reversed(range(4))]
+    facts = FACTS | {"num_devices": 8, "mesh": {"data": 8}, "memory": MEMORY | {"peak": 2000}}
+    config = ConfigDict(config.to_dict())
+    config.data.batch_size = 8
+    steps = []
+    for places in (ring, ring[::2] + ring[1::2]):
+        answer(monkeypatch, facts | {"places": places}, text=text)
+        step = compile_step(config.lock(), "v5e:2x4")
+        steps.append(schedule_of(step, by_links=True).exposed_seconds)
+        alone = schedule_of(step).exposed_seconds
+    # In the order of a ring two directions share nothing; in another one they get in the way.
+    assert steps[0] < alone
+    assert steps[0] < steps[1]
+
+
+def test_kernels_are_said_with_what_is_assumed(
+    monkeypatch: pytest.MonkeyPatch, config: ConfigDict
+) -> None:
+    text = (DATA / "splash_v5e_2x2.txt").read_text(encoding="utf-8")
+    mask, array = (1, 4, 4), (4, 2048, 128)
+    flops = 2e-3 * 197e12 * kernel_efficiency(chip_named("v5e"))
+    shapes = [mask, mask, array, array, array, (2048, 128)]
+    facts = FACTS | {
+        "num_devices": 4,
+        "mesh": {"data": 4},
+        "memory": MEMORY | {"peak": 2000},
+        "kernels": [("splash_mha_fwd_residuals", shapes, 10, flops, "bfloat16")],
+    }
+    answer(monkeypatch, facts, text=text)
+    plan = compile_for_tpu(config, "v5e:2x2")
+    (said,) = (x for x in plan.assumptions if x.startswith("Kernels"))
+    assert f"reach {kernel_efficiency(chip_named('v5e')):.1%} of the peak" in said
+    assert said.endswith(": 1 x splash_mha_fwd_residuals 2 ms.")
 
 
 def test_what_does_not_fit_says_by_how_much(

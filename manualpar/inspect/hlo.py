@@ -218,7 +218,7 @@ def device_groups(module: HloModule, collective: Instruction) -> Groups:
             f"{collective.attributes!r}. Teach manualpar/inspect/hlo.py the form."
         )
     if is_permute:
-        return _connected(re.findall(r"(\d+),(\d+)", groups.partition(", ")[0]))
+        return _connected(permuted_pairs(collective))
     if groups.startswith("{}"):
         return (tuple(range(module.num_devices)),)
     if groups.startswith("{{"):  # {{0,1},{2,3}}
@@ -266,10 +266,16 @@ def _groups_on_mesh(*, sizes: str, device_ids: str | None, axes: str) -> Groups:
     return _rows(along, math.prod(dims[dim] for dim in joined))
 
 
-def _connected(pairs: list[tuple[str, str]]) -> Groups:
+def permuted_pairs(permute: Instruction) -> list[tuple[int, int]]:
+    """The devices that send and those that they send to, by their positions in the program."""
+    listed = permute.attribute("source_target_pairs").partition(", ")[0]
+    return [(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", listed)]
+
+
+def _connected(pairs: list[tuple[int, int]]) -> Groups:
     """The sets of devices that pairs connect."""
     joined: dict[int, frozenset[int]] = {}
-    for source, target in ((int(a), int(b)) for a, b in pairs):
+    for source, target in pairs:
         both = joined.get(source, frozenset({source})) | joined.get(target, frozenset({target}))
         joined |= dict.fromkeys(both, both)
     return tuple(tuple(sorted(group)) for group in dict.fromkeys(joined.values()))

@@ -91,6 +91,20 @@ def flops_of(eqn: Any, scope: str = "") -> int | None:
     return _kernel(eqn, scope) if name == "pallas_call" else None
 
 
+def product_dtype(eqn: Any, *, is_fused: bool = False) -> str:
+    """The dtype in which an equation multiplies.
+
+    It is that of its widest floating operand; of a kernel that of its first, and of attention that
+    is taken as fused that of its narrowest, because the kernel keeps wide scores to itself.
+    """
+    floats = [x.aval.dtype for x in eqn.invars if jnp.issubdtype(x.aval.dtype, jnp.floating)]
+    dtypes = floats or [x.aval.dtype for x in eqn.invars]
+    if eqn.primitive.name in UNCOUNTED_PRIMITIVES:
+        return str(dtypes[0])
+    widest = min if is_fused else max
+    return str(widest(dtypes, key=lambda dtype: dtype.itemsize))
+
+
 class ProductReader(EquationReader[CountedProduct]):
     """Collects the products of a program."""
 
@@ -132,17 +146,12 @@ class TrafficReader(ProductReader):
             sizes.remove(max(sizes))
             if blocks_computed(around.scope) is None:
                 flops = Fraction(flops or 0, 2)
-        # Kernels take numbers besides what they multiply.
-        floats = [x.aval.dtype for x in eqn.invars if jnp.issubdtype(x.aval.dtype, jnp.floating)]
-        dtypes = floats or [x.aval.dtype for x in eqn.invars]
         is_kernel = eqn.primitive.name in UNCOUNTED_PRIMITIVES
-        # A fused kernel keeps wide scores to itself, and multiplies in the dtype of its operands.
-        widest = min if is_fused else max
-        dtype = dtypes[0] if is_kernel else widest(dtypes, key=lambda dtype: dtype.itemsize)
+        dtype = product_dtype(eqn, is_fused=is_fused)
         share = Fraction(around.times, around.spread)
         flops, traffic = (flops or 0) * share, sum(sizes) * share
         count = CountedProduct(
-            around.scope, flops, around.spread, str(dtype), traffic, is_fused or is_kernel
+            around.scope, flops, around.spread, dtype, traffic, is_fused or is_kernel
         )
         return (count,)
 

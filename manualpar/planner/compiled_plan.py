@@ -11,6 +11,8 @@ from typing import Any
 from manualpar.inspect.communication import summed
 from manualpar.inspect.provenance import OTHER, phase_of
 from manualpar.planner.hardware import Chip
+from manualpar.planner.kernels import Kernel, kernel_clock, kernel_efficiency
+from manualpar.planner.link_timeline import wire_by_links
 from manualpar.planner.out_of_memory import read_out_of_memory
 from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
 from manualpar.planner.schedule import Schedule, ScheduledCollective, read_schedule
@@ -76,7 +78,8 @@ def plan_of(step: CompiledStep) -> Plan:
         exposed_seconds=schedule.exposed_seconds,
         overlapped_seconds=schedule.hidden_seconds,
         step_seconds=schedule.step_seconds,
-        assumptions=_assumptions(step),
+        step_seconds_by_links=schedule_of(step, by_links=True).step_seconds,
+        assumptions=(*_assumptions(step), *_of_kernels(schedule, chip)),
         notes=tuple(_notes(schedule)),
     )
     return plan.with_rates(
@@ -90,10 +93,16 @@ def plan_of(step: CompiledStep) -> Plan:
     )
 
 
-def schedule_of(step: CompiledStep) -> Schedule:
-    """Follows a compiled step that fits, with the clock and the links of its topology."""
-    topology, mesh = step.topology, step.facts["mesh"]
-    ordered = in_order(mesh, step.facts["order"])
+def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Schedule:
+    """Follows a compiled step that fits, with the clock and the links of its topology.
+
+    Args:
+      step: The step.
+      by_links: Whether every link is a resource of its own, see `manualpar.planner.link_timeline`,
+        or one collective at a time has all.
+    """
+    topology, mesh, facts = step.topology, step.facts["mesh"], step.facts
+    ordered = in_order(mesh, facts["order"])
 
     def wire_seconds(collective: ScheduledCollective) -> float:
         if collective.group_size < 2:
@@ -102,7 +111,14 @@ def schedule_of(step: CompiledStep) -> Schedule:
         sent = float(collective.bytes_sent) / collective.times
         return ring_over(topology, ordered, axes).seconds(sent)
 
-    return read_schedule(step.text, mesh, clock=topology.chip.clock, wire_seconds=wire_seconds)
+    return read_schedule(
+        step.text,
+        mesh,
+        clock=topology.chip.clock,
+        wire_seconds=wire_seconds,
+        wire=wire_by_links(topology, facts["places"], wire_seconds) if by_links else None,
+        kernel_seconds=kernel_clock((Kernel(*one) for one in facts["kernels"]), topology.chip),
+    )
 
 
 def _memory(memory: Mapping[str, int], state: Mapping[str, int]) -> dict[str, int]:
@@ -150,11 +166,28 @@ def _assumptions(step: CompiledStep) -> tuple[str, ...]:
         f"On the wire a collective takes its ring's bytes at {network.efficiency:.0%} of "
         f"{network.bandwidth / 1e9:,.4g} GB/s a link and direction, and {network.launch * 1e6:.0f} "
         f"µs to start and {network.latency * 1e6:.0f} µs a hop; one is on the wire at a time.",
+        "By links, a permutation occupies those on its way, first along x, then y, then z, and "
+        "runs beside others that need none of them; another collective takes the same time, on the "
+        "links of the dimensions in which its devices lie.",
         "An asynchronous collective runs behind everything that is computed before it is waited "
         "for, at no cost to either.",
         f"Compiled with {options or 'no options but the defaults'}{why and f' ({why})'}; the links "
         f"of the mesh axes: {step.facts['links'] or 'one device'}.",
     )
+
+
+def _of_kernels(schedule: Schedule, chip: Chip) -> Iterator[str]:
+    if schedule.kernels:
+        listed = ", ".join(
+            f"{one.times} x {one.name} {one.seconds / one.times * 1e3:.3g} ms"
+            for one in schedule.kernels
+        )
+        yield (
+            "Kernels, of which the compiler estimates no cycles, reach "
+            f"{kernel_efficiency(chip):.1%} of the peak in all that they compute, as published "
+            "speeds let them (manualpar.planner.hardware), and take no less than their bytes from "
+            f"and to memory: {listed}."
+        )
 
 
 def _notes(schedule: Schedule) -> Iterator[str]:

@@ -80,6 +80,8 @@ class Plan:
       bubble_seconds: The time in which a stage of a pipeline waits for others, on average;
         `None` where there are no stages, or if it is not known.
       step_seconds: The estimated step time; `None` if there is none.
+      step_seconds_by_links: The same with every link of a torus as a resource of its own; `None`
+        where nobody has a program to follow.
       tokens_per_second: Of all devices; `None` for what has no tokens.
       examples_per_second: Of all devices.
       mfu: Model FLOPs of a step by what the devices could do in it; `None` if not known.
@@ -104,6 +106,7 @@ class Plan:
     overlapped_seconds: float | None = None
     bubble_seconds: float | None = None
     step_seconds: float | None = None
+    step_seconds_by_links: float | None = None
     tokens_per_second: float | None = None
     examples_per_second: float | None = None
     mfu: float | None = None

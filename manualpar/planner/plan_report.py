@@ -23,11 +23,13 @@ from manualpar.watching.tables import (
 
 SHOWN = 12  # Rows of each part of a sweep.
 CURVE_FIELDS = ("topology", "step_seconds", "compute_seconds", "exposed_seconds", "fits", "mfu")
+BY_LINKS = "  with each link by itself"
 # The lines of the table of plans behind the classes of memory.
 LINES: Sequence[tuple[str, Callable[[Plan], str]]] = (
     ("  all, at the peak", lambda plan: describe_bytes(plan.peak_bytes)),
     ("  of", lambda plan: describe_bytes(plan.hbm_bytes)),
     ("step, estimated", lambda plan: describe_seconds(plan.step_seconds)),
+    (BY_LINKS, lambda plan: describe_seconds(plan.step_seconds_by_links)),
     ("  computing", lambda plan: describe_seconds(plan.compute_seconds)),
     ("    of it waiting for memory", lambda plan: describe_seconds(plan.hbm_seconds)),
     ("  sending, exposed", lambda plan: describe_seconds(plan.exposed_seconds)),
@@ -56,6 +58,8 @@ def print_plans(console: rich.console.Console, plans: Sequence[Plan]) -> None:
     left_out = {"examples/s"} if has_tokens else {"tokens/s", "  a device"}
     if all(plan.bubble_seconds is None for plan in plans):
         left_out.add("  waiting for other stages")
+    if all(plan.step_seconds_by_links is None for plan in plans):
+        left_out.add(BY_LINKS)
     rows += [[label, *map(text, plans)] for label, text in LINES if label not in left_out]
     print_table(console, ["", *headers], rows, title=title)
     for plan in plans:

@@ -1,7 +1,8 @@
 """The schedule of a program that XLA has compiled for a TPU, followed with a clock.
 
-A chip computes one thing at a time, and its links carry one collective at a time, in the order in
-which they start; the two run at once. An instruction computes for as many cycles as the compiler
+A chip computes one thing at a time, and a link carries one collective at a time, in the order in
+which they start; the two run at once. A collective has all links, unless the caller knows which
+(`manualpar.planner.link_timeline`). An instruction computes for as many cycles as the compiler
 estimates. A collective is on the wire as soon as it has started and the links are free. Whoever
 waits for one stands still until it has ended: that part of it is *exposed*, the rest is hidden. An
 *asynchronous* collective has other instructions between its start and the wait, which can hide it.
@@ -10,20 +11,23 @@ turn is followed and counts as often as the loop turns.
 
 The compiler estimates no cycles for a collective, and its estimate of a product that carries a part
 of one is that of the product alone (`tests/planner_schedule_test.py` shows both). So cycles are
-compute, and the caller says how long a collective is on the wire.
+compute, and the caller says how long a collective is on the wire, on which links, and how long a
+kernel computes.
 """
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from manualpar.inspect.communication import total_bytes
+from manualpar.inspect.communication import summed, total_bytes
 from manualpar.inspect.compiled import CompiledCollective, Reading
 from manualpar.inspect.hlo import (
+    Groups,
     HloModule,
     Instruction,
+    Instructions,
     array_bytes,
     arrays,
     axes_of,
@@ -31,6 +35,7 @@ from manualpar.inspect.hlo import (
     parse_module,
     scope_of,
 )
+from manualpar.planner.kernels import kernel_name
 
 # These take no time by themselves, or copy ahead of use between HBM and the chip's own memory.
 _FREE_WORDS = """
@@ -39,6 +44,7 @@ tuple copy-start copy-done slice-start slice-done
 """
 FREE_OPCODES = frozenset(_FREE_WORDS.split())
 MIN_NOTED_BYTES = 2**20
+ALL_LINKS = "all links"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,14 +76,23 @@ class ScheduledCollective(CompiledCollective):
         return 0.0 if is_exposed else self.wire_seconds - self.exposed_seconds
 
 
+class KernelRuns(NamedTuple):
+    """How often a step runs a kernel, for which the compiler estimates no cycles, and how long."""
+
+    name: str
+    times: int
+    seconds: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """A scheduled program.
 
     Attributes:
       collectives: What it sends, in the order of the program.
-      compute_cycles: The cycles of all compute in a step.
+      compute_cycles: The cycles of all compute in a step, with those of kernels.
       compute_seconds: Those in seconds.
+      kernels: The kernels among that, each once.
       unestimated: How often a step runs instructions that work on a MiB or more and have no
         estimate of their cycles, by opcode. They count as nothing.
       num_carried: How many collectives start in one turn of a loop and are waited for in the next.
@@ -87,6 +102,7 @@ class Schedule:
     collectives: tuple[ScheduledCollective, ...]
     compute_cycles: int
     compute_seconds: float
+    kernels: tuple[KernelRuns, ...]
     unestimated: Mapping[str, int]
     num_carried: int
 
@@ -106,11 +122,28 @@ class Schedule:
         return self.compute_seconds + self.exposed_seconds
 
 
+class OnWire(NamedTuple):
+    """The links that a collective takes for some seconds."""
+
+    links: Iterable[Hashable]
+    seconds: float
+
+
 WireSeconds = Callable[[ScheduledCollective], float]
+# Of a collective, the instruction that says which devices it joins, and their groups.
+Wire = Callable[[ScheduledCollective, Instruction, Groups], OnWire]
+# Of an instruction without cycles in its computation; `None` if it is no kernel that is known.
+KernelSeconds = Callable[[Instruction, Instructions], float | None]
 
 
 def read_schedule(
-    text: str, mesh: Mapping[str, int], *, clock: float, wire_seconds: WireSeconds
+    text: str,
+    mesh: Mapping[str, int],
+    *,
+    clock: float,
+    wire_seconds: WireSeconds,
+    wire: Wire | None = None,
+    kernel_seconds: KernelSeconds | None = None,
 ) -> Schedule:
     """Follows a program that was compiled for a TPU.
 
@@ -119,6 +152,8 @@ def read_schedule(
       mesh: The sizes of the mesh axes, the major one first.
       clock: Cycles a second.
       wire_seconds: How long one run of a collective is on the wire, by itself.
+      wire: In its place also on which links it is; by default each is on all.
+      kernel_seconds: How long a kernel computes, of which the compiler estimates no cycles.
 
     Returns:
       Its schedule, with only that branch of a conditional that computes the most; of equals the one
@@ -134,19 +169,41 @@ def read_schedule(
             f"read_schedule: the text begins with {header[:60]!r}, expected an HloModule that is "
             "scheduled: jax.jit(f).lower(*args).compile().as_text() with the devices of a TPU."
         )
-    timed: Any = {"mesh": mesh, "clock": clock, "wire_seconds": wire_seconds}
+
+    def on_all_links(collective: ScheduledCollective, *_: Any) -> OnWire:
+        return OnWire((ALL_LINKS,), wire_seconds(collective))
+
+    timed: Any = {
+        "mesh": mesh,
+        "clock": clock,
+        "wire": wire or on_all_links,
+        "kernel_seconds": kernel_seconds or (lambda _, __: None),
+    }
     module = _TimedModule(**vars(parse_module(text)), **timed)
     block = _Block(module, module.entry, 1)
-    seconds, unestimated = block.cycles / clock, dict(block.unestimated)
-    collectives = tuple(block.collectives)
-    return Schedule(collectives, block.cycles, seconds, unestimated, block.num_carried)
+    return Schedule(
+        collectives=tuple(block.collectives),
+        compute_cycles=block.cycles,
+        compute_seconds=block.cycles / clock,
+        kernels=tuple(_merged(block.kernels)),
+        unestimated=dict(block.unestimated),
+        num_carried=block.num_carried,
+    )
+
+
+def _merged(kernels: Sequence[KernelRuns]) -> Iterator[KernelRuns]:
+    """Those of one name together."""
+    times = summed((kernel.name, kernel.times) for kernel in kernels)
+    seconds = summed((kernel.name, kernel.seconds) for kernel in kernels)
+    return (KernelRuns(name, times[name], seconds[name]) for name in times)
 
 
 @dataclasses.dataclass(frozen=True)
 class _TimedModule(HloModule):
     mesh: Mapping[str, int]
     clock: float
-    wire_seconds: WireSeconds
+    wire: Wire
+    kernel_seconds: KernelSeconds
 
 
 class _Begun(NamedTuple):
@@ -158,7 +215,7 @@ class _Begun(NamedTuple):
 
 
 class _Block(Reading):
-    """Follows a computation from a time on, with links that are taken until another time."""
+    """Follows a computation from a time on, with links that are taken until other times."""
 
     module: _TimedModule
     reader = "read_schedule"
@@ -170,10 +227,12 @@ class _Block(Reading):
         name: str,
         times: int,
         now: float = 0,
-        links_free: float = 0,
+        links_free: Mapping[Hashable, float] | None = None,
         **ticks: Any,
     ) -> None:
-        self.now, self.links_free, self.cycles, self.num_carried = now, links_free, 0, 0
+        self.now, self.cycles, self.num_carried = now, 0, 0
+        self.links_free = dict(links_free or {})
+        self.kernels: list[KernelRuns] = []
         self.unestimated: Counter[str] = Counter()
         super().__init__(module, name, times, **ticks)
         self.num_carried += len(self.begun)
@@ -192,6 +251,7 @@ class _Block(Reading):
         # A call ends when all that it has sent has arrived.
         self.now = inner.now if turns is None else self.now + float(turns) * inner.now
         self.cycles += inner.cycles if turns is None else round(turns * inner.cycles)
+        self.kernels += inner.kernels
         self.unestimated += inner.unestimated
         self.num_carried += inner.num_carried
 
@@ -206,12 +266,14 @@ class _Block(Reading):
         self, key: str, by: Instruction, inner: Instruction, found: CompiledCollective
     ) -> None:
         scope = inner.op_name or scope_of(self.module, self.computation, by)
-        axes = axes_of(device_groups(self.module, inner), self.module.mesh)
+        groups = device_groups(self.module, inner)
+        axes = axes_of(groups, self.module.mesh)
         fields = vars(found) | {"scope": scope, "name": by.name, "axes": axes}
         collective = ScheduledCollective(**fields)
-        seconds = self.module.wire_seconds(collective)
-        self.links_free = max(self.now, self.links_free) + seconds
-        self.begun[key] = _Begun(len(self.collectives), self.links_free, self.cycles)
+        links, seconds = self.module.wire(collective, inner, groups)
+        starts = max([self.now, *(self.links_free.get(link, 0.0) for link in links)])
+        self.links_free |= dict.fromkeys(links, starts + seconds)
+        self.begun[key] = _Begun(len(self.collectives), starts + seconds, self.cycles)
         wire_seconds = seconds * self.times
         self.collectives.append(dataclasses.replace(collective, wire_seconds=wire_seconds))
 
@@ -228,9 +290,18 @@ class _Block(Reading):
     def compute(self, instruction: Instruction) -> None:
         """Passes the time of an instruction, or notes that the compiler does not estimate it."""
         if instruction.cycles is not None:
-            self.cycles += instruction.cycles
-            self.now += instruction.cycles / self.module.clock
+            self.pass_cycles(instruction.cycles)
+        elif (seconds := self.module.kernel_seconds(instruction, self.computation)) is not None:
+            self.kernels.append(
+                KernelRuns(kernel_name(instruction), self.times, self.times * seconds)
+            )
+            self.pass_cycles(round(seconds * self.module.clock))
         elif instruction.opcode not in FREE_OPCODES:
             size = sum(array_bytes(*array) for array in arrays(instruction.shape))
             if size >= MIN_NOTED_BYTES:
                 self.unestimated[f"{instruction.opcode} {instruction.target}".strip()] += self.times
+
+    def pass_cycles(self, cycles: int) -> None:
+        """Computes for so long."""
+        self.cycles += cycles
+        self.now += cycles / self.module.clock

@@ -266,16 +266,16 @@ def ring_over(topology: Topology, mesh: Mapping[str, int], axes: tuple[str, ...]
             continue  # The link between the devices of a chip is not the bottleneck.
         size = sizes[level]
         whole += [size] if part == size else []
-        is_closed = part == size and _is_closed(topology, size)
+        is_ring = part == size and is_closed(topology, size)
         # Faster axes take the inside of a dimension, so neighbours on these are so far apart.
         stride = math.prod(part for axis in faster for at, part in placed[axis] if at == level)
-        bandwidth += network.bandwidth * (2 if is_closed else 1) / stride
-        steps += (part // 2 if is_closed else part - 1) * stride
+        bandwidth += network.bandwidth * (2 if is_ring else 1) / stride
+        steps += (part // 2 if is_ring else part - 1) * stride
     fast = bandwidth or network.bandwidth * 2 * network.dims
     return Ring(network, fast, inside, outside, steps, tuple(whole))
 
 
-def _is_closed(topology: Topology, size: int) -> bool:
+def is_closed(topology: Topology, size: int) -> bool:
     """Whether a dimension of so many chips is a ring; in a 3D torus all are, or none."""
     network = topology.chip.network
     sizes = topology.shape if network.dims == 3 else (size,)

@@ -20,6 +20,7 @@ import ml_collections
 from jax.experimental import topologies
 
 from manualpar.inspect import state_bytes
+from manualpar.planner.kernels import kernels_in
 from manualpar.planner.vocabulary import prepare_planned
 from manualpar.sharding.mesh_order import describe_links
 from manualpar.strategies import strategy_kinds
@@ -67,9 +68,15 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
         runpy.run_path(request["strategy_file"])  # It registers itself.
     experiment = prepare_planned(config, devices=devices, vocab_size=request["vocab_size"])
     program = experiment.program
-    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    lowered = traced.lower()
     stage[0] = COMPILE
-    facts = {"libtpu": version, "num_devices": len(devices), **_facts(experiment)}
+    facts = {
+        "libtpu": version,
+        "num_devices": len(devices),
+        "kernels": list({one.key: one for one in kernels_in(traced.jaxpr.jaxpr)}.values()),
+        **_facts(experiment),
+    }
     try:
         compiled = lowered.compile(compiler_options=request["options"] or None)
     except jax.errors.JaxRuntimeError as error:
@@ -97,6 +104,10 @@ def _facts(experiment: Experiment) -> dict[str, Any]:
         "mesh": dict(program.mesh.shape),
         "order": experiment.config.parallel.mesh_order,
         "links": describe_links(program.mesh),
+        "places": [
+            (getattr(device, "slice_index", 0), *device.coords)
+            for device in program.mesh.devices.flat
+        ],
         "options": dict(experiment.chosen.options),
         "why_options": experiment.chosen.why,
         "state": {"parameters": parameters, "optimizer": optimizer, "batch": batch},

@@ -1,0 +1,93 @@
+"""How long Mosaic kernels take, of which XLA's compiler for TPUs estimates no cycles.
+
+The traced program says how many operations a kernel computes (`manualpar.inspect.products`), and
+the compiled one how often it runs. Name, operands and blocks of scores tell which is which. A
+kernel reaches a share of the chip's peak, unless its bytes take longer from and to the memory.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr
+
+from manualpar.attention_blocks import blocks_computed
+from manualpar.inspect.hlo import Instruction, Instructions, array_bytes, arrays
+from manualpar.inspect.products import flops_of, product_dtype
+from manualpar.jaxprs import inner_jaxprs
+from manualpar.planner.hardware import Chip
+
+TARGET = "tpu_custom_call"
+# A chip's `attention_efficiency` counts two products of scores forward and four backward, and no
+# block above the diagonal. A backward kernel computes the scores once more.
+COMPUTED, COUNTED = 7, 6
+
+
+class Kernel(NamedTuple):
+    """A kernel of a traced program.
+
+    Attributes:
+      shapes: The shapes of its operands on one device.
+      blocks: How many blocks of scores its scope says that it computes, if it says so.
+      flops: Its operations in one run.
+      dtype: The dtype of what it multiplies.
+    """
+
+    name: str
+    shapes: Sequence[Sequence[int]]
+    blocks: int | None
+    flops: int
+    dtype: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What it has in common with its instruction."""
+        return self.name, tuple(map(tuple, self.shapes)), self.blocks
+
+
+def kernels_in(jaxpr: Jaxpr, scope: str = "") -> Iterator[Kernel]:
+    """The kernels of a traced program whose operations are known."""
+    for eqn in jaxpr.eqns:
+        inside = f"{scope}/{eqn.source_info.name_stack}"
+        if eqn.primitive.name != "pallas_call":
+            for _, inner in inner_jaxprs(eqn):
+                yield from kernels_in(inner, inside)
+        elif flops := flops_of(eqn, inside):
+            operands: Any = [x.aval for x in eqn.invars]
+            shapes = [operand.shape for operand in operands]
+            name, blocks = eqn.params["name"], blocks_computed(inside)
+            yield Kernel(name, shapes, blocks, flops, product_dtype(eqn))
+
+
+def kernel_name(instruction: Instruction) -> str:
+    """The name of the kernel that an instruction runs."""
+    return instruction.op_name.removesuffix("/pallas_call").rpartition("/")[2]
+
+
+def kernel_efficiency(chip: Chip) -> float:
+    """The share of the peak that a kernel reaches with the operations that it computes."""
+    return min(1.0, chip.attention_efficiency * COMPUTED / COUNTED)
+
+
+def kernel_clock(
+    kernels: Iterable[Kernel], chip: Chip
+) -> Callable[[Instruction, Instructions], float | None]:
+    """Says how long an instruction of a computation takes if it runs one of some kernels."""
+    known = {kernel.key: kernel for kernel in kernels}
+
+    def seconds(instruction: Instruction, computation: Instructions) -> float | None:
+        if instruction.target != TARGET:
+            return None
+        given = (computation[name].shape for name in instruction.operands)
+        operands = [array for shape in given for array in arrays(shape)]
+        shapes = tuple(shape for _, shape in operands)
+        blocks = blocks_computed(instruction.op_name)
+        kernel = known.get((kernel_name(instruction), shapes, blocks))
+        if kernel is None:
+            return None
+        in_memory = sum(array_bytes(*x) for x in (*operands, *arrays(instruction.shape)))
+        return max(
+            kernel.flops / (chip.peak(kernel.dtype) * kernel_efficiency(chip)),
+            in_memory / (chip.hbm_bandwidth * chip.hbm_efficiency),
+        )
+
+    return seconds

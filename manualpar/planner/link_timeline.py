@@ -1,0 +1,77 @@
+"""Every directed link of a torus as a resource of its own.
+
+A permutation loads the links on its way, first along x, then y, then z, the shorter way around
+where a dimension is closed. It takes as long as its most loaded link, and starts when all of its
+links are free: permutations in opposite directions run at once, and one between devices that are no
+neighbours loads several links. Other collectives take as long as in the timeline in which each has
+all links, but occupy only the links along the dimensions in which their devices lie. What crosses
+slices occupies all links.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from manualpar.inspect.hlo import Groups, Instruction, permuted_pairs
+from manualpar.planner.schedule import OnWire, ScheduledCollective, Wire, WireSeconds
+from manualpar.planner.topology import Topology, is_closed
+
+Place = tuple[int, ...]  # The slice of a device, then its coordinates in the torus.
+Link = tuple[Place, int, int]  # From a place along a dimension, in a direction: 1 or -1.
+
+
+def wire_by_links(
+    topology: Topology, places: Sequence[Sequence[int]], wire_seconds: WireSeconds
+) -> Wire:
+    """Which links a collective occupies, and for how long.
+
+    Args:
+      topology: A torus.
+      places: The slice and the coordinates of each device, in the order of the program.
+      wire_seconds: How long a collective takes that has all links.
+    """
+    network, devices = topology.chip.network, [tuple(place) for place in places]
+    bandwidth = network.bandwidth * network.efficiency * topology.chip.devices_per_chip
+    sizes = [max(at) + 1 for at in zip(*devices, strict=True)]
+    closed = [is_closed(topology, size) for size in sizes]
+
+    def links_along(dims: set[int]) -> frozenset[Link]:
+        return frozenset((at, dim, step) for at in devices for dim in dims for step in (1, -1))
+
+    def wire(collective: ScheduledCollective, instruction: Instruction, groups: Groups) -> OnWire:
+        is_crossing = any(len({devices[i][0] for i in group}) > 1 for group in groups)
+        if is_crossing:
+            return OnWire(links_along(set(range(1, len(sizes)))), wire_seconds(collective))
+        if collective.kind != "permute":
+            return OnWire(links_along(_moved(devices, groups)), wire_seconds(collective))
+        ways = [
+            list(_way(devices[source], devices[target], sizes, closed))
+            for source, target in permuted_pairs(instruction)
+        ]
+        loads = Counter(link for way in ways for link in way)
+        hops = max(map(len, ways), default=0)
+        sent = max(loads.values(), default=0) * collective.operand_bytes
+        return OnWire(loads, network.launch + hops * network.latency + sent / bandwidth)
+
+    return wire
+
+
+def _moved(devices: Sequence[Place], groups: Groups) -> set[int]:
+    """The dimensions in which the devices of some group differ."""
+    along = [zip(*(devices[i] for i in group), strict=True) for group in groups]
+    return {dim for places in along for dim, at in enumerate(places) if len(set(at)) > 1}
+
+
+def _way(
+    source: Place, target: Place, sizes: Sequence[int], closed: Sequence[bool]
+) -> Iterator[Link]:
+    """The links from a device to another of its slice, one dimension after the other."""
+    at = list(source)
+    for dim in range(1, len(sizes)):
+        ahead = (target[dim] - at[dim]) % sizes[dim]
+        is_ahead = target[dim] > at[dim]
+        if closed[dim]:
+            is_ahead = ahead <= sizes[dim] / 2
+        step = 1 if is_ahead else -1
+        while at[dim] != target[dim]:
+            yield (tuple(at), dim, step)
+            at[dim] = (at[dim] + step) % sizes[dim]
