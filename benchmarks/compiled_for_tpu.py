@@ -8,7 +8,8 @@ No TPU is needed, but libtpu is: `pip install "manualpar[tpu-compiler]"`. Nothin
 collectives and cycles are read off the program that the compiler has made, and are the same in
 every run with the same versions. Seconds are an estimate from those: the compiler's cycles by the
 chip's clock, and ring bytes by the links' bandwidth for what it estimates no cycles for, see
-`manualpar.planner.tpu_compiler`. A program takes the compiler half a minute of a core, or more.
+`manualpar.planner.tpu_compiler`. The step is estimated twice: one collective at a time has all
+links, or each link is by itself (`manualpar.planner.link_timeline`). A program takes the compiler half a minute of a core, or more.
 
 With `--against`, the exit code is 1 if a program needs over one percent more of anything than it
 did in an earlier run's file.
@@ -114,13 +115,14 @@ class Row:
         if self.plan is None or not self.plan.fits:
             return {}
         plan = self.plan
-        compute, exposed, _, step = (seconds or 0.0 for seconds in _seconds(plan))
+        compute, exposed, _, step, by_links = (seconds or 0.0 for seconds in _seconds(plan))
         return {
             "peak_bytes": plan.peak_bytes,
             "bytes_sent": plan.bytes_sent,
             "compute_seconds": compute,
             "exposed_seconds": exposed,
             "step_seconds": step,
+            "step_seconds_by_links": by_links,
         }
 
 
@@ -133,7 +135,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 HEADER = (
     *("topology", "program", "HBM GiB", "sent MiB"),
     *(f"{kind} MiB (asynchronous)" for kind in KINDS),
-    *("compute ms", "exposed ms", "overlapped ms", "step ms", "MFU"),
+    *("compute ms", "exposed ms", "overlapped ms", "step ms", "by links ms", "MFU"),
 )
 
 
@@ -146,9 +148,13 @@ def _sent(plan: Plan, kinds: Sequence[str]) -> str:
 
 
 def _seconds(plan: Plan) -> tuple[float | None, ...]:
-    """Compute, exposed and overlapped communication, and the step."""
-    compute, exposed = plan.compute_seconds, plan.exposed_seconds
-    return compute, exposed, plan.overlapped_seconds, plan.step_seconds
+    """Compute, exposed and overlapped communication, the step, and the step by links."""
+    compute, exposed, overlapped = (
+        plan.compute_seconds,
+        plan.exposed_seconds,
+        plan.overlapped_seconds,
+    )
+    return compute, exposed, overlapped, plan.step_seconds, plan.step_seconds_by_links
 
 
 def make_config(args: argparse.Namespace, topology: str, variant: Variant) -> Any:
@@ -202,7 +208,7 @@ def grown(rows: Sequence[Row], before: Mapping[str, Any]) -> list[str]:
         sentences += [
             f"{row.topology}, {row.program}: {name} is {now[name]:,.6g}, was {then[name]:,.6g}."
             for name in now
-            if then and now[name] > then[name] * (1 + TOLERANCE)
+            if then and name in then and now[name] > then[name] * (1 + TOLERANCE)
         ]
     return sentences
 

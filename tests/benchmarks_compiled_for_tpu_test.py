@@ -23,6 +23,7 @@ PLAN = Plan(
     exposed_seconds=0.25,
     overlapped_seconds=0.125,
     step_seconds=0.75,
+    step_seconds_by_links=0.625,
     mfu=0.4,
 )
 ROW = Row("v5e:4x4", "manual", PLAN)
@@ -36,6 +37,7 @@ def test_row_has_a_cell_for_each_heading() -> None:
     assert cells["HBM GiB"] == "2.00"
     assert cells["all-gathers MiB (asynchronous)"] == "3 (0%)"
     assert cells["all-reduces MiB (asynchronous)"] == "0"
+    assert cells["by links ms"] == "625.0"
     assert (cells["compute ms"], cells["exposed ms"], cells["step ms"]) == (
         "500.0",
         "250.0",
@@ -52,8 +54,13 @@ def test_what_has_grown_is_named(factor: float, is_growth: bool) -> None:
     before = {"rows": [{"topology": "v5e:4x4", "program": "manual", "figures": figures}]}
     sentences = grown([ROW], before)
     assert bool(sentences) == is_growth
-    assert len(sentences) == (5 if is_growth else 0)
+    assert len(sentences) == (6 if is_growth else 0)
     assert not grown([Row("v6e:4x4", "manual", PLAN)], before)  # Nothing to compare with.
+
+
+def test_what_an_earlier_run_did_not_know_has_not_grown() -> None:
+    before = {"rows": [{"topology": "v5e:4x4", "program": "manual", "figures": {"old": 1}}]}
+    assert not grown([ROW], before)
 
 
 def test_what_no_longer_compiles_has_grown() -> None:
