@@ -9,7 +9,8 @@ collectives and cycles are read off the program that the compiler has made, and 
 every run with the same versions. Seconds are an estimate from those: the compiler's cycles by the
 chip's clock, and ring bytes by the links' bandwidth for what it estimates no cycles for, see
 `manualpar.planner.tpu_compiler`. The step is estimated twice: one collective at a time has all
-links, or each link is by itself (`manualpar.planner.link_timeline`). A program takes the compiler half a minute of a core, or more.
+links, or each link is by itself (`manualpar.planner.link_timeline`). A program takes the compiler
+half a minute of a core, or more.
 
 With `--against`, the exit code is 1 if a program needs over one percent more of anything than it
 did in an earlier run's file.
@@ -149,12 +150,8 @@ def _sent(plan: Plan, kinds: Sequence[str]) -> str:
 
 def _seconds(plan: Plan) -> tuple[float | None, ...]:
     """Compute, exposed and overlapped communication, the step, and the step by links."""
-    compute, exposed, overlapped = (
-        plan.compute_seconds,
-        plan.exposed_seconds,
-        plan.overlapped_seconds,
-    )
-    return compute, exposed, overlapped, plan.step_seconds, plan.step_seconds_by_links
+    sending = plan.exposed_seconds, plan.overlapped_seconds
+    return plan.compute_seconds, *sending, plan.step_seconds, plan.step_seconds_by_links
 
 
 def make_config(args: argparse.Namespace, topology: str, variant: Variant) -> Any:
