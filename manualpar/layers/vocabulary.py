@@ -20,9 +20,18 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from manualpar.core.collectives import gather_invariant, varying_axes
+from manualpar.core.collectives import varying_axes
 from manualpar.layers.boundaries import bound_axes, leave
-from manualpar.purposes import CROSS_ENTROPY_SCOPE
+from manualpar.layers.vocabulary_parts import (
+    check_labels,
+    check_same_labels,
+    first_of_largest,
+    index_here,
+    is_split,
+    label_index,
+    largest_of_all,
+    losses_of_sums,
+)
 from manualpar.sharding.axes import AxisName
 
 
@@ -54,8 +63,8 @@ def split_lookup(
       backward, and an all-reduce of the gradient if the table is whole.
     """
     axes = bound_axes("split_lookup", axis)
-    is_split = _is_split("split_lookup", table, axes)
-    if not axes or (sequence_dim is None and not is_split):
+    has_parts = is_split("split_lookup", table, axes)
+    if not axes or (sequence_dim is None and not has_parts):
         return _look_up(table, tokens)
     if varying_axes(tokens) & set(axes):
         raise ValueError(
@@ -64,8 +73,8 @@ def split_lookup(
             "find are added up. Hand in the whole sequence, and let sequence_dim split the result."
         )
     # Of a whole table the first device has all rows.
-    parts = jax.lax.axis_size(axes) if is_split else 1
-    index, is_mine = _index_here(tokens, table.shape[0], axes, parts)
+    parts = jax.lax.axis_size(axes) if has_parts else 1
+    index, is_mine = index_here(tokens, table.shape[0], axes, parts)
     rows = _look_up(table, index)
     return leave(jnp.where(is_mine[..., None], rows, jnp.zeros_like(rows)), axes, sequence_dim)
 
@@ -108,42 +117,23 @@ def split_cross_entropy(
       Forward two all-reduces over `axis`, of one and of two float32 numbers for each label (four
       with `label_smoothing`): a device sends `2 (N - 1) / N` of their bytes. Backward none.
     """
-    _check_labels("split_cross_entropy", logits, labels)
+    check_labels("split_cross_entropy", logits, labels)
     if axis is None:
         axes = vocabulary_axes(logits, labels)
     else:
         axes = bound_axes("split_cross_entropy", axis)
-        axes = axes if _is_split("split_cross_entropy", logits, axes) else ()
-        if varying_axes(labels) & set(axes):
-            raise ValueError(
-                f"split_cross_entropy: labels vary over {axes} by their type, expected the same "
-                "labels on all devices along it, because each device has some of their columns."
-            )
+        axes = axes if is_split("split_cross_entropy", logits, axes) else ()
+        check_same_labels("split_cross_entropy", labels, axes)
     if not (axes or label_smoothing or z_loss):
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
     x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    top = jax.lax.stop_gradient(x).max(axis=-1)
-    if axes:
-        with jax.named_scope(CROSS_ENTROPY_SCOPE):
-            top = jax.lax.pmax(top, axes)
-    top = jnp.where(jnp.isfinite(top), top, 0)
+    top = largest_of_all(x.max(axis=-1), axes)
     sums = [jnp.exp(x - top[..., None]).sum(axis=-1), _pick(x, labels, axes)]
     if label_smoothing:
         is_visible = x > -jnp.inf
         sums += [jnp.where(is_visible, x, 0).sum(axis=-1), is_visible.sum(axis=-1, dtype=x.dtype)]
-    both = jnp.stack(sums)
-    if axes:
-        with jax.named_scope(CROSS_ENTROPY_SCOPE):
-            both = jax.lax.psum(both, axes)
-    total, target, *of_all = both
-    log_normalizer = jnp.log(total) + top
-    if label_smoothing:
-        sum_of_all, number = of_all
-        target = (1 - label_smoothing) * target + label_smoothing * (sum_of_all / number)
-    losses = log_normalizer - target
-    if z_loss:
-        losses += z_loss * log_normalizer**2
+    losses = losses_of_sums(sums, top, axes, label_smoothing=label_smoothing, z_loss=z_loss)
     return losses.astype(logits.dtype)
 
 
@@ -167,16 +157,9 @@ def split_argmax(logits: jax.Array, axis: AxisName | None) -> jax.Array:
     """
     axes = bound_axes("split_argmax", axis)
     here = logits.argmax(axis=-1)
-    if not _is_split("split_argmax", logits, axes):
+    if not is_split("split_argmax", logits, axes):
         return here
-    logits = jax.lax.stop_gradient(logits)
-    # As a float an index is exact up to 2**24.
-    dtype = jnp.promote_types(logits.dtype, jnp.float32)
-    index = here + jax.lax.axis_index(axes) * logits.shape[-1]
-    pair = jnp.stack([logits.max(axis=-1).astype(dtype), index.astype(dtype)])
-    tops, indices = gather_invariant(pair[:, None], 1, axes, scope=CROSS_ENTROPY_SCOPE)
-    best = tops.argmax(axis=0, keepdims=True)
-    return jnp.take_along_axis(indices, best, axis=0)[0].astype(jnp.int32)
+    return first_of_largest(logits.max(axis=-1), here, logits.shape[-1], axes)
 
 
 def vocabulary_axes(logits: jax.Array, labels: jax.Array) -> tuple[str, ...]:
@@ -217,53 +200,6 @@ def _look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
 
 def _pick(x: jax.Array, labels: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The labels' logits; where columns are split, 0 on all devices but one."""
-    size, parts = x.shape[-1], jax.lax.axis_size(axes) if axes else 1
-    labels = labels.astype(jnp.int32)
-    labels = jnp.where(labels < 0, labels + size * parts, labels)
-    index, is_mine = _index_here(labels, size, axes, parts)
-    # A negative index would count from the end.
-    index = jnp.where(index < 0, size, index)
+    index, is_mine = label_index(labels, x.shape[-1], axes)
     picked = jnp.take_along_axis(x, index[..., None], axis=-1, mode="fill")[..., 0]
     return jnp.where(is_mine, picked, 0)
-
-
-def _index_here(
-    indices: jax.Array, size: int, axes: tuple[str, ...], parts: int
-) -> tuple[jax.Array, jax.Array]:
-    """Indices into this device's part of a dim, and which of them are this device's.
-
-    An index that the whole dim does not have counts as one of the first or the last part, which has
-    no such index either.
-    """
-    indices = indices.astype(jnp.int32)
-    if not axes:
-        return indices, jnp.ones_like(indices, bool)
-    here = jax.lax.axis_index(axes)
-    owner = jnp.clip(indices // size, 0, parts - 1)
-    return indices - here * size, owner == here
-
-
-def _is_split(function: str, x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Whether `x` varies over the axes by its type; raises if it varies over some of them only."""
-    varying = varying_axes(x) & set(axes)
-    if varying and varying != set(axes):
-        raise ValueError(
-            f"{function}: an array of shape {x.shape} varies over {sorted(varying)} by its type, "
-            f"expected all of {axes} or none. Name the axes that its dimension is split over."
-        )
-    return bool(varying)
-
-
-def _check_labels(function: str, logits: jax.Array, labels: jax.Array) -> None:
-    if labels.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"{function}: labels have the shape {labels.shape}, expected {logits.shape[:-1]}: one "
-            f"for each row of the logits {logits.shape}. Where a sequence is split, enter the "
-            "whole of it before the head."
-        )
-    dtypes = (logits.dtype, labels.dtype)
-    if not jnp.issubdtype(dtypes[0], jnp.floating) or not jnp.issubdtype(dtypes[1], jnp.integer):
-        raise TypeError(
-            f"{function}: logits are {dtypes[0]} and labels {dtypes[1]}, expected floats and "
-            "integers."
-        )

@@ -30,9 +30,9 @@ from jax.typing import DTypeLike
 
 from manualpar.layers import enter, split, split_lookup
 from manualpar.layers.blockwise_attention import ATTENDED
-from manualpar.layers.boundaries import bound_axes
 from manualpar.layers.chunks import LAYER_OVERLAPS, LayerOverlap
 from manualpar.layers.context import CONTEXT_ATTENTIONS, Context, ContextAttention
+from manualpar.layers.head_loss import head_cross_entropy, head_logits
 from manualpar.layers.routing import COUNTS, LOSSES
 from manualpar.models.rotary import rotary_angles
 from manualpar.models.transformer_layer import (
@@ -84,6 +84,11 @@ class Transformer(nn.Module):
       head_size: Features of a head, `H`, an even number; 0 for `hidden_size // num_heads`.
       rope_base: The base of the rotary frequencies, see `rotary_angles`.
       tied_head: Whether the transposed embedding is also the head.
+      logit_soft_cap: The bound of the logits, see `head_logits`; 0 for none.
+      label_smoothing: The share of each label that is spread over all tokens in training, see
+        `split_cross_entropy`. Only what is computed with `labels` knows it and `z_loss`.
+      z_loss: The factor of the squared logarithm of the softmax's denominator in training,
+        likewise.
       dropout_rate: Share of the outputs of attention and MLP that is dropped in training.
       dtype: The dtype of the computation, floating, or its name.
       remat: The part of a layer that is computed again in the backward pass: `"none"`, `"full"`
@@ -122,6 +127,9 @@ class Transformer(nn.Module):
     head_size: int = 0
     rope_base: float = 10_000.0
     tied_head: bool = False
+    logit_soft_cap: float = 0.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     dropout_rate: float = 0.0
     dtype: DTypeLike = "float32"
     remat: str = "none"
@@ -141,17 +149,24 @@ class Transformer(nn.Module):
     context_attention: ContextAttention = "ring"
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
-        """Computes the logits of each next token.
+    def __call__(
+        self, tokens: jax.Array, train: bool = False, labels: jax.Array | None = None
+    ) -> Any:
+        """Computes the logits of each next token, or their cross entropy.
 
         Args:
           tokens: `int32[B, S]`, from 0 to `vocab_size - 1`; any other makes its sequence NaN.
-          train: Whether to drop activations, which needs a `dropout` key.
+          train: Whether to drop activations, which needs a `dropout` key, and to smooth labels and
+            add the z-loss.
+          labels: `int[B, S]`, the token after each position; `None` for logits.
 
         Returns:
-          `float32[B, S, V]`: at position `s` the unnormalised log-probabilities of token `s + 1`.
-          Inside a `shard_map` that binds `split_axis` and `context_axis` this device's part of
-          them, `[B/data, S/context, V/split]`, see `split_cross_entropy`.
+          Without labels `float32[B, S, V]`: at position `s` the unnormalised log-probabilities of
+          token `s + 1`. Inside a `shard_map` that binds `split_axis` and `context_axis` this
+          device's part of them, `[B/data, S/context, V/split]`, see `split_cross_entropy`. With
+          labels the pair of `head_cross_entropy`, `float32` and `bool[B/data, S/context]`: the
+          losses in nats, and whether the largest logit is the label's. No array of all logits
+          exists then if they are many.
 
         Raises:
           ValueError: `tokens` or a field of the model is out of range; the message names it.
@@ -159,7 +174,7 @@ class Transformer(nn.Module):
         Communication:
           Over `split_axis`, where it is bound, that of `split_lookup`, and for each layer and the
           head that of `enter`, for each layer also two times that of `leave`. Over `context_axis`
-          for each layer that of `Context.attention`.
+          for each layer that of `Context.attention`. With labels that of `head_cross_entropy`.
         """
         check_transformer(self)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -191,11 +206,13 @@ class Transformer(nn.Module):
         head_DV = embedding_VD.T
         if not self.tied_head:
             head_DV = self._table("head", ("embed", "vocab"), rows, std)
-        # Logits are not rounded to the dtype on their way to float32.
-        logits_BSV = jnp.matmul(
-            x_BSD, head_DV.astype(config.dtype), preferred_element_type=jnp.float32
-        )
-        return logits_BSV if rows == self.vocab_size else self._hide_padding(logits_BSV)
+        of_head: Any = {"axis": config.axis, "vocab_size": self.vocab_size}
+        of_head["soft_cap"] = self.logit_soft_cap or None
+        if labels is None:
+            return head_logits(x_BSD, head_DV, **of_head)
+        if train:
+            of_head |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+        return head_cross_entropy(x_BSD, head_DV, labels, **of_head)
 
     def _layer_config(self, *, train: bool) -> LayerConfig:
         return LayerConfig(
@@ -227,13 +244,6 @@ class Transformer(nn.Module):
         sizes = {"vocab": rows, "embed": self.hidden_size}
         table: jax.Array = self.param(name, init, tuple(sizes[dim] for dim in dim_names))
         return table
-
-    def _hide_padding(self, logits_BSV: jax.Array) -> jax.Array:
-        """Logits of -inf, which no softmax sees, in the columns that stand for no token."""
-        axes = bound_axes("Transformer", self.split_axis or None)
-        first = jax.lax.axis_index(axes) * logits_BSV.shape[-1] if axes else 0
-        is_token_V = first + jnp.arange(logits_BSV.shape[-1]) < self.vocab_size
-        return jnp.where(is_token_V[None, None], logits_BSV, -jnp.inf)
 
     def _run_layers(
         self,
@@ -323,8 +333,13 @@ def check_transformer(model: Transformer) -> None:
         refuse("num_kv_heads", f"a divisor of num_heads={model.num_heads}, or 0 for as many")
     if not model.rope_base > 1:
         refuse("rope_base", "more than 1, such as 10000")
-    if not 0 <= model.dropout_rate < 1:
-        refuse("dropout_rate", "from 0 to less than 1")
+    for field in ("dropout_rate", "label_smoothing"):
+        if not 0 <= getattr(model, field) < 1:
+            refuse(field, "from 0 to less than 1")
+    if not model.logit_soft_cap >= 0:
+        refuse("logit_soft_cap", "more than 0, such as 30, or 0 for none")
+    if not model.z_loss >= 0:
+        refuse("z_loss", "0 for none, or more, such as 1e-4")
     if not -1 <= model.bos_token < model.vocab_size:
         refuse("bos_token", f"less than vocab_size={model.vocab_size}, or -1 for none")
     if model.num_experts < 0:

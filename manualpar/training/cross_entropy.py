@@ -5,9 +5,12 @@ minibatch. Its metrics are sums and counts, and the program weighs devices and m
 counts. An example without weight has no influence, and the loss of a share without any weight is 0.
 
 Logits may be split over devices along their last dim, as those of a model with a split head are.
-They are not gathered, see `manualpar.layers.vocabulary`.
+They are not gathered, see `manualpar.layers.vocabulary`. A language model whose `__call__` has an
+argument `labels` is given them, and computes the losses itself, so that it need not make logits:
+`Transformer` does.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -53,8 +56,22 @@ def language_model_loss(
 
     As `classification_loss`, but inputs, labels and mask are `[B, S]`, and logits `[B, S, V]`. A
     label is the token after its position.
+
+    A model whose `__call__` has an argument `labels` is called with `labels=batch.labels` too. It
+    returns the pair of the losses in nats, `float32[B, S]`, and `bool[B, S]`, whether the largest
+    logit is the label's, in place of logits. Which one a model is, its signature says: that of the
+    module whose `apply` the loss gets. Another function than a module's `apply` is for logits.
     """
-    return _mean_cross_entropy("language_model_loss", params, apply_fn, batch, rng)
+    return _mean_cross_entropy(
+        "language_model_loss", params, apply_fn, batch, rng, with_labels=takes_labels(apply_fn)
+    )
+
+
+def takes_labels(apply_fn: Callable[..., Any]) -> bool:
+    """Whether `apply_fn` is the `apply` of a module whose `__call__` has an argument `labels`."""
+    owner = getattr(apply_fn, "__self__", apply_fn)
+    module = getattr(owner, "module", owner)
+    return "labels" in inspect.signature(module.__call__).parameters
 
 
 def mixture_of_experts_loss(
@@ -67,31 +84,41 @@ def mixture_of_experts_loss(
     """
     sown: dict[str, Any] = {}
 
-    def apply_and_keep(*args: Any, **kwargs: Any) -> jax.Array:
-        logits, updates = apply_fn(*args, mutable=[LOSSES, COUNTS], **kwargs)
+    def apply_and_keep(*args: Any, **kwargs: Any) -> Any:
+        out, updates = apply_fn(*args, mutable=[LOSSES, COUNTS], **kwargs)
         sown.update(updates)
-        return logits
+        return out
 
-    loss, metrics = language_model_loss(params, apply_and_keep, batch, rng)
+    name, with_labels = "mixture_of_experts_loss", takes_labels(apply_fn)
+    loss, metrics = _mean_cross_entropy(
+        name, params, apply_and_keep, batch, rng, with_labels=with_labels
+    )
     weights = jnp.ones(batch.labels.shape) if batch.mask is None else batch.mask
     auxiliary, of_experts = auxiliary_loss(sown, weights.astype(jnp.float32).sum(-1))
     return loss + auxiliary, {**metrics, **of_experts}
 
 
 def _mean_cross_entropy(
-    name: str, params: Any, apply_fn: Callable[..., jax.Array], batch: Batch, rng: jax.Array
+    name: str,
+    params: Any,
+    apply_fn: Callable[..., Any],
+    batch: Batch,
+    rng: jax.Array,
+    *,
+    with_labels: bool = False,
 ) -> tuple[jax.Array, Metrics]:
-    logits = apply_fn({"params": params}, batch.inputs, train=True, rngs={"dropout": rng})
-    for field in ("labels", "mask"):
-        value = getattr(batch, field)
-        if value is not None and value.shape != logits.shape[:-1]:
-            raise ValueError(
-                f"{name}: batch.{field} has the shape {value.shape}, expected "
-                f"{logits.shape[:-1]}: one for each of the model's logits {logits.shape}."
-            )
-    axis = vocabulary_axes(logits, batch.labels)
-    losses = split_cross_entropy(logits, batch.labels, axis=axis)
-    correct = (split_argmax(logits, axis) == batch.labels).astype(losses.dtype)
+    call = {"train": True, "rngs": {"dropout": rng}}
+    if with_labels:
+        out = apply_fn({"params": params}, batch.inputs, labels=batch.labels, **call)
+        losses, correct = _checked_pair(name, out, batch.labels)
+    else:
+        logits = apply_fn({"params": params}, batch.inputs, **call)
+        _check_one_each(name, batch, logits.shape[:-1], f"model's logits {logits.shape}")
+        axis = vocabulary_axes(logits, batch.labels)
+        losses = split_cross_entropy(logits, batch.labels, axis=axis)
+        correct = split_argmax(logits, axis) == batch.labels
+    _check_one_each(name, batch, losses.shape, f"model's losses {losses.shape}")
+    correct = correct.astype(losses.dtype)
     weights = jnp.ones_like(losses) if batch.mask is None else batch.mask.astype(losses.dtype)
     # The sum of those of all sequences, by which a loss of experts weighs each.
     count = weights.sum(-1).sum()
@@ -99,3 +126,26 @@ def _mean_cross_entropy(
     metrics = {"loss": (total, count), "accuracy": ((correct * weights).sum(), count)}
     # The share of a device may consist of padding alone.
     return total / jnp.where(count > 0, count, 1), metrics
+
+
+def _check_one_each(name: str, batch: Batch, shape: tuple[int, ...], of: str) -> None:
+    for field in ("labels", "mask"):
+        value = getattr(batch, field)
+        if value is not None and value.shape != shape:
+            raise ValueError(
+                f"{name}: batch.{field} has the shape {value.shape}, expected {shape}: one for "
+                f"each of the {of}."
+            )
+
+
+def _checked_pair(name: str, out: Any, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What a model has made of labels."""
+    shapes = [jnp.shape(x) for x in out] if isinstance(out, tuple) else [jnp.shape(out)]
+    if shapes != [labels.shape] * 2:
+        raise ValueError(
+            f"{name}: the model, whose __call__ takes labels, returned arrays of the shapes "
+            f"{shapes}, expected two of {labels.shape}: the losses in nats, and whether the "
+            "largest logit is the label's. Rename an argument `labels` that means anything else."
+        )
+    losses, correct = out
+    return losses, correct

@@ -55,12 +55,13 @@ class CarryingApply:
     One is made for each trace of a loss function, and lives no longer than that.
 
     Attributes:
+      module: The model's module.
       collections: The collections after the latest call.
     """
 
     def __init__(self, model: ModelAdapter, collections: dict[str, Any]) -> None:
         """Wraps `model.apply`, with the collections to begin with."""
-        self._model = model
+        self._model, self.module = model, model.module
         self.collections = collections
 
     def __call__(

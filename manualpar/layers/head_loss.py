@@ -1,0 +1,340 @@
+"""The head of a language model, and the cross entropy of its logits without the logits.
+
+The logits of `T` tokens are `T V` float32 numbers, often the largest array of a step, and autodiff
+keeps one for the backward pass and makes another of their gradients. Here they are computed for
+some columns at a time. What is kept of a chunk are a few numbers for each token: the largest logit
+and the sum of the exponentials so far (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867),
+and the label's logit. The backward pass computes the chunk again and turns it into its gradient,
+which goes into that of the input and of the head (Wijmans et al.,
+https://arxiv.org/abs/2411.09009).
+
+Symbols: `T` tokens of a device, `D` features, `V` columns of the head on a device.
+
+Invariants: logits, sums and the gradient of the input, added up over chunks, are float32 or wider.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.layers.boundaries import bound_axes
+from manualpar.layers.vocabulary import split_argmax, split_cross_entropy
+from manualpar.layers.vocabulary_parts import (
+    check_labels,
+    check_same_labels,
+    first_of_largest,
+    is_split,
+    label_index,
+    largest_of_all,
+    losses_of_sums,
+)
+from manualpar.sharding.axes import AxisName
+
+# The logits that exist at once by default, 128 MiB, and the fewest columns of a chunk: a product
+# with fewer waits for the memory that it reads.
+CHUNK_ELEMENTS = 2**25
+FEWEST_COLUMNS = 2048
+
+Carry = TypeVar("Carry")
+
+
+class _Static(NamedTuple):
+    """The static arguments of the chunks.
+
+    Attributes:
+      chunk: The columns of a chunk.
+      soft_cap: See `head_logits`.
+      sums_all: Whether the sum of all logits is wanted.
+    """
+
+    chunk: int
+    soft_cap: float | None
+    sums_all: bool
+
+
+class _Sums(NamedTuple):
+    """What is left of a token's logits, `[...]` each.
+
+    Attributes:
+      log_normalizer: `log(sum(exp(logits)))`.
+      target: The label's logit; 0 if the label has none of these columns.
+      of_all: The sum of the logits, if it is wanted.
+      largest: The largest one.
+      best: `int32`, its column, the first of equals.
+    """
+
+    log_normalizer: jax.Array
+    target: jax.Array
+    of_all: jax.Array
+    largest: jax.Array
+    best: jax.Array
+
+
+def head_logits(
+    x: jax.Array,
+    head: jax.Array,
+    *,
+    axis: AxisName | None = None,
+    vocab_size: int | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """The logits of a head.
+
+    Args:
+      x: `[..., D]`.
+      head: `[D, V/axis]`; the product is of the dtype of `x`.
+      axis: The mesh axis, or tuple of axes, that the columns are split over; `None` for none.
+      vocab_size: The tokens of the vocabulary; columns from it on are -inf. `None` for all.
+      soft_cap: The most that a logit may be, which becomes `soft_cap * tanh(logit / soft_cap)`
+        (Gemma 2, https://arxiv.org/abs/2408.00118, section 2); `None` for no bound.
+
+    Returns:
+      Float32, or float64 if `x` is, `[..., V/axis]`; not rounded to the dtype of `x` on their way.
+
+    Communication:
+      None.
+    """
+    axes = bound_axes("head_logits", axis)
+    axes = axes if is_split("head_logits", head, axes) else ()
+    return _logits(x, head, 0, _visible_columns(head, vocab_size, axes), soft_cap)
+
+
+def head_cross_entropy(
+    x: jax.Array,
+    head: jax.Array,
+    labels: jax.Array,
+    *,
+    axis: AxisName | None = None,
+    vocab_size: int | None = None,
+    chunk: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The cross entropy of labels, and whether the largest logit is the label's, of a head.
+
+    It is `split_cross_entropy` and `split_argmax` of `head_logits`, without an array of all logits.
+    A head that is no wider than a chunk is computed like that. So is one in a program of global
+    arrays (modes `auto` and `explicit`), where a chunk of columns is no shard.
+
+    Args:
+      x: Floating `[..., D]`; where the columns are split, the same on all devices along `axis` or
+        typed by `enter` as varying over it.
+      head: `[D, V/axis]`, this device's columns; `[D, V]` where they are whole by their type. A
+        chunk is cast to the dtype of `x` where it is used.
+      labels: `int[...]`, the same on all devices along `axis`; as for `split_cross_entropy` a label
+        from `-V` to -1 counts from the end, and any other that the head does not have gives NaN.
+      axis: The mesh axis, or tuple of axes, that the columns are split over; `None` for none. Axes
+        that no `shard_map` binds are left out.
+      vocab_size: The tokens of the vocabulary; columns from it on have no part. `None` for all.
+      chunk: The columns that are computed at a time, the last ones with fewer; `None` for
+        `default_chunk`.
+      label_smoothing: See `split_cross_entropy`.
+      z_loss: Likewise.
+      soft_cap: See `head_logits`.
+
+    Returns:
+      The losses in nats, float32 (float64 if `x` is) `[...]`, and `bool[...]`; both the same on all
+      devices along `axis`.
+
+    Raises:
+      ValueError: The shapes do not fit, a number is out of range, or the types contradict `axis`.
+      TypeError: The labels are no integers, or `x` is no floats.
+
+    Communication:
+      Forward that of `split_cross_entropy` and `split_argmax`. Backward none, but for the sum of
+      the gradient of `x` over `axis`, which is that of `enter`.
+
+    Gradient:
+      Written by hand: it computes the logits once more. Each chunk's products are of the dtype of
+      `x`. The gradient of `x` is added up over chunks in float32, and that of the head written
+      chunk by chunk in the dtype of `head`.
+    """
+    _check_arguments(x, head, label_smoothing, soft_cap, chunk)
+    check_labels("head_cross_entropy", x, labels, what="inputs")
+    axes = bound_axes("head_cross_entropy", axis)
+    axes = axes if is_split("head_cross_entropy", head, axes) else ()
+    check_same_labels("head_cross_entropy", labels, axes)
+    columns = head.shape[1]
+    visible = _visible_columns(head, vocab_size, axes)
+    chunk = chunk or default_chunk(math.prod(labels.shape))
+    if chunk >= columns or _is_of_global_arrays():
+        logits = _logits(x, head, 0, visible, soft_cap)
+        losses = split_cross_entropy(
+            logits, labels, axis=axes, label_smoothing=label_smoothing, z_loss=z_loss
+        )
+        return losses, split_argmax(logits, axes) == labels
+
+    index, is_mine = label_index(labels, columns, axes)
+    args = (x, head, index, visible)
+    static = _Static(chunk, soft_cap, bool(label_smoothing))
+    sums = _summed(*cast_to_varying(args, varying_axes(args)), static)
+    top = largest_of_all(sums.log_normalizer, axes)
+    target = jnp.where(is_mine & (index >= columns), jnp.nan, sums.target)
+    stacked = [jnp.exp(sums.log_normalizer - top), target]
+    if label_smoothing:
+        number = columns if visible is None else jnp.clip(visible, 0, columns)
+        stacked += [sums.of_all, jnp.zeros_like(target) + number]
+    losses = losses_of_sums(stacked, top, axes, label_smoothing=label_smoothing, z_loss=z_loss)
+    best = first_of_largest(sums.largest, sums.best, columns, axes) if axes else sums.best
+    return losses, best == labels
+
+
+def default_chunk(tokens: int) -> int:
+    """The columns of a chunk: `CHUNK_ELEMENTS` logits at a time, in whole tiles of 128 columns."""
+    return max(FEWEST_COLUMNS, CHUNK_ELEMENTS // max(tokens, 1) // 128 * 128)
+
+
+def _logits(
+    x: jax.Array, weights: jax.Array, first: Any, visible: Any, soft_cap: float | None
+) -> jax.Array:
+    """The logits of some columns, the first of which is column `first` of the device."""
+    return _capped(_product(x, weights), first, visible, soft_cap)
+
+
+def _product(x: jax.Array, weights: jax.Array) -> jax.Array:
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.matmul(x, weights.astype(x.dtype), preferred_element_type=dtype)
+
+
+def _capped(logits: jax.Array, first: Any, visible: Any, soft_cap: float | None) -> jax.Array:
+    """Logits with their bound, and -inf in columns that stand for no token."""
+    if soft_cap:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    if visible is None:
+        return logits
+    is_visible = first + jnp.arange(logits.shape[-1]) < visible
+    return jnp.where(jnp.expand_dims(is_visible, range(logits.ndim - 1)), logits, -jnp.inf)
+
+
+def _visible_columns(
+    head: jax.Array, vocab_size: int | None, axes: tuple[str, ...]
+) -> jax.Array | None:
+    """How many of this device's columns stand for tokens; `None` if all of all devices do."""
+    columns = head.shape[1]
+    parts = jax.lax.axis_size(axes) if axes else 1
+    if vocab_size is None or vocab_size >= columns * parts:
+        return None
+    return jnp.int32(vocab_size) - (jax.lax.axis_index(axes) * columns if axes else 0)
+
+
+def _is_of_global_arrays() -> bool:
+    """Whether the code sees the whole arrays of several devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    return any(kind != AxisType.Manual and size > 1 for kind, size in kinds)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _summed(
+    x: jax.Array, head: jax.Array, index: jax.Array, visible: jax.Array | None, static: _Static
+) -> _Sums:
+    """The sums over all columns; `index` is the label's column, which may be none of these."""
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    zero = jnp.zeros_like(index, dtype)
+
+    def add(carry: tuple[jax.Array, _Sums], first: Any, weights: jax.Array) -> Any:
+        total, sums = carry
+        logits = _logits(x, weights, first, visible, static.soft_cap)
+        top = logits.max(axis=-1)
+        largest = jnp.maximum(sums.largest, top)
+        # What exponentials are relative to is a number, so that no difference is NaN.
+        base = jnp.where(jnp.isfinite(largest), largest, 0)
+        total = total * jnp.exp(sums.largest - base) + jnp.exp(logits - base[..., None]).sum(-1)
+        is_larger = (top > sums.largest) | (jnp.isnan(top) & ~jnp.isnan(sums.largest))
+        best = first + logits.argmax(axis=-1).astype(jnp.int32)
+        of_all = sums.of_all
+        if static.sums_all:
+            of_all += jnp.where(logits > -jnp.inf, logits, 0).sum(axis=-1)
+        target = jnp.where(_is_label(logits, index, first), logits, 0).sum(axis=-1)
+        return total, _Sums(
+            base,
+            sums.target + target,
+            of_all,
+            largest,
+            jnp.where(is_larger, best, sums.best),
+        )
+
+    start = _Sums(zero, zero, zero, zero - jnp.inf, jnp.zeros_like(index))
+    total, sums = _over_chunks(add, (zero, start), head, static.chunk)
+    return sums._replace(log_normalizer=jnp.log(total) + sums.log_normalizer)
+
+
+def _summed_forward(
+    x: jax.Array, head: jax.Array, index: jax.Array, visible: jax.Array | None, static: _Static
+) -> tuple[_Sums, Any]:
+    sums = _summed(x, head, index, visible, static)
+    return sums, (x, head, index, visible, sums.log_normalizer)
+
+
+def _summed_backward(static: _Static, kept: Any, grads: Any) -> tuple[Any, ...]:
+    x, head, index, visible, log_normalizer = kept
+    # That of columns which are all hidden is -inf.
+    base = jnp.where(jnp.isneginf(log_normalizer), 0, log_normalizer)[..., None]
+    dtype = jnp.promote_types(x.dtype, jnp.bfloat16)  # Float16 would lose small gradients.
+    dims = tuple(range(x.ndim - 1))
+
+    def add(carry: tuple[jax.Array, jax.Array], first: Any, weights: jax.Array) -> Any:
+        of_x, of_head = carry
+        logits, pull = jax.vjp(
+            lambda product: _capped(product, first, visible, static.soft_cap), _product(x, weights)
+        )
+        of_logits = jnp.exp(logits - base) * grads.log_normalizer[..., None]
+        of_logits += jnp.where(_is_label(logits, index, first), grads.target[..., None], 0)
+        if static.sums_all:
+            of_logits += grads.of_all[..., None]
+        of_product = pull(of_logits)[0].astype(dtype)
+        of_x += _product(of_product, weights.astype(x.dtype).T)
+        of_weights = jnp.tensordot(x, of_product, (dims, dims), preferred_element_type=of_x.dtype)
+        of_weights = of_weights.astype(head.dtype)
+        return of_x, jax.lax.dynamic_update_slice_in_dim(of_head, of_weights, first, 1)
+
+    start = (jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), jnp.zeros_like(head))
+    of_x, of_head = _over_chunks(add, start, head, static.chunk)
+    return of_x.astype(x.dtype), of_head, None, None
+
+
+_summed.defvjp(_summed_forward, _summed_backward)
+
+
+def _is_label(logits: jax.Array, index: jax.Array, first: Any) -> jax.Array:
+    columns = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return columns == (index - first)[..., None]
+
+
+def _over_chunks(
+    step: Callable[[Carry, Any, jax.Array], Carry], carry: Carry, head: jax.Array, chunk: int
+) -> Carry:
+    """Runs `step(carry, first, weights)` on `chunk` columns after the other, and on the rest."""
+    whole = head.shape[1] // chunk
+
+    def run(carry: Carry, first: jax.Array) -> tuple[Carry, None]:
+        return step(carry, first, jax.lax.dynamic_slice_in_dim(head, first, chunk, 1)), None
+
+    carry, _ = jax.lax.scan(run, carry, jnp.arange(whole, dtype=jnp.int32) * chunk)
+    if head.shape[1] % chunk:
+        carry = step(carry, jnp.int32(whole * chunk), head[:, whole * chunk :])
+    return carry
+
+
+def _check_arguments(
+    x: jax.Array, head: jax.Array, label_smoothing: float, soft_cap: float | None, chunk: int | None
+) -> None:
+    if head.ndim != 2 or x.shape[-1:] != head.shape[:1]:
+        raise ValueError(
+            f"head_cross_entropy: x has the shape {x.shape} and head {head.shape}, expected "
+            "[..., D] and [D, V]. Transpose an embedding that is the head too."
+        )
+    for name, value, fits, expected in (
+        ("label_smoothing", label_smoothing, 0 <= label_smoothing < 1, "from 0 to less than 1"),
+        ("soft_cap", soft_cap, soft_cap is None or soft_cap > 0, "more than 0, or None for none"),
+        ("chunk", chunk, chunk is None or chunk > 0, "at least 1, or None for default_chunk"),
+    ):
+        if not fits:
+            raise ValueError(f"head_cross_entropy: {name} is {value}, expected {expected}.")

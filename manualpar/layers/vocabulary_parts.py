@@ -1,0 +1,163 @@
+"""What devices know of their columns of a split vocabulary, put together: a few numbers a label.
+
+Where `axes` is `()` a device has all columns, and nothing is sent.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.collectives import gather_invariant, varying_axes
+from manualpar.purposes import CROSS_ENTROPY_SCOPE
+
+
+def largest_of_all(top: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The largest of what devices along some axes have, as what sums of exponentials are taken to.
+
+    It is 0 where it is infinite or NaN, and has no gradient.
+
+    Communication:
+      One all-reduce of `top`.
+    """
+    top = jax.lax.stop_gradient(top)
+    if axes:
+        with jax.named_scope(CROSS_ENTROPY_SCOPE):
+            top = jax.lax.pmax(top, axes)
+    return jnp.where(jnp.isfinite(top), top, 0)
+
+
+def losses_of_sums(
+    sums: list[jax.Array],
+    top: jax.Array,
+    axes: tuple[str, ...],
+    *,
+    label_smoothing: float,
+    z_loss: float,
+) -> jax.Array:
+    """The cross entropy, from what each device along some axes sums of its columns.
+
+    Args:
+      sums: `exp(logits - top)`; the label's logit, 0 if it is another device's; and with
+        `label_smoothing` the logits that are not -inf, and their number; `[...]` each.
+      top: `[...]`, the same on all devices along `axes`.
+      axes: The mesh axes that the columns are split over; `()` for none.
+      label_smoothing: See `split_cross_entropy`.
+      z_loss: Likewise.
+
+    Returns:
+      `[...]`, the same on all devices along `axes`.
+
+    Communication:
+      One all-reduce of all sums.
+    """
+    stacked = jnp.stack(sums)
+    if axes:
+        with jax.named_scope(CROSS_ENTROPY_SCOPE):
+            stacked = jax.lax.psum(stacked, axes)
+    total, target, *of_all = stacked
+    log_normalizer = jnp.log(total) + top
+    if label_smoothing:
+        sum_of_all, number = of_all
+        target = (1 - label_smoothing) * target + label_smoothing * (sum_of_all / number)
+    losses = log_normalizer - target
+    return losses + z_loss * log_normalizer**2 if z_loss else losses
+
+
+def first_of_largest(
+    top: jax.Array, index: jax.Array, size: int, axes: tuple[str, ...]
+) -> jax.Array:
+    """The index of the largest logit of all devices, from each device's own.
+
+    Args:
+      top: `[...]`, a device's largest logit.
+      index: `int[...]`, its column on the device.
+      size: The columns of a device.
+      axes: The mesh axes that the columns are split over.
+
+    Returns:
+      `int32[...]`, the same on all devices along `axes`; the first of equals.
+
+    Communication:
+      One all-gather of two float32 numbers for each of the results.
+    """
+    top = jax.lax.stop_gradient(top)
+    # As a float an index is exact up to 2**24.
+    dtype = jnp.promote_types(top.dtype, jnp.float32)
+    index += jax.lax.axis_index(axes) * size
+    pair = jnp.stack([top.astype(dtype), index.astype(dtype)])
+    tops, indices = gather_invariant(pair[:, None], 1, axes, scope=CROSS_ENTROPY_SCOPE)
+    best = tops.argmax(axis=0, keepdims=True)
+    return jnp.take_along_axis(indices, best, axis=0)[0].astype(jnp.int32)
+
+
+def label_index(labels: jax.Array, size: int, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """The labels' columns among the `size` of this device, and which labels are this device's.
+
+    A label that nobody has is one of the first or the last device, and its index is `size`.
+    """
+    parts = jax.lax.axis_size(axes) if axes else 1
+    labels = labels.astype(jnp.int32)
+    labels = jnp.where(labels < 0, labels + size * parts, labels)
+    index, is_mine = index_here(labels, size, axes, parts)
+    # A negative index would count from the end.
+    return jnp.where(index < 0, size, index), is_mine
+
+
+def index_here(
+    indices: jax.Array, size: int, axes: tuple[str, ...], parts: int
+) -> tuple[jax.Array, jax.Array]:
+    """Indices into this device's part of a dim, and which of them are this device's.
+
+    An index that the whole dim does not have counts as one of the first or the last part, which has
+    no such index either.
+    """
+    indices = indices.astype(jnp.int32)
+    if not axes:
+        return indices, jnp.ones_like(indices, bool)
+    here = jax.lax.axis_index(axes)
+    owner = jnp.clip(indices // size, 0, parts - 1)
+    return indices - here * size, owner == here
+
+
+def is_split(function: str, x: jax.Array, axes: tuple[str, ...]) -> bool:
+    """Whether `x` varies over the axes by its type; raises if it varies over some of them only."""
+    varying = varying_axes(x) & set(axes)
+    if varying and varying != set(axes):
+        raise ValueError(
+            f"{function}: an array of shape {x.shape} varies over {sorted(varying)} by its type, "
+            f"expected all of {axes} or none. Name the axes that its dimension is split over."
+        )
+    return bool(varying)
+
+
+def check_labels(function: str, x: jax.Array, labels: jax.Array, *, what: str = "logits") -> None:
+    """Refuses labels that are not one integer for each row of `x`, which the message calls `what`.
+
+    Raises:
+      ValueError: The shapes differ.
+      TypeError: The labels are no integers, or `x` no floats.
+    """
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{function}: labels have the shape {labels.shape}, expected {x.shape[:-1]}: one "
+            f"for each row of the {what} {x.shape}. Where a sequence is split, enter the "
+            "whole of it before the head."
+        )
+    dtypes = (x.dtype, labels.dtype)
+    if not jnp.issubdtype(dtypes[0], jnp.floating) or not jnp.issubdtype(dtypes[1], jnp.integer):
+        raise TypeError(
+            f"{function}: {what} are {dtypes[0]} and labels {dtypes[1]}, expected floats and "
+            "integers."
+        )
+
+
+def check_same_labels(function: str, labels: jax.Array, axes: tuple[str, ...]) -> None:
+    """Refuses labels that differ along axes that split the columns.
+
+    Raises:
+      ValueError: They vary over some by their type.
+    """
+    if varying_axes(labels) & set(axes):
+        raise ValueError(
+            f"{function}: labels vary over {axes} by their type, expected the same "
+            "labels on all devices along it, because each device has some of their columns."
+        )
