@@ -37,7 +37,8 @@ def on_one_device(model: Transformer, make_batch: Callable[[], Batch]) -> Any:
     @jax.jit
     def loss_and_grads(params: Any) -> Any:
         def loss(params: Any) -> Any:
-            return loss_of(model)(params, model.apply, batch, jax.random.key(0))
+            # A function that is no module's is for logits.
+            return loss_of(model)(params, functools.partial(model.apply), batch, jax.random.key(0))
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 

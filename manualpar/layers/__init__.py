@@ -4,6 +4,7 @@ from manualpar.layers.boundaries import enter, leave
 from manualpar.layers.context import Context
 from manualpar.layers.dense import SplitDense
 from manualpar.layers.experts import MoE
+from manualpar.layers.head_loss import head_cross_entropy, head_logits
 from manualpar.layers.plan import TensorParallel, tensor_parallel
 from manualpar.layers.plan_rules import DerivedPlan, plan_from_rules
 from manualpar.layers.plan_styles import Column, Row, Vocab
@@ -25,6 +26,8 @@ __all__ = [
     "enter",
     "enter_ring",
     "gather_matmul",
+    "head_cross_entropy",
+    "head_logits",
     "leave",
     "matmul_scatter",
     "plan_from_rules",

@@ -36,9 +36,9 @@ from manualpar.layers.vocabulary_parts import (
 )
 from manualpar.sharding.axes import AxisName
 
-# The logits that exist at once by default, 128 MiB, and the fewest columns of a chunk: a product
+# The logits that exist at once by default, 64 MiB, and the fewest columns of a chunk: a product
 # with fewer waits for the memory that it reads.
-CHUNK_ELEMENTS = 2**25
+CHUNK_ELEMENTS = 2**24
 FEWEST_COLUMNS = 2048
 
 Carry = TypeVar("Carry")

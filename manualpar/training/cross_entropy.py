@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -70,7 +71,8 @@ def language_model_loss(
 def takes_labels(apply_fn: Callable[..., Any]) -> bool:
     """Whether `apply_fn` is the `apply` of a module whose `__call__` has an argument `labels`."""
     owner = getattr(apply_fn, "__self__", apply_fn)
-    module = getattr(owner, "module", owner)
+    # A program wraps the module.
+    module = owner if isinstance(owner, nn.Module) else getattr(owner, "module", owner)
     return "labels" in inspect.signature(module.__call__).parameters
 
 
