@@ -38,6 +38,7 @@ def get_config() -> ConfigDict:
     config.model.num_kv_heads = 1
     config.model.rope_base = 10_000.0
     config.model.tied_head = False
+    config.model.logit_soft_cap = 0.0  # the bound of logits, such as 30.0; 0: none
     config.model.dropout_rate = 0.0
     config.model.dtype = "bfloat16"  # what is computed in; parameters are float32
     config.model.remat = "none"  # or "dots", "full": what is computed again for the backward pass
@@ -88,6 +89,8 @@ def get_config() -> ConfigDict:
     config.training.eval_batches = 8  # of an evaluation; 0: all there are
     config.training.log_every_steps = 25
     config.training.norm_metrics = False  # of gradients, updates and parameters
+    config.training.label_smoothing = 0.0  # the share of a label that all tokens get
+    config.training.z_loss = 0.0  # of the squared log of the softmax's denominator, such as 1e-4
     config.training.on_nonfinite = "stop"  # or "skip" the update, "rollback", "ignore"
 
     config.sample = ConfigDict()

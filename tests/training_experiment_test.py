@@ -267,6 +267,15 @@ def test_experts_bring_their_axis_and_their_loss(text):
     assert task.derive("eval", {"loss": 1.0, **shares})["busiest_expert"] == 2.0
 
 
+def test_what_a_loss_adds_is_told_by_the_config(text):
+    config = _language(text, {"data": 8})
+    with config.unlocked():
+        config.model.logit_soft_cap, config.training.z_loss = 30.0, 1e-4
+        config.training.label_smoothing = 0.1
+    model = make_task(config).model
+    assert (model.logit_soft_cap, model.z_loss, model.label_smoothing) == (30.0, 1e-4, 0.1)
+
+
 @pytest.mark.parametrize(
     ("mesh", "expected"),
     [({"expert": 4, "data": 2}, ("data", "expert")), ({"expert": 8}, "expert")],

@@ -275,8 +275,6 @@ def _summed_forward(
 
 def _summed_backward(static: _Static, kept: Any, grads: Any) -> tuple[Any, ...]:
     x, head, index, visible, log_normalizer = kept
-    # That of columns which are all hidden is -inf.
-    base = jnp.where(jnp.isneginf(log_normalizer), 0, log_normalizer)[..., None]
     dtype = jnp.promote_types(x.dtype, jnp.bfloat16)  # Float16 would lose small gradients.
     dims = tuple(range(x.ndim - 1))
 
@@ -285,7 +283,7 @@ def _summed_backward(static: _Static, kept: Any, grads: Any) -> tuple[Any, ...]:
         logits, pull = jax.vjp(
             lambda product: _capped(product, first, visible, static.soft_cap), _product(x, weights)
         )
-        of_logits = jnp.exp(logits - base) * grads.log_normalizer[..., None]
+        of_logits = jnp.exp(logits - log_normalizer[..., None]) * grads.log_normalizer[..., None]
         of_logits += jnp.where(_is_label(logits, index, first), grads.target[..., None], 0)
         if static.sums_all:
             of_logits += grads.of_all[..., None]

@@ -98,6 +98,8 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         **_fields(config.model),
         vocab_size=tokenizer.vocab_size,
         bos_token=tokenizer.bos_token,
+        label_smoothing=config.training.label_smoothing,
+        z_loss=config.training.z_loss,
         annotate=bool(config.parallel.rules),
         split_axis=SPLIT_AXIS if is_split else "",
         sequence_parallel=config.parallel.sequence and is_split,  # Otherwise it is refused later.
