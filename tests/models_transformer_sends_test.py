@@ -21,6 +21,7 @@ from manualpar.inspect import (
 )
 from manualpar.inspect.communication import summed
 from manualpar.inspect.provenance import LAYER_SCOPES
+from manualpar.layers import head_loss
 from manualpar.models import Transformer
 from manualpar.models.transformer_sends import transformer_sends
 from manualpar.purposes import CAST_SCOPE
@@ -138,6 +139,12 @@ SLOW = [
 )
 def test_every_collective_is_predicted(devices8, name, mesh, fields, minibatches):
     check(build(name, mesh, minibatches=minibatches, **fields))
+
+
+def test_a_head_by_chunks_sends_as_much(monkeypatch, devices8):
+    monkeypatch.setattr(head_loss, "CHUNK_ELEMENTS", 0)
+    monkeypatch.setattr(head_loss, "FEWEST_COLUMNS", 3)
+    check(build("dp", {"data": 2, "model": 4}, num_layers=1, label_smoothing=0.1, z_loss=0.1))
 
 
 STAGES = {"num_layers": 4}

@@ -107,14 +107,15 @@ def head_sends(x: Activations) -> Iterator[Collective]:
     yield from _enter(x, 1, forward=1)
 
 
-def cross_entropy_sends(x: Activations) -> Iterator[Collective]:
+def cross_entropy_sends(x: Activations, *, smoothed: bool = False) -> Iterator[Collective]:
     """The collectives of the loss and the accuracy of split logits.
 
-    For each label they are the largest logit, two sums, and each device's largest logit and index.
+    For each label they are the largest logit, two sums, or four with label smoothing, and each
+    device's largest logit and index.
     """
-    labels = x.shape[:2]
+    labels, sums = x.shape[:2], 4 if smoothed else 2
     yield x.sends(CROSS_ENTROPY_SCOPE, "all_reduce", 1, labels, FLOAT32)
-    yield x.sends(CROSS_ENTROPY_SCOPE, "all_reduce", 1, (2, *labels), FLOAT32)
+    yield x.sends(CROSS_ENTROPY_SCOPE, "all_reduce", 1, (sums, *labels), FLOAT32)
     yield x.sends(CROSS_ENTROPY_SCOPE, "all_gather", 1, (2, 1, *labels), FLOAT32)
 
 

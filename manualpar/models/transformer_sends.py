@@ -96,7 +96,8 @@ class _OfMinibatch:
             if model.num_experts:
                 counts: Any = {"num_experts": model.num_experts, "top_k": model.experts_per_token}
                 self.layer += router_sends(x, **counts, **runs)
-            self.after += [*head_sends(x), *cross_entropy_sends(x)]
+            smoothed = model.label_smoothing > 0
+            self.after += [*head_sends(x), *cross_entropy_sends(x, smoothed=smoothed)]
         if model.num_experts and (x := _activations(program, model, model.expert_axis)):
             moe = MoE(
                 model.num_experts, model.mlp_size, model.experts_per_token, model.capacity_factor
