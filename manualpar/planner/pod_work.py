@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from manualpar.inspect.memory import Memory
+from manualpar.layers.head_loss import default_chunk
 from manualpar.planner.pod_layout import DeviceSizes, PodLayout
 
 HALF, SINGLE = 2, 4  # Bytes of an element: computed with and sent in bfloat16; stored in float32.
@@ -75,6 +76,11 @@ def head_products(x: DeviceSizes) -> Iterator[Product]:
     yield Product(2 * x.tokens * x.D * x.V, size)
 
 
+def is_head_chunked(x: DeviceSizes) -> bool:
+    """Whether logits are computed by chunks, and once more backward; see `head_cross_entropy`."""
+    return default_chunk(x.tokens) < x.V
+
+
 def _product(m: int, k: int, n: int, times: int = 1) -> Product:
     return Product(2 * m * k * n * times, HALF * times * (m * k + k * n + m * n))
 
@@ -120,9 +126,9 @@ def step_memory_of(x: DeviceSizes, layout: PodLayout) -> Memory:
     elif layout.communicate == "gather-step":
         made += HALF * whole
     is_held = layout.communicate != "minibatch"
-    logits, head = SINGLE * x.tokens * x.V, x.D * x.V
-    # Logits and their gradient, or that and the head's.
-    of_head = max(SINGLE * head - logits, 0)
+    logits, head = SINGLE * x.tokens * min(x.V, default_chunk(x.tokens)), x.D * x.V
+    # Logits and their gradient, or that and the head's; of chunks all three.
+    of_head = SINGLE * head if is_head_chunked(x) else max(SINGLE * head - logits, 0)
     at_loss = (
         HALF * (whole if is_held else head),
         summed + of_head,

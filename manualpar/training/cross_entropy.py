@@ -72,7 +72,7 @@ def takes_labels(apply_fn: Callable[..., Any]) -> bool:
     """Whether `apply_fn` is the `apply` of a module whose `__call__` has an argument `labels`."""
     owner = getattr(apply_fn, "__self__", apply_fn)
     # A program wraps the module.
-    module = owner if isinstance(owner, nn.Module) else getattr(owner, "module", owner)
+    module: Any = owner if isinstance(owner, nn.Module) else getattr(owner, "module", owner)
     return "labels" in inspect.signature(module.__call__).parameters
 
 
