@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar.inspect import trace_collectives
+from manualpar.jaxprs import all_equations
 from manualpar.layers import SplitDense, enter, enter_ring
 from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE, purpose_of
 from manualpar.sharding.mesh import make_mesh
@@ -272,6 +273,22 @@ def test_devices_share_key_heads_that_are_fewer_than_they(devices8: list[jax.Dev
     heads = jax.jit(jax.shard_map(init_and_apply, mesh=mesh, check_vma=True, **specs))(x_BSD)
     expected = layer.apply({"params": whole}, x_BSD)
     chex.assert_trees_all_close(heads, jnp.repeat(expected, 2, axis=2), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("contracted", [1, 2])
+def test_gradients_of_kernels_are_sums_over_one_dim(contracted: int) -> None:
+    # A sum over several, examples and positions, is slow on CPUs.
+    layer = SplitDense((D, N, H), (None, None, None), contracted)
+    x = jnp.ones((B, S, D, N)[: contracted + 2])
+    params = layer.init(jax.random.key(0), x)["params"]
+    jaxpr = jax.make_jaxpr(jax.grad(lambda p: layer.apply({"params": p}, x).sum()))(params)
+    products = [e for e in all_equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"]
+    summed = [
+        [e.invars[0].aval.shape[dim] for dim in e.params["dimension_numbers"][0][0]]
+        for e in products
+    ]
+    assert [B * S] in summed
+    assert [B, S] not in summed
 
 
 def test_it_is_hashable() -> None:

@@ -29,7 +29,15 @@ import jax.numpy as jnp
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
 from manualpar.layers.boundaries import bound_axes, has_lost_types
-from manualpar.layers.chunks import Chunks, cut, gather_chunks, join, multiply, scatter_chunks
+from manualpar.layers.chunks import (
+    Chunks,
+    cut,
+    gather_chunks,
+    join,
+    multiply,
+    multiply_rows,
+    scatter_chunks,
+)
 from manualpar.sharding.axes import AxisName
 
 
@@ -90,7 +98,7 @@ def gather_matmul(
       sequence for the kernel.
     """
     if not isinstance(x, Chunks):
-        return jnp.tensordot(x, kernel, axes=contracted)
+        return multiply_rows(x, kernel, contracted)
     _check_product("gather_matmul", x.parts[0], x.dim, kernel, contracted)
     parts, kernel = _alike((x.parts, kernel))
     return dataclasses.replace(x, parts=multiply(parts, kernel, contracted))
@@ -132,7 +140,7 @@ def matmul_scatter(
     """
     axes = bound_axes("matmul_scatter", axis)
     if not axes:
-        return jnp.tensordot(whole_sequence(x), kernel, axes=contracted)
+        return multiply_rows(whole_sequence(x), kernel, contracted)
     some = x.parts[0] if isinstance(x, Chunks) else x
     dim = sequence_dim + (some.ndim + kernel.ndim - 2 * contracted) * (sequence_dim < 0)
     _check_product("matmul_scatter", some, dim, kernel, contracted)
