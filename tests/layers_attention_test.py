@@ -81,11 +81,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_xla_is_attention(name):
+@pytest.mark.parametrize("kind", ["xla", "blockwise"])
+def test_it_is_attention(kind, name):
     shape, has_documents, options = CASES[name]
     given = arrays(**shape)
     documents = numbers(given[0].shape[1]) if has_documents else None
-    assert_is_attention(*given, documents, kind="xla", **options)
+    assert_is_attention(*given, documents, kind=kind, **options)
 
 
 def test_what_cannot_be_is_refused():

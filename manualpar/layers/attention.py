@@ -2,6 +2,8 @@
 
 - `"splash"`: jax's kernel for TPUs, see `splash_attention`.
 - `"cudnn"`: NVIDIA's kernel, in 16 bits.
+- `"blockwise"`: plain JAX, a pair of blocks after the other, see `sequence_attention`. It runs
+  everywhere. On CPUs it is faster than XLA's own at every length, and takes less memory.
 - `"xla"`: scores `[B, N, S, S]` that XLA writes out, and a mask as large where there are documents.
 
 Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, `H` features of a
@@ -13,7 +15,9 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from manualpar.layers.blockwise_attention import Scoring
 from manualpar.layers.boundaries import platform_traced_for
+from manualpar.layers.sequence_attention import attend_in_blocks
 
 AttentionKind = Literal["", "splash", "cudnn", "blockwise", "xla"]
 ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
@@ -50,19 +54,21 @@ def attention(
     Communication:
       None.
     """
-    _check(query, key, value, documents, window, soft_cap)
+    check_attention(query, key, value, documents, scoring := Scoring(window, soft_cap))
     if kind not in ATTENTION_KINDS:
         known = ", ".join(map(repr, ATTENTION_KINDS))
         raise ValueError(f"attention: kind is {kind!r}, expected one of {known}.")
-    misfit = _misfit(kind, query, key, value, documents, window, soft_cap) if kind else None
+    misfit = _misfit(kind, query, key, value, documents, scoring) if kind else None
     if misfit is not None:
         raise ValueError(
             f"attention: kind (of a model the field attention) is {kind!r}, and {misfit}; expected "
             "a kind that can run here. Take '' for the best one that does."
         )
     if not kind:
-        fits = _misfit("cudnn", query, key, value, documents, window, soft_cap) is None
-        kind = "cudnn" if fits and not _is_mask_large(query, documents) else "xla"
+        fits = _misfit("cudnn", query, key, value, documents, scoring) is None
+        kind = "cudnn" if fits and not _is_mask_large(query, documents) else "blockwise"
+    if kind == "blockwise":
+        return attend_in_blocks(query, key, value, documents, scoring)
     mask = None
     if documents is not None:
         mask = documents[:, None, :, None] == documents[:, None, None, :]
@@ -77,14 +83,15 @@ def attention(
     )
 
 
-def _check(
+def check_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     documents: jax.Array | None,
-    window: int | None,
-    soft_cap: float | None,
+    scoring: Scoring,
 ) -> None:
+    """Refuses, with a ValueError, what `attention` cannot compute in any way."""
+
     def shown(x: jax.Array) -> str:
         return f"{x.dtype}{list(x.shape)}"
 
@@ -105,11 +112,13 @@ def _check(
             f"attention: documents are {shown(documents)}, expected the number of each position's "
             f"document, int32{[B, S]}."
         )
-    if window is not None and window < 1:
-        raise ValueError(f"attention: window is {window}, expected at least 1, or None for all.")
-    if soft_cap is not None and not soft_cap > 0:
+    if scoring.window is not None and scoring.window < 1:
         raise ValueError(
-            f"attention: soft_cap is {soft_cap}, expected more than 0, or None for none."
+            f"attention: window is {scoring.window}, expected at least 1, or None for all."
+        )
+    if scoring.soft_cap is not None and not scoring.soft_cap > 0:
+        raise ValueError(
+            f"attention: soft_cap is {scoring.soft_cap}, expected more than 0, or None for none."
         )
 
 
@@ -119,17 +128,14 @@ def _misfit(
     key: jax.Array,
     value: jax.Array,
     documents: jax.Array | None,
-    window: int | None,
-    soft_cap: float | None,
+    scoring: Scoring,
 ) -> str | None:
     """Why a kind cannot run, or `None`."""
-    del value, window
+    del value
     if kind == "splash":
         return "this version does not have it"
-    if kind == "blockwise":
-        return "this version does not have it"
-    if kind in ("cudnn", "xla") and soft_cap is not None:
-        return f"soft_cap is {soft_cap}, which it does not have"
+    if kind in ("cudnn", "xla") and scoring.soft_cap is not None:
+        return f"soft_cap is {scoring.soft_cap}, which it does not have"
     return _cudnn_misfit(query, key, documents) if kind == "cudnn" else None
 
 

@@ -16,6 +16,7 @@ key and value heads, `H` features of a head.
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
@@ -23,15 +24,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from manualpar.core.collectives import varying_axes
+from manualpar.layers.attention import AttentionKind, attention, check_attention
+from manualpar.layers.blockwise_attention import Scoring
 from manualpar.layers.boundaries import bound_axes, has_lost_types
 from manualpar.layers.ring_attention import ring_attention, zigzag_positions
+from manualpar.layers.sequence_attention import attend_from_half_blocks
 from manualpar.purposes import CONTEXT_SCOPE
 from manualpar.sharding.axes import is_axis_bound
 
 # How queries come together with the keys of other devices.
 ContextAttention = Literal["ring", "ulysses", "gather"]
 CONTEXT_ATTENTIONS: tuple[ContextAttention, ...] = get_args(ContextAttention)
-Implementation = Literal["xla", "cudnn"] | None
 
 
 def _in_scope(method: Any) -> Any:
@@ -176,7 +179,9 @@ class Context:
         value: jax.Array,
         documents: jax.Array | None = None,
         *,
-        implementation: Implementation = None,
+        kind: AttentionKind = "",
+        window: int | None = None,
+        soft_cap: float | None = None,
     ) -> jax.Array:
         """Attends causally within documents.
 
@@ -186,7 +191,11 @@ class Context:
           value: `[B, S/axis, K, H]`, of the dtype of `key`.
           documents: `int32[B, S/axis]`. A query sees the keys of the same number; `None` if each
             sequence is one document.
-          implementation: That of `jax.nn.dot_product_attention`. With a ring there is no choice.
+          kind: What computes it, see `manualpar.layers.attention`. Rings and gathered keys are
+            computed with in blocks.
+          window: How many positions a query sees, its own and those right before it; `None` for
+            all.
+          soft_cap: Bounds scores, see `manualpar.layers.attention`; `None` for none.
 
         Returns:
           `[B, S/axis, N, H]`.
@@ -205,41 +214,31 @@ class Context:
         Gradient:
           That of the ring is written by hand, see `ring_attention`.
         """
+        scoring = Scoring(window, soft_cap)
+        attend = functools.partial(attention, kind=kind, window=window, soft_cap=soft_cap)
         if self.size == 1:
-            return _attend(query, key, value, documents, implementation)
+            return attend(query, key, value, documents)
         self._check_length("attention", query.shape[1])
-        if key.shape != value.shape or key.dtype != value.dtype:
-            raise ValueError(
-                f"Context: key is {key.dtype}{list(key.shape)} and value {value.dtype}"
-                f"{list(value.shape)}, expected the same shape and dtype."
-            )
-        if query.shape[2] % key.shape[2]:
-            raise ValueError(
-                f"Context: query has {query.shape[2]} heads, expected a multiple of the "
-                f"{key.shape[2]} heads of key, because groups of equal size share one."
-            )
+        check_attention(query, key, value, documents, scoring)
         if self.how == "ulysses":
-            return self._exchange_heads(query, key, value, documents, implementation)
-        if self.how == "gather":
-            return self._gather_keys(query, key, value, documents, implementation)
-        if implementation is not None:
+            return self._exchange_heads(attend, query, key, value, documents)
+        if kind not in ("", "blockwise"):
             raise ValueError(
-                f"Context: implementation={implementation!r}, expected None with how='ring', which "
-                "computes attention itself."
+                f"Context: kind (of a model the field attention) is {kind!r}, expected '' or "
+                f"'blockwise' with how={self.how!r}, which computes attention in blocks itself."
             )
-        if documents is None:
-            documents = jnp.zeros((self.size, *query.shape[:2]), jnp.int32)
-        else:
-            documents = self._gather(documents)
-        return ring_attention(query, key, value, documents, str(self.axis))
+        if self.how == "gather":
+            return self._gather_keys(query, key, value, documents, scoring)
+        of_all = None if documents is None else self._gather(documents)
+        return ring_attention(query, key, value, of_all, str(self.axis), scoring)
 
     def _exchange_heads(
         self,
+        attend: Callable[..., jax.Array],
         query: jax.Array,
         key: jax.Array,
         value: jax.Array,
         documents: jax.Array | None,
-        implementation: Implementation,
     ) -> jax.Array:
         size, num_heads, num_groups = self.size, query.shape[2], key.shape[2]
         repeats = max(1, size // num_groups)
@@ -254,10 +253,7 @@ class Context:
             _reordered(self._exchange(x, 2, 1), np.argsort(self._half_blocks()))
             for x in (query, key, value)
         )
-        if documents is not None:
-            documents = jnp.concatenate(self._gather(documents), axis=1)
-            documents = _reordered(documents, np.argsort(self._half_blocks()))
-        out = _attend(query, key, value, documents, implementation)
+        out = attend(query, key, value, self._gather_in_order(documents))
         return self._exchange(_reordered(out, self._half_blocks()), 1, 2)
 
     def _gather_keys(
@@ -266,19 +262,20 @@ class Context:
         key: jax.Array,
         value: jax.Array,
         documents: jax.Array | None,
-        implementation: Implementation,
+        scoring: Scoring,
     ) -> jax.Array:
-        length = query.shape[1]
-        of_all = [zigzag_positions(device, length, self.size) for device in range(self.size)]
-        is_seen = self.positions(length)[:, None] >= jnp.concatenate(of_all)[None]
-        mask = is_seen[None, None]
-        if documents is not None:
-            of_keys = jnp.concatenate(self._gather(documents), axis=1)
-            mask &= documents[:, None, :, None] == of_keys[:, None, None]
-        key, value = (jnp.concatenate(self._gather(x), axis=1) for x in (key, value))
-        return jax.nn.dot_product_attention(
-            query, key, value, mask=mask, implementation=implementation
+        key, value, of_keys = map(self._gather_in_order, (key, value, documents))
+        positions, axis = self.positions(query.shape[1]), str(self.axis)
+        return attend_from_half_blocks(
+            query, key, value, positions, (documents, of_keys), axis, scoring
         )
+
+    def _gather_in_order(self, x: Any) -> Any:
+        """Whole sequences `[B, S, ...]` of this device's part of them; `None` of `None`."""
+        if x is None:
+            return None
+        whole = jnp.concatenate(self._gather(x), axis=1)
+        return _reordered(whole, np.argsort(self._half_blocks()))
 
     def _gather(self, x: jax.Array) -> jax.Array:
         """What all devices have, `[C, ...]`."""
@@ -301,22 +298,6 @@ class Context:
                 f"because it holds two half-blocks of the sequence. Make the sequence a multiple "
                 f"of {2 * self.size}, two times the devices along {self.axis!r}."
             )
-
-
-def _attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    documents: jax.Array | None,
-    implementation: Implementation,
-) -> jax.Array:
-    """Attention of whole sequences."""
-    mask = None
-    if documents is not None:
-        mask = documents[:, None, :, None] == documents[:, None, None, :]
-    return jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=True, implementation=implementation
-    )
 
 
 def _reordered(x: jax.Array, blocks: np.ndarray) -> jax.Array:

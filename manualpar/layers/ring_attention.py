@@ -29,21 +29,26 @@ from manualpar.core.collectives import cast_to_varying, varying_axes
 from manualpar.layers.blockwise_attention import (
     ATTENDED,
     Keys,
+    Pairs,
     Queries,
+    Scoring,
     Seen,
     Sums,
     attend,
     attend_backward,
+    block_size,
+    cut_keys,
+    cut_queries,
+    join_heads,
     no_sums,
+    seen_of,
+    seen_pairs,
+    spans,
 )
 from manualpar.layers.chunks import shift
 from manualpar.purposes import CONTEXT_SCOPE
 
 Tree = TypeVar("Tree")
-# The dims of positions.
-QUERY_DIMS = (3, 0, 1)
-KEY_DIMS = (1, 1, 0, 1)
-SEEN_DIMS = (3, 3, 3)
 
 
 def zigzag_positions(device: jax.Array | int, length: int, devices: int) -> jax.Array:
@@ -53,15 +58,13 @@ def zigzag_positions(device: jax.Array | int, length: int, devices: int) -> jax.
     return jnp.concatenate([block * (length // 2) + half for block in blocks])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ring(
-    query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array, axis: str
-) -> jax.Array:
-    return _forward(query, key, value, documents, axis)[0]
-
-
 def ring_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array, axis: str
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    axis: str,
+    scoring: Scoring,
 ) -> jax.Array:
     """Attends causally within documents.
 
@@ -69,8 +72,10 @@ def ring_attention(
       query: `[B, S, N, H]`, those of this device's positions.
       key: `[B, S, K, H]`, where `K` divides `N`.
       value: `[B, S, K, H]`, of the dtype of `key`.
-      documents: `int32[C, B, S]`, the documents of the positions of every device.
+      documents: `int32[C, B, S]`, the documents of the positions of every device; `None` if each
+        sequence is one document.
       axis: The mesh axis over which the sequence is split in zig-zag. `S` is even.
+      scoring: The window, and the cap of scores. Keys outside of a window go around too.
 
     Returns:
       `[B, S, N, H]`, of the dtype of `value`.
@@ -85,68 +90,147 @@ def ring_attention(
       around once more.
     """
     arrays = (query, key, value, documents)
-    return _ring(*cast_to_varying(arrays, varying_axes(arrays) | {axis}), axis)
+    return _ring(*cast_to_varying(arrays, varying_axes(arrays) | {axis}), (axis, scoring))
+
+
+class _Here:
+    """What this device has: its queries, and what it knows of all keys."""
+
+    def __init__(
+        self, query: jax.Array, key: jax.Array, documents: jax.Array | None, axis: str
+    ) -> None:
+        self.axis, self.documents = axis, documents
+        self.length, self.num_groups = query.shape[1], key.shape[2]
+        half = self.length // 2
+        self.size = block_size(half)
+        blocks = spans(half, self.size)
+        self.pairs = seen_pairs(blocks + half, blocks)  # All blocks of two different half-blocks.
+        self.own_pairs = seen_pairs(blocks, blocks)
+        self.device = jax.lax.axis_index(axis)
+        self.queries = _halves(
+            cut_queries(
+                query,
+                *self._labels(self.device),
+                num_groups=self.num_groups,
+                size=self.size,
+                parts=2,
+            )
+        )
+
+    def keys(self, pair: jax.Array, step: Any) -> tuple[tuple[Keys, Keys], jax.Array]:
+        """The early and late keys that are here in a step; whether they are of a lower device."""
+        device = (self.device - step) % jax.lax.axis_size(self.axis)
+        keys = cut_keys(pair[0], pair[1], *self._labels(device), size=self.size, parts=2)
+        return _halves(keys), device < self.device
+
+    def _labels(self, device: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        positions = zigzag_positions(device, self.length, jax.lax.axis_size(self.axis))
+        if self.documents is None:
+            return positions, None
+        return positions, jax.lax.dynamic_index_in_dim(self.documents, device, keepdims=False)
+
+    def join(self, blocks: jax.Array) -> jax.Array:
+        """`[B, S, N, H]` of this device's blocks `[n, B, K, G, S, H]`."""
+        return join_heads(blocks, self.length, parts=2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _ring(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    rule: tuple[str, Scoring],
+) -> jax.Array:
+    return _forward(query, key, value, documents, rule)[0]
 
 
 def _forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array, axis: str
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    rule: tuple[str, Scoring],
 ) -> tuple[jax.Array, jax.Array]:
-    """The result, and the logarithm of each query's sum of weights, `float32[B, K, G, S]`."""
-    early, late = _queries(query, key.shape[2], documents, axis)
+    """The result, and the logarithm of each query's sum of weights, `float32[n, B, K, G, S]`."""
+    (axis, scoring), here = rule, _Here(query, key, documents, rule[0])
+    early, late = here.queries
+
+    def add(sums: Sums, queries: Queries, keys: Keys, pairs: Pairs) -> Sums:
+        return attend(sums, queries, keys, pairs, scoring)
 
     def step(sums: tuple[Sums, Sums], pair: jax.Array, index: Any) -> tuple[Sums, Sums]:
         of_early, of_late = sums
-        keys, is_before = _keys(pair, index, documents, axis)
-        of_late = attend(of_late, late, keys[0])
+        keys, is_before = here.keys(pair, index)
+        of_late = add(of_late, late, keys[0], here.pairs)
         some = _pick(is_before, of_early, of_late)
-        some = attend(some, _pick(is_before, early, late), _pick(is_before, *keys))
+        queries, some_keys = _pick(is_before, early, late), _pick(is_before, *keys)
+        some = add(some, queries, some_keys, here.pairs)
         return _pick(is_before, some, of_early), _pick(is_before, of_late, some)
 
     pair = jnp.stack([key, value])
-    own, _ = _keys(pair, 0, documents, axis)
-    of_early = attend(no_sums(early), early, own[0])
-    of_late = attend(attend(no_sums(late), late, own[0]), late, own[1])
+    own, _ = here.keys(pair, 0)
+    of_early = add(no_sums(early), early, own[0], here.own_pairs)
+    of_late = add(no_sums(late), late, own[0], here.pairs)
+    of_late = add(of_late, late, own[1], here.own_pairs)
     of_early, of_late = _go_around(step, (of_early, of_late), pair, axis)
-    sums: Sums = jax.tree.map(lambda *x: jnp.concatenate(x, 3), of_early, of_late)
-    out = _ungroup(sums.values / sums.weights[..., None]).astype(value.dtype)
+    sums: Sums = jax.tree.map(_join, of_early, of_late)
+    out = here.join(sums.values / sums.weights[..., None]).astype(value.dtype)
     return out, sums.largest + jnp.log(sums.weights)
 
 
 def _ring_forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array, axis: str
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    rule: tuple[str, Scoring],
 ) -> tuple[jax.Array, Any]:
-    out, log_weights = checkpoint_name(_forward(query, key, value, documents, axis), ATTENDED)
+    out, log_weights = checkpoint_name(_forward(query, key, value, documents, rule), ATTENDED)
     return out, (query, key, value, documents, out, log_weights)
 
 
-def _ring_backward(axis: str, kept: Any, g: jax.Array) -> tuple[Any, Any, Any, None]:
+def _ring_backward(
+    rule: tuple[str, Scoring], kept: Any, g: jax.Array
+) -> tuple[Any, Any, Any, None]:
     query, key, value, documents, out, log_weights = kept
-    num_groups = key.shape[2]
-    early, late = _queries(query, num_groups, documents, axis)
-    product = _group(g.astype(jnp.float32) * out.astype(jnp.float32), num_groups).sum(-1)
-    seen = _halves(Seen(log_weights, _group(g, num_groups), product), SEEN_DIMS)
+    (axis, scoring), here = rule, _Here(query, key, documents, rule[0])
+    early, late = here.queries
+    of_out = {"num_groups": here.num_groups, "size": here.size, "parts": 2}
+    seen = _halves(seen_of(log_weights, out, g, **of_out))
+
+    def differentiate(queries: Queries, seen: Seen, keys: Keys, pairs: Pairs) -> Any:
+        """The gradients of queries, and of keys and values together."""
+        of_query, *of_pair = attend_backward(queries, seen, keys, pairs, scoring)
+        return of_query, jnp.stack(of_pair, 1)
+
+    def join_pair(early: jax.Array, late: jax.Array) -> jax.Array:
+        """The gradients of two half-blocks `[n, 2, B, K, S, H]` as keys and values travel."""
+        blocks = _join(early, late)[:, :, :, :, None]
+        return jnp.stack([here.join(blocks[:, 0]), here.join(blocks[:, 1])])
 
     def step(grads: Any, pair: jax.Array, index: Any) -> Any:
         of_query, of_pair = grads
         of_pair = _shift(of_pair, axis)  # Home, together with the keys that it is of.
-        keys, is_before = _keys(pair, index, documents, axis)
-        of_late, of_early_pair = attend_backward(late, seen[1], keys[0])
+        keys, is_before = here.keys(pair, index)
+        of_late, of_early_pair = differentiate(late, seen[1], keys[0], here.pairs)
         queries, some_seen = _pick(is_before, early, late), _pick(is_before, *seen)
-        of_some, of_some_pair = attend_backward(queries, some_seen, _pick(is_before, *keys))
-        of_query += _join(_pick(is_before, of_some, 0), of_late + _pick(is_before, 0, of_some), 3)
+        some_keys = _pick(is_before, *keys)
+        of_some, of_some_pair = differentiate(queries, some_seen, some_keys, here.pairs)
+        of_query += _join(_pick(is_before, of_some, 0), of_late + _pick(is_before, 0, of_some))
         first = of_early_pair + _pick(is_before, of_some_pair, 0)
-        return of_query, of_pair + _join(first, _pick(is_before, 0, of_some_pair), 2)
+        return of_query, of_pair + join_pair(first, _pick(is_before, 0, of_some_pair))
 
     pair = jnp.stack([key, value])
-    own, _ = _keys(pair, 0, documents, axis)
-    of_early, of_early_pair = attend_backward(early, seen[0], own[0])
-    of_late, of_same_pair = attend_backward(late, seen[1], own[0])
-    of_late_too, of_late_pair = attend_backward(late, seen[1], own[1])
-    of_query = _join(of_early, of_late + of_late_too, 3)
-    of_pair = _join(of_early_pair + of_same_pair, of_late_pair, 2)
+    own, _ = here.keys(pair, 0)
+    of_early, of_early_pair = differentiate(early, seen[0], own[0], here.own_pairs)
+    of_late, of_same_pair = differentiate(late, seen[1], own[0], here.pairs)
+    of_late_too, of_late_pair = differentiate(late, seen[1], own[1], here.own_pairs)
+    of_query = _join(of_early, of_late + of_late_too)
+    of_pair = join_pair(of_early_pair + of_same_pair, of_late_pair)
     of_query, of_pair = _go_around(step, (of_query, of_pair), pair, axis)
     of_key, of_value = _shift(of_pair, axis)
-    of_query = _ungroup(of_query).astype(query.dtype)
+    of_query = here.join(of_query).astype(query.dtype)
     return of_query, of_key.astype(key.dtype), of_value.astype(value.dtype), None
 
 
@@ -177,48 +261,18 @@ def _shift(x: jax.Array, axis: str) -> jax.Array:
     return shift(x, (axis,), 1, scope=CONTEXT_SCOPE)
 
 
-def _queries(
-    query: jax.Array, num_groups: int, documents: jax.Array, axis: str
-) -> tuple[Queries, Queries]:
-    """This device's early and late queries."""
-    device = jax.lax.axis_index(axis)
-    positions = zigzag_positions(device, query.shape[1], jax.lax.axis_size(axis))
-    of_device = jax.lax.dynamic_index_in_dim(documents, device, keepdims=False)
-    return _halves(Queries(_group(query, num_groups), positions, of_device), QUERY_DIMS)
+def _halves(tree: Tree) -> tuple[Tree, Tree]:
+    """The blocks of this device's early half-block, and those of its late one."""
+
+    def half(which: int) -> Tree:
+        return jax.tree.map(lambda x: jnp.split(x, 2)[which], tree)
+
+    return half(0), half(1)
 
 
-def _keys(
-    pair: jax.Array, step: Any, documents: jax.Array, axis: str
-) -> tuple[tuple[Keys, Keys], jax.Array]:
-    """The early and late keys that are here in a step, and whether they are from a lower device."""
-    here, size = jax.lax.axis_index(axis), jax.lax.axis_size(axis)
-    device = (here - step) % size
-    positions = zigzag_positions(device, pair.shape[2], size)
-    of_device = jax.lax.dynamic_index_in_dim(documents, device, keepdims=False)
-    return _halves(Keys(pair[0], pair[1], positions, of_device), KEY_DIMS), device < here
-
-
-def _halves(tree: Tree, dims: tuple[int, ...]) -> tuple[Tree, Tree]:
-    leaves, structure = jax.tree.flatten(tree)
-    halves = [jnp.split(x, 2, dim) for x, dim in zip(leaves, dims, strict=True)]
-    early, late = (jax.tree.unflatten(structure, half) for half in zip(*halves, strict=True))
-    return early, late
-
-
-def _join(early: jax.Array, late: jax.Array, dim: int) -> jax.Array:
-    return jnp.concatenate([early, late], dim)
+def _join(early: jax.Array, late: jax.Array) -> jax.Array:
+    return jnp.concatenate([early, late])
 
 
 def _pick(condition: jax.Array, yes: Any, no: Any) -> Any:
     return jax.tree.map(functools.partial(jnp.where, condition), yes, no)
-
-
-def _group(x: jax.Array, num_groups: int) -> jax.Array:
-    """`[B, K, G, S, H]` of `[B, S, N, H]`."""
-    B, S, N, H = x.shape
-    return jnp.moveaxis(x.reshape(B, S, num_groups, N // num_groups, H), 1, 3)
-
-
-def _ungroup(x: jax.Array) -> jax.Array:
-    B, K, G, S, H = x.shape
-    return jnp.moveaxis(x, 3, 1).reshape(B, S, K * G, H)

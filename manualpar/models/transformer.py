@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from manualpar.layers import enter, split, split_lookup
+from manualpar.layers.attention import ATTENTION_KINDS, AttentionKind
 from manualpar.layers.blockwise_attention import ATTENDED
 from manualpar.layers.chunks import LAYER_OVERLAPS, LayerOverlap
 from manualpar.layers.context import CONTEXT_ATTENTIONS, Context, ContextAttention
@@ -36,7 +37,6 @@ from manualpar.layers.head_loss import head_cross_entropy, head_logits
 from manualpar.layers.routing import COUNTS, LOSSES
 from manualpar.models.rotary import rotary_angles
 from manualpar.models.transformer_layer import (
-    ATTENTIONS,
     Layer,
     LayerConfig,
     marked,
@@ -134,7 +134,7 @@ class Transformer(nn.Module):
     dtype: DTypeLike = "float32"
     remat: str = "none"
     scan_layers: bool = True
-    attention: str = ""
+    attention: AttentionKind = ""
     bos_token: int = -1
     annotate: bool = False
     vocab_multiple: int = 1
@@ -362,11 +362,12 @@ def check_transformer(model: Transformer) -> None:
         refuse("overlap", "'none' without sequence_parallel, whose collectives it takes apart")
     if model.context_axis and model.context_axis == model.split_axis:
         refuse("context_axis", f"another axis than split_axis={model.split_axis!r}")
-    if model.context_axis and model.context_attention == "ring" and model.attention:
-        refuse("attention", "'' with context_attention='ring', which computes attention itself")
+    has_own = model.context_axis and model.context_attention != "ulysses"
+    if has_own and model.attention not in ("", "blockwise"):
+        refuse("attention", f"'' or 'blockwise' with context_attention={model.context_attention!r}")
     choices = (
         ("remat", REMAT_POLICIES),
-        ("attention", ATTENTIONS),
+        ("attention", ATTENTION_KINDS),
         ("overlap", LAYER_OVERLAPS),
         ("context_attention", CONTEXT_ATTENTIONS),
     )

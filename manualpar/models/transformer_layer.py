@@ -15,19 +15,19 @@ the axis that layers are split over.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from manualpar.layers import MoE, SplitDense, enter
+from manualpar.layers.attention import AttentionKind
 from manualpar.layers.chunks import Chunks, LayerOverlap
 from manualpar.layers.context import Context
 from manualpar.layers.ring import enter_ring, whole_sequence
 from manualpar.models.rotary import rotate
 
-ATTENTIONS: dict[str, Literal["xla", "cudnn"] | None] = {"": None, "xla": "xla", "cudnn": "cudnn"}
 # The dims, by their logical names, of which each device along the axis computes a part.
 SPLIT_DIMS = frozenset({"vocab", "heads", "kv_heads", "mlp"})
 
@@ -46,7 +46,7 @@ class LayerConfig:
     dropout_rate: float  # 0 outside of training.
     added_scale: float  # For initial weights whose products are added to the residual stream.
     dtype: jnp.dtype
-    attention: str
+    attention: AttentionKind
     annotate: bool
     context: Context  # How sequences are split over devices.
     num_experts: int = 0  # 0 for an MLP in their place.
@@ -105,9 +105,13 @@ class Attention(nn.Module):
         query_BSNH = rotate(project(*query, "query"), angles_SH)
         key_BSKH = rotate(project(*key, "key"), angles_SH)
         value_BSKH = project(*key, "value")
-        how = ATTENTIONS[config.attention]
+        # Parameters do not depend on the kind, and they may be made where it does not run.
         mixed_BSNH = config.context.attention(
-            query_BSNH, key_BSKH, value_BSKH, document_BS, implementation=how
+            query_BSNH,
+            key_BSKH,
+            value_BSKH,
+            document_BS,
+            kind="" if self.is_initializing() else config.attention,
         )
         leave = _product(config, *out, contracted=2, scale=config.added_scale, name="out")
         return leave(mixed_BSNH)
