@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from manualpar.layers import blockwise_attention
 from manualpar.layers.attention import attention
 from manualpar.layers.boundaries import platform_traced_for
 
@@ -78,15 +79,30 @@ CASES = {
     "documents, window": ({"S": 13}, True, {"window": 4}),
     "a window of one": ({"S": 5}, False, {"window": 1}),
 }
+CAPPED = {
+    "a cap": ({"S": 10}, True, {"soft_cap": 0.5}),
+    "a cap, window": ({"K": 1}, False, {"soft_cap": 1.5, "window": 7}),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kind", ["xla", "blockwise"])
-def test_it_is_attention(kind, name):
+def test_xla_is_attention(name):
     shape, has_documents, options = CASES[name]
     given = arrays(**shape)
     documents = numbers(given[0].shape[1]) if has_documents else None
-    assert_is_attention(*given, documents, kind=kind, **options)
+    assert_is_attention(*given, documents, kind="xla", **options)
+
+
+@pytest.mark.parametrize("block", [3, 16])
+@pytest.mark.parametrize("name", CASES | CAPPED)
+def test_blocks_are_attention(monkeypatch, name, block):
+    """Several blocks, of which the last one may be filled, or a single one."""
+    monkeypatch.setattr(blockwise_attention, "CPU_BLOCK", block)
+    shape, has_documents, options = (CASES | CAPPED)[name]
+    given = arrays(**shape)
+    documents = numbers(given[0].shape[1]) if has_documents else None
+    # It is what is chosen on CPUs.
+    assert_is_attention(*given, documents, kind="", **options)
 
 
 def test_what_cannot_be_is_refused():

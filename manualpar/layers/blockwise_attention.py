@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from manualpar.attention_blocks import blocks_scope
 from manualpar.core.collectives import cast_to_varying, varying_axes
 from manualpar.layers.boundaries import platform_traced_for
 
@@ -206,7 +207,8 @@ def attend(sums: Sums, queries: Queries, keys: Keys, pairs: Pairs, scoring: Scor
         sums = Sums(values, sums.weights * fading + weights.sum(-1), largest)
         return _put(all_sums, sums, pair[0]), None
 
-    return jax.lax.scan(add, sums, jnp.asarray(pairs))[0]
+    with jax.named_scope(blocks_scope(len(pairs))):
+        return jax.lax.scan(add, sums, jnp.asarray(pairs))[0]
 
 
 def attend_backward(
@@ -239,7 +241,8 @@ def attend_backward(
 
     like = (queries, keys)
     zeros = tuple(_zeros(x, like) for x in (queries.query, keys.key, keys.value))
-    (of_query, of_key, of_value), _ = jax.lax.scan(add, zeros, jnp.asarray(pairs))
+    with jax.named_scope(blocks_scope(len(pairs))):
+        (of_query, of_key, of_value), _ = jax.lax.scan(add, zeros, jnp.asarray(pairs))
     return of_query, of_key, of_value
 
 
