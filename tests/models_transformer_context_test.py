@@ -103,7 +103,10 @@ def test_a_split_sequence_is_the_same_as_one_device(build, mesh, fields, options
     ("fields", "message"),
     [
         ({"split_axis": "context"}, "context_axis is 'context', expected another axis than split_"),
-        ({"attention": "cudnn"}, "attention is 'cudnn', expected '' with context_attention='ring'"),
+        (
+            {"attention": "cudnn"},
+            "attention is 'cudnn', expected '' or 'blockwise' with context_a",
+        ),
         ({"context_attention": "all"}, "context_attention is 'all', expected one of 'ring', 'uly"),
         ({"context_attention": "ulysses", "num_heads": 4}, "4 query heads and 2 key heads do not"),
     ],

@@ -23,9 +23,8 @@ SEQUENCE, EXAMPLES = 16, 2
 
 
 def _transformer(**fields):
-    return Transformer(
-        vocab_size=32, num_layers=2, hidden_size=32, num_heads=4, mlp_size=64, **fields
-    )
+    sizes = {"vocab_size": 32, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "mlp_size": 64}
+    return Transformer(**sizes, attention="xla", **fields)
 
 
 def _language_model(*, remat="none", devices=8, **fields):

@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Literal
 
+from manualpar.attention_blocks import blocks_computed
 from manualpar.pipeline.tick_scopes import ticks_run
 from manualpar.purposes import (
     CAST_SCOPE,
@@ -78,7 +79,7 @@ def module_of(scope: str, root: str = "") -> str:
     purposes = [index for index, name in enumerate(path) if name in SCOPES]
     if ours := [index for index in purposes if path[index] != OPTIMIZER_SCOPE]:
         path = path[: ours[-1]]
-    path = [name for name in path if name not in SCOPES]
+    path = [name for name in path if name not in SCOPES and blocks_computed(name) is None]
     if root and path and path[0] == root:
         path = path[1:] or path
     return "/".join(path)

@@ -61,8 +61,8 @@ def attention(
     misfit = _misfit(kind, query, key, value, documents, scoring) if kind else None
     if misfit is not None:
         raise ValueError(
-            f"attention: kind (of a model the field attention) is {kind!r}, and {misfit}; expected "
-            "a kind that can run here. Take '' for the best one that does."
+            f"attention: kind (of models config.model.attention) is {kind!r}, and {misfit}; "
+            "expected a kind that can run here. Take '' for the best one that does."
         )
     if not kind:
         fits = _misfit("cudnn", query, key, value, documents, scoring) is None

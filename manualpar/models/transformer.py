@@ -46,7 +46,7 @@ from manualpar.models.transformer_layer import (
 
 # The parts of a layer that are kept for its backward pass. `dots` are the products with weights.
 # Attention's own products, whose scores are larger than anything else, have a batch dimension and
-# are not among them. What ring attention computes is kept, because it would send all keys again.
+# are not among them. What attention returns is kept, so that none is computed twice.
 _KEPT = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 REMAT_POLICIES: dict[str, Callable[..., bool]] = {
     "none": jax.checkpoint_policies.everything_saveable,
@@ -94,8 +94,8 @@ class Transformer(nn.Module):
       remat: The part of a layer that is computed again in the backward pass: `"none"`, `"full"`
         for all of it, `"dots"` for all but its products with weights.
       scan_layers: Whether one layer is compiled and run in a loop, or each layer by itself.
-      attention: The implementation of `jax.nn.dot_product_attention`: `"xla"`,
-        `"cudnn"` (on an NVIDIA GPU, in 16 bits), or `""` for the one that jax chooses.
+      attention: What computes attention, see `manualpar.layers.attention`: `"splash"`, `"cudnn"`,
+        `"blockwise"`, `"xla"`, or `""` for the best one that runs on the devices of the mesh.
       bos_token: The token that begins a document; attention does not look across it. The tokens
         before the first one are a document too. -1 if each sequence is one document.
       annotate: Whether the dims of parameters have names, for logical axis rules: `vocab`, `embed`,

@@ -19,6 +19,7 @@ import ml_collections
 from manualpar.checkpoints.compatibility import REMOVED, RENAMED
 from manualpar.compiler_options import OVERLAPS
 from manualpar.core.strategy import MODES
+from manualpar.layers.attention import ATTENTION_KINDS
 from manualpar.layers.chunks import LAYER_OVERLAPS
 from manualpar.layers.context import CONTEXT_ATTENTIONS
 from manualpar.pipeline.stages import KEEPS, SCHEDULES
@@ -103,7 +104,7 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "model.dtype": Field(str, choices=DTYPES),
         "model.remat": Field(str, choices=("none", "dots", "full")),
         "model.scan_layers": Field(bool),
-        "model.attention": Field(str, choices=("", "xla", "cudnn")),
+        "model.attention": Field(str, choices=ATTENTION_KINDS),
         "model.vocab_multiple": Field(int, 1, below=2**31),
         "model.num_experts": Field(int, 0, below=2**20),
         "model.experts_per_token": Field(int, 1, below=2**20),

@@ -139,11 +139,6 @@ def _build(
 ) -> tuple[Program, ChosenOptions]:
     """The program, and the compiler options that were chosen for it."""
     optimizer, parallel = config.optimizer, config.parallel
-    if config.model.get("attention") == "cudnn" and jax.default_backend() != "gpu":
-        raise ValueError(
-            f"config.model.attention is 'cudnn' and the devices here are {jax.default_backend()}s, "
-            "expected '' or 'xla': cuDNN is a library for NVIDIA's GPUs."
-        )
     axes = _mesh_axes(parallel, is_split=isinstance(task.model, Transformer))
     if isinstance(devices, int):
         mesh: Mesh | AbstractMesh = abstract_mesh(axes, devices)
