@@ -110,6 +110,7 @@ def test_what_cannot_be_is_refused():
     for options, message in (
         ({"kind": "flash"}, "kind is 'flash', expected one of '', 'splash', 'cudnn'"),
         ({"kind": "cudnn"}, "is 'cudnn', and the devices are cpus.*expected a kind that can run"),
+        ({"kind": "splash"}, "is 'splash', and the devices are cpus, and no TPUs"),
         ({"kind": "xla", "soft_cap": 30.0}, "is 'xla', and soft_cap is 30.0, which it does not"),
         ({"window": 0}, "window is 0, expected at least 1, or None"),
         ({"soft_cap": 0.0}, "soft_cap is 0.0, expected more than 0, or None"),
@@ -138,3 +139,16 @@ def test_the_platform_is_that_of_the_mesh_around(devices8):
         run = jax.shard_map(look, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         jax.eval_shape(run, whole)
     assert [*found, platform_traced_for()] == ["cpu", None, jax.default_backend()]
+
+
+def test_tpus_run_splash_where_it_fits(monkeypatch):
+    monkeypatch.setattr("manualpar.layers.attention.platform_traced_for", lambda: "tpu")
+
+    def is_splash(dtype, devices):
+        monkeypatch.setattr(jax, "device_count", lambda: devices)
+        heads = arrays(S=128, dtype=dtype)[:3]
+        return "pallas_call" in str(jax.make_jaxpr(attention)(*heads))
+
+    assert is_splash("bfloat16", 1)
+    assert not is_splash("float16", 1)
+    assert not is_splash("bfloat16", 8)  # Without a mesh XLA may split it.

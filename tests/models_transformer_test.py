@@ -278,9 +278,7 @@ def test_every_kind_of_attention_is_the_same_function():
 
 def test_attention_that_cannot_run_is_refused_but_its_parameters_can_be_made():
     model = SMALL.clone(attention="cudnn")
-    with pytest.raises(
-        ValueError, match=r"config.model.attention.* 'cudnn', and the devices"
-    ):
+    with pytest.raises(ValueError, match=r"config.model.attention.* 'cudnn', and the devices"):
         jax.eval_shape(model.apply, {"params": _params(model)}, _tokens((2, 8)))
 
 

@@ -1,10 +1,16 @@
 """Causal attention within documents: one function, and the choice of what computes it.
 
 - `"splash"`: jax's kernel for TPUs, see `splash_attention`.
-- `"cudnn"`: NVIDIA's kernel, in 16 bits.
+- `"cudnn"`: NVIDIA's kernel, in 16 bits, without caps. It has no numbers of documents: JAX makes
+  them a bias `[B, 1, S, S]` and its gradient.
 - `"blockwise"`: plain JAX, a pair of blocks after the other, see `sequence_attention`. It runs
   everywhere. On CPUs it is faster than XLA's own at every length, and takes less memory.
 - `"xla"`: scores `[B, N, S, S]` that XLA writes out, and a mask as large where there are documents.
+
+`""` is the best that runs on the devices that a program is traced for: splash on TPUs, cuDNN on
+NVIDIA GPUs while its bias is no larger than the queries, and else blockwise. The mesh around the
+code says what the devices are. (`jax.lax.platform_dependent` would trace and lower all of them, and
+counts of operations, plans and guards would see branches of which only one runs.)
 
 Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, `H` features of a
 head.
@@ -18,6 +24,7 @@ import jax.numpy as jnp
 from manualpar.layers.blockwise_attention import Scoring
 from manualpar.layers.boundaries import platform_traced_for
 from manualpar.layers.sequence_attention import attend_in_blocks
+from manualpar.layers.splash_attention import splash_attention, splash_misfit
 
 AttentionKind = Literal["", "splash", "cudnn", "blockwise", "xla"]
 ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
@@ -58,15 +65,15 @@ def attention(
     if kind not in ATTENTION_KINDS:
         known = ", ".join(map(repr, ATTENTION_KINDS))
         raise ValueError(f"attention: kind is {kind!r}, expected one of {known}.")
-    misfit = _misfit(kind, query, key, value, documents, scoring) if kind else None
+    misfit = _misfit(kind, query, key, documents, scoring) if kind else None
     if misfit is not None:
         raise ValueError(
             f"attention: kind (of models config.model.attention) is {kind!r}, and {misfit}; "
             "expected a kind that can run here. Take '' for the best one that does."
         )
-    if not kind:
-        fits = _misfit("cudnn", query, key, value, documents, scoring) is None
-        kind = "cudnn" if fits and not _is_mask_large(query, documents) else "blockwise"
+    kind = kind or _best(query, key, documents, scoring)
+    if kind == "splash":
+        return splash_attention(query, key, value, documents, window=window, soft_cap=soft_cap)
     if kind == "blockwise":
         return attend_in_blocks(query, key, value, documents, scoring)
     mask = None
@@ -122,18 +129,35 @@ def check_attention(
         )
 
 
+def _best(
+    query: jax.Array, key: jax.Array, documents: jax.Array | None, scoring: Scoring
+) -> AttentionKind:
+    """The kernel of the devices that are traced for, where it fits, else blocks."""
+    is_alone = not jax.sharding.get_abstract_mesh().empty or jax.device_count() == 1
+    # Without a mesh XLA may split what several devices compute, and it cannot split the kernel.
+    if platform_traced_for() == "tpu" and is_alone and splash_misfit(query, key) is None:
+        return "splash"
+    _, S, N, H = query.shape
+    # The mask of documents, `[B, S, S]` in 16 bits, and its gradient, may be as large as queries.
+    is_mask_small = documents is None or S <= N * H
+    if is_mask_small and _misfit("cudnn", query, key, documents, scoring) is None:
+        return "cudnn"
+    return "blockwise"
+
+
 def _misfit(
     kind: AttentionKind,
     query: jax.Array,
     key: jax.Array,
-    value: jax.Array,
     documents: jax.Array | None,
     scoring: Scoring,
 ) -> str | None:
     """Why a kind cannot run, or `None`."""
-    del value
     if kind == "splash":
-        return "this version does not have it"
+        platform = platform_traced_for()
+        if platform not in ("tpu", None):
+            return f"the devices are {platform}s, and no TPUs"
+        return splash_misfit(query, key)
     if kind in ("cudnn", "xla") and scoring.soft_cap is not None:
         return f"soft_cap is {scoring.soft_cap}, which it does not have"
     return _cudnn_misfit(query, key, documents) if kind == "cudnn" else None
@@ -156,9 +180,3 @@ def _cudnn_misfit(query: jax.Array, key: jax.Array, documents: jax.Array | None)
     if documents is not None and query.shape[1] % 2:
         return f"{query.shape[1]} positions with documents are an odd number"
     return None
-
-
-def _is_mask_large(query: jax.Array, documents: jax.Array | None) -> bool:
-    """Whether cuDNN's mask of documents, `[B, S, S]` in 16 bits, is larger than the queries."""
-    _, S, N, H = query.shape
-    return documents is not None and S > N * H
