@@ -1,22 +1,27 @@
 """JAX's attention for TPUs, interpreted on CPUs: its values and gradients, alone and in models."""
 
 import functools
+import math
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from manualpar import make_mesh
+from manualpar import Batch, fsdp, make_mesh
 from manualpar.attention_blocks import blocks_computed
 from manualpar.jaxprs import inner_jaxprs
+from manualpar.layers import attention
 from manualpar.layers import splash_attention as splash
 from manualpar.layers.blockwise_attention import ATTENDED
+from manualpar.models import Transformer
 from tests.layers_attention_test import arrays, numbers, reference
 from tests.one_device import slow_unless
+from tests.transformer_on_one_device import assert_same_as_plain_flax, loss_of
 
 attend = functools.partial(splash.splash_attention, interpret=True)
 
@@ -159,3 +164,70 @@ def test_what_the_kernel_cannot_do_is_refused():
     query, key, value, _ = arrays(dtype="float16")
     with pytest.raises(ValueError, match=r"the dtype is float16, not bfloat16 or float32\. Take"):
         attend(query, key, value)
+
+
+@pytest.fixture
+def on_tpus(monkeypatch):
+    """Programs are traced as if their mesh were of TPUs; without a mesh, for this host."""
+    mesh_of = jax.sharding.get_abstract_mesh
+    monkeypatch.setattr(
+        attention, "platform_traced_for", lambda: "cpu" if mesh_of().empty else "tpu"
+    )
+    monkeypatch.setattr(attention, "splash_attention", attend)
+
+
+SMALL = Transformer(
+    vocab_size=29,
+    vocab_multiple=8,
+    num_layers=2,
+    hidden_size=16,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_size=32,
+    bos_token=28,
+)
+SPLIT = {"split_axis": "model", "sequence_parallel": True, "remat": "dots"}
+ULYSSES = {"context_axis": "context", "context_attention": "ulysses"}
+PROGRAMS = (
+    ({"data": 4}, "manual", {"remat": "full"}),
+    ({"data": 4}, "manual", {"scan_layers": False, "num_kv_heads": 4, "bos_token": -1}),
+    ({"data": 4}, "auto", {"remat": "full"}),
+    ({"data": 4}, "explicit", {"num_kv_heads": 1}),
+    ({"data": 2, "model": 2}, "manual", SPLIT),
+    ({"data": 2, "context": 2, "model": 2}, "manual", ULYSSES | SPLIT),
+    ({"data": 2, "expert": 2}, "manual", {"num_experts": 4, "expert_axis": "expert"}),
+)
+
+
+def make_small_batch():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 28, (8, 17)).astype(np.int32)
+    tokens[:, [2, 6, 11]] = 28
+    mask = (rng.random((8, 16)) < 0.7).astype(np.float32)
+    return Batch(inputs=tokens[:, :-1], labels=tokens[:, 1:], mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "mode", "fields"), [slow_unless(PROGRAMS[:1], *case) for case in PROGRAMS]
+)
+def test_a_transformer_takes_it_and_is_that_of_one_device(mesh, mode, fields, on_tpus, devices8):
+    model = SMALL.clone(**fields)
+    size = math.prod(mesh.values())
+    axes = tuple(axis for axis in ("data", "expert") if axis in mesh)
+    program = fsdp(
+        model,
+        optax.sgd(1.0),
+        loss_of(model),
+        mesh=make_mesh(mesh, devices=devices8[:size]),
+        axis_name=axes,
+        context_axis="context" if "context" in mesh else None,
+        batch=make_small_batch(),
+        min_weight_size=16,
+        mode=mode,
+    )
+    assert_same_as_plain_flax(program, model, make_small_batch)
+    step = program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr.jaxpr
+    found = [name for name, _ in kernels_of(step)]
+    # No forward kernel runs twice, whatever is computed again.
+    layers = 1 if model.scan_layers else model.num_layers
+    assert sum("fwd" in name for name in found) == len(found) // 2 == layers
