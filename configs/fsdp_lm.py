@@ -43,7 +43,9 @@ def get_config() -> ConfigDict:
     config.model.dtype = "bfloat16"  # what is computed in; parameters are float32
     config.model.remat = "none"  # or "dots", "full": what is computed again for the backward pass
     config.model.scan_layers = False  # True: one layer is compiled, and run in a loop
-    config.model.attention = ""  # "xla", "cudnn"; "": what jax chooses
+    config.model.attention = ""  # "splash", "cudnn", "blockwise", "xla"; "": the best that runs
+    config.model.attention_window = 0  # how many positions a query sees; 0: all
+    config.model.attention_soft_cap = 0.0  # the bound of scores, such as 50.0; 0: none
     config.model.vocab_multiple = 1  # the vocabulary is padded to a multiple, to divide over model
     config.model.num_experts = 0  # in place of each MLP; 0: none
     config.model.experts_per_token = 2

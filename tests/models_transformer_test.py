@@ -276,6 +276,18 @@ def test_every_kind_of_attention_is_the_same_function():
     chex.assert_trees_all_close(*grads, rtol=1e-4, atol=1e-6)
 
 
+def test_a_window_hides_what_is_farther_away_and_a_cap_bounds_scores():
+    model = SMALL.clone(num_layers=1, attention_window=3)
+    params, tokens = _params(model), _tokens((1, 8))
+    other = tokens.at[0, 0].add(1) % model.vocab_size
+    before, after = (_logits(model, params, x)[0] for x in (tokens, other))
+    differs = (jnp.abs(before - after) > 1e-6).any(-1)
+    assert differs.tolist() == [True] * 3 + [False] * 5
+    assert flops_per_token(model, 100) == flops_per_token(model.clone(attention_window=0), 3)
+    capped = _logits(model.clone(attention_soft_cap=0.1), params, tokens)[0]
+    assert jnp.abs(before - capped).max() > 1e-3
+
+
 def test_attention_that_cannot_run_is_refused_but_its_parameters_can_be_made():
     model = SMALL.clone(attention="cudnn")
     with pytest.raises(ValueError, match=r"config.model.attention.* 'cudnn', and the devices"):
@@ -372,6 +384,8 @@ def test_dropout_is_for_training_and_follows_its_key():
             {"attention": "flash"},
             "attention is 'flash', expected one of '', 'splash', 'cudnn', 'b",
         ),
+        ({"attention_window": -1}, "attention_window is -1, expected at least 1"),
+        ({"attention_soft_cap": -0.5}, "attention_soft_cap is -0.5, expected more than 0"),
         ({"bos_token": 16}, "bos_token is 16, expected less than vocab_size=16"),
         ({"bos_token": -2}, "bos_token is -2, expected less than vocab_size=16, or -1"),
         ({"dtype": "int32"}, "dtype is 'int32', expected a floating dtype"),

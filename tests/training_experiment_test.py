@@ -272,8 +272,10 @@ def test_what_a_loss_adds_is_told_by_the_config(text):
     with config.unlocked():
         config.model.logit_soft_cap, config.training.z_loss = 30.0, 1e-4
         config.training.label_smoothing = 0.1
+        config.model.attention_window, config.model.attention_soft_cap = 4, 50.0
     model = make_task(config).model
     assert (model.logit_soft_cap, model.z_loss, model.label_smoothing) == (30.0, 1e-4, 0.1)
+    assert (model.attention_window, model.attention_soft_cap) == (4, 50.0)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ ADDED: Mapping[str, Any] = {
     "model.experts_per_token": 2,
     "model.capacity_factor": 1.25,
     "model.logit_soft_cap": 0.0,
+    "model.attention_window": 0,
+    "model.attention_soft_cap": 0.0,
     "training.label_smoothing": 0.0,
     "training.z_loss": 0.0,
     "parallel.sequence": False,

@@ -96,6 +96,9 @@ class Transformer(nn.Module):
       scan_layers: Whether one layer is compiled and run in a loop, or each layer by itself.
       attention: What computes attention, see `manualpar.layers.attention`: `"splash"`, `"cudnn"`,
         `"blockwise"`, `"xla"`, or `""` for the best one that runs on the devices of the mesh.
+      attention_window: How many positions a query sees, its own and those right before it; 0 for
+        all.
+      attention_soft_cap: `c`, which bounds scores by `c * tanh(score / c)`; 0 for none.
       bos_token: The token that begins a document; attention does not look across it. The tokens
         before the first one are a document too. -1 if each sequence is one document.
       annotate: Whether the dims of parameters have names, for logical axis rules: `vocab`, `embed`,
@@ -135,6 +138,8 @@ class Transformer(nn.Module):
     remat: str = "none"
     scan_layers: bool = True
     attention: AttentionKind = ""
+    attention_window: int = 0
+    attention_soft_cap: float = 0.0
     bos_token: int = -1
     annotate: bool = False
     vocab_multiple: int = 1
@@ -225,6 +230,8 @@ class Transformer(nn.Module):
             added_scale=(2 * self.num_layers) ** -0.5,
             dtype=jnp.dtype(self.dtype),
             attention=self.attention,
+            window=self.attention_window or None,
+            soft_cap=self.attention_soft_cap or None,
             annotate=self.annotate,
             num_experts=self.num_experts,
             experts_per_token=self.experts_per_token,
@@ -294,7 +301,7 @@ def flops_per_token(model: Transformer, sequence_length: int) -> int:
 
     Args:
       model: The model.
-      sequence_length: Positions that attention sees, `S`.
+      sequence_length: Positions of a sequence; `S` is as many, or those of the model's window.
 
     Returns:
       Multiplications and additions of one token's forward and backward pass.
@@ -310,7 +317,8 @@ def flops_per_token(model: Transformer, sequence_length: int) -> int:
         mlp = model.experts_per_token * mlp + model.num_experts
     layer = model.hidden_size * (heads * size + mlp)
     weights = model.num_layers * layer + model.hidden_size * size_of_vocabulary(model)
-    return 6 * weights + 12 * model.num_layers * model.num_heads * size * sequence_length
+    seen = min(sequence_length, model.attention_window or sequence_length)
+    return 6 * weights + 12 * model.num_layers * model.num_heads * size * seen
 
 
 def check_transformer(model: Transformer) -> None:
@@ -362,6 +370,10 @@ def check_transformer(model: Transformer) -> None:
         refuse("overlap", "'none' without sequence_parallel, whose collectives it takes apart")
     if model.context_axis and model.context_axis == model.split_axis:
         refuse("context_axis", f"another axis than split_axis={model.split_axis!r}")
+    if model.attention_window < 0:
+        refuse("attention_window", "at least 1, such as 4096, or 0 for all positions")
+    if not model.attention_soft_cap >= 0:
+        refuse("attention_soft_cap", "more than 0, such as 50, or 0 for none")
     has_own = model.context_axis and model.context_attention != "ulysses"
     if has_own and model.attention not in ("", "blockwise"):
         refuse("attention", f"'' or 'blockwise' with context_attention={model.context_attention!r}")

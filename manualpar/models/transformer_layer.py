@@ -49,6 +49,8 @@ class LayerConfig:
     attention: AttentionKind
     annotate: bool
     context: Context  # How sequences are split over devices.
+    window: int | None = None  # Of attention.
+    soft_cap: float | None = None  # Of its scores.
     num_experts: int = 0  # 0 for an MLP in their place.
     experts_per_token: int = 0
     capacity_factor: float | None = None
@@ -112,6 +114,8 @@ class Attention(nn.Module):
             value_BSKH,
             document_BS,
             kind="" if self.is_initializing() else config.attention,
+            window=config.window,
+            soft_cap=config.soft_cap,
         )
         leave = _product(config, *out, contracted=2, scale=config.added_scale, name="out")
         return leave(mixed_BSNH)

@@ -105,6 +105,8 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "model.remat": Field(str, choices=("none", "dots", "full")),
         "model.scan_layers": Field(bool),
         "model.attention": Field(str, choices=ATTENTION_KINDS),
+        "model.attention_window": Field(int, 0, below=2**31),
+        "model.attention_soft_cap": Field(float, 0, below=LARGEST),
         "model.vocab_multiple": Field(int, 1, below=2**31),
         "model.num_experts": Field(int, 0, below=2**20),
         "model.experts_per_token": Field(int, 1, below=2**20),

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from manualpar.collection_sync import choose_sync
 from manualpar.core.collectives import cast_to_varying
@@ -91,7 +91,7 @@ def check_context(strategy: str, model: UserModel, batch: Any, roles: AxisRoles)
         return
     devices = model.mode.mesh.shape[axis]
     sizes = {**model.mode.mesh.shape, axis: 1}
-    mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes), model.mode.mesh.axis_types)
+    mesh: Any = model.mode.mesh.abstract_mesh.update(axis_sizes=tuple(sizes.values()))
     whole = dataclasses.replace(model, mode=dataclasses.replace(model.mode, mesh=mesh))
     complaint = f"{strategy}: with context_axis={axis!r}"
     for training in (True, False):
