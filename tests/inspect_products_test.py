@@ -157,11 +157,11 @@ def kernels(loss, shape, *, fused_attention=False):
 
 @pytest.mark.parametrize("window", [None, 256])
 def test_kernels_of_attention_compute_the_blocks_that_their_mask_leaves(window):
-    loss, blocks = attend(4, 1024, block=256, window=window)
+    loss, blocks = attend(6, 1024, block=256, window=window)
     assert blocks == (7 if window else 10)
-    found = kernels(loss, (3, 4, 1024, 128))
+    found = kernels(loss, (3, 6, 1024, 128))
     # A product of scores, forward two, then three for queries and four for keys and values.
-    one = 2 * 3 * 4 * blocks * 256 * 256 * 128
+    one = 2 * 3 * 6 * blocks * 256 * 256 * 128
     assert {name: product.flops / one for name, product in found.items()} == {
         "splash_mha_fwd_residuals": 2,
         "splash_mha_dq_no_residuals": 3,
@@ -169,16 +169,16 @@ def test_kernels_of_attention_compute_the_blocks_that_their_mask_leaves(window):
     }
     assert {product.dtype for product in found.values()} == {"bfloat16"}
     # Queries, keys, values and results; and float32 sums, of 128 numbers a query.
-    arrays, sums = 4 * 3 * 4 * 1024 * 128 * 2, 3 * 4 * 1024 * 128 * 4
+    arrays, sums = 4 * 3 * 6 * 1024 * 128 * 2, 3 * 6 * 1024 * 128 * 4
     traffic = found["splash_mha_fwd_residuals"].traffic
     assert arrays + sums <= traffic < 1.2 * (arrays + sums)
-    assert kernels(loss, (3, 4, 1024, 128), fused_attention=True) == found
+    assert kernels(loss, (3, 6, 1024, 128), fused_attention=True) == found
 
 
 def test_a_fused_backward_kernel_computes_five_products():
-    loss, blocks = attend(2, 512, block=256, is_fused=True)
-    one = 2 * 2 * blocks * 256 * 256 * 128
-    found = kernels(loss, (1, 2, 512, 128))
+    loss, blocks = attend(5, 768, block=256, is_fused=True)
+    one = 2 * 5 * blocks * 256 * 256 * 128
+    found = kernels(loss, (1, 5, 768, 128))
     assert [product.flops / one for product in found.values()] == [2, 5]
 
 

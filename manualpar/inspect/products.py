@@ -196,15 +196,18 @@ def _dot(eqn: Any, not_free: set[int]) -> int:
 def _kernel(eqn: Any, scope: str) -> int | None:
     """A kernel's own estimate, or its body's products in all steps of its grid.
 
-    The last two dims of the grid of attention are the blocks.
+    Attention takes a step for each block of each head, in an order of its own; its first floating
+    operand are the queries, `[..., S, H]`.
     """
     if estimate := eqn.params["cost_estimate"]:
         return int(estimate.flops)
     grid = eqn.params["grid_mapping"].grid
     if not all(isinstance(size, int) for size in grid):
         return None
-    in_blocks, blocks = math.prod(grid[-2:]), blocks_computed(scope)
-    steps = math.prod(grid[:-2]) * (in_blocks if blocks is None else min(blocks, in_blocks))
+    steps = math.prod(grid)
+    if (blocks := blocks_computed(scope)) is not None:
+        queries = next(x for x in eqn.invars if jnp.issubdtype(x.aval.dtype, jnp.floating))
+        steps = min(steps, blocks * math.prod(queries.aval.shape[:-2]))
     try:
         products = ProductReader("flops_of").read(eqn.params["jaxpr"])
     except ValueError:  # A loop of unknown length.
