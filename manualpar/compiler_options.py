@@ -118,7 +118,7 @@ def choose_options(
         if overlap == "none":
             return ChosenOptions(why="overlap is 'none'")
         over = " and ".join(map(str, rings))
-        where = f"for gradients over {over} {device_kind}s"
+        where = f"{device_kind}, gradients over {over} devices"
         if max(rings, default=1) > choice.most:
             return ChosenOptions(why=f"{where}; others pay up to {choice.most}")
         return ChosenOptions(choice.options, where)

@@ -51,10 +51,10 @@ def test_every_choice_is_of_chips_that_plans_know():
 def test_what_is_chosen_is_said():
     said = str(choose_options(V5E, [8, 16]))
     assert said == (
-        f"{WINDOWS}=true, xla_tpu_rwb_fusion=false (for gradients over 8 and 16 TPU v5 lites)"
+        f"{WINDOWS}=true, xla_tpu_rwb_fusion=false (TPU v5 lite, gradients over 8 and 16 devices)"
     )
     assert str(choose_options(V5E, [256])) == (
-        "the compiler's own (for gradients over 256 TPU v5 lites; others pay up to 16)"
+        "the compiler's own (TPU v5 lite, gradients over 256 devices; others pay up to 16)"
     )
     assert str(choose_options(V5E, [8], "none")) == "the compiler's own (overlap is 'none')"
     assert str(choose_options("cpu", [8])) == ""
@@ -70,7 +70,9 @@ def test_options_that_the_compiler_refuses_are_left_out_and_it_is_said(devices8)
     chosen = choose_options(V5E, [8])
     kept = keep_if_known(chosen, devices8[0])
     assert kept.options == {}
-    assert str(kept).startswith("the compiler's own (for gradients over 8 TPU v5 lites; refused: ")
+    assert str(kept).startswith(
+        "the compiler's own (TPU v5 lite, gradients over 8 devices; refused: "
+    )
     assert f"No such compile option: '{WINDOWS}'" in str(kept)
     known = ChosenOptions({"xla_cpu_enable_fast_math": False}, "why")
     assert keep_if_known(known, devices8[0]) == known
