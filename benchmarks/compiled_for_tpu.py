@@ -1,8 +1,7 @@
 """Manual against auto for the same language model, compiled for TPUs by XLA's own compiler.
 
-python -m benchmarks.compiled_for_tpu [--topologies v5e:4x4 v6e:4x4 v5p:2x2x4] [--programs ...]
-    [--layers 8 --hidden_size 2048 --mlp_size 8192 --heads 16 --sequence_length 2048]
-    [--processes 1] [--output FILE.md] [--json FILE.json] [--against FILE.json]
+python -m benchmarks.compiled_for_tpu [--topologies v5e:4x4 v6e:4x4 ...] [--programs ...]
+    [--shapes 8x2048 7b] [--processes 1] [--output FILE.md] [--json FILE.json] [--against FILE.json]
 
 No TPU is needed, but libtpu is: `pip install "manualpar[tpu-compiler]"`. Nothing is timed: HBM,
 collectives and cycles are read off the program that the compiler has made, and are the same in
@@ -19,6 +18,7 @@ did in an earlier run's file.
 import argparse
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -37,10 +37,33 @@ from manualpar.training.task import SPLIT_AXIS
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "fsdp_lm.py"
-TOPOLOGIES = ("v5e:4x4", "v6e:4x4", "v5p:2x2x4")
+TOPOLOGIES = ("v5e:4x4", "v5e:2x4", "v6e:4x4", "v5p:2x2x4")
 VOCAB_SIZE = 32_000
 MIB = 2**20
 TOLERANCE = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A language model, one sequence of which a chip computes in a step."""
+
+    layers: int
+    hidden_size: int
+    mlp_size: int
+    heads: int
+    sequence_length: int = 2048
+
+    def __str__(self) -> str:
+        return (
+            f"L={self.layers}, D={self.hidden_size:,}, F={self.mlp_size:,}, {self.heads} heads, "
+            f"V={VOCAB_SIZE:,}, one sequence of {self.sequence_length:,} a chip"
+        )
+
+
+SHAPES: Mapping[str, Shape] = {
+    "8x2048": Shape(8, 2048, 8192, 16),
+    "7b": Shape(32, 4096, 11008, 32),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +85,11 @@ class Variant:
     sequence: bool = False
 
 
+REFERENCE = "auto"
 PROGRAMS: Mapping[str, Variant] = {
-    "manual, no options": Variant("manual", "none"),
+    REFERENCE: Variant("auto"),
     "manual": Variant("manual"),
-    "auto": Variant("auto"),
+    "manual, no options": Variant("manual", "none"),
     "auto, no options": Variant("auto", "none"),
     "auto-unconstrained": Variant("auto-unconstrained"),
     "manual, axis by axis": Variant("manual", is_axis_by_axis=True),
@@ -77,6 +101,7 @@ PROGRAMS: Mapping[str, Variant] = {
     ),
     "auto, split over 4": Variant("auto", num_split=4),
 }
+COMPARED = ("auto", "manual", "manual, no options")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,32 +109,41 @@ class Row:
     """What was found out about one program; bytes are a chip's, seconds a step's.
 
     Attributes:
+      shape: The name of its model.
       topology: For what it was compiled.
       program: Its name.
       plan: The compiler's plan of it; `None` if there is none.
       error: Why there is none.
     """
 
+    shape: str
     topology: str
     program: str
     plan: Plan | None
     error: str = ""
 
-    def cells(self) -> list[str]:
-        """The row of a table."""
-        plan = self.plan
+    def cells(self, reference: "Row | None" = None) -> list[str]:
+        """The row of a table, with its steps as parts of those of the row of another program."""
+        plan, names = self.plan, [self.shape, self.topology, self.program]
         if plan is None or not plan.fits:
             why = (self.error or " ".join(plan.notes if plan else ())).replace("|", "/")
-            return [self.topology, self.program, why, *[""] * (len(HEADER) - 3)]
+            return [*names, why, *[""] * (len(HEADER) - 4)]
         return [
-            self.topology,
-            self.program,
+            *names,
             f"{plan.peak_bytes / 2**30:.2f}",
+            f"{plan.memory['temporaries'] / MIB:,.0f}",
             f"{plan.bytes_sent / MIB:,.0f}",
             *(_sent(plan, kinds) for kinds in KINDS.values()),
             *(f"{(seconds or 0.0) * 1e3:,.1f}" for seconds in _seconds(plan)),
             f"{plan.mfu or 0:.1%}",
+            self._compared(reference),
         ]
+
+    def _compared(self, reference: "Row | None") -> str:
+        """The step on both timelines over that of another program."""
+        mine, others = self.figures(), reference.figures() if reference else {}
+        names = ("step_seconds", "step_seconds_by_links")
+        return " / ".join(f"{mine[name] / others[name]:.3f}" for name in names if others)
 
     def figures(self) -> dict[str, float]:
         """What must not grow."""
@@ -134,9 +168,10 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "others": ("permute", "all_to_all"),
 }
 HEADER = (
-    *("topology", "program", "HBM GiB", "sent MiB"),
+    *("model", "topology", "program", "HBM GiB", "temporaries MiB", "sent MiB"),
     *(f"{kind} MiB (asynchronous)" for kind in KINDS),
     *("compute ms", "exposed ms", "overlapped ms", "step ms", "by links ms", "MFU"),
+    f"of {REFERENCE}, both",
 )
 
 
@@ -154,56 +189,55 @@ def _seconds(plan: Plan) -> tuple[float | None, ...]:
     return plan.compute_seconds, *sending, plan.step_seconds, plan.step_seconds_by_links
 
 
-def make_config(args: argparse.Namespace, topology: str, variant: Variant) -> Any:
-    """The config of one program: one sequence a chip, FSDP, all of a layer computed again."""
+def make_config(shape: Shape, topology: str, variant: Variant) -> Any:
+    """The config of one program: FSDP, all of a layer computed again."""
     config = ml_collections.ConfigDict(load_config(CONFIG).to_dict())
-    shape = parse_topology(topology)
-    config.data.sequence_length = args.sequence_length
-    config.data.batch_size = shape.num_devices
-    config.model.num_layers, config.model.scan_layers = args.layers, True
-    config.model.hidden_size, config.model.mlp_size = args.hidden_size, args.mlp_size
-    config.model.num_heads = config.model.num_kv_heads = args.heads
+    devices = parse_topology(topology)
+    config.data.sequence_length = shape.sequence_length
+    config.data.batch_size = devices.num_devices
+    config.model.num_layers, config.model.scan_layers = shape.layers, True
+    config.model.hidden_size, config.model.mlp_size = shape.hidden_size, shape.mlp_size
+    config.model.num_heads = config.model.num_kv_heads = shape.heads
     config.model.remat = "full"
     config.parallel.mode = variant.mode
     config.parallel.overlap = variant.overlap
     config.parallel.gather_dtype = "bfloat16"
     config.parallel.min_weight_size = 2**14
     if variant.is_axis_by_axis:
-        minor = shape.shape[-1]
-        sizes = {"data": shape.num_devices // minor, "data_minor": minor}
+        minor = devices.shape[-1]
+        sizes = {"data": devices.num_devices // minor, "data_minor": minor}
         config.parallel.mesh = ml_collections.ConfigDict(sizes)
         config.parallel.axis_by_axis = True
     if variant.num_split:
-        sizes = {"data": shape.num_devices // variant.num_split, SPLIT_AXIS: variant.num_split}
+        sizes = {"data": devices.num_devices // variant.num_split, SPLIT_AXIS: variant.num_split}
         config.parallel.mesh = ml_collections.ConfigDict(sizes)
         config.parallel.sequence = variant.sequence
     return config.lock()
 
 
-def compile_row(args: argparse.Namespace, topology: str, name: str) -> Row:
+def compile_row(shape: str, topology: str, program: str) -> Row:
     """Compiles one program; what cannot be compiled says why in its row."""
-    variant = PROGRAMS[name]
+    config = make_config(SHAPES[shape], topology, PROGRAMS[program])
     try:
-        plan = compile_for_tpu(
-            make_config(args, topology, variant),
-            topology,
-            vocab_size=VOCAB_SIZE,
-        )
+        plan = compile_for_tpu(config, topology, vocab_size=VOCAB_SIZE)
     except ValueError as error:
-        return Row(topology, name, None, str(error))
-    return Row(topology, name, plan)
+        return Row(shape, topology, program, None, str(error))
+    return Row(shape, topology, program, plan)
 
 
 def grown(rows: Sequence[Row], before: Mapping[str, Any]) -> list[str]:
     """What has grown since an earlier run, in sentences."""
-    known = {(row["topology"], row["program"]): row["figures"] for row in before["rows"]}
+    known = {
+        (row["shape"], row["topology"], row["program"]): row["figures"] for row in before["rows"]
+    }
     sentences = []
     for row in rows:
-        then, now = known.get((row.topology, row.program)), row.figures()
+        then, now = known.get((row.shape, row.topology, row.program)), row.figures()
+        name_of_row = f"{row.shape}, {row.topology}, {row.program}"
         if then and not now:
-            sentences.append(f"{row.topology}, {row.program}: it no longer compiles: {row.error}")
+            sentences.append(f"{name_of_row}: it no longer compiles: {row.error}")
         sentences += [
-            f"{row.topology}, {row.program}: {name} is {now[name]:,.6g}, was {then[name]:,.6g}."
+            f"{name_of_row}: {name} is {now[name]:,.6g}, was {then[name]:,.6g}."
             for name in now
             if then and name in then and now[name] > then[name] * (1 + TOLERANCE)
         ]
@@ -214,38 +248,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compiles, prints the table, writes it, compares it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES))
-    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
-    for name, default in (
-        ("layers", 8),
-        ("hidden_size", 2048),
-        ("mlp_size", 8192),
-        ("heads", 16),
-        ("sequence_length", 2048),
-        ("processes", 1),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(COMPARED))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["8x2048"])
+    parser.add_argument("--processes", type=int, default=1)
     for name in ("output", "json", "against"):
         parser.add_argument(f"--{name}", type=Path)
     args = parser.parse_args(argv)
     conditions = note_conditions("benchmarks.compiled_for_tpu", argv)
-    shape = (
-        f"L={args.layers}, D={args.hidden_size}, F={args.mlp_size}, {args.heads} heads, "
-        f"V={VOCAB_SIZE:,}, one sequence of {args.sequence_length:,} a chip"
-    )
-    lines = [f"## Compiled for TPU: {shape}", "", f"FSDP; {conditions.sentence()}", ""]
+    lines = ["## Compiled for TPU", "", f"FSDP; {conditions.sentence()}", ""]
+    lines += [*(f"- {name}: {SHAPES[name]}" for name in args.shapes), ""]
     lines += [f"| {' | '.join(row)} |" for row in (HEADER, ["---"] * len(HEADER))]
     print("\n".join(lines), flush=True)
-    pairs = [(topology, name) for topology in args.topologies for name in args.programs]
+    wanted = list(itertools.product(args.shapes, args.topologies, args.programs))
     rows: list[Row] = []
+    references: dict[tuple[str, str], Row] = {}
     with concurrent.futures.ThreadPoolExecutor(args.processes) as pool:
-        for row in pool.map(lambda pair: compile_row(args, *pair), pairs):
+        for row in pool.map(lambda one: compile_row(*one), wanted):
             rows.append(row)
-            lines.append(f"| {' | '.join(row.cells())} |")
+            if row.program == REFERENCE:
+                references[row.shape, row.topology] = row
+            reference = references.get((row.shape, row.topology))
+            lines.append(f"| {' | '.join(row.cells(reference))} |")
             print(lines[-1], flush=True)
     data = {
-        "shape": shape,
         "rows": [
             {
+                "shape": row.shape,
                 "topology": row.topology,
                 "program": row.program,
                 "figures": row.figures(),

@@ -1,8 +1,8 @@
-import argparse
+import dataclasses
 
 import pytest
 
-from benchmarks.compiled_for_tpu import HEADER, PROGRAMS, Row, grown, make_config
+from benchmarks.compiled_for_tpu import HEADER, PROGRAMS, Row, Shape, grown, make_config
 from manualpar.planner.plan import Plan, PlannedCollective
 from manualpar.planner.vocabulary import prepare_planned
 
@@ -15,7 +15,7 @@ PLAN = Plan(
     is_model=False,
     source="test",
     hbm_bytes=2**34,
-    memory={},
+    memory={"temporaries": 2**21},
     peak_bytes=2**31,
     fits=True,
     collectives=(GATHER,),
@@ -26,10 +26,8 @@ PLAN = Plan(
     step_seconds_by_links=0.625,
     mfu=0.4,
 )
-ROW = Row("v5e:4x4", "manual", PLAN)
-ARGS = argparse.Namespace(
-    layers=1, hidden_size=256, mlp_size=512, heads=4, sequence_length=64, processes=1
-)
+ROW = Row("7b", "v5e:4x4", "manual", PLAN)
+TINY = Shape(layers=1, hidden_size=256, mlp_size=512, heads=4, sequence_length=64)
 
 
 def test_row_has_a_cell_for_each_heading() -> None:
@@ -43,36 +41,54 @@ def test_row_has_a_cell_for_each_heading() -> None:
         "250.0",
         "750.0",
     )
-    failed = Row("v5e:4x4", "manual", None, "it would not | compile")
+    failed = Row("7b", "v5e:4x4", "manual", None, "it would not | compile")
     assert len(failed.cells()) == len(HEADER)
     assert not any("|" in cell for cell in failed.cells())
+
+
+def test_row_compares_its_step_with_the_references() -> None:
+    others = dataclasses.replace(PLAN, step_seconds=1.5, step_seconds_by_links=1.0)
+    assert ROW.plan is not None
+    by_links = ROW.plan.step_seconds_by_links
+    assert by_links is not None
+    compared = ROW.cells(dataclasses.replace(ROW, plan=others))[-1]
+    assert compared == f"0.500 / {by_links:.3f}"
+    assert ROW.cells()[-1] == ""
 
 
 @pytest.mark.parametrize(("factor", "is_growth"), [(0.5, False), (1.005, False), (1.02, True)])
 def test_what_has_grown_is_named(factor: float, is_growth: bool) -> None:
     figures = {name: value / factor for name, value in ROW.figures().items()}
-    before = {"rows": [{"topology": "v5e:4x4", "program": "manual", "figures": figures}]}
+    before = {
+        "rows": [{"shape": "7b", "topology": "v5e:4x4", "program": "manual", "figures": figures}]
+    }
     sentences = grown([ROW], before)
     assert bool(sentences) == is_growth
     assert len(sentences) == (6 if is_growth else 0)
-    assert not grown([Row("v6e:4x4", "manual", PLAN)], before)  # Nothing to compare with.
+    assert not grown([Row("7b", "v6e:4x4", "manual", PLAN)], before)  # Nothing to compare with.
 
 
 def test_what_an_earlier_run_did_not_know_has_not_grown() -> None:
-    before = {"rows": [{"topology": "v5e:4x4", "program": "manual", "figures": {"old": 1}}]}
+    before = {
+        "rows": [{"shape": "7b", "topology": "v5e:4x4", "program": "manual", "figures": {"old": 1}}]
+    }
     assert not grown([ROW], before)
 
 
 def test_what_no_longer_compiles_has_grown() -> None:
-    before = {"rows": [{"topology": "v5e:4x4", "program": "manual", "figures": ROW.figures()}]}
-    assert grown([Row("v5e:4x4", "manual", None, "no")], before) == [
-        "v5e:4x4, manual: it no longer compiles: no"
+    before = {
+        "rows": [
+            {"shape": "7b", "topology": "v5e:4x4", "program": "manual", "figures": ROW.figures()}
+        ]
+    }
+    assert grown([Row("7b", "v5e:4x4", "manual", None, "no")], before) == [
+        "7b, v5e:4x4, manual: it no longer compiles: no"
     ]
 
 
 @pytest.mark.parametrize("name", ["auto", "manual, axis by axis"])
 def test_programs_can_be_built(name: str) -> None:
-    config = make_config(ARGS, "v5e:4x4", PROGRAMS[name])
+    config = make_config(TINY, "v5e:4x4", PROGRAMS[name])
     program = prepare_planned(config, devices=16, vocab_size=512).program
     assert program.mode == config.parallel.mode
     assert program.mesh.size == 16
