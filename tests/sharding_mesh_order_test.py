@@ -3,11 +3,13 @@
 import collections
 import itertools
 import math
+import re
 
 import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from manualpar.sharding.mesh import make_mesh
@@ -45,6 +47,10 @@ def links_of(axes, devices, order=()):
     return describe_links(Mesh(arrange_devices(axes, devices, order), tuple(axes)))
 
 
+def _letters(links):
+    return dict(re.findall(r"(\w+): .*?along (\w+)", links))
+
+
 def test_names_decide_the_order_and_others_keep_their_place():
     written = ("model", "expert", "context", "data_minor", "data", "stage", "replica")
     axes = {axis: size for size, axis in enumerate(written, 2)}
@@ -78,6 +84,21 @@ def test_the_first_axes_of_the_order_go_across_hosts(axes, num_processes, links)
     assert array.shape == tuple(axes.values())
     assert sorted(array.flat, key=id) == sorted(devices, key=id)
     assert describe_links(Mesh(array, tuple(axes))) == f"{num_processes} hosts; {links}"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+@pytest.mark.parametrize(("sizes", "across"), [((2, 4), (2, 1)), ((4, 2, 3), (4, 2, 1))])
+def test_without_a_torus_the_order_is_that_of_jax(kind, sizes, across):
+    count = math.prod(across)
+    devices = [Device(i, process=i % count, kind=kind) for i in range(math.prod(sizes))][::-1]
+    expected = mesh_utils.create_hybrid_device_mesh(
+        [size // outer for size, outer in zip(sizes, across, strict=True)],
+        across,
+        devices,
+        process_is_granule=True,
+    )
+    axes = dict(zip("abc", sizes, strict=False))
+    assert (arrange_devices(axes, devices) == expected).all()
 
 
 @hypothesis.given(st.data())
@@ -130,26 +151,26 @@ def test_on_one_host_that_is_no_torus_devices_stand_as_they_come(devices8):
 def test_in_a_torus_the_last_axis_of_the_order_chooses_first():
     devices = slices_of(1, 4, 4, 4)
     links = links_of({"model": 16, "data": 4}, devices)
-    assert links == "model: along xy, data: along z"
+    assert links == "model: in a ring of neighbours along xy, data: in a ring of neighbours along z"
     links = links_of({"model": 4, "stage": 4, "data": 4}, devices)
-    assert links == "model: along x, stage: along z, data: along y"
+    assert _letters(links) == {"model": "x", "stage": "z", "data": "y"}
     links = links_of({"model": 4, "stage": 4, "data": 4}, devices, ("model", "data", "stage"))
-    assert links == "model: along z, stage: along x, data: along y"
+    assert _letters(links) == {"model": "z", "stage": "x", "data": "y"}
 
 
 def test_a_dimension_of_a_torus_may_be_split():
     links = links_of({"data": 32, "model": 2}, slices_of(1, 4, 4, 4))
-    assert links == "data: along xyz, model: along x"
+    assert links == "data: along xyz with up to 2 hops, model: between neighbours along x"
 
 
 def test_slices_are_hosts_where_there_are_several():
     devices = slices_of(2, 2, 2, 4)
     assert links_of({"model": 4, "stage": 2, "data": 4}, devices) == (
-        "2 slices; model: within a slice along xy, stage: across slices, "
-        "data: within a slice along z"
+        "2 slices; model: within a slice in a ring of neighbours along xy, stage: across slices, "
+        "data: within a slice in a line of neighbours along z with 3 hops back"
     )
     assert links_of({"data": 32}, devices) == (
-        "2 slices; data: 16 within a slice x 2 across along xyz"
+        "2 slices; data: 16 within a slice x 2 across in a ring of neighbours along xyz"
     )
 
 

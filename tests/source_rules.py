@@ -44,6 +44,7 @@ ORDER = """
     attention_blocks sharding.roles sharding.mesh
     sharding.split_parameter
     sharding.axes sharding.mesh_context sharding.mesh_order sharding.zigzag
+    sharding.torus
     compiler_options extras jaxprs metrics purposes untrusted usage core sharding guards
 """
 RANKS = {

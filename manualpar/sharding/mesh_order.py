@@ -16,7 +16,9 @@ with `data` on slower links than `stage`.)
 
 A *host* is what a slow network connects to others: what JAX calls a slice where there are several,
 else a process. One slice of TPUs is one host, because its own network joins its machines. Hosts are
-given to the axes in order, so the fastest axes stay within a host if their sizes allow it.
+given to the axes in order, so the fastest axes stay within a host if their sizes allow it. In a
+slice of TPUs each axis is a ring of neighbours if there is one, see `manualpar.sharding.torus`.
+Devices of one process need not stand together: a process reads the rows that its devices hold.
 
 The order changes the device at a place of the mesh. It changes no axis and no array's specs, so the
 numbers that a program computes stay the same.
@@ -30,6 +32,8 @@ from typing import Any
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
+
+from manualpar.sharding.torus import arrange_in_torus, describe_along
 
 DEFAULT_ORDER = ("replica", "stage", "data", "data_minor", "context", "expert", "model")
 
@@ -88,22 +92,24 @@ def arrange_devices(
 
 def _lay_out(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
     """The devices in an array of sizes, of which the last varies fastest over neighbours."""
-    hosts = _hosts(devices)
-    by_host = collections.Counter(hosts)
-    if len(by_host) == 1:
-        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    if len(set(by_host.values())) > 1:  # There is no regular way.
+    by_host: dict[int, list[Any]] = {host: [] for host in sorted(set(_hosts(devices)))}
+    for host, device in zip(_hosts(devices), devices, strict=True):
+        by_host[host].append(device)
+    if len(set(map(len, by_host.values()))) > 1:  # There is no regular way.
         array = np.empty(len(devices), object)
-        array[:] = [devices[i] for i in sorted(range(len(devices)), key=lambda i: hosts[i])]
+        array[:] = [device for some in by_host.values() for device in some]
         return array.reshape(sizes)
     across = sizes_across(sizes, len(by_host))
-    return mesh_utils.create_hybrid_device_mesh(
-        [size // outer for size, outer in zip(sizes, across, strict=True)],
-        across,
-        devices,
-        process_is_granule=not _has_slices(devices),
-        allow_split_physical_axes=True,
-    )
+    within = [size // outer for size, outer in zip(sizes, across, strict=True)]
+    arrays = np.stack([_lay_out_host(within, some) for some in by_host.values()])
+    pairs = [pair for dim in range(len(sizes)) for pair in (dim, len(sizes) + dim)]
+    return arrays.reshape(*across, *within).transpose(pairs).reshape(sizes)
+
+
+def _lay_out_host(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    if devices[0].platform == "tpu":
+        return arrange_in_torus(sizes, devices)
+    return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
 def sizes_across(sizes: Iterable[int], num_hosts: int) -> list[int]:
@@ -120,7 +126,8 @@ def describe_links(mesh: Mesh) -> str:
 
     Returns:
       A line such as `4 hosts; data: 2 within a host x 4 across, model: within a host`. In a slice
-      of TPUs it says the dimensions of the torus: `data: along xy, model: along z`.
+      of TPUs it says how each axis goes through the torus:
+      `data: in a ring of neighbours along xy, model: between neighbours along z`.
     """
     devices = list(mesh.devices.flat)
     hosts = np.array(_hosts(devices)).reshape(mesh.devices.shape)
@@ -132,7 +139,7 @@ def describe_links(mesh: Mesh) -> str:
     parts = []
     for dim, axis in axes:
         words = [_describe_hosts_along(hosts, dim, kind)] if num_hosts > 1 else []
-        if is_torus and (torus := _describe_torus_along(mesh.devices, hosts, dim)):
+        if is_torus and (torus := describe_along(mesh.devices, hosts, dim)):
             words.append(torus)
         parts.append(f"{axis}: {' '.join(words)}")
     return (f"{num_hosts} {kind}s; " if num_hosts > 1 else "") + ", ".join(parts)
@@ -150,18 +157,6 @@ def _describe_hosts_along(hosts: np.ndarray, dim: int, kind: str) -> str:
     return (
         f"{within} within a {kind} x {size // within} across" if within > 1 else f"across {kind}s"
     )
-
-
-def _describe_torus_along(devices: np.ndarray, hosts: np.ndarray, dim: int) -> str:
-    """The dimensions of the torus in which an axis goes, as far as it stays within a slice."""
-    coords = np.array([(*device.coords, 0, 0)[:3] for device in devices.flat])
-    coords = coords.reshape(*devices.shape, 3)
-    is_same_host = hosts == np.take(hosts, [0], axis=dim)
-    moved = (coords != np.take(coords, [0], axis=dim)) & is_same_host[..., None]
-    along = [name for name, goes in zip("xyz", moved.reshape(-1, 3).any(0), strict=True) if goes]
-    if along:
-        return f"along {''.join(along)}"
-    return "within a chip" if is_same_host.all() else ""
 
 
 def _has_slices(devices: Iterable[Any]) -> bool:
