@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from manualpar.planner.topology import _is_closed, parse_topology
+from manualpar.planner.topology import is_closed, parse_topology
 from manualpar.sharding.mesh_order import arrange_devices, describe_links
 from manualpar.sharding.torus import arrange_in_torus, describe_along, ring_through
 from tests.sharding_mesh_order_test import Device
@@ -87,7 +87,7 @@ def test_no_axis_has_more_hops_than_in_the_order_of_jax(data):
     assert sorted(array.flat, key=id) == sorted(devices, key=id)
     usual = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     shape = (*topology.shape, 1)[:3]
-    sides = [size if _is_closed(topology, size) else 0 for size in shape]
+    sides = [size if is_closed(topology, size) else 0 for size in shape]
     ours, theirs = (
         [hops_around(order, dim, sides) for dim in (2, 1, 0)] for order in (array, usual)
     )
