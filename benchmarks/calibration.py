@@ -74,7 +74,7 @@ def estimate_figure(figure: PublishedFigure, shares: Shares) -> PodPlan:
     )
     return estimate_layout(
         figure.transformer,
-        figure.layout,
+        dataclasses.replace(figure.layout, keeps_logits=True),
         dataclasses.replace(topology, chip=chip),
         examples=figure.examples,
         positions=figure.positions,

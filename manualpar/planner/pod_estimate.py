@@ -146,7 +146,8 @@ class _Step:
         recomputed += forward * layout.runs_chunks_again
         backward = 2 * layers * (self.products(products) + norms / self.hbm)
         head = self.products(head_products(x)) + loss / self.hbm
-        head_forward, head_backward = m * head, (2 + is_head_chunked(x)) * m * head
+        again_head = is_head_chunked(x) and not layout.keeps_logits
+        head_forward, head_backward = m * head, (2 + again_head) * m * head
         stored = state_elements(x, layout)
         # Parameters and averages are read and written, and a gradient is read.
         update = SINGLE * (3 + 2 * STATE) * stored / self.hbm

@@ -40,6 +40,8 @@ class PodLayout:
       communicate: How often FSDP gathers parameters and scatters gradients.
       keep: What a stage keeps of a chunk for its backward pass: what remat keeps of its layers, or
         its input, from which it is computed again.
+      keeps_logits: Whether a wide vocabulary's logits are kept for the backward pass, as others do;
+        here they are computed again by chunks.
     """
 
     replica: int = 1
@@ -53,6 +55,7 @@ class PodLayout:
     remat: Remat | OthersRemat = "full"
     communicate: Communicate = "minibatch"
     keep: Keep = "residuals"
+    keeps_logits: bool = False
 
     @property
     def runs_chunks_again(self) -> bool:
