@@ -37,12 +37,12 @@ ASSUMED = (
 FITTED_PRODUCTS = {
     "v5e": 0.79,
     "v5p": 0.903,
-    "v6e": 0.631,
-    "a100": 0.622,
+    "v6e": 0.63,
+    "a100": 0.625,
     "h100": 0.695,
-    "h100-500w": 0.443,
+    "h100-500w": 0.434,
 }
-FITTED_ATTENTION = {"torus": 0.448, "nodes": 0.474}
+FITTED_ATTENTION = {"torus": 0.432, "nodes": 0.429}
 # Chips with the products of another: their dies are the same.
 SAME_PRODUCTS = {"h200": "h100"}
 ASSUMED_PRODUCTS = 0.7
