@@ -1,16 +1,15 @@
 """Causal attention within documents: one function, and the choice of what computes it.
 
 - `"splash"`: jax's kernel for TPUs, see `splash_attention`.
-- `"cudnn"`: NVIDIA's kernel, in 16 bits, without caps. It has no numbers of documents: JAX makes
-  them a bias `[B, 1, S, S]` and its gradient.
+- `"cudnn"`: NVIDIA's kernel, in 16 bits, without caps, see `cudnn_attention`.
 - `"blockwise"`: plain JAX, a pair of blocks after the other, see `sequence_attention`. It runs
   everywhere. On CPUs it is faster than XLA's own at every length, and takes less memory.
 - `"xla"`: scores `[B, N, S, S]` that XLA writes out, and a mask as large where there are documents.
 
 `""` is the best that runs on the devices that a program is traced for: splash on TPUs, cuDNN on
-NVIDIA GPUs while its bias is no larger than the queries, and else blockwise. The mesh around the
-code says what the devices are. (`jax.lax.platform_dependent` would trace and lower all of them, and
-counts of operations, plans and guards would see branches of which only one runs.)
+NVIDIA GPUs while its mask of documents is no larger than the queries, and else blockwise. The mesh
+around the code says what the devices are. (`jax.lax.platform_dependent` would trace all of them,
+and counts of operations, plans and guards would see branches of which only one runs.)
 
 Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, `H` features of a
 head.
@@ -19,10 +18,14 @@ head.
 from typing import Literal, get_args
 
 import jax
-import jax.numpy as jnp
 
 from manualpar.layers.blockwise_attention import Scoring
 from manualpar.layers.boundaries import platform_traced_for
+from manualpar.layers.cudnn_attention import (
+    cudnn_attention,
+    cudnn_misfit,
+    dot_product_attention,
+)
 from manualpar.layers.sequence_attention import attend_in_blocks
 from manualpar.layers.splash_attention import splash_attention, splash_misfit
 
@@ -76,18 +79,9 @@ def attention(
         return splash_attention(query, key, value, documents, window=window, soft_cap=soft_cap)
     if kind == "blockwise":
         return attend_in_blocks(query, key, value, documents, scoring)
-    mask = None
-    if documents is not None:
-        mask = documents[:, None, :, None] == documents[:, None, None, :]
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation="cudnn" if kind == "cudnn" else "xla",
-    )
+    if kind == "cudnn":
+        return cudnn_attention(query, key, value, documents, window=window)
+    return dot_product_attention(query, key, value, documents, window, "xla")
 
 
 def check_attention(
@@ -160,23 +154,4 @@ def _misfit(
         return splash_misfit(query, key)
     if kind in ("cudnn", "xla") and scoring.soft_cap is not None:
         return f"soft_cap is {scoring.soft_cap}, which it does not have"
-    return _cudnn_misfit(query, key, documents) if kind == "cudnn" else None
-
-
-def _cudnn_misfit(query: jax.Array, key: jax.Array, documents: jax.Array | None) -> str | None:
-    devices = platform_traced_for()
-    # What cuDNN has is asked of the devices of this process.
-    if devices not in ("gpu", None) or jax.default_backend() != "gpu":
-        return f"the devices are {devices or jax.default_backend()}s, and no NVIDIA GPUs"
-    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
-    major, _, _ = capability.partition(".")
-    if not major.isdecimal() or int(major) < 8:
-        return f"the compute capability of the GPU is {capability!r}, not 8.0 or more"
-    most, size = 256 if int(major) >= 9 else 128, query.shape[-1]
-    if {query.dtype, key.dtype} not in ({jnp.dtype("bfloat16")}, {jnp.dtype("float16")}):
-        return f"the dtype is {query.dtype}, not of 16 bits"
-    if size % 8 or size > most:
-        return f"head_size is {size}, no multiple of 8 up to {most}"
-    if documents is not None and query.shape[1] % 2:
-        return f"{query.shape[1]} positions with documents are an odd number"
-    return None
+    return cudnn_misfit(query, key, documents) if kind == "cudnn" else None
