@@ -87,11 +87,13 @@ class Seen(NamedTuple):
       log_weights: `float32[n, B, K, G, S]`, `log(sum(exp(score)))`.
       gradient: `[n, B, K, G, S, H]`, of the result.
       product: `float32[n, B, K, G, S]`, the inner product of the result and its gradient.
+      out: `[n, B, K, G, S, H]`, the result.
     """
 
     log_weights: jax.Array
     gradient: jax.Array
     product: jax.Array
+    out: jax.Array
 
 
 class Scoring(NamedTuple):
@@ -154,9 +156,9 @@ def seen_of(
     parts: int = 1,
 ) -> Seen:
     """What is known of the queries of a result `[B, L, N, H]`, from its gradient."""
-    product = gradient.astype(jnp.float32) * out.astype(jnp.float32)
-    gradient, product = (cut_heads(x, num_groups, size, parts) for x in (gradient, product))
-    return Seen(log_weights, gradient, product.sum(-1))
+    gradient, out = (cut_heads(x, num_groups, size, parts) for x in (gradient, out))
+    product = (gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
+    return Seen(log_weights, gradient, product, out)
 
 
 def cut_heads(x: jax.Array, num_groups: int, size: int, parts: int = 1) -> jax.Array:

@@ -29,6 +29,7 @@ from manualpar.layers.blockwise_attention import Scoring
 from manualpar.layers.boundaries import bound_axes, has_lost_types
 from manualpar.layers.ring_attention import ring_attention, zigzag_positions
 from manualpar.layers.sequence_attention import attend_from_half_blocks
+from manualpar.layers.splash_parts import fits_parts
 from manualpar.purposes import CONTEXT_SCOPE
 from manualpar.sharding.axes import is_axis_bound
 
@@ -192,7 +193,7 @@ class Context:
           documents: `int32[B, S/axis]`. A query sees the keys of the same number; `None` if each
             sequence is one document.
           kind: What computes it, see `manualpar.layers.attention`. Rings and gathered keys are
-            computed with in blocks.
+            computed with in blocks; on TPUs the kernel computes those of a ring where it can.
           window: How many positions a query sees, its own and those right before it; `None` for
             all.
           soft_cap: Bounds scores, see `manualpar.layers.attention`; `None` for none.
@@ -230,7 +231,9 @@ class Context:
         if self.how == "gather":
             return self._gather_keys(query, key, value, documents, scoring)
         of_all = None if documents is None else self._gather(documents)
-        return ring_attention(query, key, value, of_all, str(self.axis), scoring)
+        by_kernel = not kind and fits_parts(query, key, query.shape[1] // 2, scoring)
+        axis = str(self.axis)
+        return ring_attention(query, key, value, of_all, axis, scoring, by_kernel=by_kernel)
 
     def _exchange_heads(
         self,

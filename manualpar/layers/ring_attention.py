@@ -19,7 +19,7 @@ key and value heads, `G` query heads that share one, `H` features of a head.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,7 @@ from manualpar.layers.blockwise_attention import (
     spans,
 )
 from manualpar.layers.chunks import shift
+from manualpar.layers.splash_parts import attend_part, attend_part_backward
 from manualpar.purposes import CONTEXT_SCOPE
 
 Tree = TypeVar("Tree")
@@ -65,6 +66,8 @@ def ring_attention(
     documents: jax.Array | None,
     axis: str,
     scoring: Scoring,
+    *,
+    by_kernel: bool = False,
 ) -> jax.Array:
     """Attends causally within documents.
 
@@ -76,6 +79,7 @@ def ring_attention(
         sequence is one document.
       axis: The mesh axis over which the sequence is split in zig-zag. `S` is even.
       scoring: The window, and the cap of scores. Keys outside of a window go around too.
+      by_kernel: Whether JAX's kernel for TPUs computes half-blocks, see `splash_parts`.
 
     Returns:
       `[B, S, N, H]`, of the dtype of `value`.
@@ -90,19 +94,34 @@ def ring_attention(
       around once more.
     """
     arrays = (query, key, value, documents)
-    return _ring(*cast_to_varying(arrays, varying_axes(arrays) | {axis}), (axis, scoring))
+    return _ring(
+        *cast_to_varying(arrays, varying_axes(arrays) | {axis}), _Rule(axis, scoring, by_kernel)
+    )
+
+
+class _Rule(NamedTuple):
+    """How keys go around, what becomes of scores, and what computes them."""
+
+    axis: str
+    scoring: Scoring
+    by_kernel: bool
 
 
 class _Here:
     """What this device has: its queries, and what it knows of all keys."""
 
     def __init__(
-        self, query: jax.Array, key: jax.Array, documents: jax.Array | None, axis: str
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        documents: jax.Array | None,
+        rule: _Rule,
     ) -> None:
+        axis, self.scoring, self.by_kernel = rule
         self.axis, self.documents = axis, documents
         self.length, self.num_groups = query.shape[1], key.shape[2]
         half = self.length // 2
-        self.size = block_size(half)
+        self.size = half if self.by_kernel else block_size(half)
         blocks = spans(half, self.size)
         self.pairs = seen_pairs(blocks + half, blocks)  # All blocks of two different half-blocks.
         self.own_pairs = seen_pairs(blocks, blocks)
@@ -123,6 +142,24 @@ class _Here:
         keys = cut_keys(pair[0], pair[1], *self._labels(device), size=self.size, parts=2)
         return _halves(keys), device < self.device
 
+    def add(self, sums: Sums, queries: Queries, keys: Keys, pairs: Pairs) -> Sums:
+        """Adds the keys of some pairs to the sums."""
+        if self.by_kernel:
+            is_causal = pairs is self.own_pairs
+            return attend_part(sums, queries, keys, self.scoring, is_causal=is_causal)
+        return attend(sums, queries, keys, pairs, self.scoring)
+
+    def differentiate(self, queries: Queries, seen: Seen, keys: Keys, pairs: Pairs) -> Any:
+        """The gradients of queries, and of keys and values together, of some pairs."""
+        if self.by_kernel:
+            is_causal = pairs is self.own_pairs
+            of_query, *of_pair = attend_part_backward(
+                queries, seen, keys, self.scoring, is_causal=is_causal
+            )
+        else:
+            of_query, *of_pair = attend_backward(queries, seen, keys, pairs, self.scoring)
+        return of_query, jnp.stack(of_pair, 1)
+
     def _labels(self, device: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         positions = zigzag_positions(device, self.length, jax.lax.axis_size(self.axis))
         if self.documents is None:
@@ -140,7 +177,7 @@ def _ring(
     key: jax.Array,
     value: jax.Array,
     documents: jax.Array | None,
-    rule: tuple[str, Scoring],
+    rule: _Rule,
 ) -> jax.Array:
     return _forward(query, key, value, documents, rule)[0]
 
@@ -150,29 +187,26 @@ def _forward(
     key: jax.Array,
     value: jax.Array,
     documents: jax.Array | None,
-    rule: tuple[str, Scoring],
+    rule: _Rule,
 ) -> tuple[jax.Array, jax.Array]:
     """The result, and the logarithm of each query's sum of weights, `float32[n, B, K, G, S]`."""
-    (axis, scoring), here = rule, _Here(query, key, documents, rule[0])
+    axis, here = rule.axis, _Here(query, key, documents, rule)
     early, late = here.queries
-
-    def add(sums: Sums, queries: Queries, keys: Keys, pairs: Pairs) -> Sums:
-        return attend(sums, queries, keys, pairs, scoring)
 
     def step(sums: tuple[Sums, Sums], pair: jax.Array, index: Any) -> tuple[Sums, Sums]:
         of_early, of_late = sums
         keys, is_before = here.keys(pair, index)
-        of_late = add(of_late, late, keys[0], here.pairs)
+        of_late = here.add(of_late, late, keys[0], here.pairs)
         some = _pick(is_before, of_early, of_late)
         queries, some_keys = _pick(is_before, early, late), _pick(is_before, *keys)
-        some = add(some, queries, some_keys, here.pairs)
+        some = here.add(some, queries, some_keys, here.pairs)
         return _pick(is_before, some, of_early), _pick(is_before, of_late, some)
 
     pair = jnp.stack([key, value])
     own, _ = here.keys(pair, 0)
-    of_early = add(no_sums(early), early, own[0], here.own_pairs)
-    of_late = add(no_sums(late), late, own[0], here.pairs)
-    of_late = add(of_late, late, own[1], here.own_pairs)
+    of_early = here.add(no_sums(early), early, own[0], here.own_pairs)
+    of_late = here.add(no_sums(late), late, own[0], here.pairs)
+    of_late = here.add(of_late, late, own[1], here.own_pairs)
     of_early, of_late = _go_around(step, (of_early, of_late), pair, axis)
     sums: Sums = jax.tree.map(_join, of_early, of_late)
     out = here.join(sums.values / sums.weights[..., None]).astype(value.dtype)
@@ -184,25 +218,18 @@ def _ring_forward(
     key: jax.Array,
     value: jax.Array,
     documents: jax.Array | None,
-    rule: tuple[str, Scoring],
+    rule: _Rule,
 ) -> tuple[jax.Array, Any]:
     out, log_weights = checkpoint_name(_forward(query, key, value, documents, rule), ATTENDED)
     return out, (query, key, value, documents, out, log_weights)
 
 
-def _ring_backward(
-    rule: tuple[str, Scoring], kept: Any, g: jax.Array
-) -> tuple[Any, Any, Any, None]:
+def _ring_backward(rule: _Rule, kept: Any, g: jax.Array) -> tuple[Any, Any, Any, None]:
     query, key, value, documents, out, log_weights = kept
-    (axis, scoring), here = rule, _Here(query, key, documents, rule[0])
+    axis, here = rule.axis, _Here(query, key, documents, rule)
     early, late = here.queries
     of_out = {"num_groups": here.num_groups, "size": here.size, "parts": 2}
     seen = _halves(seen_of(log_weights, out, g, **of_out))
-
-    def differentiate(queries: Queries, seen: Seen, keys: Keys, pairs: Pairs) -> Any:
-        """The gradients of queries, and of keys and values together."""
-        of_query, *of_pair = attend_backward(queries, seen, keys, pairs, scoring)
-        return of_query, jnp.stack(of_pair, 1)
 
     def join_pair(early: jax.Array, late: jax.Array) -> jax.Array:
         """The gradients of two half-blocks `[n, 2, B, K, S, H]` as keys and values travel."""
@@ -213,19 +240,19 @@ def _ring_backward(
         of_query, of_pair = grads
         of_pair = _shift(of_pair, axis)  # Home, together with the keys that it is of.
         keys, is_before = here.keys(pair, index)
-        of_late, of_early_pair = differentiate(late, seen[1], keys[0], here.pairs)
+        of_late, of_early_pair = here.differentiate(late, seen[1], keys[0], here.pairs)
         queries, some_seen = _pick(is_before, early, late), _pick(is_before, *seen)
         some_keys = _pick(is_before, *keys)
-        of_some, of_some_pair = differentiate(queries, some_seen, some_keys, here.pairs)
+        of_some, of_some_pair = here.differentiate(queries, some_seen, some_keys, here.pairs)
         of_query += _join(_pick(is_before, of_some, 0), of_late + _pick(is_before, 0, of_some))
         first = of_early_pair + _pick(is_before, of_some_pair, 0)
         return of_query, of_pair + join_pair(first, _pick(is_before, 0, of_some_pair))
 
     pair = jnp.stack([key, value])
     own, _ = here.keys(pair, 0)
-    of_early, of_early_pair = differentiate(early, seen[0], own[0], here.own_pairs)
-    of_late, of_same_pair = differentiate(late, seen[1], own[0], here.pairs)
-    of_late_too, of_late_pair = differentiate(late, seen[1], own[1], here.own_pairs)
+    of_early, of_early_pair = here.differentiate(early, seen[0], own[0], here.own_pairs)
+    of_late, of_same_pair = here.differentiate(late, seen[1], own[0], here.pairs)
+    of_late_too, of_late_pair = here.differentiate(late, seen[1], own[1], here.own_pairs)
     of_query = _join(of_early, of_late + of_late_too)
     of_pair = join_pair(of_early_pair + of_same_pair, of_late_pair)
     of_query, of_pair = _go_around(step, (of_query, of_pair), pair, axis)

@@ -155,7 +155,7 @@ def _attend(
         mask = masks.LocalMask((padded, padded), (window - 1, 0), offset=0)
     kernel = kernels.make_splash_mha(
         masks.MultiHeadMask([mask] * num_heads),
-        block_sizes=_block_sizes(padded, block),
+        block_sizes=block_sizes(padded, block),
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=soft_cap,
@@ -190,7 +190,8 @@ def _padded_length(length: int) -> tuple[int, int]:
     return padded, min(padded, BLOCK)
 
 
-def _block_sizes(length: int, block: int) -> kernels.BlockSizes:
+def block_sizes(length: int, block: int) -> kernels.BlockSizes:
+    """The sizes of the kernels' blocks, and whether the backward pass is one kernel or two."""
     is_fused = length <= LONGEST_FUSED
     return kernels.BlockSizes(
         block_q=block,

@@ -26,12 +26,12 @@ from jax.sharding import PartitionSpec
 from manualpar.core.collectives import cast_to_varying, varying_axes
 
 
-def run_unchecked(function: Callable[..., jax.Array], *args: Any) -> jax.Array:
+def run_unchecked(function: Callable[..., Any], *args: Any) -> Any:
     """Runs a function of one device under a `shard_map` that checks types.
 
     Args:
-      function: A differentiable function of arrays that names no mesh axis. Other values that it
-        uses are constants.
+      function: A function of arrays to arrays that names no mesh axis. Other values that it uses
+        are constants.
       *args: Trees of arrays, this device's. Those of integers get no gradient.
 
     Returns:
@@ -52,15 +52,15 @@ def run_unchecked(function: Callable[..., jax.Array], *args: Any) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(function: Callable[..., jax.Array], *args: Any) -> Any:
+def _run(function: Callable[..., Any], *args: Any) -> Any:
     return _nest(function, *args)
 
 
-def _forward(function: Callable[..., jax.Array], *args: Any) -> Any:
+def _forward(function: Callable[..., Any], *args: Any) -> Any:
     return _nest(functools.partial(jax.vjp, function), *args)
 
 
-def _backward(function: Callable[..., jax.Array], vjp: Any, g: jax.Array) -> Any:
+def _backward(function: Callable[..., Any], vjp: Any, g: Any) -> Any:
     del function
     return _nest(_pull_back, vjp, g)
 

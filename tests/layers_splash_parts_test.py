@@ -1,0 +1,76 @@
+"""A ring whose products are kernels' is the attention of one device: values and gradients."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from manualpar import make_mesh
+from manualpar.layers import Context, splash_parts
+from manualpar.planner.kernels import kernels_in
+from tests.layers_attention_test import arrays, numbers, reference
+from tests.layers_context_test import zigzag
+from tests.one_device import slow_unless
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch):
+    """As if the mesh were of TPUs, with small blocks."""
+    monkeypatch.setattr(splash_parts, "platform_traced_for", lambda: "tpu")
+    make = functools.partial(splash_parts.kernels.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash_parts.kernels, "make_splash_mha", make)
+    monkeypatch.setattr(splash_parts, "BLOCKS", (128,))
+
+
+def ring(mesh, **options):
+    """Attention of each device's part of sequences, and its gradients."""
+
+    def local(documents, *arrays):
+        *arguments, g = arrays
+        attend = functools.partial(Context("context").attention, **options)
+        out, pullback = jax.vjp(lambda *x: attend(*x, documents), *arguments)
+        return out, *pullback(g)
+
+    spec = P("data", "context")
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
+
+
+CASES = ((2, 512, 2, True, None), (4, 1024, 1, True, 2.0), (2, 1024, 2, False, None))
+
+
+@pytest.mark.parametrize(
+    ("devices", "length", "kv_heads", "has_documents", "soft_cap"),
+    [slow_unless(CASES[:1], *case) for case in CASES],
+)
+def test_a_ring_is_one_device(devices, length, kv_heads, has_documents, soft_cap, devices8):
+    given = arrays(S=length, N=2, K=kv_heads, H=8)
+    documents = numbers(length) if has_documents else None
+    mesh = make_mesh({"data": 2, "context": devices}, devices=devices8[: 2 * devices])
+    order = zigzag(devices, length)
+    inputs = [None if x is None else x[:, order] for x in (documents, *given)]
+    found = ring(mesh, soft_cap=soft_cap)(*inputs)
+    expected = reference(*given[:3], documents, given[3], soft_cap=soft_cap)
+    for got, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, wanted[:, order], rtol=0, atol=2e-5)
+
+
+def test_the_backward_pass_runs_no_forward_kernel(devices8):
+    given = arrays(S=1024, N=2, K=1, H=8)
+    mesh = make_mesh({"data": 2, "context": 2}, devices=devices8[:4])
+    traced = ring(mesh).trace(numbers(1024), *given).jaxpr.jaxpr
+    kernels = list(kernels_in(traced))
+    # Early and late queries with their own keys, late with early ones, and two of another device.
+    assert sum("fwd" in kernel.name for kernel in kernels) == 5
+    assert sum("dkv" in kernel.name for kernel in kernels) == 5
+    assert {kernel.blocks for kernel in kernels} == {3, 4}  # Causal, and whole.
+    traced = ring(mesh, kind="blockwise").trace(numbers(1024), *given).jaxpr.jaxpr
+    assert not list(kernels_in(traced))
+
+
+def test_a_window_or_a_part_of_odd_length_takes_no_kernel():
+    query, key, _, _ = arrays(S=128, N=2, K=1, H=8)
+    assert splash_parts.fits_parts(query, key, 128, splash_parts.Scoring())
+    assert not splash_parts.fits_parts(query, key, 100, splash_parts.Scoring())
+    assert not splash_parts.fits_parts(query, key, 128, splash_parts.Scoring(window=9))
