@@ -202,7 +202,7 @@ def make_config(shape: Shape, topology: str, variant: Variant) -> Any:
     config.parallel.mode = variant.mode
     config.parallel.overlap = variant.overlap
     config.parallel.gather_dtype = "bfloat16"
-    config.parallel.min_weight_size = 2**14
+    config.parallel.min_weight_size = 2**18  # The builders' default: norms are not sharded.
     if variant.is_axis_by_axis:
         minor = devices.shape[-1]
         sizes = {"data": devices.num_devices // minor, "data_minor": minor}
