@@ -8,6 +8,7 @@ import ml_collections
 import pytest
 
 from manualpar.planner.roofline import estimate
+from manualpar.planner.step_work import has_kernel
 from manualpar.planner.sweep import (
     Builder,
     Candidate,
@@ -137,6 +138,17 @@ def language_builder():
     config.model.hidden_size, config.model.mlp_size, config.model.num_layers = 32, 64, 1
     config.parallel.sequence, config.data.batch_size = True, 8
     return Builder(config, make_task(config))
+
+
+@pytest.mark.parametrize(("attention", "is_fused"), [("", True), ("blockwise", False)])
+def test_attention_that_the_chips_choose_is_a_kernel(language_builder, attention, is_fused):
+    config = ml_collections.ConfigDict(language_builder.config.to_dict())
+    config.model.attention = attention
+    builder = Builder(config, make_task(config))
+    work = builder.read(Candidate("fsdp", {"data": 8}, 1, "none", ""), 8)
+    assert any(load.is_fused for load in work.loads) == is_fused
+    config.parallel.mesh = {"data": 8, "context": 2}
+    assert not has_kernel(config)
 
 
 def test_layers_are_split_over_parts_of_a_node(language_builder, builder):

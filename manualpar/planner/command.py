@@ -35,7 +35,7 @@ from manualpar.planner.pod_report import (
 )
 from manualpar.planner.pod_sweep import rank_layouts
 from manualpar.planner.roofline import estimate
-from manualpar.planner.step_work import read_work
+from manualpar.planner.step_work import has_kernel, read_work
 from manualpar.planner.sweep import Builder, Candidate, scaling_curves, sweep, throughput_of
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import compile_for_tpu
@@ -168,7 +168,8 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
     wants_compiler = _wants_compiler(command, console)
     if experiment.program.mode == "manual" or not wants_compiler:
         throughput, order = throughput_of(config, experiment.task), config.parallel.mesh_order
-        work = read_work(experiment.program, throughput, order=order)
+        fused = has_kernel(config)
+        work = read_work(experiment.program, throughput, order=order, fused_attention=fused)
         plans.append(estimate(work, topology))
     if wants_compiler:
         print_line(console, f"compiling for {topology.name}")

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import ml_collections
 
 from manualpar.core.program import Program
 from manualpar.inspect import state_bytes
@@ -31,6 +32,7 @@ from manualpar.inspect.provenance import LAYER_SCOPES, phase_of
 from manualpar.inspect.tick_parts import TickParts
 from manualpar.purposes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.sharding.mesh_order import in_order
+from manualpar.training.task import CONTEXT_AXIS
 from manualpar.watching.throughput import Throughput
 
 MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")
@@ -131,8 +133,8 @@ def read_work(
       program: The program, on any mesh, an abstract one too.
       throughput: The examples of a step, their tokens and their FLOPs.
       order: The axes of the mesh, the one on the slowest links first; see `make_mesh`.
-      fused_attention: Whether attention, a causal one, is taken as one kernel, see
-        `manualpar.inspect.products`. Memory is the program's own all the same, scores included.
+      fused_attention: Whether attention, a causal one, is taken as one kernel, see `has_kernel`
+        and `manualpar.inspect.products`. Memory is the program's own all the same, scores included.
 
     Raises:
       ValueError: The mode is not `manual`: the compiler decides what is sent.
@@ -182,6 +184,15 @@ def read_work(
         notes=tuple(dict.fromkeys(notes)),
         pipeline=PipelineWork(parts, _works(parts, read)) if parts else None,
     )
+
+
+def has_kernel(config: ml_collections.ConfigDict) -> bool:
+    """Whether a config leaves it to the chips to compute attention by a kernel of theirs.
+
+    Traced without the chips it is attention in blocks. A ring of split sequences has no kernel.
+    """
+    is_open = config.model.get("attention") == ""
+    return is_open and CONTEXT_AXIS not in config.parallel.mesh
 
 
 def _load(product: CountedProduct, part: str) -> Load:

@@ -22,7 +22,13 @@ import optax
 from manualpar.models import Transformer
 from manualpar.planner.plan import Plan
 from manualpar.planner.roofline import estimate
-from manualpar.planner.step_work import StepWork, read_work, with_gather_dtype, with_minibatches
+from manualpar.planner.step_work import (
+    StepWork,
+    has_kernel,
+    read_work,
+    with_gather_dtype,
+    with_minibatches,
+)
 from manualpar.planner.topology import Topology, levels_of, place_axes, topology_of_size
 from manualpar.strategies import StrategyKind, strategy_kinds
 from manualpar.training.experiment import build_program
@@ -131,7 +137,8 @@ class Builder(NamedTuple):
         task = dataclasses.replace(self.task, model=self.task.model.clone(**fields))
         schedule = optax.constant_schedule(config.optimizer.learning_rate)
         program = build_program(config, task, schedule, devices=num_devices)
-        return read_work(program, throughput_of(config, task))
+        fused = has_kernel(config)
+        return read_work(program, throughput_of(config, task), fused_attention=fused)
 
     def outcome(self, candidate: Candidate, topology: Topology) -> Outcome:
         """The outcome of a candidate by its own program."""
