@@ -4,15 +4,19 @@ import functools
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar import make_mesh
+from manualpar import Batch, fsdp, make_mesh
 from manualpar.layers import Context, splash_parts
+from manualpar.models import Transformer
 from manualpar.planner.kernels import kernels_in
+from manualpar.training.cross_entropy import language_model_loss
 from tests.layers_attention_test import arrays, numbers, reference
 from tests.layers_context_test import zigzag
 from tests.one_device import slow_unless
+from tests.transformer_on_one_device import assert_same_as_plain_flax
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +78,38 @@ def test_a_window_or_a_part_of_odd_length_takes_no_kernel():
     assert splash_parts.fits_parts(query, key, 128, splash_parts.Scoring())
     assert not splash_parts.fits_parts(query, key, 100, splash_parts.Scoring())
     assert not splash_parts.fits_parts(query, key, 128, splash_parts.Scoring(window=9))
+
+
+def make_long_batch():
+    tokens = np.random.default_rng(0).integers(0, 28, (4, 513)).astype(np.int32)
+    tokens[:, [100, 130, 400]] = 28
+    return Batch(inputs=tokens[:, :-1], labels=tokens[:, 1:], mask=np.ones((4, 512), np.float32))
+
+
+@pytest.mark.slow
+def test_a_transformer_is_that_of_one_device(devices8):
+    model = Transformer(
+        vocab_size=29,
+        num_layers=2,
+        hidden_size=16,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_size=32,
+        bos_token=28,
+        remat="full",
+        context_axis="context",
+    )
+    program = fsdp(
+        model,
+        optax.sgd(1.0),
+        language_model_loss,
+        mesh=make_mesh({"data": 2, "context": 2}, devices=devices8[:4]),
+        axis_name="data",
+        context_axis="context",
+        batch=make_long_batch(),
+        min_weight_size=16,
+    )
+    assert_same_as_plain_flax(program, model, make_long_batch)
+    step = program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr.jaxpr
+    found = [kernel.name for kernel in kernels_in(step)]
+    assert sum("fwd" in name for name in found) == sum("dkv" in name for name in found) == 5
