@@ -166,6 +166,8 @@ def compare(
     """
     meshes = {describe_mesh(experiment.program.mesh): None for _, experiment in experiments[:-1]}
     print_line(console, f"mesh: {'; '.join(meshes)}")
+    for chosen in _compiler_options(experiments):
+        print_line(console, f"compiler options: {chosen}")
     trials = []
     for strategy, experiment in experiments:
         trials.append(Trial(strategy, experiment.program))
@@ -183,6 +185,12 @@ def compare(
         for trial in trials:
             trial.time_step(batch)
     return [trial.row(reference=trials[-1], first=trials[0]) for trial in trials]
+
+
+def _compiler_options(experiments: Sequence[tuple[str, Experiment]]) -> list[str]:
+    """What was chosen for the pairs, each once; nothing where there was nothing to choose."""
+    chosen = dict.fromkeys(str(experiment.chosen) for _, experiment in experiments[:-1])
+    return [each for each in chosen if each]
 
 
 def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
@@ -271,7 +279,8 @@ def _compare(line: CommandLine, console: rich.console.Console) -> Path:
         raise KeyboardInterrupt(f"of the results only the config is in {workdir}") from None
     notes = footnotes(rows, repetitions=config.compare.repetitions)
     *pairs, reference = rows
-    about = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    about: dict[str, Any] = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    about["compiler_options"] = _compiler_options(experiments)
     # JSON has no NaN and no infinities: they are null there.
     text = json.dumps(about | {"rows": pairs, "one_device": reference})
     with results_folder(workdir, workdir):

@@ -10,7 +10,9 @@ import pytest
 
 from configs import compare as compare_config
 from experiments import compare as experiment
+from manualpar.compiler_options import ChosenOptions
 from manualpar.strategies import strategy_kinds
+from manualpar.training import experiment as training
 from manualpar.training.command_line import CommandLine, flags_parser, parse_command_line
 from manualpar.usage import UsageError
 
@@ -33,7 +35,9 @@ def _inside(tmp_path, monkeypatch, devices8):
 
 
 @pytest.mark.slow
-def test_two_pairs_side_by_side(capsys):
+def test_two_pairs_side_by_side(capsys, monkeypatch):
+    chosen = ChosenOptions({"xla_cpu_enable_fast_math": False}, "for cpus")
+    monkeypatch.setattr(training, "choose_options", lambda *_: chosen)
     command = _command(*SMALL, TWO_PAIRS)
     assert experiment.compare_command(command) == 0
     workdir = Path("runs/compare/001")
@@ -53,7 +57,8 @@ def test_two_pairs_side_by_side(capsys):
     assert error == ""
     lines = output.splitlines()
     assert lines[0] == "mesh: replica=2, data=4 on 8 simulated cpu devices"
-    assert re.fullmatch(r"fsdp manual +compiled in \d+\.\d s", lines[1])
+    assert lines[1] == f"compiler options: {chosen}"
+    assert re.fullmatch(r"fsdp manual +compiled in \d+\.\d s", lines[2])
     assert lines[-1] == "results: runs/compare/001"
     table = [line.split() for line in lines]
     [row] = [cells for cells in table if cells[:2] == ["fsdp", "manual"] and len(cells) > 6]
@@ -62,6 +67,7 @@ def test_two_pairs_side_by_side(capsys):
 
 
 def check_json(found):
+    assert found["compiler_options"] == ["xla_cpu_enable_fast_math=False (for cpus)"]
     fsdp, hsdp = found["rows"]
     one = found["one_device"]
     assert [row["strategy"] for row in (fsdp, hsdp, one)] == ["fsdp", "hsdp", "one device"]
