@@ -48,7 +48,7 @@ from manualpar.training.cross_entropy import language_model_loss
 from manualpar.watching.throughput import peak_flops
 
 PLAIN, TORCH = "plain jit", "PyTorch"
-INSTALL = "pip install 'manualpar[torch]'"
+INSTALL = "pip install 'manualpar[torch,train]'"
 # By name: the builder, and its options.
 PROGRAMS: Mapping[str, tuple[Callable[..., Program], Mapping[str, Any]]] = {
     "manual fsdp": (fsdp, {"min_weight_size": 0}),

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, Self
 
 END_SECONDS = 20.0
@@ -27,7 +28,14 @@ Handler = Callable[..., Mapping[str, Any]]
 class ProcessGroup:
     """Processes of one module. Use it as a context manager."""
 
-    def __init__(self, module: str, settings: Mapping[str, Any], *, num_processes: int) -> None:
+    def __init__(
+        self,
+        module: str,
+        settings: Mapping[str, Any],
+        *,
+        num_processes: int,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Starts them; `ask` them something to see whether they have.
 
         Args:
@@ -35,6 +43,7 @@ class ProcessGroup:
           settings: What each gets, besides `process`, its number, `num_processes`, `port`, a port
             that is free, and `cores`, those that it shall keep to.
           num_processes: How many.
+          variables: Of their environment, besides those of this process.
         """
         self._module = module
         self._processes: list[subprocess.Popen[str]] = []
@@ -54,6 +63,7 @@ class ProcessGroup:
                 subprocess.Popen(
                     [sys.executable, "-m", module, json.dumps(own)],
                     cwd=Path(__file__).parent.parent,
+                    env={**os.environ, **variables},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self._errors[-1],

@@ -3,12 +3,12 @@
 python -m benchmarks.torch_fsdp [--processes 2 4] [--steps 0] [--rounds 9] [--tiny]
     [--output FILE.md] [--json FILE.json]
 
-It needs PyTorch (`pip install 'manualpar[torch]'`). The same transformer with the same parameters,
-AdamW, the same global batch of tokens, float32, gloo between the processes, the same cores for
-each. manualpar's layers are unrolled, or scanned, and it is also measured as one process that
-simulates as many devices. All are kept alive and take turns, a block of steps each (`turns`), and
-what counts is the median, with its interval, of the ratio to PyTorch in the same round: below 1 is
-faster. The losses of the first steps must be the same.
+It needs PyTorch (`pip install 'manualpar[torch,train]'`). The same transformer with the same
+parameters, AdamW, the same global batch of tokens, float32, gloo between the processes, the same
+cores for each. manualpar's layers are unrolled, or scanned, and it is also measured as one process
+that simulates as many devices. All are kept alive and take turns, a block of steps each (`turns`),
+and what counts is the median, with its interval, of the ratio to PyTorch in the same round: below 1
+is faster. The losses of the first steps must be the same. `torch_parts` says where the time goes.
 
 The memory of a process is its largest resident set during steps, after compiling. The bytes of a
 step are those that the kernel counts on the loopback device while the processes of one library take
@@ -48,7 +48,7 @@ OURS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
     SIMULATED: ("lm", {}, True),
 }
 CONTENDERS = (TORCH, *OURS)
-INSTALL = "pip install 'manualpar[torch]'"
+INSTALL = "pip install 'manualpar[torch,train]'"
 LOSS_STEPS = 5
 LOSS_TOLERANCE = 1e-4
 TRIAL = 3

@@ -47,7 +47,7 @@ def test_without_pytorch_there_is_a_sentence_with_the_command(main, monkeypatch,
         main([])
     assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert "PyTorch is not installed; pip install 'manualpar[torch]'" in error
+    assert "PyTorch is not installed; pip install 'manualpar[torch,train]'" in error
 
 
 def test_other_losses_are_refused():
