@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import gpu, torch_fsdp
+from benchmarks import gpu, torch_fsdp, torch_parts
 from benchmarks.process_group import ProcessGroup
 from benchmarks.results import note_conditions
 from benchmarks.turns import Estimate
@@ -40,7 +40,7 @@ def test_a_process_that_fails_says_why():
         group.ask("fail")
 
 
-@pytest.mark.parametrize("main", [torch_fsdp.main, gpu.main])
+@pytest.mark.parametrize("main", [torch_fsdp.main, torch_parts.main, gpu.main])
 def test_without_pytorch_there_is_a_sentence_with_the_command(main, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as ended:
