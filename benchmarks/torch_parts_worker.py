@@ -73,7 +73,11 @@ def manualpar_parts(workload: Workload) -> dict[str, Part]:
         "update": functools.partial(jax.jit(update), params, params, workload.tx.init(params)),
         "step": whole,
     }
-    return {name: lambda p=part: jax.block_until_ready(p()) for name, part in parts.items()}
+
+    def wait_for(part: Part) -> Part:
+        return lambda: jax.block_until_ready(part())
+
+    return {name: wait_for(part) for name, part in parts.items()}
 
 
 def torch_parts(workload: Workload) -> dict[str, Part]:
