@@ -64,7 +64,7 @@ def manualpar_parts(workload: Workload) -> dict[str, Part]:
         return holder[0], metrics
 
     product = layer["mlp"]["gate"]["kernel"]
-    parts = {
+    parts: dict[str, Part] = {
         "product": differentiate(product, lambda w, x: x.reshape(-1, x.shape[-1]) @ w),
         "mlp": differentiate(layer["mlp"], apply(SwiGLU(config))),
         "attention": differentiate(layer["attention"], apply(Attention(config), angles, None)),
