@@ -1,52 +1,92 @@
-"""A process that trains a transformer with PyTorch's `torch.compile`, as `gpu` asks it to."""
+"""A process that trains a transformer with PyTorch's FSDP2 and `torch.compile`, as `gpu` asks.
 
+It is written as torchtitan does: every layer is compiled and then sharded, parameters are gathered
+in the dtype that is computed in, gradients are reduced in float32, and attention is the flash
+kernel of `scaled_dot_product_attention` where there is a GPU.
+"""
+
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.process_group import peak_memory, read_settings, serve
-from benchmarks.torch_transformer import TorchTransformer
+from benchmarks.torch_transformer import TorchTransformer, load
 
 
 class CompiledTraining:
-    """A compiled model, its optimizer and a batch, on one device."""
+    """A compiled and sharded model, its optimizer and this process's part of a batch."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Makes the model.
+        """Joins the other processes and makes the model.
 
         Args:
-          settings: `shape`, see `TorchTransformer`; `batch_size`, `sequence_length`, `dtype`, what
-            is computed in; `optimizer`; and `backend`, that of `torch.compile`.
+          settings: See `ProcessGroup`; also `shape`, see `TorchTransformer`; `files`, the path of
+            the parameters and the batch; `dtype`, what is computed in; `optimizer`; and `backend`,
+            that of `torch.compile`.
         """
-        torch.manual_seed(0)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if self._device.type == "cpu":
+        rank, count = settings["process"], settings["num_processes"]
+        is_gpu = torch.cuda.is_available()
+        if is_gpu:
+            torch.cuda.set_device(rank)
+        else:
             torch.set_num_threads(len(settings["cores"]))
-        shape = settings["shape"]
-        size = (settings["batch_size"], settings["sequence_length"] + 1)
-        tokens = torch.randint(0, shape["vocab_size"], size, device=self._device)
-        self._inputs, self._labels = tokens[:, :-1], tokens[:, 1:]
-        self._dtype = getattr(torch, settings["dtype"])
-        self._model = TorchTransformer(shape).to(self._device)
-        self._loss = torch.compile(self._loss_of, backend=settings["backend"])
+        self._device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
+        dist.init_process_group(
+            "nccl" if is_gpu else "gloo",
+            init_method=f"tcp://127.0.0.1:{settings['port']}",
+            rank=rank,
+            world_size=count,
+        )
+        model = TorchTransformer(settings["shape"])
+        with np.load(settings["files"]) as arrays:
+            load(model, {name: arrays[name] for name in arrays.files if "batch." not in name})
+            own = slice(*(len(arrays["batch.inputs"]) // count * i for i in (rank, rank + 1)))
+            self._inputs, self._labels = (
+                torch.from_numpy(arrays[name][own]).long().to(self._device)
+                for name in ("batch.inputs", "batch.labels")
+            )
+        self._model = model.to(self._device)
+        dtype, backend = getattr(torch, settings["dtype"]), settings["backend"]
+        mesh = dist.init_device_mesh(self._device.type, (count,))
+        is_narrow = dtype != torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        options: dict[str, Any] = {"mp_policy": policy} if is_narrow else {}
+        for layer in self._model.layers:
+            layer.compile(backend=backend)
+            fully_shard(layer, mesh=mesh, **options)
+        fully_shard(self._model, mesh=mesh, **options)
+        self._loss = torch.compile(_cross_entropy, backend=backend)
+        self._has_flash = is_gpu and is_narrow
         optimizer = dict(settings["optimizer"])
         optimizer["betas"] = (optimizer.pop("b1"), optimizer.pop("b2"))
-        is_gpu = self._device.type == "cuda"
         self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=is_gpu, **optimizer)
 
     def losses(self, steps: int) -> Mapping[str, Any]:
-        """Takes steps; answers with the loss of each."""
-        return {"losses": [float(self._step()) for _ in range(steps)]}
+        """Takes steps; answers with the loss of the whole batch in each."""
+        losses = []
+        with self._kernel():
+            for _ in range(steps):
+                loss = self._step()
+                dist.all_reduce(loss)
+                losses.append(float(loss) / dist.get_world_size())
+        return {"losses": losses}
 
     def block(self, steps: int) -> Mapping[str, Any]:
-        """Takes steps; answers with seconds."""
+        """Takes steps once all processes are there; answers with seconds."""
+        dist.barrier()
         self._wait()
         started = time.perf_counter()
-        for _ in range(steps):
-            self._step()
+        with self._kernel():
+            for _ in range(steps):
+                self._step()
         self._wait()
         return {"seconds": time.perf_counter() - started}
 
@@ -55,28 +95,33 @@ class CompiledTraining:
         is_gpu = self._device.type == "cuda"
         return {"peak": torch.cuda.max_memory_allocated() if is_gpu else peak_memory()}
 
-    def _loss_of(self, inputs: Any, labels: Any) -> Any:
-        is_narrow = self._dtype != torch.float32
-        with torch.autocast(self._device.type, dtype=self._dtype, enabled=is_narrow):
-            logits = self._model(inputs)
-        return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-
     def _step(self) -> Any:
-        loss = self._loss(self._inputs, self._labels)
+        loss = self._loss(self._model(self._inputs), self._labels)
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss.detach()
+
+    def _kernel(self) -> Any:
+        """Within it attention is the flash kernel, or an error."""
+        if not self._has_flash:
+            return contextlib.nullcontext()
+        return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
 
+def _cross_entropy(logits: Any, labels: Any) -> Any:
+    return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
 def main() -> None:
     """Serves until nobody asks any more."""
     training = CompiledTraining(read_settings())
     serve({name: getattr(training, name) for name in ("losses", "block", "memory")})
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,3 @@
-import argparse
 import dataclasses
 import importlib.util
 import json
@@ -143,67 +142,3 @@ def test_both_train_alike_in_two_processes(tmp_path):
     # What runs is what was compiled, and the kernel counts a little more than that.
     assert ours["counts"]["compiled_bytes"] < ours["sent"][0] < 2 * ours["counts"]["compiled_bytes"]
     assert min(theirs["peak"], ours["peak"]) > 2**24
-
-
-OPTIONS = argparse.Namespace(**gpu.TINY | {"remat": "none", "unrolled": False, "torch": False})
-
-
-@pytest.mark.slow
-def test_one_device_by_hand_and_by_programs(devices8, monkeypatch):
-    monkeypatch.setattr(gpu, "PROGRAMS", {"manual dp": gpu.PROGRAMS["manual dp"]})
-    options = argparse.Namespace(**{**vars(OPTIONS), "seconds": 1e-6, "rounds": 1, "layers": 1})
-    workload = gpu.make_model_workload(options, 2)
-    rows = gpu.measure(options, workload, report=lambda text: None)
-    assert [row.name for row in rows] == [gpu.PLAIN, *gpu.PROGRAMS]
-    assert rows[0].ratio == (1, 1, 1)
-    assert len({row.counts.state for row in rows}) == 1
-    assert all(row.mfu is None for row in rows)  # Nobody knows the peak of a CPU.
-    text = "\n".join(gpu.report_rows(workload, rows))
-    assert text.count("| manual ") == 1
-    introduction = gpu.introduction(
-        note_conditions("benchmarks.gpu", []), argparse.Namespace(torch_backend="inductor")
-    )
-    assert "Not measured, for there is no accelerator" in "\n".join(introduction)
-
-
-def test_what_is_above_two_percent_is_said():
-    counts = gpu.Counts(
-        state=1,
-        temporaries=1000,
-        sent=0,
-        collectives={},
-        flops=1000.0,
-        accessed=1000.0,
-        instructions=1,
-        lowered=1,
-        compile_seconds=0.0,
-    )
-    plain = gpu.Row(gpu.PLAIN, (1.0,), Estimate(1, 1, 1), counts, None, None)
-
-    def manual(**changes):
-        changed = dataclasses.replace(counts, **changes)
-        return dataclasses.replace(plain, name="manual dp", counts=changed)
-
-    assert gpu.excesses([plain, manual(flops=1020.0, accessed=900.0)]) == []
-    above = gpu.excesses([plain, manual(temporaries=1021, collectives={"all_reduce": 2})])
-    assert above == [
-        "manual dp: temporaries are 1.021 of plain jit's.",
-        "manual dp: 2 collectives of one device are compiled.",
-    ]
-
-
-def test_the_batch_fills_the_memory(monkeypatch):
-    class Device:
-        def memory_stats(self):
-            return {"bytes_limit": 1000}
-
-    monkeypatch.setattr(gpu.jax, "devices", lambda: [Device()])
-    monkeypatch.setattr(gpu, "_need", lambda options, size: 100 + 20 * size)
-    assert gpu.largest_batch(argparse.Namespace(memory_share=0.5)) == 16  # 420 of 500 bytes.
-    with pytest.raises(ValueError, match="not one sequence fits"):
-        gpu.largest_batch(argparse.Namespace(memory_share=0.1))
-
-
-def test_a_device_that_does_not_say_how_much_memory_it_has():
-    with pytest.raises(ValueError, match="does not say how much memory"):
-        gpu.largest_batch(OPTIONS)

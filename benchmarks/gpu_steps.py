@@ -1,0 +1,280 @@
+"""Steps of one language model on accelerators, one contender after another.
+
+Every contender trains the same model from the same parameters on the same tokens with AdamW. Only
+one of them holds memory at a time, so that a model may be as large as one of them has room for; the
+first is measured again at the end, and shows how far the machine has drifted.
+"""
+
+import argparse
+import dataclasses
+import gc
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from benchmarks.compiled_steps import CompiledStep, Counts, count, mean_loss, of_program
+from benchmarks.plain_step import plain_step
+from benchmarks.process_group import ProcessGroup
+from benchmarks.turns import Block, Estimate, estimate, ratios
+from benchmarks.workloads import ADAMW, Workload
+from manualpar import Batch, data_parallel, fsdp, make_mesh
+from manualpar.core.program import Program
+from manualpar.layers.attention import ATTENTION_KINDS
+from manualpar.models import Transformer
+from manualpar.models.transformer import flops_per_token
+from manualpar.training.cross_entropy import language_model_loss
+from manualpar.watching.throughput import peak_flops
+
+PLAIN, TORCH, AGAIN = "plain jit", "PyTorch FSDP2, compiled", "the first, again"
+LOGITS = "manual fsdp, whole logits"
+NARROW = {"gather_dtype": "bfloat16", "reduce_dtype": "float32"}
+LARGEST_BATCH = 2**12
+SHAPE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "mlp_size")
+
+
+def loss_of_logits(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
+    """The same loss of logits that are held: the model is given no labels."""
+    return language_model_loss(params, lambda *args, **more: apply_fn(*args, **more), batch, rng)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A program of this package.
+
+    Attributes:
+      builder: What builds it.
+      options: Those of the builder.
+      attention: The model's; `None` for that of the command.
+      loss_fn: Its loss.
+    """
+
+    builder: Callable[..., Program]
+    options: Mapping[str, Any]
+    attention: str | None = None
+    loss_fn: Any = language_model_loss
+
+
+FSDP: Mapping[str, Any] = {"min_weight_size": 0}
+CONTENDERS: Mapping[str, Contender] = {
+    "manual fsdp": Contender(fsdp, FSDP),
+    "manual fsdp, kept": Contender(fsdp, {**FSDP, "reshard_after_forward": False}),
+    "manual dp": Contender(data_parallel, {}),
+    "auto dp": Contender(data_parallel, {"mode": "auto"}),
+    LOGITS: Contender(fsdp, FSDP, loss_fn=loss_of_logits),
+    **{
+        f"manual fsdp, attention {kind}": Contender(fsdp, FSDP, attention=kind)
+        for kind in ATTENTION_KINDS
+        if kind
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What was found out about one step.
+
+    Attributes:
+      name: Whose it is.
+      seconds: Of a step, by round.
+      ratio: Of a step's time to that of the first contender in the same round.
+      counts: What was counted of it; `None` of PyTorch's.
+      memory: The most that PyTorch held on a device, in bytes; `None` of the others.
+      mfu: The share of the peak that the model's own operations are; `None` where no peak is known.
+      problem: Why there is nothing else, or "".
+    """
+
+    name: str
+    seconds: tuple[float, ...] = ()
+    ratio: Estimate | None = None
+    counts: Counts | None = None
+    memory: int | None = None
+    mfu: float | None = None
+    problem: str = ""
+
+
+def make_model_workload(options: argparse.Namespace, batch_size: int) -> Workload:
+    """The language model that the flags describe."""
+    size = (batch_size, options.sequence_length + 1)
+    tokens = np.random.default_rng(0).integers(0, options.vocab_size, size).astype(np.int32)
+    model = Transformer(
+        vocab_size=options.vocab_size,
+        num_layers=options.layers,
+        hidden_size=options.hidden_size,
+        mlp_size=options.mlp_size,
+        num_heads=options.heads,
+        num_kv_heads=options.kv_heads or options.heads,
+        dtype=options.dtype,
+        remat=options.remat,
+        attention=options.attention,
+        scan_layers=not options.unrolled,
+    )
+    return Workload(
+        name="lm",
+        words=f"transformer, {options.layers} layers of {options.hidden_size}, "
+        f"{'unrolled' if options.unrolled else 'scanned'}, batch {batch_size} x "
+        f"{options.sequence_length} tokens, {options.dtype}, remat {options.remat}",
+        model=model,
+        loss_fn=language_model_loss,
+        tx=optax.adamw(
+            ADAMW["lr"], b1=ADAMW["b1"], b2=ADAMW["b2"], weight_decay=ADAMW["weight_decay"]
+        ),
+        batch=Batch(inputs=tokens[:, :-1], labels=tokens[:, 1:]),
+        num_minibatches=1,
+        min_weight_size=0,
+    )
+
+
+def build(workload: Workload, name: str, *, devices: int = 1) -> Program:
+    """One of `CONTENDERS` on the first devices."""
+    contender, model = CONTENDERS[name], workload.model
+    assert isinstance(model, Transformer)
+    if contender.attention is not None:
+        model = model.clone(attention=contender.attention)
+    options = dict(contender.options)
+    if contender.builder is fsdp and model.dtype == "bfloat16":
+        options |= NARROW
+    mesh = make_mesh({"data": devices}, jax.devices()[:devices])
+    batch = workload.abstract_batch
+    return contender.builder(
+        model, workload.tx, contender.loss_fn, mesh=mesh, batch=batch, **options
+    )
+
+
+def largest_batch(options: argparse.Namespace) -> int:
+    """The largest power of two for which the first program's step fits, times the devices.
+
+    Raises:
+      ValueError: The device does not say how much memory it has; or not one sequence fits.
+    """
+    stats = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise ValueError(
+            "--batch_size is 0, for as many as fit, and the device does not say how much memory "
+            "it has; give a number."
+        )
+    room, size = options.memory_share * stats["bytes_limit"], 1
+    while size <= LARGEST_BATCH and _need(options, size * options.devices) <= room:
+        size *= 2
+    if size == 1:
+        raise ValueError(f"not one sequence fits into {room / 2**30:.1f} GiB; make the model less.")
+    return size // 2 * options.devices
+
+
+def _need(options: argparse.Namespace, batch_size: int) -> float:
+    """The bytes of a device that the state and the step of the first program take."""
+    workload = make_model_workload(options, batch_size)
+    program = build(workload, "manual fsdp", devices=options.devices)
+    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    state = program.abstract_state
+    counts = count(lowered, lowered.compile(), (state.params, state.opt_state), 0.0)
+    return float(counts.temporaries + counts.state)
+
+
+def first_parameters(workload: Workload) -> dict[str, np.ndarray]:
+    """The parameters that all begin with, by their paths, layer by layer."""
+    model: Any = workload.model
+    key = jax.random.split(jax.random.key(0))[0]  # As a program's `init` splits it.
+    params = jax.jit(model.init)(key, workload.batch.inputs[:1])["params"]
+    named: dict[str, np.ndarray] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name.startswith("layers/"):
+            rest = name.removeprefix("layers/")
+            named |= {f"layer_{i}/{rest}": np.asarray(one) for i, one in enumerate(x)}
+        else:
+            named[name] = np.asarray(x)
+    return named
+
+
+def start_torch(options: argparse.Namespace, workload: Workload, files: Path) -> ProcessGroup:
+    """Starts a process a device that trains the same model in PyTorch, from the same parameters."""
+    batch = {"batch.inputs": workload.batch.inputs, "batch.labels": workload.batch.labels}
+    np.savez(files, **first_parameters(workload), **batch)  # type: ignore[arg-type]
+    settings = {
+        "files": str(files),
+        "shape": {name: getattr(workload.model, name) for name in (*SHAPE, "rope_base")},
+        "dtype": options.dtype,
+        "optimizer": ADAMW,
+        "backend": options.torch_backend,
+    }
+    module = "benchmarks.torch_compile_worker"
+    return ProcessGroup(module, settings, num_processes=options.devices)
+
+
+def measure(
+    options: argparse.Namespace, workload: Workload, files: Path, report: Callable[[str], None]
+) -> list[Row]:
+    """Compiles and times all steps, one contender at a time; PyTorch's first if it is asked for.
+
+    Raises:
+      RuntimeError: Losses differ: it is not the same training.
+    """
+    rows: dict[str, Row] = {}
+    losses: dict[str, Sequence[float]] = {}
+    if options.torch:
+        with start_torch(options, workload, files) as group:
+            losses[TORCH] = group.ask("losses", steps=3)[0]["losses"]
+            report(f"{TORCH}: losses {losses[TORCH]}")
+            seconds = _rounds(options, group.block)
+            held = max(answer["peak"] for answer in group.ask("memory"))
+            rows[TORCH] = Row(TORCH, seconds, memory=held)
+    chosen = [name for name in CONTENDERS if name in options.contenders]
+    names = [PLAIN, *chosen] if options.devices == 1 else chosen
+    for name in [*names, AGAIN]:
+        try:
+            step = _step(workload, names[0] if name == AGAIN else name, options.devices)
+            losses[name] = step.losses(3)
+            seconds = _rounds(options, step.block)
+        except (ValueError, RuntimeError) as error:  # It cannot run, or does not fit.
+            first = str(error).splitlines()[0][:200]
+            if name == names[0]:
+                raise
+            report(f"{name}: {first}")
+            rows[name] = Row(name, problem=first)
+            continue
+        report(f"{name}: compiled in {step.counts.compile_seconds:.1f} s")
+        rows[name] = Row(name, seconds, counts=step.counts)
+        del step
+        gc.collect()  # The next one needs the memory.
+    expected = losses[names[0]]
+    for name, values in losses.items():
+        if not np.allclose(values, expected, rtol=1e-2):  # In bfloat16; another would be far.
+            raise RuntimeError(f"the losses of {name} are {values}, expected {expected}.")
+    return _finished([rows[name] for name in (*names, AGAIN, TORCH) if name in rows], options)
+
+
+def _step(workload: Workload, name: str, devices: int) -> CompiledStep:
+    if name != PLAIN:
+        return of_program(build(workload, name, devices=devices), workload.batch)
+    jitted, make_state = plain_step(workload)
+    state = make_state()
+    batch = jax.device_put(workload.batch, jax.devices()[0])
+    return CompiledStep(jitted, state, batch, parts=state, read_loss=mean_loss)
+
+
+def _rounds(options: argparse.Namespace, block: Block) -> tuple[float, ...]:
+    """The seconds of a step in each round, after one that is not counted."""
+    steps = max(1, math.ceil(options.seconds / (block(2) / 2)))
+    return tuple(block(steps) / steps for _ in range(options.rounds))
+
+
+def _finished(rows: Sequence[Row], options: argparse.Namespace) -> list[Row]:
+    """The rows with what follows from their times."""
+    workload = make_model_workload(options, options.batch_size)
+    assert isinstance(workload.model, Transformer)
+    flops = flops_per_token(workload.model, options.sequence_length) * workload.batch.inputs.size
+    peak = peak_flops(jax.devices()[0].device_kind, options.dtype)
+    finished = []
+    for row in rows:
+        if row.seconds:
+            mfu = peak and flops / options.devices / statistics.median(row.seconds) / peak
+            ratio = estimate(ratios(row.seconds, rows[0].seconds))
+            row = dataclasses.replace(row, mfu=mfu, ratio=ratio)
+        finished.append(row)
+    return finished

@@ -1,0 +1,143 @@
+"""The benchmark of accelerators, tried on a CPU: its rows, its refusals, and what it writes."""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import gpu, gpu_steps
+from benchmarks.compiled_steps import Counts
+from benchmarks.turns import Estimate
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+ROWS = ("manual fsdp", gpu_steps.LOGITS, "manual fsdp, attention cudnn")
+
+
+def _options(**changes):
+    defaults = vars(gpu._parser().parse_args([])) | gpu.TINY | {"torch": False}
+    return argparse.Namespace(**defaults | changes)
+
+
+@pytest.mark.slow
+def test_the_command_runs_on_a_cpu(devices8, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(gpu.TINY, "layers", 1)
+    path = tmp_path / "gpu.json"
+    torch_flag = "--torch" if HAS_TORCH else "--no-torch"
+    command = ["--tiny", "--rounds=1", torch_flag, f"--json={path}", "--contenders", *ROWS]
+    assert gpu.main(command) in (0, 1)
+    shown, data = capsys.readouterr().out, json.loads(path.read_text())
+    rows = {row["name"]: row for row in data["rows"]}
+    torch = [gpu_steps.TORCH] if HAS_TORCH else []
+    assert list(rows) == [gpu_steps.PLAIN, *ROWS, gpu_steps.AGAIN, *torch]
+    assert shown.count("| manual fsdp") == 3
+    assert "because there is no accelerator" in shown
+    assert rows[gpu_steps.PLAIN]["ratio"]["median"] == 1
+    assert rows[ROWS[0]]["mfu"] is None  # Nobody knows the peak of a CPU.
+    assert rows[ROWS[2]]["problem"]
+    assert not rows[ROWS[2]]["seconds"]
+    same = [rows[name]["counts"]["state"] for name in (gpu_steps.PLAIN, *ROWS[:2])]
+    assert len(set(same)) == 1
+    assert data["excesses"] == gpu.excesses(
+        [
+            gpu.Row(name, counts=row["counts"] and Counts(**row["counts"]))
+            for name, row in rows.items()
+        ]
+    )
+
+
+def test_without_an_accelerator_there_is_a_sentence(capsys):
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(["--no-torch"])
+    assert ended.value.code == 2
+    assert "no accelerator here, only CPUs" in " ".join(capsys.readouterr().err.split())
+
+
+def test_pytorch_computes_nothing_again(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(SystemExit):
+        gpu.main(["--tiny", "--remat=full"])
+    assert "--remat is full, expected none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--devices=9", "--devices=0", "--rounds=0"])
+def test_devices_and_rounds_are_refused(flag, devices8, capsys):
+    with pytest.raises(SystemExit):
+        gpu.main(["--tiny", "--no-torch", flag])
+    assert f"{flag.replace('=', ' is ')}, expected 1 to" in capsys.readouterr().err
+
+
+def test_what_is_above_two_percent_is_said():
+    counts = Counts(
+        state=1,
+        temporaries=1000,
+        sent=0,
+        collectives={},
+        flops=1000.0,
+        accessed=1000.0,
+        instructions=1,
+        lowered=1,
+        compile_seconds=0.0,
+    )
+    plain = gpu.Row(gpu.PLAIN, (1.0,), Estimate(1, 1, 1), counts)
+
+    def manual(**changes):
+        changed = dataclasses.replace(counts, **changes)
+        return dataclasses.replace(plain, name="manual dp", counts=changed)
+
+    assert gpu.excesses([plain, manual(flops=1020.0, accessed=900.0)]) == []
+    above = gpu.excesses([plain, manual(temporaries=1021, collectives={"all_reduce": 2})])
+    assert above == [
+        "manual dp: temporaries are 1.021 of plain jit's.",
+        "manual dp: 2 collectives of one device are compiled.",
+    ]
+    assert gpu.excesses([manual(temporaries=1021)]) == []  # Nothing to hold it against.
+    refused = gpu.Row("manual fsdp, attention cudnn", problem="no GPU")
+    text = "\n".join(gpu.report_rows("a model", [plain, refused, manual()], tokens=512))
+    assert "| plain jit | 1000.00 | 1 | 512 |" in text
+    assert "manual fsdp, attention cudnn: no GPU" in text
+    assert "Nothing is above 2%." in text
+
+
+def test_the_batch_fills_the_memory(monkeypatch):
+    class Device:
+        def memory_stats(self):
+            return {"bytes_limit": 1000}
+
+    monkeypatch.setattr(gpu_steps.jax, "devices", lambda: [Device()])
+    monkeypatch.setattr(gpu_steps, "_need", lambda options, size: 100 + 20 * size)
+    largest = gpu_steps.largest_batch
+    assert largest(argparse.Namespace(memory_share=0.5, devices=1)) == 16  # 420 of 500 bytes.
+    assert largest(argparse.Namespace(memory_share=0.5, devices=2)) == 16
+    with pytest.raises(ValueError, match="not one sequence fits"):
+        largest(argparse.Namespace(memory_share=0.1, devices=1))
+
+
+def test_a_device_that_does_not_say_how_much_memory_it_has():
+    with pytest.raises(ValueError, match="does not say how much memory"):
+        gpu_steps.largest_batch(_options())
+
+
+def test_parameters_are_named_layer_by_layer():
+    options = _options(vocab_size=16, hidden_size=8, heads=1, mlp_size=8)
+    scanned = gpu_steps.first_parameters(gpu_steps.make_model_workload(options, 1))
+    model = gpu_steps.make_model_workload(options, 1).model.clone(scan_layers=False)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 8), np.int32))["params"]
+    expected = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): x.shape
+        for path, x in jax.tree_util.tree_leaves_with_path(shapes)
+    }
+    assert {name: x.shape for name, x in scanned.items()} == expected
+
+
+@pytest.mark.slow
+def test_tests_run_in_a_process_of_their_own(tmp_path):
+    path = tmp_path / "a_test.py"
+    path.write_text("def test_yes():\n    pass\n\n\ndef test_no():\n    assert False\n")
+    said = gpu.run_suite([str(path), "-p", "no:cacheprovider", "--rootdir", str(tmp_path)])
+    assert said.startswith("Tests: 1 failed, 1 passed")
+    assert "FAILED" in said
+    assert "test_no" in said
