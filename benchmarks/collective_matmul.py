@@ -189,7 +189,8 @@ def compile_row(args: argparse.Namespace, name: str, form_name: str, program: st
         args.folder.mkdir(parents=True, exist_ok=True)
         file = f"{name}-{program}-{form_name}.txt".replace(" ", "_").replace(":", "_")
         (args.folder / file).write_text(text, encoding="utf-8")
-    schedule = schedule_of(CompiledStep(topology, {}, {"mesh": sizes}, text))
+    facts = {"mesh": sizes, "order": (), "kernels": ()}
+    schedule = schedule_of(CompiledStep(topology, {}, facts, text))
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     return Row(name, form_name, program, temporaries, schedule)
 
