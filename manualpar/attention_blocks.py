@@ -6,6 +6,9 @@ jaxpr nor the compiled program shows how many blocks are left.
 
 import re
 
+# Products of scores, forward and backward together: a backward pass by blocks computes the scores
+# again, which speeds in operations a second do not count.
+PRODUCTS_COMPUTED, PRODUCTS_COUNTED = 7, 6
 _BLOCKS = re.compile(r"\bscore_blocks_(\d+)\b")
 
 

@@ -12,7 +12,8 @@ The planner asks for memory traffic too. It counts the operands and results of p
 operands of reductions, because elementwise operations read and write those, fused to chains. With
 `fused_attention` the largest array of a product with a batch dimension, the scores of attention,
 stays on the chip, and the half that a causal mask hides is not computed, as in a flash attention
-kernel (https://arxiv.org/abs/2205.14135). Attention by blocks computes no such half.
+kernel (https://arxiv.org/abs/2205.14135). Attention by blocks computes no such half; of what it and
+a kernel compute, the scores that the backward pass computes again are left out.
 """
 
 import math
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from manualpar.attention_blocks import blocks_computed
+from manualpar.attention_blocks import PRODUCTS_COMPUTED, PRODUCTS_COUNTED, blocks_computed
 from manualpar.inspect.communication import summed
 from manualpar.inspect.equations import Around, EquationReader
 from manualpar.inspect.provenance import PHASES, Phase, module_of, phase_of
@@ -144,9 +145,11 @@ class TrafficReader(ProductReader):
         is_fused = self.fused_attention and _is_of_scores(eqn, is_product)
         if is_fused:
             sizes.remove(max(sizes))
-            if blocks_computed(around.scope) is None:
-                flops = Fraction(flops or 0, 2)
         is_kernel = eqn.primitive.name in UNCOUNTED_PRIMITIVES
+        if is_fused and blocks_computed(around.scope) is None:
+            flops = Fraction(flops or 0, 2)
+        elif is_fused or (is_kernel and self.fused_attention):
+            flops = (flops or 0) * Fraction(PRODUCTS_COUNTED, PRODUCTS_COMPUTED)
         dtype = product_dtype(eqn, is_fused=is_fused)
         share = Fraction(around.times, around.spread)
         flops, traffic = (flops or 0) * share, sum(sizes) * share

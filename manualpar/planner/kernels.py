@@ -10,16 +10,13 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr
 
-from manualpar.attention_blocks import blocks_computed
+from manualpar.attention_blocks import PRODUCTS_COMPUTED, PRODUCTS_COUNTED, blocks_computed
 from manualpar.inspect.hlo import Instruction, Instructions, array_bytes, arrays
 from manualpar.inspect.products import flops_of, product_dtype
 from manualpar.jaxprs import inner_jaxprs
 from manualpar.planner.hardware import Chip
 
 TARGET = "tpu_custom_call"
-# A chip's `attention_efficiency` counts two products of scores forward and four backward, and no
-# block above the diagonal. A backward kernel computes the scores once more.
-COMPUTED, COUNTED = 7, 6
 
 
 class Kernel(NamedTuple):
@@ -65,7 +62,7 @@ def kernel_name(instruction: Instruction) -> str:
 
 def kernel_efficiency(chip: Chip) -> float:
     """The share of the peak that a kernel reaches with the operations that it computes."""
-    return min(1.0, chip.attention_efficiency * COMPUTED / COUNTED)
+    return min(1.0, chip.attention_efficiency * PRODUCTS_COMPUTED / PRODUCTS_COUNTED)
 
 
 def kernel_clock(

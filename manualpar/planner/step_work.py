@@ -187,12 +187,13 @@ def read_work(
 
 
 def has_kernel(config: ml_collections.ConfigDict) -> bool:
-    """Whether a config leaves it to the chips to compute attention by a kernel of theirs.
+    """Whether a config has its chips compute attention by a kernel of theirs.
 
-    Traced without the chips it is attention in blocks. A ring of split sequences has no kernel.
+    If it leaves them the choice, it is traced without them as attention in blocks. The ring of
+    split sequences, which has a kernel on TPUs only, is taken as it is traced.
     """
-    is_open = config.model.get("attention") == ""
-    return is_open and CONTEXT_AXIS not in config.parallel.mesh
+    is_kernel = config.model.get("attention") in ("", "splash", "cudnn")
+    return is_kernel and CONTEXT_AXIS not in config.parallel.mesh
 
 
 def _load(product: CountedProduct, part: str) -> Load:
