@@ -163,6 +163,15 @@ def test_compiler_options_are_shown_where_there_was_something_to_choose(capsys, 
 
 
 @pytest.mark.usefixtures("_no_picture")
+def test_the_links_of_the_axes_are_shown_where_they_differ(capsys, monkeypatch):
+    monkeypatch.setattr(inspection, "describe_links", lambda mesh: f"data: around {mesh.size}")
+    assert _run(FSDP, *WHOLE, "--nocompile") == 0
+    assert "fsdp manual on data=8 (data: around 8); of a device" in capsys.readouterr().out
+    assert _run(FSDP, *WHOLE, *ABSTRACT) == 0  # Of devices that are not there nobody knows.
+    assert "fsdp manual on data=8; of a device" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("_no_picture")
 def test_split_layers_send_what_their_closed_form_says(capsys):
     sizes = ("--config.model.hidden_size=16", "--config.model.mlp_size=32")
     assert _run(f"--config={CONFIGS / 'tp_lm'}.py", *sizes, *ABSTRACT) == 0

@@ -35,7 +35,8 @@ def make_mesh(
 
     Returns:
       A `jax.sharding.Mesh` whose axes are all of `AxisType.Auto`. On several hosts the first axes
-      of the order go across hosts and the others stay within, as far as the sizes allow.
+      of the order go across hosts and the others stay within, as far as the sizes allow. In a slice
+      of TPUs each axis is a ring of neighbours, if there is one.
 
     Raises:
       ValueError: A size is neither positive nor -1, more than one is -1, or the sizes do not fit

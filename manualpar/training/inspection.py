@@ -34,6 +34,7 @@ from manualpar.inspect.provenance import OTHER
 from manualpar.inspect.step_ledger import ledger
 from manualpar.models import Transformer
 from manualpar.models.transformer_sends import transformer_sends
+from manualpar.sharding.mesh_order import describe_links
 from manualpar.training.command_line import (
     CommandLine,
     Flag,
@@ -163,6 +164,7 @@ def read_ledger(
         schedule = read_schedule(experiment.program)
         read = ledger(experiment.program, compile=compile)
     found, root = read.to_json(), type(experiment.task.model).__name__
+    mesh = experiment.program.mesh
     if read.compiled:
         shown = found["compiled"]["collectives"]
         for each, values in zip(read.compiled.collectives, shown, strict=True):
@@ -172,7 +174,8 @@ def read_ledger(
     return {
         "config_file": str(named.path),
         "config": named.config.to_dict(),
-        "devices": experiment.program.mesh.size,
+        "devices": mesh.size,
+        "links": describe_links(mesh) if isinstance(mesh, jax.sharding.Mesh) else "",
         "jax": jax.__version__,
         "compiler_options": str(experiment.chosen),
         "predicted_is_bound": experiment.program.strategy.reshard_after_forward,

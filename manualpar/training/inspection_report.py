@@ -53,7 +53,8 @@ SUMMARY = {
 def print_ledger(console: rich.console.Console, name: str, ledger: Json) -> None:
     """Prints the tables of the step of a config."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in ledger["mesh"].items())
-    title = f"{name}: {ledger['name']} on {mesh}; of a device in a step"
+    links = f" ({ledger['links']})" if ledger.get("links") else ""
+    title = f"{name}: {ledger['name']} on {mesh}{links}; of a device in a step"
     _print_purposes(console, ledger, title)
     _print_axes(console, ledger)
     _print_modules(console, ledger)
