@@ -154,17 +154,16 @@ def read_ledger(
     """
     with users_mistakes(f"{named.path}: "):
         experiment = prepare(named.config, devices=None if compile else devices)
+        mesh = experiment.program.mesh
         if needs_pipeline and experiment.program.step.pipeline is None:
-            mesh = dict(experiment.program.mesh.shape)
             raise UsageError(
-                f"--schedule: {named.path} has no pipeline on the mesh {mesh}; expected one with "
-                "an axis over which layers are in stages, as by "
+                f"--schedule: {named.path} has no pipeline on the mesh {dict(mesh.shape)}; expected "
+                "one with an axis over which layers are in stages, as by "
                 """--config.parallel.mesh="{'data': -1, 'stage': 2}"."""
             )
         schedule = read_schedule(experiment.program)
         read = ledger(experiment.program, compile=compile)
     found, root = read.to_json(), type(experiment.task.model).__name__
-    mesh = experiment.program.mesh
     if read.compiled:
         shown = found["compiled"]["collectives"]
         for each, values in zip(read.compiled.collectives, shown, strict=True):
