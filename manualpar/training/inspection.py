@@ -157,8 +157,8 @@ def read_ledger(
         mesh = experiment.program.mesh
         if needs_pipeline and experiment.program.step.pipeline is None:
             raise UsageError(
-                f"--schedule: {named.path} has no pipeline on the mesh {dict(mesh.shape)}; expected "
-                "one with an axis over which layers are in stages, as by "
+                f"--schedule: {named.path} has no pipeline on the mesh {dict(mesh.shape)}; "
+                "expected one with an axis over which layers are in stages, as by "
                 """--config.parallel.mesh="{'data': -1, 'stage': 2}"."""
             )
         schedule = read_schedule(experiment.program)
