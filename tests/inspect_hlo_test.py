@@ -210,6 +210,7 @@ frontend_attributes={kernel_metadata={
 },
 "xprof_metadata":"{\\"block_q\\": 512}"
 },chain="1"}, metadata={op_name="f/kernel/pallas_call"}
+  %z = f32[4]{0} negate(%k), backend_config={"estimated_cycles":"9223372036854775807"}
   ROOT %y = f32[4]{0} negate(%k), backend_config={"window_config":{"estimated_cycles":"9"}}
 }
 """
@@ -217,7 +218,8 @@ frontend_attributes={kernel_metadata={
 
 def test_a_kernel_says_what_it_says_of_itself_on_lines_of_its_own():
     module = parse_module(KERNEL)
-    assert list(module.computations["main"]) == ["x", "k", "y"]
+    assert list(module.computations["main"]) == ["x", "k", "z", "y"]
     kernel = module.computations["main"]["k"]
     assert (kernel.target, kernel.op_name) == ("tpu_custom_call", "f/kernel/pallas_call")
     assert module.computations["main"]["y"].cycles == 9
+    assert module.computations["main"]["z"].cycles is None  # The estimate has run over.

@@ -27,6 +27,7 @@ _METADATA = re.compile(r"(?<=\bkernel_metadata=\{)\n.*?\n(?=\}(\}|,[^\n]))", re.
 # These pass a counter on unchanged.
 _COPIES = frozenset({"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier"})
 MAX_SCOPE_STEPS = 64
+NO_CYCLES = 2**63 - 1  # What XLA:TPU writes where an estimate has run over.
 
 
 class Instruction(NamedTuple):
@@ -70,7 +71,7 @@ class Instruction(NamedTuple):
     def cycles(self) -> int | None:
         """The cycles that XLA:TPU estimates for it, `None` where there is no estimate."""
         found = self.found(r'"estimated_cycles":"(\d+)"')
-        return int(found) if found else None
+        return int(found) if found and int(found) < NO_CYCLES else None
 
     def attribute(self, name: str) -> str:
         """The rest of the line after `name=`, "" if it is not there."""
