@@ -1,8 +1,8 @@
 """Which compiler options make XLA run collectives behind compute, by chip and by the mesh.
 
 `"auto"` looks into one table, `CHOICES`. It has the options for each generation of TPUs, the
-largest ring for which they pay, and the figures that say so. Beyond that ring, and for other
-devices, the compiler keeps its own options.
+largest ring for which they pay, and the figures that say so. Beyond that ring, on meshes of several
+axes, which nobody has measured, and for other devices the compiler keeps its own options.
 
 The figures are estimates of a whole step of eight layers of width 2,048, FSDP on all devices of a
 topology, by the program that libtpu 0.0.42.1 compiles for it and the planner's clock; no TPU ran.
@@ -104,13 +104,18 @@ class ChosenOptions:
 
 
 def choose_options(
-    device_kind: str, rings: Sequence[int], overlap: Overlap = "auto"
+    device_kind: str,
+    rings: Sequence[int],
+    others: Sequence[str] = (),
+    *,
+    overlap: Overlap = "auto",
 ) -> ChosenOptions:
     """The options to compile a step with.
 
     Args:
       device_kind: `jax.Device.device_kind`, such as `TPU v5 lite`.
       rings: The sizes of the rings over which gradients are reduced, one after the other.
+      others: The names of the mesh's other axes, along which there are several devices.
       overlap: `"auto"` for those of `CHOICES`, `"none"` for the compiler's own.
 
     Raises:
@@ -130,6 +135,9 @@ def choose_options(
         where = f"{device_kind}, gradients over {over} devices"
         if max(rings, default=1) > choice.most:
             return ChosenOptions(why=f"{where}; others pay up to {choice.most}")
+        if others or len(rings) > 1:
+            along = f" beside {', '.join(others)}" * bool(others)
+            return ChosenOptions(why=f"{where}{along}; others are known to pay on one flat axis")
         return ChosenOptions(choice.options, where)
     return ChosenOptions()
 

@@ -17,9 +17,10 @@ WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"
 @pytest.mark.parametrize(
     ("device_kind", "rings", "name"),
     [
+        (V5E, [1], WINDOWS),
         (V5E, [16], WINDOWS),
         (V5E, [8], "xla_tpu_rwb_fusion"),
-        (V5E, [8, 16], WINDOWS),
+        (V5E, [8, 2], ""),
         (V5E, [17], ""),
         (V5E, [4, 64], ""),
         (V5P, [16], "xla_enable_async_all_gather"),
@@ -33,7 +34,8 @@ def test_options_follow_from_the_chip_and_the_rings(device_kind, rings, name):
     chosen = choose_options(device_kind, rings)
     assert bool(chosen.options) == bool(name)
     assert not name or name in chosen.options
-    none = choose_options(device_kind, rings, "none")
+    assert not choose_options(device_kind, rings, ["model"]).options
+    none = choose_options(device_kind, rings, overlap="none")
     assert not none.options
     # Where there is nothing to choose nothing is said.
     assert bool(none.why) == bool(chosen.why) == ("v5" in device_kind or "v6" in device_kind)
@@ -49,21 +51,28 @@ def test_every_choice_is_of_chips_that_plans_know():
 
 
 def test_what_is_chosen_is_said():
-    said = str(choose_options(V5E, [8, 16]))
+    said = str(choose_options(V5E, [8]))
     assert said == (
-        f"{WINDOWS}=true, xla_tpu_rwb_fusion=false (TPU v5 lite, gradients over 8 and 16 devices)"
+        f"{WINDOWS}=true, xla_tpu_rwb_fusion=false (TPU v5 lite, gradients over 8 devices)"
+    )
+    only = "others are known to pay on one flat axis"
+    assert str(choose_options(V5E, [8, 2])) == (
+        f"the compiler's own (TPU v5 lite, gradients over 8 and 2 devices; {only})"
+    )
+    assert str(choose_options(V5E, [8], ["replica", "model"])) == (
+        f"the compiler's own (TPU v5 lite, gradients over 8 devices beside replica, model; {only})"
     )
     assert str(choose_options(V5E, [256])) == (
         "the compiler's own (TPU v5 lite, gradients over 256 devices; others pay up to 16)"
     )
-    assert str(choose_options(V5E, [8], "none")) == "the compiler's own (overlap is 'none')"
+    assert str(choose_options(V5E, [8], overlap="none")) == "the compiler's own (overlap is 'none')"
     assert str(choose_options("cpu", [8])) == ""
 
 
 @pytest.mark.parametrize("overlap", ["default", "asynchronous", True])
 def test_unknown_ones_are_refused(overlap):
     with pytest.raises(ValueError, match=r"overlap is .*, expected one of 'auto', 'none'"):
-        choose_options(V5E, [8], overlap)
+        choose_options(V5E, [8], overlap=overlap)
 
 
 def test_options_that_the_compiler_refuses_are_left_out_and_it_is_said(devices8):

@@ -37,7 +37,7 @@ def _inside(tmp_path, monkeypatch, devices8):
 @pytest.mark.slow
 def test_two_pairs_side_by_side(capsys, monkeypatch):
     chosen = ChosenOptions({"xla_cpu_enable_fast_math": False}, "for cpus")
-    monkeypatch.setattr(training, "choose_options", lambda *_: chosen)
+    monkeypatch.setattr(training, "choose_options", lambda *_, **by: chosen)
     command = _command(*SMALL, TWO_PAIRS)
     assert experiment.compare_command(command) == 0
     workdir = Path("runs/compare/001")

@@ -346,32 +346,34 @@ def test_rules_shard_the_models_kernels(strategy, devices8):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mesh", "parallel", "rings"),
+    ("strategy", "mesh", "parallel", "rings", "others"),
     [
-        ("dp", TWO_AXES, {}, [8]),
-        ("fsdp", ONE_AXIS, {}, [8]),
-        ("fsdp", {"data": 4, "data_minor": 2}, {"axis_by_axis": True}, [4, 2]),
-        ("fsdp", {"data": 4, "data_minor": 2}, {}, [8]),
-        ("fsdp", {"data": 2, "model": 4}, {}, [2]),
-        ("hsdp", TWO_AXES, {}, [4]),
+        ("dp", TWO_AXES, {}, [8], []),
+        ("fsdp", ONE_AXIS, {}, [8], []),
+        ("fsdp", {"data": 4, "data_minor": 2}, {"axis_by_axis": True}, [4, 2], []),
+        ("fsdp", {"data": 4, "data_minor": 2}, {}, [8], []),
+        ("fsdp", {"data": 2, "model": 4}, {}, [2], ["model"]),
+        ("hsdp", TWO_AXES, {}, [4], ["replica"]),
     ],
 )
 def test_compiler_options_are_those_for_the_devices_and_the_axes(
-    devices8, monkeypatch, strategy, mesh, parallel, rings
+    devices8, monkeypatch, strategy, mesh, parallel, rings, others
 ):
     given = []
     chosen = ChosenOptions({"xla_some": "true"}, "why")
-    monkeypatch.setattr(experiment, "choose_options", lambda *of: given.append(of) or chosen)
+    monkeypatch.setattr(
+        experiment, "choose_options", lambda *of, **by: given.append((of, by)) or chosen
+    )
     monkeypatch.setattr(experiment, "keep_if_known", lambda options, device: options)
     _replace_builder(monkeypatch, strategy, lambda *_, **options: options["compiler_options"])
     config = _small(fsdp.get_config(), strategy=strategy, overlap="none", mesh=mesh, **parallel)
     task = make_task(config)
     assert build_program(config, task, _schedule) == chosen.options
-    assert given == [("cpu", rings, "none")]
+    assert given == [(("cpu", rings, others), {"overlap": "none"})]
     assert build_program(config, task, _schedule, devices=8) == {}  # There is no compiler to ask.
 
 
 def test_an_experiment_says_what_was_chosen(devices8, monkeypatch):
     chosen = ChosenOptions({"xla_cpu_enable_fast_math": False}, "why")
-    monkeypatch.setattr(experiment, "choose_options", lambda *_: chosen)
+    monkeypatch.setattr(experiment, "choose_options", lambda *_, **by: chosen)
     assert prepare(_small(fsdp.get_config())).chosen == chosen

@@ -65,7 +65,7 @@ def test_the_default_configs_learn_the_digits(strategy, capsys):
 
 def test_a_run_shows_what_it_writes_and_numbers_its_folders(capsys, monkeypatch):
     chosen = ChosenOptions({"xla_cpu_enable_fast_math": False}, "for cpus")
-    monkeypatch.setattr(experiment, "choose_options", lambda *_: chosen)
+    monkeypatch.setattr(experiment, "choose_options", lambda *_, **by: chosen)
     arguments = (
         *SMALL,
         "--config.training.num_steps=7",
@@ -120,7 +120,7 @@ def test_a_run_shows_what_it_writes_and_numbers_its_folders(capsys, monkeypatch)
 
 def test_a_failure_of_the_compiler_names_the_options_that_it_was_given(monkeypatch):
     chosen = ChosenOptions({"xla_no_such": "true"}, "for cpus")
-    monkeypatch.setattr(experiment, "choose_options", lambda *_: chosen)
+    monkeypatch.setattr(experiment, "choose_options", lambda *_, **by: chosen)
     monkeypatch.setattr(experiment, "keep_if_known", lambda options, device: options)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such") as caught:
         run_command(_command("fsdp", *FEW_STEPS))

@@ -225,8 +225,10 @@ def _choose_options(
         return ChosenOptions()
     sizes = [mesh.shape[axis] for axis in axes]
     rings = sizes if parallel.axis_by_axis else [math.prod(sizes)]
+    others = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in axes]
     own = next(iter(mesh.local_devices), mesh.devices.flat[0])
-    return keep_if_known(choose_options(own.device_kind, rings, parallel.overlap), own)
+    chosen = choose_options(own.device_kind, rings, others, overlap=parallel.overlap)
+    return keep_if_known(chosen, own)
 
 
 def _check_split(config: ml_collections.ConfigDict, task: Task, mesh: Mesh | AbstractMesh) -> None:
