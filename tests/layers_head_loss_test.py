@@ -7,13 +7,16 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar import make_mesh
+from manualpar import Batch, abstract_mesh, fsdp, make_mesh
 from manualpar.jaxprs import all_equations
 from manualpar.layers import enter, head_cross_entropy
 from manualpar.layers.head_loss import CHUNK_ELEMENTS, FEWEST_COLUMNS, default_chunk
+from manualpar.models import Transformer
+from manualpar.training.cross_entropy import language_model_loss
 from tests.one_device import slow_unless
 
 B, S, D, V = 4, 3, 5, 48
@@ -212,3 +215,27 @@ def test_labels_that_differ_along_the_split_are_refused(devices8):
     )
     with pytest.raises(ValueError, match=r"head_cross_entropy: labels vary over \('model',\) by"):
         jax.eval_shape(run, jnp.asarray(HEAD), jnp.zeros((4, 4), jnp.int32))
+
+
+@pytest.mark.slow
+def test_how_many_chunks_there_are_is_not_taken_for_positions():
+    """A model with a context axis is traced with several lengths, and longer ones have more."""
+    model = Transformer(
+        vocab_size=8192,
+        num_layers=1,
+        hidden_size=8,
+        num_heads=2,
+        mlp_size=8,
+        context_axis="context",
+    )
+    tokens = jax.ShapeDtypeStruct((2, 2**13), jnp.int32)
+    program = fsdp(
+        model,
+        optax.sgd(1.0),
+        language_model_loss,
+        mesh=abstract_mesh({"data": 2, "context": 2}, 4),
+        batch=Batch(inputs=tokens, labels=tokens),
+        context_axis="context",
+    )
+    assert default_chunk(2**13) < default_chunk(2**12) < 8192
+    assert program.train_step.trace(program.abstract_state, program.abstract_batch)

@@ -3,10 +3,12 @@
 import dataclasses
 import io
 
+import pytest
 import rich.console
 
+from manualpar.planner.hardware import chip_named
 from manualpar.planner.plan import Plan, PlannedCollective
-from manualpar.planner.plan_report import print_plans, print_sweep
+from manualpar.planner.plan_report import print_plans, print_sources, print_sweep
 from manualpar.planner.sweep import Candidate, Outcome
 
 PLAN = Plan(
@@ -106,3 +108,20 @@ def test_a_sweep_shows_what_fits_and_the_nearest_of_what_does_not():
     lines = _shown(lambda console: print_sweep(console, outcomes[:1]))
     assert lines[0] == ["1 of 1 fit; the fastest, by a model"]
     assert "do not run" not in str(lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("v5p", "calibrated: products on published speeds of v5p, attention on"),
+        ("h200", "calibrated: products on published speeds of h100, attention on"),
+        ("tpu7x", "calibrated: attention on published speeds of chips of its kind, products on no"),
+    ],
+)
+def test_the_source_of_a_chip_says_what_was_calibrated(name, words):
+    console = rich.console.Console(file=io.StringIO(), width=1000)
+    print_sources(console, chip_named(name))
+    assert words in console.file.getvalue()
+    console = rich.console.Console(file=io.StringIO(), width=1000)
+    print_sources(console, dataclasses.replace(chip_named(name), calibration=""))
+    assert console.file.getvalue().strip().endswith("not calibrated")

@@ -115,7 +115,7 @@ def test_a_step_in_stages_is_nearly_that_of_the_traced_program(layout):
     model, sizes, work = _traced("llama3_8b", layout)
     topology = parse_topology("h100:128")
     plan, read = estimate_layout(model, layout, topology, **sizes), estimate(work, topology)
-    assert 0.85 < plan.seconds / read.step_seconds < 1.02
+    assert 0.85 < plan.seconds / read.step_seconds < 1.04
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from manualpar.layers.vocabulary_parts import (
     largest_of_all,
     losses_of_sums,
 )
+from manualpar.purposes import CONTEXT_SCOPE
 from manualpar.sharding.axes import AxisName
 
 # The logits that exist at once by default, 64 MiB, and the fewest columns of a chunk: a product
@@ -315,9 +316,12 @@ def _over_chunks(
     def run(carry: Carry, first: jax.Array) -> tuple[Carry, None]:
         return step(carry, first, jax.lax.dynamic_slice_in_dim(head, first, chunk, 1)), None
 
-    carry, _ = jax.lax.scan(run, carry, jnp.arange(whole, dtype=jnp.int32) * chunk)
-    if head.shape[1] % chunk:
-        carry = step(carry, jnp.int32(whole * chunk), head[:, whole * chunk :])
+    # How many chunks there are may depend on the positions, and the check of models with a context
+    # axis takes what stands in this scope for right.
+    with jax.named_scope(CONTEXT_SCOPE):
+        carry, _ = jax.lax.scan(run, carry, jnp.arange(whole, dtype=jnp.int32) * chunk)
+        if head.shape[1] % chunk:
+            carry = step(carry, jnp.int32(whole * chunk), head[:, whole * chunk :])
     return carry
 
 
