@@ -59,7 +59,13 @@ _NOTHING_LEFT = "the second call finds nothing left to do and sends nothing"
 EQUIVALENT: Mapping[str, str] = {
     **{
         f"{module}:*:{kind}": _ONE_AXIS
-        for module in ("layers.context", "layers.ring_attention", "pipeline.*", "sharding.zigzag")
+        for module in (
+            "layers.context",
+            "layers.ring_attention",
+            "layers.sequence_attention",
+            "pipeline.*",
+            "sharding.zigzag",
+        )
         for kind in ("drop-last-axis", "reverse-axes")
     },
     "*:pmean:reverse-axes": _SAME_SET,

@@ -74,6 +74,7 @@ FIRST = {
     "layers.context:*": CONTEXT,
     "layers.ring_attention:*": CONTEXT,
     "layers.blockwise_attention:*": CONTEXT,
+    "layers.sequence_attention:*": CONTEXT,
     "user_model.context_check:*": ("tests/user_model_context_check_test.py",),
     "pipeline.exchange:*": ("tests/pipeline_exchange_test.py", STAGES),
     "pipeline.retyped:*": ("tests/pipeline_retyped_test.py", STAGES),
