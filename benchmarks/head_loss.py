@@ -94,7 +94,7 @@ def compile_step(loss: str, vocabulary: int, tokens: int) -> Compiled:
         jax.block_until_ready(metrics)
         return time.perf_counter() - start
 
-    return Compiled(block, compiled.memory_analysis().temp_size_in_bytes)
+    return Compiled(block, _temporaries(compiled))
 
 
 def compile_head(chunk: int) -> Compiled:
@@ -117,7 +117,11 @@ def compile_head(chunk: int) -> Compiled:
         jax.block_until_ready(out)
         return time.perf_counter() - start
 
-    return Compiled(block, grad.memory_analysis().temp_size_in_bytes)
+    return Compiled(block, _temporaries(grad))
+
+
+def _temporaries(compiled: Any) -> int:
+    return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
 def compare_steps(vocabulary: int, rounds: int) -> list[str]:

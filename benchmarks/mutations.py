@@ -86,7 +86,8 @@ FIRST = {
     "layers.expert*": ("tests/layers_experts_test.py",),
     "layers.ring:*": ("tests/layers_ring_test.py",),
     "layers.routing:*": ("tests/layers_routing_test.py", "tests/layers_experts_program_test.py"),
-    "layers.vocabulary:*": ("tests/layers_vocabulary_test.py",),
+    "layers.vocabulary*": ("tests/layers_vocabulary_test.py",),
+    "layers.head_loss:*": ("tests/layers_head_loss_test.py",),
     "user_model.split_dropout:*": ("tests/user_model_split_dropout_test.py",),
     "core.partitioning:*.unbox:gather_invariant:*": (
         "tests/inspect_formulas_test.py::test_model_axes_are_gathered_too",
