@@ -14,9 +14,11 @@ mask leaves them. It is turned into tokens by that convention, so it is not abso
 - MaxText (2024): "whole". Its release notes say that it halves attention since July 2025. Its rows
   with both figures confirm it: 449.17 TFLOP/s and 7,756 tokens/s are 57.9 GFLOP a token, which is
   6 P + 12 L N H S for Llama 3.1 8B. The products of the head count, the lookup does not.
+  A version of early 2024 counted half. If the tables for v5e and v5p are of that one, their MFUs
+  mean 2% more tokens, 3% for the model of 16B and 4% for Llama 2 70B on a v5p-128.
 - torchtitan: tokens/s only, here. Its 39% at 6,667 tokens/s are "whole" too.
-- Meta: 430 TFLOP/s; it does not say how, and cites PaLM for MFU, so "whole". Half would be 4% less
-  at 8,192 positions and 29% less at 131,072.
+- Meta does not say, and cites PaLM for MFU, so "whole". Half would be 4% fewer operations at 8,192
+  positions and 29% fewer at 131,072.
 - NVIDIA's tables have seconds of a step. (Their MFU counts attention whole, too.)
 """
 

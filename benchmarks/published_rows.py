@@ -168,6 +168,7 @@ _NEMO_405B: dict[str, Any] = {
     "chunks": 7,
     **_MEGATRON,
 }
+_GPT2 = "the vocabulary is GPT-2's there, which makes the head smaller"
 _QKV = "queries, keys and values are kept on the host there"
 _HALF: OthersRemat = "every other product"
 
@@ -294,8 +295,17 @@ FIGURES = (
     _nvidia("llama3_8b", P(data=64, **_NEMO_8B), 13.10, 2048, "llama3.1/README_8b.md"),
     _nvidia("llama3_70b", P(data=2, **_NEMO_70B), 14.72, 128, "llama3.1/README_70b.md"),
     _nvidia("llama3_70b", P(data=64, **_NEMO_70B), 14.98, 4096, "llama3.1/README_70b.md"),
-    _nvidia("llama3_405b", P(data=4, **_NEMO_405B), 17.20, 252, "llama3.1/README_405b.md"),
-    _nvidia("llama3_405b", P(data=16, **_NEMO_405B), 17.62, 1008, "llama3.1/README_405b.md"),
+    _nvidia(
+        "llama3_405b", P(data=4, **_NEMO_405B), 17.20, 252, "llama3.1/README_405b.md", remark=_GPT2
+    ),
+    _nvidia(
+        "llama3_405b",
+        P(data=16, **_NEMO_405B),
+        17.62,
+        1008,
+        "llama3.1/README_405b.md",
+        remark=_GPT2,
+    ),
     _nvidia(
         "llama2_70b",
         P(data=64, remat="in kept"),
