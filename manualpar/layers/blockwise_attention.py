@@ -32,6 +32,7 @@ ATTENDED = "attended"
 MASKED = -1e30  # Not -inf: a query may see no key of a block, and the difference must be a number.
 # Positions of a block at most: on CPUs as many as a core's cache holds the scores of.
 CPU_BLOCK, BLOCK = 128, 512
+MAX_BLOCKS = 1024  # Of a sequence: the pairs are a constant of the program.
 # A block of queries and a block of keys that meet, and the next, `int32[P, 2]`.
 Pairs = jax.Array | np.ndarray
 
@@ -108,10 +109,14 @@ class Scoring(NamedTuple):
     soft_cap: float | None = None
 
 
-def block_size(length: int) -> int:
-    """The positions of a block: of equal blocks, as few as there may be."""
-    count = -(-length // (CPU_BLOCK if platform_traced_for() == "cpu" else BLOCK))
-    return -(-length // count)
+def block_size(length: int, longest: int = 0) -> int:
+    """The positions of a block: of equal blocks, as few as there may be.
+
+    They meet blocks of a sequence of length `longest`, if that is longer.
+    """
+    most = CPU_BLOCK if platform_traced_for() == "cpu" else BLOCK
+    most = max(most, -(-max(length, longest) // MAX_BLOCKS))
+    return -(-length // -(-length // most))
 
 
 def cut_queries(

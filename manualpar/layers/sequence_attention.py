@@ -122,7 +122,7 @@ def attend_from_half_blocks(
       As that of `attend_in_blocks`.
     """
     devices, half = jax.lax.axis_size(axis), query.shape[1] // 2
-    device, size = jax.lax.axis_index(axis), block_size(half)
+    device, size = jax.lax.axis_index(axis), block_size(half, key.shape[1])
     pairs = jnp.asarray(_pairs_of_devices(devices, half, size, scoring.window))[device]
     key_positions = jnp.arange(key.shape[1], dtype=jnp.int32)
     labels = _Labels(positions, key_positions, documents[0], documents[1], pairs)
