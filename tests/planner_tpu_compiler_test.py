@@ -252,7 +252,9 @@ def test_memory_that_is_lacking_is_hbm_or_another(message: str, is_hbm: bool) ->
 @needs_libtpu
 @pytest.mark.slow
 def test_step_is_compiled_for_a_topology(config: ConfigDict) -> None:
-    step = compile_step(config, "v5e:2x2", vocab_size=512)
+    config = ConfigDict(config.to_dict())
+    config.parallel.overlap = "none"  # Window loops of a gradient do not say that they scatter.
+    step = compile_step(config.lock(), "v5e:2x2", vocab_size=512)
     plan = plan_of(step)
     assert plan.fits
     assert plan.num_devices == 4
