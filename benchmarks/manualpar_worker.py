@@ -87,18 +87,21 @@ class ManualparTraining:
         return {"losses": losses}
 
     def block(self, steps: int) -> Mapping[str, Any]:
-        """Takes steps once all processes are there; answers with seconds and bytes."""
+        """Takes steps once all processes are there; answers with seconds and bytes.
+
+        `processor` are the seconds that all threads of this process have computed for.
+        """
         jax.block_until_ready(self._state)
         self._barrier()
-        sent, started = loopback_bytes(), time.perf_counter()
+        sent, computed, started = loopback_bytes(), time.process_time(), time.perf_counter()
         for _ in range(steps):
             self._state, metrics = self._compiled(self._state, self._batch)
             # The other library's processes wait for every loss too.
             jax.block_until_ready(metrics)
         jax.block_until_ready(self._state)
         self._barrier()
-        seconds = time.perf_counter() - started
-        return {"seconds": seconds, "loopback": loopback_bytes() - sent}
+        seconds, computed = time.perf_counter() - started, time.process_time() - computed
+        return {"seconds": seconds, "processor": computed, "loopback": loopback_bytes() - sent}
 
     def counts(self) -> Mapping[str, Any]:
         """Answers with what the traced and the compiled step send."""

@@ -65,6 +65,8 @@ class Row:
       losses: Of its first steps.
       seconds: Of a step, by round.
       ratio: Of a step's time to PyTorch's in the same round.
+      processor: Seconds of a step that the threads of all its processes compute, by round.
+      processor_ratio: Of these to PyTorch's in the same round.
       imported: Resident bytes of a process with its libraries imported, before there is a model;
         the largest of its processes, as of the next two.
       highest: The most until steps are timed, compiling included.
@@ -78,6 +80,8 @@ class Row:
     losses: tuple[float, ...]
     seconds: tuple[float, ...]
     ratio: Estimate
+    processor: tuple[float, ...]
+    processor_ratio: Estimate
     imported: int
     highest: int
     peak: int
@@ -163,8 +167,12 @@ def measure(
         first = groups[names[0]]
         steps = steps or max(1, math.ceil(BLOCK_SECONDS * TRIAL / first.block(TRIAL)))
         sent: dict[str, list[float]] = {name: [] for name in names}
-        blocks = {name: _counting(group, sent[name]) for name, group in groups.items()}
+        processor: dict[str, list[float]] = {name: [] for name in names}
+        blocks = {
+            name: _counting(group, sent[name], processor[name]) for name, group in groups.items()
+        }
         seconds = take_turns(blocks, steps=steps, rounds=rounds)
+        computed = {name: values[1:] for name, values in processor.items()}
         return [
             Row(
                 name=name,
@@ -172,6 +180,8 @@ def measure(
                 losses=tuple(losses[name]),
                 seconds=tuple(x / steps for x in seconds[name]),
                 ratio=estimate(ratios(seconds[name], seconds[names[0]])),
+                processor=tuple(computed[name]),
+                processor_ratio=estimate(ratios(computed[name], computed[names[0]])),
                 imported=max(answer["imported"] for answer in before[name]),
                 highest=max(answer["peak"] for answer in before[name]),
                 peak=max(answer["peak"] for answer in groups[name].ask("memory")),
@@ -182,8 +192,13 @@ def measure(
         ], steps
 
 
-def _counting(group: ProcessGroup, sent: list[float]) -> Callable[[int], float]:
-    """A block of a group that also notes the bytes that a process sends in a step."""
+def _counting(
+    group: ProcessGroup, sent: list[float], processor: list[float]
+) -> Callable[[int], float]:
+    """A block of a group that also notes a step's bytes, of a process, and processor time, of all.
+
+    Threads that wait by turning in a loop compute too.
+    """
 
     def block(num_steps: int) -> float:
         # What the beginning and the end of a block send is none of the steps'.
@@ -192,6 +207,7 @@ def _counting(group: ProcessGroup, sent: list[float]) -> Callable[[int], float]:
         # Each of them has seen the traffic of all.
         whole = max(answer["loopback"] for answer in answers)
         sent.append(max(whole - around, 0) / num_steps / len(answers))
+        processor.append(sum(answer["processor"] for answer in answers) / num_steps)
         return float(max(answer["seconds"] for answer in answers))
 
     return block
@@ -216,6 +232,8 @@ def report_processes(num_processes: int, rows: Sequence[Row], *, steps: int) -> 
         "processes",
         "ms a step",
         "of PyTorch's time",
+        "processor ms",
+        "of PyTorch's",
         "peak MiB",
         "above imports",
         "with compiling",
@@ -230,6 +248,8 @@ def report_processes(num_processes: int, rows: Sequence[Row], *, steps: int) -> 
             str(row.num_processes),
             f"{1e3 * statistics.median(row.seconds):.1f}",
             row.ratio.show("{:.3f}".format) if row is not rows[0] else "1",
+            f"{1e3 * statistics.median(row.processor):.1f}",
+            row.processor_ratio.show("{:.3f}".format) if row is not rows[0] else "1",
             _mib(row.peak),
             _mib(row.peak - row.imported),
             _mib(row.highest),
@@ -264,10 +284,12 @@ def introduction(conditions: Conditions, *, is_tiny: bool) -> list[str]:
         f"{make_workload('lm', is_tiny=is_tiny).words}, float32, AdamW, gloo. Each process has one "
         "core, shared where there are more processes than cores; the one that simulates has all. "
         "Of PyTorch's time: the median over rounds, in brackets its interval (95 %), below 1 is "
-        "faster. MiB of a process, the largest: its peak during steps, that less what it held with "
-        "its libraries imported, and its peak before, compiling included. Sent by a process in a "
-        "step: by the loopback device, headers included; as compiled and as traced by the formulas "
-        "for rings. Collectives of a step, as compiled or as PyTorch calls them.",
+        "faster. Processor: what the threads of all processes together compute in a step, which "
+        "other work on the machine changes little. MiB of a process, the largest: its peak during "
+        "steps, that less what it held with its libraries imported, and its peak before, compiling "
+        "included. Sent by a process in a step: by the loopback device, headers included; as "
+        "compiled and as traced by the formulas for rings. Collectives of a step, as compiled or "
+        "as PyTorch calls them.",
         "",
     ]
 
@@ -290,7 +312,8 @@ def _kib(size: float | None) -> str:
 
 def _plain(row: Row) -> dict[str, Any]:
     """A row as plain values."""
-    return {**dataclasses.asdict(row), "ratio": row.ratio._asdict()}
+    both = {name: getattr(row, name)._asdict() for name in ("ratio", "processor_ratio")}
+    return {**dataclasses.asdict(row), **both}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

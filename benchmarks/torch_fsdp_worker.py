@@ -83,14 +83,17 @@ class TorchTraining:
         return {"losses": [float(self.step()) for _ in range(steps)]}
 
     def block(self, steps: int) -> Mapping[str, Any]:
-        """Takes steps once all processes are there; answers with seconds and bytes."""
+        """Takes steps once all processes are there; answers with seconds and bytes.
+
+        `processor` are the seconds that all threads of this process have computed for.
+        """
         dist.barrier()
-        sent, started = loopback_bytes(), time.perf_counter()
+        sent, computed, started = loopback_bytes(), time.process_time(), time.perf_counter()
         for _ in range(steps):
             self.step()
         dist.barrier()
-        seconds = time.perf_counter() - started
-        return {"seconds": seconds, "loopback": loopback_bytes() - sent}
+        seconds, computed = time.perf_counter() - started, time.process_time() - computed
+        return {"seconds": seconds, "processor": computed, "loopback": loopback_bytes() - sent}
 
     def counts(self) -> Mapping[str, Any]:
         """Takes a step; answers with what was called in it."""

@@ -58,18 +58,19 @@ def test_other_losses_are_refused():
 
 
 class Group:
-    """Two processes that say that a step takes a second and 1,000 bytes, a block 70 bytes more."""
+    """Two processes whose step takes a second and 1,000 bytes, their block 70 bytes more."""
 
     def ask(self, task, steps):
-        answer = {"seconds": 1.0 * steps, "loopback": 1000 * steps + 70}
+        answer = {"seconds": 1.0 * steps, "processor": 0.5 * steps, "loopback": 1000 * steps + 70}
         return [answer, {**answer, "seconds": 2.0 * steps}]
 
 
 def test_bytes_are_those_of_a_step_and_a_process():
-    sent = []
-    block = torch_fsdp._counting(Group(), sent)
+    sent, processor = [], []
+    block = torch_fsdp._counting(Group(), sent, processor)
     assert block(5) == 10
     assert sent == [500]
+    assert processor == [1.0]
 
 
 ROW = torch_fsdp.Row(
@@ -78,6 +79,8 @@ ROW = torch_fsdp.Row(
     losses=(2.0, 1.0),
     seconds=(0.1, 0.3, 0.2),
     ratio=Estimate(1, 1, 1),
+    processor=(0.2, 0.4, 0.3),
+    processor_ratio=Estimate(1, 1, 1),
     imported=2**20,
     highest=4 * 2**20,
     peak=3 * 2**20,
@@ -91,6 +94,7 @@ def test_the_report_of_processes():
         ROW,
         name="manualpar",
         ratio=Estimate(0.5, 0.4, 0.6),
+        processor_ratio=Estimate(0.25, 0.2, 0.3),
         losses=(2.0, 1.25),
         counts={"compiled": {"all_gather": 3}, "compiled_bytes": 512, "traced_bytes": 1024},
     )
@@ -98,11 +102,12 @@ def test_the_report_of_processes():
     assert "3 rounds of blocks of 4 steps" in text
     assert "differ by at most 2.5e-01" in text
     assert (
-        "| PyTorch FSDP2 | 2 | 200.0 | 1 | 3.0 | 2.0 | 4.0 | 2.0 |  |  | 7 _allgather_base_ |"
-        in text
+        "| PyTorch FSDP2 | 2 | 200.0 | 1 | 300.0 | 1 | 3.0 | 2.0 | 4.0 | 2.0 |  |  "
+        "| 7 _allgather_base_ |" in text
     )
     assert (
-        "| manualpar | 2 | 200.0 | 0.500 (0.400 to 0.600) | 3.0 | 2.0 | 4.0 | 2.0 | 0.5 |" in text
+        "| manualpar | 2 | 200.0 | 0.500 (0.400 to 0.600) | 300.0 | 0.250 (0.200 to 0.300) "
+        "| 3.0 | 2.0 | 4.0 | 2.0 | 0.5 |" in text
     )
     json.dumps(torch_fsdp._plain(ROW))
     words = torch_fsdp.introduction(note_conditions("benchmarks.torch_fsdp", []), is_tiny=True)
