@@ -73,7 +73,7 @@ def assert_is_attention(query, key, value, g, documents=None, *, kind, **options
 
 
 CASES = {
-    "plain": ({}, False, {}),
+    "plain": ({"S": 13}, False, {}),
     "a head for each, documents": ({"N": 2, "K": 2}, True, {}),
     "one key head, window": ({"K": 1}, False, {"window": 5}),
     "documents, window": ({"S": 13}, True, {"window": 4}),
