@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import flax.linen as nn
 import jax
@@ -161,6 +162,23 @@ def test_lengths_are_padded_to_blocks(length, padded, monkeypatch):
     assert found == padded
     assert found % block == 0
     assert block % splash.LANES == 0
+
+
+def test_it_lowers_for_tpus(devices8, monkeypatch):
+    """Mosaic takes the kernels; nothing is compiled."""
+    monkeypatch.undo()
+    query, key, value, g = arrays(S=1000, N=2, K=1, H=64, dtype="bfloat16")
+
+    def local(documents, *arrays):
+        *arguments, g = arrays
+        return jax.vjp(lambda *x: splash.splash_attention(*x, documents), *arguments)[1](g)
+
+    mesh = make_mesh({"data": 2}, devices=devices8[:2])
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
+    traced = run.trace(numbers(1000), query, key, value, g)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    found = re.findall(r'kernel_name = "splash_mha_(\w+?)_', text)
+    assert sorted(found) == ["dkv", "fwd"]
 
 
 def test_what_the_kernel_cannot_do_is_refused():
