@@ -220,7 +220,7 @@ def test_labels_that_differ_along_the_split_are_refused(devices8):
 def test_how_many_chunks_there_are_is_not_taken_for_positions():
     """A model with a context axis is traced with several lengths, and longer ones have more."""
     model = Transformer(
-        vocab_size=8192,
+        vocab_size=4096,
         num_layers=1,
         hidden_size=8,
         num_heads=2,
@@ -236,5 +236,5 @@ def test_how_many_chunks_there_are_is_not_taken_for_positions():
         batch=Batch(inputs=tokens, labels=tokens),
         context_axis="context",
     )
-    assert default_chunk(2**13) < default_chunk(2**12) < 8192
+    assert default_chunk(2**13) < 4096 <= default_chunk(2**12)
     assert program.train_step.trace(program.abstract_state, program.abstract_batch)

@@ -121,8 +121,9 @@ def head_cross_entropy(
     """The cross entropy of labels, and whether the largest logit is the label's, of a head.
 
     It is `split_cross_entropy` and `split_argmax` of `head_logits`, without an array of all logits.
-    A head that is no wider than a chunk is computed like that. So is one in a program of global
-    arrays (modes `auto` and `explicit`), where a chunk of columns is no shard.
+    A head of at most `FEWEST_COLUMNS` is computed like that, and one that is no wider than the
+    `chunk` that is named. So is one in a program of global arrays (modes `auto` and `explicit`),
+    where a chunk of columns is no shard.
 
     Args:
       x: Floating `[..., D]`; where the columns are split, the same on all devices along `axis` or
@@ -164,8 +165,8 @@ def head_cross_entropy(
     check_same_labels("head_cross_entropy", labels, axes)
     columns = head.shape[1]
     visible = _visible_columns(head, vocab_size, axes)
-    chunk = chunk or default_chunk(math.prod(labels.shape))
-    if chunk >= columns or _is_of_global_arrays():
+    # Not by the number of tokens, of which the check of a context compares programs.
+    if columns <= (chunk or FEWEST_COLUMNS) or _is_of_global_arrays():
         logits = _logits(x, head, 0, visible, soft_cap)
         losses = split_cross_entropy(
             logits, labels, axis=axes, label_smoothing=label_smoothing, z_loss=z_loss
@@ -174,7 +175,8 @@ def head_cross_entropy(
 
     index, is_mine = label_index(labels, columns, axes)
     args = (x, head, index, visible)
-    static = _Static(chunk, soft_cap, bool(label_smoothing))
+    chunk = chunk or default_chunk(math.prod(labels.shape))
+    static = _Static(min(chunk, columns), soft_cap, bool(label_smoothing))
     sums = _summed(*cast_to_varying(args, varying_axes(args)), static)
     top = largest_of_all(sums.log_normalizer, axes)
     target = jnp.where(is_mine & (index >= columns), jnp.nan, sums.target)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from manualpar.inspect.memory import Memory
-from manualpar.layers.head_loss import default_chunk
+from manualpar.layers.head_loss import FEWEST_COLUMNS, default_chunk
 from manualpar.planner.pod_layout import DeviceSizes, PodLayout
 
 HALF, SINGLE = 2, 4  # Bytes of an element: computed with and sent in bfloat16; stored in float32.
@@ -78,7 +78,7 @@ def head_products(x: DeviceSizes) -> Iterator[Product]:
 
 def is_head_chunked(x: DeviceSizes) -> bool:
     """Whether logits are computed by chunks, and once more backward; see `head_cross_entropy`."""
-    return default_chunk(x.tokens) < x.V
+    return x.V > FEWEST_COLUMNS
 
 
 def _product(m: int, k: int, n: int, times: int = 1) -> Product:
