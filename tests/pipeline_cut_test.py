@@ -148,3 +148,11 @@ def test_layers_divide_into_chunks() -> None:
         check_divides(6, 4, 1)
     with pytest.raises(ValueError, match=r"multiple of the 4 stages times chunks=2, because"):
         check_divides(12, 4, 2)
+
+
+def test_a_result_that_is_a_number_in_the_program_is_an_array() -> None:
+    closed, paths = trace(lambda params: (stack(params).sum(), 16), PARAMS)
+    cut = Cut(closed, paths)
+    inputs = dict(enumerate([*jax.tree.leaves(PARAMS), *closed.consts]))
+    loss, count = cut.suffix(inputs, [X])
+    chex.assert_trees_all_equal((loss, count), (X.sum(), jnp.int32(16)), strict=True)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -92,7 +93,9 @@ class Piece:
 
     def __call__(self, inputs: Inputs, given: Sequence[Any] = ()) -> list[Any]:
         """Its results, from the program's inputs and what is given besides."""
-        return run_retyped(self.jaxpr, [*(inputs[i] for i in self.reads), *given])
+        results = run_retyped(self.jaxpr, [*(inputs[i] for i in self.reads), *given])
+        pairs = zip(self.jaxpr.outvars, results, strict=True)
+        return [x if isinstance(v, Var) else jnp.asarray(x, v.aval.dtype) for v, x in pairs]
 
     @property
     def permutes(self) -> bool:
