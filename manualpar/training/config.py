@@ -241,7 +241,7 @@ def check_config(config: Any) -> None:
         if not fields[name].allows(value):
             shown = one_line(repr(value))
             message = f"config.{name} is {shown}, expected {fields[name].expectation()}"
-            if value in (renamed := RENAMED.get(name, {})):
+            if isinstance(value, str) and value in (renamed := RENAMED.get(name, {})):
                 message += f"; it is called {renamed[value]!r} now"
             elif fields[name].choices and isinstance(value, str):
                 message += f"; the nearest one is {nearest(value, fields[name].choices)!r}"
