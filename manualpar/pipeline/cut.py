@@ -94,7 +94,7 @@ class Piece:
     def __call__(self, inputs: Inputs, given: Sequence[Any] = ()) -> list[Any]:
         """Its results, from the program's inputs and what is given besides."""
         results = run_retyped(self.jaxpr, [*(inputs[i] for i in self.reads), *given])
-        pairs = zip(self.jaxpr.outvars, results, strict=True)
+        pairs: Any = zip(self.jaxpr.outvars, results, strict=True)
         return [x if isinstance(v, Var) else jnp.asarray(x, v.aval.dtype) for v, x in pairs]
 
     @property
