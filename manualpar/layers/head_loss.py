@@ -202,8 +202,14 @@ def _logits(
 
 
 def _product(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Float32 or wider; of matrices, see `multiply_rows`."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.matmul(x, weights.astype(x.dtype), preferred_element_type=dtype)
+    rows = jnp.matmul(_rows(x), weights.astype(x.dtype), preferred_element_type=dtype)
+    return rows.reshape(*x.shape[:-1], -1)
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _capped(logits: jax.Array, first: Any, visible: Any, soft_cap: float | None) -> jax.Array:
