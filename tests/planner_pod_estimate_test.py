@@ -39,7 +39,8 @@ def _traced(name, layout, *, length=0):
     """The model, its batch, and the work of a program with this layout."""
     config = config_of_layout(load_config(CONFIGS / f"{name}.py"), layout)
     config.data.sequence_length = length or config.data.sequence_length
-    config.model.attention = "xla"  # Taken as a kernel whose result remat computes again.
+    if layout.context == 1:
+        config.model.attention = "xla"  # Taken as a kernel whose result remat computes again.
     if layout.stage > 1:
         config.data.batch_size = 256
     experiment = prepare(config, devices=layout.num_devices)

@@ -122,7 +122,9 @@ def step_memory_of(x: DeviceSizes, layout: PodLayout) -> Memory:
     summed = SINGLE * stored if layout.num_minibatches > 1 else 0.0
     made = SINGLE * layer
     if layout.communicate == "step":
-        summed, made = SINGLE * whole if layout.num_minibatches > 1 else 0.0, SINGLE * whole
+        summed = SINGLE * whole if layout.num_minibatches > 1 else 0.0
+        # A stage adds the gradients of a chunk to those that it has.
+        made = SINGLE * (x.L // layout.chunks * layer if layout.stage > 1 else whole)
     elif layout.communicate == "gather-step":
         made += HALF * whole
     is_held = layout.communicate != "minibatch"
