@@ -55,11 +55,14 @@ def test_the_default_configs_learn_the_digits(strategy, capsys):
     mesh = "replica=2, data=4" if strategy == "hsdp" else "data=8"
     assert shown[0] == f"mesh: {mesh} on 8 simulated cpu devices"
     table = [line.split() for line in shown]
-    held = "16,384" if strategy == "hsdp" else "8,192"
-    sharded = ["input_dense/kernel", "64x256", "float32", "P(None,", "'data')", held]
-    whole = ["input_dense/kernel", "64x256", "float32", "P()", "65,536"]
-    state = ["input_dense/kernel", "64x256", "float32", "P(),", "state", "P(None,", "'data')"]
-    rows = {"dp": whole, "fsdp": sharded, "hsdp": sharded, "zero": [*state, "65,536"]}
+    row = ["input_dense/kernel", "64x256", "float32"]
+    # In two groups of four a shard of whole rows is whole tiles.
+    rows = {
+        "dp": [*row, "P()", "65,536"],
+        "fsdp": [*row, "P(None,", "'data')", "largest", "8,192"],
+        "hsdp": [*row, "P('data',", "None)", "whole", "tiles", "16,384"],
+        "zero": [*row, "P(),", "state", "P(None,", "'data')", "largest", "65,536"],
+    }
     assert rows[strategy] in table
 
 
