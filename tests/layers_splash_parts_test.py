@@ -70,6 +70,18 @@ def test_the_backward_pass_runs_no_forward_kernel(devices8):
     assert not list(kernels_in(traced))
 
 
+def test_a_kernel_whose_gradient_could_not_be_that_of_all_keys_is_refused(devices8, monkeypatch):
+    make = splash_parts.kernels.make_splash_mha
+
+    def without_names(*args, residual_checkpoint_name=None, **options):
+        return make(*args, **options)
+
+    monkeypatch.setattr(splash_parts.kernels, "make_splash_mha", without_names)
+    mesh = make_mesh({"data": 2, "context": 2}, devices=devices8[:4])
+    with pytest.raises(ValueError, match=r"names 0 values that its gradient uses, expected"):
+        ring(mesh).trace(numbers(1024), *arrays(S=1024, N=2, K=1, H=8))
+
+
 def test_a_window_or_a_part_of_odd_length_takes_no_kernel():
     query, key, _, _ = arrays(S=128, N=2, K=1, H=8)
     assert splash_parts.fits_parts(query, key, 128, splash_parts.Scoring())

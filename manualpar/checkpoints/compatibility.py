@@ -50,6 +50,11 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 ABSENT = "(absent)"
 
 
+def new_name(field: str, value: Any) -> str | None:
+    """What a value of a field is called now; `None` if it was not renamed."""
+    return RENAMED.get(field, {}).get(value) if isinstance(value, str) else None
+
+
 def check_resumable(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Compares the config of a checkpoint with the current one, which is to go on from it.
 
@@ -68,8 +73,7 @@ def check_resumable(saved: Mapping[str, Any], current: Mapping[str, Any]) -> lis
     allowed: list[str] = []
     refused: list[str] = []
     saved = {name: value for name, value in ADDED.items() if name in current} | dict(saved)
-    for name in RENAMED.keys() & saved.keys():
-        saved[name] = RENAMED[name].get(saved[name], saved[name])
+    saved = {name: new_name(name, value) or value for name, value in saved.items()}
     for name in sorted({*saved, *current} - REMOVED.keys()):
         before, after = saved.get(name, ABSENT), current.get(name, ABSENT)
         if _as_json(before) != _as_json(after):

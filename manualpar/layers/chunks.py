@@ -18,6 +18,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from manualpar.purposes import SEQUENCE_SCOPE
 
@@ -156,7 +157,9 @@ def _places(axes: tuple[str, ...]) -> list[jax.Array]:
     return [(own + offset) % size for offset in offsets]
 
 
-def multiply_rows(x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
+def multiply_rows(
+    x: jax.Array, kernel: jax.Array, contracted: int, dtype: DTypeLike | None = None
+) -> jax.Array:
     """The product of an array with a kernel, computed as that of a matrix.
 
     All dims of `x` that stay become one before the product. So the gradient of the kernel is a sum
@@ -167,12 +170,13 @@ def multiply_rows(x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array
       x: `[..., D]`.
       kernel: `[D, F]`, or with more dims of either kind.
       contracted: How many dims are summed over: the last of `x`, the first of the kernel.
+      dtype: That of the product; by default that of its factors.
 
     Returns:
       `[..., F]`.
     """
     num_batch = x.ndim - contracted
-    y = jnp.tensordot(_rows(x, num_batch), kernel, contracted)
+    y = jnp.tensordot(_rows(x, num_batch), kernel, contracted, preferred_element_type=dtype)
     return y.reshape(*x.shape[:num_batch], *y.shape[1:])
 
 

@@ -24,6 +24,7 @@ from jax.sharding import AxisType
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
 from manualpar.layers.boundaries import bound_axes
+from manualpar.layers.chunks import multiply_rows
 from manualpar.layers.vocabulary import split_argmax, split_cross_entropy
 from manualpar.layers.vocabulary_parts import (
     check_labels,
@@ -202,14 +203,8 @@ def _logits(
 
 
 def _product(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """Float32 or wider; of matrices, see `multiply_rows`."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    rows = jnp.matmul(_rows(x), weights.astype(x.dtype), preferred_element_type=dtype)
-    return rows.reshape(*x.shape[:-1], -1)
-
-
-def _rows(x: jax.Array) -> jax.Array:
-    return x.reshape(-1, x.shape[-1])
+    return multiply_rows(x, weights.astype(x.dtype), 1, dtype)
 
 
 def _capped(logits: jax.Array, first: Any, visible: Any, soft_cap: float | None) -> jax.Array:

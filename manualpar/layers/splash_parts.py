@@ -24,7 +24,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from manualpar.attention_blocks import blocks_scope
-from manualpar.jaxprs import CALLS, run_equations
+from manualpar.jaxprs import CALLS, all_equations, run_equations
 from manualpar.layers.blockwise_attention import ATTENDED, Keys, Queries, Scoring, Seen, Sums
 from manualpar.layers.boundaries import platform_traced_for
 from manualpar.layers.splash_attention import BLOCKS, LANES, block_sizes, splash_misfit
@@ -98,6 +98,13 @@ def _backward(
 ) -> Any:
     attend = _kernel(arrays, is_causal, scoring, residual_checkpoint_name=ATTENDED)
     traced = jax.make_jaxpr(lambda g, *x: jax.vjp(attend, *x)[1](g))(g, *arrays[:3])
+    named = [eqn.outvars[0].aval.ndim for eqn in all_equations(traced.jaxpr) if _is_named(eqn)]
+    if sorted(named) != [log_weights.ndim, out.ndim]:
+        raise ValueError(  # Otherwise the gradient would be that of these keys alone.
+            f"attention: JAX's kernel for TPUs names {len(named)} values that its gradient uses, "
+            "expected its result and the logarithms of its sums, because a ring puts those of all "
+            "keys in their place. Take attention='blockwise', or another version of JAX."
+        )
     return _run_with(traced, (g, *arrays[:3]), (out, log_weights))
 
 

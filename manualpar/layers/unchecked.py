@@ -69,8 +69,7 @@ _run.defvjp(_forward, _backward)
 
 
 def _pull_back(vjp: Any, g: jax.Array) -> Any:
-    is_number = lambda x: x.dtype != jax.dtypes.float0  # noqa: E731
-    return jax.tree.map(lambda x: x if is_number(x) else None, vjp(g))
+    return jax.tree.map(lambda x: None if x.dtype == jax.dtypes.float0 else x, vjp(g))
 
 
 def _nest(function: Callable[..., Any], *args: Any) -> Any:

@@ -61,7 +61,6 @@ class Network:
       slow_latency: Seconds from one slice or node to the next.
       efficiency: The share of a bandwidth that a large transfer reaches.
       dims: Dimensions of the torus, 0 for nodes.
-      ring_sizes: A dimension of a torus whose size is a multiple of this is closed to a ring.
       node_size: Devices of a node; 0 in a torus.
       names: The names of the fast and the slow network.
     """
@@ -74,7 +73,6 @@ class Network:
     slow_latency: float
     efficiency: float
     dims: int = 0
-    ring_sizes: int = 0
     node_size: int = 0
     names: tuple[str, str] = ("ICI", "DCN")
 
@@ -181,8 +179,6 @@ def _tpu(name: str) -> Chip:
         slow_latency=50 * MICRO,
         efficiency=0.9,
         dims=dims,
-        # In 2D only a full dimension of a pod is closed, in 3D each dimension of whole cubes.
-        ring_sizes=16 if dims == 2 else 4,
     )
     return Chip(
         name=name,

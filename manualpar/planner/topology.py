@@ -19,6 +19,7 @@ from collections.abc import Mapping
 
 from manualpar.planner.hardware import Chip, Network, chip_named
 from manualpar.sharding.mesh_order import sizes_across
+from manualpar.sharding.torus import closed_sides
 
 EXAMPLES = "such as v5p:8x8x4, 2xv5e:16x16 (two slices) or h100:128"
 _PATTERN = re.compile(r"(?:(\d+)x)?([a-zA-Z][\w-]*):(\d+(?:x\d+)*)")
@@ -277,6 +278,6 @@ def ring_over(topology: Topology, mesh: Mapping[str, int], axes: tuple[str, ...]
 
 def is_closed(topology: Topology, size: int) -> bool:
     """Whether a dimension of so many chips is a ring; in a 3D torus all are, or none."""
-    network = topology.chip.network
-    sizes = topology.shape if network.dims == 3 else (size,)
-    return size > 2 and all(each % network.ring_sizes == 0 for each in sizes)
+    is_flat = topology.chip.network.dims == 2
+    sides = (size,) if is_flat else topology.shape
+    return size > 2 and closed_sides(sides, is_flat=is_flat)[0]

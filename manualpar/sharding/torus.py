@@ -111,16 +111,23 @@ def _hops(array: np.ndarray, dim: int, wraps: np.ndarray) -> np.ndarray:
     return np.minimum(apart, np.abs(wraps - apart)).sum(-1)
 
 
-def _wraps(array: np.ndarray) -> np.ndarray:
-    """How many hops lead around each dimension of a slice that is closed to a ring, else `FAR`.
+def closed_sides(sides: Sequence[int], *, is_flat: bool) -> list[bool]:
+    """Which sides of a slice, in chips, are closed to a ring by links between their ends.
 
-    In two dimensions a link joins the ends of a full side of a pod, of 16 chips. In three, links
-    join all ends of a slice that consists of whole cubes of four.
+    In a flat torus, of two dimensions, it is a full side of a pod, of 16 chips. In three dimensions
+    it is all sides of a slice that consists of whole cubes of four, or none.
     """
+    if is_flat:
+        return [side % 16 == 0 for side in sides]
+    return [all(side % 4 == 0 for side in sides)] * len(sides)
+
+
+def _wraps(array: np.ndarray) -> np.ndarray:
+    """How many hops lead around each dimension of a slice that is closed to a ring, else `FAR`."""
     sides = np.ptp(_coords_of(array).reshape(-1, len(NAMES)), 0) + 1
     is_flat = any(word in array.flat[0].device_kind for word in FLAT)
-    closed = sides % 16 == 0 if is_flat else np.all(sides[:3] % 4 == 0)
-    return np.where(closed & (np.array(NAMES) != "core"), sides, FAR)
+    closed = [*closed_sides(sides[:-1], is_flat=is_flat), False]  # The last are cores.
+    return np.where(closed, sides, FAR)
 
 
 def describe_along(array: np.ndarray, hosts: np.ndarray, dim: int) -> str:

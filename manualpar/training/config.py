@@ -16,7 +16,7 @@ from typing import Any
 
 import ml_collections
 
-from manualpar.checkpoints.compatibility import REMOVED, RENAMED
+from manualpar.checkpoints.compatibility import REMOVED, new_name
 from manualpar.compiler_options import OVERLAPS
 from manualpar.core.strategy import MODES
 from manualpar.layers.attention import ATTENTION_KINDS
@@ -241,8 +241,8 @@ def check_config(config: Any) -> None:
         if not fields[name].allows(value):
             shown = one_line(repr(value))
             message = f"config.{name} is {shown}, expected {fields[name].expectation()}"
-            if isinstance(value, str) and value in (renamed := RENAMED.get(name, {})):
-                message += f"; it is called {renamed[value]!r} now"
+            if renamed := new_name(name, value):
+                message += f"; it is called {renamed!r} now"
             elif fields[name].choices and isinstance(value, str):
                 message += f"; the nearest one is {nearest(value, fields[name].choices)!r}"
             raise ValueError(f"{message}.")
