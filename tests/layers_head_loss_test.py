@@ -149,8 +149,12 @@ def test_the_largest_logit_is_the_first_of_equals_and_nan_is_larger():
         assert (got.sum(-1) == 1).all()
 
 
-def test_sixteen_bits_are_added_up_in_32():
-    x, head = jnp.asarray(X, jnp.bfloat16), jnp.asarray(HEAD, jnp.float32)
+@pytest.mark.parametrize("features", [D, 2 * B * S])
+def test_sixteen_bits_are_added_up_in_32(devices8, features):
+    """With more tokens than features, and with fewer, when the head's gradient is one product."""
+    rng = np.random.default_rng(features)
+    x = jnp.asarray(rng.normal(size=(B, S, features)), jnp.bfloat16)
+    head = jnp.asarray(rng.normal(size=(features, V)) * (D / features) ** 0.5, jnp.float32)
     labels, weights = jnp.asarray(LABELS), jnp.asarray(WEIGHTS, jnp.float32)
     call = jax.jit(loss_and_grads, static_argnames="chunk")
     got, whole = (call(x, head, labels, weights, chunk=chunk) for chunk in (7, V))
@@ -162,6 +166,46 @@ def test_sixteen_bits_are_added_up_in_32():
     # The head's own dtype is not rounded to that of the product.
     rounded = got[2][1].astype(jnp.bfloat16).astype(jnp.float32)
     assert (got[2][1] != rounded).mean() > 0.9
+
+    def on_device(x, head, labels, weights):
+        split = functools.partial(loss_and_grads, axis="model", chunk=7)
+        losses, correct, (of_x, of_head) = split(enter(x, "model"), head, labels, weights)
+        return losses, correct, jax.lax.psum(of_x.astype(jnp.float32), "model"), of_head
+
+    of_head, data = P(None, "model"), P("data")
+    run = jax.shard_map(
+        on_device,
+        mesh=make_mesh({"data": 2, "model": 4}, devices=devices8),
+        in_specs=(data, of_head, data, data),
+        out_specs=(data, data, data, of_head),
+        check_vma=True,
+    )
+    parts = jax.jit(run)(x, head, labels, weights)
+    np.testing.assert_allclose(parts[0], whole[0], rtol=1e-5)
+    np.testing.assert_array_equal(parts[1], whole[1])
+    for one, other in zip(parts[2:], whole[2], strict=True):
+        np.testing.assert_allclose(one, np.float32(other), rtol=2e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "is_one"),
+    [("bfloat16", 64, True), ("bfloat16", 65, False), ("float32", 8, False)],
+)
+def test_the_gradient_of_a_head_is_one_product_where_that_takes_no_more_memory(
+    dtype, tokens, is_one
+):
+    shapes = ((tokens, 64), (64, V))
+    args = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes]
+    labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    call = functools.partial(loss_and_grads, weights=1.0, chunk=8)
+    products = [
+        (eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype)
+        for eqn in all_equations(jax.make_jaxpr(call)(*args, labels).jaxpr)
+        if eqn.primitive.name == "dot_general"
+    ]
+    # A cast in between would keep a compiler from scattering the product while it is computed.
+    assert (((64, V), jnp.dtype(dtype)) in products) == is_one
+    assert (((64, 8), jnp.dtype(dtype)) in products) != is_one
 
 
 def test_nothing_of_the_size_of_all_logits_is_made():

@@ -280,10 +280,9 @@ def _summed_forward(
 def _summed_backward(static: _Static, kept: Any, grads: Any) -> tuple[Any, ...]:
     x, head, index, visible, log_normalizer = kept
     dtype = jnp.promote_types(x.dtype, jnp.bfloat16)  # Float16 would lose small gradients.
-    dims = tuple(range(x.ndim - 1))
+    rows, tokens = x.reshape(-1, x.shape[-1]), math.prod(index.shape)
 
-    def add(carry: tuple[jax.Array, jax.Array], first: Any, weights: jax.Array) -> Any:
-        of_x, of_head = carry
+    def of_product(first: Any, weights: jax.Array) -> jax.Array:
         logits, pull = jax.vjp(
             lambda product: _capped(product, first, visible, static.soft_cap), _product(x, weights)
         )
@@ -291,18 +290,41 @@ def _summed_backward(static: _Static, kept: Any, grads: Any) -> tuple[Any, ...]:
         of_logits += jnp.where(_is_label(logits, index, first), grads.target[..., None], 0)
         if static.sums_all:
             of_logits += grads.of_all[..., None]
-        of_product = pull(of_logits)[0].astype(dtype)
-        of_x += _product(of_product, weights.astype(x.dtype).T)
-        of_weights = jnp.tensordot(x, of_product, (dims, dims), preferred_element_type=of_x.dtype)
-        of_weights = of_weights.astype(head.dtype)
-        return of_x, jax.lax.dynamic_update_slice_in_dim(of_head, of_weights, first, 1)
+        return pull(of_logits)[0].astype(dtype)
 
-    start = (jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), jnp.zeros_like(head))
-    of_x, of_head = _over_chunks(add, start, head, static.chunk)
+    def of_weights(of_product: jax.Array) -> jax.Array:
+        # It is rounded by the product: XLA overlaps the scatter of a product, not that of a cast.
+        wider = jnp.promote_types(dtype, head.dtype)
+        columns = of_product.reshape(tokens, -1)
+        return jnp.matmul(rows.T, columns, preferred_element_type=wider).astype(head.dtype)
+
+    def add(carry: tuple[jax.Array, jax.Array], first: Any, weights: jax.Array) -> Any:
+        of_x, of_head = carry
+        of_chunk = of_product(first, weights)
+        of_x += _product(of_chunk, weights.astype(x.dtype).T)
+        return of_x, _written(of_head, of_weights(of_chunk), first)
+
+    def keep(of_logits: jax.Array, first: Any, weights: jax.Array) -> jax.Array:
+        return _written(of_logits, of_product(first, weights), first)
+
+    if dtype.itemsize < 4 and tokens <= head.shape[0]:
+        # The gradients of all logits are no larger than the head's, which is one product of them
+        # then, so that a compiler can scatter it while it is computed.
+        start = jnp.zeros_like(x, dtype, shape=(*index.shape, head.shape[1]))
+        whole = _over_chunks(keep, start, head, static.chunk)
+        with jax.named_scope(CONTEXT_SCOPE):
+            of_x, of_head = _product(whole, head.T), of_weights(whole)
+    else:
+        zero = jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32))
+        of_x, of_head = _over_chunks(add, (zero, jnp.zeros_like(head)), head, static.chunk)
     return of_x.astype(x.dtype), of_head, None, None
 
 
 _summed.defvjp(_summed_forward, _summed_backward)
+
+
+def _written(whole: jax.Array, columns: jax.Array, first: Any) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(whole, columns, first, whole.ndim - 1)
 
 
 def _is_label(logits: jax.Array, index: jax.Array, first: Any) -> jax.Array:
