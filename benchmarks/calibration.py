@@ -74,7 +74,7 @@ def estimate_figure(figure: PublishedFigure, shares: Shares) -> PodPlan:
     )
     return estimate_layout(
         figure.transformer,
-        dataclasses.replace(figure.layout, keeps_logits=True),
+        figure.layout,
         dataclasses.replace(topology, chip=chip),
         examples=figure.examples,
         positions=figure.positions,

@@ -25,7 +25,7 @@ mask leaves them. It is turned into tokens by that convention, so it is not abso
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from manualpar.models import Transformer
 from manualpar.models.transformer import flops_per_token
@@ -78,6 +78,24 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+_EVERYTHING = dict.fromkeys(("norms", "in", "scores", "out", "mlp", "experts"), 1.0)
+
+
+class OthersLayout(PodLayout):
+    """A layout of a program of others, by what that keeps for the backward pass."""
+
+    keeps_logits = True
+    remats: ClassVar[Mapping[str, Mapping[str, float]]] = {
+        "none": {},
+        "dots": {"norms": 1.0, "scores": 1.0, "experts": 1.0},
+        "full": _EVERYTHING,
+        "in kept": _EVERYTHING | {"in": 0.0},
+        "in, out kept": _EVERYTHING | {"in": 0.0, "out": 0.0},
+        "every other product": dict.fromkeys(_EVERYTHING, 0.5) | {"norms": 1.0, "scores": 0.0},
+        "every other layer": dict.fromkeys(_EVERYTHING, 0.5) | {"norms": 1.0},
+    }
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedFigure:
     """A published speed.
@@ -98,7 +116,7 @@ class PublishedFigure:
     whose: str
     model: str
     topology: str
-    layout: PodLayout
+    layout: OthersLayout
     positions: int
     examples: int
     source: str

@@ -5,8 +5,7 @@ The order is that of the chips; `calibration` says which rows it is fitted to.
 
 from typing import Any
 
-from benchmarks.published_figures import PublishedFigure
-from manualpar.planner.pod_layout import OthersRemat, PodLayout, Remat
+from benchmarks.published_figures import OthersLayout, PublishedFigure
 from manualpar.planner.topology import parse_topology
 
 META = "https://arxiv.org/abs/2407.21783, table 4"
@@ -35,7 +34,7 @@ A3ULTRA = (
 def _maxtext(
     model: str,
     topology: str,
-    layout: PodLayout,
+    layout: OthersLayout,
     batch: int,
     mfu: float,
     *,
@@ -64,7 +63,7 @@ def _recipe(
     tokens: float,
     name: str,
     *,
-    remat: Remat | OthersRemat = "in kept",
+    remat: str = "in kept",
     positions: int = 8192,
     remark: str = "",
 ) -> PublishedFigure:
@@ -74,7 +73,7 @@ def _recipe(
         whose="MaxText",
         model=model,
         topology=topology,
-        layout=PodLayout(data=devices, remat=remat),
+        layout=OthersLayout(data=devices, remat=remat),
         positions=positions,
         examples=batch * devices,
         tokens_per_second=tokens,
@@ -83,14 +82,12 @@ def _recipe(
     )
 
 
-def _a100(
-    model: str, batch: int, tokens: float, remat: Remat | OthersRemat, positions: int
-) -> PublishedFigure:
+def _a100(model: str, batch: int, tokens: float, remat: str, positions: int) -> PublishedFigure:
     return PublishedFigure(
         whose="torchtitan",
         model=model,
         topology="a100:64",
-        layout=PodLayout(data=64, remat=remat),
+        layout=OthersLayout(data=64, remat=remat),
         positions=positions,
         examples=batch * 64,
         tokens_per_second=tokens,
@@ -101,7 +98,7 @@ def _a100(
 
 def _nvidia(
     model: str,
-    layout: PodLayout,
+    layout: OthersLayout,
     seconds: float,
     examples: int,
     source: str,
@@ -126,7 +123,7 @@ def _nvidia(
 def _meta(data: int, mfu: float, *, context: int = 1, remark: str = "") -> PublishedFigure:
     """Meta's layouts of 405B: a microbatch of one sequence, nothing computed again."""
     minibatches = 2048 // data if context == 1 else 16
-    layout = PodLayout(
+    layout = OthersLayout(
         stage=16,
         data=data,
         context=context,
@@ -149,7 +146,7 @@ def _meta(data: int, mfu: float, *, context: int = 1, remark: str = "") -> Publi
     )
 
 
-P = PodLayout
+P = OthersLayout
 _MEGATRON: dict[str, Any] = {"communicate": "step", "remat": "none"}
 _NEMO_8B: dict[str, Any] = {"context": 2, "num_minibatches": 32, **_MEGATRON}
 _NEMO_70B: dict[str, Any] = {
@@ -170,7 +167,7 @@ _NEMO_405B: dict[str, Any] = {
 }
 _GPT2 = "the vocabulary is GPT-2's there, which makes the head smaller"
 _QKV = "queries, keys and values are kept on the host there"
-_HALF: OthersRemat = "every other product"
+_HALF = "every other product"
 
 FIGURES = (
     _maxtext("maxtext_16b", "v5e:16x16", P(data=256), 6, 0.6110, source=V5E),

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -14,7 +15,6 @@ from manualpar.planner.pod_sweep import factorisations, rank_layouts
 from manualpar.planner.pod_work import (
     activation_slots,
     head_products,
-    is_head_chunked,
     layer_products,
     state_elements,
     step_memory_of,
@@ -31,6 +31,18 @@ CONFIGS = Path(__file__).parent.parent / "configs" / "plan"
 P = PodLayout
 
 
+class XlaLayout(PodLayout):
+    """Of attention that is taken as a kernel whose result remat computes again."""
+
+    remats: ClassVar = {
+        name: again | {"scores": 1.0} if again else again
+        for name, again in PodLayout.remats.items()
+    }
+
+
+X = XlaLayout
+
+
 def _model(name):
     return make_task(load_config(CONFIGS / f"{name}.py")).model
 
@@ -39,8 +51,8 @@ def _traced(name, layout, *, length=0):
     """The model, its batch, and the work of a program with this layout."""
     config = config_of_layout(load_config(CONFIGS / f"{name}.py"), layout)
     config.data.sequence_length = length or config.data.sequence_length
-    if layout.context == 1:
-        config.model.attention = "xla"  # Taken as a kernel whose result remat computes again.
+    if isinstance(layout, XlaLayout):
+        config.model.attention = "xla"
     if layout.stage > 1:
         config.data.batch_size = 256
     experiment = prepare(config, devices=layout.num_devices)
@@ -57,15 +69,13 @@ def _check(name, topology, layout):
     x = sizes_on_device(model, layout, **sizes)
     m, layers = layout.num_minibatches, layout.num_minibatches * x.L
     flops = summed((load.phase, load.flops) for load in work.loads)
-    products = tuple(layer_products(x))
-    head = m * sum(p.flops for p in head_products(x))
-    forward = layers * sum(p.flops for p in products) + head
-    assert forward == pytest.approx(flops["forward"], rel=1e-3)
-    backward = 2 * forward + is_head_chunked(x) * head
-    assert backward == pytest.approx(flops["backward"], rel=1e-3)
-    if layout.remat == "full":
-        again = layers * sum(p.flops for p in products if p.part)
-        assert again == pytest.approx(flops["recomputed"], rel=1e-3)
+    products = tuple(layer_products(x, layout))
+    of_layers = layers * sum(p.flops for p in products)
+    head, backward = (m * sum(p.flops for p in each) for each in head_products(x, layout))
+    assert of_layers + head == pytest.approx(flops["forward"], rel=1e-3)
+    assert 2 * of_layers + backward == pytest.approx(flops["backward"], rel=1e-3)
+    again = layers * sum(layout.recomputed.get(p.part, 0.0) * p.flops for p in products)
+    assert again == pytest.approx(flops["recomputed"], rel=1e-3)
     assert 4 * state_elements(x, layout) == pytest.approx(work.memory.parameters, rel=1e-3)
     plan = estimate_layout(model, layout, parse_topology(topology), **sizes)
     read = estimate(work, parse_topology(topology))
@@ -75,28 +85,28 @@ def _check(name, topology, layout):
 
 
 def test_a_step_is_that_of_the_traced_program():
-    _check("llama3_8b", "h100:128", P(data=16, model=8, num_minibatches=2))
+    _check("llama3_8b", "h100:128", X(data=16, model=8, num_minibatches=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "topology", "layout"),
     [
-        ("llama3_8b", "h100:128", P(data=32, model=4, remat="dots")),
-        ("llama3_70b", "h100:1024", P(data=128, model=8, num_minibatches=8, communicate="step")),
+        ("llama3_8b", "h100:128", X(data=32, model=4, remat="dots")),
+        ("llama3_70b", "h100:1024", X(data=128, model=8, num_minibatches=8, communicate="step")),
         (
             "llama3_70b",
             "h100:1024",
-            P(data=128, model=8, num_minibatches=4, communicate="gather-step"),
+            X(data=128, model=8, num_minibatches=4, communicate="gather-step"),
         ),
-        ("llama3_70b", "h100:1024", P(replica=4, data=64, model=4)),
-        ("llama3_70b", "v5p:16x16x16", P(data=1024, model=4)),
-        ("llama3_70b", "4xv5e:16x16", P(data=256, model=4)),
-        ("llama3_405b", "h100:16384", P(data=2048, model=8)),
-        ("mixtral_8x22b", "h100:1024", P(data=128, expert=8)),
-        ("mixtral_8x22b", "h100:1024", P(data=64, expert=4, model=4)),
+        ("llama3_70b", "h100:1024", X(replica=4, data=64, model=4)),
+        ("llama3_70b", "v5p:16x16x16", X(data=1024, model=4)),
+        ("llama3_70b", "4xv5e:16x16", X(data=256, model=4)),
+        ("llama3_405b", "h100:16384", X(data=2048, model=8)),
+        ("mixtral_8x22b", "h100:1024", X(data=128, expert=8)),
+        ("mixtral_8x22b", "h100:1024", X(data=64, expert=4, model=4)),
     ],
-    ids=lambda value: value.name if isinstance(value, P) else value,
+    ids=lambda value: value.name if isinstance(value, X) else value,
 )
 def test_a_step_of_any_axes_is_that_of_the_traced_program(name, topology, layout):
     _check(name, topology, layout)
@@ -106,9 +116,9 @@ def test_a_step_of_any_axes_is_that_of_the_traced_program(name, topology, layout
 @pytest.mark.parametrize(
     "layout",
     [
-        P(stage=4, data=16, model=2, num_minibatches=8),
-        P(stage=4, data=16, model=2, num_minibatches=8, chunks=2, communicate="step"),
-        P(stage=4, data=16, model=2, num_minibatches=16, remat="none", keep="inputs"),
+        X(stage=4, data=16, model=2, num_minibatches=8),
+        X(stage=4, data=16, model=2, num_minibatches=8, chunks=2, communicate="step"),
+        X(stage=4, data=16, model=2, num_minibatches=16, remat="none", keep="inputs"),
     ],
     ids=lambda value: value.details,
 )
@@ -116,7 +126,7 @@ def test_a_step_in_stages_is_nearly_that_of_the_traced_program(layout):
     model, sizes, work = _traced("llama3_8b", layout)
     topology = parse_topology("h100:128")
     plan, read = estimate_layout(model, layout, topology, **sizes), estimate(work, topology)
-    assert 0.85 < plan.seconds / read.step_seconds < 1.04
+    assert 0.85 < plan.seconds / read.step_seconds < 1.02
 
 
 @pytest.mark.slow
@@ -140,15 +150,19 @@ def test_a_step_in_stages_is_nearly_that_of_the_traced_program(layout):
     ids=lambda value: value.name if isinstance(value, P) else value,
 )
 def test_memory_is_nearly_that_of_the_traced_program(name, layout):
-    """With few positions: the traced program holds the scores, which one kernel does not."""
+    """With few positions: attention in blocks holds sums that one kernel does not."""
     model, sizes, work = _traced(name, layout, length=256 * layout.context)
-    memory = step_memory_of(sizes_on_device(model, layout, **sizes), layout)
+    x = sizes_on_device(model, layout, **sizes)
+    memory = step_memory_of(x, layout)
     assert memory.parameters == pytest.approx(work.memory.parameters, rel=1e-3)
     assert memory.optimizer == pytest.approx(work.memory.optimizer, rel=1e-3)
     assert memory.batch == pytest.approx(work.memory.batch)
-    # The form leaves out what a ring's attention makes, which is much of so few positions.
-    rel = 0.3 if layout.context > 1 else 0.2
-    assert memory.peak == pytest.approx(work.memory.peak, rel=rel)
+    assert memory.peak == pytest.approx(work.memory.peak, rel=0.2)
+    if layout.stage == 1:  # And no scores are computed again.
+        flops = summed((load.phase, load.flops) for load in work.loads)
+        shares = layout.recomputed
+        again = x.L * sum(shares.get(p.part, 0.0) * p.flops for p in layer_products(x, layout))
+        assert layout.num_minibatches * again == pytest.approx(flops["recomputed"], rel=1e-3)
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(4, 8, 2), (8, 16, 1), (2, 6, 4)])

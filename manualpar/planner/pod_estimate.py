@@ -23,14 +23,11 @@ from manualpar.planner.hardware import Chip
 from manualpar.planner.pod_layout import DeviceSizes, PodLayout, find_obstacle, sizes_on_device
 from manualpar.planner.pod_work import (
     HALF,
-    RECOMPUTED,
     SINGLE,
     STATE,
     Product,
     head_products,
-    is_head_chunked,
     layer_products,
-    reduced_bytes,
     state_elements,
     step_memory_of,
 )
@@ -137,17 +134,13 @@ class _Step:
     def plan(self, tokens: int) -> PodPlan:
         layout, x, chip = self.layout, self.x, self.chip
         m, layers = layout.num_minibatches, layout.num_minibatches * x.L
-        products = tuple(layer_products(x))
-        again = RECOMPUTED[layout.remat]
-        norms, loss = reduced_bytes(x, layout)
-        forward = layers * (self.products(products) + norms / self.hbm)
+        products = tuple(layer_products(x, layout))
+        again = layout.recomputed
+        forward = layers * self.products(products)
         recomputed = layers * sum(again.get(p.part, 0.0) * self.products([p]) for p in products)
-        recomputed += layers * norms / self.hbm * bool(again)
         recomputed += forward * layout.runs_chunks_again
-        backward = 2 * layers * (self.products(products) + norms / self.hbm)
-        head = self.products(head_products(x)) + loss / self.hbm
-        again_head = is_head_chunked(x) and not layout.keeps_logits
-        head_forward, head_backward = m * head, (2 + again_head) * m * head
+        backward = 2 * forward
+        head_forward, head_backward = (m * self.products(p) for p in head_products(x, layout))
         stored = state_elements(x, layout)
         # Parameters and averages are read and written, and a gradient is read.
         update = SINGLE * (3 + 2 * STATE) * stored / self.hbm
@@ -187,11 +180,12 @@ class _Step:
         return dataclasses.replace(plan, mfu=mfu, tokens_per_second=speed)
 
     def products(self, products: Iterable[Product]) -> float:
-        """The time of products, and of elementwise operations around them."""
+        """The time of products, with elementwise operations around them, and of reductions."""
         seconds = 0.0
         for p in products:
             rate = self.attention_rate if p.part == "scores" else self.rate
-            seconds += max(p.flops / rate, p.traffic / self.hbm) + p.traffic / self.hbm
+            passing = p.traffic / self.hbm
+            seconds += max(p.flops / rate, passing) + (passing if p.flops else 0.0)
         return seconds
 
     def send(self, kind: Kind, axes: tuple[str, ...], size: float, times: int = 1) -> float:

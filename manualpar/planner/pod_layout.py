@@ -14,7 +14,8 @@ the experts of a device compute.
 import dataclasses
 import functools
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from manualpar.layers import MoE
 from manualpar.layers.experts import capacity_of
@@ -22,9 +23,6 @@ from manualpar.models import Transformer
 from manualpar.models.transformer import size_of_head, size_of_vocabulary
 
 Communicate = Literal["minibatch", "gather-step", "step"]
-Remat = Literal["none", "dots", "full"]
-# What others compute again, to estimate their layouts; the models here have no such choice.
-OthersRemat = Literal["in kept", "in, out kept", "every other product", "every other layer"]
 Keep = Literal["residuals", "inputs"]
 AXES = ("replica", "stage", "data", "context", "expert", "model")
 
@@ -33,15 +31,17 @@ AXES = ("replica", "stage", "data", "context", "expert", "model")
 class PodLayout:
     """Sizes of mesh axes, and how a step runs on them.
 
+    `remats` says by `remat` which share of each part of a layer the backward pass runs again, and
+    `keeps_logits` whether the logits of a wide vocabulary are kept for it. Programs of others
+    differ in both.
+
     Attributes:
       num_minibatches: Minibatches of a step; with stages they are the microbatches.
       chunks: Chunks of layers that each stage has; more make the bubble smaller.
-      remat: What is computed again for the backward pass.
+      remat: What is computed again for the backward pass, one of `remats`.
       communicate: How often FSDP gathers parameters and scatters gradients.
       keep: What a stage keeps of a chunk for its backward pass: what remat keeps of its layers, or
         its input, from which it is computed again.
-      keeps_logits: Whether a wide vocabulary's logits are kept for the backward pass, as others do;
-        here they are computed again by chunks.
     """
 
     replica: int = 1
@@ -52,10 +52,21 @@ class PodLayout:
     model: int = 1
     num_minibatches: int = 1
     chunks: int = 1
-    remat: Remat | OthersRemat = "full"
+    remat: str = "full"
     communicate: Communicate = "minibatch"
     keep: Keep = "residuals"
-    keeps_logits: bool = False
+    # What attention returns is kept, so that no scores are computed again.
+    remats: ClassVar[Mapping[str, Mapping[str, float]]] = {
+        "none": {},
+        "dots": {"norms": 1.0, "experts": 1.0},
+        "full": dict.fromkeys(("norms", "in", "out", "mlp", "experts"), 1.0),
+    }
+    keeps_logits: ClassVar[bool] = False
+
+    @property
+    def recomputed(self) -> Mapping[str, float]:
+        """The share of each part of a layer that the backward pass runs again."""
+        return self.remats[self.remat]
 
     @property
     def runs_chunks_again(self) -> bool:

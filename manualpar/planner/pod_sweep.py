@@ -21,7 +21,6 @@ from manualpar.planner.pod_layout import (
     Communicate,
     Keep,
     PodLayout,
-    Remat,
     find_obstacle,
     sizes_on_device,
 )
@@ -126,7 +125,7 @@ def _with_remat(
     model: Transformer, layout: PodLayout, hbm_bytes: int, *, examples: int, positions: int
 ) -> PodLayout | None:
     """The layout with as little remat as fits, which is the fastest; `None` if nothing does."""
-    for remat in get_args(Remat):
+    for remat in PodLayout.remats:
         layout = dataclasses.replace(layout, remat=remat)
         x = sizes_on_device(model, layout, examples=examples, positions=positions)
         if step_memory_of(x, layout).peak <= hbm_bytes:

@@ -9,7 +9,7 @@ pass, and what the loss or one layer makes in it. A pipeline of `S` stages with 
 keeps that of `(v + 1) S - 1` chunks (1F1B), or their inputs and what one of them makes again.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from manualpar.inspect.memory import Memory
@@ -20,24 +20,14 @@ HALF, SINGLE = 2, 4  # Bytes of an element: computed with and sent in bfloat16; 
 STATE = 2  # Adam's averages.
 # How often the loss reads the logits: for the largest, the sum, the label's and the accuracy.
 LOGIT_READS = 4
-# The share of each part of a layer that the backward pass runs again, by `PodLayout.remat`.
-EVERYTHING = {"in": 1.0, "scores": 1.0, "out": 1.0, "mlp": 1.0, "experts": 1.0}
-RECOMPUTED: Mapping[str, Mapping[str, float]] = {
-    "none": {},
-    "dots": {"scores": 1.0, "experts": 1.0},
-    "full": EVERYTHING,
-    "in kept": EVERYTHING | {"in": 0.0},
-    "in, out kept": EVERYTHING | {"in": 0.0, "out": 0.0},
-    "every other product": dict.fromkeys(EVERYTHING, 0.5) | {"scores": 0.0},
-    "every other layer": dict.fromkeys(EVERYTHING, 0.5),
-}
 
 
 class Product(NamedTuple):
     """So many alike products of `[m, k]` with `[k, n]`; `flops` are those of all.
 
-    `traffic` are the bytes that they read and write. `part` is that of the layer, by which
-    `RECOMPUTED` says what remat runs again in the backward pass; "" is never run again.
+    A reduction has none. `traffic` are the bytes that they read and write. `part` is that of the
+    layer, by which `PodLayout.recomputed` says what remat runs again in the backward pass; "" is
+    never run again.
     """
 
     flops: float
@@ -45,9 +35,10 @@ class Product(NamedTuple):
     part: str = ""
 
 
-def layer_products(x: DeviceSizes) -> Iterator[Product]:
+def layer_products(x: DeviceSizes, layout: PodLayout) -> Iterator[Product]:
     """The products of a layer forward, in a minibatch; backward there are two for each."""
     T, D = x.tokens, x.D
+    yield Product(0.0, SINGLE * 2 * T * D / layout.model, "norms")
     query, key = x.N * x.H, x.K * x.H
     yield _product(T, D, query)._replace(part="in")
     yield _product(T, D, key, 2)._replace(part="in")
@@ -70,10 +61,22 @@ def layer_products(x: DeviceSizes) -> Iterator[Product]:
     yield Product(2 * T * D * x.router, SINGLE * (T * D + T * x.router), "mlp")
 
 
-def head_products(x: DeviceSizes) -> Iterator[Product]:
-    """The products of the head forward; the logits are float32."""
-    size = HALF * (x.tokens * x.D + x.D * x.V) + SINGLE * x.tokens * x.V
-    yield Product(2 * x.tokens * x.D * x.V, size)
+def head_products(
+    x: DeviceSizes, layout: PodLayout
+) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
+    """The products of the head, forward and backward; the logits are float32."""
+    tokens, weights, logits = x.tokens * x.D, x.D * x.V, x.tokens * x.V
+    flops = 2 * tokens * x.V
+    reads = Product(0.0, SINGLE * LOGIT_READS * logits)
+    if layout.keeps_logits or not is_head_chunked(x):
+        once = (Product(flops, HALF * (tokens + weights) + SINGLE * logits), reads)
+        return once, 2 * once
+    # Every chunk of columns reads all tokens, and adds to the gradient of all.
+    chunks = -(-x.V // default_chunk(x.tokens))
+    again = Product(flops, HALF * (chunks * tokens + weights) + SINGLE * logits)
+    of_tokens = Product(flops, HALF * (logits + weights) + SINGLE * chunks * tokens)
+    of_weights = Product(flops, HALF * (logits + chunks * tokens) + SINGLE * weights)
+    return (again, reads), (again, of_tokens, of_weights)
 
 
 def is_head_chunked(x: DeviceSizes) -> bool:
@@ -83,11 +86,6 @@ def is_head_chunked(x: DeviceSizes) -> bool:
 
 def _product(m: int, k: int, n: int, times: int = 1) -> Product:
     return Product(2 * m * k * n * times, HALF * times * (m * k + k * n + m * n))
-
-
-def reduced_bytes(x: DeviceSizes, layout: PodLayout) -> tuple[float, float]:
-    """The bytes that a layer's norms read forward, and those that the loss reads."""
-    return SINGLE * 2 * x.tokens * x.D / layout.model, SINGLE * LOGIT_READS * x.tokens * x.V
 
 
 def state_elements(x: DeviceSizes, layout: PodLayout) -> float:
@@ -156,15 +154,16 @@ def step_memory_of(x: DeviceSizes, layout: PodLayout) -> Memory:
 
 def _kept_by_layer(x: DeviceSizes, layout: PodLayout) -> int:
     """The bytes that a layer keeps for its backward pass."""
-    between = HALF * x.tokens * x.D // layout.model
+    between, again = HALF * x.tokens * x.D // layout.model, layout.recomputed
     sizes = {
         "in": HALF * x.tokens * x.H * (x.N + 2 * x.K),  # query, key, value
-        "out": between,
+        "scores": HALF * x.tokens * x.H * x.N,  # What attention returns.
+        # What a checkpoint keeps is the product's own result, which is not yet scattered.
+        "out": HALF * x.tokens * x.D if again else between,
         "mlp": 0 if x.own_experts else HALF * 2 * x.tokens * x.F,
     }
     if x.own_experts == 1:
         sizes["mlp"] = HALF * x.R * (2 * x.F + x.D)
-    again = RECOMPUTED[layout.remat]
     kept = between + int(sum((1 - again.get(part, 0.0)) * size for part, size in sizes.items()))
     return kept if again else kept + _made_by_layer(x, layout)
 
@@ -172,7 +171,7 @@ def _kept_by_layer(x: DeviceSizes, layout: PodLayout) -> int:
 def _made_by_layer(x: DeviceSizes, layout: PodLayout) -> int:
     """The bytes that a layer's backward pass holds besides what was kept."""
     entered = HALF * 2 * x.tokens * x.D  # The inputs of attention and MLP, whole.
-    attention = HALF * x.tokens * x.H * (3 * x.N + 2 * x.K)  # Rotated, and the outputs.
+    attention = HALF * x.tokens * x.H * (2 * x.N + 2 * x.K)  # Rotated, and their gradients.
     rows = x.R if x.own_experts else x.tokens
     mlp = HALF * rows * 4 * x.F + (HALF * 2 * x.R * x.D if x.own_experts else 0)
     norms = SINGLE * 2 * x.tokens * x.D // layout.model
