@@ -7,10 +7,14 @@ python -m benchmarks.gpu --tiny     # on a CPU, one device: all but the speed of
 
 One table, whose rows train the same model on the same tokens from the same parameters with AdamW:
 
-- On one device a plain `jax.jit` written with optax alone, which knows nothing of this package, and
-  mode `manual` (FSDP, kept or gathered again, and DP, over an axis of size 1) and mode `auto`. An
-  axis of size 1 must cost nothing: FLOPs, bytes accessed and temporaries of the compiled step may
-  be 2% above those of plain jit. The command ends with exit code 1 if one is not, and says which.
+- On one device a plain `jax.jit` of the same model and loss, which knows of no mesh, and mode
+  `manual` (FSDP, kept or gathered again, and DP, over an axis of size 1) and mode `auto`. An axis
+  of size 1 must cost nothing: FLOPs, bytes accessed and temporaries of the compiled step may be 2%
+  above those of plain jit, and no collective is left. The command ends with exit code 1 if that
+  does not hold, and says of what. An all-reduce of one device stays in the types of mode `manual`,
+  and XLA's GPU compiler has a pass that removes it. XLA:CPU keeps it, and copies what it reduces:
+  there no all-reduce is held against a step, nor DP, which reduces every gradient, against plain
+  jit.
 - FSDP with each attention that there is, and with logits that are held in place of head and loss in
   one. One that cannot run, or does not fit, says why.
 - PyTorch's FSDP2, compiled as torchtitan does it, with its flash kernel, in a process for each
@@ -27,7 +31,8 @@ eight devices skip themselves. `--suite` says which files; nobody has run them o
 a failure may be a tolerance.
 
 On a CPU nothing is said of the speed of an accelerator, its kernels, its memory, or whether its
-compiler removes collectives of one device.
+compiler removes collectives of one device. 2026-11-22, jax 0.10.2, `--tiny` on a CPU: FSDP accesses
+6.0 MiB and has 0.7 MiB of temporaries, as plain jit has (1.000 of both); DP 1.084 and 1.039.
 """
 
 import argparse
@@ -62,6 +67,7 @@ ALLOWED = 1.02
 COUNTED = ("flops", "accessed", "temporaries")
 # Those that an axis of size 1 is to cost nothing; others have another attention or loss.
 HELD_AGAINST_PLAIN = ("manual fsdp", "manual fsdp, kept", "manual dp")
+HELD_ON_CPU = HELD_AGAINST_PLAIN[:2]
 TINY = {
     "layers": 2,
     "hidden_size": 32,
@@ -84,15 +90,16 @@ def excesses(rows: Sequence[Row]) -> list[str]:
     if plain is None:
         return []
     sentences = []
+    is_cpu = jax.default_backend() == "cpu"
     for row in rows:
-        if row.counts is None or row.name not in HELD_AGAINST_PLAIN:
+        if row.counts is None or row.name not in (HELD_ON_CPU if is_cpu else HELD_AGAINST_PLAIN):
             continue
         for name in COUNTED:
             ratio = getattr(row.counts, name) / max(getattr(plain, name), 1)
             if ratio > ALLOWED:
                 sentences.append(f"{row.name}: {name} are {ratio:.3f} of plain jit's.")
-        if row.counts.collectives:
-            number = sum(row.counts.collectives.values())
+        kept = ("all_reduce",) if is_cpu else ()
+        if number := sum(n for kind, n in row.counts.collectives.items() if kind not in kept):
             sentences.append(f"{row.name}: {number} collectives of one device are compiled.")
     return sentences
 
@@ -142,6 +149,8 @@ def report_rows(words: str, rows: Sequence[Row], *, tokens: int) -> list[str]:
         )
     above = excesses(rows)
     said = "Above the 2% that an axis of size 1 may cost:" if above else "Nothing is above 2%."
+    if jax.default_backend() == "cpu":
+        said = f"Held against plain jit here: {' and '.join(HELD_ON_CPU)}. {said}"
     if all(row.name != PLAIN for row in rows):
         said = "Plain jit is for one device."
     return [
@@ -246,6 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.torch and options.remat != "none":
         parser.error(f"--remat is {options.remat}, expected none beside PyTorch, or --no-torch")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs some, too.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # JAX takes 75% at most else.
     if jax.default_backend() == "cpu" and not options.tiny:
         parser.error(
             "jax sees no accelerator here, only CPUs. Run this where there is a GPU and "

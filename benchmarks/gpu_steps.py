@@ -210,43 +210,64 @@ def start_torch(options: argparse.Namespace, workload: Workload, files: Path) ->
 def measure(
     options: argparse.Namespace, workload: Workload, files: Path, report: Callable[[str], None]
 ) -> list[Row]:
-    """Compiles and times all steps, one contender at a time; PyTorch's first if it is asked for.
+    """Compiles and times all steps, one contender at a time.
 
     Raises:
       RuntimeError: Losses differ: it is not the same training.
     """
     rows: dict[str, Row] = {}
     losses: dict[str, Sequence[float]] = {}
-    if options.torch:
-        with start_torch(options, workload, files) as group:
-            losses[TORCH] = group.ask("losses", steps=3)[0]["losses"]
-            report(f"{TORCH}: losses {losses[TORCH]}")
-            seconds = _rounds(options, group.block)
-            held = max(answer["peak"] for answer in group.ask("memory"))
-            rows[TORCH] = Row(TORCH, seconds, memory=held)
     chosen = [name for name in CONTENDERS if name in options.contenders]
     names = [PLAIN, *chosen] if options.devices == 1 else chosen
-    for name in [*names, AGAIN]:
+    # PyTorch is the first, because JAX keeps what memory it once had.
+    for name in [*([TORCH] if options.torch else []), *names, AGAIN]:
         try:
-            step = _step(workload, names[0] if name == AGAIN else name, options.devices)
-            losses[name] = step.losses(3)
-            seconds = _rounds(options, step.block)
+            if name == TORCH:
+                row, losses[name] = _measure_torch(options, workload, files)
+            else:
+                own = names[0] if name == AGAIN else name
+                row, losses[name] = _measure(options, workload, own)
         except (ValueError, RuntimeError) as error:  # It cannot run, or does not fit.
-            first = str(error).splitlines()[0][:200]
             if name == names[0]:
                 raise
-            report(f"{name}: {first}")
-            rows[name] = Row(name, problem=first)
-            continue
-        report(f"{name}: compiled in {step.counts.compile_seconds:.1f} s")
-        rows[name] = Row(name, seconds, counts=step.counts)
-        del step
+            row = Row(name, problem=_reason(error))
+        rows[name] = dataclasses.replace(row, name=name)
+        compiled = f", compiled in {row.counts.compile_seconds:.1f} s" if row.counts else ""
+        step = f"{1e3 * statistics.median(row.seconds):.2f} ms a step" if row.seconds else ""
+        report(f"{name}: {step}{compiled}{row.problem}")
         gc.collect()  # The next one needs the memory.
     expected = losses[names[0]]
     for name, values in losses.items():
         if not np.allclose(values, expected, rtol=1e-2):  # In bfloat16; another would be far.
             raise RuntimeError(f"the losses of {name} are {values}, expected {expected}.")
     return _finished([rows[name] for name in (*names, AGAIN, TORCH) if name in rows], options)
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, in a line: of a traceback of another process that is the last one."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    is_process = "has ended:" in lines[0]
+    return lines[-1 if is_process else 0].strip()[:200]
+
+
+def _measure(
+    options: argparse.Namespace, workload: Workload, name: str
+) -> tuple[Row, Sequence[float]]:
+    """A step's row and its first losses; the state is gone when this returns or raises."""
+    step = _step(workload, name, options.devices)
+    losses = step.losses(3)
+    return Row(name, _rounds(options, step.block), counts=step.counts), losses
+
+
+def _measure_torch(
+    options: argparse.Namespace, workload: Workload, files: Path
+) -> tuple[Row, Sequence[float]]:
+    """PyTorch's row and its first losses."""
+    with start_torch(options, workload, files) as group:
+        losses = group.ask("losses", steps=3)[0]["losses"]
+        seconds = _rounds(options, group.block)
+        held = max(answer["peak"] for answer in group.ask("memory"))
+    return Row(TORCH, seconds, memory=held), losses
 
 
 def _step(workload: Workload, name: str, devices: int) -> CompiledStep:

@@ -379,6 +379,23 @@ def test_counts_are_averaged_once_without_types_too(devices8):
     assert text.count('"stablehlo.all_reduce"') == 3
 
 
+def test_a_count_is_not_averaged_over_one_device(devices8):
+    def on_device(batch):
+        batch = jax.lax.pcast(batch, "data", to="varying")
+        return accumulate_gradients(
+            state_of(PARAMS), batch, jax.random.key(0), 1, loss_fn=masked_loss
+        )[0]
+
+    def run(mesh, spec):
+        return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=spec))
+
+    batch = make_batch(8)
+    one = run(make_mesh({"data": 1}, devices8[:1]), P("data"))
+    assert "all_reduce" not in one.lower(batch).as_text()
+    expected = jax.grad(lambda p: masked_loss(p, model, batch, None)[0])(PARAMS)
+    chex.assert_trees_all_close(one(batch), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("axes", "split"),
     [("data", "data"), (("data", "model"), ("data", "model")), (("data", "model"), "data")],

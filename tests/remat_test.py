@@ -327,6 +327,14 @@ def test_a_loop_keeps_what_it_needs_and_copies_nothing(devices8, mode):
     np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
 
 
+def test_a_loop_over_one_device_keeps_no_copy_of_its_weights(devices8):
+    program = build(WithHead(scan=True), devices8[:1], batch=make_batch(8))
+    forward = next(eqn for eqn in equations(program) if eqn.primitive.name == "scan")
+    kept = [x.aval.shape for x in forward.outvars[forward.params["num_carry"] :]]
+    assert kept  # Activations.
+    assert {(3, WIDTH, 4 * WIDTH), (3, 4 * WIDTH, WIDTH)}.isdisjoint(kept)
+
+
 def test_nobody_is_sent_the_gradient_of_a_constant(devices8):
     def sent(scan):
         program = build(WithHead(scan=scan), devices8)

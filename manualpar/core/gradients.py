@@ -285,6 +285,8 @@ def _mean_count(count: jax.Array) -> jax.Array:
     manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if manual_axes and not is_vma_checked(manual_axes[0]):
         axes = manual_axes  # Where counts are equal, the mean changes nothing.
+    # An all-reduce over one device would hide from XLA that a count is a constant.
+    axes = tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
     with jax.named_scope(COUNT_SCOPE):
         count = jax.lax.pmean(_at_least_float32(count), axes) if axes else _at_least_float32(count)
     return jnp.where(count == 0, jnp.ones_like(count), count)

@@ -20,7 +20,6 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from manualpar.core.collectives import (
     AS_STORED,
@@ -35,8 +34,6 @@ from manualpar.sharding.axes import AxisName, Names, axis_tuple, is_axis_bound
 from manualpar.sharding.split_parameter import take_shared
 from manualpar.user_model.array_box import ArrayBox
 
-# The name, as in `jax.ad_checkpoint.checkpoint_name`, of every value that leaves a box.
-GATHERED = "gathered_parameter"
 # The tiles of arrays of 16 bits in the memory of TPUs: 128 entries of the last dimension by 16 of
 # the one before it. See https://openxla.org/xla/tiled_layout.
 TILE = (128, 16)
@@ -100,9 +97,11 @@ class ShardedParameter(ArrayBox, eq=False):
         return self.finish(value)
 
     def finish(self, value: jax.Array) -> jax.Array:
-        """The value that a module gets: without padding, cast, and named `GATHERED`."""
-        value = unpad_leaf(value, self.padding)
-        return checkpoint_name(cast_floating(value, self.wire.gather_dtype), GATHERED)
+        """The value that a module gets: without padding, and cast.
+
+        It has no `checkpoint_name`, which would hide from a scan that it keeps its own input.
+        """
+        return cast_floating(unpad_leaf(value, self.padding), self.wire.gather_dtype)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
         """Names a dim that `nn.scan` or `nn.vmap` adds: a mesh axis in its metadata, or `None`."""
