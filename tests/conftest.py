@@ -51,6 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(100_000, 20, 100)
 
 
+def pytest_collection_finish() -> None:
+    """Lets no later collection of garbage search imports: closing a checkpoint asks for one."""
+    gc.freeze()
+
+
 def _mesh_id(axis_sizes: Mapping[str, int]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in axis_sizes.items())
 

@@ -101,7 +101,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys
     workdir = tmp_path / "run"
     with monkeypatch.context() as patch:
         at_step(patch, 23, lambda cluster: signal.raise_signal(signal.SIGINT))
-        assert run_here(workdir) == 130
+        assert run_here(workdir, charts=True) == 130
     error = capsys.readouterr().err
     assert "interrupted" in error
     assert error.count("\n") == 1
@@ -110,7 +110,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys
     for report in ("report.html", "report.png"):
         assert (workdir / report).stat().st_size > 1000
         (workdir / report).unlink()
-    assert run_here(workdir) == 0
+    assert run_here(workdir, charts=True) == 0
     assert resumed_from(capsys.readouterr().out) == 23
     assert_same_run(workdir, undisturbed)
     for report in ("report.html", "report.png"):
