@@ -12,6 +12,7 @@ from tests.program_test import Classifier, loss_fn, make_batch
 
 V5E, V5P, V6E = "TPU v5 lite", "TPU v5", "TPU v6 lite"  # As jax names them.
 WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"
+OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 
 
 @pytest.mark.parametrize(
@@ -23,8 +24,12 @@ WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"
         (V5E, [8, 2], ""),
         (V5E, [17], ""),
         (V5E, [4, 64], ""),
-        (V5P, [16], "xla_enable_async_all_gather"),
-        (V6E, [16], "xla_tpu_enable_sparse_core_collective_offload_all_gather"),
+        (V5P, [32], "xla_enable_async_all_gather"),
+        (V5P, [16], f"{OFFLOAD}_nd_reduce_scatter"),
+        (V5P, [33], ""),
+        (V6E, [16], f"{OFFLOAD}_all_gather"),
+        (V6E, [32], f"{OFFLOAD}_nd_reduce_scatter"),
+        (V6E, [33], ""),
         ("TPU v4", [8], ""),
         ("cpu", [8], ""),
         ("NVIDIA H100 80GB HBM3", [8], ""),
