@@ -9,7 +9,8 @@ in each mode, in mode `manual` also with its options and with layers that are sp
 axis, in the notebook's way (`notebook_way`), and on one device. First each takes three steps, whose
 losses must be those of one device. Then they are timed in turn, in short blocks (`turns`), and what
 counts is the median, with its interval, of the ratio to mode `manual` in the same round: above 1 is
-slower. Bytes and collectives are those of the compiled step, and say why.
+slower. Where others use the machine too, it is the ratio of processor time, that of all threads,
+that counts. Bytes and collectives are those of the compiled step, and say why.
 
 Simulated devices share the cores of one machine, and a collective between them is a copy: the
 single device's ratio is what sharding costs here, and no speed-up.
@@ -29,7 +30,7 @@ import jax
 from benchmarks.compiled_steps import CompiledStep, of_program
 from benchmarks.notebook_way import notebook_step
 from benchmarks.results import Conditions, note_conditions, write_results
-from benchmarks.turns import Estimate, estimate, ratios, table, take_turns
+from benchmarks.turns import Block, Estimate, estimate, ratios, table, take_turns
 from benchmarks.workloads import NAMES, Workload, make_workload
 from manualpar import data_parallel, fsdp, make_mesh
 from manualpar.core.program import Program
@@ -65,6 +66,8 @@ class Row:
       loss_difference: The largest distance of a loss from that of one device.
       seconds: Of a step, by round.
       ratio: The median of a step's time in parts of mode manual's in the same round.
+      processor: Processor seconds of a step, of all threads, by round.
+      processor_ratio: As `ratio`, of processor time.
       traced: Bytes that a device sends as the program is written; `None` where XLA writes it.
       formula: The closed form of `step_bytes`, of parameters and gradients alone; `None` where
         there is none.
@@ -75,6 +78,8 @@ class Row:
     loss_difference: float
     seconds: tuple[float, ...]
     ratio: Estimate
+    processor: tuple[float, ...]
+    processor_ratio: Estimate
     traced: float | None
     formula: float | None
 
@@ -170,8 +175,10 @@ def measure(
             )
     trial = steps[MANUAL].block(TRIAL) / TRIAL
     num_steps = max(1, math.ceil(seconds / trial))
-    blocks = {name: step.block for name, step in steps.items()}
+    processor: dict[str, list[float]] = {name: [] for name in steps}
+    blocks = {name: _noting(step.block, processor[name]) for name, step in steps.items()}
     taken = take_turns(blocks, steps=num_steps, rounds=rounds)
+    processor = {name: each[1:] for name, each in processor.items()}  # The first warms up.
     rows = []
     for name, step in steps.items():
         is_predicted = name in built and name not in ("auto-unconstrained", ONE_DEVICE)
@@ -183,11 +190,25 @@ def measure(
                 loss_difference=max(differences[name]),
                 seconds=tuple(x / num_steps for x in taken[name]),
                 ratio=estimate(ratios(taken[name], taken[MANUAL])),
+                processor=tuple(x / num_steps for x in processor[name]),
+                processor_ratio=estimate(ratios(processor[name], processor[MANUAL])),
                 traced=_traced(program) if program and name.startswith(MANUAL) else None,
                 formula=float(total_step_bytes(program)) if program and is_predicted else None,
             )
         )
     return rows, num_steps
+
+
+def _noting(block: Block, processor: list[float]) -> Block:
+    """The same block, which appends the processor seconds that it takes."""
+
+    def run(steps: int) -> float:
+        started = time.process_time()
+        seconds = block(steps)
+        processor.append(time.process_time() - started)
+        return seconds
+
+    return run
 
 
 def _traced(program: Program) -> float:
@@ -202,6 +223,8 @@ def report_workload(workload: Workload, rows: Sequence[Row], *, num_steps: int) 
         "",
         "ms a step",
         "of manual's time",
+        "processor ms",
+        "of manual's",
         "tempor. KiB",
         "sent KiB, compiled",
         "traced",
@@ -222,6 +245,8 @@ def report_workload(workload: Workload, rows: Sequence[Row], *, num_steps: int) 
                 row.program,
                 f"{1e3 * statistics.median(row.seconds):.2f}",
                 "1" if row.program == MANUAL else row.ratio.show("{:.3f}".format),
+                f"{1e3 * statistics.median(row.processor):.2f}",
+                "1" if row.program == MANUAL else row.processor_ratio.show("{:.3f}".format),
                 _kib(counts.temporaries),
                 _kib(float(counts.sent)),
                 _kib(row.traced),
@@ -252,11 +277,11 @@ def introduction(conditions: Conditions, num_devices: int) -> list[str]:
         "",
         f"FSDP on {num_devices} {jax.devices()[0].platform} devices; split over M: layers over "
         "M of them, and FSDP, kept, over the rest. Of manual's time: the median over rounds, in "
-        "brackets its interval (95 %), above 1 is slower. Sent: by a device in a step, as "
-        "compiled, as traced (manual alone, metrics included) and by the closed form "
-        "(parameters and gradients; the most that it can be where weights are gathered again). "
-        "Collectives, compiled: all-gathers / reduce-scatters / all-reduces / others. "
-        "XLA:CPU merges a gather with one before it where no loop is between them, so the "
+        "brackets its interval (95 %), above 1 is slower; then processor time, of all threads. "
+        "Sent: by a device in a step, as compiled, as traced (manual alone, metrics included) and "
+        "by the closed form (parameters and gradients; the most that it can be where weights are "
+        "gathered again). Collectives, compiled: all-gathers / reduce-scatters / all-reduces / "
+        "others. XLA:CPU merges a gather with one before it where no loop is between them, so the "
         "unrolled models send less than they are written to.",
         "",
     ]
@@ -283,6 +308,7 @@ def _plain(workload: Workload, rows: Sequence[Row], num_steps: int) -> dict[str,
                 "loss_difference": row.loss_difference,
                 "step_seconds": list(row.seconds),
                 "ratio_to_manual": row.ratio._asdict(),
+                "processor_ratio_to_manual": row.processor_ratio._asdict(),
                 "traced_bytes": row.traced,
                 "formula_bytes": row.formula,
                 "counts": dataclasses.asdict(row.step.counts),

@@ -35,7 +35,8 @@ def test_the_same_training_whoever_wrote_it(rows):
     assert all(row.loss_difference < 1e-5 for row in found)
     assert found[-1].loss_difference == 0
     assert all(len(row.seconds) == 2 and min(row.seconds) > 0 for row in found)
-    assert found[0].ratio == (1, 1, 1)
+    assert found[0].ratio == found[0].processor_ratio == (1, 1, 1)
+    assert all(len(row.processor) == 2 and min(row.processor) > 0 for row in found)
 
 
 def test_what_is_counted_is_what_is_written(rows):
