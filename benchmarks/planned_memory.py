@@ -5,10 +5,9 @@ python -m benchmarks.planned_memory [--only fsdp_lm] [--output planned_memory.js
 Planned is `manualpar.inspect.step_memory` with `platform="cpu"`, compiled is `memory_analysis` of
 the same step on eight simulated CPU devices; both are the bytes of one device. What lies there
 between steps must agree to the byte, up to what is never read. Temporaries are planned from a model
-of fusion, so their ratio is the error. Three things are known to be off, and are XLA:CPU's own: it
-computes bfloat16 products in float32 and holds them so; it merges what is gathered again, for the
-backward pass or another minibatch, with what was gathered before unless a loop is between; and it
-reduces all gradients at once and not in place, so that with data parallelism it holds them twice.
+of fusion and of XLA:CPU's order, so their ratio is the error. Known to be off: XLA copies some
+weights into another layout, writes out what a sum broadcasts, and writes over an operand only if
+that has the same shape.
 """
 
 import argparse

@@ -80,7 +80,9 @@ def test_whole_gradients_are_held_at_the_end_of_the_backward_pass(name, platform
     builder, options = BUILDERS[name]
     # So few examples that parameters are all there is.
     memory = step_memory(mlp(builder, examples=8, size=256, **options), platform=platform)
-    assert memory.parameters <= memory.gradients <= 2.5 * memory.parameters
+    scatters_at_once = platform == "cpu" and builder is zero  # XLA allocates 311 KB there.
+    least = 4 * 256 * 256 if scatters_at_once else memory.parameters
+    assert least <= memory.gradients <= 2.5 * memory.parameters
     assert memory.activations < memory.gradients / 4
 
 
@@ -199,7 +201,7 @@ def test_near_what_xla_allocates(name, remat):
     compiled = lowered.compile().memory_analysis()
     between = memory.peak - memory.temporaries
     assert compiled.argument_size_in_bytes == pytest.approx(between, rel=0.01)
-    assert 0.6 < memory.temporaries / compiled.temp_size_in_bytes < 1.6
+    assert 0.7 < memory.temporaries / compiled.temp_size_in_bytes < 1.2
 
 
 def pipelined(mesh, microbatches, **fields):

@@ -1,8 +1,9 @@
 """The arrays that a program holds at its fullest moment.
 
 Operations run in the order in which they are written, except that gathers run where they are first
-read. An array is held from the operation that makes it to the last operation that reads it. Not
-every value is an array in memory, because XLA *fuses*. The model of XLA's fusion is:
+read; on CPUs in that of `manualpar.inspect.cpu_program`. An array is held from the operation that
+makes it to the last operation that reads it. Not every value is an array in memory, because XLA
+*fuses*. The model of XLA's fusion is:
 
 - An elementwise operation, a broadcast, a cast, a slice or a lookup is computed where it is read,
   if all of its readers end up in one fusion. Its operands are then held until the fusion runs.
@@ -31,6 +32,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from manualpar.inspect.communication import KIND_OF_PRIMITIVE
+from manualpar.inspect.cpu_program import PRODUCTS, as_compiled, eager_order
 from manualpar.inspect.flat_program import Operation, Value
 
 # Fused, and cheap enough to be computed several times.
@@ -38,8 +40,8 @@ _CHEAP_WORDS = """
 abs add add_any and bitcast_convert_type broadcast_in_dim clamp complex concatenate conj
 convert_element_type dynamic_slice eq ge gt imag iota is_finite le lt max min mul ne neg not or
 pad population_count real reduce_precision rev round select_n shift_left shift_right_arithmetic
-shift_right_logical sharding_constraint sign slice split square stack sub xor ceil floor clz
-nextafter
+shift_right_logical sharding_constraint sign slice split square stack sub transpose xor ceil floor
+clz nextafter
 """
 CHEAP = frozenset(_CHEAP_WORDS.split())
 # Fused if a single fusion reads them.
@@ -55,25 +57,24 @@ store
 """
 REDUCTIONS = frozenset(_REDUCTIONS_WORDS.split())
 
-PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
-
 
 class Fusion(NamedTuple):
     """What a compiler fuses."""
 
     into_products: bool  # Whether matrix products compute what they read.
     repeats_dear: bool  # Whether operations that are not cheap are computed again, too.
+    is_eager: bool  # Whether `cpu_program` says what runs, and when.
 
 
 FUSIONS: Mapping[str, Fusion] = {
-    "cpu": Fusion(into_products=False, repeats_dear=False),
-    "tpu": Fusion(into_products=True, repeats_dear=True),
+    "cpu": Fusion(into_products=False, repeats_dear=False, is_eager=True),
+    "tpu": Fusion(into_products=True, repeats_dear=True, is_eager=False),
 }
 
 
 def find_peak(
     operations: Sequence[Operation],
-    values: Sequence[Value],
+    values: list[Value],
     *,
     kept: Collection[int],
     replaced: Sequence[tuple[int, int]] = (),
@@ -84,7 +85,7 @@ def find_peak(
 
     Args:
       operations: The operations, in their order.
-      values: Every value, by number.
+      values: Every value, by number; those that a compiler adds are appended.
       kept: The values that are held to the end.
       replaced: Pairs of an argument and the value that takes its place; that is held to the end,
         too.
@@ -92,9 +93,14 @@ def find_peak(
       elsewhere: Values that take the place of arrays that exist already.
     """
     kept = {*kept, *(new for _, new in replaced)}
-    operations = _delayed(_needed(operations, kept))
-    made_at = {v: i for i, op in enumerate(operations) for v in op.outputs}
-    fused = _Fusing(operations, values, kept, fusion, made_at).find()
+    operations = _needed(operations, kept)
+    operations = as_compiled(operations, values, kept) if fusion.is_eager else _delayed(operations)
+    fused = _Fusing(operations, values, kept, fusion, _makers(operations)).find()
+    if fusion.is_eager:
+        order = eager_order(operations, fused)
+        operations = [operations[index] for index in order]
+        fused = frozenset(place for place, index in enumerate(order) if index in fused)
+    made_at = _makers(operations)
     last_read = _last_reads(operations, fused)
     in_place = set(elsewhere)
     dying: defaultdict[int, list[int]] = defaultdict(list)
@@ -141,7 +147,7 @@ def find_peak(
     return +peak
 
 
-def _inside(op: Operation, values: Sequence[Value], fusion: Fusion) -> Counter[str]:
+def _inside(op: Operation, values: list[Value], fusion: Fusion) -> Counter[str]:
     """What the fullest body of an operation holds besides what is held around it."""
     is_loop = op.name in ("scan", "while")
     fullest: Counter[str] = Counter()
@@ -158,6 +164,11 @@ def _inside(op: Operation, values: Sequence[Value], fusion: Fusion) -> Counter[s
         )
         fullest = max(fullest, found, key=lambda peak: peak.total())
     return fullest
+
+
+def _makers(operations: Sequence[Operation]) -> dict[int, int]:
+    """By value the place of the operation that makes it."""
+    return {v: i for i, op in enumerate(operations) for v in op.outputs}
 
 
 def _takes_place(maker: Operation, later: int) -> bool:

@@ -24,7 +24,7 @@ from manualpar.jaxprs import inner_jaxprs
 
 AnyJaxpr = ClosedJaxpr | Jaxpr
 # Their result is the operand, as far as memory is concerned. Transpositions belong here because XLA
-# chooses layouts, and dot products take operands in any layout.
+# chooses layouts, and dot products take operands in any layout, unless there are several at once.
 _VIEW_WORDS = """
 copy copy_p expand_dims mesh_cast name optimization_barrier preduced pvary reduced_vary_cast_p
 reshape reshard squeeze stop_gradient transpose vary_unreduced_cast_p
@@ -149,6 +149,9 @@ class FlatProgram:
             return outputs
         if name == "scan":
             return self._scan(eqn, values, operations, scope)
+        if name == "dot_general":
+            sides = zip((0, 1), values, strict=True)
+            values = [self._arranged(eqn, side, x, operations, scope) for side, x in sides]
         made = [self.add_value(v.aval, parts=self._parts(eqn, values)) for v in eqn.outvars]
         bodies: tuple[Body, ...] = ()
         starts = values
@@ -167,11 +170,30 @@ class FlatProgram:
         operations.append(Operation(name, scope, _known(values), tuple(made), bodies, over))
         return [*made]
 
+    def _arranged(
+        self, eqn: Any, side: int, value: int | None, operations: list[Operation], scope: str
+    ) -> int | None:
+        """An operand of a product, transposed if it is of several that XLA has to reshape."""
+        contracted, batch = (dims[side] for dims in eqn.params["dimension_numbers"])
+        shapes = [variable.aval.shape for variable in eqn.invars]
+        dims = range(len(shapes[side]))
+        free = [dim for dim in dims if dim not in (*contracted, *batch)]
+        order = [*batch, *free, *contracted] if side == 0 else [*batch, *contracted, *free]
+        order = [dim for dim in order if shapes[side][dim] > 1]
+        is_plain = len(contracted) == 1 and max(map(len, shapes)) <= len(batch) + 2
+        if value is None or not batch or is_plain or order == sorted(order):
+            return value
+        new = self._like([eqn.invars[side]], [value])
+        operations.append(Operation("transpose", scope, (value,), (*new,)))
+        return new[0]
+
     def _scan(
         self, eqn: Any, values: list[int | None], operations: list[Operation], scope: str
     ) -> list[int | None]:
         """Appends a loop; each iteration stores its part of the stacked results."""
         inner: ClosedJaxpr = eqn.params["jaxpr"]
+        if eqn.params["length"] == 1:  # No compiler makes a loop of it.
+            return self._inline(inner, values, operations, scope=scope)
         first, size = eqn.params["num_consts"], eqn.params["num_carry"]
         arguments = self._like(inner.jaxpr.invars[first:], values[first:])
         carry, slices = arguments[:size], arguments[size:]

@@ -1,0 +1,162 @@
+"""What XLA makes of a program for CPUs, whose arrays `manualpar.inspect.allocation` then counts.
+
+It was read off the schedules and live ranges of compiled steps (jax 0.10.2, `--xla_dump_to`):
+
+- Operations run breadth first, each as soon as its operands are there, so that many threads have
+  work. What needs nothing but arguments is made at the beginning and held until it is read: all
+  gathers outside of loops, scores that a backward pass computes again, and the arrays into which
+  loops stack their results.
+- A gather that was there before is not repeated, and neither is a cast. A loop does not know what
+  was gathered outside of it.
+- Reductions over devices that do not wait for each other become one, which does not write over its
+  operands.
+- A product whose result has 16 bits is computed in float32, from operands that are cast. A stack of
+  16 bits is cast whole before a loop takes slices of it.
+"""
+
+import dataclasses
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
+
+from manualpar.inspect.communication import KIND_OF_PRIMITIVE
+from manualpar.inspect.flat_program import Operation, Value
+
+PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
+_CAST = "convert_element_type"
+
+
+def as_compiled(
+    operations: Sequence[Operation], values: list[Value], kept: Collection[int]
+) -> list[Operation]:
+    """The operations that the compiler makes of these; `values` gets what is new.
+
+    Args:
+      operations: The operations, in their order.
+      values: Every value, by number.
+      kept: The values that are held to the end, which keep their numbers.
+    """
+    merged = _without_repeats(operations, values, kept)
+    return _widened(_with_stacks(_with_joint_reductions(merged), values), values)
+
+
+def eager_order(operations: Sequence[Operation], fused: Collection[int]) -> list[int]:
+    """The places of operations, breadth first; a fused one comes before the first that it is in."""
+    made_at = {v: i for i, op in enumerate(operations) for v in op.outputs}
+    inside: dict[int, set[int]] = {}  # By place what is computed there.
+    awaited: dict[int, set[int]] = {}
+    readers: defaultdict[int, list[int]] = defaultdict(list)
+    for index, op in enumerate(operations):
+        makers = {made_at[v] for v in op.inputs if v in made_at}
+        inner = {maker for maker in makers if maker in fused}
+        inside[index] = {index}.union(*(inside[maker] for maker in inner))
+        awaited[index] = (makers - inner).union(*(awaited[maker] for maker in inner))
+        if index not in fused:
+            for maker in awaited[index]:
+                readers[maker].append(index)
+    ready = deque(i for i in range(len(operations)) if i not in fused and not awaited[i])
+    order: dict[int, None] = {}
+    while ready:
+        index = ready.popleft()
+        order |= dict.fromkeys(sorted(inside[index]))
+        for reader in readers[index]:
+            awaited[reader].discard(index)
+            if not awaited[reader]:
+                ready.append(reader)
+    return list(order)
+
+
+def _without_repeats(
+    operations: Sequence[Operation], values: Sequence[Value], kept: Collection[int]
+) -> list[Operation]:
+    same: dict[int, int] = {}
+    before: dict[tuple[str, tuple[int, ...], int], tuple[int, ...]] = {}
+    found = []
+    for op in operations:
+        inputs = tuple(dict.fromkeys(same.get(v, v) for v in op.inputs))
+        over = tuple((same.get(old, old), new) for old, new in op.written_over)
+        is_gather = KIND_OF_PRIMITIVE.get(op.name) == "all_gather"
+        if (is_gather or op.name == _CAST) and not any(v in kept for v in op.outputs):
+            alike = before.setdefault((op.name, inputs, values[op.outputs[0]].size), op.outputs)
+            if alike != op.outputs:
+                same |= dict(zip(op.outputs, alike, strict=True))
+                continue
+        found.append(dataclasses.replace(op, inputs=inputs, written_over=over))
+    return found
+
+
+def _with_joint_reductions(operations: Sequence[Operation]) -> list[Operation]:
+    after: dict[int, int] = {}  # By value how many reductions it waits for, one after the other.
+    others: defaultdict[int, list[Operation]] = defaultdict(list)
+    reductions: defaultdict[int, list[Operation]] = defaultdict(list)
+    for op in operations:
+        level = max((after.get(v, 0) for v in op.inputs), default=0)
+        is_reduction = KIND_OF_PRIMITIVE.get(op.name) == "all_reduce"
+        (reductions if is_reduction else others)[level].append(op)
+        after |= dict.fromkeys(op.outputs, level + is_reduction)
+    found = []
+    for level in range(max([*others, *reductions], default=-1) + 1):
+        found += others[level]
+        if alike := reductions[level]:
+            inputs = tuple(dict.fromkeys(v for op in alike for v in op.inputs))
+            outputs = tuple(v for op in alike for v in op.outputs)
+            found.append(Operation(alike[0].name, alike[0].scope, inputs, outputs))
+    return found
+
+
+def _with_stacks(operations: Sequence[Operation], values: list[Value]) -> list[Operation]:
+    """With the arrays that loops stack their results in, which nothing has to wait for."""
+    found: list[Operation] = []
+    for op in operations:
+        written = {new for _, new in op.written_over}
+        stacked = [v for v in op.outputs if v not in written] if op.name == "scan" else []
+        places = [_add(values, values[v].size, v) for v in stacked]
+        found += [Operation("empty", op.scope, (), (place,)) for place in places]
+        over = (*op.written_over, *zip(places, stacked, strict=True))
+        found.append(dataclasses.replace(op, inputs=(*op.inputs, *places), written_over=over))
+    return found
+
+
+def _widened(operations: Sequence[Operation], values: list[Value]) -> list[Operation]:
+    wide: dict[int, int] = {}
+    found: list[Operation] = []
+    for op in operations:
+
+        def cast(value: int, scope: str = op.scope) -> int:
+            if values[value].size != 2 * values[value].elements:
+                return value
+            if value not in wide:
+                wide[value] = _add(values, 2 * values[value].size, value)
+                found.append(Operation(_CAST, scope, (value,), (wide[value],)))
+            return wide[value]
+
+        if op.name in PRODUCTS and values[op.outputs[0]].size == 2 * values[op.outputs[0]].elements:
+            product = _add(values, 2 * values[op.outputs[0]].size, op.outputs[0])
+            inputs = tuple(map(cast, op.inputs))
+            found.append(dataclasses.replace(op, inputs=inputs, outputs=(product,)))
+            found.append(Operation(_CAST, op.scope, (product,), op.outputs))
+        elif op.name == "scan":
+            found.append(_with_wide_slices(op, cast))
+        else:
+            found.append(op)
+    return found
+
+
+def _with_wide_slices(loop: Operation, cast: Callable[[int], int]) -> Operation:
+    """A loop that slices what was cast before."""
+    [body] = loop.bodies
+    stacks = {x.inputs[0] for x in body.operations if x.name == "dynamic_slice"} & {*loop.inputs}
+    wide = {stack: cast(stack) for stack in loop.inputs if stack in stacks}
+    inner = [
+        dataclasses.replace(op, inputs=(wide[op.inputs[0]],))
+        if op.name == "dynamic_slice" and op.inputs[0] in wide
+        else op
+        for op in body.operations
+    ]
+    inputs = tuple(wide.get(v, v) for v in loop.inputs)
+    body = dataclasses.replace(body, operations=inner)
+    return dataclasses.replace(loop, inputs=inputs, bodies=(body,))
+
+
+def _add(values: list[Value], size: int, like: int) -> int:
+    values.append(dataclasses.replace(values[like], size=size))
+    return len(values) - 1
