@@ -44,7 +44,7 @@ def test_a_token_goes_to_the_experts_of_its_highest_scores(gates, top_k):
 
 
 def test_a_single_gate_teaches_the_router():
-    grad = jax.grad(lambda x: route(x, top_k=1).gates.sum())(LOGITS)
+    grad = jax.jit(jax.grad(lambda x: route(x, top_k=1).gates.sum()))(LOGITS)
     assert float(jnp.abs(grad).min()) > 0
 
 
@@ -105,7 +105,7 @@ def test_queues_and_losses_are_those_of_sequences_that_are_split(devices8):
         check_vma=True,
     )
     place, value, grad = jax.jit(on_mesh)(logits[:, order], mask[:, order])
-    expected = run(Context(None), logits, mask)
+    expected = jax.jit(functools.partial(run, Context(None)))(logits, mask)
     np.testing.assert_array_equal(place, expected[0][:, order])
     np.testing.assert_allclose(value, expected[1], rtol=1e-5)
     np.testing.assert_allclose(grad, expected[2][:, order], rtol=1e-4, atol=1e-6)

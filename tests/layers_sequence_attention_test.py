@@ -60,7 +60,7 @@ def test_arguments_may_vary_over_different_axes(devices8, monkeypatch, name):
         check_vma=True,
     )
     loss, grads = jax.jit(run)(*given)
-    expected, wanted = jax.value_and_grad(of_all, (0, 1, 2))(*given[:3])
+    expected, wanted = jax.jit(jax.value_and_grad(of_all, (0, 1, 2)))(*given[:3])
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     for got, want in zip(grads, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)

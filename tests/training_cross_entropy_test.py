@@ -1,5 +1,6 @@
 """The losses: means over the examples, or the tokens, that count."""
 
+import functools
 from typing import Any
 
 import chex
@@ -23,12 +24,18 @@ def _batch(mask=None) -> Batch:
     return Batch(inputs, jnp.arange(6) % 5, mask)
 
 
+@functools.cache
 def _params():
-    return MODEL.init(jax.random.key(0), jnp.zeros((1, 4)), train=False)["params"]
+    init = jax.jit(lambda key: MODEL.init(key, jnp.zeros((1, 4)), train=False))
+    return init(jax.random.key(0))["params"]
 
 
+@jax.jit
 def _loss(params, batch: Batch):
     return classification_loss(params, MODEL.apply, batch, jax.random.key(2))
+
+
+_value_and_grad = jax.jit(jax.value_and_grad(_loss, has_aux=True))
 
 
 def _losses_by_hand(params, batch: Batch) -> np.ndarray:
@@ -51,7 +58,7 @@ def test_the_loss_is_the_mean_cross_entropy_and_the_metrics_are_sums():
 def test_masked_examples_leave_no_trace_and_weights_count(mask):
     params, mask = _params(), jnp.array(mask, jnp.float32)
     batch = _batch(mask)
-    (loss, metrics), grads = jax.value_and_grad(_loss, has_aux=True)(params, batch)
+    (loss, metrics), grads = _value_and_grad(params, batch)
     weights = np.asarray(mask)
     expected = (_losses_by_hand(params, batch) * weights).sum() / weights.sum()
     assert loss == pytest.approx(expected, rel=1e-5)
@@ -59,14 +66,12 @@ def test_masked_examples_leave_no_trace_and_weights_count(mask):
     assert metrics["accuracy"][1] == weights.sum()
 
     other = batch.replace(inputs=jnp.where(mask[:, None] > 0, batch.inputs, 7.0))
-    (_, other_metrics), other_grads = jax.value_and_grad(_loss, has_aux=True)(params, other)
+    (_, other_metrics), other_grads = _value_and_grad(params, other)
     chex.assert_trees_all_close((metrics, grads), (other_metrics, other_grads), rtol=1e-5)
 
 
 def test_nothing_but_padding_is_no_loss_and_no_gradient():
-    (loss, metrics), grads = jax.value_and_grad(_loss, has_aux=True)(
-        _params(), _batch(jnp.zeros(6))
-    )
+    (loss, metrics), grads = _value_and_grad(_params(), _batch(jnp.zeros(6)))
     assert loss == 0
     assert metrics["loss"] == (0, 0)
     chex.assert_trees_all_equal(grads, jax.tree.map(jnp.zeros_like, grads))
