@@ -277,9 +277,9 @@ def test_three_steps_equal_the_single_device(devices8, name):
     ("name", "builder"),
     [
         ("lamb", fsdp),
-        ("adafactor, factored", fsdp),
+        pytest.param("adafactor, factored", fsdp, marks=pytest.mark.slow),
         ("contrib.muon", fsdp),
-        ("contrib.muon", data_parallel),
+        pytest.param("contrib.muon", data_parallel, marks=pytest.mark.slow),
         pytest.param("adamw", fsdp, marks=pytest.mark.slow),
         pytest.param("named_chain", fsdp, marks=pytest.mark.slow),
     ],
