@@ -30,7 +30,7 @@ from benchmarks.results import note_conditions, write_results
 from manualpar.layers.attention import AttentionKind, attention
 from manualpar.planner.kernels import kernel_clock, kernels_in
 from manualpar.planner.out_of_memory import read_out_of_memory
-from manualpar.planner.schedule import read_schedule
+from manualpar.planner.schedule import on_all_links, read_schedule
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import ENVIRONMENT
 from manualpar.planner.tpu_worker import is_out_of_hbm
@@ -81,7 +81,7 @@ def compile_layer(
         compiled.as_text() or "",
         dict(mesh.shape),
         clock=topology.chip.clock,
-        wire_seconds=lambda _: 0.0,
+        wire=on_all_links(lambda _: 0.0),
         kernel_seconds=kernel_clock(kernels_in(traced.jaxpr.jaxpr), topology.chip),
     )
     temporaries = float(compiled.memory_analysis().temp_size_in_bytes)

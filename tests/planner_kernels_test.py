@@ -15,7 +15,7 @@ from jax.experimental import pallas
 from manualpar.attention_blocks import blocks_scope
 from manualpar.planner.hardware import chip_named
 from manualpar.planner.kernels import Kernel, kernel_clock, kernels_in
-from manualpar.planner.schedule import KernelRuns, Schedule, read_schedule
+from manualpar.planner.schedule import KernelRuns, Schedule, on_all_links, read_schedule
 
 TEXT = (Path(__file__).parent / "data" / "tpu" / "splash_v5e_2x2.txt").read_text(encoding="utf-8")
 # A product of scores with 10 of 16 blocks.
@@ -38,7 +38,7 @@ def read(*kernels: Kernel, chip=CHIP) -> Schedule:
         TEXT,
         {"data": 4},
         clock=1e6,
-        wire_seconds=lambda collective: 0.0,
+        wire=on_all_links(lambda collective: 0.0),
         kernel_seconds=kernel_clock(kernels, chip),
     )
 

@@ -51,7 +51,6 @@ def follow(
         text,
         mesh or {"data": len(places)},
         clock=1.0,
-        wire_seconds=wire_seconds,
         wire=wire_by_links(topology_of(topology, **network), places, wire_seconds),
     )
 

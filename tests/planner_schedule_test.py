@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from manualpar.inspect.hlo import parse_module
-from manualpar.planner.schedule import KernelRuns, Schedule, read_schedule
+from manualpar.planner.schedule import KernelRuns, Schedule, on_all_links, read_schedule
 
 DATA = Path(__file__).parent / "data" / "tpu"
 TWO_AXES = {"data": 4, "data_minor": 4}
@@ -35,7 +35,7 @@ def text_of(name: str) -> str:
 
 def read(text: str, mesh: dict[str, int]) -> Schedule:
     """Follows a program whose collectives take no time; a cycle is a second."""
-    return read_schedule(text, mesh, clock=1.0, wire_seconds=lambda collective: 0.0)
+    return read_schedule(text, mesh, clock=1.0, wire=on_all_links(lambda collective: 0.0))
 
 
 @pytest.fixture
@@ -223,7 +223,9 @@ backend_config={"known_trip_count":{"n":"8"}}
 
 @pytest.mark.parametrize(("wire", "exposed"), [(30, 0), (50, 10)])
 def test_fused_collective_that_a_loop_of_products_carries_is_one(wire: int, exposed: int) -> None:
-    schedule = read_schedule(CARRIED, {"data": 2}, clock=1.0, wire_seconds=lambda collective: wire)
+    schedule = read_schedule(
+        CARRIED, {"data": 2}, clock=1.0, wire=on_all_links(lambda collective: wire)
+    )
     (gather,) = schedule.collectives
     assert (gather.name, gather.times, gather.cycles_between) == ("begin", 1, 40)
     assert schedule.exposed_seconds == exposed
@@ -391,7 +393,7 @@ def times(*events: Event, wire: list[float]) -> Schedule:
         program(list(events)),
         {"data": 2},
         clock=1.0,
-        wire_seconds=lambda collective: wire[int(collective.name[1:])],
+        wire=on_all_links(lambda collective: wire[int(collective.name[1:])]),
     )
 
 
@@ -451,7 +453,7 @@ def calling(events: list[Event], branch: list[Event]) -> str:
 @pytest.mark.parametrize("between", [2, 4, 9])
 def test_what_is_called_takes_the_time_of_its_caller(between: int) -> None:
     text = calling([3, "start 0", 0, 1, "wait 0"], [between - 1])
-    found = read_schedule(text, {"data": 2}, clock=1.0, wire_seconds=lambda collective: 5.0)
+    found = read_schedule(text, {"data": 2}, clock=1.0, wire=on_all_links(lambda collective: 5.0))
     assert found.compute_cycles == 3 + between
     assert found.exposed_seconds == max(0, 5 - between)
 
@@ -459,7 +461,7 @@ def test_what_is_called_takes_the_time_of_its_caller(between: int) -> None:
 def test_what_is_called_shares_the_links_of_its_caller() -> None:
     # Each takes 5 seconds: the call's own ends at 3 + 10, the last at 3 + 15.
     text = calling([3, "start 0", 0, "start 1", "wait 1", "wait 0"], ["start 7", 2, "wait 7"])
-    found = read_schedule(text, {"data": 2}, clock=1.0, wire_seconds=lambda collective: 5.0)
+    found = read_schedule(text, {"data": 2}, clock=1.0, wire=on_all_links(lambda collective: 5.0))
     assert found.step_seconds == 18
     assert [one.cycles_between for one in found.collectives] == [2, 2, 0]
 
@@ -480,7 +482,7 @@ def test_kernels_of_a_loop_count_as_often_as_it_turns() -> None:
         text,
         {"data": 2},
         clock=1.0,
-        wire_seconds=lambda collective: 0.0,
+        wire=on_all_links(lambda collective: 0.0),
         kernel_seconds=lambda one, _: 7.0 if one.target else None,
     )
     # Each computation of the program has one, and the loop's runs three times.

@@ -15,7 +15,12 @@ from manualpar.planner.kernels import Kernel, kernel_clock, kernel_efficiency
 from manualpar.planner.link_timeline import wire_by_links
 from manualpar.planner.out_of_memory import read_out_of_memory
 from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
-from manualpar.planner.schedule import Schedule, ScheduledCollective, read_schedule
+from manualpar.planner.schedule import (
+    Schedule,
+    ScheduledCollective,
+    on_all_links,
+    read_schedule,
+)
 from manualpar.planner.topology import Topology, ring_over
 from manualpar.sharding.mesh_order import in_order
 from manualpar.watching.throughput import Throughput
@@ -115,8 +120,9 @@ def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Schedule:
         step.text,
         mesh,
         clock=topology.chip.clock,
-        wire_seconds=wire_seconds,
-        wire=wire_by_links(topology, facts["places"], wire_seconds) if by_links else None,
+        wire=wire_by_links(topology, facts["places"], wire_seconds)
+        if by_links
+        else on_all_links(wire_seconds),
         kernel_seconds=kernel_clock((Kernel(*one) for one in facts["kernels"]), topology.chip),
     )
 

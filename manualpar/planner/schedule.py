@@ -136,13 +136,17 @@ Wire = Callable[[ScheduledCollective, Instruction, Groups], OnWire]
 KernelSeconds = Callable[[Instruction, Instructions], float | None]
 
 
+def on_all_links(wire_seconds: WireSeconds) -> Wire:
+    """Collectives that are on all links, one after the other."""
+    return lambda collective, *_: OnWire((ALL_LINKS,), wire_seconds(collective))
+
+
 def read_schedule(
     text: str,
     mesh: Mapping[str, int],
     *,
     clock: float,
-    wire_seconds: WireSeconds,
-    wire: Wire | None = None,
+    wire: Wire,
     kernel_seconds: KernelSeconds | None = None,
 ) -> Schedule:
     """Follows a program that was compiled for a TPU.
@@ -151,8 +155,7 @@ def read_schedule(
       text: The `as_text()` of the compiled program.
       mesh: The sizes of the mesh axes, the major one first.
       clock: Cycles a second.
-      wire_seconds: How long one run of a collective is on the wire, by itself.
-      wire: In its place also on which links it is; by default each is on all.
+      wire: How long one run of a collective is on the wire, by itself, and on which links.
       kernel_seconds: How long a kernel computes, of which the compiler estimates no cycles.
 
     Returns:
@@ -170,13 +173,10 @@ def read_schedule(
             "scheduled: jax.jit(f).lower(*args).compile().as_text() with the devices of a TPU."
         )
 
-    def on_all_links(collective: ScheduledCollective, *_: Any) -> OnWire:
-        return OnWire((ALL_LINKS,), wire_seconds(collective))
-
     timed: Any = {
         "mesh": mesh,
         "clock": clock,
-        "wire": wire or on_all_links,
+        "wire": wire,
         "kernel_seconds": kernel_seconds or (lambda _, __: None),
     }
     module = _TimedModule(**vars(parse_module(text)), **timed)
