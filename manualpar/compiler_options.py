@@ -1,8 +1,8 @@
 """Which compiler options make XLA run collectives behind compute, by chip and by the mesh.
 
 `"auto"` looks into one table, `CHOICES`. It has the options for each generation of TPUs, the
-largest ring for which they pay, and the figures that say so. Beyond that ring, on meshes of several
-axes, which nobody has measured, and for other devices the compiler keeps its own options.
+largest ring for which they pay, and the figures that say so. Beyond that ring, beside axes where
+they do not pay or nobody has measured, and for other devices the compiler keeps its own options.
 
 The figures are estimates of a whole step of eight layers of width 2,048, FSDP on all devices of a
 topology, by the program that libtpu 0.0.42.1 compiles for it and the planner's clock; no TPU ran.
@@ -45,12 +45,14 @@ class Choice:
       most: The most devices of a ring for which they pay.
       options: As `jax.jit` takes them.
       measured: The figures.
+      beside: The axes of several devices next to which one ring of gradients has them too.
     """
 
     device_kind: str
     most: int
     options: Mapping[str, str]
     measured: str
+    beside: tuple[str, ...] = ()
 
 
 CHOICES: tuple[Choice, ...] = (
@@ -74,7 +76,7 @@ CHOICES: tuple[Choice, ...] = (
             ),
             "true",
         ),
-        "v5p:2x2x4: 38.8 ms, 43.5 with scatters as all-reduces; v5p:2x4x4: 55.5 to 44.2",
+        "v5p:2x2x4: 38.8 ms, 43.5 with scatters as all-reduces; v5p:2x4x4: 55.5 to 38.6",
     ),
     Choice(
         "TPU v6 lite|TPU v6e",
@@ -82,7 +84,9 @@ CHOICES: tuple[Choice, ...] = (
         dict.fromkeys(
             (f"{_OFFLOAD}_all_gather", f"{_OFFLOAD}_reduce_scatter", _KEEP_SCATTERS), "true"
         ),
-        "v6e:4x4: 35.3 ms, 42.8 with scatters as all-reduces; v6e:4x8: 47.9 to 35.6",
+        "v6e:4x4: 35.3 ms, 42.8 with scatters as all-reduces; v6e:4x8: 47.9 to 35.6; "
+        "v6e:4x4 with layers split over 4: 68.8 to 60.8",
+        beside=("model",),
     ),
 )
 
@@ -132,9 +136,9 @@ def choose_options(
         where = f"{device_kind}, gradients over {over} devices"
         if max(rings, default=1) > choice.most:
             return ChosenOptions(why=f"{where}; others pay up to {choice.most}")
-        if others or len(rings) > 1:
-            along = f" beside {', '.join(others)}" * bool(others)
-            return ChosenOptions(why=f"{where}{along}; others are known to pay on one flat axis")
+        where += f" beside {', '.join(others)}" * bool(others)
+        if set(others) - set(choice.beside) or len(rings) > 1:
+            return ChosenOptions(why=f"{where}; others are known to pay on one flat axis")
         return ChosenOptions(choice.options, where)
     return ChosenOptions()
 

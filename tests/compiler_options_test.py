@@ -39,11 +39,20 @@ def test_options_follow_from_the_chip_and_the_rings(device_kind, rings, name):
     chosen = choose_options(device_kind, rings)
     assert bool(chosen.options) == bool(name)
     assert not name or name in chosen.options
-    assert not choose_options(device_kind, rings, ["model"]).options
+    assert not choose_options(device_kind, rings, ["replica"]).options
     none = choose_options(device_kind, rings, overlap="none")
     assert not none.options
     # Where there is nothing to choose nothing is said.
     assert bool(none.why) == bool(chosen.why) == ("v5" in device_kind or "v6" in device_kind)
+
+
+def test_split_layers_take_the_options_where_they_pay():
+    chosen = choose_options(V6E, [4], ["model"])
+    assert chosen.options == choose_options(V6E, [4]).options
+    assert chosen.why == "TPU v6 lite, gradients over 4 devices beside model"
+    assert not choose_options(V6E, [4], ["replica", "model"]).options
+    assert not choose_options(V6E, [4, 4], ["model"]).options
+    assert not choose_options(V5E, [4], ["model"]).options
 
 
 def test_every_choice_is_of_chips_that_plans_know():
