@@ -47,11 +47,12 @@ def test_options_follow_from_the_chip_and_the_rings(device_kind, rings, name):
 
 
 def test_split_layers_take_the_options_where_they_pay():
-    chosen = choose_options(V6E, [4], ["model"])
-    assert chosen.options == choose_options(V6E, [4]).options
-    assert chosen.why == "TPU v6 lite, gradients over 4 devices beside model"
-    assert not choose_options(V6E, [4], ["replica", "model"]).options
-    assert not choose_options(V6E, [4, 4], ["model"]).options
+    for kind in (V5P, V6E):
+        chosen = choose_options(kind, [4], ["model"])
+        assert chosen.options == choose_options(kind, [4]).options
+        assert chosen.why == f"{kind}, gradients over 4 devices beside model"
+        assert not choose_options(kind, [4], ["replica", "model"]).options
+        assert not choose_options(kind, [4, 4], ["model"]).options
     assert not choose_options(V5E, [4], ["model"]).options
 
 
