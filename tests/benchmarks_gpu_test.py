@@ -23,8 +23,7 @@ def _options(**changes):
 
 
 @pytest.mark.slow
-def test_the_command_runs_on_a_cpu(devices8, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(gpu.TINY, "layers", 1)
+def test_the_command_runs_on_a_cpu(devices8, tmp_path, capsys):
     path = tmp_path / "gpu.json"
     torch_flag = "--torch" if HAS_TORCH else "--no-torch"
     command = ["--tiny", "--rounds=1", torch_flag, f"--json={path}", "--contenders", *ROWS]
