@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from manualpar.compiler_options import choose_options
 from manualpar.inspect.communication import Collective, summed
 from manualpar.inspect.provenance import LAYER_SCOPES
 from manualpar.inspect.tick_parts import ROWS
@@ -228,9 +229,12 @@ def is_made_an_all_reduce(topology: Topology, ring: Ring) -> bool:
     """Whether XLA for TPU turns a reduce-scatter on this ring into an all-reduce.
 
     It does (libtpu 0.0.42) for one flat axis that fills a torus: seen on 4x4, 8x8 and 16x16 chips,
-    not on 8, 4x8 or 8x16, and on 4x4x8; for other shapes in three dimensions it is assumed.
+    not on 8, 4x8 or 8x16, and on 4x4x8; for other shapes in three dimensions it is assumed. All
+    options that `parallel.overlap` chooses avoid it.
     """
     if not topology.chip.is_tpu or ring.outside > 1:
+        return False
+    if choose_options(topology.chip.device_kind, [ring.inside]).options:
         return False
     shape = tuple(size for size in topology.shape if size > 1)
     fills = sorted(ring.torus_dims) == sorted(shape) and len(shape) > 1
