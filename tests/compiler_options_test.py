@@ -27,6 +27,7 @@ OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
         (V5P, [32], "xla_enable_async_all_gather"),
         (V5P, [16], f"{OFFLOAD}_nd_reduce_scatter"),
         (V5P, [33], ""),
+        (V6E, [8], f"{OFFLOAD}_all_reduce"),
         (V6E, [16], f"{OFFLOAD}_all_gather"),
         (V6E, [64], f"{OFFLOAD}_nd_reduce_scatter"),
         (V6E, [65], ""),
