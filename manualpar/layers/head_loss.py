@@ -157,7 +157,8 @@ def head_cross_entropy(
     Gradient:
       Written by hand: it computes the logits once more. Each chunk's products are of the dtype of
       `x`. The gradient of `x` is added up over chunks in float32, and that of the head written
-      chunk by chunk in the dtype of `head`.
+      chunk by chunk in the dtype of `head`. If `x` has 16 bits and no more tokens than features,
+      the chunks' gradients of logits are kept, in bfloat16, and both gradients are one product.
     """
     _check_arguments(x, head, label_smoothing, soft_cap, chunk)
     check_labels("head_cross_entropy", x, labels, what="inputs")
