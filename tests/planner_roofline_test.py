@@ -179,8 +179,7 @@ def test_too_few_tokens_a_device_are_called_communication_bound():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("v5e:4x4", False),  # By options.
-        ("v6e:4x4", False),
+        ("v5e:4x4", True),
         ("v5e:8x8", True),
         ("v5e:16x16", True),
         ("v6e:16x16", True),
@@ -196,6 +195,17 @@ def test_a_flat_axis_that_fills_a_torus_is_reduced_whole(name, expected):
     topology = parse_topology(name)
     ring = ring_over(topology, {"data": topology.num_devices}, ("data",))
     assert is_made_an_all_reduce(topology, ring) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "is_whole"), [("v5e:4x4", False), ("v6e:8x8", False), ("v5e:8x8", True)]
+)
+def test_options_that_are_chosen_keep_scatters(name, is_whole):
+    topology = parse_topology(name)
+    scatter = _collective("reduce_scatter", 8, BACKWARD.format(0))
+    work = dataclasses.replace(_work([scatter]), mesh={"data": topology.num_devices})
+    notes = estimate(work, topology).notes
+    assert any("Reduce-scatters over an axis that fills" in note for note in notes) == is_whole
 
 
 def test_one_dimension_at_a_time_is_not_reduced_whole():

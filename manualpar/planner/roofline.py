@@ -218,7 +218,11 @@ def _time_collectives(
         axes = collective.axes
         ring = rings[axes] = rings.get(axes) or ring_over(topology, work.mesh, axes)
         network = slow if ring.inside == 1 else f"{fast}+{slow}" if ring.is_slow else fast
-        is_doubled = collective.kind == "reduce_scatter" and is_made_an_all_reduce(topology, ring)
+        is_doubled = (
+            collective.kind == "reduce_scatter"
+            and is_made_an_all_reduce(topology, ring)
+            and not choose_options(topology.chip.device_kind, [ring.inside]).options
+        )
         sent = float(collective.bytes_sent) * (2 if is_doubled else 1)
         seconds = ring.seconds(sent, collective.times)
         timed.append(_Timed(collective, network, seconds, is_doubled))
@@ -229,12 +233,10 @@ def is_made_an_all_reduce(topology: Topology, ring: Ring) -> bool:
     """Whether XLA for TPU turns a reduce-scatter on this ring into an all-reduce.
 
     It does (libtpu 0.0.42) for one flat axis that fills a torus: seen on 4x4, 8x8 and 16x16 chips,
-    not on 8, 4x8 or 8x16, and on 4x4x8; for other shapes in three dimensions it is assumed. All
-    options that `parallel.overlap` chooses avoid it.
+    not on 8, 4x8 or 8x16, and on 4x4x8; for other shapes in three dimensions it is assumed. With
+    all options that `parallel.overlap` chooses it does not.
     """
     if not topology.chip.is_tpu or ring.outside > 1:
-        return False
-    if choose_options(topology.chip.device_kind, [ring.inside]).options:
         return False
     shape = tuple(size for size in topology.shape if size > 1)
     fills = sorted(ring.torus_dims) == sorted(shape) and len(shape) > 1
