@@ -211,13 +211,13 @@ def test_a_sweep_says_why_layers_cannot_be_split(language_builder):
 
 
 def test_a_torus_is_sharded_over_one_side_after_the_other_too(builder):
-    topology = parse_topology("v5e:4x4")
+    topology = parse_topology("v5e:8x8")
     bases = list(_bases(topology, builder))
     assert [x.mesh for x in bases if x.strategy == "fsdp"] == [
-        {"data": 16},
-        {"data": 4, "data_minor": 4},
+        {"data": 64},
+        {"data": 8, "data_minor": 8},
     ]
-    flat, by_axis = (builder.read(x, 16) for x in bases if x.strategy == "fsdp")
+    flat, by_axis = (builder.read(x, 64) for x in bases if x.strategy == "fsdp")
     scatters = [x.axes for x in by_axis.collectives if x.purpose == "scatter_gradients"]
     assert {("data",), ("data_minor",)} == set(scatters)
     notes = estimate(flat, topology).notes, estimate(by_axis, topology).notes
