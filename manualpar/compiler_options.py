@@ -31,8 +31,12 @@ OVERLAPS: tuple[Overlap, ...] = ("auto", "none")
 _WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 # Over a mesh of two or three dimensions XLA otherwise writes a reduce-scatter as an all-reduce, of
-# which each chip keeps a part: twice the bytes.
-_KEEP_SCATTERS = f"{_OFFLOAD}_nd_reduce_scatter"
+# which each chip keeps a part, and over large ones a gather as an all-reduce of zeros: twice the
+# bytes of either.
+_SCATTER = f"{_OFFLOAD}_nd_reduce_scatter"
+_GATHER = "xla_tpu_prefer_async_allgather_to_allreduce"
+# With any of these a reduce-scatter is not made an all-reduce.
+KEEPING_SCATTERS = frozenset({_SCATTER, _WINDOWS})
 _FUSE = "xla_tpu_enable_async_collective_fusion"
 
 
@@ -55,6 +59,7 @@ class Choice:
     beside: tuple[str, ...] = ()
 
 
+# Of two for a kind of chip, that for smaller rings comes first.
 CHOICES: tuple[Choice, ...] = (
     Choice(
         "TPU v5 lite|TPU v5e",
@@ -62,9 +67,10 @@ CHOICES: tuple[Choice, ...] = (
         {_WINDOWS: "true", "xla_tpu_rwb_fusion": "false"},
         "v5e:4x4: 112.9 to 111.4 ms, by links 105.9; v5e:4x8: 100.1 to 106.1, by links 98.0",
     ),
+    Choice("TPU v5 lite|TPU v5e", 256, {_GATHER: "true"}, "v5e:16x16: 103.7 to 94.3 ms"),
     Choice(
         "TPU v5|TPU v5p",
-        64,
+        128,
         dict.fromkeys(
             (
                 "xla_enable_async_all_gather",
@@ -72,29 +78,31 @@ CHOICES: tuple[Choice, ...] = (
                 f"{_FUSE}_fuse_all_gather",
                 f"{_OFFLOAD}_all_reduce",
                 f"{_OFFLOAD}_reduce_scatter",
-                _KEEP_SCATTERS,
+                _SCATTER,
+                _GATHER,
             ),
             "true",
         ),
         "v5p:2x2x4: 38.8 ms, 43.5 with scatters as all-reduces; v5p:2x4x4: 55.5 to 38.6; "
-        "v5p:4x4x4: 57.9 to 50.7; v5p:2x2x4 with layers split over 4: 70.5 to 63.3",
+        "v5p:4x4x8: 58.0 to 35.2; v5p:2x2x4 with layers split over 4: 70.5 to 63.3",
         beside=("model",),
     ),
     Choice(
         "TPU v6 lite|TPU v6e",
-        64,
+        256,
         dict.fromkeys(
             (
                 f"{_OFFLOAD}_all_gather",
                 f"{_OFFLOAD}_all_reduce",
                 f"{_OFFLOAD}_reduce_scatter",
-                _KEEP_SCATTERS,
+                _SCATTER,
+                _GATHER,
             ),
             "true",
         ),
         "v6e:4x4: 35.3 ms, 42.8 with scatters as all-reduces; data parallelism 77.2 to 69.0, by "
-        "the all-reduces in this list; v6e:4x8: 47.9 to 35.6; v6e:8x8: 60.3 to 47.8; v6e:4x4 with "
-        "layers split over 4: 68.8 to 60.8",
+        "the all-reduces in this list; v6e:4x8: 47.9 to 35.6; v6e:16x16: 44.5 to 28.4; v6e:4x4 "
+        "with layers split over 4: 68.8 to 60.8",
         beside=("model",),
     ),
 )
@@ -136,20 +144,20 @@ def choose_options(
             f"choose_options: overlap is {overlap!r}, expected one of "
             f"{', '.join(map(repr, OVERLAPS))}."
         )
-    for choice in CHOICES:
-        if not re.fullmatch(choice.device_kind, device_kind):
-            continue
-        if overlap == "none":
-            return ChosenOptions(why="overlap is 'none'")
-        over = " and ".join(map(str, rings))
-        where = f"{device_kind}, gradients over {over} devices"
-        if max(rings, default=1) > choice.most:
-            return ChosenOptions(why=f"{where}; others pay up to {choice.most}")
-        where += f" beside {', '.join(others)}" * bool(others)
-        if set(others) - set(choice.beside) or len(rings) > 1:
-            return ChosenOptions(why=f"{where}; others are known to pay on one flat axis")
-        return ChosenOptions(choice.options, where)
-    return ChosenOptions()
+    known = [choice for choice in CHOICES if re.fullmatch(choice.device_kind, device_kind)]
+    if not known:
+        return ChosenOptions()
+    if overlap == "none":
+        return ChosenOptions(why="overlap is 'none'")
+    largest = max(rings, default=1)
+    where = f"{device_kind}, gradients over {' and '.join(map(str, rings))} devices"
+    choice = next((choice for choice in known if largest <= choice.most), None)
+    if choice is None:
+        return ChosenOptions(why=f"{where}; others pay up to {known[-1].most}")
+    where += f" beside {', '.join(others)}" * bool(others)
+    if set(others) - set(choice.beside) or len(rings) > 1:
+        return ChosenOptions(why=f"{where}; others are known to pay on one flat axis")
+    return ChosenOptions(choice.options, where)
 
 
 def keep_if_known(chosen: ChosenOptions, device: jax.Device) -> ChosenOptions:

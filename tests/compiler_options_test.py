@@ -12,6 +12,7 @@ from tests.program_test import Classifier, loss_fn, make_batch
 
 V5E, V5P, V6E = "TPU v5 lite", "TPU v5", "TPU v6 lite"  # As jax names them.
 WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"
+GATHER = "xla_tpu_prefer_async_allgather_to_allreduce"
 OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 
 
@@ -22,15 +23,17 @@ OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
         (V5E, [16], WINDOWS),
         (V5E, [8], "xla_tpu_rwb_fusion"),
         (V5E, [8, 2], ""),
-        (V5E, [17], ""),
+        (V5E, [17], GATHER),
+        (V5E, [256], GATHER),
+        (V5E, [257], ""),
         (V5E, [4, 64], ""),
-        (V5P, [64], "xla_enable_async_all_gather"),
+        (V5P, [128], "xla_enable_async_all_gather"),
         (V5P, [16], f"{OFFLOAD}_nd_reduce_scatter"),
-        (V5P, [65], ""),
+        (V5P, [129], ""),
         (V6E, [8], f"{OFFLOAD}_all_reduce"),
         (V6E, [16], f"{OFFLOAD}_all_gather"),
-        (V6E, [64], f"{OFFLOAD}_nd_reduce_scatter"),
-        (V6E, [65], ""),
+        (V6E, [256], f"{OFFLOAD}_nd_reduce_scatter"),
+        (V6E, [257], ""),
         ("TPU v4", [8], ""),
         ("cpu", [8], ""),
         ("NVIDIA H100 80GB HBM3", [8], ""),
@@ -78,8 +81,8 @@ def test_what_is_chosen_is_said():
     assert str(choose_options(V5E, [8], ["replica", "model"])) == (
         f"the compiler's own (TPU v5 lite, gradients over 8 devices beside replica, model; {only})"
     )
-    assert str(choose_options(V5E, [256])) == (
-        "the compiler's own (TPU v5 lite, gradients over 256 devices; others pay up to 16)"
+    assert str(choose_options(V5E, [512])) == (
+        "the compiler's own (TPU v5 lite, gradients over 512 devices; others pay up to 256)"
     )
     assert str(choose_options(V5E, [8], overlap="none")) == "the compiler's own (overlap is 'none')"
     assert str(choose_options("cpu", [8])) == ""

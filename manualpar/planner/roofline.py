@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from manualpar.compiler_options import choose_options
+from manualpar.compiler_options import KEEPING_SCATTERS, choose_options
 from manualpar.inspect.communication import Collective, summed
 from manualpar.inspect.provenance import LAYER_SCOPES
 from manualpar.inspect.tick_parts import ROWS
@@ -221,7 +221,7 @@ def _time_collectives(
         is_doubled = (
             collective.kind == "reduce_scatter"
             and is_made_an_all_reduce(topology, ring)
-            and not choose_options(topology.chip.device_kind, [ring.inside]).options
+            and not _keeps_scatters(topology, ring)
         )
         sent = float(collective.bytes_sent) * (2 if is_doubled else 1)
         seconds = ring.seconds(sent, collective.times)
@@ -233,14 +233,19 @@ def is_made_an_all_reduce(topology: Topology, ring: Ring) -> bool:
     """Whether XLA for TPU turns a reduce-scatter on this ring into an all-reduce.
 
     It does (libtpu 0.0.42) for one flat axis that fills a torus: seen on 4x4, 8x8 and 16x16 chips,
-    not on 8, 4x8 or 8x16, and on 4x4x8; for other shapes in three dimensions it is assumed. With
-    all options that `parallel.overlap` chooses it does not.
+    not on 8, 4x8 or 8x16, and on 4x4x8; for other shapes in three dimensions it is assumed. Options
+    that `parallel.overlap` chooses may keep it from that.
     """
     if not topology.chip.is_tpu or ring.outside > 1:
         return False
     shape = tuple(size for size in topology.shape if size > 1)
     fills = sorted(ring.torus_dims) == sorted(shape) and len(shape) > 1
     return fills and (len(shape) > 2 or len(set(shape)) == 1) and min(shape) > 2
+
+
+def _keeps_scatters(topology: Topology, ring: Ring) -> bool:
+    chosen = choose_options(topology.chip.device_kind, [ring.inside])
+    return not KEEPING_SCATTERS.isdisjoint(chosen.options)
 
 
 def _hide(inside: Sequence[_Timed], compute: float, *, runs: int = 1) -> float:
