@@ -206,6 +206,8 @@ def test_options_that_are_chosen_keep_scatters(name, is_whole):
     work = dataclasses.replace(_work([scatter]), mesh={"data": topology.num_devices})
     notes = estimate(work, topology).notes
     assert any("Reduce-scatters over an axis that fills" in note for note in notes) == is_whole
+    notes = estimate(dataclasses.replace(work, overlap="none"), topology).notes
+    assert any("Reduce-scatters over an axis that fills" in note for note in notes)
 
 
 def test_one_dimension_at_a_time_is_not_reduced_whole():

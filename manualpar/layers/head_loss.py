@@ -293,11 +293,11 @@ def _summed_backward(static: _Static, kept: Any, grads: Any) -> tuple[Any, ...]:
             of_logits += grads.of_all[..., None]
         return pull(of_logits)[0].astype(dtype)
 
-    def of_weights(of_product: jax.Array) -> jax.Array:
+    def of_weights(of_columns: jax.Array) -> jax.Array:
         # It is rounded by the product: XLA overlaps the scatter of a product, not that of a cast.
         wider = jnp.promote_types(dtype, head.dtype)
-        columns = of_product.reshape(tokens, -1)
-        return jnp.matmul(rows.T, columns, preferred_element_type=wider).astype(head.dtype)
+        of_columns = of_columns.reshape(tokens, -1)
+        return jnp.matmul(rows.T, of_columns, preferred_element_type=wider).astype(head.dtype)
 
     def add(carry: tuple[jax.Array, jax.Array], first: Any, weights: jax.Array) -> Any:
         of_x, of_head = carry

@@ -168,8 +168,13 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
     wants_compiler = _wants_compiler(command, console)
     if experiment.program.mode == "manual" or not wants_compiler:
         throughput, order = throughput_of(config, experiment.task), config.parallel.mesh_order
-        fused = has_kernel(config)
-        work = read_work(experiment.program, throughput, order=order, fused_attention=fused)
+        work = read_work(
+            experiment.program,
+            throughput,
+            order=order,
+            fused_attention=has_kernel(config),
+            overlap=config.parallel.overlap,
+        )
         plans.append(estimate(work, topology))
     if wants_compiler:
         print_line(console, f"compiling for {topology.name}")

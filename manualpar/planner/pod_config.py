@@ -70,4 +70,6 @@ def trace_layout(
     config = config_of_layout(config, layout)
     experiment = prepare_planned(config, devices=layout.num_devices, vocab_size=vocab_size)
     throughput = throughput_of(config, experiment.task)
-    return estimate(read_work(experiment.program, throughput, fused_attention=True), topology)
+    overlap = config.parallel.overlap
+    work = read_work(experiment.program, throughput, fused_attention=True, overlap=overlap)
+    return estimate(work, topology)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from manualpar.compiler_options import KEEPING_SCATTERS, choose_options
+from manualpar.compiler_options import KEEPING_SCATTERS, Overlap, choose_options
 from manualpar.inspect.communication import Collective, summed
 from manualpar.inspect.provenance import LAYER_SCOPES
 from manualpar.inspect.tick_parts import ROWS
@@ -221,7 +221,7 @@ def _time_collectives(
         is_doubled = (
             collective.kind == "reduce_scatter"
             and is_made_an_all_reduce(topology, ring)
-            and not _keeps_scatters(topology, ring)
+            and not _keeps_scatters(topology, ring, work.overlap)
         )
         sent = float(collective.bytes_sent) * (2 if is_doubled else 1)
         seconds = ring.seconds(sent, collective.times)
@@ -243,8 +243,8 @@ def is_made_an_all_reduce(topology: Topology, ring: Ring) -> bool:
     return fills and (len(shape) > 2 or len(set(shape)) == 1) and min(shape) > 2
 
 
-def _keeps_scatters(topology: Topology, ring: Ring) -> bool:
-    chosen = choose_options(topology.chip.device_kind, [ring.inside])
+def _keeps_scatters(topology: Topology, ring: Ring, overlap: Overlap) -> bool:
+    chosen = choose_options(topology.chip.device_kind, [ring.inside], overlap=overlap)
     return not KEEPING_SCATTERS.isdisjoint(chosen.options)
 
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import ml_collections
 
+from manualpar.compiler_options import Overlap
 from manualpar.core.program import Program
 from manualpar.inspect import state_bytes
 from manualpar.inspect.communication import Collective, read_stage, summed
@@ -92,6 +93,7 @@ class StepWork:
       mesh: The sizes of the mesh axes, the axis on the slowest links first.
       throughput: Turns the time of a step into rates; without devices and their peak.
       update_traffic: Bytes that the update reads and writes.
+      overlap: Which compiler options it is planned with, see `manualpar.compiler_options`.
       pipeline: What the stages do if the step has a pipeline. `collectives` and `loads` are then
         those of the stage that sends the most.
       notes: What was chosen or assumed in reading it.
@@ -106,6 +108,7 @@ class StepWork:
     update_traffic: int
     memory: Memory
     notes: tuple[str, ...] = ()
+    overlap: Overlap = "auto"
     pipeline: PipelineWork | None = None
 
     @property
@@ -126,6 +129,7 @@ def read_work(
     *,
     order: Sequence[str] = (),
     fused_attention: bool = False,
+    overlap: Overlap = "auto",
 ) -> StepWork:
     """Reads what a program's step does.
 
@@ -135,6 +139,7 @@ def read_work(
       order: The axes of the mesh, the one on the slowest links first; see `make_mesh`.
       fused_attention: Whether attention, a causal one, is taken as one kernel, see `has_kernel`
         and `manualpar.inspect.products`. Memory is the program's own all the same, scores included.
+      overlap: That of the config, `parallel.overlap`.
 
     Raises:
       ValueError: The mode is not `manual`: the compiler decides what is sent.
@@ -182,6 +187,7 @@ def read_work(
         update_traffic=3 * parameters + 2 * optimizer,
         memory=step_memory(program),
         notes=tuple(dict.fromkeys(notes)),
+        overlap=overlap,
         pipeline=PipelineWork(parts, _works(parts, read)) if parts else None,
     )
 

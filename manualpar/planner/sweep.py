@@ -137,8 +137,9 @@ class Builder(NamedTuple):
         task = dataclasses.replace(self.task, model=self.task.model.clone(**fields))
         schedule = optax.constant_schedule(config.optimizer.learning_rate)
         program = build_program(config, task, schedule, devices=num_devices)
+        throughput, overlap = throughput_of(config, task), config.parallel.overlap
         fused = has_kernel(config)
-        return read_work(program, throughput_of(config, task), fused_attention=fused)
+        return read_work(program, throughput, fused_attention=fused, overlap=overlap)
 
     def outcome(self, candidate: Candidate, topology: Topology) -> Outcome:
         """The outcome of a candidate by its own program."""
