@@ -6,11 +6,14 @@ import ml_collections
 import pytest
 
 from configs import fsdp, fsdp_lm
-from manualpar.checkpoints.compatibility import REMOVED, RENAMED
+from manualpar.checkpoints.compatibility import REMOVED, RENAMED, check_resumable
+from manualpar.strategies import Field
 from manualpar.training.config import (
     FIELDS,
     MODEL_FIELDS,
     check_config,
+    complete_config,
+    field_defaults,
     fields_of,
     flatten_config,
     nearest,
@@ -23,6 +26,10 @@ def _set(config: ml_collections.ConfigDict, name: str, value):
         config = config[group]
     with config.unlocked(), config.ignore_type():
         config[last] = value
+
+
+def _required(fields) -> list[str]:
+    return [name for name, field in fields.items() if field.default is None]
 
 
 @pytest.mark.parametrize(
@@ -164,16 +171,42 @@ def test_what_does_not_fit_is_named(name, value, message):
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(fsdp, name) for name in {**FIELDS, **MODEL_FIELDS["classifier"]}]
-    + [(fsdp_lm, name) for name in MODEL_FIELDS["transformer"]],
+    [(fsdp, name) for name in _required({**FIELDS, **MODEL_FIELDS["classifier"]})]
+    + [(fsdp_lm, name) for name in _required(MODEL_FIELDS["transformer"])],
 )
-def test_every_field_must_be_there(module, name):
+def test_every_field_without_a_default_must_be_there(module, name):
     config = module.get_config().unlock()
     *groups, last = name.split(".")
     group = config[groups[0]] if groups else config
     del group[last]
     with pytest.raises(ValueError, match=f"config.{name} is missing, expected"):
         check_config(config)
+
+
+def test_a_config_may_leave_out_what_has_a_default(monkeypatch):
+    plain = fsdp.get_config()
+    number = Field(int, 1, default=3)
+    monkeypatch.setattr("manualpar.training.config.FIELDS", {**FIELDS, "new.number": number})
+    check_config(plain)
+    complete = complete_config(plain)
+    assert complete.is_locked
+    assert complete.new.number == 3
+    assert "new" not in plain
+    with complete.unlocked():
+        complete.new.number = 5
+    assert complete_config(complete).new.number == 5
+    _set(complete, "new.number", 0)
+    with pytest.raises(
+        ValueError, match=r"config\.new\.number is 0, expected an integer, at least"
+    ):
+        check_config(complete)
+    # A run from before there was the field had the default.
+    saved, defaults = flatten_config(plain), field_defaults(plain)
+    assert defaults["new.number"] == 3
+    current = flatten_config(complete_config(plain))
+    assert check_resumable(saved, current, defaults=defaults) == []
+    current["new.number"] = 4
+    assert check_resumable(saved, current, defaults=defaults) == ["new.number: 3 -> 4"]
 
 
 def test_as_many_layers_as_one_likes_are_scanned():
@@ -235,7 +268,7 @@ def test_what_is_no_config_is_refused():
 
 def test_flattening_stops_at_fields():
     flat = flatten_config(fsdp.get_config())
-    assert flat.keys() == fields_of(fsdp.get_config()).keys()
+    assert flat.keys() == set(_required(fields_of(fsdp.get_config())))
     assert flat["parallel.mesh"].to_dict() == {"data": -1}
 
 

@@ -5,6 +5,7 @@ the rest of the run would belong to another experiment. How the work is split, h
 what is reported may change.
 """
 
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,8 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
         "it gained nothing, because only large parameters are sharded",
     ),
 }
-# Fields that configs did not have once, and the value that says what was done then.
+# Fields that configs did not have once and have to have now, and the value that says what was done
+# then. Of a field with a default that is the default.
 ADDED: Mapping[str, Any] = {
     "model.vocab_multiple": 1,
     "model.num_experts": 0,
@@ -55,12 +57,18 @@ def new_name(field: str, value: Any) -> str | None:
     return RENAMED.get(field, {}).get(value) if isinstance(value, str) else None
 
 
-def check_resumable(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+def check_resumable(
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    *,
+    defaults: Mapping[str, Any] = types.MappingProxyType({}),
+) -> list[str]:
     """Compares the config of a checkpoint with the current one, which is to go on from it.
 
     Both hold plain values by dotted name, `model.hidden_size`. Returns a line for each difference
     that is allowed, `training.num_steps: 100 -> 200`, and for each field that was in use and has
-    been removed since. A field that has been added since counts as saved with the value of `ADDED`.
+    been removed since. A field that has been added since counts as saved with the value of `ADDED`
+    or of `defaults`, the fields that a config may leave out.
 
     Raises:
       ValueError: A field differs that has to stay.
@@ -72,7 +80,8 @@ def check_resumable(saved: Mapping[str, Any], current: Mapping[str, Any]) -> lis
     ]
     allowed: list[str] = []
     refused: list[str] = []
-    saved = {name: value for name, value in ADDED.items() if name in current} | dict(saved)
+    added = {**ADDED, **defaults}.items()
+    saved = {name: value for name, value in added if name in current} | dict(saved)
     saved = {name: new_name(name, value) or value for name, value in saved.items()}
     for name in sorted({*saved, *current} - REMOVED.keys()):
         before, after = saved.get(name, ABSENT), current.get(name, ABSENT)

@@ -16,6 +16,8 @@ class Field:
       choices: All values allowed.
       holds_names: Whether a tuple holds names; otherwise it holds pairs of a name and a mesh axis,
         a tuple of axes or `None`.
+      default: The value of a config that leaves the field out, which is also what was done before
+        there was the field; `None` if every config has to have it.
     """
 
     kind: type
@@ -23,6 +25,7 @@ class Field:
     below: float | None = None
     choices: tuple[str, ...] = ()
     holds_names: bool = False
+    default: Any = None
 
     def expectation(self) -> str:
         """What to write, in words."""

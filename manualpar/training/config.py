@@ -3,7 +3,8 @@
 A config file is Python with a `get_config()`. Its config is a locked `ml_collections.ConfigDict` of
 plain values, so that every field can be set by a flag and stored as JSON, where tuples are lists.
 `FIELDS` lists those of every config and `MODEL_FIELDS` those that a model adds. A config has each
-of them and no other; a field that means nothing for its strategy is checked and not used.
+of them and no other, but it may leave out those with a default, which `complete_config` fills in. A
+field that means nothing for its strategy is checked and not used.
 """
 
 import difflib
@@ -129,7 +130,9 @@ DICT_FIELDS = frozenset({"parallel.mesh"})
 
 
 def load_config(path: Path) -> ml_collections.ConfigDict:
-    """Runs a config file and returns the config of its `get_config()`, locked and not checked.
+    """Runs a config file and returns the config of its `get_config()`, complete and locked.
+
+    It is not checked.
 
     Raises:
       UsageError: There is no such file, it is not Python, it raises an error or asks to exit, or it
@@ -168,7 +171,27 @@ def load_config(path: Path) -> ml_collections.ConfigDict:
     if not isinstance(config, ml_collections.ConfigDict):
         kind = type(config).__name__
         raise refused(f"get_config() returns a {kind}, expected an ml_collections.ConfigDict")
+    return complete_config(config)
+
+
+def complete_config(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+    """A locked copy of a config that has the fields with a default too."""
+    config = config.copy_and_resolve_references().unlock()
+    present = flatten_config(config)
+    for name, default in field_defaults(config).items():
+        group, field = name.split(".")
+        if group not in config:
+            config[group] = ml_collections.ConfigDict()
+        # `check_config` says where something else stands in the place of a group.
+        if name not in present and isinstance(config[group], ml_collections.ConfigDict):
+            config[group][field] = default
     return config.lock()
+
+
+def field_defaults(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Any]:
+    """The defaults of the fields that this config may leave out, by dotted name."""
+    fields = fields_of(config).items()
+    return {name: field.default for name, field in fields if field.default is not None}
 
 
 def fields_of(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Field]:
@@ -221,7 +244,7 @@ def check_config(config: Any) -> None:
         )
     values, fields = flatten_config(config), fields_of(config)
     for name in fields:
-        if name not in values:
+        if name not in values and fields[name].default is None:
             raise ValueError(f"config.{name} is missing, expected {fields[name].expectation()}.")
     for kind in strategy_kinds().values():
         # Configs of other strategies may have the fields of a registered one, and need not.

@@ -19,7 +19,7 @@ from manualpar.pipeline import Pipeline
 from manualpar.sharding.axes import axes_size
 from manualpar.sharding.mesh import abstract_mesh, make_mesh
 from manualpar.strategies import strategy_kinds
-from manualpar.training.config import check_config, nearest
+from manualpar.training.config import check_config, complete_config, nearest
 from manualpar.training.optimizer import adamw, warmup_cosine_schedule
 from manualpar.training.task import (
     CONTEXT_AXIS,
@@ -71,6 +71,7 @@ def prepare(
       ValueError: Fields contradict each other or the devices; the message names them.
     """
     check_config(config)
+    config = complete_config(config)
     parse_profile(config.profile)
     task = task or make_task(config)
     schedule = warmup_cosine_schedule(

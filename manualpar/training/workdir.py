@@ -20,7 +20,7 @@ from manualpar.checkpoints.failures import explain
 from manualpar.checkpoints.retention import find_leftovers, list_steps
 from manualpar.checkpoints.saved_state import read_extra
 from manualpar.cluster.agreement import from_first
-from manualpar.training.config import flatten_config
+from manualpar.training.config import field_defaults, flatten_config
 from manualpar.training.experiment import Experiment
 from manualpar.training.recorder import parse_state
 from manualpar.untrusted import parse_object, read_object
@@ -124,7 +124,7 @@ def check_continues(config: ml_collections.ConfigDict, workdir: Path) -> list[st
             ) from error
     if written is not None and saved is not None:
         try:
-            check_resumable(saved, written)
+            check_resumable(saved, written, defaults=field_defaults(config))
         except ValueError:
             note = f"{CONFIG_FILE} there is not of the run whose checkpoint is the newest"
     earlier = written if saved is None else saved
@@ -149,7 +149,7 @@ def _compare(
     """The differences that are allowed; a `ValueError` where there are others."""
     asked_for = json.loads(json.dumps(config.to_dict()))
     try:
-        return check_resumable(saved, flatten_config(asked_for))
+        return check_resumable(saved, flatten_config(asked_for), defaults=field_defaults(config))
     except ValueError as error:
         raise ValueError(
             f"--workdir={workdir} holds another run: {error}"
