@@ -15,6 +15,11 @@ MODULES = {
     "tensorboardX": ("train", "tensorboardX"),
     "sklearn": ("examples", "scikit-learn"),
     "tokenizers": ("examples", "tokenizers"),
+    "safetensors": ("pretrained", "safetensors"),
+    "array_record": ("data", "array-record"),
+    "jinja2": ("data", "jinja2"),
+    "pyarrow": ("data", "pyarrow"),
+    "lm_eval": ("evaluate", "lm-eval"),
     "matplotlib": ("plots", "matplotlib"),
 }
 TRAIN = tuple(module for module, (extra, _) in MODULES.items() if extra == "train")
