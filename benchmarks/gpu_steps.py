@@ -27,7 +27,7 @@ from manualpar import Batch, data_parallel, fsdp, make_mesh
 from manualpar.core.program import Program
 from manualpar.layers.attention import ATTENTION_KINDS
 from manualpar.models import Transformer
-from manualpar.models.transformer import flops_per_token
+from manualpar.models.transformer_fields import flops_per_token
 from manualpar.training.cross_entropy import language_model_loss
 from manualpar.watching.throughput import peak_flops
 

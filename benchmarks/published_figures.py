@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from manualpar.models import Transformer
-from manualpar.models.transformer import flops_per_token
+from manualpar.models.transformer_fields import flops_per_token
 from manualpar.planner.pod_layout import PodLayout
 from manualpar.planner.topology import Topology, parse_topology
 

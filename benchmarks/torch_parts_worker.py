@@ -25,7 +25,7 @@ def manualpar_parts(workload: Workload) -> dict[str, Part]:
 
     from benchmarks.plain_step import plain_step
     from manualpar.models.rotary import rotary_angles
-    from manualpar.models.transformer_layer import Attention, SwiGLU
+    from manualpar.models.transformer_layer import Attention, GatedMLP
 
     jax.config.update("jax_platforms", "cpu")
     model: Any = workload.model
@@ -66,7 +66,7 @@ def manualpar_parts(workload: Workload) -> dict[str, Part]:
     product = layer["mlp"]["gate"]["kernel"]
     parts: dict[str, Part] = {
         "product": differentiate(product, lambda w, x: x.reshape(-1, x.shape[-1]) @ w),
-        "mlp": differentiate(layer["mlp"], apply(SwiGLU(config))),
+        "mlp": differentiate(layer["mlp"], apply(GatedMLP(config))),
         "attention": differentiate(layer["attention"], apply(Attention(config), angles, None)),
         "norm": differentiate(layer["mlp_norm"], apply(nn.RMSNorm())),
         "loss": differentiate(params["head"], loss),

@@ -19,7 +19,7 @@ from benchmarks.calibration import (
 from benchmarks.published_figures import SHAPES
 from benchmarks.published_rows import FIGURES
 from benchmarks.scale_plans import MODELS, load_model
-from manualpar.models.transformer import flops_per_token
+from manualpar.models.transformer_fields import flops_per_token
 from manualpar.planner.hardware import CHIPS
 
 

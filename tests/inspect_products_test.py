@@ -14,7 +14,8 @@ from manualpar.attention_blocks import blocks_scope
 from manualpar.inspect import ledger
 from manualpar.inspect.products import TrafficReader, flops_of
 from manualpar.jaxprs import all_equations
-from manualpar.models.transformer import Transformer, flops_per_token
+from manualpar.models.transformer import Transformer
+from manualpar.models.transformer_fields import flops_per_token
 
 # What an equation computes is found out by running it on ones: the sum of its result is the number
 # of its multiplications of ones with ones.

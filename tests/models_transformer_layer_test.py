@@ -10,7 +10,7 @@ import pytest
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.models import Transformer
-from manualpar.models.transformer import size_of_vocabulary
+from manualpar.models.transformer_fields import size_of_vocabulary
 from tests.one_device import slow_unless
 from tests.transformer_on_one_device import assert_same_as_plain_flax, loss_of, on_one_device
 

@@ -1,32 +1,83 @@
 """Rotary positions: queries and keys are turned by angles that grow with the position.
 
 So attention sees only differences of positions (Su et al., https://arxiv.org/abs/2104.09864).
+`RotaryScaling` slows rotations down, so that a model attends over longer sequences than it was
+first trained with.
 
 Symbols: `B` examples, `S` positions, `N` heads, `H` features of a head.
 """
 
+import dataclasses
+import math
+from typing import Literal, get_args
+
 import jax
 import jax.numpy as jnp
 
+RotaryKind = Literal["linear", "llama3"]
+ROTARY_KINDS: tuple[RotaryKind, ...] = get_args(RotaryKind)
 
-def rotary_angles(position_S: jax.Array, head_size: int, *, base: float) -> jax.Array:
+
+@dataclasses.dataclass(frozen=True)
+class RotaryScaling:
+    """How much slower pairs of features turn.
+
+    Attributes:
+      kind: `"linear"`: all of them by `factor` (Chen et al., https://arxiv.org/abs/2306.15595).
+        `"llama3"`: by `factor` those that turn less than `low_factor` times in `original_length`
+        positions, not at all those that turn more than `high_factor` times, and those between in
+        proportion (Dubey et al., https://arxiv.org/abs/2407.21783).
+      factor: How much slower, at most.
+      low_factor: Turns, of `"llama3"`.
+      high_factor: Turns, of `"llama3"`, more than `low_factor`.
+      original_length: Positions of the sequences of the first training, of `"llama3"`.
+    """
+
+    kind: RotaryKind
+    factor: float
+    low_factor: float = 1.0
+    high_factor: float = 4.0
+    original_length: int = 8192
+
+    def __call__(self, frequencies: jax.Array) -> jax.Array:
+        """The scaled frequencies, in radians for each position."""
+        slowest = frequencies / self.factor
+        if self.kind == "linear":
+            return slowest
+        turns = self.original_length * frequencies / (2 * math.pi)
+        between = (turns - self.low_factor) / (self.high_factor - self.low_factor)
+        kept = jnp.clip(between, 0.0, 1.0)
+        return kept * frequencies + (1 - kept) * slowest
+
+
+def rotary_angles(
+    position_S: jax.Array,
+    head_size: int,
+    *,
+    base: float,
+    scaling: RotaryScaling | None = None,
+) -> jax.Array:
     """The angles in radians by which rotary positions turn the pairs of a head's features.
 
-    They are `float32[S, H/2]`: `s * base ** (-2 i / H)` at position `s` for pair `i`. The positions
-    are `int32[S]`.
+    They are `float32[S, H/2]`: `s * base ** (-2 i / H)` at position `s` for pair `i`, before
+    `scaling`. The positions are `int32[S]`.
     """
     frequencies = base ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
+    if scaling is not None:
+        frequencies = scaling(frequencies)
     return jnp.outer(position_S.astype(jnp.float32), frequencies)
 
 
-def rotate(x: jax.Array, angles_SH: jax.Array) -> jax.Array:
+def rotate(x: jax.Array, angles_SH: jax.Array, *, scale: float = 1.0) -> jax.Array:
     """Turns pairs of the features of `[B, S, N, H]`, queries or keys, by angles.
 
     So the product of a query and a key depends only on the difference of their positions. Feature
     `i` is paired with `i + H/2`, as in GPT-NeoX and LLaMA's public checkpoints. It is computed in
-    float32, and the result has the dtype of `x`.
+    float32, and the result has the dtype of `x`, times `scale`.
     """
     sin, cos = jnp.sin(angles_SH)[None, :, None], jnp.cos(angles_SH)[None, :, None]
+    if scale != 1.0:
+        sin, cos = scale * sin, scale * cos
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)

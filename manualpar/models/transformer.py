@@ -9,7 +9,8 @@ A layer is `x += attention(norm(x)); x += mlp(norm(x))`, pre-norm as in LLaMA (T
 https://arxiv.org/abs/2302.13971): RMSNorm (https://arxiv.org/abs/1910.07467), rotary positions (Su
 et al., https://arxiv.org/abs/2104.09864), attention whose query heads share key and value heads in
 groups (https://arxiv.org/abs/2305.13245) and a gated MLP, SwiGLU
-(https://arxiv.org/abs/2002.05202). There are no biases.
+(https://arxiv.org/abs/2002.05202). Fields turn it into the layers of other families, such as Qwen's
+and Gemma's, see `docs/families.md`.
 
 Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` key and value heads,
 `H` features of a head, `F` features inside the MLP, `V` tokens of the vocabulary, `L` layers.
@@ -20,8 +21,7 @@ dtype. Positions count from the beginning of the sequence, not of a document: at
 only their differences.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -29,32 +29,24 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from manualpar.layers import enter, split, split_lookup
-from manualpar.layers.attention import ATTENTION_KINDS, AttentionKind
-from manualpar.layers.blockwise_attention import ATTENDED
-from manualpar.layers.chunks import LAYER_OVERLAPS, LayerOverlap
-from manualpar.layers.context import CONTEXT_ATTENTIONS, Context, ContextAttention
+from manualpar.layers.attention import AttentionKind
+from manualpar.layers.chunks import LayerOverlap
+from manualpar.layers.context import Context, ContextAttention
 from manualpar.layers.head_loss import head_cross_entropy, head_logits
-from manualpar.layers.routing import COUNTS, LOSSES
-from manualpar.models.rotary import rotary_angles
+from manualpar.models.layer_stack import Angles, run_layers
+from manualpar.models.rotary import RotaryKind, RotaryScaling, rotary_angles
+from manualpar.models.transformer_fields import (
+    check_transformer,
+    size_of_head,
+    size_of_vocabulary,
+)
 from manualpar.models.transformer_layer import (
-    Layer,
+    Activation,
     LayerConfig,
     marked,
     normalize,
     split_dims,
 )
-
-# The parts of a layer that are kept for its backward pass. `dots` are the products with weights.
-# Attention's own products, whose scores are larger than anything else, have a batch dimension and
-# are not among them. What attention returns is kept, so that none is computed twice.
-_KEPT = jax.checkpoint_policies.save_only_these_names(ATTENDED)
-REMAT_POLICIES: dict[str, Callable[..., bool]] = {
-    "none": jax.checkpoint_policies.everything_saveable,
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _KEPT
-    ),
-    "full": _KEPT,
-}
 
 
 class Transformer(nn.Module):
@@ -66,7 +58,10 @@ class Transformer(nn.Module):
     `[N, H, D]`, `mlp_norm/scale` `[D]`, `mlp/gate/kernel` and `mlp/up/kernel` `[D, F]`,
     `mlp/down/kernel` `[F, D]`; or in place of `mlp` the parameters of a `MoE`, `experts`. The
     layers are `layer_0`, `layer_1`, ...; if they are scanned they are `layers`, each leaf with a
-    leading dimension `L`.
+    leading dimension `L`. Fields add `attention/query/bias` `[N, H]`, `attention/key/bias` and
+    `attention/value/bias` `[K, H]`; `attention/query_norm/scale` and `attention/key_norm/scale`
+    `[H]`; `attention_post_norm/scale` and `mlp_post_norm/scale` `[D]`. Scanned layers of two kinds
+    lie in groups, see `manualpar.models.layer_stack`.
 
     Weights begin normally distributed with variance 1 / inputs. Weights whose product is added to
     the residual stream begin with 1 / (2 L) of that, so that the stream does not grow with depth
@@ -82,7 +77,21 @@ class Transformer(nn.Module):
       num_kv_heads: Key and value heads, `K`, a divisor of `num_heads`; 0 for `num_heads`.
       mlp_size: Features inside the MLP, `F`.
       head_size: Features of a head, `H`, an even number; 0 for `hidden_size // num_heads`.
+      activation: Of the MLP's gates: `"silu"`, or `"gelu"`, its approximation by tanh.
+      norm_epsilon: What every norm adds to the mean of squares.
+      norm_offset: Whether norms multiply by `1 + scale`, where `scale` begins with 0.
+      post_norms: Whether what is added to the residual stream is normalized too.
+      query_key_norm: Whether the features of each query and of each key are normalized before they
+        are rotated.
+      qkv_bias: Whether queries, keys and values have biases.
+      scale_embedding: Whether the rows of the embedding are multiplied with `sqrt(D)`.
       rope_base: The base of the rotary frequencies, see `rotary_angles`.
+      rope_scaling: Which rotations are slower, `"linear"` or `"llama3"`, see `RotaryScaling`; `""`
+        for none. Of layers of two kinds it is of those that see all positions.
+      rope_factor: How much slower.
+      rope_low_factor: See `RotaryScaling`, as the next two.
+      rope_high_factor: Turns.
+      rope_original_length: Positions.
       tied_head: Whether the transposed embedding is also the head.
       logit_soft_cap: The bound of the logits, see `head_logits`; 0 for none.
       label_smoothing: The share of each label that is spread over all tokens in training, see
@@ -98,7 +107,11 @@ class Transformer(nn.Module):
         `"blockwise"`, `"xla"`, or `""` for the best one that runs on the devices of the mesh.
       attention_window: How many positions a query sees, its own and those right before it; 0 for
         all.
+      global_every: One layer of so many, the last of them, sees all positions, and the others
+        those of the window; 0 if all layers are alike.
+      local_rope_base: The base of the rotary frequencies of those others; 0 for `rope_base`.
       attention_soft_cap: `c`, which bounds scores by `c * tanh(score / c)`; 0 for none.
+      attention_scale: The factor of the products of queries and keys; 0 for `H ** -0.5`.
       bos_token: The token that begins a document; attention does not look across it. The tokens
         before the first one are a document too. -1 if each sequence is one document.
       annotate: Whether the dims of parameters have names, for logical axis rules: `vocab`, `embed`,
@@ -128,7 +141,19 @@ class Transformer(nn.Module):
     num_kv_heads: int = 0
     mlp_size: int = 512
     head_size: int = 0
+    activation: Activation = "silu"
+    norm_epsilon: float = 1e-6
+    norm_offset: bool = False
+    post_norms: bool = False
+    query_key_norm: bool = False
+    qkv_bias: bool = False
+    scale_embedding: bool = False
     rope_base: float = 10_000.0
+    rope_scaling: RotaryKind | Literal[""] = ""
+    rope_factor: float = 1.0
+    rope_low_factor: float = 1.0
+    rope_high_factor: float = 4.0
+    rope_original_length: int = 8192
     tied_head: bool = False
     logit_soft_cap: float = 0.0
     label_smoothing: float = 0.0
@@ -139,7 +164,10 @@ class Transformer(nn.Module):
     scan_layers: bool = True
     attention: AttentionKind = ""
     attention_window: int = 0
+    global_every: int = 0
+    local_rope_base: float = 0.0
     attention_soft_cap: float = 0.0
+    attention_scale: float = 0.0
     bos_token: int = -1
     annotate: bool = False
     vocab_multiple: int = 1
@@ -200,12 +228,13 @@ class Transformer(nn.Module):
         x_BSD = split_lookup(embedding_VD, known, config.axis, config.sequence_dim)
         # Cast only now, so that the gradients of a frequent token are summed in float32.
         x_BSD = x_BSD.astype(config.dtype)
+        if self.scale_embedding:
+            x_BSD = x_BSD * jnp.asarray(self.hidden_size**0.5, config.dtype)
         positions_S = config.context.positions(tokens.shape[1])
-        angles_SH = rotary_angles(positions_S, config.head_size, base=self.rope_base)
         document_BS = None
         if self.bos_token >= 0:
             document_BS = config.context.cumsum(tokens == self.bos_token)
-        x_BSD = self._run_layers(config, x_BSD, angles_SH, document_BS)
+        x_BSD = run_layers(self, config, x_BSD, self._angles(config, positions_S), document_BS)
         x_BSD = normalize(x_BSD, "final_norm", config)
         x_BSD = enter(x_BSD, config.axis, config.sequence_dim)
         head_DV = embedding_VD.T
@@ -218,6 +247,23 @@ class Transformer(nn.Module):
         if train:
             of_head |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         return head_cross_entropy(x_BSD, head_DV, labels, **of_head)
+
+    def _angles(self, config: LayerConfig, positions_S: jax.Array) -> Angles:
+        scaling = None
+        if self.rope_scaling:
+            scaling = RotaryScaling(
+                self.rope_scaling,
+                self.rope_factor,
+                self.rope_low_factor,
+                self.rope_high_factor,
+                self.rope_original_length,
+            )
+        of_all: Any = {"base": self.rope_base, "scaling": scaling}
+        angles_SH = rotary_angles(positions_S, config.head_size, **of_all)
+        if not self.global_every:
+            return Angles(angles_SH, angles_SH)
+        local_base = self.local_rope_base or self.rope_base
+        return Angles(angles_SH, rotary_angles(positions_S, config.head_size, base=local_base))
 
     def _layer_config(self, *, train: bool) -> LayerConfig:
         return LayerConfig(
@@ -232,6 +278,13 @@ class Transformer(nn.Module):
             attention=self.attention,
             window=self.attention_window or None,
             soft_cap=self.attention_soft_cap or None,
+            query_scale=self.attention_scale * size_of_head(self) ** 0.5 or 1.0,
+            norm_epsilon=self.norm_epsilon,
+            norm_offset=self.norm_offset,
+            post_norms=self.post_norms,
+            query_key_norm=self.query_key_norm,
+            qkv_bias=self.qkv_bias,
+            activation=self.activation,
             annotate=self.annotate,
             num_experts=self.num_experts,
             experts_per_token=self.experts_per_token,
@@ -251,140 +304,3 @@ class Transformer(nn.Module):
         sizes = {"vocab": rows, "embed": self.hidden_size}
         table: jax.Array = self.param(name, init, tuple(sizes[dim] for dim in dim_names))
         return table
-
-    def _run_layers(
-        self,
-        config: LayerConfig,
-        x_BSD: jax.Array,
-        angles_SH: jax.Array,
-        document_BS: jax.Array | None,
-    ) -> jax.Array:
-        layer: Any = Layer
-        if self.remat != "none":
-            # In a loop XLA cannot merge the two computations.
-            policy = REMAT_POLICIES[self.remat]
-            layer = nn.remat(Layer, policy=policy, prevent_cse=not self.scan_layers)
-        if self.scan_layers:
-            collections = (LOSSES, COUNTS) if self.num_experts else ()
-            layers = nn.scan(
-                layer,
-                variable_axes=dict.fromkeys(("params", *collections), 0),
-                split_rngs={"params": True, "dropout": True},
-                in_axes=nn.broadcast,
-                length=self.num_layers,
-                metadata_params={nn.PARTITION_NAME: "layers"},
-            )
-            return layers(config, name="layers")(x_BSD, angles_SH, document_BS)[0]
-        for index in range(self.num_layers):
-            x_BSD, _ = layer(config, name=f"layer_{index}")(x_BSD, angles_SH, document_BS)
-        return x_BSD
-
-
-def size_of_head(model: Transformer) -> int:
-    """The features of a head, `H`."""
-    return model.head_size or model.hidden_size // model.num_heads
-
-
-def size_of_vocabulary(model: Transformer) -> int:
-    """The rows of the embedding, `V`: a multiple of `vocab_multiple`."""
-    return -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
-
-
-def flops_per_token(model: Transformer, sequence_length: int) -> int:
-    """The floating point operations of training on a token, for model FLOPs utilization.
-
-    As in appendix B of PaLM (Chowdhery et al., https://arxiv.org/abs/2204.02311): `6 P` for the `P`
-    weights that a token is multiplied with, and `12 L N H S` for attention's two products of every
-    query with every key. So recomputation does not count, and what a causal mask or the borders of
-    documents save counts as if it were computed. Of experts those of a token count, whether or not
-    they have room for it. Norms, softmax and the lookup of embeddings are left out.
-
-    Args:
-      model: The model.
-      sequence_length: Positions of a sequence; `S` is as many, or those of the model's window.
-
-    Returns:
-      Multiplications and additions of one token's forward and backward pass.
-
-    Raises:
-      ValueError: A field of the model is not as it must be.
-    """
-    check_transformer(model)
-    size = size_of_head(model)
-    heads = 2 * model.num_heads + 2 * (model.num_kv_heads or model.num_heads)  # q, out; k, v.
-    mlp = 3 * model.mlp_size
-    if model.num_experts:
-        mlp = model.experts_per_token * mlp + model.num_experts
-    layer = model.hidden_size * (heads * size + mlp)
-    weights = model.num_layers * layer + model.hidden_size * size_of_vocabulary(model)
-    seen = min(sequence_length, model.attention_window or sequence_length)
-    return 6 * weights + 12 * model.num_layers * model.num_heads * size * seen
-
-
-def check_transformer(model: Transformer) -> None:
-    """Refuses, with a ValueError, fields that are out of range or do not fit each other."""
-
-    def refuse(field: str, expected: str) -> None:
-        value = getattr(model, field)
-        raise ValueError(f"Transformer: {field} is {value!r}, expected {expected}.")
-
-    sizes = ("vocab_size", "vocab_multiple", "num_layers", "hidden_size", "num_heads", "mlp_size")
-    for field in sizes:
-        if getattr(model, field) < 1:
-            refuse(field, "at least 1")
-    if not model.head_size and model.hidden_size % model.num_heads:
-        refuse("hidden_size", f"a multiple of num_heads={model.num_heads}, or set head_size")
-    if model.head_size < 0 or size_of_head(model) % 2:
-        given = "" if model.head_size else f" (hidden_size // num_heads is {size_of_head(model)})"
-        refuse("head_size", f"an even number, because rotations turn pairs{given}")
-    if model.num_kv_heads < 0 or model.num_heads % (model.num_kv_heads or 1):
-        refuse("num_kv_heads", f"a divisor of num_heads={model.num_heads}, or 0 for as many")
-    if not model.rope_base > 1:
-        refuse("rope_base", "more than 1, such as 10000")
-    for field in ("dropout_rate", "label_smoothing"):
-        if not 0 <= getattr(model, field) < 1:
-            refuse(field, "from 0 to less than 1")
-    if not model.logit_soft_cap >= 0:
-        refuse("logit_soft_cap", "more than 0, such as 30, or 0 for none")
-    if not model.z_loss >= 0:
-        refuse("z_loss", "0 for none, or more, such as 1e-4")
-    if not -1 <= model.bos_token < model.vocab_size:
-        refuse("bos_token", f"less than vocab_size={model.vocab_size}, or -1 for none")
-    if model.num_experts < 0:
-        refuse("num_experts", "the number of experts, or 0 for an MLP")
-    if model.num_experts and not 1 <= model.experts_per_token <= model.num_experts:
-        refuse("experts_per_token", f"from 1 to num_experts={model.num_experts}")
-    if not model.capacity_factor >= 0:
-        refuse("capacity_factor", "more than 0, such as 1.25, or 0 for room for all tokens")
-    if model.expert_axis and not model.num_experts:
-        refuse("expert_axis", "'' without num_experts")
-    if model.sequence_parallel and not model.split_axis:
-        refuse("sequence_parallel", "False, or a split_axis such as 'model' that splits positions")
-    if model.split_axis and model.annotate:
-        refuse(
-            "annotate",
-            f"False with split_axis={model.split_axis!r}: rules say how parameters are stored, and "
-            "a split parameter is stored as it is computed with",
-        )
-    if model.overlap != "none" and not model.sequence_parallel:
-        refuse("overlap", "'none' without sequence_parallel, whose collectives it takes apart")
-    if model.context_axis and model.context_axis == model.split_axis:
-        refuse("context_axis", f"another axis than split_axis={model.split_axis!r}")
-    if model.attention_window < 0:
-        refuse("attention_window", "at least 1, such as 4096, or 0 for all positions")
-    if not model.attention_soft_cap >= 0:
-        refuse("attention_soft_cap", "more than 0, such as 50, or 0 for none")
-    has_own = model.context_axis and model.context_attention != "ulysses"
-    if has_own and model.attention not in ("", "blockwise"):
-        refuse("attention", f"'' or 'blockwise' with context_attention={model.context_attention!r}")
-    choices = (
-        ("remat", REMAT_POLICIES),
-        ("attention", ATTENTION_KINDS),
-        ("overlap", LAYER_OVERLAPS),
-        ("context_attention", CONTEXT_ATTENTIONS),
-    )
-    for field, known in choices:
-        if getattr(model, field) not in known:
-            refuse(field, f"one of {', '.join(map(repr, known))}")
-    if not jnp.issubdtype(jnp.dtype(model.dtype), jnp.floating):
-        refuse("dtype", "a floating dtype such as 'bfloat16'")

@@ -15,7 +15,8 @@ the axis that layers are split over.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -30,6 +31,13 @@ from manualpar.models.rotary import rotate
 
 # The dims, by their logical names, of which each device along the axis computes a part.
 SPLIT_DIMS = frozenset({"vocab", "heads", "kv_heads", "mlp"})
+
+# Of the gates of the MLP.
+Activation = Literal["silu", "gelu"]
+ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": nn.silu,
+    "gelu": nn.gelu,  # Its approximation by tanh.
+}
 
 DimNames = tuple[str | None, ...]
 
@@ -51,6 +59,13 @@ class LayerConfig:
     context: Context  # How sequences are split over devices.
     window: int | None = None  # Of attention.
     soft_cap: float | None = None  # Of its scores.
+    query_scale: float = 1.0  # Of queries, besides the `H ** -0.5` of all kinds of attention.
+    norm_epsilon: float = 1e-6
+    norm_offset: bool = False
+    post_norms: bool = False
+    query_key_norm: bool = False
+    qkv_bias: bool = False
+    activation: Activation = "silu"
     num_experts: int = 0  # 0 for an MLP in their place.
     experts_per_token: int = 0
     capacity_factor: float | None = None
@@ -78,12 +93,17 @@ class Layer(nn.Module):
         config = self.config
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
         y_BSD = enter_normalized(x_BSD, "attention_norm", config)
-        x_BSD = x_BSD + drop(Attention(config, name="attention")(y_BSD, angles_SH, document_BS))
+        y_BSD = Attention(config, name="attention")(y_BSD, angles_SH, document_BS)
+        if config.post_norms:
+            y_BSD = normalize(y_BSD, "attention_post_norm", config)
+        x_BSD = x_BSD + drop(y_BSD)
         if config.num_experts:
-            y_BSD = normalize(x_BSD, "mlp_norm", config)
-            return x_BSD + drop(_experts(config)(y_BSD)), None
-        y_BSD = enter_normalized(x_BSD, "mlp_norm", config)
-        return x_BSD + drop(SwiGLU(config, name="mlp")(y_BSD)), None
+            y_BSD = _experts(config)(normalize(x_BSD, "mlp_norm", config))
+        else:
+            y_BSD = GatedMLP(config, name="mlp")(enter_normalized(x_BSD, "mlp_norm", config))
+        if config.post_norms:
+            y_BSD = normalize(y_BSD, "mlp_post_norm", config)
+        return x_BSD + drop(y_BSD), None
 
 
 class Attention(nn.Module):
@@ -102,10 +122,15 @@ class Attention(nn.Module):
         out = (config.num_heads, config.head_size, hidden_size), ("heads", None, "embed")
 
         def project(shape: tuple[int, ...], dim_names: DimNames, name: str) -> jax.Array:
-            return whole_sequence(_product(config, shape, dim_names, name=name)(x_BSD))
+            product = _product(config, shape, dim_names, use_bias=config.qkv_bias, name=name)
+            return whole_sequence(product(x_BSD))
 
-        query_BSNH = rotate(project(*query, "query"), angles_SH)
-        key_BSKH = rotate(project(*key, "key"), angles_SH)
+        query_BSNH, key_BSKH = project(*query, "query"), project(*key, "key")
+        if config.query_key_norm:
+            query_BSNH = _norm("query_norm", None, config)(query_BSNH)
+            key_BSKH = _norm("key_norm", None, config)(key_BSKH)
+        query_BSNH = rotate(query_BSNH, angles_SH, scale=config.query_scale)
+        key_BSKH = rotate(key_BSKH, angles_SH)
         value_BSKH = project(*key, "value")
         # Parameters do not depend on the kind, and they may be made where it does not run.
         mixed_BSNH = config.context.attention(
@@ -121,8 +146,8 @@ class Attention(nn.Module):
         return leave(mixed_BSNH)
 
 
-class SwiGLU(nn.Module):
-    """An MLP whose hidden features are gated by others."""
+class GatedMLP(nn.Module):
+    """An MLP whose hidden features are gated by others: SwiGLU, or GeGLU with `gelu`."""
 
     config: LayerConfig
 
@@ -135,8 +160,31 @@ class SwiGLU(nn.Module):
         gate_BSF = _product(config, *into, name="gate")(x_BSD)
         up_BSF = _product(config, *into, name="up")(x_BSD)
         down = _product(config, *out, scale=config.added_scale, name="down")
+        activate = ACTIVATIONS[config.activation]
         # With a ring these are chunks.
-        return down(jax.tree.map(lambda gate, up: nn.silu(gate) * up, gate_BSF, up_BSF))
+        return down(jax.tree.map(lambda gate, up: activate(gate) * up, gate_BSF, up_BSF))
+
+
+class OffsetNorm(nn.Module):
+    """An RMSNorm that multiplies by `1 + scale`.
+
+    Attributes:
+      epsilon: What it adds to the mean of squares.
+      dtype: The dtype of the result; all is computed in float32.
+      scale_init: The initializer of `scale`, `float32[D]`.
+    """
+
+    epsilon: float
+    dtype: jnp.dtype
+    scale_init: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalizes the last dim of `[..., D]`."""
+        scale_D = self.param("scale", self.scale_init, (x.shape[-1],), jnp.float32)
+        factor = 1 + scale_D.reshape((1,) * (x.ndim - 1) + scale_D.shape)
+        unit = nn.RMSNorm(self.epsilon, dtype=jnp.float32, use_scale=False, name="unit")(x)
+        return (unit * factor).astype(self.dtype)
 
 
 def enter_normalized(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array | Chunks:
@@ -158,8 +206,8 @@ def normalize(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array:
       Where the stream is split, backward an all-reduce of the scale's gradient, because each device
       along the axis has other positions.
     """
-    init = marked(nn.initializers.ones, ("embed",), annotate=config.annotate)
-    return nn.RMSNorm(dtype=config.dtype, scale_init=init, name=name)(x_BSD)
+    y_BSD: jax.Array = _norm(name, "embed", config)(x_BSD)
+    return y_BSD
 
 
 def marked(init: Any, dim_names: DimNames, *, annotate: bool) -> Any:
@@ -170,6 +218,15 @@ def marked(init: Any, dim_names: DimNames, *, annotate: bool) -> Any:
 def split_dims(dim_names: DimNames, axis: str | None) -> DimNames:
     """For each dim the axis that it is split over, or `None`."""
     return tuple(axis if name in SPLIT_DIMS else None for name in dim_names)
+
+
+def _norm(name: str, dim_name: str | None, config: LayerConfig) -> nn.Module:
+    """An RMSNorm of the last dim, which has that name."""
+    initial = nn.initializers.zeros if config.norm_offset else nn.initializers.ones
+    init = marked(initial, (dim_name,), annotate=config.annotate)
+    kind: Any = OffsetNorm if config.norm_offset else nn.RMSNorm
+    norm: nn.Module = kind(config.norm_epsilon, dtype=config.dtype, scale_init=init, name=name)
+    return norm
 
 
 def _experts(config: LayerConfig) -> MoE:
@@ -194,6 +251,7 @@ def _product(
     *,
     contracted: int = 1,
     scale: float = 1.0,
+    use_bias: bool = False,
     name: str,
 ) -> SplitDense:
     """A product with weights; of variance `scale**2 / inputs` at first."""
@@ -206,8 +264,9 @@ def _product(
         shape,
         names,
         contracted,
-        use_bias=False,
+        use_bias=use_bias,
         kernel_init=marked(init, dim_names, annotate=config.annotate),
+        bias_init=marked(nn.initializers.zeros, dim_names[contracted:], annotate=config.annotate),
         dtype=config.dtype,
         sequence_dim=config.sequence_dim if is_row else None,
         overlap=config.overlap if is_row else "none",

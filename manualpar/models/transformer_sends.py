@@ -22,7 +22,8 @@ from manualpar.inspect.layer_formulas import (
 )
 from manualpar.inspect.pipeline_formulas import PipelineForm
 from manualpar.layers.experts import MoE, capacity_of
-from manualpar.models.transformer import Transformer, size_of_head
+from manualpar.models.transformer import Transformer
+from manualpar.models.transformer_fields import size_of_head
 from manualpar.purposes import CONTEXT_SCOPE
 
 

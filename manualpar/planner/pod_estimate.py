@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from manualpar.inspect.communication import Kind, ring_bytes
 from manualpar.inspect.memory import Memory
 from manualpar.models import Transformer
-from manualpar.models.transformer import flops_per_token
+from manualpar.models.transformer_fields import flops_per_token
 from manualpar.planner.hardware import Chip
 from manualpar.planner.pod_layout import DeviceSizes, PodLayout, find_obstacle, sizes_on_device
 from manualpar.planner.pod_work import (

@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 from manualpar.layers import MoE
 from manualpar.layers.experts import capacity_of
 from manualpar.models import Transformer
-from manualpar.models.transformer import size_of_head, size_of_vocabulary
+from manualpar.models.transformer_fields import size_of_head, size_of_vocabulary
 
 Communicate = Literal["minibatch", "gather-step", "step"]
 Keep = Literal["residuals", "inputs"]

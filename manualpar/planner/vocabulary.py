@@ -12,7 +12,7 @@ import jax
 import ml_collections
 
 from manualpar.models import Transformer
-from manualpar.models.transformer import flops_per_token
+from manualpar.models.transformer_fields import flops_per_token
 from manualpar.training.config import check_config
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.task import Task, make_task

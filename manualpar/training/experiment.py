@@ -14,7 +14,7 @@ from manualpar.core.program import Program
 from manualpar.data import abstract_batch
 from manualpar.inspect.state_layout import ALL
 from manualpar.models import Transformer
-from manualpar.models.transformer import size_of_vocabulary
+from manualpar.models.transformer_fields import size_of_vocabulary
 from manualpar.pipeline import Pipeline
 from manualpar.sharding.axes import axes_size
 from manualpar.sharding.mesh import abstract_mesh, make_mesh

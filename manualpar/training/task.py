@@ -12,7 +12,7 @@ import numpy as np
 
 from manualpar.data import ClassificationDataset, Dataset, LanguageDataset, load_dataset
 from manualpar.models import Classifier, Transformer
-from manualpar.models.transformer import flops_per_token
+from manualpar.models.transformer_fields import flops_per_token
 from manualpar.train_state import TrainState
 from manualpar.training.cross_entropy import (
     classification_loss,

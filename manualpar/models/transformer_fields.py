@@ -1,0 +1,162 @@
+"""What the fields of a `Transformer` say together: sizes, operations, and what does not fit.
+
+Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `H` features of a head,
+`V` rows of the embedding, `L` layers.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from manualpar.layers.attention import ATTENTION_KINDS
+from manualpar.layers.chunks import LAYER_OVERLAPS
+from manualpar.layers.context import CONTEXT_ATTENTIONS
+from manualpar.models.layer_stack import REMAT_POLICIES, is_global
+from manualpar.models.rotary import ROTARY_KINDS
+from manualpar.models.transformer_layer import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from manualpar.models.transformer import Transformer
+
+
+def size_of_head(model: "Transformer") -> int:
+    """The features of a head, `H`."""
+    return model.head_size or model.hidden_size // model.num_heads
+
+
+def size_of_vocabulary(model: "Transformer") -> int:
+    """The rows of the embedding, `V`: a multiple of `vocab_multiple`."""
+    return -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
+
+
+def window_of(model: "Transformer", layer: int) -> int:
+    """How many positions a query of that layer sees; 0 for all."""
+    return 0 if is_global(layer, model.global_every) else model.attention_window
+
+
+def flops_per_token(model: "Transformer", sequence_length: int) -> int:
+    """The floating point operations of training on a token, for model FLOPs utilization.
+
+    As in appendix B of PaLM (Chowdhery et al., https://arxiv.org/abs/2204.02311): `6 P` for the `P`
+    weights that a token is multiplied with, and `12 L N H S` for attention's two products of every
+    query with every key. So recomputation does not count, and what a causal mask or the borders of
+    documents save counts as if it were computed. Of experts those of a token count, whether or not
+    they have room for it. Norms, softmax and the lookup of embeddings are left out.
+
+    Args:
+      model: The model.
+      sequence_length: Positions of a sequence; `S` is as many, or those of a layer's window.
+
+    Returns:
+      Multiplications and additions of one token's forward and backward pass.
+
+    Raises:
+      ValueError: A field of the model is not as it must be.
+    """
+    check_transformer(model)
+    size = size_of_head(model)
+    heads = 2 * model.num_heads + 2 * (model.num_kv_heads or model.num_heads)  # q, out; k, v.
+    mlp = 3 * model.mlp_size
+    if model.num_experts:
+        mlp = model.experts_per_token * mlp + model.num_experts
+    layer = model.hidden_size * (heads * size + mlp)
+    weights = model.num_layers * layer + model.hidden_size * size_of_vocabulary(model)
+    windows = (window_of(model, index) or sequence_length for index in range(model.num_layers))
+    seen = sum(min(sequence_length, window) for window in windows)
+    return 6 * weights + 12 * model.num_heads * size * seen
+
+
+def check_transformer(model: "Transformer") -> None:
+    """Refuses, with a ValueError, fields that are out of range or do not fit each other."""
+
+    def refuse(field: str, expected: str) -> None:
+        value = getattr(model, field)
+        raise ValueError(f"Transformer: {field} is {value!r}, expected {expected}.")
+
+    sizes = ("vocab_size", "vocab_multiple", "num_layers", "hidden_size", "num_heads", "mlp_size")
+    for field in sizes:
+        if getattr(model, field) < 1:
+            refuse(field, "at least 1")
+    if not model.head_size and model.hidden_size % model.num_heads:
+        refuse("hidden_size", f"a multiple of num_heads={model.num_heads}, or set head_size")
+    if model.head_size < 0 or size_of_head(model) % 2:
+        given = "" if model.head_size else f" (hidden_size // num_heads is {size_of_head(model)})"
+        refuse("head_size", f"an even number, because rotations turn pairs{given}")
+    if model.num_kv_heads < 0 or model.num_heads % (model.num_kv_heads or 1):
+        refuse("num_kv_heads", f"a divisor of num_heads={model.num_heads}, or 0 for as many")
+    if not model.rope_base > 1:
+        refuse("rope_base", "more than 1, such as 10000")
+    _check_rotary_scaling(model, refuse)
+    if not model.norm_epsilon > 0:
+        refuse("norm_epsilon", "more than 0, such as 1e-6")
+    if model.num_experts and model.activation != "silu":
+        refuse("activation", "'silu' with num_experts, whose MLPs have no other")
+    for field in ("dropout_rate", "label_smoothing"):
+        if not 0 <= getattr(model, field) < 1:
+            refuse(field, "from 0 to less than 1")
+    if not model.logit_soft_cap >= 0:
+        refuse("logit_soft_cap", "more than 0, such as 30, or 0 for none")
+    if not model.z_loss >= 0:
+        refuse("z_loss", "0 for none, or more, such as 1e-4")
+    if not -1 <= model.bos_token < model.vocab_size:
+        refuse("bos_token", f"less than vocab_size={model.vocab_size}, or -1 for none")
+    if model.num_experts < 0:
+        refuse("num_experts", "the number of experts, or 0 for an MLP")
+    if model.num_experts and not 1 <= model.experts_per_token <= model.num_experts:
+        refuse("experts_per_token", f"from 1 to num_experts={model.num_experts}")
+    if not model.capacity_factor >= 0:
+        refuse("capacity_factor", "more than 0, such as 1.25, or 0 for room for all tokens")
+    if model.expert_axis and not model.num_experts:
+        refuse("expert_axis", "'' without num_experts")
+    if model.sequence_parallel and not model.split_axis:
+        refuse("sequence_parallel", "False, or a split_axis such as 'model' that splits positions")
+    if model.split_axis and model.annotate:
+        refuse(
+            "annotate",
+            f"False with split_axis={model.split_axis!r}: rules say how parameters are stored, and "
+            "a split parameter is stored as it is computed with",
+        )
+    if model.overlap != "none" and not model.sequence_parallel:
+        refuse("overlap", "'none' without sequence_parallel, whose collectives it takes apart")
+    if model.context_axis and model.context_axis == model.split_axis:
+        refuse("context_axis", f"another axis than split_axis={model.split_axis!r}")
+    if model.attention_window < 0:
+        refuse("attention_window", "at least 1, such as 4096, or 0 for all positions")
+    if model.global_every < 0 or model.global_every == 1:
+        refuse("global_every", "at least 2, such as 6, or 0 for layers that are all alike")
+    if model.global_every and not model.attention_window:
+        refuse("global_every", "0 without attention_window, that of the other layers")
+    if model.local_rope_base and not (model.global_every and model.local_rope_base > 1):
+        refuse("local_rope_base", "more than 1 with global_every, or 0 for rope_base")
+    if not model.attention_scale >= 0:
+        refuse("attention_scale", "more than 0, such as 0.0625, or 0 for head_size ** -0.5")
+    if not model.attention_soft_cap >= 0:
+        refuse("attention_soft_cap", "more than 0, such as 50, or 0 for none")
+    has_own = model.context_axis and model.context_attention != "ulysses"
+    if has_own and model.attention not in ("", "blockwise"):
+        refuse("attention", f"'' or 'blockwise' with context_attention={model.context_attention!r}")
+    choices = (
+        ("activation", ACTIVATIONS),
+        ("rope_scaling", ("", *ROTARY_KINDS)),
+        ("remat", REMAT_POLICIES),
+        ("attention", ATTENTION_KINDS),
+        ("overlap", LAYER_OVERLAPS),
+        ("context_attention", CONTEXT_ATTENTIONS),
+    )
+    for field, known in choices:
+        if getattr(model, field) not in known:
+            refuse(field, f"one of {', '.join(map(repr, known))}")
+    if not jnp.issubdtype(jnp.dtype(model.dtype), jnp.floating):
+        refuse("dtype", "a floating dtype such as 'bfloat16'")
+
+
+def _check_rotary_scaling(model: "Transformer", refuse: Callable[[str, str], None]) -> None:
+    if not model.rope_factor >= 1:
+        refuse("rope_factor", "at least 1: so much slower do positions turn")
+    if not model.rope_scaling and model.rope_factor != 1:
+        refuse("rope_factor", "1 without rope_scaling")
+    if not 0 < model.rope_low_factor < model.rope_high_factor:
+        refuse("rope_low_factor", f"between 0 and rope_high_factor={model.rope_high_factor}")
+    if model.rope_original_length < 1:
+        refuse("rope_original_length", "at least 1, such as 8192")
