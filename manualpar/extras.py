@@ -19,6 +19,8 @@ MODULES = {
     "array_record": ("data", "array-record"),
     "jinja2": ("data", "jinja2"),
     "pyarrow": ("data", "pyarrow"),
+    "gcsfs": ("buckets", "gcsfs"),
+    "s3fs": ("buckets", "s3fs"),
     "lm_eval": ("evaluate", "lm-eval"),
     "matplotlib": ("plots", "matplotlib"),
 }

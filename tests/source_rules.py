@@ -45,6 +45,7 @@ ORDER = """
     sharding.split_parameter
     sharding.axes sharding.mesh_context sharding.mesh_order sharding.zigzag
     sharding.torus
+    storage
     compiler_options extras jaxprs metrics purposes untrusted usage core sharding guards
 """
 RANKS = {

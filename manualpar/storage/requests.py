@@ -1,0 +1,147 @@
+"""Requests to a bucket: repeated while an error may pass, and otherwise one sentence.
+
+A server that is busy, a connection that is cut off and a request that takes too long are tried
+again, `WAITS` seconds later, and standard error says so. Whatever stays wrong is a `BucketError`.
+Its text is ours, with no more of the server's answer than its code: answers repeat parts of
+requests, and requests are signed.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from absl import logging
+
+T = TypeVar("T")
+
+WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+# Statuses below 500 that pass: a request that came too slowly, two at once, and too many.
+PASSING = frozenset({408, 409, 425, 429})
+# Errors of the network, as pairs of a package and a class. None of these need be installed.
+NETWORK = frozenset(
+    {
+        ("aiohttp", "ClientError"),
+        ("botocore", "ConnectionError"),
+        ("botocore", "HTTPClientError"),
+        ("fsspec", "FSTimeoutError"),
+        ("google", "TransportError"),
+        ("requests", "RequestException"),
+    }
+)
+NO_CREDENTIALS = frozenset(
+    {
+        "CredentialRetrievalError",
+        "DefaultCredentialsError",
+        "NoAuthTokenError",
+        "NoCredentialsError",
+        "PartialCredentialsError",
+        "RefreshError",
+        "TokenRetrievalError",
+    }
+)
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or what `gcloud auth application-default login` leaves",
+}
+ENDPOINTS = {
+    "s3": "AWS_ENDPOINT_URL, which is for servers other than Amazon's",
+    "gs": "STORAGE_EMULATOR_HOST, which is for servers other than Google's",
+}
+
+
+class BucketError(OSError):
+    """A bucket cannot be read or written; the message is a sentence without its full stop."""
+
+
+def request(path: Any, action: Callable[[], T]) -> T:
+    """Calls `action`, again while its error may pass.
+
+    Args:
+      path: The `BucketPath` that it is about.
+      action: The request; it may be repeated after it has been carried out.
+
+    Raises:
+      FileNotFoundError: There is no such object.
+      FileExistsError: There is one, and the request was to create it.
+      BucketError: Anything else.
+    """
+    for wait in (*WAITS, None):
+        try:
+            return action()
+        except FileExistsError:
+            raise FileExistsError(f"{path} exists") from None
+        except Exception as error:
+            if not is_passing(error) or wait is None:
+                raise _explained(path, error, tries=len(WAITS) + 1) from None
+            logging.warning("%s: %s; trying again in %g s", path, describe(error), wait)
+            time.sleep(wait)
+    raise AssertionError("the last try returns or raises")
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether a request that failed so may succeed later."""
+    for cause in _causes(error):
+        if status := _status(cause):
+            return status >= 500 or status in PASSING
+        kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(cause).__mro__}
+        if isinstance(cause, ConnectionError | TimeoutError) or kinds & NETWORK:
+            return True
+    return False
+
+
+def describe(error: BaseException) -> str:
+    """What the server answered, in a few words: its code, or the kind of the error."""
+    for cause in _causes(error):
+        if code := _code(cause):
+            return f"the server answered {code}"
+    return f"the server cannot be reached ({type(error).__name__})"
+
+
+def _explained(path: Any, error: Exception, *, tries: int) -> OSError:
+    codes = {_code(cause) for cause in _causes(error)}
+    names = {type(cause).__name__ for cause in _causes(error)}
+    credentials, endpoint = CREDENTIALS[path.scheme], ENDPOINTS[path.scheme]
+    if "NoSuchBucket" in codes:
+        text = f"there is no such bucket: check its name, and {endpoint}"
+    elif isinstance(error, FileNotFoundError):
+        return FileNotFoundError(f"{path} does not exist")
+    elif names & NO_CREDENTIALS:
+        text = f"there are no credentials in the environment: set {credentials}"
+    elif isinstance(error, PermissionError) or codes & {"401", "403"}:
+        what = f"access is refused ({_named(codes)})"
+        text = f"{what}: check {credentials}, and what they allow in this bucket"
+    elif is_passing(error):
+        text = f"{describe(error)}, in each of {tries} tries: check the network, and {endpoint}"
+    else:
+        text = f"the request failed ({_named(codes) or type(error).__name__}): check {endpoint}"
+    return BucketError(f"{path}: {text}")
+
+
+def _named(codes: set[str]) -> str:
+    return ", ".join(sorted(filter(None, codes)))
+
+
+def _code(error: BaseException) -> str:
+    """The name that the server gives to an error, or else its status; '' if it gave no answer."""
+    response = getattr(error, "response", None)
+    found = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+    found = str(found or _status(error) or "")
+    return found if re.fullmatch(r"[\w.-]{1,60}", found) else ""
+
+
+def _status(error: BaseException) -> int:
+    """The status of HTTP that an error of botocore, aiohttp or gcsfs holds; 0 if none."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    code = str(getattr(error, "status", None) or getattr(error, "code", None))
+    return int(code) if code.isdecimal() else 0
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and those behind it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
