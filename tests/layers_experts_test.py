@@ -128,6 +128,34 @@ CASES = [
         *(ALL, BOTH, "model"),
     ),
     ([moe(model_axis="model", sequence=True)], ALL, "data", "model"),
+    (
+        [
+            moe(model_axis="model", shared_size=6, shared_is_gated=True, normalize_gates=False),
+            moe(
+                model_axis="model",
+                capacity_factor=None,
+                gates="sigmoid",
+                gate_scale=2.5,
+                groups=4,
+                groups_per_token=2,
+                shared_size=12,
+            ),
+        ],
+        *(ALL, BOTH),
+    ),
+    (
+        [
+            moe(
+                model_axis="model",
+                sequence=True,
+                shared_size=6,
+                shared_is_gated=True,
+                groups=2,
+                group_score="best",
+            )
+        ],
+        *(ALL, BOTH, "model"),
+    ),
 ]
 
 
@@ -190,6 +218,30 @@ def test_the_bias_chooses_and_moves_where_it_is_mutable():
     np.testing.assert_allclose(moved["router"]["bias"], jnp.full(8, 0.25).at[3].set(8.75))
 
 
+def test_a_bias_without_a_rate_chooses_and_stays():
+    layer, x = moe(router_bias=True, top_k=1, gates="sigmoid"), _input()
+    variables = nn.meta.unbox(jax.jit(layer.init)(jax.random.key(0), x))
+    variables["router"] = {"bias": jnp.zeros(8).at[3].set(9)}
+    _, after = jax.jit(functools.partial(layer.apply, mutable=[*SOWN, "router"]))(variables, x)
+    choices = after["intermediates"]["choices"][0]
+    np.testing.assert_array_equal(choices, jnp.zeros((B, 8)).at[:, 3].set(S))
+    np.testing.assert_array_equal(after["router"]["bias"], variables["router"]["bias"])
+
+
+def test_a_shared_expert_of_its_own_size_has_a_gate():
+    layer, x = moe(shared_size=6, shared_is_gated=True, capacity_factor=None), _input()
+    params = nn.meta.unbox(jax.jit(layer.init)(jax.random.key(0), x)["params"])
+    assert params["shared_down"].shape == (6, D)
+    assert params["shared_router"].shape == (D, 1)
+    apply = jax.jit(layer.apply)
+    without = jax.tree.map(jnp.zeros_like, {"shared_down": params["shared_down"]})
+    added = apply({"params": params}, x) - apply({"params": params | without}, x)
+    hidden, up = (np.asarray(x @ params[name]) for name in ("shared_gate", "shared_up"))
+    expected = (hidden / (1 + np.exp(-hidden)) * up) @ params["shared_down"]
+    expected /= 1 + np.exp(-np.asarray(x @ params["shared_router"]))
+    np.testing.assert_allclose(added, expected, atol=1e-5)
+
+
 def test_it_computes_in_the_dtype_of_its_input():
     layer, x = moe(), _input().astype(jnp.bfloat16)
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
@@ -246,6 +298,14 @@ def test_what_a_layer_sends(devices8):
         ({"gates": "relu"}, "gates='relu', expected one of 'softmax', 'sigmoid'"),
         ({"model_axis": ("model", "expert")}, "'expert'.* are in both"),
         ({"sequence": True}, "sequence=True, expected a model_axis"),
+        ({"num_shared": 1, "shared_size": 8}, "shared_size=8, expected 0 with num_shared=1"),
+        ({"shared_is_gated": True}, "shared_is_gated=True, expected False without"),
+        ({"gate_scale": 0.0}, "gate_scale=0.0, expected more than 0"),
+        ({"groups": 3}, "groups=3, expected a divisor of num_experts=8"),
+        ({"groups": 4, "groups_per_token": 5}, "groups_per_token=5, expected from 1 to groups=4"),
+        ({"groups": 4, "top_k": 3}, "groups_per_token=1, expected groups of 2 experts"),
+        ({"groups": 8, "top_k": 1}, "group_score='best_two', expected 'best'"),
+        ({"group_score": "all"}, "group_score='all', expected one of 'best_two', 'best'"),
     ],
 )
 def test_fields_that_do_not_fit_are_refused(fields, message):
@@ -273,6 +333,7 @@ def test_nothing_is_sorted_that_is_sharded_by_its_type(devices8):
 @pytest.mark.parametrize(
     ("layer", "sizes", "data_axes", "message"),
     [
+        (moe(shared_size=7, model_axis="model"), ALL, BOTH, "shared_size=7, expected a multiple"),
         (moe(num_experts=6), DATA_EXPERT, BOTH, "num_experts=6, expected a multiple of the 4"),
         (moe(model_axis="model", mlp_size=7), ALL, BOTH, "mlp_size=7, expected a multiple of"),
         (moe(axis=BOTH), DATA_EXPERT, "data", "varies over .'data'. only"),

@@ -43,6 +43,42 @@ def test_a_token_goes_to_the_experts_of_its_highest_scores(gates, top_k):
         np.testing.assert_allclose(routing.scores[b, s], scores, rtol=1e-5)
 
 
+# Routers of DeepSeek-V2, of DeepSeek-V3, and of Qwen-MoE.
+OF_FAMILIES = [
+    {"normalize": False, "scale": 3.0, "groups": 4, "groups_per_token": 2, "group_score": "best"},
+    {"gates": "sigmoid", "scale": 2.5, "groups": 3, "groups_per_token": 2},
+    {"normalize": False},
+]
+
+
+@pytest.mark.parametrize("options", OF_FAMILIES)
+def test_groups_scales_and_sums_are_those_of_a_loop_over_tokens(options):
+    logits = np.asarray(jax.random.normal(jax.random.key(2), (4, 16, 12)) * 2, np.float64)
+    bias = np.asarray(jax.random.normal(jax.random.key(3), (12,))) * ("sigmoid" in options.values())
+    got = route(jnp.float32(logits), top_k=3, bias_E=jnp.float32(bias), **options)
+    groups, best = options.get("groups", 1), 1 if options.get("group_score") == "best" else 2
+    in_groups, outside = set(), 0
+    for b, s in np.ndindex(4, 16):
+        scores = 1 / (1 + np.exp(-logits[b, s]))
+        if "gates" not in options:
+            scores = np.exp(logits[b, s]) / np.exp(logits[b, s]).sum()
+        preferred = (scores + bias).reshape(groups, -1)
+        of_groups = np.sort(preferred)[:, -best:].sum(1)
+        allowed = np.argsort(-of_groups)[: options.get("groups_per_token", 1)]
+        masked = np.full_like(preferred, -np.inf)
+        masked[allowed] = preferred[allowed]
+        chosen = np.argsort(-masked.reshape(-1))[:3]
+        gates = scores[chosen] * options.get("scale", 1)
+        if options.get("normalize", True):
+            gates /= scores[chosen].sum()
+        np.testing.assert_array_equal(got.chosen[b, s], chosen)
+        np.testing.assert_allclose(got.gates[b, s], gates, rtol=1e-5)
+        in_groups |= {len(set(chosen // (12 // groups)))}
+        outside += set(chosen) != set(np.argsort(-preferred.reshape(-1))[:3])
+    assert max(in_groups) == options.get("groups_per_token", 1)
+    assert bool(outside) == (groups > 1)  # Some of the best experts are in other groups.
+
+
 def test_a_single_gate_teaches_the_router():
     grad = jax.jit(jax.grad(lambda x: route(x, top_k=1).gates.sum()))(LOGITS)
     assert float(jnp.abs(grad).min()) > 0

@@ -42,6 +42,7 @@ from manualpar.layers.routing import (
     LOSSES,
     ROUTER_Z,
     Gates,
+    GroupScore,
     Routing,
     choices_per_expert,
     load_balance_loss,
@@ -59,7 +60,8 @@ class MoE(nn.Module):
 
     Its parameters are `router` `[D, E]`, `gate` and `up` `[E, D, F]` and `down` `[E, F, D]`, and
     with shared experts `shared_gate` and `shared_up` `[D, F']` and `shared_down` `[F', D]`, where
-    `F'` is `num_shared` times `F`. Where no `shard_map` binds the axes it is an ordinary layer of
+    `F'` is `num_shared` times `F` or `shared_size`, and `shared_router` `[D, 1]` if it
+    `shared_is_gated`. Where no `shard_map` binds the axes it is an ordinary layer of
     one device, and the parameters and their initial values are the same on every mesh. Parameters
     and routing are float32, and the experts compute in the dtype of their input.
 
@@ -71,12 +73,12 @@ class MoE(nn.Module):
     and metrics of them. In `nn.scan`, name both in `variable_axes`, because flax leaves out without
     a word what is sown into others.
 
-    With `bias_rate` the layer has a variable `bias` `float32[E]` in the collection `router`, which
-    a program carries from step to step. It moves whenever the layer is applied with `router`
-    mutable, which a program's training does once for each minibatch. (Evaluation leaves the
-    state as it is.) It follows the load of all devices' tokens. So it does not depend on the mesh,
-    but `num_minibatches=2` moves it twice in a step. `nn.scan` needs `"router": 0` in
-    `variable_axes` too.
+    With `router_bias` or `bias_rate` the layer has a variable `bias` `float32[E]` in the collection
+    `router`, which a program carries from step to step and no optimizer sees. With a rate it moves
+    whenever the layer is applied with `router` mutable, which a program's training does once for
+    each minibatch. (Evaluation leaves the state as it is.) It follows the load of all devices'
+    tokens. So it does not depend on the mesh, but `num_minibatches=2` moves it twice in a step.
+    `nn.scan` needs `"router": 0` in `variable_axes` too.
 
     Attributes:
       num_experts: Experts, `E`, a multiple of the devices along `axis`.
@@ -87,9 +89,18 @@ class MoE(nn.Module):
         dropped.
       num_shared: Shared experts, which compute every token, with a gate of 1 (DeepSeekMoE, Dai et
         al., https://arxiv.org/abs/2401.06066). They are not divided over `axis`.
-      bias_rate: The change of the balancing bias in a minibatch, see `routing.moved_bias`, such as
-        0.001. With 0 there is none.
-      gates: How the router's logits become scores, see `routing.route`.
+      shared_size: The features of all shared experts together, `F'`, in place of `num_shared`.
+      shared_is_gated: Whether their output has a gate, the sigmoid of its own product with a token.
+      router_bias: Whether a bias is added to the scores for the choice of experts. It begins with
+        0, for weights that come with one.
+      bias_rate: The change of the bias in a minibatch, see `routing.moved_bias`, such as 0.001;
+        then there is one. With 0 it stays as it is.
+      gates: How the router's logits become scores, see `routing.route`, as the next five.
+      normalize_gates: Whether the gates of a token are divided by their sum.
+      gate_scale: What the gates are multiplied by after that.
+      groups: Into how many groups of neighbours the experts are divided; 1 for none.
+      groups_per_token: In how many of them a token may choose experts.
+      group_score: The scores that a group is chosen by.
       axis: The mesh axis, or tuple of axes, that the experts are divided over; `None` for none.
       model_axis: The mesh axis, or tuple of axes, that each expert is split over.
       sequence: Whether positions are split over `model_axis` between layers.
@@ -113,6 +124,14 @@ class MoE(nn.Module):
     sequence: bool = False
     down_scale: float = 1.0
     context_axis: str | None = None
+    shared_size: int = 0
+    shared_is_gated: bool = False
+    router_bias: bool = False
+    normalize_gates: bool = True
+    gate_scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    group_score: GroupScore = "best_two"
 
     @nn.compact
     def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
@@ -161,7 +180,7 @@ class MoE(nn.Module):
             capacity = capacity_of(self, x_BSD.shape[1] * context.size)
             y_BSD, dropped_B = compute_with_capacity(*tokens, experts, capacity, context)
         y_BSD = leave(y_BSD, sum_axes, scope=EXPERT_SCOPE)
-        if self.num_shared:
+        if self.num_shared or self.shared_size:
             y_BSD += self._shared(x_BSD)
         self.sow(LOSSES, LOAD_BALANCE, load_balance_loss(routing, mask_BS, context))
         self.sow(LOSSES, ROUTER_Z, router_z_loss(logits_BSE, mask_BS, context))
@@ -181,17 +200,23 @@ class MoE(nn.Module):
 
     def _route(self, logits_BSE: jax.Array, mask_BS: jax.Array | None) -> tuple[Routing, jax.Array]:
         bias = None
-        if self.bias_rate:
+        if self.router_bias or self.bias_rate:
             bias = self.variable(BIAS, "bias", jnp.zeros, self.num_experts, jnp.float32)
         routing = route(
             logits_BSE,
             top_k=self.top_k,
             gates=self.gates,
+            normalize=self.normalize_gates,
+            scale=self.gate_scale,
+            groups=self.groups,
+            groups_per_token=self.groups_per_token,
+            group_score=self.group_score,
             bias_E=bias.value if bias else None,
             mask_BS=mask_BS,
         )
         choices_BE = choices_per_expert(routing.chosen, self.num_experts)
-        if bias and self.is_mutable_collection(BIAS) and not self.is_initializing():
+        is_trained = self.is_mutable_collection(BIAS) and not self.is_initializing()
+        if bias and self.bias_rate and is_trained:
             bias.value = moved_bias(bias.value, choices_BE, self.bias_rate)
         return routing, choices_BE
 
@@ -211,14 +236,21 @@ class MoE(nn.Module):
         )
 
     def _shared(self, x_BSD: jax.Array) -> jax.Array:
-        D, F, model_axis = x_BSD.shape[-1], self.num_shared * self.mlp_size, self.model_axis or None
+        D, model_axis = x_BSD.shape[-1], self.model_axis or None
+        F = self.shared_size or self.num_shared * self.mlp_size
         into, out = split(_normal(1.0), (None, model_axis)), (model_axis, None)
-        return swiglu(
+        y_BSD = swiglu(
             x_BSD,
             self.param("shared_gate", into, (D, F)),
             self.param("shared_up", into, (D, F)),
             self.param("shared_down", split(_normal(self.down_scale), out), (F, D)),
         )
+        if not self.shared_is_gated:
+            return y_BSD
+        router_D1 = self.param("shared_router", nn.initializers.normal(D**-0.5), (D, 1))
+        # Each device of the model axis has a part of the sum that this multiplies.
+        logits_BS1 = jnp.matmul(x_BSD.astype(jnp.float32), enter(router_D1, self.model_axis))
+        return y_BSD * jax.nn.sigmoid(logits_BS1).astype(y_BSD.dtype)
 
 
 def capacity_of(moe: MoE, sequence_length: int) -> int:
@@ -281,11 +313,19 @@ def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
         refuse("top_k", f"at most num_experts={moe.num_experts}")
     if moe.capacity_factor is not None and not moe.capacity_factor > 0:
         refuse("capacity_factor", "more than 0, such as 1.25, or None to drop nothing")
-    for field in ("num_shared", "bias_rate"):
+    for field in ("num_shared", "shared_size", "bias_rate"):
         if not getattr(moe, field) >= 0:
             refuse(field, "0 for none, or more")
-    if moe.gates not in get_args(Gates):
-        refuse("gates", f"one of {', '.join(map(repr, get_args(Gates)))}")
+    if moe.num_shared and moe.shared_size:
+        refuse("shared_size", f"0 with num_shared={moe.num_shared}, which says it in mlp_size")
+    if moe.shared_is_gated and not (moe.num_shared or moe.shared_size):
+        refuse("shared_is_gated", "False without num_shared or shared_size")
+    for field, kind in (("gates", Gates), ("group_score", GroupScore)):
+        if getattr(moe, field) not in get_args(kind):
+            refuse(field, f"one of {', '.join(map(repr, get_args(kind)))}")
+    if not moe.gate_scale > 0:
+        refuse("gate_scale", "more than 0, such as 2.5, or 1 for the gates as they are")
+    _check_groups(moe, refuse)
     both = set(axis_tuple(moe.axis or None)) & set(axis_tuple(moe.model_axis or None))
     if both:
         refuse("model_axis", f"other axes than axis={moe.axis!r}: {sorted(both)} are in both")
@@ -293,7 +333,12 @@ def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
         refuse("context_axis", f"another axis than model_axis={moe.model_axis!r}")
     if moe.sequence and not moe.model_axis:
         refuse("sequence", "a model_axis that positions are split over, or sequence=False")
-    for field, by in (("num_experts", moe.axis), ("mlp_size", moe.model_axis)):
+    split_fields = (
+        ("num_experts", moe.axis),
+        ("mlp_size", moe.model_axis),
+        ("shared_size", moe.model_axis),
+    )
+    for field, by in split_fields:
         axes = bound_axes("MoE", by)
         devices = jax.lax.axis_size(axes) if axes else 1
         if getattr(moe, field) % devices:
@@ -317,3 +362,15 @@ def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
             f"MoE: mask has the shape {mask.shape}, expected {(x.shape[0], positions)}: a value "
             f"for each token of x, {x.shape}."
         )
+
+
+def _check_groups(moe: MoE, refuse: Callable[[str, str], None]) -> None:
+    if moe.groups < 1 or moe.num_experts % moe.groups:
+        refuse("groups", f"a divisor of num_experts={moe.num_experts}, or 1 for none")
+    if not 1 <= moe.groups_per_token <= moe.groups:
+        refuse("groups_per_token", f"from 1 to groups={moe.groups}")
+    size = moe.num_experts // moe.groups
+    if moe.groups > 1 and moe.groups_per_token * size < moe.top_k:
+        refuse("groups_per_token", f"groups of {size} experts that have at least top_k={moe.top_k}")
+    if moe.groups > 1 and moe.group_score == "best_two" and size < 2:
+        refuse("group_score", "'best' with groups of one expert")

@@ -2,6 +2,8 @@
 
 A router gives every token a score for each expert. The token goes to the `top_k` experts with the
 highest scores, and the sum of their outputs is weighted by the scores, which are called gates then.
+The experts may form groups, of which a token chooses a few before it chooses experts in them, so
+that it travels to few devices (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.2).
 An expert may take a limited number of tokens of each sequence, its capacity (Lepikhin et al.,
 https://arxiv.org/abs/2006.16668). The choices that come too late are dropped.
 
@@ -34,6 +36,7 @@ LOSSES, COUNTS, BIAS = "losses", "intermediates", "router"
 LOAD_BALANCE, ROUTER_Z, CHOICES, DROPPED = "load_balance", "router_z", "choices", "dropped"
 
 Gates = Literal["softmax", "sigmoid"]
+GroupScore = Literal["best_two", "best"]
 WHOLE_SEQUENCES = Context(None)
 
 
@@ -57,7 +60,12 @@ def route(
     *,
     top_k: int,
     gates: Gates = "softmax",
+    normalize: bool = True,
+    scale: float = 1.0,
     bias_E: jax.Array | None = None,
+    groups: int = 1,
+    groups_per_token: int = 1,
+    group_score: GroupScore = "best_two",
     mask_BS: jax.Array | None = None,
 ) -> Routing:
     """Chooses the experts of each token.
@@ -66,12 +74,18 @@ def route(
       logits_BSE: `float32[B, S, E]`, the router's.
       top_k: The number of experts of a token, `K`.
       gates: How logits become scores: `"softmax"` over the experts, or `"sigmoid"` of each.
+      normalize: Whether the gates of a token are divided by their sum; only with `top_k > 1`.
+      scale: What gates are multiplied by after that.
       bias_E: `float32[E]`, added to the scores for the choice alone; `None` for no bias.
+      groups: Into how many groups of neighbours the experts are divided; 1 for none.
+      groups_per_token: In how many groups a token may choose experts: those of the highest scores.
+      group_score: The score of a group is the sum of those of its two best experts, or that of
+        the `"best"`, in both cases with the bias.
       mask_BS: `bool[B, S]`, which tokens are routed; `None` for all of them.
 
     Returns:
-      The choices. With `top_k > 1` the gates of a token sum to 1. A single gate is the score,
-      because a gate that is always 1 would teach the router nothing.
+      The choices. With `top_k > 1` and `normalize` the gates of a token sum to `scale`. A single
+      gate is the score, because a gate that is always 1 would teach the router nothing.
 
     Communication:
       None.
@@ -81,10 +95,15 @@ def route(
     preference_BSE = jax.lax.stop_gradient(score_BSE)
     if bias_E is not None:
         preference_BSE += bias_E[None, None]
+    if groups > 1:
+        best = 2 if group_score == "best_two" else 1
+        preference_BSE = _within_groups(preference_BSE, groups, groups_per_token, best)
     _, chosen_BSK = jax.lax.top_k(preference_BSE, top_k)
     gate_BSK = jnp.take_along_axis(score_BSE, chosen_BSK, axis=-1)
-    if top_k > 1:
+    if top_k > 1 and normalize:
         gate_BSK /= gate_BSK.sum(-1, keepdims=True)
+    if scale != 1:
+        gate_BSK *= scale
     if mask_BS is not None:
         chosen_BSK = jnp.where(mask_BS[..., None], chosen_BSK, num_experts)
         gate_BSK = jnp.where(mask_BS[..., None], gate_BSK, 0)
@@ -253,6 +272,16 @@ def _sown(sown: Any, name: str, ndim: int) -> jax.Array | None:
         if jax.tree_util.DictKey(name) in path
     ]
     return jnp.concatenate(found) if found else None
+
+
+def _within_groups(score_BSE: jax.Array, groups: int, count: int, best: int) -> jax.Array:
+    """The scores, with -inf outside of the `count` groups whose `best` experts have the most."""
+    B, S, E = score_BSE.shape
+    score_BSGE = score_BSE.reshape(B, S, groups, E // groups)
+    of_group_BSG = jax.lax.top_k(score_BSGE, best)[0].sum(-1)
+    _, chosen_BSN = jax.lax.top_k(of_group_BSG, count)
+    is_chosen_BSG = jax.nn.one_hot(chosen_BSN, groups, dtype=jnp.bool_).any(-2)
+    return jnp.where(is_chosen_BSG[..., None], score_BSGE, -jnp.inf).reshape(B, S, E)
 
 
 def _mean_over_tokens(x_BSX: jax.Array, mask_BS: jax.Array | None, context: Context) -> jax.Array:
