@@ -100,7 +100,7 @@ class TokenSplit:
     stream: TokenStream  # Two tokens at least.
     sequence_length: int  # `S`.
     bos_token: int
-    num_bytes: int  # Of the documents' text.
+    num_bytes: int  # Of the documents' text; 0 if nobody knows.
     num_documents: int
 
     @property
@@ -109,9 +109,9 @@ class TokenSplit:
         return len(self.stream) - 1
 
     @property
-    def tokens_per_byte(self) -> float:
-        """Labels for each byte of text; the ends of documents are labels but no bytes."""
-        return self.num_labels / self.num_bytes
+    def tokens_per_byte(self) -> float | None:
+        """Labels for each byte of text, if it is known: ends of documents are labels, no bytes."""
+        return self.num_labels / self.num_bytes if self.num_bytes else None
 
     @property
     def abstract_example(self) -> Batch:
@@ -159,7 +159,8 @@ class ClassificationDataset(Dataset):
 class LanguageDataset(Dataset):
     """Text as tokens, made by `tokenizer`; a model needs its `vocab_size` and `bos_token`.
 
-    Bits per byte of a split are `loss / ln 2 * split.tokens_per_byte`, with the loss in nats.
+    Bits per byte of a split are `loss / ln 2 * split.tokens_per_byte`, with the loss in nats;
+    they are known if the number of the text's bytes is.
     """
 
     train: TokenSplit

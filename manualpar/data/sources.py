@@ -1,16 +1,19 @@
-"""Datasets by the name that a config asks for: `digits`, `synthetic`, `text` and `tokens`."""
+"""Datasets by the name that a config asks for, one of `SOURCES`."""
 
 from typing import Any
 
 import numpy as np
 
 from manualpar.data.dataset import ArraySplit, ClassificationDataset, Dataset, make_fingerprint
+from manualpar.data.document_files import SUFFIXES
 from manualpar.data.text import load_text
+from manualpar.data.token_cache import load_cached
+from manualpar.data.token_job import HELD_OUT, make_job
 from manualpar.data.tokenizer import load_tokenizer
 from manualpar.data.tokens import load_tokens
 from manualpar.extras import require
 
-SOURCES = ("digits", "synthetic", "text", "tokens")
+SOURCES = ("digits", "synthetic", "text", "tokens", *SUFFIXES)
 # The splits belong to the data: they stay when the seed of a run changes.
 DIGITS_SPLIT_SEED = 0
 DIGITS_TEST_EXAMPLES = 360
@@ -18,17 +21,30 @@ DIGITS_EVAL_EXAMPLES = 144
 
 
 def load_dataset(
-    source: str, *, seed: int, path: str = "", sequence_length: int = 0, tokenizer: str = ""
+    source: str,
+    *,
+    seed: int,
+    path: str = "",
+    sequence_length: int = 0,
+    tokenizer: str = "",
+    field: str = "text",
+    held_out: float = HELD_OUT,
+    cache: str = "",
 ) -> Dataset:
     """Loads one of `SOURCES`.
 
     Args:
-      source: `digits` and `synthetic` are a `ClassificationDataset`, `text` and `tokens` a
+      source: `digits` and `synthetic` are a `ClassificationDataset`, the others a
         `LanguageDataset`.
       seed: The seed of `synthetic`; the others are always the same.
-      path: For `text` the files, see `find_files`; for `tokens` the directory.
-      sequence_length: Tokens in a sequence, for `text` and `tokens`, at least 1.
-      tokenizer: For `text` a `tokenizer.json`, or "" for bytes.
+      path: The files, for `tokens` their directory; see `find_files` for `text`, otherwise
+        `find_document_files`.
+      sequence_length: Tokens in a sequence, at least 1.
+      tokenizer: A `tokenizer.json`, a directory with one, or "" for bytes.
+      field: The field or column with the text, for `jsonl` and `parquet`; "text" or the type of
+        tokens for `arrayrecord`.
+      held_out: The share of the documents that eval and test get each, for these three.
+      cache: The folder for tokens of these three; see `manualpar.data.token_cache`.
 
     Raises:
       ValueError: An argument, or the file that it names, does not fit; the message calls it
@@ -47,12 +63,15 @@ def load_dataset(
         )
     if source == "text":
         return load_text(path, sequence_length=sequence_length, tokenizer=load_tokenizer(tokenizer))
-    if tokenizer:
-        raise ValueError(
-            f"config.data.tokenizer is {tokenizer!r}, expected '' for the source 'tokens', whose "
-            "directory holds the tokenizer that it was made with."
-        )
-    return load_tokens(path, sequence_length=sequence_length)
+    if source == "tokens":
+        if tokenizer:
+            raise ValueError(
+                f"config.data.tokenizer is {tokenizer!r}, expected '' for the source 'tokens', "
+                "whose directory holds the tokenizer that it was made with."
+            )
+        return load_tokens(path, sequence_length=sequence_length)
+    job = make_job(source, path, tokenizer=tokenizer, field=field, held_out=held_out)
+    return load_cached(job, path, sequence_length=sequence_length, cache=cache)
 
 
 def load_digits() -> ClassificationDataset:

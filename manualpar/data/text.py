@@ -16,7 +16,7 @@ import hashlib
 import os
 import pathlib
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -122,39 +122,58 @@ def find_files(path: str) -> list[TextFile]:
     Raises:
       ValueError: There are no files, or one cannot be read.
     """
+    files = files_of_path(path)
+    described = repr(path)
     if not path:
-        root = pathlib.Path(sysconfig.get_path("stdlib"))
-        paths = [file for file in _files_under(root, INSTALLED) if file.suffix == ".py"]
-        described = f"'' for Python's standard library in {root}"
-    else:
-        expanded = os.path.expanduser(path)
-        root = pathlib.Path(expanded)
-        if os.path.isdir(root):
-            paths = list(_files_under(root, frozenset()))
-        else:
-            root = _fixed_part(root)
-            # A file's name may look like a glob.
-            found = [expanded] if os.path.isfile(expanded) else glob.iglob(expanded, recursive=True)
-            paths = [pathlib.Path(file) for file in found if os.path.isfile(file)]
-        described = repr(path)
-    files = [
-        TextFile(file, file.relative_to(root).as_posix(), size, 0, size)
-        for file in paths
-        if (size := file.stat().st_size)
-    ]
+        described = f"'' for Python's standard library in {sysconfig.get_path('stdlib')}"
     if not files:
         raise ValueError(
             f"config.data.path is {described}, which stands for no file with any text in it; "
             "expected a file, a directory or a glob such as '~/books/**/*.txt'."
         )
-    for file in files:
-        if not os.access(file.path, os.R_OK):
-            raise ValueError(
-                f"config.data.path is {described}, where {file.path} cannot be read; give "
-                "yourself the permission, or write a glob that leaves it out."
-            )
     if len(files) < len(SPLITS):
-        files = [piece for file in files for piece in _cut(file)]
+        files = _in_order(piece for file in files for piece in _cut(file))
+    return files
+
+
+def files_of_path(path: str, suffixes: tuple[str, ...] = ()) -> list[TextFile]:
+    """The files that a path stands for as in `find_files`, none of them empty, in their order.
+
+    Args:
+      path: A file, a directory, a glob, or "" for Python's standard library.
+      suffixes: The ends of names that count in a directory; all if there are none.
+
+    Raises:
+      ValueError: One cannot be read.
+    """
+    if not path:
+        root = pathlib.Path(sysconfig.get_path("stdlib"))
+        paths = [file for file in _files_under(root, INSTALLED) if file.suffix == ".py"]
+    else:
+        expanded = os.path.expanduser(path)
+        root = pathlib.Path(expanded)
+        if os.path.isdir(root):
+            found = _files_under(root, frozenset())
+            paths = [file for file in found if file.name.endswith(suffixes or "")]
+        else:
+            root = _fixed_part(root)
+            # A file's name may look like a glob.
+            named = [expanded] if os.path.isfile(expanded) else glob.iglob(expanded, recursive=True)
+            paths = [pathlib.Path(file) for file in named if os.path.isfile(file)]
+    for file in paths:
+        if not os.access(file, os.R_OK):
+            raise ValueError(
+                f"config.data.path is {path!r}, where {file} cannot be read; give yourself the "
+                "permission, or write a glob that leaves it out."
+            )
+    return _in_order(
+        TextFile(file, file.relative_to(root).as_posix(), size, 0, size)
+        for file in paths
+        if (size := file.stat().st_size)
+    )
+
+
+def _in_order(files: Iterable[TextFile]) -> list[TextFile]:
     return sorted(files, key=lambda file: (file.name_hash, file.name))
 
 

@@ -1,106 +1,134 @@
 """Makes token files of text, for the source `tokens`.
 
-python -m manualpar.data.tokenize --input=TEXT --output=DIRECTORY [--tokenizer=tokenizer.json]
+python -m manualpar.data.tokenize --input=TEXT --output=DIRECTORY [--source=jsonl]
+    [--tokenizer=tokenizer.json] [--processes=2]
 
-TEXT is a directory, a glob or "" for Python's standard library, as `config.data.path` of the source
-`text`, and the splits are the same ones. Without a tokenizer, tokens are bytes. Then train with
+TEXT is a file, a directory or a glob, as `config.data.path` of the same source, and the splits are
+the same ones: `text`, whose files are documents, `jsonl`, `parquet` or `arrayrecord`. Without a
+tokenizer, tokens are bytes. The files are the same to the byte with any number of processes; after
+an interruption the same command goes on where it was. Then train with
 `--config.data.source=tokens --config.data.path=DIRECTORY`.
 """
 
 import argparse
-import dataclasses
-import hashlib
-import json
-import os
+import contextlib
 import pathlib
-import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
-from manualpar.data.text import TextFile, encode_files, find_files, split_files
-from manualpar.data.tokenizer import Tokenizer, load_tokenizer
-from manualpar.data.tokens import DESCRIPTION, DTYPES, TOKENIZER, VERSION, TokenFile, TokenFiles
-from manualpar.usage import OneSentenceParser
+from manualpar.data.dataset import DamagedDataError
+from manualpar.data.document_files import SUFFIXES
+from manualpar.data.token_job import HELD_OUT, make_job, run_job
+from manualpar.data.token_parts import Progress
+from manualpar.data.tokens import TokenFiles
+from manualpar.extras import require
+from manualpar.usage import INTERRUPTED_EXIT_CODE, OneSentenceParser, print_error
+
+DAMAGED_EXIT_CODE = 6
 
 
-def write_token_files(text: str, output: str, *, tokenizer: str = "") -> TokenFiles:
+def write_token_files(
+    text: str,
+    output: str,
+    *,
+    source: str = "text",
+    tokenizer: str = "",
+    field: str = "text",
+    held_out: float = HELD_OUT,
+    processes: int = 1,
+) -> TokenFiles:
     """Makes a directory of token files, and says what it holds.
 
     Args:
-      text: The files; see `manualpar.data.text.find_files`.
-      output: The directory to make. One that an interrupted call left behind is made again.
-      tokenizer: A `tokenizer.json`, or "" for bytes.
+      text: The files; for `text` "" is Python's standard library.
+      output: The directory to make. A call with the same arguments that was interrupted is gone on
+        with.
+      source: The kind of the files: `text`, `jsonl`, `parquet` or `arrayrecord`.
+      tokenizer: A `tokenizer.json`, a directory with one, or "" for bytes.
+      field: The field with the text; see `manualpar.data.document_files.Part`.
+      held_out: The share of the documents for each of eval and test; `text` has its own.
+      processes: How many processes make tokens.
 
     Raises:
       ValueError: There is no text or no tokenizer, or the directory holds something already.
     """
-    directory = pathlib.Path(output).expanduser()
-    if (directory / DESCRIPTION).exists() or (directory.exists() and not directory.is_dir()):
-        raise ValueError(
-            f"output is {output!r}, where there is something already; expected a directory to make."
-        )
-    encoder = load_tokenizer(tokenizer)
-    parts = split_files(find_files(text), text)
-    dtype = DTYPES[0] if encoder.vocab_size <= 2**16 else DTYPES[1]
-    directory.mkdir(parents=True, exist_ok=True)
-    if tokenizer:
-        shutil.copyfile(pathlib.Path(tokenizer).expanduser(), directory / TOKENIZER)
-    written = TokenFiles(
-        version=VERSION,
-        dtype=dtype,
-        vocab_size=encoder.vocab_size,
-        bos_token=encoder.bos_token,
-        tokenizer=TOKENIZER if tokenizer else "",
-        splits={
-            split: _write_file(directory / f"{split}.bin", files, encoder, dtype)
-            for split, files in parts.items()
-        },
-    )
-    # The description appears at once and last, so it never describes files that are missing.
-    unfinished = directory / f"{DESCRIPTION}.unfinished"
-    unfinished.write_text(json.dumps(dataclasses.asdict(written), indent=2) + "\n")
-    os.replace(unfinished, directory / DESCRIPTION)
-    return written
-
-
-def _write_file(
-    path: pathlib.Path, files: Sequence[TextFile], tokenizer: Tokenizer, dtype: str
-) -> TokenFile:
-    num_tokens, digest = 0, hashlib.blake2b(digest_size=8)
-    with open(path, "wb") as opened:
-        for tokens in encode_files(files, tokenizer):
-            data = tokens.astype(dtype).tobytes()
-            num_tokens += len(tokens)
-            digest.update(data)
-            opened.write(data)
-        opened.flush()
-        os.fsync(opened.fileno())
-    num_bytes = sum(file.size for file in files)
-    return TokenFile(num_tokens, num_bytes, len(files), digest.hexdigest())
+    job = make_job(source, text, tokenizer=tokenizer, field=field, held_out=held_out)
+    return run_job(job, pathlib.Path(output).expanduser(), processes=processes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes token files and prints what they hold."""
+    """Writes token files, shows the progress, and prints what they hold."""
     parser = OneSentenceParser(
         prog="python -m manualpar.data.tokenize",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--input", required=True, help='a directory, a glob, or ""')
+    parser.add_argument("--input", required=True, help='a file, a directory, a glob, or ""')
     parser.add_argument("--output", required=True, help="the directory to make")
+    parser.add_argument("--source", default="text", choices=("text", *SUFFIXES))
     parser.add_argument("--tokenizer", default="", help="a tokenizer.json; without one, bytes")
+    parser.add_argument("--field", default="text", help="the field or column with the text")
+    parser.add_argument("--held-out", type=float, default=HELD_OUT, help="for each of eval, test")
+    parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args(arguments)
+    if args.processes < 1:
+        parser.error(f"--processes={args.processes}: expected at least 1")
+    if not 0 < args.held_out < 0.5:
+        parser.error(f"--held-out={args.held_out}: expected a share between 0 and 0.5")
     try:
-        written = write_token_files(args.input, args.output, tokenizer=args.tokenizer)
+        job = make_job(
+            args.source,
+            args.input,
+            tokenizer=args.tokenizer,
+            field=args.field,
+            held_out=args.held_out,
+        )
+        with _shown(job.size) as report:
+            directory = pathlib.Path(args.output).expanduser()
+            written = run_job(job, directory, processes=args.processes, report=report)
+    except DamagedDataError as error:
+        print_error(error)
+        return DAMAGED_EXIT_CODE
     except (OSError, ValueError) as error:
         named = f"--output={args.output}: " if "config." not in str(error) else ""
         parser.error(f"{named}{error}")
+    except KeyboardInterrupt:
+        print_error("interrupted; the same command goes on where it was")
+        return INTERRUPTED_EXIT_CODE
     for split, part in written.splits.items():
+        in_bytes = f", {part.tokens / part.bytes:.3f} tokens a byte" if part.bytes else ""
         print(
-            f"{split}: {part.documents} documents, {part.bytes} bytes, {part.tokens} tokens, "
-            f"{part.tokens / part.bytes:.3f} tokens a byte"
+            f"{split}: {part.documents} documents, {part.bytes} bytes, {part.tokens} tokens"
+            f"{in_bytes}"
         )
     return 0
+
+
+@contextlib.contextmanager
+def _shown(size: int) -> Iterator[Callable[[Progress], None]]:
+    """A progress bar of bytes, documents and tokens a second, where there is a terminal."""
+    require("python -m manualpar.data.tokenize", "rich")
+    import rich.console
+    import rich.progress
+
+    columns = (
+        rich.progress.BarColumn(),
+        rich.progress.DownloadColumn(),
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.TimeRemainingColumn(),
+    )
+    console = rich.console.Console(stderr=True)
+    begun = time.monotonic()
+    with rich.progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=size)
+
+        def report(progress: Progress) -> None:
+            rate = progress.tokens / max(time.monotonic() - begun, 1e-3)
+            description = f"{progress.documents:,} documents, {rate:,.0f} tokens/s"
+            bar.update(task, completed=min(progress.bytes, size), description=description)
+
+        yield report
 
 
 if __name__ == "__main__":

@@ -6,16 +6,20 @@ Every tokenizer has a token BOS that no text contains; it begins each document.
 import hashlib
 import os
 import pathlib
+import reprlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from manualpar.extras import require
+from manualpar.untrusted import read_object
 
 if TYPE_CHECKING:
     import tokenizers
 
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 # Names of the token that begins, or separates, documents; the first one that is there is taken.
 BOS_NAMES = (
     "<|begin_of_text|>",
@@ -35,6 +39,8 @@ class ByteTokenizer:
     fingerprint = "bytes"  # Equal for tokenizers that make the same tokens of every text.
     vocab_size = 257  # All tokens are less than that.
     bos_token = 256
+    end_token = 256  # It ends an answer; a BOS ends documents too.
+    files: tuple[pathlib.Path, ...] = ()  # What `load_tokenizer` needs to make it again.
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """The bytes of each document, `int32[N]` without BOS, whether or not they are UTF-8."""
@@ -57,9 +63,18 @@ class FileTokenizer:
     """
 
     def __init__(
-        self, tokenizer: "tokenizers.Tokenizer", *, bos_token: int, fingerprint: str
+        self,
+        tokenizer: "tokenizers.Tokenizer",
+        *,
+        bos_token: int,
+        fingerprint: str,
+        end_token: int | None = None,
+        files: tuple[pathlib.Path, ...] = (),
     ) -> None:
-        """Takes a tokenizer whose vocabulary has `bos_token`, and changes its settings."""
+        """Takes a tokenizer whose vocabulary has `bos_token`, and changes its settings.
+
+        Without an `end_token` it is BOS, which ends documents.
+        """
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
@@ -67,13 +82,15 @@ class FileTokenizer:
         # Not the count, because numbers in between may be missing.
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
         self.bos_token = bos_token
+        self.end_token = bos_token if end_token is None else end_token
         self.fingerprint = fingerprint
+        self.files = files
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """The tokens of each document, `int32[N]` without BOS; the cores share the documents."""
         texts = [data.decode(errors="replace") for data in documents]
         try:
-            encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # The library raises nothing more special.
             raise ValueError(
                 f"config.data.tokenizer cannot encode a text ({error}); expected a tokenizer that "
@@ -94,7 +111,12 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Loads a `tokenizer.json`, or for "" the tokenizer of bytes.
+    """Loads a tokenizer.
+
+    Args:
+      path: A `tokenizer.json`; or a directory that holds one, such as that of a model, whose
+        `tokenizer_config.json` says which token begins documents and which ends answers; or "" for
+        the tokenizer of bytes.
 
     Raises:
       ValueError: The file is missing, is no tokenizer, or has no token for BOS.
@@ -107,8 +129,18 @@ def load_tokenizer(path: str) -> Tokenizer:
 
     expected = "expected the tokenizer.json of a Hugging Face tokenizer, or '' for bytes"
     file = pathlib.Path(os.path.expanduser(path))
+    files: tuple[pathlib.Path, ...] = ()
+    named: dict[str, str] = {}
+    if os.path.isdir(file):
+        directory, file = file, file / TOKENIZER
+        if os.path.isfile(directory / TOKENIZER_CONFIG):
+            files = (directory / TOKENIZER_CONFIG,)
+            try:
+                named = special_tokens(read_object(files[0], follow_links=True))
+            except (OSError, ValueError) as error:
+                raise refuse(f"has a {TOKENIZER_CONFIG} that {error}") from error
     if not os.path.isfile(file):
-        raise refuse(f"is no file; {expected}")
+        raise refuse(f"is no file; {expected}" if not files else f"lacks {TOKENIZER}; {expected}")
     require("config.data.tokenizer", "tokenizers")
     import tokenizers
 
@@ -116,12 +148,18 @@ def load_tokenizer(path: str) -> Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # The library raises nothing more special.
         raise refuse(f"cannot be read ({error}); {expected}") from error
-    bos_tokens = [tokenizer.token_to_id(name) for name in BOS_NAMES]
-    bos_token = next((token for token in bos_tokens if token is not None), None)
+    for kind, name in named.items():
+        if tokenizer.token_to_id(name) is None:
+            raise refuse(f"has no token {name!r}, the {kind} of its {TOKENIZER_CONFIG}")
+    names = [named["bos_token"]] if "bos_token" in named else BOS_NAMES
+    found = [tokenizer.token_to_id(name) for name in names]
+    bos_token = next((token for token in found if token is not None), None)
+    end_token = tokenizer.token_to_id(named["eos_token"]) if "eos_token" in named else None
+    bos_token = end_token if bos_token is None else bos_token
     if bos_token is None:
-        names = ", ".join(BOS_NAMES)
         raise refuse(
-            f"has no token to begin documents with; expected one of {names} among its added tokens"
+            "has no token to begin documents with; expected one of "
+            f"{', '.join(BOS_NAMES)} among its added tokens"
         )
     most = 2**31 - 1
     if (largest := max(tokenizer.get_vocab().values())) >= most:
@@ -129,5 +167,30 @@ def load_tokenizer(path: str) -> Tokenizer:
             f"has a token of number {largest}; expected less than {most}, so that int32 holds them "
             "all"
         )
-    fingerprint = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
-    return FileTokenizer(tokenizer, bos_token=bos_token, fingerprint=fingerprint)
+    digest = hashlib.blake2b(file.read_bytes(), digest_size=8)
+    if named:
+        digest.update(f"{bos_token} {end_token}".encode())
+    return FileTokenizer(
+        tokenizer,
+        bos_token=bos_token,
+        end_token=end_token,
+        fingerprint=digest.hexdigest(),
+        files=(file, *files),
+    )
+
+
+def special_tokens(fields: dict[str, Any]) -> dict[str, str]:
+    """The texts of the tokens that a `tokenizer_config.json` names, by the names of its fields.
+
+    Raises:
+      ValueError: A field is neither a text, nor an object with one, nor null.
+    """
+    found = {}
+    for name in ("bos_token", "eos_token"):
+        value = fields.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            found[name] = value
+        elif value is not None:
+            raise ValueError(f"has {name}={reprlib.repr(value)}, expected a text")
+    return found

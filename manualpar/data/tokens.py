@@ -3,7 +3,8 @@
 `python -m manualpar.data.tokenize` makes a directory with
 
     train.bin  eval.bin  test.bin   each a `TokenStream` as little-endian uint16 or uint32
-    tokenizer.json                  the tokenizer, unless tokens are bytes
+    tokenizer.json                  the tokenizer, unless tokens are bytes; tokenizer_config.json
+                                    too, if it came from a directory with one
     tokens.json                     a `TokenFiles`, written last: without it nothing is complete
 
 A process touches only the pages of the files that its sequences lie in.
@@ -25,13 +26,12 @@ from manualpar.data.dataset import (
     TokenSplit,
     make_fingerprint,
 )
-from manualpar.data.tokenizer import load_tokenizer
+from manualpar.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, load_tokenizer
 from manualpar.untrusted import read_object
 
 VERSION = 1
 DTYPES = ("<u2", "<u4")
 DESCRIPTION = "tokens.json"
-TOKENIZER = "tokenizer.json"
 LOOKED_AT = 2**16
 TYPES: Mapping[Any, str] = {int: "an integer", str: "a string"}
 
@@ -41,7 +41,7 @@ class TokenFile:
     """The content of one file."""
 
     tokens: int  # With every BOS.
-    bytes: int  # Of the text that they were made of.
+    bytes: int  # Of the text that they were made of; 0 if nobody knows.
     documents: int
     blake2b: str  # The file's hash, 16 hexadecimal digits.
 
@@ -67,8 +67,9 @@ def load_tokens(path: str, *, sequence_length: int) -> LanguageDataset:
       ValueError: A file is missing, or does not fit the description.
     """
     directory = pathlib.Path(os.path.expanduser(path))
-    files = _read_description(directory, path)
-    tokenizer = load_tokenizer(str(directory / files.tokenizer) if files.tokenizer else "")
+    files = read_description(directory, path)
+    file = directory / files.tokenizer if files.tokenizer else ""
+    tokenizer = load_tokenizer(str(directory if (directory / TOKENIZER_CONFIG).exists() else file))
     if (tokenizer.vocab_size, tokenizer.bos_token) != (files.vocab_size, files.bos_token):
         raise _refuse(
             path,
@@ -105,8 +106,8 @@ def _refuse(path: str, what: str) -> ValueError:
     return ValueError(f"config.data.path is {path!r}, {what}; {made_by}.")
 
 
-def _read_description(directory: pathlib.Path, path: str) -> TokenFiles:
-    """Reads and checks `tokens.json`."""
+def read_description(directory: pathlib.Path, path: str) -> TokenFiles:
+    """Reads and checks the `tokens.json` of a directory, which errors call `path`."""
     file = directory / DESCRIPTION
     if not os.path.isfile(file):
         complete = f"complete with its {DESCRIPTION}"
@@ -132,7 +133,7 @@ def _parse_description(fields: Any) -> TokenFiles:
         part = _object(splits.get(split), f"splits.{split}")
         _check_fields(part, TokenFile, f"splits.{split}.")
         # The smallest stream has a token besides the BOS that begins it.
-        for field, least in (("tokens", 2), ("bytes", 1), ("documents", 1)):
+        for field, least in (("tokens", 2), ("bytes", 0), ("documents", 1)):
             if (value := part[field]) < least:
                 raise ValueError(f"has splits.{split}.{field}={value}, expected at least {least}")
         parts[split] = TokenFile(**part)

@@ -31,7 +31,10 @@ SETTINGS = (
 )
 FIRST_EXAMPLES = 8
 # Fields that may differ; a prefix ends in a dot.
-LOCAL = ("watch.", "profile", "debug.draw_sharding", "data.path", "data.tokenizer", "data.prefetch")
+LOCAL = (
+    *("watch.", "profile", "debug.draw_sharding"),
+    *("data.path", "data.tokenizer", "data.cache", "data.prefetch"),
+)
 
 
 def run_facts(command: CommandLine) -> Facts:

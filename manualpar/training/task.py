@@ -91,6 +91,9 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         path=data.path,
         tokenizer=data.tokenizer,
         sequence_length=length,
+        field=data.field,
+        held_out=data.held_out,
+        cache=data.cache,
     )
     assert isinstance(dataset, LanguageDataset)
     tokenizer, is_split = dataset.tokenizer, splits_layers(config)
@@ -110,9 +113,10 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
     )
 
     def derive(split: str, means: dict[str, float]) -> dict[str, float]:
-        # In bits per byte models with different tokens can be compared.
-        tokens_per_byte = getattr(dataset, split).tokens_per_byte
-        more = {"bits_per_byte": means["loss"] / math.log(2) * tokens_per_byte}
+        more = {}
+        if tokens_per_byte := getattr(dataset, split).tokens_per_byte:
+            # In bits per byte models with different tokens can be compared.
+            more["bits_per_byte"] = means["loss"] / math.log(2) * tokens_per_byte
         if model.num_experts:
             # The load of the busiest one, in multiples of an equal share.
             shares = [means[f"expert_{index}"] for index in range(model.num_experts)]
@@ -138,7 +142,7 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         dataset=dataset,
         model=model,
         loss_fn=mixture_of_experts_loss if model.num_experts else language_model_loss,
-        headline="bits_per_byte",
+        headline="bits_per_byte" if dataset.test.tokens_per_byte else "loss",
         flops_per_example=flops_per_token(model, length) * length,
         tokens_per_example=length,
         derive=derive,

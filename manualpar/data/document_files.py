@@ -1,0 +1,356 @@
+"""Files of many documents: JSON lines, Parquet and ArrayRecord, read in parts and without trust.
+
+A document is a text, as UTF-8, or tokens that somebody has made already, an array of integers. It
+comes from one field of a JSON object, one column of a table, or a whole record.
+
+Files are divided into parts of about `PART_BYTES`, which processes read independently of each
+other. Files alone decide what the parts are. No part of a file is in memory but the documents that
+are being read: at most a line, a batch of rows, or a group of records.
+
+Nothing of a file is believed: a line that is no JSON, a missing field, a value of another type and
+bytes that are no UTF-8 are each a `DamagedDataError` that names the file and the line, row or
+record, counted from one.
+"""
+
+import contextlib
+import dataclasses
+import io
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from manualpar.data.dataset import DamagedDataError
+from manualpar.data.text import files_of_path
+from manualpar.extras import require
+from manualpar.untrusted import MAX_BYTES, parse_object
+
+# What a directory is searched for; files that are named, or that a glob stands for, are all taken.
+SUFFIXES = {
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "parquet": (".parquet",),
+    "arrayrecord": (".array_record", ".arrayrecord"),
+}
+PART_BYTES = 2**24
+ROWS_AT_ONCE = 256
+# Types of tokens in a record, by the names that `config.data.field` has for them.
+TOKEN_DTYPES = ("<u2", "<i4", "<u4", "<i8")
+Document = bytes | np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentFile:
+    """A file, and how it was when it was found.
+
+    Attributes:
+      path: Where it lies.
+      name: Its path from the directory of all, with slashes.
+      size: Its bytes.
+      modified: When it was last changed, in nanoseconds.
+    """
+
+    path: str
+    name: str
+    size: int
+    modified: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Consecutive documents of a file.
+
+    Attributes:
+      source: One of `SUFFIXES`.
+      file: The file.
+      field: The field, or the column; for ArrayRecord see `read_part`.
+      start: The first byte, row group or record.
+      stop: The one after the last. A line belongs to the part that it begins in.
+      size: About how many bytes it has.
+    """
+
+    source: str
+    file: DocumentFile
+    field: str
+    start: int
+    stop: int
+    size: int
+
+
+def find_document_files(path: str, source: str) -> list[DocumentFile]:
+    """Finds files that are not empty, in the order of the hashes of their names.
+
+    Args:
+      path: A file, a directory, for all files under it with one of the `SUFFIXES` except hidden
+        ones, or a glob.
+      source: One of `SUFFIXES`.
+
+    Raises:
+      ValueError: There are no files, or one cannot be read.
+    """
+    found = files_of_path(path, SUFFIXES[source]) if path else []
+    if not found:
+        raise ValueError(
+            f"config.data.path is {path!r}, which stands for no file with anything in it; expected "
+            f"a file, a glob, or a directory with {' or '.join(SUFFIXES[source])} files."
+        )
+    return [
+        DocumentFile(str(file.path), file.name, file.file_size, os.stat(file.path).st_mtime_ns)
+        for file in found
+    ]
+
+
+def open_document_file(path: str) -> io.BufferedReader:
+    """Opens a file for reading; the one place where files of documents are opened as bytes.
+
+    Raises:
+      DamagedDataError: It cannot be opened.
+    """
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise DamagedDataError(
+            f"{path} cannot be read ({error.strerror}); bring it back as it was."
+        ) from error
+
+
+def divide(source: str, files: Sequence[DocumentFile], field: str) -> list[Part]:
+    """The parts of all files, in order.
+
+    Raises:
+      DamagedDataError: A file is not of its format, or has no such column.
+      ValueError: There cannot be such a field.
+    """
+    if not field:
+        raise ValueError("config.data.field is '', expected the name of the field with the text.")
+    if source == "arrayrecord" and field != "text" and field not in TOKEN_DTYPES:
+        raise ValueError(
+            f"config.data.field is {field!r}, expected 'text' for records of UTF-8 text, or the "
+            f"type of their tokens, one of {TOKEN_DTYPES}."
+        )
+    of_file = {"jsonl": _line_parts, "parquet": _row_parts, "arrayrecord": _record_parts}[source]
+    return [
+        Part(source, file, field, start, stop, size)
+        for file in files
+        for start, stop, size in of_file(file, field)
+    ]
+
+
+def read_part(part: Part) -> Iterator[Document]:
+    """Reads the documents of a part one after the other; empty ones are left out.
+
+    The field of an ArrayRecord is "text", or one of `TOKEN_DTYPES`.
+
+    Raises:
+      DamagedDataError: The file is damaged, has changed, or holds something else.
+    """
+    found = os.stat(part.file.path) if os.path.exists(part.file.path) else None
+    if found is None or (found.st_size, found.st_mtime_ns) != (part.file.size, part.file.modified):
+        raise DamagedDataError(
+            f"{part.file.path} has changed since it was found; files of data must stay as they are "
+            "while they are in use."
+        )
+    read = {"jsonl": _read_lines, "parquet": _read_rows, "arrayrecord": _read_records}[part.source]
+    for document in read(part):
+        if len(document):
+            yield document
+
+
+def _line_parts(file: DocumentFile, field: str) -> Iterator[tuple[int, int, int]]:
+    del field
+    for start in range(0, file.size, PART_BYTES):
+        stop = min(start + PART_BYTES, file.size)
+        yield start, stop, stop - start
+
+
+def lines_of(part: Part) -> Iterator[tuple[int, bytes]]:
+    """Where the lines that begin in a part begin, and the lines; blank ones are left out."""
+    with open_document_file(part.file.path) as file:
+        if part.start:
+            # The byte before may end a line; otherwise the line is the previous part's.
+            file.seek(part.start - 1)
+            while not (piece := file.readline(MAX_BYTES)).endswith(b"\n") and piece:
+                pass
+        while (place := file.tell()) < part.stop and (line := file.readline(MAX_BYTES + 1)):
+            if line.strip():
+                yield place, line
+
+
+def line_error(part: Part, place: int, what: object) -> DamagedDataError:
+    """The error of the line that begins at a place of the file."""
+    with open_document_file(part.file.path) as file:
+        number, left = 1, place
+        while left and (piece := file.read(min(left, 2**20))):
+            number, left = number + piece.count(b"\n"), left - len(piece)
+    return DamagedDataError(f"{part.file.path}, line {number}: {what}.")
+
+
+def _read_lines(part: Part) -> Iterator[Document]:
+    for place, line in lines_of(part):
+        try:
+            fields = parse_object(line)
+            if part.field not in fields:
+                there = ", ".join(map(repr, list(fields)[:8])) or "none"
+                raise ValueError(f"has no field {part.field!r}, only {there}")
+            yield as_document(fields[part.field], f"has in {part.field!r}")
+        except ValueError as error:
+            raise line_error(part, place, error) from error
+
+
+def as_document(value: Any, where: str) -> Document:
+    """A value as a document.
+
+    Raises:
+      ValueError: It is neither a text nor a list of tokens; the message begins with `where`.
+    """
+    if isinstance(value, str):
+        try:
+            return value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{where} half of a surrogate pair, character {error.start}, which is no text"
+            ) from None
+    # Neither True nor 1.0 is a token.
+    if isinstance(value, list) and all(type(token) is int for token in value):
+        if value and not (min(value) >= 0 and max(value) < 2**31):
+            raise ValueError(f"{where} a token below 0, or above 2**31 - 1")
+        return np.array(value, np.int64)
+    kind = "a list that is not all integers" if isinstance(value, list) else type(value).__name__
+    kind = {"NoneType": "null"}.get(kind, kind)
+    raise ValueError(f"{where} {kind}, expected a text or a list of tokens")
+
+
+@contextlib.contextmanager
+def _parquet(file: DocumentFile) -> Iterator[Any]:
+    require("config.data.source='parquet'", "pyarrow")
+    import pyarrow
+    import pyarrow.parquet
+
+    with open_document_file(file.path) as opened:
+        try:
+            table = pyarrow.parquet.ParquetFile(opened)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise DamagedDataError(
+                f"{file.path} is no Parquet file ({_first_line(error)})."
+            ) from error
+        yield table
+
+
+def _row_parts(file: DocumentFile, field: str) -> Iterator[tuple[int, int, int]]:
+    with _parquet(file) as table:
+        import pyarrow
+
+        schema, metadata = table.schema_arrow, table.metadata
+        if schema.names.count(field) != 1:
+            there = ", ".join(map(repr, schema.names[:8]))
+            raise DamagedDataError(
+                f"{file.path} has {schema.names.count(field)} columns {field!r}, expected one; it "
+                f"has {there}. Name the column with the text in config.data.field."
+            )
+        kind = schema.field(field).type
+        kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        types = pyarrow.types
+        is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+        is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+        if not is_text and not (is_list and types.is_integer(kind.value_type)):
+            raise DamagedDataError(
+                f"{file.path} has the type {kind} in its column {field!r}, expected texts or lists "
+                "of tokens."
+            )
+        first = size = 0
+        for group in range(metadata.num_row_groups):
+            size += metadata.row_group(group).total_byte_size
+            if size >= PART_BYTES or group == metadata.num_row_groups - 1:
+                yield first, group + 1, size
+                first, size = group + 1, 0
+
+
+def _read_rows(part: Part) -> Iterator[Document]:
+    with _parquet(part.file) as table:
+        import pyarrow
+
+        groups = range(part.start, part.stop)
+        row = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
+        batches = table.iter_batches(
+            ROWS_AT_ONCE, row_groups=groups, columns=[part.field], use_threads=False
+        )
+        while True:
+            try:
+                batch = next(batches, None)
+                values = [] if batch is None else batch.column(0).to_pylist()
+            except (OSError, ValueError, pyarrow.ArrowException) as error:
+                raise DamagedDataError(
+                    f"{part.file.path} is damaged after row {row} ({_first_line(error)})."
+                ) from error
+            if batch is None:
+                return
+            for value in values:
+                row += 1
+                try:
+                    yield as_document(value, f"has in {part.field!r}")
+                except ValueError as error:
+                    raise DamagedDataError(f"{part.file.path}, row {row}: {error}.") from error
+
+
+def _records(file: DocumentFile) -> Any:
+    require("config.data.source='arrayrecord'", "array_record")
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    reader = ArrayRecordReader(file.path)
+    if not reader.ok() or not reader.num_records():
+        raise DamagedDataError(f"{file.path} is no ArrayRecord file, or has no record.")
+    return reader
+
+
+def _record_parts(file: DocumentFile, field: str) -> Iterator[tuple[int, int, int]]:
+    del field
+    reader = _records(file)
+    count = reader.num_records()
+    reader.close()
+    parts = min(count, -(-file.size // PART_BYTES))
+    for index in range(parts):
+        start, stop = count * index // parts, count * (index + 1) // parts
+        yield start, stop, file.size * stop // count - file.size * start // count
+
+
+def _read_records(part: Part) -> Iterator[Document]:
+    reader = _records(part.file)
+    try:
+        for start in range(part.start, part.stop, ROWS_AT_ONCE):
+            stop = min(start + ROWS_AT_ONCE, part.stop)
+            try:
+                records = reader.read(start, stop)
+            except Exception as error:  # The library's own are not exported.
+                raise DamagedDataError(
+                    f"{part.file.path} is damaged after record {start} ({_first_line(error)})."
+                ) from error
+            if len(records) != stop - start:
+                raise DamagedDataError(f"{part.file.path} is damaged after record {start}.")
+            for number, record in enumerate(records, start + 1):
+                try:
+                    yield _record_document(record, part.field)
+                except ValueError as error:
+                    raise DamagedDataError(
+                        f"{part.file.path}, record {number}: {error}."
+                    ) from error
+    finally:
+        reader.close()
+
+
+def _record_document(record: bytes, field: str) -> Document:
+    if field == "text":
+        try:
+            record.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"is not UTF-8 (byte {error.start})") from None
+        return record
+    if len(record) % np.dtype(field).itemsize:
+        raise ValueError(f"has {len(record)} bytes, expected tokens of type {field}")
+    tokens = np.frombuffer(record, field).astype(np.int64)
+    if len(tokens) and not (tokens.min() >= 0 and tokens.max() < 2**31):
+        raise ValueError("has a token below 0, or above 2**31 - 1")
+    return tokens
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".")

@@ -1,0 +1,230 @@
+"""Makes a directory of token files of files of documents, in parts, with any number of processes.
+
+The files alone decide what the parts are and in which order they stand. A process makes the tokens
+of a part and writes them into the folder `parts`, and last of all a small file that says that the
+part is finished. When all parts are, they are joined. So the result is the same to the byte with
+one process and with many, and a call that was killed goes on with the parts that were not finished.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from manualpar.data.dataset import SPLITS, make_fingerprint
+from manualpar.data.document_files import PART_BYTES, Part, divide, find_document_files
+from manualpar.data.text import TextFile, find_files, split_files
+from manualpar.data.token_parts import (
+    DocumentEncoder,
+    Encoder,
+    Progress,
+    TextPart,
+    finished_file,
+    tokens_file,
+    write_whole,
+)
+from manualpar.data.token_processes import Work, make_parts
+from manualpar.data.tokenizer import TOKENIZER, load_tokenizer
+from manualpar.data.tokens import DESCRIPTION, VERSION, TokenFile, TokenFiles, read_description
+from manualpar.untrusted import read_object
+
+HELD_OUT = 0.02
+PARTS, JOB, LOCK = "parts", "job.json", "lock"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What makes a directory of token files.
+
+    Attributes:
+      parts: What is read.
+      tokenizer: See `load_tokenizer`.
+      held_out: The share of the documents that is held out for each of eval and test.
+      key: Differs if anything does that the result depends on.
+    """
+
+    parts: tuple[Part | TextPart, ...]
+    tokenizer: str
+    held_out: float
+    key: str
+
+    @property
+    def size(self) -> int:
+        """The bytes of all parts, as far as they are known before they are read."""
+        return sum(part.size for part in self.parts)
+
+    def make_encoder(self) -> Encoder:
+        """What makes the tokens of its parts."""
+        return DocumentEncoder(load_tokenizer(self.tokenizer), self.held_out)
+
+
+def make_job(
+    source: str,
+    path: str,
+    *,
+    tokenizer: str = "",
+    field: str = "text",
+    held_out: float = HELD_OUT,
+) -> Job:
+    """Finds files, and divides them into parts.
+
+    Args:
+      source: `text`, `jsonl`, `parquet` or `arrayrecord`.
+      path: The files; see `find_files` for `text`, otherwise `find_document_files`.
+      tokenizer: See `load_tokenizer`.
+      field: See `Part`.
+      held_out: The share of each of eval and test, for other sources than `text`.
+
+    Raises:
+      ValueError: An argument, or what it names, does not fit.
+    """
+    parts: list[Part | TextPart] = []
+    if source == "text":
+        for split, files in split_files(find_files(path), path).items():
+            parts += _text_parts(split, files)
+        files_key: list[Any] = [
+            [part.split, [(f.name, f.start, f.size, _changed(f.path)) for f in part.files]]
+            for part in parts
+            if isinstance(part, TextPart)
+        ]
+    else:
+        found = find_document_files(path, source)
+        parts += divide(source, found, field)
+        files_key = [[f.path, f.name, f.size, f.modified] for f in found]
+    fingerprint = load_tokenizer(tokenizer).fingerprint
+    key = make_fingerprint(
+        [VERSION, PART_BYTES], source, files_key, len(parts), fingerprint, field, held_out
+    )
+    return Job(tuple(parts), tokenizer, held_out, key)
+
+
+def run_job(
+    job: Job,
+    directory: pathlib.Path,
+    *,
+    processes: int = 1,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> TokenFiles:
+    """Makes the directory, or finishes one that an interrupted call with an equal job left behind.
+
+    Args:
+      job: What to make.
+      directory: Where; the folders above it need not exist.
+      processes: How many make tokens. One is this one.
+      report: Is called now and then.
+
+    Raises:
+      ValueError: The directory holds something else, or a split got no document.
+      DamagedDataError: A file of documents is damaged; or a process ended.
+      OSError: The directory cannot be written to.
+    """
+    parts = directory / PARTS
+    _begin_directory(job, directory, parts)
+    with _lock(parts):
+        if not (directory / DESCRIPTION).exists():  # Another process may have finished it just now.
+            finished = {n for n in range(len(job.parts)) if finished_file(parts, n).exists()}
+            left = {n: part for n, part in enumerate(job.parts) if n not in finished}
+            done = Progress(job.size - sum(part.size for part in left.values()), 0, 0)
+            make_parts(Work(left, parts, job.make_encoder, done), processes, report)
+            written = _join(job, directory, parts)
+            shutil.rmtree(parts)
+            return written
+    return read_description(directory, str(directory))
+
+
+def _text_parts(split: str, files: Sequence[TextFile]) -> Iterator[TextPart]:
+    collected: list[TextFile] = []
+    for file in files:
+        collected.append(file)
+        if sum(each.size for each in collected) >= PART_BYTES or len(collected) == 4096:
+            yield TextPart(split, tuple(collected))
+            collected = []
+    if collected:
+        yield TextPart(split, tuple(collected))
+
+
+def _changed(path: pathlib.Path) -> int:
+    return os.stat(path).st_mtime_ns
+
+
+def _begin_directory(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> None:
+    if (directory / DESCRIPTION).exists() or (directory.exists() and not directory.is_dir()):
+        raise ValueError(
+            f"output is {str(directory)!r}, where there is something already; expected a directory "
+            "to make."
+        )
+    parts.mkdir(parents=True, exist_ok=True)
+    described = parts / JOB
+    if described.exists():
+        try:
+            found = read_object(described).get("key")
+        except (OSError, ValueError):
+            found = None
+        if found != job.key:
+            raise ValueError(
+                f"output is {str(directory)!r}, where an unfinished call had other files, files "
+                "that have changed since, or other options; expected the same ones, or another "
+                "directory. Delete it to begin again."
+            )
+    else:
+        write_whole(described, {"key": job.key})
+
+
+@contextlib.contextmanager
+def _lock(parts: pathlib.Path) -> Iterator[None]:
+    """Lets one process at a time write parts; another waits, and finds what the first made."""
+    with open(parts / LOCK, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
+    tokenizer = load_tokenizer(job.tokenizer)
+    dtype = job.make_encoder().dtype
+    numbers = range(len(job.parts))
+    counts = [json.loads(finished_file(parts, number).read_text()) for number in numbers]
+    splits = {}
+    for split in SPLITS:
+        total = {name: sum(part[split][name] for part in counts) for name in counts[0][split]}
+        if not total["documents"]:
+            everything = sum(part[name]["documents"] for part in counts for name in SPLITS)
+            raise ValueError(
+                f"config.data.held_out is {job.held_out}, which leaves no document of {everything} "
+                f"for {split}; expected a larger share, or more documents."
+            )
+        size = 0 if total["unknown"] else total["bytes"]
+        digest, end = hashlib.blake2b(digest_size=8), np.array([tokenizer.bos_token])
+        with open(directory / f"{split}.bin", "wb") as joined:
+            for number in numbers:
+                with open(tokens_file(parts, number, split), "rb") as file:
+                    while piece := file.read(2**22):
+                        digest.update(piece)
+                        joined.write(piece)
+            last = end.astype(dtype).tobytes()
+            digest.update(last)
+            joined.write(last)
+            joined.flush()
+            os.fsync(joined.fileno())
+        splits[split] = TokenFile(total["tokens"] + 1, size, total["documents"], digest.hexdigest())
+    names = [TOKENIZER, *(file.name for file in tokenizer.files[1:])]
+    for name, path in zip(names, tokenizer.files, strict=False):
+        shutil.copyfile(path, directory / name)
+    written = TokenFiles(
+        version=VERSION,
+        dtype=dtype,
+        vocab_size=tokenizer.vocab_size,
+        bos_token=tokenizer.bos_token,
+        tokenizer=TOKENIZER if tokenizer.files else "",
+        splits=splits,
+    )
+    # The description appears at once and last, so it never describes files that are missing.
+    write_whole(directory / DESCRIPTION, dataclasses.asdict(written))
+    return written

@@ -1,0 +1,188 @@
+"""The tokens of a part of the files of documents, on their way into a directory of token files.
+
+For each split a part has a file of tokens, `BOS doc BOS doc ... BOS doc`, and when all of these are
+on the disk, a small file that says how much they hold. Without that the part is not finished.
+
+A document of a file of many is in the split that a hash of its content decides, so that equal
+documents are in the same one, wherever they stand. Files of the source `text` are divided by their
+names, see `manualpar.data.text`.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from manualpar.data.dataset import SPLITS, DamagedDataError
+from manualpar.data.document_files import Document, Part, read_part
+from manualpar.data.text import TextFile
+from manualpar.data.tokenizer import Tokenizer
+from manualpar.data.tokens import DTYPES
+
+# A tokenizer gets so much at once.
+DOCUMENTS_AT_ONCE, BYTES_AT_ONCE = 64, 2**23
+
+
+@dataclasses.dataclass(frozen=True)
+class TextPart:
+    """Whole files of a split of the source `text`."""
+
+    split: str
+    files: tuple[TextFile, ...]
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return sum(file.size for file in self.files)
+
+
+class Progress(NamedTuple):
+    """How much is done."""
+
+    bytes: int  # Of the parts' sizes.
+    documents: int
+    tokens: int
+
+
+def finished_file(parts: pathlib.Path, number: int) -> pathlib.Path:
+    """The file that says that a part is finished."""
+    return parts / f"{number:06d}.json"
+
+
+def tokens_file(parts: pathlib.Path, number: int, split: str) -> pathlib.Path:
+    """The file of the tokens of a part that are in a split."""
+    return parts / f"{number:06d}-{split}.bin"
+
+
+def write_part(
+    part: Part | TextPart,
+    number: int,
+    parts: pathlib.Path,
+    encoder: "Encoder",
+    count: Callable[[Progress], None],
+) -> None:
+    """Writes the tokens of a part's documents by split, and then that it is finished.
+
+    Args:
+      part: The part.
+      number: Its number among all.
+      parts: The folder of parts.
+      encoder: Makes the tokens.
+      count: Is called with what has been done since it was called last.
+
+    Raises:
+      DamagedDataError: A file is damaged.
+      OSError: The folder cannot be written to.
+    """
+    counts = {split: {"tokens": 0, "bytes": 0, "unknown": 0, "documents": 0} for split in SPLITS}
+    with contextlib.ExitStack() as stack:
+        files = {
+            split: stack.enter_context(open(tokens_file(parts, number, split), "wb"))
+            for split in SPLITS
+        }
+        for batch in encoder.encode(part):
+            for split, tokens, num_bytes in batch:
+                files[split].write(tokens.astype(encoder.dtype).tobytes())
+                of_split = counts[split]
+                of_split["tokens"] += len(tokens)
+                of_split["documents"] += 1
+                of_split["bytes"] += num_bytes or 0
+                of_split["unknown"] += num_bytes is None
+            # Tokens that somebody made stand for about two bytes each.
+            done = sum(len(tokens) * 2 if size is None else size for _, tokens, size in batch)
+            count(Progress(done, len(batch), sum(len(tokens) for _, tokens, _ in batch)))
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+    write_whole(finished_file(parts, number), counts)
+
+
+# The split of a document, its tokens as they are written, and the bytes of its text if it has one.
+Encoded = tuple[str, np.ndarray, int | None]
+
+
+class Encoder(Protocol):
+    """Makes the tokens of documents."""
+
+    dtype: str  # Of the files of tokens, one of `DTYPES`.
+
+    def encode(self, part: Part | TextPart) -> Iterator[list[Encoded]]:
+        """The documents of a part in their order, some at a time."""
+
+
+class DocumentEncoder:
+    """Texts and tokens, each document behind a BOS."""
+
+    def __init__(self, tokenizer: Tokenizer, held_out: float) -> None:
+        """Takes the share of documents that is held out for each of eval and test."""
+        self._tokenizer, self._held_out = tokenizer, held_out
+        self.dtype = DTYPES[0] if tokenizer.vocab_size <= 2**16 else DTYPES[1]
+
+    def encode(self, part: Part | TextPart) -> Iterator[list[Encoded]]:
+        """See `Encoder`."""
+        bos = np.array([self._tokenizer.bos_token], np.int32)
+        for batch in _batches(self._documents(part)):
+            texts = [document for _, document in batch if isinstance(document, bytes)]
+            encoded = iter(self._tokenizer.encode_documents(texts))
+            yield [
+                (split, np.concatenate([bos, next(encoded)]), len(document))
+                if isinstance(document, bytes)
+                else (split, np.concatenate([bos, self._checked(part, document)]), None)
+                for split, document in batch
+            ]
+
+    def _documents(self, part: Part | TextPart) -> Iterator[tuple[str, Document]]:
+        if isinstance(part, TextPart):
+            for file in part.files:
+                yield part.split, file.read(0, file.size)
+            return
+        for document in read_part(part):
+            content = document if isinstance(document, bytes) else document.tobytes()
+            yield split_of_content(content, self._held_out), document
+
+    def _checked(self, part: Part | TextPart, tokens: np.ndarray) -> np.ndarray:
+        """Tokens that somebody has made, without the BOS that may begin them."""
+        if (largest := tokens.max()) >= self._tokenizer.vocab_size:
+            path = part.file.path if isinstance(part, Part) else part.files[0].path
+            raise DamagedDataError(
+                f"{path} has the token {largest}, expected less than the "
+                f"{self._tokenizer.vocab_size} of config.data.tokenizer."
+            )
+        return tokens[1:] if tokens[0] == self._tokenizer.bos_token else tokens
+
+
+def split_of_content(content: bytes, held_out: float) -> str:
+    """The split that a hash of a document's content decides."""
+    place = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64
+    return "eval" if place < held_out else "test" if place < 2 * held_out else "train"
+
+
+def _batches(
+    documents: Iterator[tuple[str, Document]],
+) -> Iterator[list[tuple[str, Document]]]:
+    collected: list[tuple[str, Document]] = []
+    size = 0
+    for split, document in documents:
+        collected.append((split, document))
+        size += len(document)
+        if len(collected) == DOCUMENTS_AT_ONCE or size >= BYTES_AT_ONCE:
+            yield collected
+            collected, size = [], 0
+    if collected:
+        yield collected
+
+
+def write_whole(path: pathlib.Path, content: Any) -> None:
+    """Writes a JSON file that appears at once, and is on the disk when this returns."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with open(unfinished, "w") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)

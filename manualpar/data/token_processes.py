@@ -1,0 +1,140 @@
+"""Makes the parts of a directory of token files, in this process or in several.
+
+Processes take the next part when they have finished one. They end with the process that began them,
+however that ends; a part that one was at is made again by the next call. No process waits for
+another one's tokens, so any of them may be slow.
+"""
+
+import dataclasses
+import multiprocessing
+import multiprocessing.connection
+import os
+import pathlib
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from manualpar.data.dataset import DamagedDataError
+from manualpar.data.document_files import Part
+from manualpar.data.token_parts import Encoder, Progress, TextPart, write_part
+
+SECONDS_BETWEEN_REPORTS = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The parts that are left to make.
+
+    Attributes:
+      parts: Every part by its number.
+      folder: Where they are written.
+      make_encoder: Makes what makes the tokens; processes are sent it.
+      done: What had been done before.
+    """
+
+    parts: dict[int, Part | TextPart]
+    folder: pathlib.Path
+    make_encoder: Callable[[], Encoder]
+    done: Progress
+
+
+def make_parts(work: Work, processes: int, report: Callable[[Progress], None]) -> None:
+    """Makes all parts.
+
+    Args:
+      work: The parts.
+      processes: How many make them; one is this one.
+      report: Is called now and then with all that is done.
+
+    Raises:
+      DamagedDataError: A file is damaged, or a process was ended from outside.
+      ValueError, OSError: See `write_part`.
+    """
+    if not work.parts:
+        return
+    if processes == 1:
+        _make_parts_here(work, report)
+        return
+    # Processes that are forked would inherit the locks of this one's threads.
+    spawn = multiprocessing.get_context("spawn")
+    # The three numbers of `Progress`, and how many parts have been taken.
+    shared = spawn.Array("q", [*work.done, 0])
+    pipes = [spawn.Pipe(duplex=False) for _ in range(min(processes, len(work.parts)))]
+    workers = [spawn.Process(target=_work, args=(work, shared, pipe)) for _, pipe in pipes]
+    try:
+        for worker in workers:
+            worker.start()
+        while left := [worker for worker in workers if worker.exitcode is None]:
+            multiprocessing.connection.wait([w.sentinel for w in left], SECONDS_BETWEEN_REPORTS)
+            for worker, (receiver, _) in zip(workers, pipes, strict=True):
+                if receiver.poll():
+                    raise receiver.recv()
+                if worker.exitcode:
+                    raise DamagedDataError(
+                        "a process that made tokens was ended from outside, for lack of memory "
+                        "perhaps; the same command goes on where it was."
+                    )
+            with shared.get_lock():
+                report(Progress(*shared[:3]))
+    finally:
+        for worker in workers:
+            if worker.pid is not None:
+                worker.terminate()
+                worker.join()
+
+
+def _make_parts_here(work: Work, report: Callable[[Progress], None]) -> None:
+    encoder, done = work.make_encoder(), work.done
+    for number, part in work.parts.items():
+        before = done.bytes
+
+        def count(more: Progress) -> None:
+            nonlocal done
+            done = Progress(*(a + b for a, b in zip(done, more, strict=True)))
+            report(done)
+
+        write_part(part, number, work.folder, encoder, count)
+        done = done._replace(bytes=before + part.size)
+        report(done)
+
+
+def _work(work: Work, shared: Any, errors: multiprocessing.connection.Connection) -> None:
+    """What a process does: takes parts until there are none left, or one fails."""
+    # Ctrl-C reaches this process too, and is for the one that waits for it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        encoder, numbers = work.make_encoder(), list(work.parts)
+        while (number := _take(shared, numbers)) is not None:
+            part, counted = work.parts[number], 0
+
+            def count(more: Progress) -> None:
+                nonlocal counted
+                counted += more.bytes
+                _add(shared, more)
+
+            write_part(part, number, work.folder, encoder, count)
+            _add(shared, Progress(part.size - counted, 0, 0))
+    except (ValueError, OSError) as error:
+        errors.send(error)
+
+
+def _take(shared: Any, numbers: Sequence[int]) -> int | None:
+    with shared.get_lock():
+        taken = shared[3]
+        shared[3] += 1
+    return numbers[taken] if taken < len(numbers) else None
+
+
+def _add(shared: Any, more: Progress) -> None:
+    with shared.get_lock():
+        for index, value in enumerate(more):
+            shared[index] += value
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,190 @@
+"""Files of many documents give each document once in any parts, and what is wrong has a place."""
+
+import json
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from manualpar.data import document_files
+from manualpar.data.dataset import DamagedDataError
+from manualpar.data.document_files import SUFFIXES, divide, find_document_files, read_part
+
+DOCUMENTS = [f"{i} \u00e9\u4e2d " + "x\n" * (i * 7 % 40) for i in range(60)]
+
+
+def write_documents(directory, source: str, documents=DOCUMENTS, field: str = "text") -> str:
+    """Writes documents, texts or lists of tokens, into a file of a source."""
+    path = str(directory / f"documents{SUFFIXES[source][0]}")
+    if source == "jsonl":
+        with open(path, "w") as file:
+            for number, document in enumerate(documents):
+                ends = "\r\n" if number % 3 else "\n\n"
+                ascii_only = bool(number % 2)
+                file.write(json.dumps({"a": 1, field: document}, ensure_ascii=ascii_only) + ends)
+    elif source == "parquet":
+        table = pyarrow.table({"a": range(len(documents)), field: documents})
+        pyarrow.parquet.write_table(table, path, row_group_size=7)
+    else:
+        writer = ArrayRecordWriter(path, "group_size:4")
+        for document in documents:
+            writer.write(
+                document.encode()
+                if isinstance(document, str)
+                else np.array(document, "<u2").tobytes()
+            )
+        writer.close()
+    return path
+
+
+def _read(path, source, field="text"):
+    parts = divide(source, find_document_files(path, source), field)
+    return parts, [document for part in parts for document in read_part(part)]
+
+
+@pytest.mark.parametrize("source", SUFFIXES)
+@pytest.mark.parametrize("part_bytes", [1, 100, 2**25])
+def test_every_document_is_in_one_part(tmp_path, monkeypatch, source, part_bytes):
+    monkeypatch.setattr(document_files, "PART_BYTES", part_bytes)
+    parts, documents = _read(write_documents(tmp_path, source), source)
+    assert [document.decode() for document in documents] == DOCUMENTS
+    assert (len(parts) == 1) == (part_bytes > 100)
+    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
+
+
+@pytest.mark.parametrize("source", SUFFIXES)
+def test_documents_may_be_tokens_already(tmp_path, source):
+    tokens = [[1, 2, 3], [], [65535, 0]]
+    path = write_documents(tmp_path, source, tokens, "ids")
+    _, documents = _read(path, source, "<u2" if source == "arrayrecord" else "ids")
+    assert [document.tolist() for document in documents] == [tokens[0], tokens[2]]
+
+
+def test_a_directory_is_searched_for_files_of_the_source(tmp_path):
+    for name in ("b/x.jsonl", "a.ndjson", ".hidden.jsonl", "notes.txt", "empty.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("" if "empty" in name else '{"text": "a"}\n')
+    found = find_document_files(str(tmp_path), "jsonl")
+    assert sorted(file.name for file in found) == ["a.ndjson", "b/x.jsonl"]
+    assert [file.name for file in find_document_files(f"{tmp_path}/*.txt", "jsonl")] == [
+        "notes.txt"
+    ]
+    with pytest.raises(ValueError, match=r"config\.data\.path is '.*', .*directory with \.parquet"):
+        find_document_files(str(tmp_path), "parquet")
+
+
+BAD_LINES = {
+    b'{"text": "a"': r"is not JSON \(",
+    b"[1]": r"is not a JSON object \(list\)",
+    b'{"text": "\xff"}': r"is not UTF-8 \(byte 10\)",
+    b'{"body": "a", "b": 1}': r"has no field 'text', only 'body', 'b'",
+    b'{"text": null}': r"has in 'text' null, expected a text or a list of tokens",
+    b'{"text": 3}': r"has in 'text' int, expected",
+    b'{"text": [1, 2.0]}': r"has in 'text' a list that is not all integers, expected",
+    b'{"text": [1, true]}': r"has in 'text' a list that is not all integers, expected",
+    b'{"text": [1, -2]}': r"has in 'text' a token below 0, or above",
+    b'{"text": [4294967296]}': r"has in 'text' a token below 0, or above",
+    b'{"text": "\\ud800"}': r"has in 'text' half of a surrogate pair, character 0",
+    b'{"text": ' + b"[" * 10**5 + b"}": r"is nested deeper than|is not JSON",
+    b'{"text": NaN}': r"is not JSON \(NaN",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_bad_line_is_named_by_its_number(tmp_path, monkeypatch, line):
+    monkeypatch.setattr(document_files, "PART_BYTES", 50)
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' * 20 + line + b"\n")
+    with pytest.raises(DamagedDataError, match=rf"^{path}, line 41: {BAD_LINES[line]}"):
+        _read(str(path), "jsonl")
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(document_files, "MAX_BYTES", 1000)
+    monkeypatch.setattr("manualpar.untrusted.MAX_BYTES", 1000)
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "' + "b" * 5000 + '"}\n')
+    with pytest.raises(DamagedDataError, match=r"line 2: has more than 1,000 bytes"):
+        _read(str(path), "jsonl")
+
+
+def _parquet(path, **columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"body": ["a"]}, r"has 0 columns 'text', expected one; it has 'body'\. Name the column"),
+        ({"text": [1.5]}, r"has the type double in its column 'text', expected texts or lists"),
+        ({"text": [[1.5]]}, r"has the type list<.*double> in its column"),
+        ({"text": ["a", None]}, r"row 2: has in 'text' null, expected a text"),
+        ({"text": [[1], [2, None]]}, r"row 2: has in 'text' a list that is not all integers"),
+    ],
+)
+def test_a_bad_table_is_named_by_its_row(tmp_path, columns, message):
+    path = tmp_path / "x.parquet"
+    _parquet(path, **columns)
+    with pytest.raises(DamagedDataError, match=rf"^{path},? {message}"):
+        _read(str(path), "parquet")
+
+
+def _cut(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def _garble(path):
+    content = bytearray(path.read_bytes())
+    content[100:1100] = b"\xff" * 1000
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [_cut, _garble])
+@pytest.mark.parametrize("source", ["parquet", "arrayrecord"])
+def test_a_damaged_file_is_an_error_and_no_text(tmp_path, source, damage):
+    rng = np.random.default_rng(0)
+    documents = [bytes(rng.integers(32, 127, 500, np.uint8)).decode() for _ in range(300)]
+    path = write_documents(tmp_path, source, documents)
+    damage(tmp_path / path)
+    read, message = [], ""
+    try:
+        _, read = _read(path, source)
+    except DamagedDataError as error:
+        message = str(error)
+    if message or source == "parquet":
+        assert message.startswith(path)
+        assert "\n" not in message
+    else:  # ArrayRecord reads on where nothing but unused space is damaged.
+        assert [document.decode() for document in read] == documents
+
+
+@pytest.mark.parametrize(
+    ("field", "record", "message"),
+    [
+        ("text", b"\xff", r"record 2: is not UTF-8 \(byte 0\)"),
+        ("<u4", b"abcde", r"record 2: has 5 bytes, expected tokens of type <u4"),
+        ("<i4", b"\xff" * 4, r"record 2: has a token below 0"),
+    ],
+)
+def test_a_bad_record_is_named_by_its_number(tmp_path, field, record, message):
+    path = str(tmp_path / "x.array_record")
+    writer = ArrayRecordWriter(path, "group_size:1")
+    for content in (b"abcd", record):
+        writer.write(content)
+    writer.close()
+    with pytest.raises(DamagedDataError, match=rf"^{path}, {message}"):
+        _read(path, "arrayrecord", field)
+    with pytest.raises(ValueError, match=r"^config\.data\.field is 'body', expected 'text'"):
+        _read(path, "arrayrecord", "body")
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
+    path = write_documents(tmp_path, "jsonl")
+    parts = divide("jsonl", find_document_files(path, "jsonl"), "text")
+    with open(path, "a") as file:
+        file.write('{"text": "more"}\n')
+    with pytest.raises(DamagedDataError, match=r"has changed since it was found"):
+        list(read_part(parts[0]))
