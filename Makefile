@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 INSTALLED_TO_TRAIN := $(VENV)/installed-to-train
 
-.PHONY: help train test test-slow test-minimum lint format lock clean
+.PHONY: help train test test-slow test-minimum lint format docs lock clean
 
 help:
 	@echo 'make train         train a classifier with FSDP over eight simulated devices'
@@ -17,6 +17,7 @@ help:
 	@echo 'make test-minimum  run the tests with the oldest supported dependencies'
 	@echo 'make lint          check style and types'
 	@echo 'make format        bring the code into the house format'
+	@echo 'make docs          build the site into build/site'
 	@echo 'make lock          write constraints/ci.txt anew: the versions of continuous integration'
 	@echo 'make clean         remove the environment, builds and caches'
 
@@ -37,6 +38,10 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # A stamp is younger than both files exactly when the environment holds what they ask for.
 $(INSTALLED): EXTRAS := dev

@@ -22,6 +22,7 @@ MODULES = {
     "gcsfs": ("buckets", "gcsfs"),
     "s3fs": ("buckets", "s3fs"),
     "lm_eval": ("evaluate", "lm-eval"),
+    "nbformat": ("docs", "nbformat"),
     "matplotlib": ("plots", "matplotlib"),
 }
 TRAIN = tuple(module for module, (extra, _) in MODULES.items() if extra == "train")

@@ -1,6 +1,6 @@
 """Starts several processes of a command on this machine, for development.
 
-python -m manualpar.launch --processes=2 [--devices-per-process=4] [--grace=15] -- <command ...>
+    python -m manualpar.launch --processes=2 [--devices-per-process=4] [--grace=15] -- <command ...>
 
 Each process finds out from its environment which one it is (`manualpar.cluster.initialize`). Their
 output comes out line by line behind `[0] `, `[1] ` and so on. SIGINT and SIGTERM go to all of them,

@@ -26,7 +26,7 @@ def test_the_lock_has_each_dependency_once_with_a_version_and_a_hash():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = setup["options.extras_require"]
-    brought = ("train", "examples", "plots", "test", "lint")
+    brought = ("train", "examples", "pretrained", "data", "plots", "test", "lint")
     wanted = [setup["options"]["install_requires"], *(extras[name] for name in brought)]
     for line in "\n".join(wanted).split("\n"):
         if line and not line.startswith("manualpar["):

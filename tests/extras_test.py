@@ -13,30 +13,9 @@ from manualpar.data import load_dataset, load_tokenizer
 from manualpar.extras import MODULES, MissingExtraError, require
 
 ROOT = Path(__file__).parent.parent
-# What jax, flax, optax and absl-py import themselves, some of it only where it is installed.
-LOADED = frozenset(
-    [
-        "absl",
-        "cloudpickle",
-        "etils",
-        "filelock",
-        "flax",
-        "jax",
-        "jaxlib",
-        "ml_dtypes",
-        "msgpack",
-        "numpy",
-        "opt_einsum",
-        "optax",
-        "pygments",
-        "rich",
-        "treescope",
-        "typing_extensions",
-        "yaml",
-    ]
-)
 SCRIPT = """
 import importlib.metadata, json, sys
+import absl.flags, flax.linen, flax.nnx, jax, numpy, optax  # With all that they import themselves.
 before = set(sys.modules)
 import manualpar
 loaded = {name.split(".")[0] for name in sys.modules.keys() - before}
@@ -47,12 +26,11 @@ print(json.dumps([sorted(loaded & importlib.metadata.packages_distributions().ke
 
 def test_importing_the_package_loads_what_jax_and_flax_load_and_none_of_the_loop():
     output = subprocess.run([sys.executable, "-c", SCRIPT], check=True, capture_output=True)
-    third_party, ours = json.loads(output.stdout)
-    assert {"absl", "flax", "jax", "numpy", "optax"} <= set(third_party)
-    assert set(third_party) - LOADED - {"manualpar"} == set()
-    # flax imports rich; manualpar does not.
-    assert LOADED & set(MODULES) == {"rich"}
+    loaded, ours = json.loads(output.stdout)
+    assert "manualpar" in loaded
+    assert set(loaded) <= {"absl", "flax", "jax", "jaxlib", "manualpar", "numpy", "optax"}
     rooms = {name.split(".")[1] for name in ours}
+    assert "core" in rooms
     assert rooms & {"training", "data", "watching", "checkpoints", "cluster", "planner"} == set()
 
 

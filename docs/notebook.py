@@ -1,0 +1,73 @@
+"""Makes a notebook of a page whose code runs.
+
+    python -m docs.notebook docs/fsdp.md --to=fsdp.ipynb
+
+What stands between two blocks of `python` becomes a cell of text. The output that the page shows is
+left out, because the notebook makes its own.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from docs.run import read_blocks
+from manualpar.extras import require
+from manualpar.untrusted import read_file
+from manualpar.usage import OneSentenceParser
+
+# The first lines of a page say how to run it as one.
+_HOW_TO_RUN = re.compile(r"^```\npython -m docs\.run .*\n```\n", re.MULTILINE)
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]*\)")
+
+
+def make_notebook(text: str) -> str:
+    """A notebook, as the JSON of a file, of the text of a page.
+
+    Raises:
+      ValueError: The page has a block of `bash` or a picture, which a notebook elsewhere lacks.
+    """
+    require("a notebook", "nbformat")
+    import nbformat
+
+    blocks = read_blocks(text)
+    if "![" in text or any(block.language != "python" for block in blocks):
+        raise ValueError("the page has blocks of bash or pictures, expected python alone")
+    new, cells, end = nbformat.v4, [], 0
+    for block in blocks:
+        start = text.index(f"```python\n{block.code}", end)
+        cells += _text_cells(text[end:start])
+        cells.append(new.new_code_cell(block.code.strip()))
+        end = block.span[1] if block.shown is not None else start + len(block.code) + 10
+        end = text.index("```\n", end) + 4
+    cells += _text_cells(text[end:])
+    for number, cell in enumerate(cells):
+        cell["id"] = f"cell-{number}"  # The same page makes the same file.
+    return nbformat.writes(new.new_notebook(cells=cells)) + "\n"
+
+
+def _text_cells(text: str) -> list[dict[str, object]]:
+    import nbformat
+
+    # Other pages are not beside a notebook.
+    text = _LINK.sub(r"\1", _HOW_TO_RUN.sub("", text)).strip()
+    return [nbformat.v4.new_markdown_cell(text)] if text else []
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes a notebook; returns the exit code."""
+    parser = OneSentenceParser(prog="python -m docs.notebook", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("page", type=Path, help="a Markdown file")
+    parser.add_argument("--to", type=Path, help="the file to write, by default beside the page")
+    flags = parser.parse_args(argv)
+    try:
+        notebook = make_notebook(read_file(flags.page, follow_links=True).decode())
+        (flags.to or flags.page.with_suffix(".ipynb")).write_text(notebook, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        parser.error(f"{flags.page}: {error}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

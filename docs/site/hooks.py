@@ -1,0 +1,95 @@
+"""What the site has besides the pages here: the reference, the project's own pages, notebooks.
+
+MkDocs calls these functions (https://www.mkdocs.org/user-guide/configuration/#hooks). The reference
+has a page for each room of the package, made of the docstrings of all its modules, so no name can
+be missing.
+"""
+
+import ast
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from docs.notebook import make_notebook
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "manualpar"
+# Pages of the repository that are no page of docs/, and where they stand in the site.
+PROJECT_PAGES = {
+    "benchmarks/README.md": "project/benchmarks.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "SECURITY.md": "project/security.md",
+    "README.md": "index.md",
+}
+# Pages that are notebooks too.
+NOTEBOOKS = ("fsdp", "three_modes")
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """Adds the rooms of the package to the navigation."""
+    for entry in config["nav"]:
+        if "Reference" in entry:
+            entry["Reference"] = [{name: path} for name, path in _rooms().items()]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages that are made when the site is built."""
+    for name, path in _rooms().items():
+        room = PACKAGE if name == "manualpar" else PACKAGE / name.split(".")[1]
+        files.append(File.generated(config, path, content=_reference(name, room)))
+    for source, path in PROJECT_PAGES.items():
+        if path not in files.src_uris:
+            text = (ROOT / source).read_text(encoding="utf-8")
+            files.append(File.generated(config, path, content=text))
+    for name in NOTEBOOKS:
+        notebook = make_notebook((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"))
+        files.append(File.generated(config, f"notebooks/{name}.ipynb", content=notebook))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Has links between files of the repository lead to their pages; others become plain text."""
+    del config
+    inside = {path: source for source, path in PROJECT_PAGES.items()}
+    here = inside.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+
+    def lead(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(here), match[1]))
+        in_site = PROJECT_PAGES.get(target, target.removeprefix("docs/"))
+        if in_site not in files.src_uris:
+            return f"](#{_NOWHERE})"
+        path = posixpath.relpath(in_site, posixpath.dirname(page.file.src_uri) or ".")
+        return f"]({path}{match[2] or ''})"
+
+    text = _LINK.sub(lead, markdown)
+    name = page.file.src_uri.removesuffix(".md")
+    if name in NOTEBOOKS:
+        title, rest = text.split("\n", 1)
+        text = f"{title}\n\n[This page as a notebook](notebooks/{name}.ipynb)\n{rest}"
+    return re.sub(rf"\[([^\]]*)\]\(#{_NOWHERE}\)", r"\1", text)
+
+
+_NOWHERE = "not-in-the-site"
+
+
+def _rooms() -> dict[str, str]:
+    """The page of each room of the package, `manualpar` itself first."""
+    folders = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
+    return {"manualpar": "reference/manualpar.md"} | {
+        f"manualpar.{folder.name}": f"reference/{folder.name}.md" for folder in folders
+    }
+
+
+def _reference(name: str, room: Path) -> str:
+    """A page of directives for mkdocstrings: the names in `__all__`, then every module."""
+    init = room / "__init__.py"
+    lines = [f"# {name}", "", ast.get_docstring(ast.parse(init.read_text())) or "", ""]
+    modules = sorted(path.stem for path in room.glob("*.py") if path != init)
+    lines += [f"::: {name}.{module}\n    options: {{heading_level: 2}}\n" for module in modules]
+    return "\n".join(lines)
