@@ -18,6 +18,7 @@ ORDER = """
     configs
     benchmarks experiments
     manualpar
+    doctor
     planner
     training launch
     checkpoints
