@@ -155,7 +155,7 @@ def forge(workdir: Path, change: Callable[[dict[str, Any]], object]) -> None:
         "files": dict(found.files),
     }
     change(content)
-    path.write_text(manifest._to_text(manifest.Manifest(**content)))
+    path.write_text(manifest.manifest_text(manifest.Manifest(**content)))
 
 
 def _manifests() -> Iterator[Case]:

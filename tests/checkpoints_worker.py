@@ -8,7 +8,6 @@ it is one of the functions below.
 import functools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -19,6 +18,7 @@ import optax
 
 from manualpar import Batch, Program, TrainState, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.checkpoints import CheckpointError, Checkpoints
+from manualpar.storage import AnyPath, as_path
 
 NUM_CLASSES = 6
 PROGRAMS = ("dp", "zero1", "zero2", "hsdp", "fsdp", "fsdp_pad", "zero1_pad")
@@ -114,7 +114,7 @@ def state_of_step(state: TrainState, step: int) -> TrainState:
     return jax.tree.map(fill, state)
 
 
-def save_for_ever(folder: Path) -> None:
+def save_for_ever(folder: AnyPath) -> None:
     """Saves step after step from the newest on, until it is killed."""
     program = make_program("fsdp", jax.devices(), model=Model(hidden_size=1024))
     checkpoints = Checkpoints(folder, keep=2, keep_every_steps=5)
@@ -127,7 +127,7 @@ def save_for_ever(folder: Path) -> None:
         latest = step
 
 
-def save_and_fail(folder: Path, size: int) -> None:
+def save_and_fail(folder: AnyPath, size: int) -> None:
     """Saves steps 1 and 2 and then as many of `size` as fit; prints errors, and a last save."""
     small = make_program("fsdp", jax.devices())
     large = make_program("fsdp", jax.devices(), model=Model(hidden_size=size))
@@ -149,7 +149,7 @@ def save_and_fail(folder: Path, size: int) -> None:
     checkpoints.close()
 
 
-def save_or_restore(folder: Path, action: str, address: str, count: int, index: int) -> None:
+def save_or_restore(folder: AnyPath, action: str, address: str, count: int, index: int) -> None:
     """One of several processes; prints losses, and what `restore` reports or raises."""
     jax.distributed.initialize(
         address, count, index, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=20
@@ -186,8 +186,8 @@ if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8 // int(rest[2]) if len(rest) > 1 else 8)
     if not rest:
-        save_for_ever(Path(folder))
+        save_for_ever(as_path(folder))
     elif len(rest) == 1:
-        save_and_fail(Path(folder), int(rest[0]))
+        save_and_fail(as_path(folder), int(rest[0]))
     else:
-        save_or_restore(Path(folder), rest[0], rest[1], int(rest[2]), int(rest[3]))
+        save_or_restore(as_path(folder), rest[0], rest[1], int(rest[2]), int(rest[3]))

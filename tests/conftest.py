@@ -5,19 +5,23 @@ named axes. A test that needs only some of them, or other names, builds its own 
 """
 
 import contextlib
+import functools
 import gc
 import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import hypothesis
 import jax
 import pytest
 
+from manualpar.storage import BucketPath
 from tests import compiling
 from tests.cluster_processes import Processes
 from tests.runs import run_here
+from tests.s3_server import BUCKET, s3_server, use_server
 
 NUM_DEVICES = 8
 
@@ -77,6 +81,28 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     """Starts processes, and ends those that are left when the test has ended."""
     with contextlib.closing(Processes(tmp_path)) as processes:
         yield processes
+
+
+@pytest.fixture(scope="session")
+def s3_port() -> Iterator[int]:
+    """The port of a server of S3 on the loopback, which ends with the session."""
+    pytest.importorskip("moto", reason="pip install -e '.[interop]'")
+    pytest.importorskip("s3fs", reason="pip install -e '.[interop]'")
+    with s3_server() as port:
+        yield port
+
+
+@pytest.fixture
+def use_s3(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the environment for the server, or with the argument `port` for a proxy before it."""
+    return functools.partial(use_server, monkeypatch, port=s3_port)
+
+
+@pytest.fixture
+def bucket_folder(use_s3: Callable[..., None], request: pytest.FixtureRequest) -> BucketPath:
+    """A folder of the test's own in a bucket, which is empty."""
+    use_s3()
+    return BucketPath("s3", BUCKET, re.sub(r"\W", "-", request.node.name))
 
 
 @pytest.fixture(scope="session")

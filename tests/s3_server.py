@@ -9,7 +9,6 @@ import contextlib
 import http.client
 import http.server
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -35,6 +34,16 @@ def environment_of(port):
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_EC2_METADATA_DISABLED": "true",
     }
+
+
+def use_server(monkeypatch, port):
+    """Sets the environment of this process, as long as the test lasts."""
+    import s3fs
+
+    # Clients are kept by their options, and took the address when they were made.
+    s3fs.S3FileSystem.clear_instance_cache()
+    for name, value in environment_of(port).items():
+        monkeypatch.setenv(name, value)
 
 
 @contextlib.contextmanager
@@ -160,8 +169,3 @@ class Proxy:
         del error
         self._server.shutdown()
         self._server.server_close()
-
-
-def kill(process):
-    """Kills a process at once, so that it does nothing after the request."""
-    process.send_signal(signal.SIGKILL)

@@ -5,44 +5,15 @@ import json
 import pytest
 
 from manualpar.storage import BucketError, as_path, open_for_reading, requests
-from tests.s3_server import BUCKET, SECRET, Proxy, environment_of, s3_server
+from tests.s3_server import SECRET, Proxy
 
-pytest.importorskip("moto", reason="pip install -e '.[interop]'")
-pytest.importorskip("s3fs", reason="pip install -e '.[interop]'")
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def port():
-    with s3_server() as port:
-        yield port
-
-
-@pytest.fixture
-def environment(port, monkeypatch):
-    """Sets the environment for a port, by default the server's."""
-
-    def use(port=port):
-        # Clients are kept, by their options, and took the address when they were made.
-        import s3fs
-
-        s3fs.S3FileSystem.clear_instance_cache()
-        for name, value in environment_of(port).items():
-            monkeypatch.setenv(name, value)
-
-    use()
-    return use
-
-
-@pytest.fixture
-def folder(environment, request):
-    return as_path(f"s3://{BUCKET}/{request.node.name}")
-
-
-def test_objects_and_folders(folder):
-    assert not folder.exists()
-    assert (folder.names(), folder.files(), folder.glob()) == ([], {}, [])
-    path = folder / "a" / "x.txt"
+def test_objects_and_folders(bucket_folder):
+    assert not bucket_folder.exists()
+    assert (bucket_folder.names(), bucket_folder.files(), bucket_folder.glob()) == ([], {}, [])
+    path = bucket_folder / "a" / "x.txt"
     path.write_bytes(b"hello world")
     assert path.read_bytes() == b"hello world"
     assert (path.read_bytes(6), path.read_bytes(0, 5), path.read_bytes(3, 3)) == (
@@ -53,29 +24,29 @@ def test_objects_and_folders(folder):
     assert (path.size(), path.is_file(), path.is_dir(), path.exists()) == (11, True, False, True)
     assert (path.parent.is_file(), path.parent.is_dir()) == (False, True)
     path.write_bytes(b"another")  # Lists and sizes are not kept.
-    (folder / "b").write_bytes(b"")
-    assert folder.files() == {"a/x.txt": 7, "b": 0}
-    assert folder.names() == ["a", "b"]
-    assert (folder / "**" / "*.txt").glob() == [path]
-    assert (folder / "?").glob() == [folder / "b"]
+    (bucket_folder / "b").write_bytes(b"")
+    assert bucket_folder.files() == {"a/x.txt": 7, "b": 0}
+    assert bucket_folder.names() == ["a", "b"]
+    assert (bucket_folder / "**" / "*.txt").glob() == [path]
+    assert (bucket_folder / "?").glob() == [bucket_folder / "b"]
     with open_for_reading(path) as file:
         assert (file.seek(2), file.read(3), file.read()) == (2, b"oth", b"er")
     # A neighbour whose name begins alike stays.
-    neighbour = folder.parent / f"{folder.name}-2" / "x"
+    neighbour = bucket_folder.parent / f"{bucket_folder.name}-2" / "x"
     neighbour.write_bytes(b"")
-    folder.delete_files("b")
-    assert not folder.exists()
+    bucket_folder.delete_files("b")
+    assert not bucket_folder.exists()
     assert neighbour.exists()
     path.delete()
     with pytest.raises(FileNotFoundError, match=r"x.txt does not exist"):
         path.read_bytes()
-    for missing in (path, folder):
+    for missing in (path, bucket_folder):
         with pytest.raises(FileNotFoundError):
             missing.size()
 
 
-def test_one_of_those_that_create_an_object_does(folder):
-    path = folder / "lock"
+def test_one_of_those_that_create_an_object_does(bucket_folder):
+    path = bucket_folder / "lock"
     assert path.create(b"mine")
     assert not path.create(b"yours")
     assert path.read_bytes() == b"mine"
@@ -83,18 +54,18 @@ def test_one_of_those_that_create_an_object_does(folder):
 
 
 def test_a_request_is_repeated_and_a_created_object_is_known_again(
-    port, environment, folder, caplog, monkeypatch
+    s3_port, use_s3, bucket_folder, caplog, monkeypatch
 ):
     monkeypatch.setattr(requests, "WAITS", (0.01, 0.02))
     faults = []
-    with Proxy(port, lambda method, path, number: faults.pop(0) if faults else None) as proxy:
-        environment(proxy.port)
+    with Proxy(s3_port, lambda method, path, number: faults.pop(0) if faults else None) as proxy:
+        use_s3(port=proxy.port)
         faults[:] = [503, 500]
-        (folder / "x").write_bytes(b"1")
+        (bucket_folder / "x").write_bytes(b"1")
         assert "the server answered 503; trying again in 0.01 s" in caplog.messages[0]
         assert len(caplog.records) == 2
         faults[:] = ["cut"] * 2  # The client itself opens a connection that was in use anew.
-        assert (folder / "x").read_bytes() == b"1"
+        assert (bucket_folder / "x").read_bytes() == b"1"
         assert not faults
         assert "the server cannot be reached" in caplog.messages[2]
 
@@ -102,34 +73,34 @@ def test_a_request_is_repeated_and_a_created_object_is_known_again(
             raise ConnectionError  # It has been carried out.
 
         faults[:] = [lose_the_answer]
-        assert (folder / "lock").create(b"mine")
+        assert (bucket_folder / "lock").create(b"mine")
         faults[:] = [503] * 3
         with pytest.raises(BucketError, match=r"answered 503, in each of 3 tries: check the net"):
-            (folder / "x").read_bytes()
+            (bucket_folder / "x").read_bytes()
 
 
-def test_a_bucket_that_is_not_there(environment):
+def test_a_bucket_that_is_not_there(use_s3):
+    use_s3()
     with pytest.raises(BucketError, match=r"s3://no-bucket/x: there is no such bucket: check"):
         as_path("s3://no-bucket/x").write_bytes(b"")
 
 
-def test_no_credentials(environment, folder, monkeypatch, tmp_path):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    environment_without = folder / "x"
+def test_no_credentials(bucket_folder, monkeypatch, tmp_path):
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(BucketError, match="there are no credentials in the environment: set AWS_"):
-        environment_without.write_bytes(b"")
+        (bucket_folder / "x").write_bytes(b"")
 
 
-def test_a_refused_request_does_not_repeat_what_was_signed(port, environment, folder):
-    with Proxy(port, lambda method, path, number: 403) as proxy:
-        environment(proxy.port)
+def test_a_refused_request_does_not_repeat_what_was_signed(s3_port, use_s3, bucket_folder):
+    with Proxy(s3_port, lambda method, path, number: 403) as proxy:
+        use_s3(port=proxy.port)
         with pytest.raises(BucketError, match=r"access is refused \(403\): check AWS_") as raised:
-            (folder / "x").write_bytes(b"")
+            (bucket_folder / "x").write_bytes(b"")
     shown = json.dumps([str(raised.value), repr(raised.value.__cause__)])
     assert SECRET not in shown
     assert raised.value.__suppress_context__

@@ -6,9 +6,9 @@ status, a bare `Exception`. Except for wrong arguments, only `CheckpointError` l
 
 import errno
 import os
-from pathlib import Path
 
 from manualpar.cluster.lost import causes
+from manualpar.storage import AnyPath, BucketError
 
 MEANINGS: dict[int, str] = {
     errno.ENOSPC: "the disk is full: make room there, or choose another workdir",
@@ -34,6 +34,8 @@ def explain(error: BaseException) -> str:
     system's error only there.
     """
     for cause in causes(error):
+        if isinstance(cause, BucketError):
+            return str(cause)
         number = getattr(cause, "errno", None)
         if number in MEANINGS:
             return MEANINGS[number]
@@ -44,6 +46,6 @@ def explain(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line.rstrip('.')}"
 
 
-def cannot_write(path: Path, error: BaseException) -> CheckpointError:
+def cannot_write(path: AnyPath, error: BaseException) -> CheckpointError:
     """The error for a checkpoint that was not saved."""
     return CheckpointError(f"checkpoint {path} was not saved: {explain(error)}.")

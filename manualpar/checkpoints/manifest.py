@@ -57,8 +57,7 @@ def write_manifest(folder: Path, *, step: int, metrics: Mapping[str, float]) -> 
                 size, digest = os.fstat(file.fileno()).st_size, _hash(file)
                 os.fsync(file.fileno())
             files[path.relative_to(folder).as_posix()] = (size, digest)
-    finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-    replace_file(folder / MANIFEST, _to_text(Manifest(step, finite, files)))
+    replace_file(folder / MANIFEST, manifest_text(Manifest(step, finite(metrics), files)))
     sync_folder(folder)
 
 
@@ -67,14 +66,21 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if not stat.S_ISDIR(mode := os.lstat(folder).st_mode):
             raise DamagedError(f"it is {kind_of(mode)}, expected a folder")
-        text = read_file(folder / MANIFEST)
-        manifest = _from_object(parse_object(text))
-        if text.decode("ascii") != _to_text(manifest):
-            raise ValueError("its checksum is of another content")
+        return parse_manifest(read_file(folder / MANIFEST))
     except FileNotFoundError:
         raise DamagedError(f"{MANIFEST} is missing") from None
     except NotAFileError as error:
         raise DamagedError(f"{MANIFEST} {error}") from None
+    except ValueError as error:
+        raise DamagedError(f"{MANIFEST} is not as it was written: {error}") from None
+
+
+def parse_manifest(text: bytes) -> Manifest:
+    """Reads the text of a manifest; a `DamagedError` if it is not as it was written."""
+    try:
+        manifest = _from_object(parse_object(text))
+        if text.decode("ascii") != manifest_text(manifest):
+            raise ValueError("its checksum is of another content")
     except ValueError as error:
         raise DamagedError(f"{MANIFEST} is not as it was written: {error}") from None
     return manifest
@@ -93,23 +99,38 @@ def verify_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int 
         if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
             found = f"{path.relative_to(folder)} is {kind_of(mode)}"
             raise DamagedError(f"{found}, expected a file")
-    by_size = sorted(manifest.files.items(), key=lambda item: (-item[1][0], item[0]))
-    for name, (size, digest) in by_size[part::parts]:
+    for name, expected in deal(manifest, part=part, parts=parts):
         try:
             with open_file(folder / name) as file:
-                found_size = os.fstat(file.fileno()).st_size
-                if found_size != size:
-                    raise DamagedError(f"{name} has {found_size} bytes, expected {size}")
-                actual = _hash(file)
+                size = os.fstat(file.fileno()).st_size
+                actual = _hash(file) if size == expected[0] else ""
         except (FileNotFoundError, NotADirectoryError):
             raise DamagedError(f"{name} is missing") from None
         except NotAFileError as error:
             raise DamagedError(f"{name} {error}") from None
-        if actual != digest:
-            raise DamagedError(
-                f"{name} is not as it was written: its SHA-256 is {actual[:12]}…, expected "
-                f"{digest[:12]}…"
-            )
+        compare(name, expected, size=size, digest=actual)
+
+
+def deal(manifest: Manifest, *, part: int, parts: int) -> list[tuple[str, tuple[int, str]]]:
+    """One part of a manifest's files, with size and checksum."""
+    by_size = sorted(manifest.files.items(), key=lambda item: (-item[1][0], item[0]))
+    return by_size[part::parts]
+
+
+def compare(name: str, expected: tuple[int, str], *, size: int, digest: str) -> None:
+    """Raises a `DamagedError` for a file that has not the size and the checksum it is to have."""
+    if size != expected[0]:
+        raise DamagedError(f"{name} has {size} bytes, expected {expected[0]}")
+    if digest != expected[1]:
+        raise DamagedError(
+            f"{name} is not as it was written: its SHA-256 is {digest[:12]}…, expected "
+            f"{expected[1][:12]}…"
+        )
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that JSON can hold."""
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
 def sync_folder(folder: Path) -> None:
@@ -125,7 +146,7 @@ def _hash(file: Any) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _to_text(manifest: Manifest) -> str:
+def manifest_text(manifest: Manifest) -> str:
     """The one way to write a manifest down."""
     content = dataclasses.asdict(manifest)
     checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

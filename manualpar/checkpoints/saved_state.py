@@ -26,6 +26,7 @@ from manualpar.cluster.agreement import JSON
 from manualpar.core.program import Program
 from manualpar.sharding.layout import unpad_whole
 from manualpar.state_arrays import Leaf, leaves_of, list_some, show_array
+from manualpar.storage import AnyPath, BucketPath
 from manualpar.train_state import TrainState
 from manualpar.untrusted import NotAFileError, parse_object, read_file, read_object
 
@@ -34,13 +35,15 @@ from manualpar.untrusted import NotAFileError, parse_object, read_file, read_obj
 CHUNK_BYTES = 1 << 20
 
 
-def read_extra(path: Path) -> dict[str, JSON]:
+def read_extra(path: AnyPath) -> dict[str, JSON]:
     """What the caller added to the checkpoint in a folder, without Orbax and without a checksum.
 
     Raises:
       ValueError: It is not a JSON object.
       OSError: It can't be read.
     """
+    if isinstance(path, BucketPath):
+        return parse_object((path / "extra" / "metadata").read_bytes(), allow_nan=True)
     for folder in (path, path / "extra"):
         if folder.is_symlink():
             raise NotAFileError(f"{folder} is a link, expected a folder")
@@ -66,16 +69,8 @@ class OrbaxFiles:
         """
         import orbax.checkpoint as ocp
 
+        arrays, keys = stored_arrays(program, state)
         leaves = state_leaves(program)
-        arrays: dict[tuple[str, ...], Any] = {}
-        keys: dict[str, str] = {}
-        for leaf, x in zip(leaves, jax.tree.leaves(state), strict=True):
-            if leaf.is_key:
-                keys[leaf.name] = str(jax.random.key_impl(x))
-                x = jax.random.key_data(x)
-            elif any(leaf.padding):
-                x = _take_off_padding(leaf, x)
-            arrays[leaf.keys] = x
         chunks = nest(leaves, lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
         content = ocp.args.Composite(
             state=ocp.args.PyTreeSave(unflatten_dict(arrays), save_args=chunks),
@@ -107,11 +102,7 @@ class OrbaxFiles:
         texts = reader.restore(path, args=both)
         keys = texts["keys"]
         stored = reader.metadata(path).item_metadata["state"].tree
-        if differences := find_differences(leaves, stored, keys):
-            raise CheckpointError(
-                f"checkpoint {path} is of another model: {'; '.join(differences)}. Choose another "
-                "workdir, or the config that it was saved with."
-            )
+        check_stored(path, leaves, stored, keys)
         if not isinstance(texts["extra"], dict):
             raise ValueError("extra is not a JSON object")
         targets = nest(
@@ -126,15 +117,7 @@ class OrbaxFiles:
         )
         wanted = ocp.args.PyTreeRestore(item=nest(leaves, lambda _: 0), restore_args=targets)
         plain = reader.restore(path, args=ocp.args.Composite(state=wanted))["state"]
-        arrays = flatten_dict(plain)
-        values = [
-            jax.random.wrap_key_data(arrays[leaf.keys], impl=keys[leaf.name])
-            if leaf.is_key
-            else arrays[leaf.keys]
-            for leaf in leaves
-        ]
-        state = jax.tree.unflatten(jax.tree.structure(program.abstract_state), values)
-        return state, texts["extra"]
+        return restored_state(program, flatten_dict(plain), keys), texts["extra"]
 
     def close(self) -> None:
         """Waits, and ends Orbax's threads."""
@@ -167,6 +150,51 @@ class OrbaxFiles:
 def state_leaves(program: Program) -> list[Leaf]:
     """What a program's state consists of, in the order of the tree."""
     return leaves_of(program.abstract_state, program.whole_state)
+
+
+def stored_arrays(
+    program: Program, state: TrainState
+) -> tuple[dict[tuple[str, ...], Any], dict[str, str]]:
+    """The arrays of a state as they are stored, and the implementation of each random key.
+
+    Communication:
+      One all-gather for each padded array, see `OrbaxFiles.save`.
+    """
+    arrays: dict[tuple[str, ...], Any] = {}
+    keys: dict[str, str] = {}
+    for leaf, x in zip(state_leaves(program), jax.tree.leaves(state), strict=True):
+        if leaf.is_key:
+            keys[leaf.name] = str(jax.random.key_impl(x))
+            x = jax.random.key_data(x)
+        elif any(leaf.padding):
+            x = _take_off_padding(leaf, x)
+        arrays[leaf.keys] = x
+    return arrays, keys
+
+
+def restored_state(
+    program: Program, arrays: Mapping[tuple[str, ...], Any], keys: Mapping[str, str]
+) -> TrainState:
+    """The state of arrays as they were stored, on the devices of a program."""
+    values = [
+        jax.random.wrap_key_data(arrays[leaf.keys], impl=keys[leaf.name])
+        if leaf.is_key
+        else arrays[leaf.keys]
+        for leaf in state_leaves(program)
+    ]
+    state: TrainState = jax.tree.unflatten(jax.tree.structure(program.abstract_state), values)
+    return state
+
+
+def check_stored(
+    path: AnyPath, leaves: list[Leaf], stored: Mapping[str, Any], keys: Mapping[str, str]
+) -> None:
+    """Refuses a checkpoint of another model with a `CheckpointError`; see `find_differences`."""
+    if differences := find_differences(leaves, stored, keys):
+        raise CheckpointError(
+            f"checkpoint {path} is of another model: {'; '.join(differences)}. Choose another "
+            "workdir, or the config that it was saved with."
+        )
 
 
 def nest(leaves: list[Leaf], function: Callable[[Leaf], Any]) -> dict[str, Any]:

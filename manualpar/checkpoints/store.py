@@ -15,29 +15,20 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import jax
 
 from manualpar.checkpoints.failures import CheckpointError, cannot_write, explain
-from manualpar.checkpoints.manifest import DamagedError, read_manifest, verify_files, write_manifest
-from manualpar.checkpoints.retention import (
-    UNFINISHED,
-    Retention,
-    delete_steps,
-    find_leftovers,
-    list_steps,
-    put_in_place,
-    read_metrics,
-)
-from manualpar.checkpoints.saved_state import OrbaxFiles
+from manualpar.checkpoints.folders import open_folder
+from manualpar.checkpoints.manifest import DamagedError
+from manualpar.checkpoints.retention import Retention
 from manualpar.cluster.agreement import JSON, first_failure, from_first
 from manualpar.core.program import Program
 from manualpar.guards.dispatch import check_alive
+from manualpar.storage import AnyPath, BucketPath, as_path
 from manualpar.train_state import TrainState
 from manualpar.watching.durable_files import WriteError
 
@@ -62,7 +53,8 @@ class Checkpoints:
       ValueError: A number is too small, or `best_mode` unknown.
     """
 
-    folder: Path  # On a file system that all processes share. The first save creates it.
+    # On a file system that all processes share, or in a bucket. The first save creates it.
+    folder: AnyPath
     _: dataclasses.KW_ONLY
     keep: int = 3  # How many of the last to keep.
     keep_every_steps: int = 0  # Checkpoints of a multiple of this are kept for good; 0 for none.
@@ -71,11 +63,13 @@ class Checkpoints:
     asynchronous: bool = True  # Whether `save` returns before everything is on the disk.
 
     def __post_init__(self) -> None:
-        self.folder = Path(self.folder).absolute()
+        path = as_path(self.folder)
+        self.folder = path if isinstance(path, BucketPath) else path.absolute()
+        self._place = open_folder(self.folder)
         self._retention = Retention(
             self.keep, self.keep_every_steps, self.best_metric, self.best_mode
         )
-        self._orbax = OrbaxFiles()
+        self._arrays = self._place.arrays()
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, concurrent.futures.Future[str]] | None = None
         self._current: int | None = None  # The step that was saved or restored last.
@@ -85,7 +79,7 @@ class Checkpoints:
         steps, failure = [], ""
         if jax.process_index() == 0:
             try:
-                steps = list_steps(self.folder)
+                steps = self._place.steps()
             except OSError as error:
                 failure = f"checkpoints in {self.folder} can't be listed: {explain(error)}."
         steps, failure = from_first([steps, failure])
@@ -136,21 +130,22 @@ class Checkpoints:
         if step == self._current:
             return
         path = self.folder / str(step)
-        if failure := first_failure(self._make_room(path) if jax.process_index() == 0 else ""):
+        after = step - 1 if self._current is None else min(step - 1, self._current)
+        failure = self._make_room(step, after=after) if jax.process_index() == 0 else ""
+        if failure := first_failure(failure):
             raise CheckpointError(failure)
         with _writing(path):
-            self._orbax.save(self.folder / f"{step}{UNFINISHED}", program, state, extra=extra)
-        after = step - 1 if self._current is None else min(step - 1, self._current)
+            unfinished: Any = self._place.unfinished(step)
+            self._arrays.save(unfinished, program, state, extra=extra)
         self._pending = (step, self._background.submit(self._finish, step, after, numbers))
         if not self.asynchronous:
             self.wait()
 
-    def _make_room(self, path: Path) -> str:
+    def _make_room(self, step: int, *, after: int) -> str:
         """Deletes what killed processes have left; returns why that is not possible."""
+        path = self.folder / str(step)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in find_leftovers(self.folder):
-                shutil.rmtree(leftover)
+            self._place.make_room(step, after=after)
         except ValueError as error:
             return f"checkpoint {path} was not saved: {error}."
         except OSError as error:
@@ -248,23 +243,23 @@ class Checkpoints:
             error.add_note(str(second))
         finally:
             self._background.shutdown()
-            self._orbax.close()
+            self._arrays.close()
 
     def _finish(self, step: int, after: int, metrics: Mapping[str, float]) -> str:
         """Waits for Orbax; then process 0 names the checkpoint, and returns why it could not."""
         path = self.folder / str(step)
         with _writing(path):
-            self._orbax.wait()
+            self._arrays.wait()
         if jax.process_index() != 0:
             return ""
         try:
-            write_manifest(self.folder / f"{step}{UNFINISHED}", step=step, metrics=metrics)
-            put_in_place(self.folder, step, after=after)
+            self._place.complete(step, after=after, metrics=metrics)
         except (OSError, WriteError) as error:
             return str(cannot_write(path, error))
         try:
-            known = read_metrics(self.folder, list_steps(self.folder))
-            delete_steps(self.folder, sorted(set(known) - self._retention.choose(known)))
+            known = self._place.metrics()
+            for old in sorted(set(known) - self._retention.choose(known)):
+                self._place.delete(old)
         except OSError as error:
             return f"checkpoint {path} was saved, but no older one deleted: {explain(error)}."
         return ""
@@ -273,10 +268,11 @@ class Checkpoints:
         """What is wrong with a checkpoint, '' if nothing is; processes share out its files."""
         path, failure = self.folder / str(step), ""
         try:
-            manifest = read_manifest(path)
+            manifest = self._place.read_manifest(step)
             if manifest.step != step:
                 raise DamagedError(f"manifest.json is of step {manifest.step}")
-            verify_files(path, manifest, part=jax.process_index(), parts=jax.process_count())
+            part, parts = jax.process_index(), jax.process_count()
+            self._place.verify(step, manifest, part=part, parts=parts)
         except DamagedError as error:
             failure = f"checkpoint {path} is damaged: {error}"
         except OSError as error:
@@ -285,9 +281,9 @@ class Checkpoints:
 
     def _read(self, program: Program, step: int) -> Restored:
         """Reads a checkpoint whose files have been checked."""
-        path = self.folder / str(step)
+        path: Any = self.folder / str(step)
         try:
-            state, extra = self._orbax.read(path, program)
+            state, extra = self._arrays.read(path, program)
         except CheckpointError:
             raise
         except Exception as error:  # Orbax and tensorstore raise any.
@@ -299,7 +295,7 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writing(path: AnyPath) -> Iterator[None]:
     """Turns whatever Orbax and tensorstore raise into a `CheckpointError`."""
     try:
         yield

@@ -152,6 +152,10 @@ class BucketPath:
             if entry["type"] == "file" and not name.endswith("/")
         ]
 
+    def copy_to(self, other: "BucketPath") -> None:
+        """Copies the object within the buckets, in place of one of that name."""
+        self._ask(lambda files: files.cp_file(self._address, other._address))
+
     def delete(self) -> None:
         """Deletes the object, if there is one."""
         try:
@@ -208,7 +212,7 @@ def as_path(text: str | os.PathLike[str] | BucketPath) -> AnyPath:
         return text
     found = SCHEME.fullmatch(os.fspath(text))
     if not found:
-        return Path(text).expanduser()
+        return Path(text)
     scheme, rest = found[1], found[2]
     bucket, _, key = rest.partition("/")
     if scheme not in MODULES:

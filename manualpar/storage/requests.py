@@ -40,6 +40,10 @@ NO_CREDENTIALS = frozenset(
         "TokenRetrievalError",
     }
 )
+# tensorstore raises a `ValueError` with everything in its text.
+TENSORSTORE_STATUS = re.compile(r"http_response_code='(\d{3})'")
+TENSORSTORE_CODE = re.compile(r"[A-Z_]+: ([A-Z][A-Za-z]{1,59}): ")
+TENSORSTORE_PASSING = re.compile(r"(ABORTED|DEADLINE_EXCEEDED|UNAVAILABLE)\b")
 CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or what `gcloud auth application-default login` leaves",
@@ -87,6 +91,8 @@ def is_passing(error: BaseException) -> bool:
         kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(cause).__mro__}
         if isinstance(cause, ConnectionError | TimeoutError) or kinds & NETWORK:
             return True
+        if TENSORSTORE_PASSING.match(str(cause)):
+            return True
     return False
 
 
@@ -95,11 +101,13 @@ def describe(error: BaseException) -> str:
     for cause in _causes(error):
         if code := _code(cause):
             return f"the server answered {code}"
-    return f"the server cannot be reached ({type(error).__name__})"
+    name = "" if isinstance(error, ValueError) else f" ({type(error).__name__})"
+    return f"the server cannot be reached{name}"
 
 
 def _explained(path: Any, error: Exception, *, tries: int) -> OSError:
     codes = {_code(cause) for cause in _causes(error)}
+    statuses = {_status(cause) for cause in _causes(error)}
     names = {type(cause).__name__ for cause in _causes(error)}
     credentials, endpoint = CREDENTIALS[path.scheme], ENDPOINTS[path.scheme]
     if "NoSuchBucket" in codes:
@@ -108,7 +116,7 @@ def _explained(path: Any, error: Exception, *, tries: int) -> OSError:
         return FileNotFoundError(f"{path} does not exist")
     elif names & NO_CREDENTIALS:
         text = f"there are no credentials in the environment: set {credentials}"
-    elif isinstance(error, PermissionError) or codes & {"401", "403"}:
+    elif isinstance(error, PermissionError) or statuses & {401, 403}:
         what = f"access is refused ({_named(codes)})"
         text = f"{what}: check {credentials}, and what they allow in this bucket"
     elif is_passing(error):
@@ -126,12 +134,16 @@ def _code(error: BaseException) -> str:
     """The name that the server gives to an error, or else its status; '' if it gave no answer."""
     response = getattr(error, "response", None)
     found = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+    if in_text := TENSORSTORE_CODE.match(str(error)):
+        found = in_text[1]
     found = str(found or _status(error) or "")
     return found if re.fullmatch(r"[\w.-]{1,60}", found) else ""
 
 
 def _status(error: BaseException) -> int:
-    """The status of HTTP that an error of botocore, aiohttp or gcsfs holds; 0 if none."""
+    """The status of HTTP that an error of one of the libraries holds; 0 if none."""
+    if in_text := TENSORSTORE_STATUS.search(str(error)):
+        return int(in_text[1])
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
