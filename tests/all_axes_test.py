@@ -19,6 +19,7 @@ from manualpar import (
 )
 from manualpar.models import Transformer
 from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
+from tests.transformer_families import GEMMA, QWEN
 
 TOKENS = np.random.default_rng(0).integers(0, 32, (8, 17), dtype=np.int32)
 MASK = (np.arange(16)[None] < np.arange(1, 16, 2)[:, None]).astype(np.float32)
@@ -59,16 +60,19 @@ def build(sizes, *, devices=None, builder=fsdp, fields=(), **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "fields"),
     [
-        {"data": 2, "model": 2, "stage": 2},
-        {"data": 1, "model": 2, "context": 2, "stage": 2},
-        {"expert": 2, "context": 2, "stage": 2},
+        ({"data": 2, "model": 2, "stage": 2}, {}),
+        ({"data": 1, "model": 2, "context": 2, "stage": 2}, {}),
+        ({"expert": 2, "context": 2, "stage": 2}, {}),
+        # Two groups of layers, and one that is left over.
+        ({"data": 1, "model": 2, "context": 2, "stage": 2}, GEMMA | QWEN | {"num_layers": 5}),
     ],
     ids=str,
 )
-def test_three_kinds_of_axes_are_as_one_device(devices8, sizes):
-    assert_same_as_one_device(build(sizes, devices=devices8), BATCH, jax.random.key(0))
+def test_three_kinds_of_axes_are_as_one_device(devices8, sizes, fields):
+    program = build(sizes, devices=devices8, fields=fields)
+    assert_same_as_one_device(program, BATCH, jax.random.key(0))
 
 
 def test_what_layers_return_besides_may_be_a_constant():
@@ -102,6 +106,7 @@ def test_layers_are_stored_where_they_run():
             {"pipeline": Pipeline(chunks=3)},
             "4 layers, expected .* 2 stages times chunks=3",
         ),
+        ({"fields": GEMMA}, "1 layers, expected .* 2 stages.* a group of layers that the scan ru"),
         ({"pipeline": "1f1b"}, "pipeline='1f1b', expected a manualpar.Pipeline"),
         ({"pipeline": Pipeline(axis="stages")}, "'stages'"),
         ({"pipeline": Pipeline(axis="data")}, "data"),

@@ -10,6 +10,7 @@ from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.models import Transformer
 from manualpar.training.cross_entropy import language_model_loss
 from tests.one_device import slow_unless
+from tests.transformer_families import GEMMA, QWEN
 from tests.transformer_on_one_device import assert_same_as_plain_flax, loss_of
 
 BOS = 28
@@ -72,6 +73,9 @@ FAST = (("dp", "4x2", {"remat": "full"}, {}),)
 
 def _cases():
     yield from FAST
+    for how in ("ring", "ulysses", "gather"):
+        yield "fsdp", "2x4", GEMMA | QWEN | {"context_attention": how}, {}
+    yield "dp", "model", SPLIT | GEMMA | QWEN | {"overlap": "ring", "remat": "full"}, {}
     for mesh in ("1x8", "2x4", "4x2"):
         yield "fsdp", mesh, {}, {}
     yield "fsdp", "1x8", {"context_attention": "ulysses"}, {}

@@ -12,6 +12,7 @@ from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import size_of_vocabulary
 from tests.one_device import slow_unless
+from tests.transformer_families import GEMMA, QWEN
 from tests.transformer_on_one_device import assert_same_as_plain_flax, loss_of, on_one_device
 
 BOS = 28
@@ -77,11 +78,17 @@ MESHES = {
     "replicas": {"replica": 2, "data": 2, "model": 2},
     "replicas of experts": {"replica": 2, "data": 2, "expert": 2},
 }
-FAST = (("fsdp", "2x4", EVERYTHING, {}),)
+FAST = (("fsdp", "2x4", EVERYTHING | QWEN, {}),)
 
 
 def _cases():
     yield from FAST
+    yield "fsdp", "2x4", GEMMA | {"sequence_parallel": True, "overlap": "ring"}, {}
+    yield "zero2", "2x4", GEMMA | QWEN | {"remat": "full"}, {"num_minibatches": 2}
+    yield "fsdp", "1x8", GEMMA | QWEN | {"num_kv_heads": 1, "sequence_parallel": True}, {}
+    yield "hsdp", "replicas", GEMMA | QWEN | {"scan_layers": False, "remat": "dots"}, {}
+    yield "fsdp", "2x4", GEMMA | QWEN, {"mode": "auto"}
+    yield "fsdp", "2x2x2", GEMMA | QWEN | EXPERTS | {"activation": "silu"}, {}
     yield "fsdp", "4x2", UNROLLED, {}
     yield "fsdp", "2x4", EVERYTHING, {"num_minibatches": 2}
     for remat in ("none", "dots", "full"):

@@ -26,6 +26,7 @@ from manualpar.models import Transformer
 from manualpar.models.transformer_sends import transformer_sends
 from manualpar.purposes import CAST_SCOPE, COUNT_SCOPE
 from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
+from tests.transformer_families import GEMMA, QWEN
 
 SMALL = Transformer(
     vocab_size=32,
@@ -116,6 +117,14 @@ SLOW = [
             [{}, {"remat": "full"}, {"num_kv_heads": 2, "scan_layers": False}],
         )
     ),
+    *(
+        ("dp", {"data": 2, "model": 4}, GEMMA | QWEN | fields, 2)
+        for fields in ({}, {"remat": "full"}, SP | {"remat": "dots"}, SP | {"scan_layers": False})
+    ),
+    *(
+        ("dp", {"data": 2, "context": 4}, GEMMA | CONTEXT | fields, 1)
+        for fields in ({}, {"remat": "full", "context_attention": "gather"}, {"bos_token": -1})
+    ),
     ("keep", {"data": 4, "context": 2}, CONTEXT | GQA, 1),
     ("zero1", {"data": 2, "context": 4}, ULYSSES | GQA | {"scan_layers": False}, 1),
     ("keep", {"data": 2, "context": 2, "model": 2}, CONTEXT | SP | {"bos_token": -1}, 1),
@@ -158,6 +167,16 @@ STAGED = [
     ("dp", {"stage": 2, "data": 2, "context": 2}, STAGES | CONTEXT | {"bos_token": -1}),
     ("dp", {"stage": 2, "data": 2, "context": 2}, STAGES | ULYSSES | {"bos_token": -1}),
     ("dp", {"stage": 2, "data": 1, "context": 4}, STAGES | GATHER | GQA | {"bos_token": -1}),
+    (
+        "dp",
+        {"stage": 2, "data": 1, "model": 4},
+        GEMMA | QWEN | SP | {"num_layers": 5},
+    ),
+    (
+        "dp",
+        {"stage": 2, "data": 1, "context": 2, "model": 2},
+        GEMMA | CONTEXT | {"num_layers": 5, "bos_token": -1, "remat": "full"},
+    ),
     (
         "dp",
         {"stage": 2, "data": 1, "expert": 2, "model": 2},

@@ -19,6 +19,7 @@ from manualpar.training.cross_entropy import (
     mixture_of_experts_loss,
 )
 from tests.one_device import train_program
+from tests.transformer_families import GEMMA, QWEN
 
 L, D, V = 4, 16, 16
 
@@ -99,9 +100,8 @@ def make_sequences() -> Batch:
 
 
 def transformer(**fields: Any) -> Transformer:
-    return Transformer(
-        vocab_size=V, num_layers=L, hidden_size=D, num_heads=2, mlp_size=2 * D, **fields
-    )
+    sizes = {"vocab_size": V, "num_layers": L, "hidden_size": D, "num_heads": 2, "mlp_size": 2 * D}
+    return Transformer(**{**sizes, **fields})
 
 
 def train(model: Any, loss: Any, batch: Batch, mesh: dict[str, int], **options: Any) -> Any:
@@ -144,8 +144,14 @@ def train(model: Any, loss: Any, batch: Batch, mesh: dict[str, int], **options: 
             {"model": 2, "stage": 2},
             Pipeline(),
         ),
+        (
+            transformer(**GEMMA | QWEN | {"num_layers": 9, "split_axis": "model"}, remat="dots"),
+            language_model_loss,
+            {"model": 2, "stage": 2},
+            Pipeline(chunks=2, keep="inputs"),
+        ),
     ],
-    ids=["linen", "interleaved", "nnx", "experts", "ring"],
+    ids=["linen", "interleaved", "nnx", "experts", "ring", "gemma"],
 )
 def test_models_train_as_without_stages(
     model: Any, loss: Any, mesh: dict[str, int], pipeline: Pipeline

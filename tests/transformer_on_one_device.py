@@ -30,9 +30,13 @@ def on_one_device(model: Transformer, make_batch: Callable[[], Batch]) -> Any:
     key, batch = jax.random.split(jax.random.key(0))[0], make_batch()
     initial = nn.unbox(jax.jit(lambda key: model.init({"params": key}, batch.inputs))(key))
     rng = np.random.default_rng(1)
-    params = jax.tree.map(
-        lambda x: x * jnp.asarray(rng.uniform(0.5, 2.0, x.shape), x.dtype), initial["params"]
-    )
+
+    def perturb(x: jax.Array) -> jax.Array:
+        # Biases, and the scales of norms with an offset, begin with zeros.
+        noise, factors = rng.normal(0, 0.3, x.shape), rng.uniform(0.5, 2.0, x.shape)
+        return jnp.asarray(np.where(x == 0, noise, x * factors), x.dtype)
+
+    params = jax.tree.map(perturb, initial["params"])
 
     @jax.jit
     def loss_and_grads(params: Any) -> Any:
@@ -61,5 +65,7 @@ def assert_same_as_plain_flax(
     for (path, got), want in zip(
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(grads), strict=True
     ):
+        name = jax.tree_util.keystr(path)
         error = np.abs(got - want).max() / np.abs(want).max()
-        assert error < 2e-5, (jax.tree_util.keystr(path), error)
+        # What all keys share does not change a softmax: the rest is of sums that nearly cancel.
+        assert error < (1e-4 if "['key']" in name else 2e-5), (name, error)

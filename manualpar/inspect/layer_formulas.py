@@ -24,8 +24,9 @@ float32 (Liu et al., https://arxiv.org/abs/2310.01889). A forward pass that is r
 again, but not that of a ring, whose result is kept.
 
 With sequence parallelism devices apply the scale of a norm to different positions, so that its
-gradient is summed over them: 1 all-reduce of `D` numbers a norm. Whatever is sent for parameters is
-in `manualpar.inspect.formulas`.
+gradient is summed over them: 1 all-reduce of `D` numbers a norm. So is that of a norm of queries or
+keys, because devices have other heads: 1 all-reduce of `H` numbers. Whatever is sent for parameters
+is in `manualpar.inspect.formulas`.
 
 Symbols: `B` examples of a device, `S` positions, `D` features, `K` heads of keys with `H` features,
 `E` experts, `C` the capacity.
@@ -82,16 +83,24 @@ class Activations:
 
 
 def block_sends(
-    x: Activations, *, passes: int = 1, recomputed: bool = False
+    x: Activations,
+    *,
+    passes: int = 1,
+    recomputed: bool = False,
+    post_norms: bool = False,
+    head_norms: tuple[int, ...] = (),
 ) -> Iterator[Collective]:
     """The collectives of a block: attention and MLP, each behind a norm.
 
     `passes` is how often the forward pass is run whole. `recomputed` says whether the backward pass
-    runs it again, except for its last sum, which nothing in the block needs.
+    runs it again, except for its last sum, which nothing in the block needs but a norm behind it,
+    one of `post_norms`. `head_norms` are the sizes of norms that heads of all devices share.
     """
     yield from _enter(x, 2, forward=2 * (passes + recomputed))
-    yield from _leave(x, 2, forward=2 * passes + recomputed)
-    yield from _norm_scales(x, 2)
+    yield from _leave(x, 2, forward=2 * passes + recomputed * (1 + post_norms))
+    yield from _norm_scales(x, 2 + 2 * post_norms)
+    for size in head_norms:
+        yield x.sends(CAST_SCOPE, "all_reduce", 1, (1, 1, 1, size), FLOAT32)
 
 
 def lookup_sends(
@@ -181,15 +190,16 @@ def attention_sends(
 
 
 def document_sends(
-    x: Activations, layers: int, *, in_loop: bool, recomputed: bool = False
+    x: Activations, layers: int, *, in_loop: int, after: int, recomputed: bool = False
 ) -> Iterator[Collective]:
     """What the numbers of documents cost over a context axis: counting them, and for each layer.
 
-    What layers in a loop gather is the same for all, so that JAX takes it out of the loop; two
-    gathers of it are left, or one and those of the layers that are run again.
+    The body of the loop has `in_loop` layers, and `after` layers are not in it. What layers in a
+    loop gather is the same each time, so that JAX takes it out of the loop; two gathers of it are
+    left, or one and those of the layers that are run again.
     """
     yield x.sends(CONTEXT_SCOPE, "all_gather", 1, (2, x.part[0]), INT32)
-    times = (1 if recomputed else 2) if in_loop else layers
+    times = (1 if recomputed else 2) * in_loop + after
     times += layers if recomputed else 0
     yield x.sends(CONTEXT_SCOPE, "all_gather", times, x.part[:2], INT32)
 

@@ -61,6 +61,14 @@ def is_global(layer: int, global_every: int) -> bool:
     return bool(global_every) and (layer + 1) % global_every == 0
 
 
+def divide_layers(model: "Transformer") -> tuple[int, int]:
+    """How many layers run in a loop, and how many are written out behind it."""
+    looped = 0
+    if model.scan_layers:
+        looped = model.num_layers - model.num_layers % max(model.global_every, 1)
+    return looped, model.num_layers - looped
+
+
 def layer_place(model: "Transformer", layer: int) -> LayerPlace:
     """Where the parameters of layer `layer` of a model are, counted from 0.
 
@@ -68,11 +76,12 @@ def layer_place(model: "Transformer", layer: int) -> LayerPlace:
     scanned. Of two kinds of layers `layers/layer_{j}` are the layers `j` of all groups. Layers that
     are too few for a group stand after the scan and are written out.
     """
-    size = max(model.global_every, 1)
-    if not model.scan_layers or layer >= model.num_layers // size * size:
+    if layer >= divide_layers(model)[0]:
         return LayerPlace((f"layer_{layer}",), None)
-    inner = (f"layer_{layer % size}",) if model.global_every else ()
-    return LayerPlace(("layers", *inner), layer // size)
+    if not model.global_every:
+        return LayerPlace(("layers",), layer)
+    group, index = divmod(layer, model.global_every)
+    return LayerPlace(("layers", f"layer_{index}"), group)
 
 
 class LayerGroup(nn.Module):
@@ -122,9 +131,8 @@ def run_layers(
     Communication:
       That of the layers.
     """
-    size, every = max(model.global_every, 1), model.global_every
-    groups = model.num_layers // size if model.scan_layers else 0
-    if groups:
+    every, (looped, _) = model.global_every, divide_layers(model)
+    if looped:
         in_loop: Any = _layer_class(model.remat, in_loop=True)
         arguments: tuple[Any, ...] = (config,)
         if every:
@@ -135,13 +143,13 @@ def run_layers(
             variable_axes=dict.fromkeys(("params", *collections), 0),
             split_rngs={"params": True, "dropout": True},
             in_axes=nn.broadcast,
-            length=groups,
+            length=looped // max(every, 1),
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
         of_all: Any = angles if every else angles.of_global
         x_BSD, _ = layers(*arguments, name="layers")(x_BSD, of_all, document_BS)
     layer = _layer_class(model.remat, in_loop=False)
-    for index in range(groups * size, model.num_layers):
+    for index in range(looped, model.num_layers):
         own_config, angles_SH = _of_kind(config, angles, index, every)
         x_BSD, _ = layer(own_config, name=f"layer_{index}")(x_BSD, angles_SH, document_BS)
     return x_BSD

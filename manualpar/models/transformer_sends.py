@@ -22,6 +22,7 @@ from manualpar.inspect.layer_formulas import (
 )
 from manualpar.inspect.pipeline_formulas import PipelineForm
 from manualpar.layers.experts import MoE, capacity_of
+from manualpar.models.layer_stack import divide_layers
 from manualpar.models.transformer import Transformer
 from manualpar.models.transformer_fields import size_of_head
 from manualpar.purposes import CONTEXT_SCOPE
@@ -66,11 +67,14 @@ def transformer_sends(
     # Layers that permute run where any stage has to, forward as often as backward.
     together = form.loss.cut.layers_permute
     runs = int(table.is_run("forward_microbatch", together=together)[:, stage].sum())
-    sends = _times(runs * (model.num_layers // (run.num_stages * run.chunks)), layers)
+    looped, unlooped = divide_layers(model)
+    sends = _times(runs * (looped // (run.num_stages * run.chunks)), layers)
     if stage == 0:
         sends += _times(minibatches, before)
-    if stage == run.num_stages - 1:
-        sends += _times(minibatches, after)
+    # What is behind the scan runs on all stages if a ring goes around in it.
+    if stage == run.num_stages - 1 or form.loss.cut.suffix.permutes:
+        of_rest = _OfMinibatch(program, model, passes=1).layer
+        sends += _times(minibatches, [*_times(unlooped, of_rest), *after])
     return *sends, *form.sends(), *_arranging(program)
 
 
@@ -93,7 +97,9 @@ class _OfMinibatch:
             [stored] = {info.dtype for info, _ in program.parameters if info.path == "embedding"}
             dtype = program.wire.gather_dtype or stored
             self.before += lookup_sends(x, dtype, recomputed=program.step.pipeline is not None)
-            self.layer += block_sends(x, **runs)
+            head_norms = (size_of_head(model),) * 2 * model.query_key_norm
+            norms: Any = {"post_norms": model.post_norms, "head_norms": head_norms}
+            self.layer += block_sends(x, **norms, **runs)
             if model.num_experts:
                 counts: Any = {"num_experts": model.num_experts, "top_k": model.experts_per_token}
                 self.layer += router_sends(x, **counts, **runs)
@@ -114,8 +120,10 @@ class _OfMinibatch:
             how = model.context_attention
             self.layer += attention_sends(x, how, heads=heads, **runs)
             if model.bos_token >= 0:
+                looped, after = divide_layers(model)
+                in_loop = max(model.global_every, 1) if looped else 0
                 self.before += document_sends(
-                    x, model.num_layers, in_loop=model.scan_layers, recomputed=recomputed
+                    x, model.num_layers, in_loop=in_loop, after=after, recomputed=recomputed
                 )
 
 

@@ -57,7 +57,8 @@ def check_divides(length: int, num_stages: int, chunks: int) -> None:
             expected += f" times chunks={chunks}"
         raise ValueError(
             f"pipeline: the model has {length} layers, expected {expected}, because every stage "
-            "has as many. Change the number of layers, the mesh or chunks."
+            "has as many; a group of layers that the scan runs at once counts as one. Change the "
+            "number of layers, the mesh or chunks."
         )
 
 

@@ -23,6 +23,8 @@ from manualpar.core.strategy import MODES
 from manualpar.layers.attention import ATTENTION_KINDS
 from manualpar.layers.chunks import LAYER_OVERLAPS
 from manualpar.layers.context import CONTEXT_ATTENTIONS
+from manualpar.models.rotary import ROTARY_KINDS
+from manualpar.models.transformer_layer import ACTIVATIONS
 from manualpar.pipeline.stages import KEEPS, SCHEDULES
 from manualpar.sharding.mesh_order import check_order
 from manualpar.strategies import BUILT_IN, Field, strategy_kinds
@@ -111,6 +113,22 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "model.attention": Field(str, choices=ATTENTION_KINDS),
         "model.attention_window": Field(int, 0, below=2**31),
         "model.attention_soft_cap": Field(float, 0, below=LARGEST),
+        "model.attention_scale": Field(float, 0, below=LARGEST, default=0.0),
+        "model.global_every": Field(int, 0, below=MOST_WRITTEN_OUT, default=0),
+        "model.local_rope_base": Field(float, 0, below=LARGEST, default=0.0),
+        "model.rope_scaling": Field(str, choices=("", *ROTARY_KINDS), default=""),
+        "model.rope_factor": Field(float, 1, below=LARGEST, default=1.0),
+        "model.rope_low_factor": Field(float, 0, below=LARGEST, default=1.0),
+        "model.rope_high_factor": Field(float, 0, below=LARGEST, default=4.0),
+        "model.rope_original_length": Field(int, 1, below=2**31, default=8192),
+        "model.head_size": Field(int, 0, below=2**31, default=0),
+        "model.activation": Field(str, choices=tuple(ACTIVATIONS), default="silu"),
+        "model.norm_epsilon": Field(float, 0, below=1, default=1e-6),
+        "model.norm_offset": Field(bool, default=False),
+        "model.post_norms": Field(bool, default=False),
+        "model.query_key_norm": Field(bool, default=False),
+        "model.qkv_bias": Field(bool, default=False),
+        "model.scale_embedding": Field(bool, default=False),
         "model.vocab_multiple": Field(int, 1, below=2**31),
         "model.num_experts": Field(int, 0, below=2**20),
         "model.experts_per_token": Field(int, 1, below=2**20),

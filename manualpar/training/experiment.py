@@ -286,10 +286,16 @@ def _check_stages_and_context(
                 "expected True: a pipeline is cut at the scan over layers."
             )
         stages, chunks = mesh.shape[STAGE_AXIS], config.parallel.pipeline_chunks
-        if config.model.num_layers % (stages * chunks):
+        # Of two kinds of layers a pipeline cuts between groups, and the last stage has the rest.
+        every = config.model.global_every
+        groups = config.model.num_layers // max(every, 1)
+        if not groups or groups % (stages * chunks):
+            number = f"a multiple of {stages * chunks}"
+            if every:
+                number += f" groups of config.model.global_every={every}, or up to {every - 1} more"
             raise ValueError(
-                f"config.model.num_layers is {config.model.num_layers}, expected a multiple of "
-                f"{stages * chunks}: {stages} devices along {STAGE_AXIS!r} times "
+                f"config.model.num_layers is {config.model.num_layers}, expected {number}: "
+                f"{stages} devices along {STAGE_AXIS!r} times "
                 f"config.parallel.pipeline_chunks={chunks}."
             )
     parts = 2 * mesh.shape.get(CONTEXT_AXIS, 1)

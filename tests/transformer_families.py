@@ -1,0 +1,24 @@
+"""Fields that make a `Transformer` as different as families are, for tests on meshes."""
+
+from typing import Any
+
+# Qwen's: biases, and norms of queries and keys.
+QWEN: dict[str, Any] = {"qkv_bias": True, "query_key_norm": True, "norm_epsilon": 1e-5}
+# Gemma's, in layers of two kinds: a group of them, and one that is left over.
+GEMMA: dict[str, Any] = {
+    "num_layers": 3,
+    "global_every": 2,
+    "attention_window": 3,
+    "local_rope_base": 100.0,
+    "rope_scaling": "linear",
+    "rope_factor": 4.0,
+    "norm_offset": True,
+    "post_norms": True,
+    "query_key_norm": True,
+    "activation": "gelu",
+    "scale_embedding": True,
+    "tied_head": True,
+    "attention_scale": 0.3,
+    "attention_soft_cap": 4.0,
+    "logit_soft_cap": 6.0,
+}
