@@ -1,0 +1,184 @@
+"""Which tensors of a model's files are which parts of which parameter, as data.
+
+A `Rule` names a parameter, the tensor that holds it, and how their dims go together, in the
+notation of einops: `D N H -> (N H) D`. A parameter may consist of several tensors, stacked along
+its leading dims: the layers of a scan, and experts. So a parameter is a list of `Piece`s, each a
+tensor with the place that it takes. Nothing here opens a file or knows a device.
+
+Symbols: `V` tokens of the vocabulary, `D` hidden features, `N` query heads, `K` key and value
+heads, `H` features of a head, `F` features inside an MLP, `E` experts.
+"""
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+# The dims of a tensor, each with the dims of the parameter that are merged in it, outermost first.
+MergedDims = tuple[tuple[str, ...], ...]
+
+
+class Rule(NamedTuple):
+    """How a parameter is called in the files.
+
+    Attributes:
+      tensor: The name of the tensor; `{E}` in it stands for a number along dim `E` of the
+        parameter, along which as many tensors are stacked.
+      dims: The dims of the parameter and those of the tensor, such as `D N H -> (N H) D`, without
+        those that are stacked; `""` if they are the same.
+    """
+
+    tensor: str
+    dims: str = ""
+
+
+class Piece(NamedTuple):
+    """A tensor that is a part of a parameter.
+
+    Attributes:
+      tensor: Its name.
+      entry: The numbers along the leading dims of the parameter at which it stands.
+      dims: The names of the parameter's other dims.
+      merged: For each dim of the tensor those of `dims` that are merged in it.
+    """
+
+    tensor: str
+    entry: tuple[int, ...]
+    dims: tuple[str, ...]
+    merged: MergedDims
+
+    def tensor_shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the tensor if the parameter's other dims have these sizes."""
+        size_of = dict(zip(self.dims, sizes, strict=True))
+        shape = []
+        for names in self.merged:
+            size = 1
+            for name in names:
+                size *= size_of[name]
+            shape.append(size)
+        return tuple(shape)
+
+
+# What stands outside of layers, and in every layer behind `model.layers.{layer}.`.
+TOP: Mapping[str, Rule] = {
+    "embedding": Rule("model.embed_tokens.weight"),
+    "final_norm/scale": Rule("model.norm.weight"),
+    "head": Rule("lm_head.weight", "D V -> V D"),
+}
+LAYER: Mapping[str, Rule] = {
+    "attention_norm/scale": Rule("input_layernorm.weight"),
+    "attention/query/kernel": Rule("self_attn.q_proj.weight", "D N H -> (N H) D"),
+    "attention/key/kernel": Rule("self_attn.k_proj.weight", "D K H -> (K H) D"),
+    "attention/value/kernel": Rule("self_attn.v_proj.weight", "D K H -> (K H) D"),
+    "attention/query/bias": Rule("self_attn.q_proj.bias", "N H -> (N H)"),
+    "attention/key/bias": Rule("self_attn.k_proj.bias", "K H -> (K H)"),
+    "attention/value/bias": Rule("self_attn.v_proj.bias", "K H -> (K H)"),
+    "attention/out/kernel": Rule("self_attn.o_proj.weight", "N H D -> D (N H)"),
+    "attention/query_norm/scale": Rule("self_attn.q_norm.weight"),
+    "attention/key_norm/scale": Rule("self_attn.k_norm.weight"),
+    "mlp_norm/scale": Rule("post_attention_layernorm.weight"),
+    "mlp/gate/kernel": Rule("mlp.gate_proj.weight", "D F -> F D"),
+    "mlp/up/kernel": Rule("mlp.up_proj.weight", "D F -> F D"),
+    "mlp/down/kernel": Rule("mlp.down_proj.weight", "F D -> D F"),
+    "experts/router": Rule("mlp.gate.weight", "D E -> E D"),
+    "experts/gate": Rule("mlp.experts.{E}.gate_proj.weight", "D F -> F D"),
+    "experts/up": Rule("mlp.experts.{E}.up_proj.weight", "D F -> F D"),
+    "experts/down": Rule("mlp.experts.{E}.down_proj.weight", "F D -> D F"),
+}
+GEMMA: Mapping[str, Rule] = {
+    "attention_post_norm/scale": Rule("post_attention_layernorm.weight"),
+    "mlp_norm/scale": Rule("pre_feedforward_layernorm.weight"),
+    "mlp_post_norm/scale": Rule("post_feedforward_layernorm.weight"),
+}
+MIXTRAL: Mapping[str, Rule] = {
+    "experts/router": Rule("block_sparse_moe.gate.weight", "D E -> E D"),
+    "experts/gate": Rule("block_sparse_moe.experts.{E}.w1.weight", "D F -> F D"),
+    "experts/up": Rule("block_sparse_moe.experts.{E}.w3.weight", "D F -> F D"),
+    "experts/down": Rule("block_sparse_moe.experts.{E}.w2.weight", "F D -> D F"),
+}
+# What a family calls otherwise than the others, by its `model_type`.
+OWN: Mapping[str, Mapping[str, Rule]] = {
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
+    "mixtral": MIXTRAL,
+}
+# What old files hold besides parameters: tables that are computed from the config.
+COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+_LAYER = re.compile(r"(layer_(?P<own>\d+)|layers/layer_(?P<of_group>\d+)|layers)/")
+_STACKED = re.compile(r"\{\w+\}")
+
+
+def pieces_of_transformer(family: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Piece]]:
+    """The tensors that the parameters of a `Transformer` consist of.
+
+    Layers that stand by themselves, `layer_{i}`, have the numbers in their names. Those of a scan
+    have the numbers that are left, in order, each group of `layers/layer_{j}` one of each `j`: see
+    `manualpar.models.layer_stack.layer_place`.
+
+    Args:
+      family: The `model_type`.
+      shapes: The shape of each parameter on one device, by its path.
+
+    Raises:
+      ValueError: A parameter has no tensor in files of the family.
+    """
+    modules = {path: found for path in shapes if (found := _LAYER.match(path))}
+    own = {int(found["own"]) for found in modules.values() if found["own"]}
+    scanned = {found[0] for found in modules.values() if not found["own"]}
+    unused = (number for number in itertools.count() if number not in own)
+    lengths = {shapes[path][0] for path, found in modules.items() if not found["own"]}
+    in_scan = list(itertools.islice(unused, max(lengths, default=0) * len(scanned)))
+    rules = {**TOP, **LAYER, **OWN.get(family, {})}
+    pieces = {}
+    for path, shape in shapes.items():
+        found = modules.get(path)
+        name = path[found.end() :] if found else path
+        rule = rules.get(name)
+        if rule is None:
+            raise ValueError(
+                f"the parameter {path} has no tensor in files of the family {family!r}; expected a "
+                "Transformer with the fields of that family, or names= that name all parameters."
+            )
+        if found is None:
+            pieces[path] = pieces_of(rule, shape)
+        elif found["own"]:
+            own_rule = rule._replace(tensor=f"model.layers.{found['own']}.{rule.tensor}")
+            pieces[path] = pieces_of(own_rule, shape)
+        else:
+            numbers = in_scan[int(found["of_group"] or 0) :: len(scanned)]
+            pieces[path] = [
+                piece._replace(entry=(entry, *piece.entry))
+                for entry, number in enumerate(numbers)
+                for piece in pieces_of(
+                    rule._replace(tensor=f"model.layers.{number}.{rule.tensor}"), shape[1:]
+                )
+            ]
+    return pieces
+
+
+def pieces_of(rule: Rule, shape: Sequence[int]) -> list[Piece]:
+    """The tensors that a parameter of some shape consists of, according to a rule.
+
+    Raises:
+      ValueError: The rule's dims are not those of the parameter, or are not as they should be.
+    """
+    stacked = len(_STACKED.findall(rule.tensor))
+    names = tuple(f"d{dim}" for dim in range(len(shape) - stacked))
+    left, arrow, right = rule.dims.partition("->")
+    dims = tuple(left.split()) if arrow else names
+    words = re.findall(r"\(([^()]*)\)|(\S+)", right) if arrow else [("", name) for name in names]
+    merged = tuple(tuple((inside or single).split()) for inside, single in words)
+    if len(dims) != len(names) or sorted(dims) != sorted(itertools.chain(*merged)):
+        raise ValueError(
+            f"the rule {rule.tensor!r} has the dims {rule.dims!r}, expected {len(names)} names, an "
+            "arrow and the same names, such as 'D N H -> (N H) D'."
+        )
+    ranges = [range(size) for size in shape[:stacked]]
+    return [
+        Piece(_fill(rule.tensor, entry), entry, dims, merged) for entry in itertools.product(*ranges)
+    ]
+
+
+def _fill(tensor: str, numbers: Sequence[int]) -> str:
+    rest = iter(numbers)
+    return _STACKED.sub(lambda _: str(next(rest)), tensor)
