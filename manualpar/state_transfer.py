@@ -9,7 +9,6 @@ optimizer's state is made from the given parameters, because some optimizers kee
 A source is neither donated nor changed.
 """
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -85,7 +84,7 @@ class StartsFromArrays:
         if rng is None and missing == "init":
             raise TypeError("init_from: rng is None with missing='init', expected a key.")
         key = typed_key("init_from", jax.random.key(0) if rng is None else rng)
-        leaves = _variable_leaves(program)
+        leaves = variable_leaves(program)
         found = dict(_by_name(params_or_variables, program.abstract_state))
         check_alive("init_from", variables=found)
         _check_all(
@@ -101,10 +100,7 @@ class StartsFromArrays:
             for leaf in leaves
             if leaf.name in found
         }
-        finish = functools.partial(_finish, program, leaves)
-        shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
-        with no_mesh():
-            return jax.jit(finish, out_shardings=shardings, donate_argnums=0)(placed, key)
+        return state_with(program, leaves, placed, key)
 
     def adopt(self, state: TrainState) -> TrainState:
         """Takes another program's state: of another mesh, strategy or padding.
@@ -160,7 +156,7 @@ class StartsFromArrays:
             for leaf in leaves
             if leaf.keys[0] in ("params", "collections")
         }
-        arrays = [values[leaf.name] for leaf in _variable_leaves(program)]
+        arrays = [values[leaf.name] for leaf in variable_leaves(program)]
         structure = jax.tree.structure(variables_of(program.whole_state))
         return dict(jax.tree.unflatten(structure, arrays))
 
@@ -179,15 +175,15 @@ def check_has_devices(function: str, mesh: Any) -> None:
         )
 
 
-def _variable_leaves(program: Any) -> list[Leaf]:
+def variable_leaves(program: Any) -> list[Leaf]:
     """The parameters and the other collections, under names such as `params/dense/kernel`."""
     return leaves_of(variables_of(program.abstract_state), variables_of(program.whole_state))
 
 
-def _finish(
+def state_with(
     program: Any, leaves: list[Leaf], placed: dict[str, jax.Array], rng: jax.Array
 ) -> TrainState:
-    """A state with placed variables; everything else is as `init` makes it."""
+    """A state with placed variables, which are donated; all else is as `init` makes it."""
 
     def replace_variables(placed: dict[str, jax.Array], state: TrainState) -> TrainState:
         made, structure = jax.tree.flatten(variables_of(state))
@@ -201,8 +197,14 @@ def _finish(
         return state.replace(params=params, opt_state=opt_state, collections=collections)
 
     on_auto = on_auto_axes(replace_variables, mesh=program.mesh, out_specs=program.layout)
-    state: TrainState = on_auto(placed, program.init(rng))  # Only what is missing is computed.
-    return state
+    shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
+    with no_mesh():  # Only what is missing is computed.
+        make = jax.jit(
+            lambda placed, rng: on_auto(placed, program.init(rng)),
+            out_shardings=shardings,
+            donate_argnums=0,
+        )
+        return make(placed, rng)
 
 
 def _checked_state(function: str, leaves: list[Leaf], state: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ ORDER = """
     doctor
     planner
     training launch
-    checkpoints
+    checkpoints pretrained
     data cluster watching
     models
     layers

@@ -22,14 +22,17 @@ from manualpar.pretrained.families import FAMILIES
 # The fields of a `Transformer` that belong to the model; the others say how it is computed.
 SAID = frozenset(
     {
-        *(field for family in FAMILIES.values() for field in (*family.keys.values(), *family.fixed)),
+        *(
+            field
+            for family in FAMILIES.values()
+            for field in (*family.keys.values(), *family.fixed)
+        ),
         *ROPE_FACTORS.values(),
         *("rope_base", "rope_scaling", "local_rope_base", "attention_window", "global_every"),
         *("attention_scale", "activation", "dense_layers", "dense_mlp_size", "shared_experts_size"),
         *("num_kv_heads", "head_size"),
     }
 ) - {"capacity_factor"}
-
 
 
 def architecture_of(model: Transformer) -> dict[str, Any]:
@@ -39,7 +42,8 @@ def architecture_of(model: Transformer) -> dict[str, Any]:
         "num_kv_heads": model.num_kv_heads or model.num_heads,
         "head_size": size_of_head(model),
         "attention_scale": model.attention_scale or size_of_head(model) ** -0.5,
-        "local_rope_base": model.local_rope_base or model.rope_base,
+        "local_rope_base": (model.global_every and (model.local_rope_base or model.rope_base))
+        or 0.0,
     }
 
 
@@ -84,7 +88,9 @@ def _write(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     config |= family.must_be
     if "query_pre_attn_scalar" in config:
         scalar = fields["attention_scale"] ** -2.0
-        config["query_pre_attn_scalar"] = round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar
+        config["query_pre_attn_scalar"] = (
+            round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar
+        )
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             config[key] = config[key] or None
     config["intermediate_size"] = fields.get("dense_mlp_size") or fields["mlp_size"]

@@ -56,7 +56,7 @@ class TensorFiles:
             try:
                 open_file(path, follow_links=True).close()
                 handle = safetensors.safe_open(path, framework="np", backend="pread").__enter__()
-                tensors = {key: handle.get_slice(key) for key in handle.keys()}
+                tensors = {key: handle.get_slice(key) for key in list(handle.keys())}
             except FileNotFoundError:
                 raise _no_files(directory, name) from None
             except OSError as error:
@@ -144,7 +144,9 @@ def _check_index(directory: Path, index: Mapping[str, str], files: Mapping[str, 
         for tensor, name in index.items()
         if files.get(tensor) != name
     ]
-    lines += [f"{tensor} is in {files[tensor]}, not in the index" for tensor in files.keys() - index]
+    lines += [
+        f"{tensor} is in {files[tensor]}, not in the index" for tensor in files.keys() - index
+    ]
     if lines:
         raise ValueError(
             f"{directory / INDEX_FILE} is not the index of these files: "

@@ -61,7 +61,7 @@ class Piece(NamedTuple):
 
 # What stands outside of layers, and in every layer behind `model.layers.{layer}.`.
 TOP: Mapping[str, Rule] = {
-    "embedding": Rule("model.embed_tokens.weight"),
+    "embedding": Rule("model.embed_tokens.weight", "V D -> V D"),
     "final_norm/scale": Rule("model.norm.weight"),
     "head": Rule("lm_head.weight", "D V -> V D"),
 }
@@ -108,7 +108,9 @@ _LAYER = re.compile(r"(layer_(?P<own>\d+)|layers/layer_(?P<of_group>\d+)|layers)
 _STACKED = re.compile(r"\{\w+\}")
 
 
-def pieces_of_transformer(family: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Piece]]:
+def pieces_of_transformer(
+    family: str, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, list[Piece]]:
     """The tensors that the parameters of a `Transformer` consist of.
 
     Layers that stand by themselves, `layer_{i}`, have the numbers in their names. Those of a scan
@@ -175,7 +177,8 @@ def pieces_of(rule: Rule, shape: Sequence[int]) -> list[Piece]:
         )
     ranges = [range(size) for size in shape[:stacked]]
     return [
-        Piece(_fill(rule.tensor, entry), entry, dims, merged) for entry in itertools.product(*ranges)
+        Piece(_fill(rule.tensor, entry), entry, dims, merged)
+        for entry in itertools.product(*ranges)
     ]
 
 

@@ -1,0 +1,10 @@
+"""Other people's models: their weights in, ours out, as `.safetensors` files.
+
+`safetensors` is imported when files are read or written: the extra `pretrained` brings it.
+"""
+
+from manualpar.pretrained.architecture import Architecture, read_architecture
+from manualpar.pretrained.load import Loaded, load, load_hf
+from manualpar.pretrained.tensor_names import Rule
+
+__all__ = ["Architecture", "Loaded", "Rule", "load", "load_hf", "read_architecture"]

@@ -1,0 +1,120 @@
+"""Parameters from `.safetensors` files, straight into the shards of a program.
+
+Each process reads the slices of its own devices and nothing else, see `slices`.
+
+Invariants: nothing is read before the config, and the names, shapes and dtypes of all tensors, have
+been compared with the program's. The optimizer's state is made from the parameters, sharded. An
+error in one process is one in all of them.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from manualpar.cluster.agreement import first_failure
+from manualpar.core.program import Program
+from manualpar.pretrained.slices import ShardReader
+from manualpar.pretrained.sources import find_sources
+from manualpar.pretrained.tensor_names import Rule
+from manualpar.rng import typed_key
+from manualpar.state_transfer import Missing, check_has_devices, state_with, variable_leaves
+from manualpar.train_state import TrainState
+
+
+class Loaded(NamedTuple):
+    """What `load_hf` has loaded.
+
+    Attributes:
+      state: The state.
+      tensors: How many tensors the files have.
+      bytes_read: The bytes of tensors that this process has read.
+      seconds: How long it took to read them.
+    """
+
+    state: TrainState
+    tensors: int
+    bytes_read: int
+    seconds: float
+
+
+def load_hf(
+    program: Program,
+    directory: Path | str,
+    rng: jax.Array | None = None,
+    *,
+    names: Mapping[str, Rule | str] | None = None,
+    missing: Missing = "error",
+) -> TrainState:
+    """Makes a state from the `.safetensors` files of a directory, at step 0.
+
+    ```python
+    state = load_hf(program, "models/llama")
+    names = {"encoder/kernel": Rule("enc.weight", "i o -> o i"), "encoder/bias": "enc.bias"}
+    state = load_hf(program, "models/mine", names=names)
+    ```
+
+    Args:
+      program: A program of a `Transformer` that is what the `config.json` of the directory says,
+        under any strategy, on any mesh of devices; or of any model, with `names`.
+      directory: A directory as `save_pretrained` of transformers writes it, or as the hub has it.
+      rng: The key, used as by `init`. By default `jax.random.key(0)`.
+      names: The tensor of each parameter, by its path: a name, or a `Rule` if its dims are others.
+        By default those of the family of models that `config.json` names.
+      missing: Whether a parameter that no tensor is known for is an `"error"`, or made as by
+        `init(rng)`: `"init"`.
+
+    Returns:
+      The state, on the program's devices. The optimizer's state is that of these parameters.
+
+    Raises:
+      ValueError: A file is missing, damaged or pickled; the config says another model than the
+        program's; tensors are missing, left over, or of another shape. Each is named, and nothing
+        has been read or compiled. Or the program is on an abstract mesh.
+
+    Communication:
+      None but a few bytes that say whether all processes are well.
+    """
+    return load(program, directory, rng, names=names, missing=missing).state
+
+
+def load(
+    program: Program,
+    directory: Path | str,
+    rng: jax.Array | None = None,
+    *,
+    names: Mapping[str, Rule | str] | None = None,
+    missing: Missing = "error",
+) -> Loaded:
+    """Makes a state as `load_hf`, and says what it took."""
+    check_has_devices("load_hf", program.mesh)
+    key = typed_key("load_hf", jax.random.key(0) if rng is None else rng)
+    leaves = variable_leaves(program)
+    started = time.perf_counter()
+    with failing_together():
+        sources = find_sources(program, Path(directory).expanduser(), names=names, missing=missing)
+    reader = ShardReader(sources.files)
+    with failing_together():
+        placed = reader.place([leaf for leaf in leaves if leaf.name in sources.pieces], sources)
+    seconds = time.perf_counter() - started
+    state = state_with(program, leaves, placed, key)
+    return Loaded(state, len(sources.files.shapes), reader.bytes_read, seconds)
+
+
+@contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """Within, an error of one process becomes one of all, so that none waits for another.
+
+    Communication:
+      That of `first_failure`, at the end.
+    """
+    try:
+        yield
+    except ValueError as error:
+        first_failure(str(error))
+        raise
+    if failure := first_failure(""):
+        raise ValueError(failure)

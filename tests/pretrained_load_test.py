@@ -1,0 +1,266 @@
+"""Files of a small Llama become the shards that `init_from` makes; bad files are refused."""
+
+import json
+import re
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import save_file
+
+from manualpar import Batch, abstract_mesh, fsdp, make_mesh
+from manualpar.models import Transformer
+from manualpar.pretrained import Rule, load, load_hf, read_architecture
+from manualpar.training.cross_entropy import language_model_loss
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 30,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+
+def llama(directory, **fields):
+    return Transformer(**read_architecture(directory).fields, **fields)
+
+
+def tensors_of(params, num_layers=3):
+    """The tensors of a scanned model, by their names in a file, written down one by one."""
+
+    def flat(x, *, outputs):
+        return np.ascontiguousarray(x.reshape(-1, np.prod(x.shape[-outputs:], dtype=int)).T)
+
+    p = {path: np.asarray(x) for path, x in flatten_dict(params, sep="/").items()}
+    tensors = {
+        "model.embed_tokens.weight": p["embedding"][:30],
+        "model.norm.weight": p["final_norm/scale"],
+        "lm_head.weight": np.ascontiguousarray(p["head"].T[:30]),
+    }
+    for i in range(num_layers):
+        layer, at = {k[7:]: x[i] for k, x in p.items() if k.startswith("layers/")}, "model.layers"
+        for name in ("query", "key", "value"):
+            kernel = flat(layer[f"attention/{name}/kernel"], outputs=2)
+            tensors[f"{at}.{i}.self_attn.{name[0]}_proj.weight"] = kernel
+        out = flat(layer["attention/out/kernel"], outputs=1)
+        tensors[f"{at}.{i}.self_attn.o_proj.weight"] = out
+        for name in ("gate", "up", "down"):
+            kernel = flat(layer[f"mlp/{name}/kernel"], outputs=1)
+            tensors[f"{at}.{i}.mlp.{name}_proj.weight"] = kernel
+        tensors[f"{at}.{i}.input_layernorm.weight"] = layer["attention_norm/scale"]
+        tensors[f"{at}.{i}.post_attention_layernorm.weight"] = layer["mlp_norm/scale"]
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A directory with two files and an index, and the parameters in them."""
+    directory = tmp_path_factory.mktemp("llama")
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    params = jax.jit(llama(directory).init)(jax.random.key(3), tokens)["params"]
+    write(directory, tensors_of(params))
+    return directory, params
+
+
+def write(directory, tensors):
+    names = sorted(tensors)
+    parts = {"model-1.safetensors": names[:9], "model-2.safetensors": names[9:]}
+    for name, keys in parts.items():
+        save_file({key: tensors[key] for key in keys}, directory / name)
+    index = {"weight_map": {key: name for name, keys in parts.items() for key in keys}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def program_of(model, mesh, **options):
+    batch = Batch(jnp.zeros((8, 8), jnp.int32), jnp.zeros((8, 8), jnp.int32))
+    options = {"min_weight_size": 64, **options}
+    return fsdp(model, optax.adamw(1e-3), language_model_loss, mesh=mesh, batch=batch, **options)
+
+
+@pytest.fixture(scope="module")
+def program(made):
+    """A program of its model on eight devices."""
+    return program_of(llama(made[0]), make_mesh({"data": 8}))
+
+
+def same_bits(ours, theirs):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True
+    ):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim), path
+        np.testing.assert_array_equal(x, y, err_msg=str(path))
+
+
+def test_the_state_is_that_of_init_from_the_same_parameters(made):
+    directory, params = made
+    mesh = make_mesh({"data": 4, "model": 2})
+    # 30 tokens in 32 rows; heads are split in two, and features of a head over what divides them.
+    model = llama(directory, split_axis="model", vocab_multiple=8)
+    program = program_of(model, mesh, pad=True)
+    padded = dict(params)
+    padded["embedding"] = np.pad(params["embedding"], ((0, 2), (0, 0)))
+    padded["head"] = np.pad(params["head"], ((0, 0), (0, 2)))
+    loaded = load(program, directory, jax.random.key(5))
+    same_bits(loaded.state, program.init_from(padded, jax.random.key(5)))
+    total = sum(x.nbytes for x in jax.tree.leaves(params))
+    # What several devices hold is read once.
+    assert loaded.bytes_read == total
+    assert loaded.tensors == 30
+
+
+def test_every_dim_can_be_split_wherever_it_is_merged(made, program):
+    """Each part of each parameter, whatever its bounds, is that part of the parameter."""
+    from manualpar.pretrained.slices import ShardReader
+    from manualpar.pretrained.sources import find_sources
+    from manualpar.state_transfer import variable_leaves
+
+    directory, params = made
+    sources = find_sources(program, directory)
+    flat = flatten_dict(params, sep="/")
+    for leaf in variable_leaves(program):
+        whole = np.asarray(flat[leaf.name.removeprefix("params/")])
+        halves = [((0, size // 2), (size // 2, size)) for size in whole.shape]
+        for dim, of_dim in enumerate(halves):
+            for half in of_dim:
+                bounds = tuple(half if i == dim else (0, n) for i, n in enumerate(whole.shape))
+                reader = ShardReader(sources.files)
+                (part,) = reader._place(leaf, bounds, jax.devices()[:1], sources)
+                np.testing.assert_array_equal(part, whole[tuple(slice(*b) for b in bounds)])
+                assert reader.bytes_read == part.nbytes
+
+
+def test_a_model_of_ones_own_is_named_parameter_by_parameter(tmp_path):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            return nn.Dense(16, name="encoder")(x)
+
+    def loss_fn(params, apply_fn, batch, rng):
+        loss = apply_fn({"params": params}, batch.inputs) ** 2
+        return loss.mean(), {"loss": (loss.sum(), loss.size)}
+
+    rows = np.arange(32, dtype=jnp.bfloat16).reshape(16, 2)
+    save_file({"w": rows, "b": np.ones(16, np.float16)}, tmp_path / "model.safetensors")
+    batch = Batch(jnp.zeros((8, 2)), jnp.zeros(8))
+    options = {"mesh": make_mesh({"data": 8}), "batch": batch, "min_weight_size": 1}
+    program = fsdp(Net(), optax.sgd(0.1), loss_fn, **options)
+    names = {"encoder/kernel": Rule("w", "i o -> o i"), "encoder/bias": "b"}
+    state = load_hf(program, tmp_path, names=names)
+    kernel = state.params["encoder"]["kernel"]
+    assert kernel.dtype == jnp.float32
+    assert not kernel.is_fully_replicated
+    np.testing.assert_array_equal(kernel, rows.T.astype(np.float32))
+    with pytest.raises(ValueError, match=r"b is float16\[16\], expected no such tensor"):
+        load_hf(
+            program, tmp_path, names={"encoder/kernel": names["encoder/kernel"]}, missing="init"
+        )
+    with pytest.raises(ValueError, match="names has no encoder/bias, expected every"):
+        load_hf(program, tmp_path, names={"encoder/kernel": names["encoder/kernel"]})
+    with pytest.raises(ValueError, match="names has decoder, expected paths"):
+        load_hf(program, tmp_path, names={"decoder": "w"})
+    with pytest.raises(ValueError, match=r"dims 'i o -> o', expected 2 names, an arrow"):
+        load_hf(program, tmp_path, names={"encoder/kernel": Rule("w", "i o -> o")})
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(ValueError, match=r"is no manualpar.models.Transformer.*pass names="):
+        load_hf(program, tmp_path)
+    narrow = fsdp(Net(), optax.sgd(0.1), loss_fn, **options, param_dtype="bfloat16")
+    save_file({"w": rows.astype(np.float32), "b": np.ones(16)}, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match="b from float64 to bfloat16"):
+        load_hf(narrow, tmp_path, names=names)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_read(made, program, tmp_path):
+    directory, params = made
+
+    def refused(match, config=CONFIG, **changes):
+        tensors = {**tensors_of(params), **{k.replace("_", "."): v for k, v in changes.items()}}
+        write(tmp_path, {key: x for key, x in tensors.items() if x is not None})
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=match):
+            load_hf(program, tmp_path)
+
+    refused(
+        r"model\.norm\.weight is missing, of shape \[16\] for final_norm/scale",
+        model_norm_weight=None,
+    )
+    refused(r"surplus is float32\[2\], expected no such", surplus=np.zeros(2, np.float32))
+    refused(
+        r"model\.norm\.weight is float32\[4\], expected the shape \[16\]",
+        model_norm_weight=np.zeros(4, np.float32),
+    )
+    refused(r"weight is stored as I64, expected float64", model_norm_weight=np.zeros(16, np.int64))
+    refused(
+        r"model is not that of .*: rope_base is 5000.0, there 6000.0", CONFIG | {"rope_theta": 6e3}
+    )
+    with pytest.raises(ValueError, match="abstract mesh"):
+        load_hf(program_of(llama(directory), abstract_mesh({"data": 8}, 8)), directory)
+    with pytest.raises(ValueError, match="is no directory; expected"):
+        load_hf(program, tmp_path / "none")
+
+
+def test_damaged_and_dangerous_files_are_refused(made, program, tmp_path):
+    _, params = made
+    index = tmp_path / "model.safetensors.index.json"
+
+    def refused(match):
+        with pytest.raises(ValueError, match=match):
+            load_hf(program, tmp_path)
+
+    refused(r"has no config\.json; expected the directory of a model")
+    (tmp_path / "config.json").write_text("[")
+    refused(r"config\.json is not JSON .* expected the config of a model")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    refused(r"has neither model\.safetensors nor model\.safetensors\.index\.json")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
+    refused(r"has pickled weights \(pytorch_model\.bin\).*nothing is unpickled")
+    write(tmp_path, tensors_of(params))
+    first = tmp_path / "model-1.safetensors"
+    good, listed = first.read_bytes(), json.loads(index.read_text())
+    first.write_bytes(good[:-1])
+    refused(r"model-1\.safetensors is damaged or cut off")
+    first.write_bytes(b"\xff" * 8 + good[8:])
+    refused(r"model-1\.safetensors is damaged or cut off")
+    first.unlink()
+    refused(r"model-1\.safetensors is missing, and model\.safetensors\.index\.json names it")
+    first.mkdir()
+    refused(r"model-1\.safetensors is a folder, expected a file")
+    first.rmdir()
+    first.write_bytes(good)
+    for name in ("../model-1.safetensors", "/etc/passwd", "a/b.safetensors", "model.bin", 3):
+        index.write_text(
+            json.dumps({"weight_map": listed["weight_map"] | {"lm_head.weight": name}})
+        )
+        refused(
+            rf"'lm_head.weight' in {re.escape(repr(name))}, expected the name of a .safetensors"
+        )
+    other = listed["weight_map"] | {
+        "lm_head.weight": "model-2.safetensors",
+        "more": "model-2.safetensors",
+    }
+    index.write_text(json.dumps({"weight_map": other}))
+    refused(
+        r"lm_head\.weight is in model-1\.safetensors, the index says model-2\.safetensors; more is"
+    )
+    index.write_text(json.dumps({"weight_map": {}}))
+    refused("has no weight_map")
+    index.write_text(json.dumps(listed))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_hf(program, tmp_path)
