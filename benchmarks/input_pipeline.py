@@ -23,7 +23,14 @@ import zlib
 import jax
 import numpy as np
 
-from manualpar.data import Dataset, LanguageDataset, Split, TokenSplit, load_dataset, train_batches
+from manualpar.data import (
+    Dataset,
+    LanguageDataset,
+    Split,
+    TokenSplit,
+    load_dataset,
+    train_batches,
+)
 from manualpar.data.sources import SOURCES
 from manualpar.data.tokenize import write_token_files
 
@@ -58,6 +65,7 @@ def describe_corpus(dataset: LanguageDataset) -> list[str]:
     """A line for each split of a corpus of bytes."""
     lines = []
     for name, split in (("train", dataset.train), ("eval", dataset.eval), ("test", dataset.test)):
+        assert isinstance(split, TokenSplit)
         tokens = split.stream.read(0, len(split.stream))
         data = tokens[tokens != split.bos_token].astype(np.uint8).tobytes()
         entropy, compressed = bits_per_byte(data)

@@ -1,11 +1,12 @@
 """Batches on the devices, read ahead by Grain's threads.
 
 Training draws from an endless stream: permutations of the split, a new one for each epoch, one
-after the other. The example at position `p` depends on the seed and on `p` alone, and a batch is
-the next `B` of them. So neither its content nor its order depends on how many processes and devices
-read it, nor on how far ahead they read, and the whole state of the data is one number: the position
-after the last batch that was used. All batches are full and no example is dropped: one batch
-may hold the end of an epoch and the start of the next.
+after the other, or several such streams mixed, see `manualpar.data.order`. The example at position
+`p` depends on the seed and on `p` alone, and a batch is the next `B` of them. So neither its
+content nor its order depends on how many processes and devices read it, nor on how far ahead they
+read, and the whole state of the data is one number: the position after the last batch that was
+used. All batches are full and no example is dropped: one batch may hold the end of an epoch and the
+start of the next.
 
 Evaluation takes each example once, in order, and pads the last batch.
 
@@ -15,16 +16,16 @@ Symbol: `B` examples in a batch. Threads do all the reading ahead, because Grain
 need parsed flags and seconds to start, which only heavy decoding is worth.
 """
 
-import functools
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from manualpar.data.dataset import Split, TokenSplit
+from manualpar.data.dataset import Split
+from manualpar.data.order import order_of
 from manualpar.extras import require
 from manualpar.train_state import Batch
 
@@ -53,10 +54,10 @@ def train_batches(
     Returns:
       Batches of global arrays; closing the iterator ends the threads.
     """
-    order = _endless_order(len(split), seed)
+    order = order_of(split, seed)
     starts = range(start_position, sys.maxsize - batch_size, batch_size)
     return _read_ahead(
-        lambda positions: _stack(split[index] for index in order(positions)),
+        lambda positions: _stack(split[index] for index in order(positions).tolist()),
         starts,
         sharding,
         prefetch,
@@ -65,8 +66,8 @@ def train_batches(
 
 def train_batch(split: Split, position: int, *, batch_size: int, seed: int) -> Batch:
     """The whole batch at a position of the stream of `train_batches`, as numpy arrays."""
-    indices = _endless_order(len(split), seed)(position + np.arange(batch_size))
-    return _stack(split[index] for index in indices)
+    indices = order_of(split, seed)(position + np.arange(batch_size))
+    return _stack(split[index] for index in indices.tolist())
 
 
 def evaluation_batches(
@@ -103,7 +104,7 @@ def evaluation_batches(
 def abstract_batch(split: Split, batch_size: int) -> Batch:
     """The shapes and dtypes of all batches of `split`, as `jax.ShapeDtypeStruct`s."""
     # A sequence that is too long is refused before a thousand million tokens of it are read.
-    example = split.abstract_example if isinstance(split, TokenSplit) else split[0]
+    example = getattr(split, "abstract_example", None) or split[0]
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape), x.dtype), example)
 
 
@@ -127,26 +128,6 @@ def place(batch: Batch, rows: np.ndarray, sharding: jax.sharding.Sharding, num_r
         return jax.make_array_from_callback((num_rows, *array.shape[1:]), sharding, part)
 
     return jax.tree.map(place_leaf, batch)
-
-
-def _endless_order(num_examples: int, seed: int) -> Callable[[np.ndarray], Iterator[int]]:
-    """The function that says which examples stand at ascending positions of the stream.
-
-    Grain's own shuffle looks up one position at a time, which takes longer than reading small
-    examples. An epoch's order takes 8 bytes an example. The latest two are kept, because a batch
-    may be in both.
-    """
-
-    @functools.lru_cache(maxsize=2)
-    def epoch_order(epoch: int) -> np.ndarray:
-        return np.random.default_rng((seed, epoch)).permutation(num_examples)
-
-    def order(positions: np.ndarray) -> Iterator[int]:
-        epochs, places = np.divmod(positions, num_examples)
-        for epoch in np.unique(epochs):
-            yield from epoch_order(epoch)[places[epochs == epoch]].tolist()
-
-    return order
 
 
 def _stack(examples: Iterable[Batch]) -> Batch:

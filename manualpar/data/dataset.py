@@ -42,6 +42,22 @@ class Split(Protocol):
         """Example `index`: a `Batch` of numpy arrays without the leading dimension."""
 
 
+class LanguageSplit(Split, Protocol):
+    """Sequences of tokens."""
+
+    @property
+    def num_labels(self) -> int:
+        """The number of labels, of padding aside."""
+
+    @property
+    def tokens_per_byte(self) -> float | None:
+        """Labels for each byte of text; `None` if nobody knows its bytes."""
+
+    @property
+    def abstract_example(self) -> Batch:
+        """The shapes and dtypes of all examples, as `jax.ShapeDtypeStruct`s; none is read."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ArraySplit:
     """Examples in memory."""
@@ -163,9 +179,9 @@ class LanguageDataset(Dataset):
     they are known if the number of the text's bytes is.
     """
 
-    train: TokenSplit
-    eval: TokenSplit
-    test: TokenSplit
+    train: LanguageSplit
+    eval: LanguageSplit
+    test: LanguageSplit
     tokenizer: Tokenizer
 
 

@@ -1,11 +1,19 @@
 """Datasets by the name that a config asks for, one of `SOURCES`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from manualpar.data.dataset import ArraySplit, ClassificationDataset, Dataset, make_fingerprint
+from manualpar.data.dataset import (
+    ArraySplit,
+    ClassificationDataset,
+    Dataset,
+    LanguageDataset,
+    make_fingerprint,
+)
 from manualpar.data.document_files import SUFFIXES
+from manualpar.data.mixture import mix, parse_mixture
 from manualpar.data.text import load_text
 from manualpar.data.token_cache import load_cached
 from manualpar.data.token_job import HELD_OUT, make_job
@@ -13,7 +21,8 @@ from manualpar.data.tokenizer import load_tokenizer
 from manualpar.data.tokens import load_tokens
 from manualpar.extras import require
 
-SOURCES = ("digits", "synthetic", "text", "tokens", *SUFFIXES)
+TEXT_SOURCES = ("text", "tokens", *SUFFIXES)
+SOURCES = ("digits", "synthetic", *TEXT_SOURCES, "mixture")
 # The splits belong to the data: they stay when the seed of a run changes.
 DIGITS_SPLIT_SEED = 0
 DIGITS_TEST_EXAMPLES = 360
@@ -30,6 +39,7 @@ def load_dataset(
     field: str = "text",
     held_out: float = HELD_OUT,
     cache: str = "",
+    mixture: Sequence[str] = (),
 ) -> Dataset:
     """Loads one of `SOURCES`.
 
@@ -45,6 +55,7 @@ def load_dataset(
         tokens for `arrayrecord`.
       held_out: The share of the documents that eval and test get each, for these three.
       cache: The folder for tokens of these three; see `manualpar.data.token_cache`.
+      mixture: The entries of `mixture`; see `manualpar.data.mixture`.
 
     Raises:
       ValueError: An argument, or the file that it names, does not fit; the message calls it
@@ -61,17 +72,32 @@ def load_dataset(
             f"config.data.sequence_length is {sequence_length}, expected at least 1 for the source "
             f"{source!r}."
         )
-    if source == "text":
-        return load_text(path, sequence_length=sequence_length, tokenizer=load_tokenizer(tokenizer))
-    if source == "tokens":
-        if tokenizer:
-            raise ValueError(
-                f"config.data.tokenizer is {tokenizer!r}, expected '' for the source 'tokens', "
-                "whose directory holds the tokenizer that it was made with."
-            )
-        return load_tokens(path, sequence_length=sequence_length)
-    job = make_job(source, path, tokenizer=tokenizer, field=field, held_out=held_out)
-    return load_cached(job, path, sequence_length=sequence_length, cache=cache)
+    if mixture and source != "mixture":
+        raise ValueError(
+            f"config.data.source is {source!r}, expected 'mixture' for the entries of "
+            "config.data.mixture; set that to () otherwise."
+        )
+
+    def load(source: str, path: str, *, field: str, tokenizer: str) -> LanguageDataset:
+        if source == "text":
+            encoder = load_tokenizer(tokenizer)
+            return load_text(path, sequence_length=sequence_length, tokenizer=encoder)
+        if source == "tokens":
+            return load_tokens(path, sequence_length=sequence_length)
+        job = make_job(source, path, tokenizer=tokenizer, field=field, held_out=held_out)
+        return load_cached(job, path, sequence_length=sequence_length, cache=cache)
+
+    if source == "mixture":
+        entries = parse_mixture(mixture, TEXT_SOURCES)
+        return mix(
+            entries, lambda e: load(e.source, e.path, field=e.field or field, tokenizer=tokenizer)
+        )
+    if source == "tokens" and tokenizer:
+        raise ValueError(
+            f"config.data.tokenizer is {tokenizer!r}, expected '' for the source 'tokens', whose "
+            "directory holds the tokenizer that it was made with."
+        )
+    return load(source, path, field=field, tokenizer=tokenizer)
 
 
 def load_digits() -> ClassificationDataset:

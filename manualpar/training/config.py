@@ -20,6 +20,7 @@ import ml_collections
 from manualpar.checkpoints.compatibility import REMOVED, new_name
 from manualpar.compiler_options import OVERLAPS
 from manualpar.core.strategy import MODES
+from manualpar.data.sources import TEXT_SOURCES
 from manualpar.layers.attention import ATTENTION_KINDS
 from manualpar.layers.chunks import LAYER_OVERLAPS
 from manualpar.layers.context import CONTEXT_ATTENTIONS
@@ -91,13 +92,14 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "model.dtype": Field(str, choices=DTYPES),
     },
     "transformer": {
-        "data.source": Field(str, choices=("text", "tokens", "jsonl", "parquet", "arrayrecord")),
+        "data.source": Field(str, choices=(*TEXT_SOURCES, "mixture")),
         "data.path": Field(str),
         "data.sequence_length": Field(int, 1, below=2**31),
         "data.tokenizer": Field(str),
         "data.field": Field(str, default="text"),
         "data.held_out": Field(float, 0, below=0.5, default=0.02),
         "data.cache": Field(str, default=""),
+        "data.mixture": Field(tuple, holds_names=True, default=()),
         "model.hidden_size": Field(int, 1, below=2**31),
         "model.mlp_size": Field(int, 1, below=2**31),
         "model.num_layers": Field(int, 1),

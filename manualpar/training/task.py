@@ -94,6 +94,7 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         field=data.field,
         held_out=data.held_out,
         cache=data.cache,
+        mixture=data.mixture,
     )
     assert isinstance(dataset, LanguageDataset)
     tokenizer, is_split = dataset.tokenizer, splits_layers(config)

@@ -1,0 +1,167 @@
+"""The source `mixture`: other sources of text, each with a weight.
+
+The weights are shares of the training sequences. A source has its own epochs, see
+`manualpar.data.order`. Evaluation and test take each held-out example of every source once.
+
+An entry is one text, `WEIGHT SOURCE PATH`, so that a flag and JSON can hold it, and a path may hold
+anything:
+
+    config.data.mixture = ("0.7 jsonl ~/web", "0.2 parquet:content ~/code", "0.1 tokens ~/t")
+
+After a colon stands the field, in place of `config.data.field`. A weight may be a fraction, `1/3`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from manualpar.data.dataset import SPLITS, LanguageDataset, LanguageSplit, make_fingerprint
+from manualpar.train_state import Batch
+
+# The parts into which a whole of all weights is divided.
+SLOTS = 2**16
+
+
+class Entry(NamedTuple):
+    """An entry of a mixture."""
+
+    weight: Fraction
+    source: str
+    field: str  # "" for that of the config.
+    path: str
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedSplit:
+    """Splits end to end, of which training takes examples by their shares.
+
+    Attributes:
+      parts: The splits.
+      shares: What each is to the whole: slots of `SLOTS` for training, otherwise labels.
+    """
+
+    parts: tuple[LanguageSplit, ...]
+    shares: tuple[int, ...]
+
+    @property
+    def num_labels(self) -> int:
+        """The number of labels of all parts."""
+        return sum(part.num_labels for part in self.parts)
+
+    @property
+    def tokens_per_byte(self) -> float | None:
+        """Labels for each byte of text, of parts as large as their shares, if all know theirs."""
+        rates = [part.tokens_per_byte for part in self.parts]
+        bytes_of = [share / rate for share, rate in zip(self.shares, rates, strict=True) if rate]
+        return sum(self.shares) / sum(bytes_of) if all(rates) else None
+
+    @property
+    def abstract_example(self) -> Batch:
+        """The shapes and dtypes of all examples, as `jax.ShapeDtypeStruct`s."""
+        return self.parts[0].abstract_example
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __getitem__(self, index: int) -> Batch:
+        """Example `index` of all."""
+        place = index
+        for part in self.parts:
+            if 0 <= place < len(part):
+                return part[place]
+            place -= len(part)
+        raise IndexError(f"example {index} of {len(self)}")
+
+
+def parse_mixture(entries: Sequence[str], sources: Sequence[str]) -> list[Entry]:
+    """Reads `config.data.mixture`.
+
+    Raises:
+      ValueError: There is no entry, or one is not as it should be.
+    """
+    if not entries:
+        raise ValueError(
+            "config.data.mixture is (), expected an entry 'WEIGHT SOURCE PATH' for each source, "
+            "such as ('0.7 jsonl ~/web/*.jsonl', '0.3 text ~/books')."
+        )
+    return [_parse(entry, sources) for entry in entries]
+
+
+def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> LanguageDataset:
+    """Loads the sources of a mixture and mixes them.
+
+    Args:
+      entries: The sources.
+      load: Loads one.
+
+    Raises:
+      ValueError: One cannot be loaded, has other tokens than the first, or too small a weight.
+    """
+    shares = shares_of([entry.weight for entry in entries])
+    for entry, share in zip(entries, shares, strict=True):
+        if not share:
+            raise _refused(entry, f"less than 1/{SLOTS} of all weights; expected more")
+    datasets = []
+    for entry in entries:
+        try:
+            datasets.append(load(entry))
+        except ValueError as error:
+            error.add_note(f"in the entry {_shown(entry)} of config.data.mixture")
+            raise
+    first = datasets[0].tokenizer
+    for entry, dataset in zip(entries, datasets, strict=True):
+        if dataset.tokenizer.fingerprint != first.fingerprint:
+            raise _refused(
+                entry,
+                f"which has other tokens than {_shown(entries[0])}; expected one tokenizer for "
+                "all: that of config.data.tokenizer, and of the directories of the source 'tokens'",
+            )
+    made = make_fingerprint("mixture", shares, [dataset.fingerprint for dataset in datasets])
+    splits: dict[str, Any] = {}
+    for split in SPLITS:
+        parts = tuple(getattr(dataset, split) for dataset in datasets)
+        of_split = shares if split == "train" else [part.num_labels for part in parts]
+        splits[split] = MixedSplit(parts, tuple(of_split))
+    return LanguageDataset(tokenizer=first, fingerprint=made, **splits)
+
+
+def shares_of(weights: Sequence[Fraction]) -> list[int]:
+    """How many of `SLOTS` slots each weight gets: the nearest numbers that add up."""
+    total = sum(weights)
+    exact = [weight * SLOTS / total for weight in weights]
+    shares = [int(share) for share in exact]
+    by_rest = sorted(range(len(exact)), key=lambda i: (shares[i] - exact[i], i))
+    for index in by_rest[: SLOTS - sum(shares)]:
+        shares[index] += 1
+    return shares
+
+
+def _parse(text: str, sources: Sequence[str]) -> Entry:
+    weight, source, path = (*text.split(None, 2), "", "", "")[:3]
+    source, _, field = source.partition(":")
+
+    def refused(why: str) -> ValueError:
+        return ValueError(
+            f"config.data.mixture has the entry {text!r}, {why}; expected 'WEIGHT SOURCE PATH' "
+            "such as '0.7 jsonl ~/web/*.jsonl'."
+        )
+
+    if source not in sources:
+        raise refused(f"whose source is {source!r}, none of {', '.join(sources)}")
+    try:
+        parsed = Fraction(weight)
+    except (ValueError, ZeroDivisionError):
+        raise refused(f"whose weight {weight!r} is no number") from None
+    if parsed <= 0:
+        raise refused(f"whose weight {weight} is not above 0")
+    return Entry(parsed, source, field, path)
+
+
+def _shown(entry: Entry) -> str:
+    source = f"{entry.source}:{entry.field}" if entry.field else entry.source
+    return repr(f"{source} {entry.path}".strip())
+
+
+def _refused(entry: Entry, why: str) -> ValueError:
+    return ValueError(f"config.data.mixture has the entry {_shown(entry)}, {why}.")
