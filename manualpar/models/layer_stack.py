@@ -18,6 +18,7 @@ import flax.linen as nn
 import jax
 
 from manualpar.layers.blockwise_attention import ATTENDED
+from manualpar.layers.key_value_cache import CACHE, NEW_KEYS, Past, Prompts
 from manualpar.layers.routing import COUNTS, LOSSES
 from manualpar.models.transformer_layer import Layer, LayerConfig
 
@@ -99,13 +100,17 @@ class LayerGroup(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BSD: jax.Array, angles: Angles, document_BS: jax.Array | None
+        self,
+        x_BSD: jax.Array,
+        angles: Angles,
+        document_BS: jax.Array | None,
+        rows: Prompts | Past | None = None,
     ) -> tuple[jax.Array, None]:
         """See `Layer`."""
         layer = _layer_class(self.remat, in_loop=True)
         for index in range(self.global_every):
             config, angles_SH = _of_kind(self.config, angles, index, self.global_every)
-            x_BSD, _ = layer(config, name=f"layer_{index}")(x_BSD, angles_SH, document_BS)
+            x_BSD, _ = layer(config, name=f"layer_{index}")(x_BSD, angles_SH, document_BS, rows)
         return x_BSD, None
 
 
@@ -115,6 +120,7 @@ def run_layers(
     x_BSD: jax.Array,
     angles: Angles,
     document_BS: jax.Array | None,
+    rows: Prompts | Past | None = None,
 ) -> jax.Array:
     """The residual stream behind all layers, which become submodules of the one that calls this.
 
@@ -124,6 +130,7 @@ def run_layers(
       x_BSD: The residual stream, see `Layer`.
       angles: Those of the two kinds; of one kind those of global layers are all layers'.
       document_BS: See `Layer`.
+      rows: See `Transformer`.
 
     Returns:
       The residual stream, of the shape of `x_BSD`.
@@ -137,7 +144,8 @@ def run_layers(
         arguments: tuple[Any, ...] = (config,)
         if every:
             in_loop, arguments = LayerGroup, (config, every, model.remat)
-        collections = (LOSSES, COUNTS) if model.num_experts else ()
+        collections = (CACHE, NEW_KEYS) if rows is not None else ()
+        collections += (LOSSES, COUNTS) if model.num_experts else ()
         layers = nn.scan(
             in_loop,
             variable_axes=dict.fromkeys(("params", *collections), 0),
@@ -147,11 +155,11 @@ def run_layers(
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
         of_all: Any = angles if every else angles.of_global
-        x_BSD, _ = layers(*arguments, name="layers")(x_BSD, of_all, document_BS)
+        x_BSD, _ = layers(*arguments, name="layers")(x_BSD, of_all, document_BS, rows)
     layer = _layer_class(model.remat, in_loop=False)
     for index in range(looped, model.num_layers):
         own_config, angles_SH = _of_kind(config, angles, index, every)
-        x_BSD, _ = layer(own_config, name=f"layer_{index}")(x_BSD, angles_SH, document_BS)
+        x_BSD, _ = layer(own_config, name=f"layer_{index}")(x_BSD, angles_SH, document_BS, rows)
     return x_BSD
 
 

@@ -51,7 +51,7 @@ class RotaryScaling:
 
 
 def rotary_angles(
-    position_S: jax.Array,
+    positions: jax.Array,
     head_size: int,
     *,
     base: float,
@@ -60,22 +60,23 @@ def rotary_angles(
     """The angles in radians by which rotary positions turn the pairs of a head's features.
 
     They are `float32[S, H/2]`: `s * base ** (-2 i / H)` at position `s` for pair `i`, before
-    `scaling`. The positions are `int32[S]`.
+    `scaling`. The positions are `int32[S]`, or `[B, S]` for angles `[B, S, H/2]`.
     """
     frequencies = base ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
     if scaling is not None:
         frequencies = scaling(frequencies)
-    return jnp.outer(position_S.astype(jnp.float32), frequencies)
+    return jnp.multiply.outer(positions.astype(jnp.float32), frequencies)
 
 
-def rotate(x: jax.Array, angles_SH: jax.Array, *, scale: float = 1.0) -> jax.Array:
-    """Turns pairs of the features of `[B, S, N, H]`, queries or keys, by angles.
+def rotate(x: jax.Array, angles: jax.Array, *, scale: float = 1.0) -> jax.Array:
+    """Turns pairs of the features of `[B, S, N, H]`, queries or keys, by `rotary_angles`.
 
     So the product of a query and a key depends only on the difference of their positions. Feature
     `i` is paired with `i + H/2`, as in GPT-NeoX and LLaMA's public checkpoints. It is computed in
     float32, and the result has the dtype of `x`, times `scale`.
     """
-    sin, cos = jnp.sin(angles_SH)[None, :, None], jnp.cos(angles_SH)[None, :, None]
+    angles = angles.reshape(-1, angles.shape[-2], 1, angles.shape[-1])
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
     if scale != 1.0:
         sin, cos = scale * sin, scale * cos
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -33,6 +33,7 @@ from manualpar.layers.attention import AttentionKind
 from manualpar.layers.chunks import LayerOverlap
 from manualpar.layers.context import Context, ContextAttention
 from manualpar.layers.head_loss import head_cross_entropy, head_logits
+from manualpar.layers.key_value_cache import Past, Prompts
 from manualpar.models.layer_stack import Angles, run_layers
 from manualpar.models.rotary import RotaryKind, RotaryScaling, rotary_angles
 from manualpar.models.transformer_fields import (
@@ -183,7 +184,11 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: jax.Array, train: bool = False, labels: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        train: bool = False,
+        labels: jax.Array | None = None,
+        rows: Prompts | Past | None = None,
     ) -> Any:
         """Computes the logits of each next token, or their cross entropy.
 
@@ -192,6 +197,9 @@ class Transformer(nn.Module):
           train: Whether to drop activations, which needs a `dropout` key, and to smooth labels and
             add the z-loss.
           labels: `int[B, S]`, the token after each position; `None` for logits.
+          rows: For generation, see `manualpar.layers.key_value_cache`: `Prompts` if the tokens are
+            whole prompts, or `Past` if they are one new token for each row, `int32[B, 1]`. Keys and
+            values are then read from the collection `cache` and put into `new_keys`.
 
         Returns:
           Without labels `float32[B, S, V]`: at position `s` the unnormalised log-probabilities of
@@ -199,7 +207,8 @@ class Transformer(nn.Module):
           device's part of them, `[B/data, S/context, V/split]`, see `split_cross_entropy`. With
           labels the pair of `head_cross_entropy`, `float32` and `bool[B/data, S/context]`: the
           losses in nats, and whether the largest logit is the label's. No array of all logits
-          exists then if they are many.
+          exists then if they are many. With `rows` the logits at the last token of each row,
+          `float32[B, V]`.
 
         Raises:
           ValueError: `tokens` or a field of the model is out of range; the message names it.
@@ -217,38 +226,45 @@ class Transformer(nn.Module):
             )
         config = self._layer_config(train=train)
         config.context.check_split(tokens)
-        rows, std = size_of_vocabulary(self), self.hidden_size**-0.5
+        vocabulary, std = size_of_vocabulary(self), self.hidden_size**-0.5
         # An embedding that is not the head has variance 1, about what all layers add to it.
         embedding_VD = self._table(
-            "embedding", ("vocab", "embed"), rows, std if self.tied_head else 1.0
+            "embedding", ("vocab", "embed"), vocabulary, std if self.tied_head else 1.0
         )
         known = tokens
-        if rows > self.vocab_size:
+        if vocabulary > self.vocab_size:
             known = jnp.where(tokens < self.vocab_size, tokens, -1)
         x_BSD = split_lookup(embedding_VD, known, config.axis, config.sequence_dim)
         # Cast only now, so that the gradients of a frequent token are summed in float32.
         x_BSD = x_BSD.astype(config.dtype)
         if self.scale_embedding:
             x_BSD = x_BSD * jnp.asarray(self.hidden_size**0.5, config.dtype)
-        positions_S = config.context.positions(tokens.shape[1])
         document_BS = None
-        if self.bos_token >= 0:
-            document_BS = config.context.cumsum(tokens == self.bos_token)
-        x_BSD = run_layers(self, config, x_BSD, self._angles(config, positions_S), document_BS)
+        if isinstance(rows, Past):
+            positions = rows.position[:, None]
+        else:
+            positions = config.context.positions(tokens.shape[1])
+            if self.bos_token >= 0:
+                document_BS = config.context.cumsum(tokens == self.bos_token)
+        angles = self._angles(config, positions)
+        x_BSD = run_layers(self, config, x_BSD, angles, document_BS, rows)
+        if isinstance(rows, Prompts):
+            x_BSD = jnp.take_along_axis(x_BSD, rows.length[:, None, None] - 1, axis=1)
         x_BSD = normalize(x_BSD, "final_norm", config)
         x_BSD = enter(x_BSD, config.axis, config.sequence_dim)
         head_DV = embedding_VD.T
         if not self.tied_head:
-            head_DV = self._table("head", ("embed", "vocab"), rows, std)
+            head_DV = self._table("head", ("embed", "vocab"), vocabulary, std)
         of_head: Any = {"axis": config.axis, "vocab_size": self.vocab_size}
         of_head["soft_cap"] = self.logit_soft_cap or None
         if labels is None:
-            return head_logits(x_BSD, head_DV, **of_head)
+            logits = head_logits(x_BSD, head_DV, **of_head)
+            return logits if rows is None else logits[:, 0]
         if train:
             of_head |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         return head_cross_entropy(x_BSD, head_DV, labels, **of_head)
 
-    def _angles(self, config: LayerConfig, positions_S: jax.Array) -> Angles:
+    def _angles(self, config: LayerConfig, positions: jax.Array) -> Angles:
         scaling = None
         if self.rope_scaling:
             scaling = RotaryScaling(
@@ -259,11 +275,11 @@ class Transformer(nn.Module):
                 self.rope_original_length,
             )
         of_all: Any = {"base": self.rope_base, "scaling": scaling}
-        angles_SH = rotary_angles(positions_S, config.head_size, **of_all)
+        angles_SH = rotary_angles(positions, config.head_size, **of_all)
         if not self.global_every:
             return Angles(angles_SH, angles_SH)
         local_base = self.local_rope_base or self.rope_base
-        return Angles(angles_SH, rotary_angles(positions_S, config.head_size, base=local_base))
+        return Angles(angles_SH, rotary_angles(positions, config.head_size, base=local_base))
 
     def _layer_config(self, *, train: bool) -> LayerConfig:
         return LayerConfig(

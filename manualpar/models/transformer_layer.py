@@ -24,8 +24,17 @@ import jax.numpy as jnp
 
 from manualpar.layers import MoE, SplitDense, enter
 from manualpar.layers.attention import AttentionKind
+from manualpar.layers.blockwise_attention import Scoring
 from manualpar.layers.chunks import Chunks, LayerOverlap
 from manualpar.layers.context import Context
+from manualpar.layers.key_value_cache import (
+    CACHE,
+    NEW_KEYS,
+    Past,
+    Prompts,
+    attend_to_kept,
+    keep_prompts,
+)
 from manualpar.layers.ring import enter_ring, whole_sequence
 from manualpar.models.rotary import rotate
 
@@ -82,18 +91,22 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BSD: jax.Array, angles_SH: jax.Array, document_BS: jax.Array | None
+        self,
+        x_BSD: jax.Array,
+        angles_SH: jax.Array,
+        document_BS: jax.Array | None,
+        rows: Prompts | Past | None = None,
     ) -> tuple[jax.Array, None]:
         """Takes and returns the residual stream; the `None` is for `nn.scan`.
 
         The stream is `[B, S, D]`, or `[B, S/axis, D]` where it is split. The number of a position's
         document is the same as that of the keys before it that it sees; `None` stands for one
-        document.
+        document. With `rows` keys and values are kept, see `Transformer`.
         """
         config = self.config
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
         y_BSD = enter_normalized(x_BSD, "attention_norm", config)
-        y_BSD = Attention(config, name="attention")(y_BSD, angles_SH, document_BS)
+        y_BSD = Attention(config, name="attention")(y_BSD, angles_SH, document_BS, rows)
         if config.post_norms:
             y_BSD = normalize(y_BSD, "attention_post_norm", config)
         x_BSD = x_BSD + drop(y_BSD)
@@ -113,7 +126,11 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BSD: jax.Array | Chunks, angles_SH: jax.Array, document_BS: jax.Array | None
+        self,
+        x_BSD: jax.Array | Chunks,
+        angles_SH: jax.Array,
+        document_BS: jax.Array | None,
+        rows: Prompts | Past | None = None,
     ) -> jax.Array:
         """Mixes positions; takes what `enter_normalized` returns, and returns what `Layer` adds."""
         config, hidden_size = self.config, self.config.hidden_size
@@ -132,16 +149,26 @@ class Attention(nn.Module):
         query_BSNH = rotate(query_BSNH, angles_SH, scale=config.query_scale)
         key_BSKH = rotate(key_BSKH, angles_SH)
         value_BSKH = project(*key, "value")
-        # Parameters do not depend on the kind, and they may be made where it does not run.
-        mixed_BSNH = config.context.attention(
-            query_BSNH,
-            key_BSKH,
-            value_BSKH,
-            document_BS,
-            kind="" if self.is_initializing() else config.attention,
-            window=config.window,
-            soft_cap=config.soft_cap,
-        )
+        if isinstance(rows, Past):
+            kept = tuple(self.get_variable(CACHE, name) for name in ("key", "value"))
+            scoring = Scoring(config.window, config.soft_cap)
+            mixed_BSNH = attend_to_kept(query_BSNH, key_BSKH, value_BSKH, kept, rows, scoring)
+        else:
+            # Parameters do not depend on the kind, and they may be made where it does not run.
+            mixed_BSNH = config.context.attention(
+                query_BSNH,
+                key_BSKH,
+                value_BSKH,
+                document_BS,
+                kind="" if self.is_initializing() else config.attention,
+                window=config.window,
+                soft_cap=config.soft_cap,
+            )
+        if rows is not None:
+            for name, x in (("key", key_BSKH), ("value", value_BSKH)):
+                if isinstance(rows, Prompts):
+                    x = keep_prompts(x, rows, config.window)
+                self.put_variable(NEW_KEYS, name, x)
         leave = _product(config, *out, contracted=2, scale=config.added_scale, name="out")
         return leave(mixed_BSNH)
 
