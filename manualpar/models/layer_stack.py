@@ -144,7 +144,7 @@ def run_layers(
         arguments: tuple[Any, ...] = (config,)
         if every:
             in_loop, arguments = LayerGroup, (config, every, model.remat)
-        collections = (CACHE, NEW_KEYS) if rows is not None else ()
+        collections: tuple[str, ...] = (CACHE, NEW_KEYS) if rows is not None else ()
         collections += (LOSSES, COUNTS) if model.num_experts else ()
         layers = nn.scan(
             in_loop,

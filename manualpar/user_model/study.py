@@ -51,6 +51,7 @@ class UserModel:
       sync_collections: How collections that differ between devices are synchronised.
       variables: The abstract variables that `create_variables` makes.
       mode: Who writes the collectives.
+      adapter: The model.
     """
 
     apply_fn: Callable[..., Any]
@@ -59,7 +60,7 @@ class UserModel:
     sync_collections: Mapping[str, CollectionSync]
     variables: dict[str, Any]
     mode: Manual
-    _model: ModelAdapter
+    adapter: ModelAdapter
     _eval_phase: Phase
     _init: Init
     _loss_fn: LossFn
@@ -80,7 +81,7 @@ class UserModel:
         Returns:
           The loss, the checked metrics, and the collections after the call.
         """
-        apply_fn = CarryingApply(self._model, collections)
+        apply_fn = CarryingApply(self.adapter, collections)
         with self.mode.context():
             loss, metrics = call_loss(self._loss_fn, params, apply_fn, batch, rng)
         _check_same_along_model_axes(loss, metrics, varying_axes((batch, rng)))
@@ -88,8 +89,8 @@ class UserModel:
 
     def eval_metrics(self, params: Any, collections: Any, batch: Any, rng: jax.Array) -> Metrics:
         """The metrics of the same loss with training turned off; arguments as `train_loss`."""
-        model = dataclasses.replace(self._model, phase=self._eval_phase)
-        evaluated = dataclasses.replace(self, _model=model)
+        model = dataclasses.replace(self.adapter, phase=self._eval_phase)
+        evaluated = dataclasses.replace(self, adapter=model)
         return evaluated.train_loss(params, collections, batch, rng)[1]
 
 
@@ -214,7 +215,7 @@ def study(
         keeps_types=any(jax.tree.leaves(typed)),
         sync_collections=check_sync_collections(strategy, sync, collections),
         variables={"params": params, **collections},
-        _model=dataclasses.replace(adapted, loop_dims=all_dims),
+        adapter=dataclasses.replace(adapted, loop_dims=all_dims),
         _eval_phase="eval_dropout" if options.get("eval_dropout", False) else "eval",
         _init=init,
         _loss_fn=loss_fn,
