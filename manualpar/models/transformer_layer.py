@@ -150,7 +150,7 @@ class Attention(nn.Module):
         key_BSKH = rotate(key_BSKH, angles_SH)
         value_BSKH = project(*key, "value")
         if isinstance(rows, Past):
-            kept = self.get_variable(CACHE, "key"), self.get_variable(CACHE, "value")
+            kept: Any = self.get_variable(CACHE, "key"), self.get_variable(CACHE, "value")
             scoring = Scoring(config.window, config.soft_cap)
             mixed_BSNH = attend_to_kept(query_BSNH, key_BSKH, value_BSKH, kept, rows, scoring)
         else:
