@@ -1,4 +1,4 @@
-"""Sharding by hand, for a `shard_map` of one's own: without a program around it."""
+"""Sharding and accumulating by hand, for a `shard_map` of one's own, with no program around it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 from absl import logging
 
+from manualpar.core.gradients import accumulate, scanned, unrolled
 from manualpar.core.partitioning import (
     Names,
     ShardedParameter,
@@ -15,6 +16,8 @@ from manualpar.core.partitioning import (
     is_box,
 )
 from manualpar.sharding.axes import AxisName, axis_tuple, check_axes_bound
+from manualpar.sharding.splitting import split_minibatches
+from manualpar.user_model.loss_function import LossFn, Metrics, call_loss
 
 
 def shard_params(params: Any, axis_name: AxisName, min_weight_size: int = 2**18) -> Any:
@@ -133,6 +136,58 @@ def shard_module_params(
     return nn.map_variables(
         target, trans_in_fn=gather, trans_out_fn=shard, mapped_collections="params", mutable=True
     )
+
+
+def accumulate_gradients(
+    state: Any,
+    batch: Any,
+    rng: jax.Array,
+    num_minibatches: int,
+    loss_fn: LossFn,
+    use_scan: bool = False,
+) -> tuple[Any, Metrics]:
+    """Computes a device's share of a step's gradient, one minibatch after another.
+
+    Args:
+      state: Anything with `params` (boxes allowed) and `apply_fn`, such as a `TrainState`.
+      batch: A tree whose leaves are `[B, ...]`, this device's examples. Scalars go to every
+        minibatch as they are.
+      rng: A key, from which every minibatch gets its own. Apply `fold_rng_over_axis` to it where
+        devices should differ.
+      num_minibatches: How many equal parts the batch is taken in. It must divide `B`.
+      loss_fn: `loss_fn(params, apply_fn, minibatch, rng) -> (loss, metrics)`. `loss` is the mean
+        over the minibatch's valid examples; `metrics["loss"]` is the pair (its sum, their count),
+        and other metrics are such pairs of scalars too.
+      use_scan: Run the minibatches in a `jax.lax.scan` (compiled once) and not unrolled.
+
+    Returns:
+      The gradients, of the parameters' structure and dtypes, and the metrics summed over the
+      minibatches. The gradients are local to the device. `sync_gradients` makes them the gradient
+      of the global mean.
+
+    Raises:
+      ValueError: `num_minibatches` does not divide the batch, the loss is not a scalar, `metrics`
+        has no `"loss"` pair.
+      TypeError: `loss_fn` returns something else than a pair of a loss and a mapping.
+
+    Communication:
+      One `pmean` of a scalar if the count may differ between devices, as with masked losses. In the
+      backward pass one `psum` of a scalar for each minibatch if the loss is the same on all devices
+      already. Boxed parameters add their own gathers.
+
+    Gradient:
+      Of the float32 product `loss * count`; minibatches are accumulated in float32.
+    """
+
+    def stateless(
+        params: Any, collections: Any, minibatch: Any, key: jax.Array
+    ) -> tuple[jax.Array, Any, Any]:
+        return *call_loss(loss_fn, params, state.apply_fn, minibatch, key), collections
+
+    minibatches = split_minibatches(batch, num_minibatches)
+    schedule = scanned if use_scan else unrolled
+    grads, metrics, _ = accumulate(stateless, state.params, {}, minibatches, rng, schedule=schedule)
+    return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params), metrics
 
 
 def _full_names(x: Any, ndim: int) -> Names:

@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, abstract_mesh, fsdp, make_mesh
-from manualpar.core.gradients import accumulate, split_minibatches, unrolled
+from manualpar.core.gradients import accumulate, unrolled
 from manualpar.modes.manual import Manual
 from manualpar.sharding.layout import ParameterInfo, Placement, complete, on_stages
 from manualpar.sharding.roles import AxisRoles
-from manualpar.sharding.splitting import check_batch
+from manualpar.sharding.splitting import check_batch, split_minibatches
 from manualpar.sharding.zigzag import to_zigzag
 
 DATA = AxisRoles({0: ("replica", "data")})

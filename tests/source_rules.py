@@ -27,18 +27,17 @@ ORDER = """
     layers
     inspect
     strategies pipeline same_as_one_device linen nnx
-    core.program guards.replicas
+    core.program guards.divergence guards.replicas
     state_transfer
     core.step
     update user_model
     guards.placing
     modes guards.dispatch guards.options
-    core.strategy state_arrays
+    by_hand core.strategy state_arrays state_serialization
     core.gradients sharding.layout
-    sharding.annotations
-    by_hand
+    sharding.annotations sharding.trainable
     core.partitioning
-    whole_batch guards.divergence collection_sync guards.nonfinite
+    whole_batch collection_sync guards.nonfinite
     core.collectives user_model.array_box
     rng train_state user_model.loss_function
     sharding.splitting

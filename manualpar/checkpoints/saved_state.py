@@ -19,12 +19,13 @@ from typing import Any
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from manualpar.checkpoints.failures import CheckpointError
 from manualpar.checkpoints.orbax_log import mute
 from manualpar.cluster.agreement import JSON
+from manualpar.core.partitioning import unpad_leaf
 from manualpar.core.program import Program
-from manualpar.sharding.layout import unpad_whole
 from manualpar.state_arrays import Leaf, leaves_of, list_some, show_array
 from manualpar.storage import AnyPath, BucketPath
 from manualpar.train_state import TrainState
@@ -239,3 +240,12 @@ def _key_implementation(leaf: Leaf) -> str | None:
     if leaf.is_key:
         jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), leaf.abstract)
     return names[0] if names else None
+
+
+def unpad_whole(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array:
+    """A global array without its padding, whole on every device of a mesh: one all-gather.
+
+    What is left cannot stay sharded: its shape does not divide, which is why it was padded.
+    """
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(unpad_leaf, static_argnums=1, out_shardings=replicated)(x, padding)

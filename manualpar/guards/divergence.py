@@ -19,6 +19,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from manualpar.jaxprs import all_equations, inner_jaxprs
+from manualpar.modes.manual import register_step_check
 from manualpar.purposes import EXAMPLES_SCOPE, GATHER_SCOPE, REGATHER, purpose_of
 
 # Primitives that name mesh axes and send nothing.
@@ -34,6 +35,7 @@ SILENT_PRIMITIVES = frozenset(
 )
 
 
+@register_step_check
 def check_traced_steps(
     name: str,
     train: ClosedJaxpr,

@@ -12,12 +12,12 @@ import jax
 import rich.console
 
 from manualpar.checkpoints import Checkpoints, Restored
+from manualpar.checkpoints.saved_state import unpad_whole
 from manualpar.cluster import Cluster
 from manualpar.cluster.agreement import first_failure
 from manualpar.core.program import Program
 from manualpar.inspect import draw_sharding, layout_table, state_bytes
 from manualpar.sharding.axes import axes_size, axis_tuple
-from manualpar.sharding.layout import unpad_whole
 from manualpar.sharding.mesh_order import describe_links
 from manualpar.train_state import TrainState
 from manualpar.training.devices import describe_mesh
