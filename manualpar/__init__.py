@@ -1,14 +1,22 @@
 """Flax models, data-parallel or fully sharded, with every collective written by hand."""
 
 # These register themselves: the modes in which XLA writes collectives, the adapters of Linen's and
-# of NNX's models, and the check of sequences that are split.
+# of NNX's models, what refuses models and traced steps, and how flax writes a state.
+import manualpar.guards.divergence
 import manualpar.linen.linen_model
 import manualpar.modes.global_arrays
 import manualpar.nnx.nnx_model
-import manualpar.user_model.context_check  # noqa: F401
-from manualpar.by_hand import gather_params, shard_module_params, shard_params
+import manualpar.state_serialization
+import manualpar.user_model.context_check
+import manualpar.user_model.trainable_check  # noqa: F401
+from manualpar.by_hand import (
+    accumulate_gradients,
+    gather_params,
+    shard_module_params,
+    shard_params,
+)
 from manualpar.core.collectives import gather_array_with_mean_grads
-from manualpar.core.gradients import accumulate_gradients, sync_gradients, sync_metrics
+from manualpar.core.gradients import sync_gradients, sync_metrics
 from manualpar.core.partitioning import ShardedParameter
 from manualpar.core.program import Program
 from manualpar.layers.plan import tensor_parallel

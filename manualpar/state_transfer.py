@@ -24,6 +24,7 @@ from manualpar.guards.dispatch import check_alive
 from manualpar.rng import typed_key
 from manualpar.sharding.layout import map_padded, path_name
 from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
+from manualpar.sharding.trainable import split_trained
 from manualpar.state_arrays import (
     Leaf,
     leaves_of,
@@ -191,7 +192,8 @@ def state_with(
         collections = jax.tree.unflatten(structure, values)
         params = collections.pop("params")
         paddings = [leaf.padding for leaf in leaves if leaf.keys[0] == "params"]
-        opt_state = state.tx.init(map_padded(unpad_leaf, params, paddings))
+        unpadded = map_padded(unpad_leaf, params, paddings)
+        opt_state = state.tx.init(split_trained(program.step.placements, unpadded)[0])
         opt_leaves = leaves_of(program.abstract_state.opt_state, program.whole_state.opt_state)
         opt_state = map_padded(pad_leaf, opt_state, (leaf.padding for leaf in opt_leaves))
         return state.replace(params=params, opt_state=opt_state, collections=collections)
@@ -338,7 +340,7 @@ def _warn_of_casts(leaves: list[Leaf], found: Mapping[str, Any]) -> None:
     ]
     if narrowed:
         warnings.warn(
-            f"init_from: cast to what the program stores (param_dtype): "
+            f"init_from: cast to what the program stores (param_dtype, frozen_dtype): "
             f"{'; '.join(list_some(narrowed))}.",
             stacklevel=4,
         )

@@ -69,6 +69,15 @@ class Wire(NamedTuple):
         """The same without casts."""
         return self._replace(gather_dtype=None, reduce_dtype=None)
 
+    def of(self, dtype: Any, *, trainable: bool = True) -> "Wire":
+        """The same for a parameter of a dtype.
+
+        One that is no float, and a frozen one that is stored as narrow, travels as it is stored.
+        """
+        gathered = jnp.dtype(self.gather_dtype or dtype)
+        is_narrow = not trainable and dtype.itemsize <= gathered.itemsize
+        return self if jnp.issubdtype(dtype, jnp.floating) and not is_narrow else self.uncast
+
     def rounds(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         """The axes of each collective that scatters over `axes`, in order; gathers reverse it.
 

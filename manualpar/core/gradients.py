@@ -24,70 +24,19 @@ from manualpar.core.collectives import cast_to_varying, is_vma_checked, varying_
 from manualpar.core.partitioning import boxed_axes, is_box, wire_dtype
 from manualpar.purposes import COUNT_SCOPE, METRICS_SCOPE, REDUCE_SCOPE
 from manualpar.sharding.axes import AxisName, axis_tuple, check_axes_bound
-from manualpar.sharding.splitting import split_minibatches
-from manualpar.user_model.loss_function import LossFn, Metrics, call_loss
+from manualpar.sharding.trainable import merge, no_part_of
+from manualpar.user_model.loss_function import Metrics
 
 # (params, collections, minibatch, rng) -> (loss, metrics, updated collections).
 CarryingLossFn = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Metrics, Any]]
-# The same as it is differentiated: -> (loss times count, (metrics, updated collections)).
+# The same as it is differentiated: -> (loss times count, (metrics, updated collections)). Here and
+# in a `Schedule` the parameters are a pair of trees: of those that are trained, and of frozen ones.
 WeightedLoss = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Metrics, Any]]]
 # A linear function of the gradients of each minibatch, applied before they are added up.
 Reduce = Callable[[Any], Any]
 # Runs the minibatches and adds up their gradients: (loss, params, collections, (minibatches, keys),
 # reduce) -> (summed gradients, summed metrics, collections).
 Schedule = Callable[[WeightedLoss, Any, Any, Any, Reduce], tuple[Any, Metrics, Any]]
-
-
-def accumulate_gradients(
-    state: Any,
-    batch: Any,
-    rng: jax.Array,
-    num_minibatches: int,
-    loss_fn: LossFn,
-    use_scan: bool = False,
-) -> tuple[Any, Metrics]:
-    """Computes a device's share of a step's gradient, one minibatch after another.
-
-    Args:
-      state: Anything with `params` (boxes allowed) and `apply_fn`, such as a `TrainState`.
-      batch: A tree whose leaves are `[B, ...]`, this device's examples. Scalars go to every
-        minibatch as they are.
-      rng: A key, from which every minibatch gets its own. Apply `fold_rng_over_axis` to it where
-        devices should differ.
-      num_minibatches: How many equal parts the batch is taken in. It must divide `B`.
-      loss_fn: `loss_fn(params, apply_fn, minibatch, rng) -> (loss, metrics)`. `loss` is the mean
-        over the minibatch's valid examples; `metrics["loss"]` is the pair (its sum, their count),
-        and other metrics are such pairs of scalars too.
-      use_scan: Run the minibatches in a `jax.lax.scan` (compiled once) and not unrolled.
-
-    Returns:
-      The gradients, of the parameters' structure and dtypes, and the metrics summed over the
-      minibatches. The gradients are local to the device. `sync_gradients` makes them the gradient
-      of the global mean.
-
-    Raises:
-      ValueError: `num_minibatches` does not divide the batch, the loss is not a scalar, `metrics`
-        has no `"loss"` pair.
-      TypeError: `loss_fn` returns something else than a pair of a loss and a mapping.
-
-    Communication:
-      One `pmean` of a scalar if the count may differ between devices, as with masked losses. In the
-      backward pass one `psum` of a scalar for each minibatch if the loss is the same on all devices
-      already. Boxed parameters add their own gathers.
-
-    Gradient:
-      Of the float32 product `loss * count`; minibatches are accumulated in float32.
-    """
-
-    def stateless(
-        params: Any, collections: Any, minibatch: Any, key: jax.Array
-    ) -> tuple[jax.Array, Any, Any]:
-        return *call_loss(loss_fn, params, state.apply_fn, minibatch, key), collections
-
-    minibatches = split_minibatches(batch, num_minibatches)
-    schedule = scanned if use_scan else unrolled
-    grads, metrics, _ = accumulate(stateless, state.params, {}, minibatches, rng, schedule=schedule)
-    return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params), metrics
 
 
 def accumulate(
@@ -99,29 +48,32 @@ def accumulate(
     *,
     schedule: Schedule,
     reduce: Reduce = lambda grads: grads,
+    frozen: Any = None,
 ) -> tuple[Any, Metrics, Any]:
-    """`accumulate_gradients` for a loss that carries collections between minibatches.
+    """`by_hand.accumulate_gradients` for a loss that carries collections between minibatches.
 
     Args:
       loss_fn: `(params, collections, minibatch, rng) -> (loss, metrics, collections)`.
-      params: The parameters; boxes allowed.
+      params: The parameters that are trained; boxes allowed.
       collections: The collections to begin with.
       minibatches: A tree whose leaves are `[M, B/M, ...]`, see `split_minibatches`.
       rng: A key.
       schedule: How the minibatches run: `unrolled` or `scanned`.
       reduce: Applied to the gradients of each minibatch before they are added up.
+      frozen: Other parameters, if any, see `split_trained`. The loss gets both in one tree.
 
     Returns:
       The gradients in float32 or wider, the metrics, and the collections after the last minibatch.
     """
     keys = jax.random.split(rng, len(jax.tree.leaves(minibatches)[0]))
     axes = varying_axes(minibatches)
-    params = cast_to_varying(params, axes)
+    parts = params, no_part_of(params) if frozen is None else frozen
+    parts = cast_to_varying(parts, axes)
 
     def weighted_loss(
-        params: Any, collections: Any, minibatch: Any, key: jax.Array
+        parts: Any, collections: Any, minibatch: Any, key: jax.Array
     ) -> tuple[jax.Array, Any]:
-        loss, metrics, collections = loss_fn(params, collections, minibatch, key)
+        loss, metrics, collections = loss_fn(merge(parts), collections, minibatch, key)
         weight = jax.lax.stop_gradient(_at_least_float32(metrics["loss"][1]))
         # A loss that is the same on all devices (a pmean, a ratio of psums) is each device's loss.
         # Without the cast it is differentiated once for all, and the mean of the gradients is too
@@ -130,7 +82,7 @@ def accumulate(
         return loss * weight, (metrics, collections)
 
     grads, metrics, collections = schedule(
-        weighted_loss, params, collections, (minibatches, keys), reduce
+        weighted_loss, parts, collections, (minibatches, keys), reduce
     )
     count = _mean_count(metrics["loss"][1])
     return jax.tree.map(lambda g: g / count, grads), metrics, collections
@@ -183,7 +135,11 @@ def _differentiate(
     loss: WeightedLoss, params: Any, reduce: Reduce, collections: Any, minibatch: Any
 ) -> tuple[tuple[Any, Metrics], Any]:
     """The gradients and metrics of one minibatch, in the dtypes of their sums, and collections."""
-    grads, (metrics, collections) = jax.grad(loss, has_aux=True)(params, collections, *minibatch)
+
+    def of_trained(trained: Any) -> tuple[jax.Array, Any]:
+        return loss((trained, params[1]), collections, *minibatch)
+
+    grads, (metrics, collections) = jax.grad(of_trained, has_aux=True)(params[0])
     return jax.tree.map(_accumulator, (reduce(grads), metrics)), collections
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Unpack, cast
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -23,7 +24,6 @@ from manualpar.core.partitioning import pad_leaf
 from manualpar.core.step import Step
 from manualpar.core.strategy import Mode, Strategy
 from manualpar.guards.dispatch import GuardedStep, check_state
-from manualpar.guards.divergence import check_traced_steps
 from manualpar.guards.options import ProgramOptions, check_options, check_wire
 from manualpar.guards.placing import check_strategy, place_parameter
 from manualpar.modes.manual import mode_named
@@ -47,6 +47,7 @@ from manualpar.sharding.mesh_context import (
 )
 from manualpar.sharding.roles import AxisRoles
 from manualpar.sharding.splitting import abstract_batch, check_batch
+from manualpar.sharding.trainable import split_trained, trained
 from manualpar.state_transfer import StartsFromArrays, check_has_devices
 from manualpar.train_state import TrainState
 from manualpar.update import Update
@@ -142,7 +143,7 @@ def build_program(
         batch, step, states = _design(strategy, model, tx, loss_fn, options)
         program = _assemble(batch, step, states, options)
         loss = on_auto_axes(step.loss_alone, mesh=program.mesh, out_specs=PartitionSpec())
-        check_traced_steps(
+        step.mode.check_steps(
             strategy.name,
             *(
                 function.trace(program.abstract_state, program.abstract_batch).jaxpr
@@ -190,10 +191,13 @@ class _States:
         return state.replace(params=params, opt_state=opt_state)
 
     def _state(self, variables: dict[str, Any], rng: jax.Array) -> TrainState:
-        return TrainState.create(
+        params = variables["params"]
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
             apply_fn=self._model.apply_fn,
-            params=variables["params"],
+            params=params,
             tx=self._tx,
+            opt_state=self._tx.init(split_trained(self._placements, params)[0]),
             rng=rng,
             collections={name: tree for name, tree in variables.items() if name != "params"},
         )
@@ -220,7 +224,7 @@ def _design(
     mesh = cast(Mesh, with_axis_types(options["mesh"], AxisType.Auto))
     batch = abstract_batch(f"{name}: batch", options["batch"])
     check_batch(f"{name}: batch", batch, mesh, roles)
-    param_dtype, wire = check_wire(name, options)
+    stored_dtypes, wire = check_wire(name, options)
     rules = check_rules(name, options.get("rules", ()), mesh)
     mode = mode_named(options.get("mode", "manual"))(mesh, roles.data_axes, wire, rules)
 
@@ -241,7 +245,7 @@ def _design(
         batch,
         batch_specs=roles.batch_specs(batch),
         mode=mode,
-        param_dtype=param_dtype,
+        stored_dtypes=stored_dtypes,
         options=options,
         is_gathered=is_gathered,
         gathers_in_loss=strategy.gather_every == "minibatch",
@@ -258,7 +262,9 @@ def _design(
         mode=mode,
         roles=roles,
         placements=placements,
-        update=Update(mode, placements, states.opt_padding, options.get("norm_metrics", False)),
+        update=Update(
+            mode, trained(placements), states.opt_padding, options.get("norm_metrics", False)
+        ),
         num_minibatches=num_minibatches,
         schedule=scanned if options.get("use_scan", False) else unrolled,
         pipeline=pipeline.on_mesh(mesh, strategy, placements, num_minibatches)

@@ -39,6 +39,7 @@ from manualpar.sharding.layout import (
 )
 from manualpar.sharding.roles import AxisRoles
 from manualpar.sharding.splitting import check_batch
+from manualpar.sharding.trainable import merge, split_trained, trained
 from manualpar.train_state import TrainState
 from manualpar.update import Update
 from manualpar.user_model.loss_function import Metrics
@@ -84,21 +85,22 @@ class Step:
         )
         is_applied, collections = self._check_finite(metrics, collections, state.collections)
         objective = metrics.pop(OBJECTIVE)
+        params, frozen = split_trained(self.placements, state.params)
         params, opt_state, norms = self.update(
             state.tx,
-            state.params,
+            params,
             grads,
             opt_state=state.opt_state,
             value=mean(objective),
             value_and_grad=functools.partial(
-                self._value_and_grad, state.collections, step_rng, batch
+                self._value_and_grad, frozen, state.collections, step_rng, batch
             ),
             is_applied=is_applied,
         )
         metrics |= {name: (norm, jnp.ones(())) for name, norm in norms.items()}
         state = state.replace(
             step=state.step + 1,
-            params=params,
+            params=merge((params, frozen)),
             opt_state=opt_state,
             rng=rng,
             collections=collections,
@@ -126,7 +128,7 @@ class Step:
         self, params: Any, collections: Any, rng: jax.Array, batch: Any
     ) -> tuple[Any, Metrics, Any]:
         """The global gradients, in the specs of the optimizer's state, metrics and collections."""
-        out_specs = (state_specs(self.placements), PartitionSpec(), PartitionSpec())
+        out_specs = (state_specs(trained(self.placements)), PartitionSpec(), PartitionSpec())
         on_mesh = self._on_mesh(self._gradients_on_device, batch, out_specs)
         grads, metrics, collections = on_mesh(params, collections, rng, batch)
         return grads, dict(metrics), collections
@@ -138,7 +140,8 @@ class Step:
         mode, strategy = self.mode, self.strategy
         # Box: as parameters are stored, and as their gradients are to lie.
         boxes = self._boxes(params)
-        shards = self._map(functools.partial(mode.box, as_state=True), params)
+        params, _ = split_trained(self.placements, params)
+        shards = self._map_trained(functools.partial(mode.box, as_state=True), params)
         if strategy.gather_every == "step":
             boxes = self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
         # Loss.
@@ -146,8 +149,9 @@ class Step:
         if strategy.reshard_after_forward and self.pipeline is None:
             loss = regather_for_backward(loss)
         # Accumulate.
-        scatter = functools.partial(self._map, mode.scatter, shards)
+        scatter = functools.partial(self._map_trained, mode.scatter, shards)
         scatters_each = strategy.reduce_every == "minibatch"
+        boxes, frozen = split_trained(self.placements, boxes)
         grads, metrics, updated = accumulate(
             lambda params, *args: loss(self._map(_unbox_kept, params), *args),
             boxes,
@@ -156,12 +160,13 @@ class Step:
             mode.fold(rng),
             schedule=self.pipeline or self.schedule,
             reduce=scatter if scatters_each else lambda grads: grads,
+            frozen=frozen,
         )
         # Reduce.
         grads = grads if scatters_each else scatter(grads)
         if self.pipeline is not None:
             grads = self.pipeline.arrange(grads, back=True)
-        grads = strip_boxes(self._map(mode.sync, shards, grads))
+        grads = strip_boxes(self._map_trained(mode.sync, shards, grads))
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         if self.nonfinite != "ignore":
             metrics = count_nonfinite(metrics, grads, mode.data_axes)
@@ -210,10 +215,10 @@ class Step:
         return finite, jax.tree.map(select, updated, before)
 
     def _value_and_grad(
-        self, collections: Any, rng: jax.Array, batch: Any, params: Any
+        self, frozen: Any, collections: Any, rng: jax.Array, batch: Any, params: Any
     ) -> tuple[jax.Array, Any]:
         """The loss and its gradient at stored parameters, for optimizers that try several."""
-        grads, metrics, _ = self.gradients(params, collections, rng, batch)
+        grads, metrics, _ = self.gradients(merge((params, frozen)), collections, rng, batch)
         return mean(metrics[OBJECTIVE]), grads
 
     def _on_mesh(
@@ -230,6 +235,9 @@ class Step:
 
     def _map(self, function: Callable[..., Any], *trees: Any) -> Any:
         return map_in_scopes(function, self.placements, *trees)
+
+    def _map_trained(self, function: Callable[..., Any], *trees: Any) -> Any:
+        return map_in_scopes(function, trained(self.placements), *trees)
 
 
 def mean(metric: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -58,10 +58,15 @@ class ProgramOptions(TypedDict, total=False):
         What builders say about communication holds for `"manual"`.
       rules: What logical names in `nn.with_logical_partitioning` mean: pairs of a name and a mesh
         axis, a tuple of axes, or `None`.
+      trainable: Globs over the paths of parameters, such as `("*/attention/*", "head/*")`; `*`
+        stands for `/` too. Other parameters are *frozen*: they stay as they are, bit for bit, have
+        no gradient and no optimizer state, and may be of any dtype. They are sharded and gathered
+        as others are. If not given, what the model says, which is all for most.
       param_dtype: The floating-point dtype, by name, in which parameters are stored and updated. If
         not given, that of the model.
+      frozen_dtype: The same for frozen parameters. If not given, `param_dtype`.
       gather_dtype: The dtype in which parameters are gathered and computed with. If not given, that
-        in which they are stored.
+        in which they are stored. A frozen parameter that is stored as narrow is left as it is.
       reduce_dtype: The dtype in which gradients are summed over devices. If not given,
         `gather_dtype`, and without that the dtype in which parameters are stored.
       axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered and
@@ -126,7 +131,9 @@ class ProgramOptions(TypedDict, total=False):
     use_scan: bool
     mode: Mode
     rules: Rules
+    trainable: Sequence[str] | None
     param_dtype: str | None
+    frozen_dtype: str | None
     gather_dtype: str | None
     reduce_dtype: str | None
     axis_by_axis: bool
@@ -164,6 +171,13 @@ def check_options(builder: str, options: Mapping[str, Any]) -> None:
         if value is not None and not isinstance(value, kind):
             expected = "the name of a mesh axis" if kind is str else "a manualpar.Pipeline"
             raise TypeError(f"{builder}: {name}={value!r}, expected {expected} or None.")
+    trainable = options.get("trainable")
+    is_names = isinstance(trainable, list | tuple) and all(isinstance(x, str) for x in trainable)
+    if trainable is not None and not (trainable and is_names):
+        raise TypeError(
+            f"{builder}: trainable={trainable!r}, expected a tuple of one or more globs such as "
+            "('head/*',), or None."
+        )
     compiler_options = options.get("compiler_options", {})
     if not isinstance(compiler_options, Mapping):
         raise TypeError(
@@ -172,11 +186,15 @@ def check_options(builder: str, options: Mapping[str, Any]) -> None:
         )
 
 
-def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[str | None, Wire]:
-    """The dtype in which parameters are stored, and how they travel, from the options."""
+# The dtypes in which floating-point parameters are stored: of frozen ones, and of those trained.
+StoredDtypes = tuple[str | None, str | None]
+
+
+def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes, Wire]:
+    """The dtypes in which parameters are stored, and how they travel, from the options."""
     mode = options.get("mode", "manual")
     names: dict[str, str | None] = {}
-    for field in ("param_dtype", "gather_dtype", "reduce_dtype"):
+    for field in ("param_dtype", "frozen_dtype", "gather_dtype", "reduce_dtype"):
         value = options.get(field)
         try:
             names[field] = None if value is None else str(jnp.dtype(value))
@@ -197,7 +215,7 @@ def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[str | None, W
                 f"{strategy}: {field}={got!r} with mode={mode!r}, expected {expected}: XLA chooses "
                 f"{chosen}. Use mode='manual'."
             )
-    return names["param_dtype"], wire
+    return (names["frozen_dtype"] or names["param_dtype"], names["param_dtype"]), wire
 
 
 def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...]) -> None:

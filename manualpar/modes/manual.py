@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.collection_sync import CollectionSync, sync_collections
@@ -39,6 +38,7 @@ _MODES: dict[str, type["Manual"]] = {}
 # (strategy, model, abstract batch, roles) -> None, or an error.
 _Check = Callable[[str, Any, Any, AxisRoles], None]
 _CHECKS: list[_Check] = []
+_STEP_CHECKS: list[Callable[..., None]] = []
 
 
 def register_mode(mode: type["Manual"]) -> type["Manual"]:
@@ -50,6 +50,12 @@ def register_mode(mode: type["Manual"]) -> type["Manual"]:
 def register_check(check: _Check) -> _Check:
     """Has every program refuse models by a function; a decorator."""
     _CHECKS.append(check)
+    return check
+
+
+def register_step_check(check: Callable[..., None]) -> Callable[..., None]:
+    """Has every program refuse traced steps, as `check_traced_steps` does; a decorator."""
+    _STEP_CHECKS.append(check)
     return check
 
 
@@ -115,6 +121,11 @@ class Manual:
         for check in _CHECKS:
             check(*args)
 
+    def check_steps(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses traced steps that are wrong, see `manualpar.guards.divergence`."""
+        for check in _STEP_CHECKS:
+            check(*args, **kwargs)
+
     def arrange(self, batch: Any, roles: AxisRoles) -> Any:
         """A device's part of a batch, its sequences in zig-zag order if an axis splits them."""
         return batch if roles.context_axis is None else to_zigzag(batch, roles.context_axis)
@@ -132,8 +143,7 @@ class Manual:
         """
         names = place.sharded_names if as_state else place.names
         padding = place.padding if as_state else place.parameter_padding
-        # A complex parameter travels as it is.
-        wire = self.wire if jnp.issubdtype(x.dtype, jnp.floating) else self.wire.uncast
+        wire = self.wire.of(x.dtype, trainable=place.trainable)
         if not wire.casts and not any(map(axis_tuple, (*names, *place.shared_names))):
             return x
         return self._make_box(

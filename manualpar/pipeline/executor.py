@@ -21,7 +21,7 @@ Symbols: `S` stages, `v` chunks of layers on a stage, `M` microbatches, `L` laye
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 from manualpar.core.collectives import cast_to_varying
 from manualpar.core.gradients import Reduce, WeightedLoss
+from manualpar.core.partitioning import is_box
 from manualpar.pipeline.exchange import exchange
 from manualpar.pipeline.kept import Keep
 from manualpar.pipeline.schedule_table import Table
@@ -36,6 +37,7 @@ from manualpar.pipeline.schedules import ScheduleName, make_table
 from manualpar.pipeline.stage_work import StageWork
 from manualpar.pipeline.staged_loss import StagedLoss
 from manualpar.sharding.splitting import split_minibatches
+from manualpar.sharding.trainable import is_masked, merge
 from manualpar.user_model.loss_function import Metrics
 
 
@@ -73,7 +75,7 @@ class PipelineRun:
         self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any
     ) -> StagedLoss:
         """The loss as stages run it; arguments as those of a call."""
-        return self._work(loss, params, collections, minibatches, backward=True).loss
+        return self._differentiated(loss, params, collections, minibatches).loss
 
     def __call__(
         self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce
@@ -82,8 +84,9 @@ class PipelineRun:
 
         Args:
           loss: The loss of a microbatch, times its count.
-          params: A stage's parameters, boxes allowed, varying over the axes of the batch; those
-            that are stacked `[L/S, ...]`, as `arrange` gives them.
+          params: A stage's parameters that are trained, and its frozen ones; boxes allowed,
+            varying over the axes of the batch; those that are stacked `[L/S, ...]`, as `arrange`
+            gives them.
           collections: The collections, which the loss must not change.
           minibatches: The microbatches and their keys, `[M, ...]`.
           reduce: Applied to the sum of the gradients.
@@ -99,10 +102,10 @@ class PipelineRun:
           In each tick a permute of the activations of a microbatch to the next stage, and one of
           their gradients to the one before. One all-reduce of the metrics over `axis`.
         """
-        work = self._work(loss, params, collections, minibatches, backward=True)
+        work = self._differentiated(loss, params, collections, minibatches)
         _check_unchanged(work.loss, collections)
         sums, metrics = work.run()
-        return reduce(sums), metrics, collections
+        return reduce(_split_as(params, sums)[0]), metrics, collections
 
     def metrics(
         self, measure: Callable[..., Metrics], params: Any, collections: Any, batch: Any, rng: Any
@@ -111,7 +114,7 @@ class PipelineRun:
 
         Args:
           measure: `measure(params, collections, batch, rng)`, the metrics of some examples.
-          params: As above.
+          params: A stage's parameters, in one tree.
           collections: The collections, which are read.
           batch: A device's examples, `[B, ...]`. They are split into as many microbatches as
             divide them, at most `M`.
@@ -130,14 +133,31 @@ class PipelineRun:
         examples = max(len(x) for x in jax.tree.leaves(batch) if jnp.ndim(x))
         number = max(n for n in range(1, self.num_microbatches + 1) if examples % n == 0)
         parts = split_minibatches(batch, number), jax.random.split(rng, number)
-        metrics: Metrics = self._work(measure, params, collections, parts, backward=False).run()[1]
+        metrics: Metrics = self._work(measure, params, collections, parts, ()).run()[1]
         return metrics
 
+    def _differentiated(
+        self, loss: WeightedLoss, params: Any, collections: Any, parts: Any
+    ) -> StageWork:
+        """The work on parameters in two trees, of which the first has those that are trained."""
+
+        def of_whole(whole: Any, *args: Any) -> Any:
+            return loss(_split_as(params, whole), *args)
+
+        whole = merge(params)
+        is_trained = jax.tree.leaves(merge(_marked(params)))
+        return self._work(of_whole, whole, collections, parts, is_trained)
+
     def _work(
-        self, loss: Callable[..., Any], params: Any, collections: Any, parts: Any, *, backward: bool
+        self,
+        loss: Callable[..., Any],
+        params: Any,
+        collections: Any,
+        parts: Any,
+        trained: Sequence[bool],
     ) -> StageWork:
         params, others = cast_to_varying((params, (collections, parts)), (self.axis,))
-        number = len(parts[1])
+        number, backward = len(parts[1]), any(trained)
         table = make_table(self.schedule, self.num_stages, number, self.chunks, backward=backward)
         return StageWork(
             loss,
@@ -146,6 +166,7 @@ class PipelineRun:
             table=table,
             axis=self.axis,
             stacked=self.stacked,
+            trained=trained,
             keep=self.keep,
             regathers=self.regathers,
         )
@@ -165,12 +186,30 @@ class PipelineRun:
         """
         if self.chunks == 1:
             return tree
-        leaves, structure = jax.tree.flatten(tree)
+        leaves, structure = jax.tree.flatten(tree, is_leaf=is_masked)
         leaves = [
-            exchange(x, self.axis, self.chunks, back=back) if is_stacked else x
+            exchange(x, self.axis, self.chunks, back=back) if is_stacked and not is_masked(x) else x
             for x, is_stacked in zip(leaves, self.stacked, strict=True)
         ]
         return jax.tree.unflatten(structure, leaves)
+
+
+def _marked(params: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The two trees with whether a parameter is trained in its place."""
+    trained, frozen = params
+    return jax.tree.map(lambda _: True, trained), jax.tree.map(lambda _: False, frozen)
+
+
+def _split_as(params: tuple[Any, Any], whole: Any) -> tuple[Any, ...]:
+    """A tree in the two parts of which `merge` makes such a one."""
+
+    def is_leaf(x: Any) -> bool:
+        return is_masked(x) or is_box(x)
+
+    def choose(own: Any, x: Any) -> Any:
+        return own if is_masked(own) else x
+
+    return tuple(jax.tree.map(choose, part, whole, is_leaf=is_leaf) for part in params)
 
 
 def _check_unchanged(loss: StagedLoss, collections: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from manualpar.core.collectives import cast_to_varying
 from manualpar.modes.remat import regather_for_backward
@@ -28,7 +29,7 @@ class _State(NamedTuple):
       inputs: The inputs of chunks, in slots.
       kept: What is kept of chunks besides, in slots.
       gradients: The gradients of what chunks return, in slots.
-      sums: The sums of the gradients of all parameters.
+      sums: The sums of the gradients of all parameters; an `optax.MaskedNode` for frozen ones.
       results: The sums of what the loss returns.
     """
 
@@ -62,6 +63,7 @@ class StageWork:
         table: Table,
         axis: str,
         stacked: Sequence[bool],
+        trained: Sequence[bool],
         keep: Keep,
         regathers: bool,
     ) -> None:
@@ -75,6 +77,7 @@ class StageWork:
           table: The schedule.
           axis: The mesh axis of stages. All inputs vary over it.
           stacked: For each parameter, whether layers are stacked in dim 0.
+          trained: For each parameter, whether it is differentiated; `()` with no backward passes.
           keep: What is kept of a chunk.
           regathers: Whether what is differentiated gathers parameters again.
         """
@@ -82,6 +85,7 @@ class StageWork:
         self._stage = jax.lax.axis_index(axis)
         named, self._structure = jax.tree_util.tree_flatten_with_path(params)
         self._params = [x for _, x in named]
+        self._trained = {i for i, is_trained in enumerate(trained) if is_trained}
         self._collections, self._parts = map(jax.tree.leaves, others)
         tree = jax.tree.structure(others)
 
@@ -100,15 +104,22 @@ class StageWork:
             chunks=table.chunks,
             axis=axis,
         )
-        functions: list[Callable[..., Any]] = [staged.prefix, staged.chunk, staged.suffix]
+
+        # What is not differentiated is fixed.
+        def run_chunk(params: Any, inexact: list[Any], fixed: Any) -> Activations:
+            *others, frozen = fixed
+            return staged.chunk({**params, **frozen}, inexact, tuple(others))
+
+        functions: list[Callable[..., Any]] = [staged.prefix, run_chunk, staged.suffix]
         if regathers and table.has_backward:
             functions = [regather_for_backward(function) for function in functions]
         self._prefix, chunk, self._suffix = functions
         self._kept = KeptInputs(chunk)
         if table.has_backward and keep == "residuals":
             x = zeros(staged.types)
-            fixed = x.exact, first, self._stage
-            self._kept = KeptResiduals(chunk, self._chunk_params(0), x.inexact, fixed)
+            params, frozen = self._parts_of(self._chunk_params(0))
+            fixed = x.exact, first, self._stage, frozen
+            self._kept = KeptResiduals(chunk, params, x.inexact, fixed)
         returned = staged.returns[1][0] if table.has_backward else staged.returns
         self._results = jax.tree.map(functools.partial(_summed, axes={axis}), returned)
 
@@ -119,7 +130,10 @@ class StageWork:
             slots(types, table.activation_slots),
             slots(self._kept.types, table.activation_slots),
             slots(types.inexact, table.gradient_slots) if table.has_backward else [],
-            [zeros(_summed(x)) for x in self._params] if table.has_backward else [],
+            [
+                zeros(_summed(x)) if i in self._trained else optax.MaskedNode()
+                for i, x in enumerate(self._params)
+            ],
             zeros(self._results),
         )
         rows = {name: jnp.asarray(row) for name, row in table.rows.items()}
@@ -164,10 +178,9 @@ class StageWork:
                 otherwise=lambda: arrived,
                 permutes=cut.prefix.permutes,
             )
-            fixed = x.exact, others, index
-            y, kept = self._kept.forward(
-                self._chunk_params(mine["forward_chunk"]), x.inexact, fixed
-            )
+            params, frozen = self._parts_of(self._chunk_params(mine["forward_chunk"]))
+            fixed = x.exact, others, index, frozen
+            y, kept = self._kept.forward(params, x.inexact, fixed)
             return x, y, kept if together else put(state.kept, mine["forward_slot"], kept)
 
         x, y, kept = self._where(
@@ -188,14 +201,14 @@ class StageWork:
 
     def _finish(self, state: _State, row: _Row, y: Activations, others: Sequence[Any]) -> _State:
         """Runs the suffix after the last chunk, and its backward pass."""
-        numbers = self.loss.suffix_params
-        before = _pick(state.sums, numbers)
+        before = self._sums(state, self.loss.suffix_params)
 
         def run() -> Any:
-            def call(params: Any, inexact: list[Any]) -> Any:
-                return self._suffix(params, inexact, (y.exact, others))
+            params, frozen = self._parts_of(self._some(self.loss.suffix_params))
 
-            params = self._some(numbers)
+            def call(params: Any, inexact: list[Any]) -> Any:
+                return self._suffix({**params, **frozen}, inexact, (y.exact, others))
+
             if not self._table.has_backward:
                 return [], {}, _added(state.results, call(params, y.inexact))
             loss, pullback, (metrics, _) = jax.vjp(call, params, y.inexact, has_aux=True)
@@ -222,11 +235,11 @@ class StageWork:
         index = self._index(mine["backward_chunk"])
         x, kept = read((state.inputs, state.kept), mine["backward_slot"])
         gradient = read(state.gradients, mine["gradient_slot"])
-        before = _pick(state.sums, (*loss.chunk_params, *cut.stacked))
+        before = self._sums(state, (*loss.chunk_params, *cut.stacked))
 
         def run() -> Any:
-            params = self._chunk_params(mine["backward_chunk"])
-            fixed = x.exact, others, index
+            params, frozen = self._parts_of(self._chunk_params(mine["backward_chunk"]))
+            fixed = x.exact, others, index, frozen
             grads, dx = self._kept.backward(params, x.inexact, fixed, kept, gradient)
             return dx, self._summed(before, grads, mine["backward_chunk"])
 
@@ -239,17 +252,19 @@ class StageWork:
             permutes=cut.layers_permute,
         )
         state = state._replace(sums=_put(state.sums, sums))
-        before = _pick(state.sums, loss.prefix_params)
+        before = self._sums(state, loss.prefix_params)
         if not before:
             return state, dx
 
-        def prefix(params: Any) -> tuple[list[Any], list[Any]]:
-            x = self._prefix(params, others)
-            return x.inexact, x.exact
-
         def run_prefix() -> Any:
+            params, frozen = self._parts_of(self._some(loss.prefix_params))
+
+            def prefix(params: Any) -> tuple[list[Any], list[Any]]:
+                x = self._prefix({**params, **frozen}, others)
+                return x.inexact, x.exact
+
             with jax.named_scope(RECOMPUTED_SCOPE):
-                _, pullback, _ = jax.vjp(prefix, self._some(loss.prefix_params), has_aux=True)
+                _, pullback, _ = jax.vjp(prefix, params, has_aux=True)
             return self._summed(before, pullback(dx)[0])
 
         sums = self._where(
@@ -293,6 +308,15 @@ class StageWork:
     def _some(self, numbers: Sequence[int]) -> dict[int, Any]:
         return {i: self._params[i] for i in numbers}
 
+    def _parts_of(self, params: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Parameters that are differentiated, and others."""
+        trained = {i: x for i, x in params.items() if i in self._trained}
+        return trained, {i: x for i, x in params.items() if i not in self._trained}
+
+    def _sums(self, state: _State, numbers: Sequence[int]) -> dict[int, Any]:
+        """The sums of the gradients of some parameters."""
+        return {i: state.sums[i] for i in numbers if i in self._trained}
+
     def _chunk_params(self, chunk: Any) -> dict[int, Any]:
         """The parameters that a chunk of this stage reads; of stacked ones its layers."""
         size = self.loss.chunk_layers
@@ -328,10 +352,6 @@ def _summed(t: Any, axes: Any = ()) -> Any:
 
 def _added(sums: Any, values: Any) -> Any:
     return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, values)
-
-
-def _pick(values: Sequence[Any], numbers: Sequence[int]) -> dict[int, Any]:
-    return {i: values[i] for i in numbers} if values else {}
 
 
 def _put(values: Sequence[Any], new: Mapping[int, Any]) -> list[Any]:

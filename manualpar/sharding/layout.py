@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from manualpar.core.partitioning import choose_shard_dim, is_box, unpad_leaf
+from manualpar.core.partitioning import choose_shard_dim, is_box
 from manualpar.sharding.annotations import Rules, mesh_names
 from manualpar.sharding.axes import Names, axes_size, axis_tuple
 from manualpar.sharding.roles import AxisRoles
@@ -35,6 +35,7 @@ class ParameterInfo:
         see `split_parameter.split`. Over the others it is gathered where it is used.
       shared_names: For each dimension the mesh axes whose devices share its entries; `()` if there
         are none.
+      trainable: Whether it is trained. One that is not is *frozen*.
     """
 
     path: str
@@ -44,6 +45,7 @@ class ParameterInfo:
     loop_dims: frozenset[int]
     split_axes: frozenset[str] = frozenset()
     shared_names: Names = ()
+    trainable: bool = True
 
     @property
     def whole_dims(self) -> frozenset[int]:
@@ -79,6 +81,7 @@ class Placement:
         where it is used.
       split_axes: The mesh axes over which the model computes with its shards.
       shared_names: As in `ParameterInfo`.
+      trainable: As in `ParameterInfo`. A frozen parameter has neither gradient nor state.
     """
 
     names: Names
@@ -92,6 +95,7 @@ class Placement:
     storage_axes: tuple[str, ...] = ()
     split_axes: frozenset[str] = frozenset()
     shared_names: Names = ()
+    trainable: bool = True
 
     @property
     def sharded_names(self) -> Names:
@@ -207,8 +211,11 @@ def complete(
     """A strategy's placement with how the parameter is gathered and its gradient reduced."""
     axes = [axis for name in placement.names for axis in axis_tuple(name)]
     split = parameter.split_axes
+    if placement.state_names is not None and not parameter.trainable:
+        placement = dataclasses.replace(placement, state_names=None, padding=(), note="frozen")
     return dataclasses.replace(
         placement,
+        trainable=parameter.trainable,
         mean_axes=tuple(axis for axis in roles.data_axes if axis not in split),
         sum_axes=tuple(axis for axis in roles.stage_axes if axis not in split),
         # The shard has met the examples of all devices along these axes, and autodiff has summed.
@@ -323,15 +330,6 @@ def map_padded(function: Callable[..., Any], tree: Any, paddings: Iterable[Any])
     """Applies `pad_leaf` or `unpad_leaf` to each leaf of a tree with the padding of its own."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, map(function, leaves, paddings))
-
-
-def unpad_whole(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array:
-    """A global array without its padding, whole on every device of a mesh: one all-gather.
-
-    What is left cannot stay sharded: its shape does not divide, which is why it was padded.
-    """
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(unpad_leaf, static_argnums=1, out_shardings=replicated)(x, padding)
 
 
 def strip_boxes(tree: Any) -> Any:

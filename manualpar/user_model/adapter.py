@@ -65,6 +65,11 @@ class ModelAdapter(abc.ABC):
         """The function that a training state holds for its user."""
         return self.apply
 
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """Globs over the paths of the parameters that are trained, unless a builder is told."""
+        return ("*",)
+
     def initial_call(
         self, batch: Any, init_args: InitArgs | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

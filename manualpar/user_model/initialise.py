@@ -8,7 +8,6 @@ An initialiser's type counts as an annotation: the parameter is sharded over the
 `nn.with_partitioning`.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from manualpar.core.collectives import cast_to_varying
-from manualpar.core.partitioning import cast_floating, is_box
+from manualpar.core.partitioning import is_box
 from manualpar.modes.manual import Manual
 from manualpar.sharding.axes import axis_tuple
 from manualpar.user_model.adapter import InitArgs, ModelAdapter
@@ -48,20 +47,19 @@ def initialisation(
     mode: Manual,
     *,
     init_args: InitArgs | None,
-    dtype: str | None,
+    cast: Callable[[Any], Any],
 ) -> tuple[Init, dict[str, Any]]:
     """Makes a model's initialisation a function of a key.
 
     Returns:
       A function from a key to the variables by collection, with annotated and typed parameters in
-      boxes and floating-point ones cast to `dtype`; and the abstract variables.
+      boxes, and what `cast` makes of parameters; and the abstract variables.
     """
 
     def init(rng: jax.Array, batch: Any = batch) -> dict[str, Any]:
         variables = init_variables(model, rng, batch, init_args)
         params = jax.tree.map(_box_typed, variables.get("params", {}), is_leaf=is_box)
-        cast = functools.partial(cast_floating, dtype=dtype)
-        return variables | {"params": jax.tree.map(cast, params)}
+        return variables | {"params": cast(params)}
 
     def init_on_mesh(rng: jax.Array) -> dict[str, Any]:
         run = mode.under_mesh(init, (PartitionSpec(), batch_specs))

@@ -16,16 +16,19 @@ from jax.sharding import PartitionSpec
 
 from manualpar.collection_sync import CollectionSync, check_sync_collections
 from manualpar.core.collectives import varying_axes
-from manualpar.core.partitioning import is_box
+from manualpar.core.partitioning import cast_floating, is_box
+from manualpar.guards.options import StoredDtypes
 from manualpar.modes.manual import Manual
 from manualpar.sharding.layout import (
     ParameterInfo,
     computed_specs,
     describe_parameters,
     on_stages,
+    path_name,
     strip_boxes,
 )
 from manualpar.sharding.split_parameter import SplitParameter, take_shared
+from manualpar.sharding.trainable import is_trained
 from manualpar.user_model.adapter import Model, ModelAdapter, Phase, adapt
 from manualpar.user_model.axis_names import check_axis_aliases
 from manualpar.user_model.carried_collections import CarryingApply, find_carried_collections
@@ -47,6 +50,8 @@ class UserModel:
     Attributes:
       apply_fn: The model's `apply`, for the training state.
       parameters: The tree of parameters with a `ParameterInfo` at each leaf.
+      trainable: Globs over the paths of those that are trained.
+      stored_dtypes: The dtypes, if given, in which frozen ones and others are stored.
       keeps_types: Whether the model's initialisers type its parameters as sharded.
       sync_collections: How collections that differ between devices are synchronised.
       variables: The abstract variables that `create_variables` makes.
@@ -56,6 +61,8 @@ class UserModel:
 
     apply_fn: Callable[..., Any]
     parameters: Any
+    trainable: tuple[str, ...]
+    stored_dtypes: StoredDtypes
     keeps_types: bool
     sync_collections: Mapping[str, CollectionSync]
     variables: dict[str, Any]
@@ -68,7 +75,7 @@ class UserModel:
     def create_variables(self, key: jax.Array) -> dict[str, Any]:
         """The initial variables by collection: `params`, and those that a training state carries.
 
-        They are whole and in no boxes; parameters are in `param_dtype`.
+        They are whole and in no boxes; parameters are in the dtypes that they are stored in.
         """
         variables = strip_boxes(self._init(key))
         return {name: variables[name] for name in self.variables}
@@ -102,7 +109,7 @@ def study(
     *,
     batch_specs: Any,
     mode: Manual,
-    param_dtype: str | None,
+    stored_dtypes: StoredDtypes,
     options: Mapping[str, Any],
     is_gathered: Callable[[ParameterInfo], bool],
     gathers_in_loss: bool,
@@ -116,7 +123,7 @@ def study(
       batch: The abstract global batch.
       batch_specs: The tree of the batch with a `PartitionSpec` at each leaf.
       mode: Who writes the collectives.
-      param_dtype: The dtype that floating-point parameters are cast to, if not `None`.
+      stored_dtypes: The dtypes that floating-point parameters are cast to.
       options: The `ProgramOptions`; only those about the model are read.
       is_gathered: Whether a parameter would be sharded, or cast where it is used, if no loop ran
         over it and it had no annotation.
@@ -132,8 +139,17 @@ def study(
     )
     adapted = dataclasses.replace(_adapt(strategy, model, mode), axis_aliases=aliases)
     init_args = options.get("init_args")
+    trainable = tuple(options.get("trainable") or adapted.trainable)
+
+    def cast(params: Any) -> Any:
+        def cast_one(path: Any, x: Any) -> Any:
+            dtype = stored_dtypes[is_trained(path_name(path), trainable)]
+            return jax.tree.map(lambda x: cast_floating(x, dtype), x)
+
+        return jax.tree_util.tree_map_with_path(cast_one, params, is_leaf=is_box)
+
     init, variables = initialisation(
-        adapted, batch, batch_specs, mode, init_args=init_args, dtype=param_dtype
+        adapted, batch, batch_specs, mode, init_args=init_args, cast=cast
     )
     boxed_params = variables["params"]
     if not jax.tree.leaves(boxed_params):
@@ -207,11 +223,16 @@ def study(
             mode, find_stacked, (specs, whole, whole, batch_specs), params, collections, key, batch
         )
         infos = on_stages(infos, stacked[0], pipeline.axis)
+    infos = jax.tree.map(
+        lambda info: dataclasses.replace(info, trainable=is_trained(info.path, trainable)), infos
+    )
     all_dims = {info.path: info.loop_dims for info in jax.tree.leaves(infos)}
     sync = options.get("sync_collections", {})
     return UserModel(
         apply_fn=adapted.apply_fn,
         parameters=infos,
+        trainable=trainable,
+        stored_dtypes=stored_dtypes,
         keeps_types=any(jax.tree.leaves(typed)),
         sync_collections=check_sync_collections(strategy, sync, collections),
         variables={"params": params, **collections},
