@@ -4,7 +4,8 @@
 """
 
 from manualpar.pretrained.architecture import Architecture, read_architecture
+from manualpar.pretrained.export import export_hf
 from manualpar.pretrained.load import Loaded, load, load_hf
 from manualpar.pretrained.tensor_names import Rule
 
-__all__ = ["Architecture", "Loaded", "Rule", "load", "load_hf", "read_architecture"]
+__all__ = ["Architecture", "Loaded", "Rule", "export_hf", "load", "load_hf", "read_architecture"]

@@ -113,7 +113,7 @@ def failing_together() -> Iterator[None]:
     """
     try:
         yield
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         first_failure(str(error))
         raise
     if failure := first_failure(""):

@@ -92,7 +92,7 @@ def transformer_of(program: Program) -> Transformer:
     Raises:
       ValueError: It trains another model.
     """
-    model: Any = getattr(program.step.model.apply_fn, "__self__", None)
+    model: Any = program.step.model.adapter.module
     while model is not None and not isinstance(model, Transformer):
         model = getattr(model, "module", None)
     if model is None:

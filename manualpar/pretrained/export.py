@@ -1,0 +1,328 @@
+"""A state written as `.safetensors` files that other people's programs read.
+
+Tensors are taken out of the shards one at a time, and files are written one at a time, by the
+processes in turn. So a process holds the tensors of one file besides its state.
+
+Invariants: a tensor has the bits that the same parameters would have on one device. All files are
+written into a folder beside the one that was asked for, and that gets its name at the end. So what
+has the name is whole.
+"""
+
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from manualpar.core.program import Program
+from manualpar.extras import require
+from manualpar.guards.dispatch import check_state
+from manualpar.pretrained.architecture import CONFIG_FILE, read_architecture, read_config
+from manualpar.pretrained.load import failing_together
+from manualpar.pretrained.model_config import architecture_of, write_config
+from manualpar.pretrained.sources import check_same_model, transformer_of
+from manualpar.pretrained.tensor_files import DTYPES, INDEX_FILE, ONE_FILE, TensorFiles
+from manualpar.pretrained.tensor_names import Piece, pieces_of_transformer
+from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
+from manualpar.state_arrays import to_host
+from manualpar.state_transfer import variable_leaves, variables_of
+from manualpar.train_state import TrainState
+from manualpar.untrusted import open_file
+
+SHARD_BYTES = 2 << 30
+# What a directory holds besides weights and config: texts become tokens as these say.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+class Tensor(NamedTuple):
+    """A tensor to write.
+
+    Attributes:
+      name: Its name.
+      shape: Its shape.
+      sizes: The sizes of the parameter's dims that are in it, in their order.
+      dtype: The dtype that it is written in.
+      leaf: The number of the leaf among the variables that it is a part of.
+      piece: Which part of it, and how the dims go together.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: np.dtype
+    leaf: int
+    piece: Piece
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes in a file."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def export_hf(
+    program: Program,
+    state: TrainState,
+    directory: Path | str,
+    *,
+    like: Path | str | None = None,
+    family: str = "",
+    dtype: str = "",
+    tokenizer: Path | str | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Writes a state of a `Transformer` as a directory that transformers loads.
+
+    ```python
+    export_hf(program, state, "models/tuned", like="models/llama")
+    ```
+
+    Args:
+      program: The program.
+      state: Its state; not donated.
+      directory: The directory to make. It must not exist, or be empty.
+      like: The directory that the parameters once came from. Then its config, tokenizer and other
+        small files are taken over, and every tensor gets the dtype that it has there: what was
+        loaded and not trained is written bit for bit.
+      family: Without `like`, the family to write it as, such as `"llama"`; by default the first
+        that is the same model.
+      dtype: The dtype of all tensors, such as `"bfloat16"`. By default that of `like`, or that of
+        the parameters.
+      tokenizer: A `tokenizer.json` to put beside the weights in place of that of `like`.
+      max_shard_bytes: The most bytes of tensors in a file, unless one tensor has more. A process
+        holds a file in memory while it makes it.
+
+    Returns:
+      The directory.
+
+    Raises:
+      ValueError: No family is the same model, `like` is another one, or there is something in the
+        way. Nothing has been written.
+      OSError: The files cannot be written; the directory is as it was.
+
+    Communication:
+      Within a process none. Over several, an all-gather for each tensor, for which every device
+      holds that one tensor whole for a moment, and a few bytes for each file.
+    """
+    target = Path(directory).expanduser()
+    partial = target.absolute().parent / f".{target.absolute().name}.partial"
+    check_state("export_hf", program.abstract_state, state)
+    with failing_together():
+        require("export_hf", "safetensors")
+        config, tensors = _plan(program, like, family=family, dtype=dtype)
+        files = _divide(tensors, max_shard_bytes)
+        _check_free(target)
+        extras = _extra_files(like, tokenizer)
+        if jax.process_index() == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # Of an export that was killed.
+            partial.mkdir(parents=True)
+    arrays = jax.tree.leaves(variables_of(state))
+    for number, (name, of_file) in enumerate(files.items()):
+        is_mine = number % jax.process_count() == jax.process_index()
+        made = {}
+        for tensor in of_file:
+            value = _take(arrays[tensor.leaf], tensor)
+            if is_mine:
+                made[tensor.name] = value
+        with failing_together():
+            if is_mine:
+                _write_file(partial / name, made)
+    with failing_together():
+        if jax.process_index() == 0:
+            _write_rest(partial, config, files, extras)
+            _put_in_place(partial, target)
+    return target
+
+
+def _plan(
+    program: Program, like: Path | str | None, *, family: str, dtype: str
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """The config to write, and the tensors."""
+    model, leaves = transformer_of(program), variable_leaves(program)
+    if dtype and dtype not in DTYPES.values():
+        raise ValueError(
+            f"export_hf: dtype is {dtype!r}, expected one of {', '.join(DTYPES.values())}, or '' "
+            "for that of like, or of the parameters."
+        )
+    dtypes: Mapping[str, str] = {}
+    if like is not None:
+        source = Path(like).expanduser()
+        architecture = read_architecture(source)
+        check_same_model(model, source, architecture.fields)
+        config = read_config(source)
+        dtypes = TensorFiles(source).dtypes
+    else:
+        config = write_config(architecture_of(model), family=family)
+    paths = [leaf.name.partition("/")[2] for leaf in leaves]
+    shapes = {path: leaf.shape for path, leaf in zip(paths, leaves, strict=True)}
+    pieces = pieces_of_transformer(config["model_type"], shapes)
+    tensors = []
+    for number, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+        for piece in pieces[path]:
+            sizes = tuple(
+                model.vocab_size if name == "V" else size
+                for name, size in zip(piece.dims, leaf.shape[len(piece.entry) :], strict=True)
+            )
+            name = dtype or dtypes.get(piece.tensor) or leaf.dtype.name
+            shape, numbers = piece.tensor_shape(sizes), np.dtype(jax.numpy.dtype(name))
+            tensors.append(Tensor(piece.tensor, shape, sizes, numbers, number, piece))
+    sizes_of: dict[str, int] = {}
+    for tensor in tensors:
+        sizes_of[tensor.dtype.name] = sizes_of.get(tensor.dtype.name, 0) + tensor.nbytes
+    most = max(sizes_of, key=lambda name: sizes_of[name])
+    config["dtype" if "dtype" in config else "torch_dtype"] = most
+    return config, sorted(tensors, key=lambda tensor: _natural(tensor.name))
+
+
+def _natural(name: str) -> list[Any]:
+    """A key by which `layers.2` comes before `layers.10`."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _divide(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, list[Tensor]]:
+    """The tensors of each file, in order."""
+    if max_bytes < 1:
+        raise ValueError(f"export_hf: max_shard_bytes is {max_bytes}, expected at least 1.")
+    groups: list[list[Tensor]] = []
+    size = 0
+    for tensor in tensors:
+        if not groups or size + tensor.nbytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    if len(groups) == 1:
+        return {ONE_FILE: groups[0]}
+    total = len(groups)
+    return {
+        f"model-{number:05d}-of-{total:05d}.safetensors": group
+        for number, group in enumerate(groups, 1)
+    }
+
+
+def _take(x: jax.Array, tensor: Tensor) -> np.ndarray:
+    """A tensor whole, on the host, as the file has it."""
+    piece = tensor.piece
+    # What is beyond the sizes is padding.
+    value = _entry_of(x, piece.entry)[tuple(map(slice, tensor.sizes))]
+    order = [piece.dims.index(name) for name in itertools.chain(*piece.merged)]
+    return np.ascontiguousarray(value.transpose(order).reshape(tensor.shape), tensor.dtype)
+
+
+def _entry_of(x: jax.Array, entry: tuple[int, ...]) -> np.ndarray:
+    """An entry along the leading dims of an array, whole, on the host of every process."""
+    if x.is_fully_replicated:
+        return np.asarray(x.addressable_data(0)[entry])
+    stacked = len(entry)
+    if not x.is_fully_addressable:
+        sharding: Any = x.sharding
+        spec = PartitionSpec(*sharding.spec[stacked:])
+        take = on_auto_axes(_index, mesh=sharding.mesh, out_specs=spec)
+        with no_mesh():
+            whole = jax.jit(take, out_shardings=NamedSharding(sharding.mesh, spec))(x, entry)
+        return to_host(whole)
+    out = np.empty(x.shape[stacked:], x.dtype)
+    for shard in x.addressable_shards:
+        starts = [part.start or 0 for part in shard.index[:stacked]]
+        own = tuple(at - start for at, start in zip(entry, starts, strict=True))
+        inside = [0 <= at < size for at, size in zip(own, shard.data.shape, strict=False)]
+        if shard.replica_id == 0 and all(inside):
+            out[shard.index[stacked:]] = np.asarray(shard.data[own] if own else shard.data)
+    return out
+
+
+def _index(x: jax.Array, entry: tuple[jax.Array, ...]) -> jax.Array:
+    for at in entry:
+        x = jax.lax.dynamic_index_in_dim(x, at, 0, keepdims=False)
+    return x
+
+
+def _check_free(target: Path) -> None:
+    """Refuses a directory in which something is."""
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ValueError(f"export_hf: {target} is no directory, expected none or an empty one.")
+    if target.is_dir() and any(target.iterdir()):
+        raise ValueError(
+            f"export_hf: {target} is not empty, expected a new directory: files of two models "
+            "would be in it. Name another one, or delete what is there."
+        )
+
+
+def _extra_files(like: Path | str | None, tokenizer: Path | str | None) -> dict[str, Path]:
+    """The files to copy, by their names there."""
+    extras = {}
+    if like is not None:
+        source = Path(like).expanduser()
+        extras = {name: source / name for name in TOKENIZER_FILES if (source / name).exists()}
+    if tokenizer is not None:
+        extras["tokenizer.json"] = Path(tokenizer).expanduser()
+    for path in extras.values():
+        try:
+            open_file(path, follow_links=True).close()
+        except OSError as error:
+            raise ValueError(f"export_hf: {path} cannot be copied ({error}).") from None
+    return extras
+
+
+def _write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes a file of tensors, and waits until it is on the disk."""
+    from safetensors.numpy import save_file
+
+    # Without the format transformers does not load a file.
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    _sync(path)
+
+
+def _write_rest(
+    folder: Path,
+    config: Mapping[str, Any],
+    files: Mapping[str, Sequence[Tensor]],
+    extras: Mapping[str, Path],
+) -> None:
+    """Writes the config, the index if there are several files, and copies of others."""
+    texts = {CONFIG_FILE: config}
+    if len(files) > 1:
+        total = sum(tensor.nbytes for of_file in files.values() for tensor in of_file)
+        weight_map = {t.name: name for name, of_file in files.items() for t in of_file}
+        texts[INDEX_FILE] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    for name, value in texts.items():
+        text = json.dumps(value, indent=2) + "\n"
+        (folder / name).write_text(text, encoding="utf-8")
+        _sync(folder / name)
+    for name, path in extras.items():
+        with open_file(path, follow_links=True) as source, (folder / name).open("wb") as copy:
+            shutil.copyfileobj(source, copy)
+        _sync(folder / name)
+
+
+def _put_in_place(partial: Path, target: Path) -> None:
+    _sync(partial)
+    if target.exists():
+        target.rmdir()  # It is empty.
+    partial.rename(target)
+    _sync(target.absolute().parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,102 @@
+"""What is exported is what was loaded, bit for bit; and nothing half-written has the name."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from manualpar import make_mesh
+from manualpar.pretrained import export_hf, load_hf
+from tests.pretrained_load_test import CONFIG, llama, program_of, tensors_of, write
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A directory in bfloat16, with a tokenizer, and a tensor in float32 among the others."""
+    directory = tmp_path_factory.mktemp("bfloat16")
+    config = CONFIG | {"torch_dtype": "bfloat16", "eos_token_id": [5, 6]}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").write_text("{}")
+    params = jax.jit(llama(directory).init)(jax.random.key(3), jnp.zeros((1, 8), jnp.int32))
+    tensors = tensors_of(params["params"])
+    tensors = {name: x.astype(jnp.bfloat16) for name, x in tensors.items()}
+    tensors["model.norm.weight"] = np.linspace(0, 1, 16, dtype=np.float32)
+    write(directory, tensors)
+    return directory, tensors
+
+
+def read(directory):
+    return {k: x for path in directory.glob("*.safetensors") for k, x in load_file(path).items()}
+
+
+def assert_same_files(found, expected):
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert (found[name].dtype, found[name].shape) == (x.dtype, x.shape), name
+        assert found[name].tobytes() == x.tobytes(), name
+
+
+def test_what_was_loaded_is_written_again_bit_for_bit(source, tmp_path):
+    directory, tensors = source
+    model = llama(directory, split_axis="model", vocab_multiple=8)
+    program = program_of(model, make_mesh({"data": 4, "model": 2}), pad=True)
+    state = load_hf(program, directory)
+    target = export_hf(program, state, tmp_path / "out", like=directory, max_shard_bytes=4000)
+    assert_same_files(read(target), tensors)
+    files = sorted(path.name for path in target.iterdir())
+    shards = [name for name in files if name.startswith("model-")]
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert len(shards) == 4
+    assert set(index["weight_map"].values()) == set(shards)
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
+    assert {"tokenizer.json", "config.json"} < set(files)
+    original = json.loads((directory / "config.json").read_text())
+    assert json.loads((target / "config.json").read_text()) == original
+    assert safe_open(target / shards[0], "np").__enter__().metadata() == {"format": "pt"}
+    # What is written can be loaded again, and a family is found without another directory.
+    again = export_hf(program, load_hf(program, target), tmp_path / "again", tokenizer=__file__)
+    assert_same_files(read(again), {k: x.astype(np.float32) for k, x in tensors.items()})
+    assert json.loads((again / "config.json").read_text())["torch_dtype"] == "float32"
+    half = export_hf(program, load_hf(program, again), tmp_path / "half", dtype="bfloat16")
+    expected = {k: x.astype(jnp.bfloat16) for k, x in tensors.items()}
+    assert_same_files(read(half), expected)
+
+    def refused(match, to=tmp_path / "other", **options):
+        with pytest.raises((ValueError, OSError), match=match):
+            export_hf(program, state, to, **options)
+        assert not (tmp_path / "other").exists()
+
+    refused("out is not empty, expected a new directory", to=target)
+    refused("dtype is 'int8', expected one of float64", dtype="int8")
+    refused("max_shard_bytes is 0, expected at least 1", max_shard_bytes=0)
+    refused(r"no family of models is like this .*qwen2 has another qkv_bias", family="qwen2")
+    refused("cannot be copied", tokenizer=tmp_path / "none.json")
+
+
+def test_an_export_that_fails_leaves_nothing_under_its_name(source, tmp_path, monkeypatch):
+    directory, tensors = source
+    program = program_of(llama(directory), make_mesh({"data": 8}))
+    state = load_hf(program, directory)
+    from manualpar.pretrained import export
+
+    written = []
+
+    def fail(path, tensors):
+        written.append(path)
+        if len(written) == 3:
+            raise OSError("no space left")
+        path.write_bytes(b"half")
+
+    monkeypatch.setattr(export, "_write_file", fail)
+    options = {"like": directory, "max_shard_bytes": 2000}
+    with pytest.raises(OSError, match="no space left"):
+        export_hf(program, state, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    (tmp_path / "out").mkdir()
+    assert_same_files(read(export_hf(program, state, tmp_path / "out", **options)), tensors)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
