@@ -19,6 +19,7 @@ from manualpar.core.collectives import gather_array_with_mean_grads
 from manualpar.core.gradients import sync_gradients, sync_metrics
 from manualpar.core.partitioning import ShardedParameter
 from manualpar.core.program import Program
+from manualpar.finetuning.lora import lora
 from manualpar.layers.plan import tensor_parallel
 from manualpar.layers.plan_styles import Column, Row, Vocab
 from manualpar.metrics import print_metrics
@@ -52,6 +53,7 @@ __all__ = [
     "gather_examples",
     "gather_params",
     "hsdp",
+    "lora",
     "make_mesh",
     "print_metrics",
     "shard_module_params",

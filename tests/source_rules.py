@@ -23,7 +23,7 @@ ORDER = """
     training launch
     checkpoints pretrained
     data cluster watching
-    models
+    finetuning models
     layers
     inspect
     strategies pipeline same_as_one_device linen nnx

@@ -200,6 +200,10 @@ class PlannedModel(LinenModel):
         variables = super().init(rngs, *args, **kwargs)
         return variables | {"params": _split_params(self.planned, variables.get("params", {}))}
 
+    def annotated(self, path: str, kernel: Any) -> Any:
+        """The kernel of the module at a path, in a `SplitParameter` if the plan splits it."""
+        return _split_param(self.planned, f"{path}/kernel", kernel)
+
     def check(self, trace: Callable[[Any], None]) -> None:
         """Compares the calls of the loss on shards with those on whole arrays."""
         if self.planned.verify:
@@ -218,32 +222,8 @@ def _split_params(planned: TensorParallel, params: Any) -> Any:
     modules: set[str] = set()
 
     def box(path: Any, x: Any) -> Any:
-        module, _, name = path_name(path).rpartition("/")
-        modules.add(module)
-        style = planned.style_of(module)
-        if style is None:
-            return x
-        value = x
-        if isinstance(x, nn.LogicallyPartitioned):  # The plan takes the place of its rules.
-            value = x.value
-        elif is_box(x):
-            raise ValueError(
-                f"tensor_parallel: parameter {path_name(path)!r} is annotated already, with names "
-                f"{x.names}, and the plan gives its module {style}; expected one of the two. Take "
-                "the annotation away, or leave the module out of the plan."
-            )
-        dim = style.split_dim(name, value.ndim)
-        if dim is None and isinstance(style, Row) and name != "bias":
-            raise ValueError(
-                f"tensor_parallel: parameter {path_name(path)!r} has {value.ndim} dims, and the "
-                f"plan gives its module {style}; expected {-style.dim} at least, or the name "
-                "'bias' for what is added to the sum."
-            )
-        if dim is None:
-            return value
-        names: list[str | None] = [None] * value.ndim
-        names[dim] = planned.axis
-        return SplitParameter(value, tuple(names), shared=style.shared)
+        modules.add(path_name(path).rpartition("/")[0])
+        return x if isinstance(x, PlannedParameter) else _split_param(planned, path_name(path), x)
 
     boxed = jax.tree_util.tree_map_with_path(box, params, is_leaf=is_box)
     for key, style in planned.plan:
@@ -254,3 +234,36 @@ def _split_params(planned: TensorParallel, params: Any) -> Any:
                 f"parameters of its own, expected one, such as {', '.join(map(repr, near))}."
             )
     return boxed
+
+
+def _split_param(planned: TensorParallel, path: str, x: Any) -> Any:
+    """A parameter as the plan has it: in a box if it is split."""
+    module, _, name = path.rpartition("/")
+    style = planned.style_of(module)
+    if style is None:
+        return x
+    value = x
+    if isinstance(x, nn.LogicallyPartitioned):  # The plan takes the place of its rules.
+        value = x.value
+    elif is_box(x):
+        raise ValueError(
+            f"tensor_parallel: parameter {path!r} is annotated already, with names {x.names}, and "
+            f"the plan gives its module {style}; expected one of the two. Take the annotation "
+            "away, or leave the module out of the plan."
+        )
+    dim = style.split_dim(name, value.ndim)
+    if dim is None and isinstance(style, Row) and name != "bias":
+        raise ValueError(
+            f"tensor_parallel: parameter {path!r} has {value.ndim} dims, and the plan gives its "
+            f"module {style}; expected {-style.dim} at least, or the name 'bias' for what is added "
+            "to the sum."
+        )
+    if dim is None:
+        return value
+    names: list[str | None] = [None] * value.ndim
+    names[dim] = planned.axis
+    return PlannedParameter(value, tuple(names), shared=style.shared)
+
+
+class PlannedParameter(SplitParameter):
+    """The annotation of a parameter that a plan splits."""

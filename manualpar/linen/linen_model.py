@@ -33,8 +33,14 @@ from manualpar.user_model.split_dropout import SplitAttention, key_like
 @register
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LinenModel(ModelAdapter):
-    """A Linen model."""
+    """A Linen model.
 
+    Attributes:
+      interceptors: What calls the modules' methods, next to the methods themselves, see
+        `nn.intercept_methods`; in `init` too.
+    """
+
+    interceptors: tuple[Callable[..., Any], ...] = ()
     makes_variables_in_calls: ClassVar[bool] = True
 
     def __repr__(self) -> str:
@@ -48,7 +54,8 @@ class LinenModel(ModelAdapter):
     @property
     def apply_fn(self) -> Callable[..., Any]:
         """The module's own `apply` if there are no aliases, so that equal modules share it."""
-        apply: Callable[..., Any] = self.apply if self.axis_aliases.axes else self.module.apply
+        changed = self.axis_aliases.axes or self.interceptors
+        apply: Callable[..., Any] = self.apply if changed else self.module.apply
         return apply
 
     def initial_call(
@@ -59,7 +66,17 @@ class LinenModel(ModelAdapter):
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """`module.init`."""
-        return dict(self.module.init(rngs, *args, **kwargs))
+        with self._intercepted():
+            return dict(self.module.init(rngs, *args, **kwargs))
+
+    def intercepted(self, interceptor: Callable[..., Any]) -> Self:
+        """The same model with one more interceptor, which is nearest to the methods."""
+        return dataclasses.replace(self, interceptors=(*self.interceptors, interceptor))
+
+    def annotated(self, path: str, kernel: Any) -> Any:
+        """The kernel of the module at a path in the box that `init` puts it in, if any."""
+        del path
+        return kernel
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """`module.apply` with fields replaced in every module.
@@ -93,8 +110,16 @@ class LinenModel(ModelAdapter):
                     "dropout, or leave dropout on in evaluation: eval_dropout=True."
                 ) from error
 
-        with varying_linen_carries((args, kwargs)), nn.intercept_methods(intercept):
+        calls = nn.intercept_methods(intercept)
+        with varying_linen_carries((args, kwargs)), calls, self._intercepted():
             return self.module.apply(variables, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _intercepted(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for interceptor in self.interceptors:
+                stack.enter_context(nn.intercept_methods(interceptor))
+            yield
 
     def _fields_on_mesh(self, module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
         """The fields of a module that differ on the mesh in a call, by name."""
