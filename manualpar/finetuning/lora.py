@@ -210,9 +210,8 @@ class AdaptedModel(ModelAdapter):
         return base.intercepted(self._add).apply(variables, *args, **kwargs)
 
     def _called_as_this(self, base: Any) -> Any:
-        return dataclasses.replace(
-            base, phase=self.phase, axis_aliases=self.axis_aliases, loop_dims=self.loop_dims
-        )
+        same = ("module", "phase", "axis_aliases", "loop_dims")
+        return dataclasses.replace(base, **{name: getattr(self, name) for name in same})
 
     def _add(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         """An interceptor that adds the product of a module's adapter to its result."""
