@@ -103,6 +103,7 @@ TP = {"dtype": "bfloat16"}
 SP = {"sequence_parallel": True}
 GQA = {"num_kv_heads": 2, "remat": "dots"}
 EXPERTS = {"num_experts": 4, "expert_axis": "expert", "scan_layers": False}
+DENSE = EXPERTS | {"dense_layers": 1, "shared_experts_size": 16, "shared_gate": True}
 CONTEXT = {"context_axis": "context", "bos_token": 1}
 ULYSSES, GATHER = ({"context_attention": how} | CONTEXT for how in ("ulysses", "gather"))
 CASES = [
@@ -133,6 +134,8 @@ SLOW = [
     ("fsdp", {"data": 2, "expert": 4}, EXPERTS | {"remat": "full"}, 2),
     ("dp", {"data": 2, "expert": 2, "model": 2}, EXPERTS | TP, 1),
     ("dp", {"data": 1, "expert": 4, "model": 2}, EXPERTS | SP | {"remat": "full"}, 2),
+    ("dp", {"data": 1, "expert": 4, "model": 2}, DENSE | SP | {"remat": "full"}, 2),
+    ("keep", {"data": 2, "expert": 2, "model": 2}, DENSE | {"router_bias": True}, 1),
     *(
         (name, {"replica": 2, "data": 2, "model": 2} if name == "hsdp" else mesh, fields, 2)
         for name, mesh, fields in itertools.product(

@@ -24,7 +24,10 @@ def loss_of(model: Transformer) -> LossFn:
 
 @functools.cache
 def on_one_device(model: Transformer, make_batch: Callable[[], Batch]) -> Any:
-    """Parameters of the model without an axis, with random scales, and what it makes of them."""
+    """Parameters of the model without an axis, with random scales, and what it makes of them.
+
+    And the collection of its routers' biases, which are random.
+    """
     none = {"split_axis": "", "expert_axis": "", "sequence_parallel": False, "overlap": "none"}
     model = model.clone(context_axis="", **none)
     key, batch = jax.random.split(jax.random.key(0))[0], make_batch()
@@ -38,27 +41,39 @@ def on_one_device(model: Transformer, make_batch: Callable[[], Batch]) -> Any:
 
     params = jax.tree.map(perturb, initial["params"])
 
+    bias: Any = {"router": initial["router"]} if "router" in initial else {}
+    bias = jax.tree.map(lambda x: jnp.asarray(rng.uniform(-0.5, 0.5, x.shape), x.dtype), bias)
+
+    def apply(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        return model.apply({**variables, **bias}, *args, **kwargs)
+
     @jax.jit
     def loss_and_grads(params: Any) -> Any:
         def loss(params: Any) -> Any:
             # A function that is no module's is for logits.
-            return loss_of(model)(params, functools.partial(model.apply), batch, jax.random.key(0))
+            return loss_of(model)(params, apply, batch, jax.random.key(0))
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 
-    return jax.device_get((initial["params"], params, loss_and_grads(params)))
+    return jax.device_get((initial["params"], params, bias, loss_and_grads(params)))
 
 
 def assert_same_as_plain_flax(
     program: Program, model: Transformer, make_batch: Callable[[], Batch]
 ) -> None:
     """Asserts equal initial bits, metrics and a step of SGD with a rate of 1, at every leaf."""
-    initial, params, ((_, expected), grads) = on_one_device(model, make_batch)
+    initial, params, bias, ((_, expected), grads) = on_one_device(model, make_batch)
     state = program.init(jax.random.key(0))
     chex.assert_trees_all_equal(jax.device_get(state.params), initial)
-    params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), params, state.params)
+    params, collections = jax.tree.map(
+        lambda new, old: jax.device_put(new, old.sharding),
+        (params, bias),
+        (state.params, state.collections),
+    )
     before = jax.device_get(params)
-    state, metrics = program.train_step(state.replace(params=params), make_batch())
+    state = state.replace(params=params, collections=collections)
+    state, metrics = program.train_step(state, make_batch())
+    chex.assert_trees_all_equal(jax.device_get(state.collections), bias)
     for name, (total, count) in expected.items():
         assert metrics[name][0] / metrics[name][1] == pytest.approx(total / count, rel=1e-5), name
     found = jax.tree.map(lambda old, new: old - new, before, jax.device_get(state.params))

@@ -146,16 +146,25 @@ def expert_sends(
 
 
 def router_sends(
-    x: Activations, *, num_experts: int, top_k: int, passes: int = 1, recomputed: bool = False
+    x: Activations,
+    *,
+    num_experts: int,
+    top_k: int,
+    has_shared_gate: bool = False,
+    passes: int = 1,
+    recomputed: bool = False,
 ) -> Iterator[Collective]:
     """What experts send over a model axis that splits them, besides what a block's MLP sends.
 
-    The gradients of the gates are summed. With sequence parallelism the logits of all positions are
-    gathered, and the router's gradient is summed.
+    The gradients of the gates are summed, and that of the weights of shared experts' gate. With
+    sequence parallelism the logits of all positions are gathered, and the router's gradient is
+    summed.
     """
     examples, positions, hidden_size = x.shape
     gates = (examples, positions, top_k)
     yield x.sends(TENSOR_SCOPE, "all_reduce", 1, gates, FLOAT32)
+    if has_shared_gate:
+        yield x.sends(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, 1), FLOAT32)
     if x.sequence:
         logits = (*x.part[:2], num_experts)
         yield x.sends(SEQUENCE_SCOPE, "all_gather", passes + recomputed, logits, FLOAT32)

@@ -3,6 +3,7 @@
 Layers may be of two kinds (Beltagy et al., https://arxiv.org/abs/2004.05150): of every
 `global_every` layers the last is *global* and sees all positions, and the others are *local* and
 see those of a window. A loop then runs over groups of so many layers, each with one global layer.
+The first `dense_layers` of a model with experts have an MLP instead, and stand before the loop.
 
 Invariants: layer `i` has the same parameters whether layers are written out or scanned, see
 `layer_place`. A layer that remat runs again is a layer and not a group.
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import flax.linen as nn
 import jax
+from flax.typing import In
 
 from manualpar.layers.blockwise_attention import ATTENDED
 from manualpar.layers.key_value_cache import CACHE, NEW_KEYS, Past, Prompts
-from manualpar.layers.routing import COUNTS, LOSSES
+from manualpar.layers.routing import BIAS, COUNTS, LOSSES
 from manualpar.models.transformer_layer import Layer, LayerConfig
 
 if TYPE_CHECKING:
@@ -62,27 +64,28 @@ def is_global(layer: int, global_every: int) -> bool:
     return bool(global_every) and (layer + 1) % global_every == 0
 
 
-def divide_layers(model: "Transformer") -> tuple[int, int]:
-    """How many layers run in a loop, and how many are written out behind it."""
-    looped = 0
-    if model.scan_layers:
-        looped = model.num_layers - model.num_layers % max(model.global_every, 1)
-    return looped, model.num_layers - looped
-
-
 def layer_place(model: "Transformer", layer: int) -> LayerPlace:
     """Where the parameters of layer `layer` of a model are, counted from 0.
 
-    They are in `layer_{i}` if layers are written out, and in entry `i` of `layers` if they are
+    They are in `layer_{i}` if layers are written out, and in an entry of `layers` if they are
     scanned. Of two kinds of layers `layers/layer_{j}` are the layers `j` of all groups. Layers that
-    are too few for a group stand after the scan and are written out.
+    are too few for a group stand after the scan and are written out, and so are dense ones before
+    it.
     """
-    if layer >= divide_layers(model)[0]:
+    if layer not in scanned_layers(model):
         return LayerPlace((f"layer_{layer}",), None)
-    if not model.global_every:
-        return LayerPlace(("layers",), layer)
-    group, index = divmod(layer, model.global_every)
-    return LayerPlace(("layers", f"layer_{index}"), group)
+    group, index = divmod(layer - model.dense_layers, max(model.global_every, 1))
+    inner = (f"layer_{index}",) if model.global_every else ()
+    return LayerPlace(("layers", *inner), group)
+
+
+def scanned_layers(model: "Transformer") -> range:
+    """The layers that a loop runs over, by number."""
+    if not model.scan_layers:
+        return range(0)
+    size = max(model.global_every, 1)
+    number = (model.num_layers - model.dense_layers) // size * size
+    return range(model.dense_layers, model.dense_layers + number)
 
 
 class LayerGroup(nn.Module):
@@ -138,28 +141,53 @@ def run_layers(
     Communication:
       That of the layers.
     """
-    every, (looped, _) = model.global_every, divide_layers(model)
-    if looped:
-        in_loop: Any = _layer_class(model.remat, in_loop=True)
-        arguments: tuple[Any, ...] = (config,)
-        if every:
-            in_loop, arguments = LayerGroup, (config, every, model.remat)
-        collections: tuple[str, ...] = (CACHE, NEW_KEYS) if rows is not None else ()
-        collections += (LOSSES, COUNTS) if model.num_experts else ()
-        layers = nn.scan(
-            in_loop,
-            variable_axes=dict.fromkeys(("params", *collections), 0),
-            split_rngs={"params": True, "dropout": True},
-            in_axes=nn.broadcast,
-            length=looped // max(every, 1),
-            metadata_params={nn.PARTITION_NAME: "layers"},
-        )
-        of_all: Any = angles if every else angles.of_global
-        x_BSD, _ = layers(*arguments, name="layers")(x_BSD, of_all, document_BS, rows)
-    layer = _layer_class(model.remat, in_loop=False)
-    for index in range(looped, model.num_layers):
+    every, in_loop = model.global_every, scanned_layers(model)
+    written_out = _layer_class(model.remat, in_loop=False)
+    for index in range(model.num_layers):
+        if index in in_loop:
+            if index == in_loop.start:
+                x_BSD = _run_loop(model, config, x_BSD, angles, document_BS, rows)
+            continue
         own_config, angles_SH = _of_kind(config, angles, index, every)
-        x_BSD, _ = layer(own_config, name=f"layer_{index}")(x_BSD, angles_SH, document_BS, rows)
+        if index < model.dense_layers:
+            size = model.dense_mlp_size or model.mlp_size
+            own_config = dataclasses.replace(own_config, num_experts=0, mlp_size=size)
+        layer = written_out(own_config, name=f"layer_{index}")
+        x_BSD, _ = layer(x_BSD, angles_SH, document_BS, rows)
+    return x_BSD
+
+
+def _run_loop(
+    model: "Transformer",
+    config: LayerConfig,
+    x_BSD: jax.Array,
+    angles: Angles,
+    document_BS: jax.Array | None,
+    rows: Prompts | Past | None,
+) -> jax.Array:
+    every = model.global_every
+    layer: Any = _layer_class(model.remat, in_loop=True)
+    arguments: tuple[Any, ...] = (config,)
+    if every:
+        layer, arguments = LayerGroup, (config, every, model.remat)
+    variable_axes: dict[Any, Any] = {"params": 0}
+    if rows is not None:
+        variable_axes |= {CACHE: 0, NEW_KEYS: 0}
+    if model.num_experts:
+        variable_axes |= {LOSSES: 0, COUNTS: 0}
+    if model.router_bias:
+        # Layers read it. If the loop returned it too, it would look as if they had changed it.
+        variable_axes[BIAS] = 0 if model.is_initializing() else In(0)
+    layers = nn.scan(
+        layer,
+        variable_axes=variable_axes,
+        split_rngs={"params": True, "dropout": True},
+        in_axes=nn.broadcast,
+        length=len(scanned_layers(model)) // max(every, 1),
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )
+    of_all: Any = angles if every else angles.of_global
+    x_BSD, _ = layers(*arguments, name="layers")(x_BSD, of_all, document_BS, rows)
     return x_BSD
 
 

@@ -34,10 +34,12 @@ from manualpar.layers.chunks import LayerOverlap
 from manualpar.layers.context import Context, ContextAttention
 from manualpar.layers.head_loss import head_cross_entropy, head_logits
 from manualpar.layers.key_value_cache import Past, Prompts
+from manualpar.layers.routing import Gates, GroupScore
 from manualpar.models.layer_stack import Angles, run_layers
 from manualpar.models.rotary import RotaryKind, RotaryScaling, rotary_angles
 from manualpar.models.transformer_fields import (
     check_transformer,
+    expert_options,
     size_of_head,
     size_of_vocabulary,
 )
@@ -59,10 +61,11 @@ class Transformer(nn.Module):
     `[N, H, D]`, `mlp_norm/scale` `[D]`, `mlp/gate/kernel` and `mlp/up/kernel` `[D, F]`,
     `mlp/down/kernel` `[F, D]`; or in place of `mlp` the parameters of a `MoE`, `experts`. The
     layers are `layer_0`, `layer_1`, ...; if they are scanned they are `layers`, each leaf with a
-    leading dimension `L`. Fields add `attention/query/bias` `[N, H]`, `attention/key/bias` and
-    `attention/value/bias` `[K, H]`; `attention/query_norm/scale` and `attention/key_norm/scale`
-    `[H]`; `attention_post_norm/scale` and `mlp_post_norm/scale` `[D]`. Scanned layers of two kinds
-    lie in groups, see `manualpar.models.layer_stack`.
+    leading dimension `L`, and the first `dense_layers` stand before them by themselves. Fields add
+    `attention/query/bias` `[N, H]`, `attention/key/bias` and `attention/value/bias` `[K, H]`;
+    `attention/query_norm/scale` and `attention/key_norm/scale` `[H]`; `attention_post_norm/scale`
+    and `mlp_post_norm/scale` `[D]`. Scanned layers of two kinds lie in groups, see
+    `manualpar.models.layer_stack`.
 
     Weights begin normally distributed with variance 1 / inputs. Weights whose product is added to
     the residual stream begin with 1 / (2 L) of that, so that the stream does not grow with depth
@@ -129,6 +132,18 @@ class Transformer(nn.Module):
       capacity_factor: The room of an expert in multiples of an equal share of a sequence's tokens,
         see `MoE`; 0 for room for all tokens.
       expert_axis: The mesh axis over which the experts are divided; `""` for none.
+      expert_gates: How the router's logits become scores, see `MoE`, as the next six.
+      normalize_gates: Whether the gates of a token are divided by their sum.
+      gate_scale: What the gates are multiplied by after that.
+      router_bias: Whether each router has a bias for the choice of experts, in the collection
+        `router`, which training leaves as it is.
+      expert_groups: Groups of experts, of which a token chooses some first; 1 for none.
+      expert_groups_per_token: How many of them.
+      expert_group_score: Which scores say that, `"best_two"` or `"best"`.
+      shared_experts_size: Features of the experts that compute every token, together; 0 for none.
+      shared_gate: Whether their output is multiplied with a gate of its own.
+      dense_layers: How many layers at the beginning have an MLP in place of the experts.
+      dense_mlp_size: The features inside these MLPs; 0 for `mlp_size`.
       context_axis: The mesh axis over which sequences are split, that of the builder's
         `context_axis`. A mesh need not have it. `""` for none.
       context_attention: What attention sends over it, see `Context`: `"ring"`, `"ulysses"`,
@@ -179,6 +194,17 @@ class Transformer(nn.Module):
     experts_per_token: int = 2
     capacity_factor: float = 1.25
     expert_axis: str = ""
+    expert_gates: Gates = "softmax"
+    normalize_gates: bool = True
+    gate_scale: float = 1.0
+    router_bias: bool = False
+    expert_groups: int = 1
+    expert_groups_per_token: int = 1
+    expert_group_score: GroupScore = "best_two"
+    shared_experts_size: int = 0
+    shared_gate: bool = False
+    dense_layers: int = 0
+    dense_mlp_size: int = 0
     context_axis: str = ""
     context_attention: ContextAttention = "ring"
 
@@ -305,6 +331,7 @@ class Transformer(nn.Module):
             num_experts=self.num_experts,
             experts_per_token=self.experts_per_token,
             capacity_factor=self.capacity_factor or None,
+            expert_options=expert_options(self),
             expert_axis=self.expert_axis or None,
             axis=self.split_axis or None,
             sequence_dim=1 if self.sequence_parallel else None,

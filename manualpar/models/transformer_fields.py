@@ -5,13 +5,14 @@ Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `H` 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 import jax.numpy as jnp
 
 from manualpar.layers.attention import ATTENTION_KINDS
 from manualpar.layers.chunks import LAYER_OVERLAPS
 from manualpar.layers.context import CONTEXT_ATTENTIONS
+from manualpar.layers.routing import Gates, GroupScore
 from manualpar.models.layer_stack import REMAT_POLICIES, is_global
 from manualpar.models.rotary import ROTARY_KINDS
 from manualpar.models.transformer_layer import ACTIVATIONS
@@ -42,7 +43,8 @@ def flops_per_token(model: "Transformer", sequence_length: int) -> int:
     weights that a token is multiplied with, and `12 L N H S` for attention's two products of every
     query with every key. So recomputation does not count, and what a causal mask or the borders of
     documents save counts as if it were computed. Of experts those of a token count, whether or not
-    they have room for it. Norms, softmax and the lookup of embeddings are left out.
+    they have room for it, and shared ones. Norms, softmax and the lookup of embeddings are left
+    out.
 
     Args:
       model: The model.
@@ -57,11 +59,13 @@ def flops_per_token(model: "Transformer", sequence_length: int) -> int:
     check_transformer(model)
     size = size_of_head(model)
     heads = 2 * model.num_heads + 2 * (model.num_kv_heads or model.num_heads)  # q, out; k, v.
-    mlp = 3 * model.mlp_size
+    mlp, dense = 3 * model.mlp_size, 3 * (model.dense_mlp_size or model.mlp_size)
     if model.num_experts:
         mlp = model.experts_per_token * mlp + model.num_experts
-    layer = model.hidden_size * (heads * size + mlp)
-    weights = model.num_layers * layer + model.hidden_size * size_of_vocabulary(model)
+        mlp += 3 * model.shared_experts_size + model.shared_gate
+    mlps = model.dense_layers * dense + (model.num_layers - model.dense_layers) * mlp
+    inside = model.num_layers * heads * size + mlps
+    weights = model.hidden_size * (inside + size_of_vocabulary(model))
     windows = (window_of(model, index) or sequence_length for index in range(model.num_layers))
     seen = sum(min(sequence_length, window) for window in windows)
     return 6 * weights + 12 * model.num_heads * size * seen
@@ -107,8 +111,7 @@ def check_transformer(model: "Transformer") -> None:
         refuse("experts_per_token", f"from 1 to num_experts={model.num_experts}")
     if not model.capacity_factor >= 0:
         refuse("capacity_factor", "more than 0, such as 1.25, or 0 for room for all tokens")
-    if model.expert_axis and not model.num_experts:
-        refuse("expert_axis", "'' without num_experts")
+    _check_experts(model, refuse)
     if model.sequence_parallel and not model.split_axis:
         refuse("sequence_parallel", "False, or a split_axis such as 'model' that splits positions")
     if model.split_axis and model.annotate:
@@ -138,6 +141,8 @@ def check_transformer(model: "Transformer") -> None:
         refuse("attention", f"'' or 'blockwise' with context_attention={model.context_attention!r}")
     choices = (
         ("activation", ACTIVATIONS),
+        ("expert_gates", get_args(Gates)),
+        ("expert_group_score", get_args(GroupScore)),
         ("rope_scaling", ("", *ROTARY_KINDS)),
         ("remat", REMAT_POLICIES),
         ("attention", ATTENTION_KINDS),
@@ -149,6 +154,55 @@ def check_transformer(model: "Transformer") -> None:
             refuse(field, f"one of {', '.join(map(repr, known))}")
     if not jnp.issubdtype(jnp.dtype(model.dtype), jnp.floating):
         refuse("dtype", "a floating dtype such as 'bfloat16'")
+
+
+def expert_options(model: "Transformer") -> dict[str, Any]:
+    """The fields of `MoE` that say how it chooses, weighs and shares experts."""
+    return {
+        "gates": model.expert_gates,
+        "normalize_gates": model.normalize_gates,
+        "gate_scale": model.gate_scale,
+        "router_bias": model.router_bias,
+        "groups": model.expert_groups,
+        "groups_per_token": model.expert_groups_per_token,
+        "group_score": model.expert_group_score,
+        "shared_size": model.shared_experts_size,
+        "shared_is_gated": model.shared_gate,
+    }
+
+
+def _check_experts(model: "Transformer", refuse: Callable[[str, str], None]) -> None:
+    if not model.num_experts:
+        without = {"expert_axis": "", "router_bias": False, "expert_groups": 1}
+        without |= {"shared_experts_size": 0, "dense_layers": 0}
+        for field, value in without.items():
+            if getattr(model, field) != value:
+                refuse(field, f"{value!r} without num_experts")
+        return
+    if not model.gate_scale > 0:
+        refuse("gate_scale", "more than 0, such as 2.5, or 1 for the gates as they are")
+    if model.expert_groups < 1 or model.num_experts % model.expert_groups:
+        refuse("expert_groups", f"a divisor of num_experts={model.num_experts}, or 1 for none")
+    size = model.num_experts // model.expert_groups
+    fewest = -(-model.experts_per_token // size)
+    if not fewest <= model.expert_groups_per_token <= model.expert_groups:
+        refuse(
+            "expert_groups_per_token",
+            f"from {fewest} to expert_groups={model.expert_groups}, because a token chooses "
+            f"{model.experts_per_token} experts and {size} are in a group",
+        )
+    if model.expert_groups > 1 and size < 2 and model.expert_group_score == "best_two":
+        refuse("expert_group_score", "'best' with groups of one expert")
+    if model.shared_experts_size < 0:
+        refuse("shared_experts_size", "at least 1, or 0 for no shared experts")
+    if model.shared_gate and not model.shared_experts_size:
+        refuse("shared_gate", "False without shared_experts_size")
+    if not 0 <= model.dense_layers < model.num_layers:
+        refuse("dense_layers", f"less than num_layers={model.num_layers}, or 0 for none")
+    if model.global_every and model.dense_layers % model.global_every:
+        refuse("dense_layers", f"a multiple of global_every={model.global_every}, a group")
+    if model.dense_mlp_size < 0 or (model.dense_mlp_size and not model.dense_layers):
+        refuse("dense_mlp_size", "0 without dense_layers, or with these their MLPs' features")
 
 
 def _check_rotary_scaling(model: "Transformer", refuse: Callable[[str, str], None]) -> None:

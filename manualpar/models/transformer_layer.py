@@ -78,6 +78,7 @@ class LayerConfig:
     num_experts: int = 0  # 0 for an MLP in their place.
     experts_per_token: int = 0
     capacity_factor: float | None = None
+    expert_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Of `MoE`, more.
     expert_axis: str | None = None
     axis: str | None = None  # That the layer is split over.
     sequence_dim: int | None = None  # That the residual stream is split along; 1 or None.
@@ -267,6 +268,7 @@ def _experts(config: LayerConfig) -> MoE:
         sequence=config.sequence_dim is not None,
         down_scale=config.added_scale,
         context_axis=config.context.axis,
+        **config.expert_options,
         name="experts",
     )
 

@@ -22,7 +22,7 @@ from manualpar.inspect.layer_formulas import (
 )
 from manualpar.inspect.pipeline_formulas import PipelineForm
 from manualpar.layers.experts import MoE, capacity_of
-from manualpar.models.layer_stack import divide_layers
+from manualpar.models.layer_stack import scanned_layers
 from manualpar.models.transformer import Transformer
 from manualpar.models.transformer_fields import size_of_head
 from manualpar.purposes import CONTEXT_SCOPE
@@ -47,7 +47,8 @@ def transformer_sends(
       same.
 
     Raises:
-      ValueError: There is no closed form, of documents in a pipeline with a context.
+      ValueError: There is no closed form, of documents in a pipeline with a context, or of dense
+        layers before a pipeline's experts.
     """
     form = PipelineForm(program) if program.step.pipeline else None
     keeps_inputs = form is not None and form.run.keep == "inputs"
@@ -55,8 +56,15 @@ def transformer_sends(
     before, layers, after = of_minibatch.before, of_minibatch.layer, of_minibatch.after
     minibatches = program.num_minibatches
     if not form:
-        sends = _times(minibatches, [*before, *_times(model.num_layers, layers), *after])
+        dense = _times(model.dense_layers, of_minibatch.dense_layer)
+        layers = _times(model.num_layers - model.dense_layers, layers)
+        sends = _times(minibatches, [*before, *dense, *layers, *after])
         return *sends, *_arranging(program)
+    if model.dense_layers:
+        raise ValueError(
+            f"transformer_sends: dense_layers={model.dense_layers}, expected 0 in a pipeline: what "
+            "layers before the stages send has no closed form here. Read it with trace_collectives."
+        )
     run, table = form.run, form.run.table
     if of_minibatch.context and model.bos_token >= 0:
         raise ValueError(
@@ -67,19 +75,21 @@ def transformer_sends(
     # Layers that permute run where any stage has to, forward as often as backward.
     together = form.loss.cut.layers_permute
     runs = int(table.is_run("forward_microbatch", together=together)[:, stage].sum())
-    looped, unlooped = divide_layers(model)
+    looped = len(scanned_layers(model))
     sends = _times(runs * (looped // (run.num_stages * run.chunks)), layers)
     if stage == 0:
         sends += _times(minibatches, before)
     # What is behind the scan runs on all stages if a ring goes around in it.
     if stage == run.num_stages - 1 or form.loss.cut.suffix.permutes:
         of_rest = _OfMinibatch(program, model, passes=1).layer
-        sends += _times(minibatches, [*_times(unlooped, of_rest), *after])
+        sends += _times(minibatches, [*_times(model.num_layers - looped, of_rest), *after])
     return *sends, *form.sends(), *_arranging(program)
 
 
 class _OfMinibatch:
     """The collectives of a minibatch: before the layers, of one of them, and after them.
+
+    A dense layer is one without experts in a model with them.
 
     In a pipeline what is before the layers runs again before its backward pass. `passes` is how
     often the layers' forward pass runs, besides what remat runs again.
@@ -88,6 +98,7 @@ class _OfMinibatch:
     def __init__(self, program: Program, model: Transformer, *, passes: int) -> None:
         self.before: list[Collective] = []
         self.layer: list[Collective] = []
+        self.dense_layer: list[Collective] = []
         self.after: list[Collective] = []
         self.context = _activations(program, model, model.context_axis)
         recomputed = model.remat != "none"
@@ -100,8 +111,10 @@ class _OfMinibatch:
             head_norms = (size_of_head(model),) * 2 * model.query_key_norm
             norms: Any = {"post_norms": model.post_norms, "head_norms": head_norms}
             self.layer += block_sends(x, **norms, **runs)
+            self.dense_layer += self.layer
             if model.num_experts:
                 counts: Any = {"num_experts": model.num_experts, "top_k": model.experts_per_token}
+                counts["has_shared_gate"] = model.shared_gate
                 self.layer += router_sends(x, **counts, **runs)
             smoothed = model.label_smoothing > 0
             self.after += [*head_sends(x), *cross_entropy_sends(x, smoothed=smoothed)]
@@ -118,12 +131,15 @@ class _OfMinibatch:
             queries, keys = (max(number // split, 1) for number in numbers)
             heads = queries, keys, size_of_head(model)
             how = model.context_attention
-            self.layer += attention_sends(x, how, heads=heads, **runs)
+            of_attention = list(attention_sends(x, how, heads=heads, **runs))
+            self.layer += of_attention
+            self.dense_layer += of_attention
             if model.bos_token >= 0:
-                looped, after = divide_layers(model)
+                looped = len(scanned_layers(model))
                 in_loop = max(model.global_every, 1) if looped else 0
+                outside = model.num_layers - looped
                 self.before += document_sends(
-                    x, model.num_layers, in_loop=in_loop, after=after, recomputed=recomputed
+                    x, model.num_layers, in_loop=in_loop, after=outside, recomputed=recomputed
                 )
 
 

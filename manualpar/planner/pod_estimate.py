@@ -20,7 +20,13 @@ from manualpar.inspect.memory import Memory
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import flops_per_token
 from manualpar.planner.hardware import Chip
-from manualpar.planner.pod_layout import DeviceSizes, PodLayout, find_obstacle, sizes_on_device
+from manualpar.planner.pod_layout import (
+    DeviceSizes,
+    PodLayout,
+    check_closed_form,
+    find_obstacle,
+    sizes_on_device,
+)
 from manualpar.planner.pod_work import (
     HALF,
     SINGLE,
@@ -98,6 +104,7 @@ def estimate_layout(
     Raises:
       ValueError: Model or batch do not divide, or the mesh does not lie in the topology.
     """
+    check_closed_form(model)
     if problem := find_obstacle(model, layout, examples=examples, positions=positions, even=even):
         raise ValueError(f"{layout.name}: {problem}.")
     x = sizes_on_device(model, layout, examples=examples, positions=positions)

@@ -164,6 +164,17 @@ class DeviceSizes:
         return self.D * self.V * (1 if self.tied else 2) + self.D
 
 
+def check_closed_form(model: Transformer) -> None:
+    """Refuses, with a ValueError, a model whose layers these closed forms do not describe."""
+    for field in ("shared_experts_size", "dense_layers"):
+        if value := getattr(model, field):
+            raise ValueError(
+                f"plan: config.model.{field} is {value}, expected 0 in an estimate in closed form, "
+                "which knows of one kind of layer and of experts that are chosen; use --sweep, "
+                "which traces the step."
+            )
+
+
 def find_obstacle(
     model: Transformer, layout: PodLayout, *, examples: int, positions: int, even: bool = True
 ) -> str:

@@ -21,6 +21,7 @@ from manualpar.planner.pod_layout import (
     Communicate,
     Keep,
     PodLayout,
+    check_closed_form,
     find_obstacle,
     sizes_on_device,
 )
@@ -50,6 +51,7 @@ def rank_layouts(
       positions: Positions of each.
       axes: The axes that may have several devices, besides `data`.
     """
+    check_closed_form(model)
     plans = []
     sizes: dict[str, Any] = {"examples": examples, "positions": positions}
     for factors in factorisations(model, topology, axes=axes, **sizes):

@@ -13,7 +13,7 @@ import re
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import ml_collections
 
@@ -24,6 +24,7 @@ from manualpar.data.sources import TEXT_SOURCES
 from manualpar.layers.attention import ATTENTION_KINDS
 from manualpar.layers.chunks import LAYER_OVERLAPS
 from manualpar.layers.context import CONTEXT_ATTENTIONS
+from manualpar.layers.routing import Gates, GroupScore
 from manualpar.models.rotary import ROTARY_KINDS
 from manualpar.models.transformer_layer import ACTIVATIONS
 from manualpar.pipeline.stages import KEEPS, SCHEDULES
@@ -135,6 +136,17 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "model.num_experts": Field(int, 0, below=2**20),
         "model.experts_per_token": Field(int, 1, below=2**20),
         "model.capacity_factor": Field(float, 0, below=LARGEST),
+        "model.expert_gates": Field(str, choices=get_args(Gates), default="softmax"),
+        "model.normalize_gates": Field(bool, default=True),
+        "model.gate_scale": Field(float, 0, below=LARGEST, default=1.0),
+        "model.router_bias": Field(bool, default=False),
+        "model.expert_groups": Field(int, 1, below=2**20, default=1),
+        "model.expert_groups_per_token": Field(int, 1, below=2**20, default=1),
+        "model.expert_group_score": Field(str, choices=get_args(GroupScore), default="best_two"),
+        "model.shared_experts_size": Field(int, 0, below=2**31, default=0),
+        "model.shared_gate": Field(bool, default=False),
+        "model.dense_layers": Field(int, 0, below=MOST_WRITTEN_OUT, default=0),
+        "model.dense_mlp_size": Field(int, 0, below=2**31, default=0),
         "training.label_smoothing": Field(float, 0, below=1),
         "training.z_loss": Field(float, 0, below=LARGEST),
         "parallel.sequence": Field(bool),

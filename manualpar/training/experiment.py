@@ -288,11 +288,13 @@ def _check_stages_and_context(
         stages, chunks = mesh.shape[STAGE_AXIS], config.parallel.pipeline_chunks
         # Of two kinds of layers a pipeline cuts between groups, and the last stage has the rest.
         every = config.model.global_every
-        groups = config.model.num_layers // max(every, 1)
+        groups = (config.model.num_layers - config.model.dense_layers) // max(every, 1)
         if not groups or groups % (stages * chunks):
             number = f"a multiple of {stages * chunks}"
             if every:
                 number += f" groups of config.model.global_every={every}, or up to {every - 1} more"
+            if config.model.dense_layers:
+                number += f" besides config.model.dense_layers={config.model.dense_layers}"
             raise ValueError(
                 f"config.model.num_layers is {config.model.num_layers}, expected {number}: "
                 f"{stages} devices along {STAGE_AXIS!r} times "
