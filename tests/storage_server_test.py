@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 def test_objects_and_folders(bucket_folder):
     assert not bucket_folder.exists()
-    assert (bucket_folder.names(), bucket_folder.files(), bucket_folder.glob()) == ([], {}, [])
+    assert (bucket_folder.names(), bucket_folder.files(), bucket_folder.glob()) == ([], {}, {})
     path = bucket_folder / "a" / "x.txt"
     path.write_bytes(b"hello world")
     assert path.read_bytes() == b"hello world"
@@ -27,8 +27,8 @@ def test_objects_and_folders(bucket_folder):
     (bucket_folder / "b").write_bytes(b"")
     assert bucket_folder.files() == {"a/x.txt": 7, "b": 0}
     assert bucket_folder.names() == ["a", "b"]
-    assert (bucket_folder / "**" / "*.txt").glob() == [path]
-    assert (bucket_folder / "?").glob() == [bucket_folder / "b"]
+    assert (bucket_folder / "**" / "*.txt").glob() == {path: 7}
+    assert (bucket_folder / "?").glob() == {bucket_folder / "b": 0}
     with open_for_reading(path) as file:
         assert (file.seek(2), file.read(3), file.read()) == (2, b"oth", b"er")
     # A neighbour whose name begins alike stays.

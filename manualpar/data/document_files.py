@@ -14,16 +14,16 @@ record, counted from one.
 
 import contextlib
 import dataclasses
-import io
-import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from manualpar.data.dataset import DamagedDataError
+from manualpar.data.places import state_of
 from manualpar.data.text import files_of_path
 from manualpar.extras import require
+from manualpar.storage import BucketPath, as_path, open_for_reading
 from manualpar.untrusted import MAX_BYTES, parse_object
 
 # What a directory is searched for; files that are named, or that a glob stands for, are all taken.
@@ -94,23 +94,25 @@ def find_document_files(path: str, source: str) -> list[DocumentFile]:
             f"config.data.path is {path!r}, which stands for no file with anything in it; expected "
             f"a file, a glob, or a directory with {' or '.join(SUFFIXES[source])} files."
         )
-    return [
-        DocumentFile(str(file.path), file.name, file.file_size, os.stat(file.path).st_mtime_ns)
-        for file in found
-    ]
+    if source == "arrayrecord" and isinstance(found[0].path, BucketPath):
+        raise ValueError(
+            f"config.data.path is {path!r}, expected a path on a disk: ArrayRecord files are read "
+            "there alone. Copy them, or make token files of them."
+        )
+    return [DocumentFile(str(file.path), file.name, *state_of(file.path)) for file in found]
 
 
-def open_document_file(path: str) -> io.BufferedReader:
+def open_document_file(path: str) -> BinaryIO:
     """Opens a file for reading; the one place where files of documents are opened as bytes.
 
     Raises:
       DamagedDataError: It cannot be opened.
     """
     try:
-        return open(path, "rb")
+        return open_for_reading(as_path(path))
     except OSError as error:
         raise DamagedDataError(
-            f"{path} cannot be read ({error.strerror}); bring it back as it was."
+            f"{path} cannot be read ({error.strerror or error}); bring it back as it was."
         ) from error
 
 
@@ -144,8 +146,11 @@ def read_part(part: Part) -> Iterator[Document]:
     Raises:
       DamagedDataError: The file is damaged, has changed, or holds something else.
     """
-    found = os.stat(part.file.path) if os.path.exists(part.file.path) else None
-    if found is None or (found.st_size, found.st_mtime_ns) != (part.file.size, part.file.modified):
+    try:
+        found = state_of(as_path(part.file.path))
+    except (FileNotFoundError, NotADirectoryError):
+        found = None
+    if found != (part.file.size, part.file.modified):
         raise DamagedDataError(
             f"{part.file.path} has changed since it was found; files of data must stay as they are "
             "while they are in use."

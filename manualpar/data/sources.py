@@ -83,7 +83,7 @@ def load_dataset(
             encoder = load_tokenizer(tokenizer)
             return load_text(path, sequence_length=sequence_length, tokenizer=encoder)
         if source == "tokens":
-            return load_tokens(path, sequence_length=sequence_length)
+            return load_tokens(path, sequence_length=sequence_length, cache=cache)
         job = make_job(source, path, tokenizer=tokenizer, field=field, held_out=held_out)
         return load_cached(job, path, sequence_length=sequence_length, cache=cache)
 

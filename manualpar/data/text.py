@@ -29,7 +29,9 @@ from manualpar.data.dataset import (
     TokenStream,
     make_fingerprint,
 )
+from manualpar.data.places import find_in_bucket, read_range
 from manualpar.data.tokenizer import ByteTokenizer, Tokenizer
+from manualpar.storage import AnyPath, BucketPath, open_for_reading, user_path
 
 # The share of the files that is held out for each of eval and test.
 HELD_OUT = 0.02
@@ -45,7 +47,7 @@ DOCUMENTS_AT_ONCE = 64
 class TextFile:
     """A document: a file of the corpus, or a piece of one. Sizes are in bytes."""
 
-    path: pathlib.Path
+    path: AnyPath
     name: str  # Its path from the corpus' directory, with slashes; the same wherever that lies.
     file_size: int
     start: int  # Where in the file it begins.
@@ -63,6 +65,8 @@ class TextFile:
         Raises:
           DamagedDataError: The file cannot be read any more, or is not as long as it was.
         """
+        if isinstance(self.path, BucketPath):
+            return read_range(self.path, self.start + offset, self.start + offset + size)
         try:
             with open(self.path, "rb", buffering=0) as opened:
                 now = os.fstat(opened.fileno()).st_size
@@ -140,18 +144,23 @@ def files_of_path(path: str, suffixes: tuple[str, ...] = ()) -> list[TextFile]:
     """The files that a path stands for as in `find_files`, none of them empty, in their order.
 
     Args:
-      path: A file, a directory, a glob, or "" for Python's standard library.
+      path: A file, a directory, a glob, on a disk or in a bucket; or "" for Python's standard
+        library.
       suffixes: The ends of names that count in a directory; all if there are none.
 
     Raises:
       ValueError: One cannot be read.
     """
+    place = user_path(path)
+    if isinstance(place, BucketPath):
+        there = find_in_bucket(place, suffixes)
+        return _in_order(TextFile(file, name, size, 0, size) for file, name, size in there if size)
     if not path:
         root = pathlib.Path(sysconfig.get_path("stdlib"))
         paths = [file for file in _files_under(root, INSTALLED) if file.suffix == ".py"]
     else:
         expanded = os.path.expanduser(path)
-        root = pathlib.Path(expanded)
+        root = place
         if os.path.isdir(root):
             found = _files_under(root, frozenset())
             paths = [file for file in found if file.name.endswith(suffixes or "")]
@@ -196,7 +205,7 @@ def _fixed_part(pattern: pathlib.Path) -> pathlib.Path:
 def _cut(file: TextFile) -> Iterator[TextFile]:
     """Pieces of whole lines, about equally long."""
     ends = {file.size}
-    with open(file.path, "rb") as opened:
+    with open_for_reading(file.path) as opened:
         for piece in range(1, PIECES):
             opened.seek(file.size * piece // PIECES)
             opened.readline()

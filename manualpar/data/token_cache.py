@@ -17,6 +17,7 @@ import shutil
 from manualpar.data.dataset import LanguageDataset
 from manualpar.data.token_job import Job, run_job
 from manualpar.data.tokens import DESCRIPTION, load_tokens
+from manualpar.storage import BucketError, local_path
 
 # What takes minutes with one process; for more there is a command with a progress bar.
 MOST_BYTES = 2**31
@@ -56,6 +57,8 @@ def load_cached(job: Job, path: str, *, sequence_length: int, cache: str) -> Lan
                 shutil.rmtree(directory)
                 run_job(job, directory)
                 return load_tokens(str(directory), sequence_length=sequence_length)
+    except BucketError:
+        raise
     except OSError as error:
         raise ValueError(
             f"config.data.cache is {cache!r}, where {folder} cannot be written to "
@@ -66,5 +69,5 @@ def load_cached(job: Job, path: str, *, sequence_length: int, cache: str) -> Lan
 def cache_folder(cache: str) -> pathlib.Path:
     """The folder that a config names, or the user's."""
     if cache:
-        return pathlib.Path(cache).expanduser()
+        return local_path(cache, "config.data.cache")
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "manualpar"

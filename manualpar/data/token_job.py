@@ -21,6 +21,7 @@ import numpy as np
 
 from manualpar.data.dataset import SPLITS, make_fingerprint
 from manualpar.data.document_files import PART_BYTES, Part, divide, find_document_files
+from manualpar.data.places import state_of
 from manualpar.data.text import TextFile, find_files, split_files
 from manualpar.data.token_parts import (
     DocumentEncoder,
@@ -34,6 +35,7 @@ from manualpar.data.token_parts import (
 from manualpar.data.token_processes import Work, make_parts
 from manualpar.data.tokenizer import TOKENIZER, load_tokenizer
 from manualpar.data.tokens import DESCRIPTION, VERSION, TokenFile, TokenFiles, read_description
+from manualpar.storage import AnyPath
 from manualpar.untrusted import read_object
 
 HELD_OUT = 0.02
@@ -151,8 +153,8 @@ def _text_parts(split: str, files: Sequence[TextFile]) -> Iterator[TextPart]:
         yield TextPart(split, tuple(collected))
 
 
-def _changed(path: pathlib.Path) -> int:
-    return os.stat(path).st_mtime_ns
+def _changed(path: AnyPath) -> int:
+    return state_of(path)[1]
 
 
 def _begin_directory(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> None:

@@ -12,7 +12,6 @@ an interruption the same command goes on where it was. Then train with
 
 import argparse
 import contextlib
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from manualpar.data.token_job import HELD_OUT, make_job, run_job
 from manualpar.data.token_parts import Progress
 from manualpar.data.tokens import TokenFiles
 from manualpar.extras import require
+from manualpar.storage import local_path
 from manualpar.usage import INTERRUPTED_EXIT_CODE, OneSentenceParser, print_error
 
 DAMAGED_EXIT_CODE = 6
@@ -54,7 +54,7 @@ def write_token_files(
       ValueError: There is no text or no tokenizer, or the directory holds something already.
     """
     job = make_job(source, text, tokenizer=tokenizer, field=field, held_out=held_out)
-    return run_job(job, pathlib.Path(output).expanduser(), processes=processes)
+    return run_job(job, local_path(output, "output"), processes=processes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             held_out=args.held_out,
         )
         with _shown(job.size) as report:
-            directory = pathlib.Path(args.output).expanduser()
+            directory = local_path(args.output, "output")
             written = run_job(job, directory, processes=args.processes, report=report)
     except DamagedDataError as error:
         print_error(error)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from manualpar.extras import require
+from manualpar.storage import BucketPath, copied_files, user_path
 from manualpar.untrusted import read_object
 
 if TYPE_CHECKING:
@@ -128,7 +129,10 @@ def load_tokenizer(path: str) -> Tokenizer:
         return ValueError(f"config.data.tokenizer is {path!r}, which {what}.")
 
     expected = "expected the tokenizer.json of a Hugging Face tokenizer, or '' for bytes"
-    file = pathlib.Path(os.path.expanduser(path))
+    place = user_path(path)
+    if isinstance(place, BucketPath):
+        place = copied_files(place, (TOKENIZER, TOKENIZER_CONFIG))
+    file = place
     files: tuple[pathlib.Path, ...] = ()
     named: dict[str, str] = {}
     if os.path.isdir(file):

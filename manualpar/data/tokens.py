@@ -11,8 +11,6 @@ A process touches only the pages of the files that its sequences lie in.
 """
 
 import dataclasses
-import os
-import pathlib
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -26,8 +24,10 @@ from manualpar.data.dataset import (
     TokenSplit,
     make_fingerprint,
 )
+from manualpar.data.places import BucketArray, state_of
 from manualpar.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, load_tokenizer
-from manualpar.untrusted import read_object
+from manualpar.storage import AnyPath, BucketPath, copied_folder, local_path, user_path
+from manualpar.untrusted import parse_object, read_object
 
 VERSION = 1
 DTYPES = ("<u2", "<u4")
@@ -58,15 +58,19 @@ class TokenFiles:
     splits: dict[str, TokenFile]
 
 
-def load_tokens(path: str, *, sequence_length: int) -> LanguageDataset:
+def load_tokens(path: str, *, sequence_length: int, cache: str = "") -> LanguageDataset:
     """Opens a directory of token files.
 
-    Of the files, only the lengths and the first tokens are checked.
+    Of the files, only the lengths and the first tokens are checked. In a bucket, ranges of them are
+    read when they are asked for, unless there is a `cache`, a local folder that they are copied to.
 
     Raises:
       ValueError: A file is missing, or does not fit the description.
     """
-    directory = pathlib.Path(os.path.expanduser(path))
+    directory = user_path(path)
+    if isinstance(directory, BucketPath) and cache:
+        read_description(directory, path)  # Before all of what may be something else is copied.
+        directory = copied_folder(directory, local_path(cache, "config.data.cache"))
     files = read_description(directory, path)
     file = directory / files.tokenizer if files.tokenizer else ""
     tokenizer = load_tokenizer(str(directory if (directory / TOKENIZER_CONFIG).exists() else file))
@@ -81,16 +85,16 @@ def load_tokens(path: str, *, sequence_length: int) -> LanguageDataset:
     def load(split: str) -> TokenSplit:
         part, file = files.splits[split], directory / f"{split}.bin"
         expected = part.tokens * np.dtype(files.dtype).itemsize
-        if not os.path.isfile(file):
+        if not file.is_file():
             raise _refuse(path, f"which lacks {file.name}")
-        if (size := file.stat().st_size) != expected:
+        if (size := state_of(file)[0]) != expected:
             raise _refuse(
                 path,
                 f"whose {file.name} has {size} bytes, expected {expected} for the {part.tokens} "
                 f"tokens in {DESCRIPTION}",
             )
         try:
-            stream = ArrayStream(np.memmap(file, files.dtype, "r"), str(file), files.vocab_size)
+            stream = ArrayStream(_array(file, files.dtype), str(file), files.vocab_size)
         except OSError as error:
             raise _refuse(path, f"whose {file.name} cannot be read ({error})") from error
         stream.read(0, min(len(stream), LOOKED_AT))  # Files of another tokenizer show at once.
@@ -101,18 +105,26 @@ def load_tokens(path: str, *, sequence_length: int) -> LanguageDataset:
     return LanguageDataset(tokenizer=tokenizer, fingerprint=fingerprint, **splits)
 
 
+def _array(file: AnyPath, dtype: str) -> Any:
+    if isinstance(file, BucketPath):
+        return BucketArray(file, dtype)
+    return np.memmap(file, dtype, "r")
+
+
 def _refuse(path: str, what: str) -> ValueError:
     made_by = "make it with `python -m manualpar.data.tokenize --input=TEXT --output=DIRECTORY`"
     return ValueError(f"config.data.path is {path!r}, {what}; {made_by}.")
 
 
-def read_description(directory: pathlib.Path, path: str) -> TokenFiles:
+def read_description(directory: AnyPath, path: str) -> TokenFiles:
     """Reads and checks the `tokens.json` of a directory, which errors call `path`."""
     file = directory / DESCRIPTION
-    if not os.path.isfile(file):
+    if not file.is_file():
         complete = f"complete with its {DESCRIPTION}"
         raise _refuse(path, f"expected a directory of token files, {complete}")
     try:
+        if isinstance(file, BucketPath):
+            return _parse_description(parse_object(file.read_bytes()))
         return _parse_description(read_object(file, follow_links=True))
     except (OSError, ValueError) as error:
         found = f"cannot be read ({error})" if isinstance(error, OSError) else error

@@ -2,6 +2,7 @@
 
 from manualpar.storage.array_store import CONTEXT, key_value_store
 from manualpar.storage.bucket_path import AnyPath, BucketPath, as_path, open_for_reading
+from manualpar.storage.copies import copied_files, copied_folder, local_path, user_path
 from manualpar.storage.requests import BucketError, request
 
 __all__ = [
@@ -10,7 +11,11 @@ __all__ = [
     "BucketError",
     "BucketPath",
     "as_path",
+    "copied_files",
+    "copied_folder",
     "key_value_store",
+    "local_path",
     "open_for_reading",
     "request",
+    "user_path",
 ]

@@ -98,10 +98,14 @@ class BucketPath:
 
     def size(self) -> int:
         """The size of the object in bytes."""
+        return self.version()[0]
+
+    def version(self) -> tuple[int, str]:
+        """The size of the object, and a text that is another one when its content is."""
         found = self._ask(lambda files: files.info(self._address))
         if found["type"] != "file":
             raise FileNotFoundError(f"{self} does not exist")
-        return int(found["size"])
+        return int(found["size"]), str(found.get("ETag") or found.get("etag"))
 
     def is_file(self) -> bool:
         """Whether there is an object of that name."""
@@ -143,14 +147,14 @@ class BucketPath:
             if name.startswith(below) and not name.endswith("/")
         }
 
-    def glob(self) -> list["BucketPath"]:
-        """The objects whose paths match this one as a pattern of `*`, `?`, `[]` and `**`."""
+    def glob(self) -> dict["BucketPath", int]:
+        """The sizes of objects whose paths match this one as a pattern of `*`, `?`, `[]`, `**`."""
         found = self._ask(lambda files: files.glob(self._address, detail=True))
-        return [
-            dataclasses.replace(self, key=name.partition("/")[2])
+        return {
+            dataclasses.replace(self, key=name.partition("/")[2]): int(entry["size"])
             for name, entry in sorted(found.items())
             if entry["type"] == "file" and not name.endswith("/")
-        ]
+        }
 
     def copy_to(self, other: "BucketPath") -> None:
         """Copies the object within the buckets, in place of one of that name."""

@@ -54,8 +54,11 @@ ENDPOINTS = {
 }
 
 
-class BucketError(OSError):
-    """A bucket cannot be read or written; the message is a sentence without its full stop."""
+class BucketError(OSError, ValueError):
+    """A bucket cannot be read or written; the message is a sentence without its full stop.
+
+    It is a `ValueError` as well because commands show those as one sentence.
+    """
 
 
 def request(path: Any, action: Callable[[], T]) -> T:

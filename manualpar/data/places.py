@@ -1,0 +1,84 @@
+"""Where files of data lie: on a disk, or in a bucket, where ranges of them are read.
+
+Nothing of a bucket is kept on a disk unless the config names a cache.
+"""
+
+import glob
+import hashlib
+import os
+from collections.abc import Iterator
+
+import numpy as np
+
+from manualpar.data.dataset import DamagedDataError
+from manualpar.storage import AnyPath, BucketPath
+
+
+def find_in_bucket(
+    path: BucketPath, suffixes: tuple[str, ...]
+) -> Iterator[tuple[BucketPath, str, int]]:
+    """The files that a path stands for, with names and sizes.
+
+    A name begins at the last folder without `*`, `?` or `[`. Of a folder, files with one of the
+    suffixes count, if any are given, and none that are hidden.
+    """
+    magic = [number for number, part in enumerate(path.parts) if glob.has_magic(part)]
+    if magic:
+        root = BucketPath(path.scheme, path.bucket, "/".join(path.parts[: magic[0]]))
+        for found, size in path.glob().items():
+            yield found, str(found.relative_to(root)), size
+        return
+    if path.key and path.is_file():
+        yield path, path.name, path.size()
+        return
+    for name, size in path.files().items():
+        is_hidden = any(part.startswith(".") for part in name.split("/"))
+        if not is_hidden and name.endswith(suffixes or ""):
+            yield path / name, name, size
+
+
+def state_of(path: AnyPath) -> tuple[int, int]:
+    """The size of a file, and a number that changes with its content; it is there."""
+    if isinstance(path, BucketPath):
+        size, version = path.version()
+        digest = hashlib.blake2b(version.encode(), digest_size=8).digest()
+        return size, int.from_bytes(digest, "big") >> 1
+    found = os.stat(path)
+    return found.st_size, found.st_mtime_ns
+
+
+class BucketArray:
+    """An array in an object of a bucket, of which slices are read."""
+
+    def __init__(self, path: BucketPath, dtype: str) -> None:
+        """Asks for nothing yet but the size."""
+        self._path, self._dtype = path, np.dtype(dtype)
+        self._length = path.size() // self._dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(self._length)
+        data = read_range(self._path, start * self._dtype.itemsize, stop * self._dtype.itemsize)
+        return np.frombuffer(data, self._dtype)
+
+
+def read_range(path: BucketPath, start: int, stop: int) -> bytes:
+    """Bytes of an object.
+
+    Raises:
+      DamagedDataError: It cannot be read any more, or is shorter than it was.
+    """
+    try:
+        data = path.read_bytes(start, stop)
+    except OSError as error:
+        raise DamagedDataError(
+            f"config.data.path: {error}; it could be read when the run began."
+        ) from None
+    if len(data) != stop - start:
+        raise DamagedDataError(
+            f"config.data.path: {path} is shorter than it was when the run began; files of a "
+            "corpus must stay as they are while it is in use."
+        )
+    return data

@@ -1,0 +1,53 @@
+"""Local copies of what lies in buckets, for libraries that read local files alone."""
+
+import atexit
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from manualpar.storage.bucket_path import AnyPath, BucketPath, as_path
+
+
+def user_path(text: str) -> AnyPath:
+    """The path that a user names, where `~` is the user's folder; see `as_path`."""
+    path = as_path(text)
+    return path if isinstance(path, BucketPath) else path.expanduser()
+
+
+def local_path(text: str, name: str) -> Path:
+    """A path on a disk; for others a `ValueError` that calls it `name`."""
+    path = user_path(text)
+    if isinstance(path, BucketPath):
+        raise ValueError(f"{name} is {text!r}, expected a path on a disk; copy it from there then.")
+    return path
+
+
+def copied_files(path: BucketPath, names: tuple[str, ...]) -> Path:
+    """A local copy of a small file, or of a folder with files of those names.
+
+    It lasts as long as the process.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="copied-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for each in (path, *(path / name for name in names)):
+        if each.is_file():
+            (folder / each.name).write_bytes(each.read_bytes())
+    copy = folder / path.name
+    return copy if copy.exists() else folder
+
+
+def copied_folder(path: BucketPath, cache: Path) -> Path:
+    """A local copy of a folder, made once for each state of its files; each is there whole."""
+    files = path.files()
+    versions = [(name, (path / name).version()[1]) for name in files]
+    key = hashlib.blake2b(repr((str(path), versions)).encode(), digest_size=8).hexdigest()
+    folder = cache / "buckets" / key
+    for name in files:
+        if not (folder / name).exists():
+            draft = folder / f"{name}.{os.getpid()}.draft"
+            draft.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_bytes((path / name).read_bytes())
+            draft.replace(folder / name)
+    return folder
