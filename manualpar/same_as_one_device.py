@@ -24,6 +24,7 @@ from manualpar.guards.nonfinite import NONFINITE_GRADIENTS
 from manualpar.sharding.axes import axis_tuple
 from manualpar.sharding.layout import (
     ParameterInfo,
+    Placement,
     names_to_spec,
     path_name,
     split_names,
@@ -31,6 +32,7 @@ from manualpar.sharding.layout import (
 )
 from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
 from manualpar.sharding.splitting import check_batch
+from manualpar.sharding.trainable import merge, split_trained, trained
 from manualpar.state_arrays import list_some
 from manualpar.train_state import TrainState
 from manualpar.user_model.loss_function import Metrics
@@ -87,7 +89,7 @@ def assert_same_as_one_device(
     compare = functools.partial(_differences, rtol=rtol, atol=atol)
     with no_mesh():
         keys = jax.random.split(state.rng)
-        specs = (state_specs(program.step.placements), PartitionSpec(), PartitionSpec())
+        specs = (state_specs(trained(program.step.placements)), PartitionSpec(), PartitionSpec())
         run = jax.jit(on_auto_axes(program.step.gradients, mesh=mesh, out_specs=specs))
         grads, metrics, _ = jax.device_get(run(state.params, state.collections, keys[1], batch))
         one, other = map(_on_one_device(program, state, batch), keys)
@@ -97,7 +99,8 @@ def assert_same_as_one_device(
             "two results, so there is nothing to compare. Switch dropout and other randomness off "
             "(a rate of 0, or a model made with deterministic=True)."
         )
-    grads = jax.tree.map(_unpadded, grads, program.whole_state.params)
+    whole, _ = split_trained(program.step.placements, program.whole_state.params)
+    grads = jax.tree.map(_unpadded, grads, whole)
     found = sorted(compare(jax.device_get((grads, _means(metrics))), one), reverse=True)
     if found:
         words = "; ".join(list_some(words for _, _, words in found))
@@ -126,13 +129,17 @@ def _on_one_device(
     model = dataclasses.replace(program.step.model, mode=mode)
     step = dataclasses.replace(program.step, model=model, mode=mode)
 
+    def cast(place: Placement, x: jax.Array) -> jax.Array:
+        wire = program.wire.of(x.dtype, trainable=place.trainable)
+        return cast_floating(x, wire.gather_dtype)
+
     def gradients(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
         def loss_fn(params: Any) -> Any:
-            cast = functools.partial(cast_floating, dtype=program.wire.gather_dtype)
-            params = jax.tree.map(cast, params)
+            params = jax.tree.map(cast, step.placements, merge((params, frozen)))
             loss, metrics, _ = step.loss(params, collections, batch, rng)
             return loss, metrics
 
+        params, frozen = split_trained(step.placements, params)
         grads, metrics = jax.grad(loss_fn, has_aux=True)(params)
         # With a dim for the one device, because by their types some may differ between devices.
         return jax.tree.map(lambda x: x[None], (grads, _means(metrics)))

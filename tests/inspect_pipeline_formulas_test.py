@@ -78,6 +78,7 @@ def build(name: str, mesh: dict[str, int], *, microbatches: int = 4, **fields: A
         batch=Batch(tokens, tokens),
         num_minibatches=microbatches,
         gather_dtype=fields.pop("gather_dtype", None),
+        trainable=fields.pop("trainable", None),
         pipeline=Pipeline(**fields),
     )
 

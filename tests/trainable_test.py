@@ -2,6 +2,7 @@
 
 import fnmatch
 import itertools
+from fractions import Fraction
 
 import chex
 import jax
@@ -9,9 +10,14 @@ import numpy as np
 import optax
 import pytest
 
+from manualpar import Batch, assert_same_as_one_device
 from manualpar.core.strategy import MODES
 from manualpar.guards.replicas import ReplicaSentinel
+from manualpar.inspect import bytes_by_axes, ledger, of_parameters, state_bytes, step_bytes
+from manualpar.inspect.memory import step_memory
 from manualpar.sharding.layout import path_name
+from tests import inspect_formulas_test as formulas
+from tests import inspect_pipeline_formulas_test as pipelined
 from tests.one_device import slow_unless, train_on_one_device, train_program
 from tests.program_test import BATCHES, TOLERANCE, Classifier, loss_fn
 from tests.strategies_test import STRATEGIES, build, own_shapes
@@ -78,3 +84,73 @@ def test_choices_that_choose_nothing_are_refused(devices8):
             build("fsdp", devices8, trainable=globs)
     with pytest.raises(ValueError, match="frozen_dtype='bfloat16', expected None"):
         build("fsdp", devices8, frozen_dtype="bfloat16")
+
+
+# What it costs.
+
+
+ENDS, LAST = ("Dense_0/*", "Dense_2/*"), ("Dense_2/*",)
+IN_BFLOAT16 = {"gather_dtype": "bfloat16", "reduce_dtype": "float32"}
+COSTS = list(itertools.product(formulas.BUILDERS, (False, True), (ENDS, LAST)))
+FAST_COSTS = [("zero2", False, LAST), ("fsdp-reshard", True, ENDS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "in_bfloat16", "trainable"), [slow_unless(FAST_COSTS, *case) for case in COSTS]
+)
+def test_frozen_parameters_cost_their_gathers_alone(devices8, name, in_bfloat16, trainable):
+    del devices8
+    wire = IN_BFLOAT16 if in_bfloat16 else {}
+    options = {"num_minibatches": 2, "trainable": trainable, **wire}
+    program = formulas.build(name, **options, frozen_dtype="bfloat16")
+    found, predicted = formulas.read(program), step_bytes(program)
+    sent = bytes_by_axes(found)
+    if name.endswith("reshard"):
+        # The kernels up to the first that is trained are not gathered again.
+        again = range(1) if "Dense_0/*" in trainable else range(3)
+        axes, size = ("data",), program.mesh.shape["data"]
+        for kernel in again:
+            itemsize = 4 if f"Dense_{kernel}/*" in trainable and not wire else 2
+            elements = formulas.KERNELS[kernel]
+            predicted[axes] -= 2 * Fraction(elements * itemsize * (size - 1), size)
+    assert {axes: x for axes, x in sent.items() if x} == {a: x for a, x in predicted.items() if x}
+    reductions = [x for x in found if x.kind in ("reduce_scatter", "all_reduce")]
+    whole = formulas.read(formulas.build(name, num_minibatches=2, **wire))
+    all_reductions = [x for x in whole if x.kind in ("reduce_scatter", "all_reduce")]
+    number, every = (sum(x.times for x in some) for some in (reductions, all_reductions))
+    assert 3 * number == len(trainable) * every
+    trained = [info for info, _ in program.parameters if info.trainable]
+    moments = [x for x in jax.tree.leaves(program.abstract_state.opt_state) if x.ndim]
+    assert [x.shape for x in moments] == [info.shape for info in trained] * 2
+    infos = {info.path: str(info.dtype) for info, _ in program.parameters}
+    assert infos["Dense_1/kernel"] == "bfloat16"
+    assert infos["Dense_2/kernel"] == "float32"
+    assert step_memory(program).optimizer == state_bytes(program.abstract_state.opt_state)[0]
+
+
+PIPELINES = [
+    ("step", {"data": 4, "stage": 2}, {"chunks": 2}),
+    ("reshard", {"data": 2, "stage": 4}, {}),
+    ("zero1", {"data": 4, "stage": 2}, {"keep": "inputs"}),
+    ("hsdp", {"replica": 2, "data": 2, "stage": 2}, {"chunks": 2, "schedule": "gpipe"}),
+]
+# Layers alone; what stands before and behind them; one parameter that layers share.
+PIPELINED = [("layers/*",), ("table",), ("last/*",), ("shared", "last/*")]
+
+
+@pytest.mark.parametrize("globs", PIPELINED, ids=str)
+@pytest.mark.parametrize(("name", "mesh", "fields"), PIPELINES, ids=str)
+@pytest.mark.slow
+def test_pipelines_skip_the_gradients_of_what_is_frozen(devices8, globs, name, mesh, fields):
+    del devices8
+    program = pipelined.build(name, mesh, trainable=globs, **fields)
+    for stage in range(mesh["stage"]):
+        found = ledger(program, stage=stage)
+        sent = bytes_by_axes(of_parameters(found.collectives))
+        expected = {axes: x for axes, x in found.predicted.items() if x}
+        bound = name in ("reshard", "hsdp")
+        assert sent.keys() <= expected.keys() | {axes for axes, x in sent.items() if not x}
+        for axes, x in expected.items():
+            assert sent.get(axes, 0) <= x if bound else sent.get(axes, 0) == x
+    tokens = np.arange(pipelined.EXAMPLES) * 7 % pipelined.VOCABULARY
+    assert_same_as_one_device(program, Batch(tokens, tokens[::-1].copy()), jax.random.key(0))

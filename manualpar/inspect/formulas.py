@@ -11,6 +11,9 @@ of which the second happens once a step (`S = 1` under data parallelism). `b` is
 that travels: `gather_dtype` for a gather, `reduce_dtype` (else `gather_dtype`) for a reduction, the
 parameter's own for the gather of a new value.
 
+A frozen parameter costs its gathers alone, in the dtype that it is stored in if that is as narrow
+as `gather_dtype`. Where nothing before it is trained, the backward pass does not ask for it either.
+
 Over two axes of sizes `A, B` with `axis_by_axis`, a gather is one over `B` of `P / A` elements and
 one over `A` of all elements: `b P (1 / A) (B - 1) / B + b P (A - 1) / A`. That is as much in all,
 and more of it over the major axis.
@@ -43,6 +46,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from manualpar.core.program import Program
+from manualpar.core.strategy import Sends
 from manualpar.inspect.communication import Collective, ring_bytes
 from manualpar.inspect.pipeline_formulas import PipelineForm, Uses
 from manualpar.inspect.provenance import LAYER_SCOPES, OTHER
@@ -148,7 +152,10 @@ def _of_parameter(
     program: Program, info: ParameterInfo, place: Placement, uses: Uses
 ) -> Iterator[tuple[tuple[str, ...], Fraction]]:
     """What is sent for one parameter, as pairs of axes and bytes."""
-    strategy, wire, sends = program.strategy, program.wire, uses.sends
+    strategy, sends = program.strategy, uses.sends
+    wire = program.wire.of(info.dtype, trainable=place.trainable)
+    if not place.trainable:
+        sends = Sends(sends.uses, sends.gathers)
     stored = info.dtype.itemsize
     gathered = jnp.dtype(wire.gather_dtype or info.dtype).itemsize
     reduced = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype).itemsize
@@ -157,7 +164,8 @@ def _of_parameter(
     shard = _local_elements(program, info, place.names, place.parameter_padding)
     itemsize = gathered if once_a_step else stored
     shared = [axis for name in place.shared_names for axis in axis_tuple(name)]
-    if summed := tuple(axis for axis in shared if axis not in place.mean_axes):
+    summed = tuple(axis for axis in shared if axis not in place.mean_axes)
+    if summed and place.trainable:
         # Each device uses a slice of what it has; the gradients of all slices are summed.
         has = shard * (_data_shards(program, place) if once_a_step else 1)
         each = ring_bytes("all_reduce", has * itemsize, axes_size(program.mesh, summed))
@@ -173,6 +181,8 @@ def _of_parameter(
         yield gather.axes, times * gather.bytes_sent(itemsize)
         if gather.is_data and not once_a_step:  # The gradient goes back the way it came.
             yield gather.axes, sends.scatters * gather.bytes_sent(reduced)
+    if not place.trainable:
+        return
 
     shard = _local_elements(program, info, place.sharded_names, place.padding)
     if place.state_names is not None or once_a_step:  # The gradient of a whole parameter.

@@ -14,7 +14,8 @@ as sending in those ticks too in which it sends zeros, or has no neighbour.
 A parameter is used in the prefix (on the first stage), in chunks of layers (on each), or in the
 suffix (on the last). The forward pass of a chunk is not differentiated when it runs. Its backward
 pass gathers parameters again, as what does not depend on activations is not kept in slots; and once
-more, if it runs the whole chunk again and drops gathered parameters in between.
+more, if it runs the whole chunk again and drops gathered parameters in between. The prefix has a
+backward pass if something in it is trained.
 """
 
 import dataclasses
@@ -97,16 +98,20 @@ class PipelineForm:
         last = self.run.num_stages - 1
         backward, sends = 0, Sends(0)
 
-        def add(times: int, passes: int, *, dropped: bool) -> None:
+        def add(times: int, passes: int, *, dropped: bool, differentiated: bool = True) -> None:
             """Adds differentiated uses, and passes that are not differentiated before them."""
             nonlocal backward, sends
-            backward += times
-            kept = strategy.sends(times, True)
-            for each in [kept] * passes + [strategy.sends(times, not dropped)]:
+            each_pass = [strategy.sends(times, True)] * passes
+            if differentiated:
+                backward += times
+                each_pass.append(strategy.sends(times, not dropped))
+            for each in each_pass:
                 sends = Sends(*(x + y for x, y in zip(sends, each, strict=True)))
 
         if index in self.loss.prefix_params and stage == 0:
-            add(microbatches, 1, dropped=True)
+            places = [self.program.parameters[i][1] for i in self.loss.prefix_params]
+            is_trained = any(place.trainable for place in places)
+            add(microbatches, 1, dropped=True, differentiated=is_trained)
         if index in self.loss.cut.stacked:  # A chunk uses 1 / v of its layers.
             add(microbatches, 1, dropped=self.run.keep == "inputs")
         elif index in self.loss.chunk_params:
@@ -143,10 +148,10 @@ class PipelineForm:
         sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
         if is_whole and sharded & set(place.mean_axes):  # Its gradient has been scattered.
             reduced = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype)
-        for names, padding, dtype in (
-            (place.names, place.parameter_padding, info.dtype),
-            (place.sharded_names, place.padding, reduced),
-        ):
+        exchanged = [(place.names, place.parameter_padding, info.dtype)]
+        if place.trainable:
+            exchanged.append((place.sharded_names, place.padding, reduced))
+        for names, padding, dtype in exchanged:
             sizes = [axes_size(self.program.mesh, axis_tuple(name)) for name in names]
             named = zip(info.shape, padding or (0,) * len(sizes), sizes, strict=True)
             shape = tuple((n + more) // size for n, more, size in named)

@@ -49,8 +49,9 @@ def layout_table(program: Program) -> Table:
       another; the axes over which the parameter is split, so that the model computes with its
       shards, and those whose devices share its entries; and why the strategy has sharded it over
       the data axes along this dimension ("whole tiles", "largest", "only one that divides",
-      "annotated"), or why not at all. Below are the totals of parameters, optimizer state and other
-      collections, also as a share of the bytes that a single device would hold.
+      "annotated"), or why not at all; and "frozen" if it is. Below are the totals of parameters,
+      optimizer state and other collections, also as a share of the bytes that a single device would
+      hold.
     """
     mesh = " x ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items())
     mode = "" if program.mode == "manual" else f", mode {program.mode},"
@@ -67,7 +68,8 @@ def layout_table(program: Program) -> Table:
             spec += f", state {_spec_text(placement.state_spec)}"
         split = _axes_text("split over", [axis for axis in axes if axis in placement.split_axes])
         split += _axes_text("shared over", placement.shared_names)
-        spec += split + (f"{';' * bool(split)} {placement.note}" if placement.note else "")
+        notes = [*filter(None, [placement.note, "" if info.trainable else "frozen"])]
+        spec += split + (f"{';' * bool(split)} {', '.join(notes)}" if notes else "")
         shape = "x".join(map(str, info.shape))
         table.add_row(info.path, shape, str(info.dtype), spec, f"{state_bytes(x)[0]:,}")
     table.add_section()

@@ -257,6 +257,11 @@ def _variables(eqn: Any) -> list[Var]:
 
 
 def _is_gather(eqn: Any) -> bool:
+    if "custom_vjp" in eqn.primitive.name:  # That of a frozen parameter, which nothing unwraps.
+        inside = [inner for _, jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns]
+        return any(map(_is_gather, inside)) and all(
+            _is_gather(inner) or inner.primitive.name in CASTS for inner in inside
+        )
     scope = str(eqn.source_info.name_stack)
     return eqn.primitive.name in GATHERS and purpose_of(scope) in (GATHER_SCOPE, REGATHER)
 

@@ -33,6 +33,7 @@ from manualpar.inspect.provenance import LAYER_SCOPES, phase_of
 from manualpar.inspect.tick_parts import TickParts
 from manualpar.purposes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.sharding.mesh_order import in_order
+from manualpar.sharding.trainable import split_trained
 from manualpar.training.task import CONTEXT_AXIS
 from manualpar.watching.throughput import Throughput
 
@@ -175,7 +176,8 @@ def read_work(
 
     collectives, loads, _, notes = read(None)
     state = program.abstract_state
-    parameters, optimizer = (state_bytes(x)[0] for x in (state.params, state.opt_state))
+    trained, _ = split_trained(program.step.placements, state.params)
+    parameters, optimizer = (state_bytes(x)[0] for x in (trained, state.opt_state))
     return StepWork(
         name=f"{program.strategy.name} {program.mode}",
         mesh=in_order(program.mesh.shape, order),

@@ -212,7 +212,7 @@ def complete(
     axes = [axis for name in placement.names for axis in axis_tuple(name)]
     split = parameter.split_axes
     if placement.state_names is not None and not parameter.trainable:
-        placement = dataclasses.replace(placement, state_names=None, padding=(), note="frozen")
+        placement = dataclasses.replace(placement, state_names=None, padding=(), note="")
     return dataclasses.replace(
         placement,
         trainable=parameter.trainable,
