@@ -23,6 +23,7 @@ from manualpar.finetuning.lora import lora
 from manualpar.layers.plan import tensor_parallel
 from manualpar.layers.plan_styles import Column, Row, Vocab
 from manualpar.metrics import print_metrics
+from manualpar.parameter_average import ema_params, params_ema
 from manualpar.pipeline import Pipeline
 from manualpar.rng import fold_rng_over_axis
 from manualpar.same_as_one_device import assert_same_as_one_device
@@ -47,6 +48,7 @@ __all__ = [
     "accumulate_gradients",
     "assert_same_as_one_device",
     "data_parallel",
+    "ema_params",
     "fold_rng_over_axis",
     "fsdp",
     "gather_array_with_mean_grads",
@@ -55,6 +57,7 @@ __all__ = [
     "hsdp",
     "lora",
     "make_mesh",
+    "params_ema",
     "print_metrics",
     "shard_module_params",
     "shard_params",

@@ -10,14 +10,12 @@ are, and counted with them. It is in float32 or wider, because in bfloat16 a dec
 round to no change. Frozen parameters have none.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from manualpar.core.partitioning import unpad_leaf
 from manualpar.sharding.trainable import is_masked
 from manualpar.train_state import TrainState
 
@@ -97,21 +95,22 @@ def ema_params(state: TrainState) -> TrainState:
             "one. Make the optimizer with optax.chain(tx, params_ema(decay))."
         )
     is_frozen = [is_masked(x) for x in jax.tree.leaves(found[0].ema, is_leaf=is_masked)]
-    averages = iter(jax.tree.leaves(found[0].ema))
     params, structure = jax.tree.flatten(state.params)
-    whole = [p if frozen else _like(p, next(averages)) for p, frozen in zip(params, is_frozen)]
-    return state.replace(params=jax.tree.unflatten(structure, whole))
+    trained = [p for p, frozen in zip(params, is_frozen, strict=True) if not frozen]
+    averages = jax.jit(  # Of one function, so that it is compiled once.
+        _as_parameters, static_argnums=1, out_shardings=tuple(p.sharding for p in trained)
+    )(tuple(jax.tree.leaves(found[0].ema)), tuple((p.shape, p.dtype) for p in trained))
+    rest = iter(averages)
+    mixed = [p if frozen else next(rest) for p, frozen in zip(params, is_frozen, strict=True)]
+    return state.replace(params=jax.tree.unflatten(structure, mixed))
 
 
-def _like(param: jax.Array, average: jax.Array) -> jax.Array:
-    """An average as its parameter lies: in its dtype, its shape and its sharding."""
-    widths = tuple(a - p for a, p in zip(average.shape, param.shape, strict=True))
-    return _converter(widths, param.dtype, param.sharding)(average)
-
-
-@functools.cache
-def _converter(widths: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
-    return jax.jit(lambda x: unpad_leaf(x, widths).astype(dtype), out_shardings=sharding)
+def _as_parameters(averages: tuple[jax.Array, ...], types: Any) -> tuple[jax.Array, ...]:
+    """Averages in the shapes and the dtypes of their parameters, which may have no padding."""
+    return tuple(
+        jax.lax.slice(x, [0] * x.ndim, shape).astype(dtype)
+        for x, (shape, dtype) in zip(averages, types, strict=True)
+    )
 
 
 def _is_average(x: Any) -> bool:

@@ -33,7 +33,7 @@ ORDER = """
     update user_model
     guards.placing
     modes guards.dispatch guards.options
-    by_hand core.strategy state_arrays state_serialization
+    by_hand core.strategy parameter_average state_arrays state_serialization
     core.gradients sharding.layout
     sharding.annotations sharding.trainable
     core.partitioning

@@ -56,6 +56,8 @@ FIELDS: Mapping[str, Field] = {
     "optimizer.b2": Field(float, 0, below=1),
     "optimizer.clip_norm": Field(float, 0, below=LARGEST),
     "optimizer.num_minibatches": Field(int, 1),
+    "optimizer.trainable": Field(tuple, holds_names=True, default=()),
+    "optimizer.ema_decay": Field(float, 0, below=1, default=0.0),
     "parallel.strategy": Field(str),  # One of `strategy_kinds()`, see `fields_of`.
     "parallel.mode": Field(str, choices=MODES),
     "parallel.mesh": Field(dict),
@@ -63,6 +65,7 @@ FIELDS: Mapping[str, Field] = {
     "parallel.axis_by_axis": Field(bool),
     "parallel.overlap": Field(str, choices=OVERLAPS),
     "parallel.param_dtype": Field(str, choices=WIRE_DTYPES),
+    "parallel.frozen_dtype": Field(str, choices=WIRE_DTYPES, default=""),
     "parallel.gather_dtype": Field(str, choices=WIRE_DTYPES),
     "parallel.reduce_dtype": Field(str, choices=WIRE_DTYPES),
     "parallel.rules": Field(tuple),

@@ -15,6 +15,7 @@ from manualpar.data import abstract_batch
 from manualpar.inspect.state_layout import ALL
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import size_of_vocabulary
+from manualpar.parameter_average import params_ema
 from manualpar.pipeline import Pipeline
 from manualpar.sharding.axes import axes_size
 from manualpar.sharding.mesh import abstract_mesh, make_mesh
@@ -187,6 +188,8 @@ def _build(
         b2=optimizer.b2,
         clip_norm=optimizer.clip_norm,
     )
+    if optimizer.ema_decay:
+        tx = optax.chain(tx, params_ema(optimizer.ema_decay))
     axis_name = tuple(axis for axis in data_axes if axis != "replica" or not kind.replicates)
     chosen = _choose_options(parallel, mesh, axis_name)
     shared: dict[str, Any] = {
@@ -195,7 +198,9 @@ def _build(
         "num_minibatches": optimizer.num_minibatches,
         "mode": parallel.mode,
         "rules": parallel.rules,
+        "trainable": tuple(optimizer.trainable) or None,
         "param_dtype": parallel.param_dtype or None,
+        "frozen_dtype": parallel.frozen_dtype or None,
         "gather_dtype": parallel.gather_dtype or None,
         "reduce_dtype": parallel.reduce_dtype or None,
         "axis_by_axis": parallel.axis_by_axis,

@@ -17,6 +17,7 @@ from manualpar.cluster import Cluster
 from manualpar.cluster.agreement import first_failure
 from manualpar.core.program import Program
 from manualpar.inspect import draw_sharding, layout_table, state_bytes
+from manualpar.parameter_average import ema_params
 from manualpar.sharding.axes import axes_size, axis_tuple
 from manualpar.sharding.mesh_order import describe_links
 from manualpar.train_state import TrainState
@@ -148,7 +149,8 @@ def _run(
         state = trainer.train(state, position)
         sample = ""
         if task.sample:
-            sample = task.sample(_without_padding(program, state), jax.random.key(config.seed))
+            shown = ema_params(state) if config.optimizer.ema_decay else state
+            sample = task.sample(_without_padding(program, shown), jax.random.key(config.seed))
     return Result(recorder.latest("test"), sample)
 
 

@@ -21,6 +21,7 @@ from manualpar.checkpoints import Checkpoints
 from manualpar.cluster import UNWATCHED, Cluster
 from manualpar.data import evaluation_batches, train_batches
 from manualpar.guards.replicas import ReplicaError, ReplicaSentinel
+from manualpar.parameter_average import ema_params
 from manualpar.train_state import TrainState
 from manualpar.training.experiment import Experiment
 from manualpar.training.recorder import NonFiniteError, Recorder
@@ -210,7 +211,10 @@ class Trainer:
         self.cluster.enter(BETWEEN_STEPS)
 
     def _evaluate_on(self, split: str, state: TrainState, step: int) -> None:
-        """Evaluates a split; the recorder reports the means once they are there."""
+        """Evaluates a split, with the average of parameters if there is one.
+
+        The recorder reports the means once they are there.
+        """
         config, program = self.experiment.config, self.experiment.program
         batches = evaluation_batches(
             getattr(self.experiment.task.dataset, split),
@@ -220,6 +224,8 @@ class Trainer:
         )
         waiting: Any = None
         self.cluster.enter("evaluating")
+        if config.optimizer.ema_decay:
+            state = ema_params(state)
         for batch in batches:
             self.cluster.enter("evaluating")
             if waiting is not None:
