@@ -11,7 +11,10 @@ from typing import Any
 
 # A prefix ends in a dot. The fields in FREE may change although a prefix is in FIXED.
 FIXED = ("model.", "data.", "seed", "parallel.param_dtype")
-FREE = ("data.batch_size", "data.prefetch", "data.cache", "model.attention", "model.remat")
+FREE = (
+    *("data.batch_size", "data.prefetch", "data.cache", "model.attention", "model.remat"),
+    "model.from_hf",  # Its files are read once.
+)
 # Fields that configs had once: the value that did nothing, and why the field was removed. None of
 # them changed which function is trained.
 REMOVED: Mapping[str, tuple[Any, str]] = {

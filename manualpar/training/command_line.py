@@ -27,6 +27,7 @@ from ml_collections import config_flags
 
 from manualpar.checkpoints.compatibility import REMOVED
 from manualpar.training.config import flatten_config, load_config, nearest
+from manualpar.training.imported_model import fill_from_hf
 from manualpar.usage import (
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,
@@ -252,8 +253,9 @@ def _load_with(path: Path, overrides: list[str]) -> ml_collections.ConfigDict:
 
     with _explained(kind_of):
         values(arguments)
-    loaded: ml_collections.ConfigDict = values.config
-    return loaded
+    given = [argument.split("=")[0].split(".", 1)[1] for argument in overrides if "." in argument]
+    with users_mistakes():
+        return fill_from_hf(values.config, given=given)
 
 
 def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> None:

@@ -104,6 +104,8 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "data.held_out": Field(float, 0, below=0.5, default=0.02),
         "data.cache": Field(str, default=""),
         "data.mixture": Field(tuple, holds_names=True, default=()),
+        "model.from_hf": Field(str, default=""),
+        "model.vocab_size": Field(int, 0, below=2**31, default=0),  # 0: the tokenizer's.
         "model.hidden_size": Field(int, 1, below=2**31),
         "model.mlp_size": Field(int, 1, below=2**31),
         "model.num_layers": Field(int, 1),

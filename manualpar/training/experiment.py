@@ -21,6 +21,7 @@ from manualpar.sharding.axes import axes_size
 from manualpar.sharding.mesh import abstract_mesh, make_mesh
 from manualpar.strategies import strategy_kinds
 from manualpar.training.config import check_config, complete_config, nearest
+from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.optimizer import adamw, warmup_cosine_schedule
 from manualpar.training.task import (
     CONTEXT_AXIS,
@@ -71,6 +72,7 @@ def prepare(
     Raises:
       ValueError: Fields contradict each other or the devices; the message names them.
     """
+    config = fill_from_hf(config)
     check_config(config)
     config = complete_config(config)
     parse_profile(config.profile)

@@ -24,6 +24,7 @@ from manualpar.train_state import TrainState
 from manualpar.training.devices import describe_mesh
 from manualpar.training.ending import ending_all
 from manualpar.training.experiment import Experiment
+from manualpar.training.imported_model import initial_state
 from manualpar.training.recorder import Recorder
 from manualpar.training.trainer import Trainer
 from manualpar.training.workdir import START, check_folder, open_checkpoints, position_of, restore
@@ -103,6 +104,7 @@ def _run(
         restored = restore(checkpoints, experiment, workdir, report=say)
         say(f"going on from the checkpoint of step {restored.step} in {workdir}")
     position = position_of(restored) if restored else START
+    state = restored.state if restored else initial_state(config, program, report=say)
     with contextlib.ExitStack() as stack:
         place = restored.extra["files"] if restored else None
         if place is None and (workdir / METRICS_FILE).exists():
@@ -141,7 +143,6 @@ def _run(
         # Processes of one host would write to the same file.
         profiled = parse_profile(config.profile) if cluster.is_main else range(0)
         profiler = StepProfiler(profiled, workdir / "profile", say)
-        state = restored.state if restored else program.init(jax.random.key(config.seed))
         restored = None  # Its state is donated to the first step.
         trainer = Trainer(
             experiment, checkpoints, recorder, writer, cluster, detector, profiler, report=say

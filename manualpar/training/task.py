@@ -98,9 +98,13 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
     )
     assert isinstance(dataset, LanguageDataset)
     tokenizer, is_split = dataset.tokenizer, splits_layers(config)
+    if 0 < config.model.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"config.data.tokenizer has {tokenizer.vocab_size} tokens and config.model.vocab_size "
+            f"is {config.model.vocab_size}, expected a tokenizer of the model, of at most as many."
+        )
     model = Transformer(
-        **_fields(config.model),
-        vocab_size=tokenizer.vocab_size,
+        **_fields(config.model) | {"vocab_size": config.model.vocab_size or tokenizer.vocab_size},
         bos_token=tokenizer.bos_token,
         label_smoothing=config.training.label_smoothing,
         z_loss=config.training.z_loss,
@@ -160,4 +164,6 @@ def splits_layers(config: ml_collections.ConfigDict) -> bool:
 
 
 def _fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    return {name: value for name, value in config.to_dict().items() if name != "name"}
+    return {
+        name: value for name, value in config.to_dict().items() if name not in ("name", "from_hf")
+    }

@@ -1,0 +1,83 @@
+"""A config whose model is somebody else's: `config.model.from_hf` names its directory.
+
+The fields of `config.model` that say which model it is are then those of its `config.json`, and
+texts become tokens by its tokenizer unless `config.data.tokenizer` names another. They are filled
+in before the config is checked, so that whatever reads a config finds what is trained.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import jax
+import ml_collections
+
+from manualpar.core.program import Program
+from manualpar.models import Transformer
+from manualpar.pretrained import load, read_architecture
+from manualpar.pretrained.model_config import SAID
+from manualpar.train_state import TrainState
+from manualpar.usage import UsageError
+from manualpar.watching.tables import describe_bytes
+
+
+def fill_from_hf(
+    config: ml_collections.ConfigDict, *, given: Iterable[str] = ()
+) -> ml_collections.ConfigDict:
+    """A locked copy of a config with what `config.model.from_hf` says; the same config if it is ''.
+
+    Args:
+      config: The config; it is not checked yet.
+      given: The fields that were set on a command line, by dotted name.
+
+    Raises:
+      ValueError: The directory holds no config that a `Transformer` can follow, or a field of
+        `given` says something else.
+    """
+    model = config.get("model")
+    directory = model.get("from_hf", "") if isinstance(model, ml_collections.ConfigDict) else ""
+    if not directory or not isinstance(directory, str):
+        return config
+    path = Path(directory).expanduser()
+    fields = {name: getattr(Transformer, name) for name in SAID}
+    fields |= read_architecture(path).fields
+    for name in given:
+        group, _, field = name.partition(".")
+        if group == "model" and field in fields and model.get(field) != fields[field]:
+            raise ValueError(
+                f"config.{name} is {model.get(field)!r} and config.model.from_hf is "
+                f"{directory!r}, whose config.json says {fields[field]!r}; leave one of them out."
+            )
+    config = config.copy_and_resolve_references().unlock()
+    for name, value in fields.items():
+        config.model[name] = value
+    if not config.data.get("tokenizer"):
+        if not (path / "tokenizer.json").exists():
+            raise ValueError(
+                f"config.model.from_hf is {directory!r}, which has no tokenizer.json, and "
+                "config.data.tokenizer is ''; expected a tokenizer in one of them."
+            )
+        config.data.tokenizer = directory
+    return config.lock()
+
+
+def initial_state(
+    config: ml_collections.ConfigDict, program: Program, *, report: Callable[[str], None]
+) -> TrainState:
+    """The state that a run begins with: from files if the config says so, or as `init` makes it.
+
+    Raises:
+      UsageError: The files are not those of the model; see `load_hf`.
+    """
+    key = jax.random.key(config.seed)
+    directory = config.model.get("from_hf", "")
+    if not directory:
+        return program.init(key)
+    try:
+        loaded = load(program, directory, key)
+    except ValueError as error:
+        raise UsageError(f"config.model.from_hf: {error}") from error
+    report(
+        f"read {describe_bytes(loaded.bytes_read)} of {loaded.tensors} tensors from {directory} in "
+        f"{loaded.seconds:.1f} s"
+    )
+    return loaded.state
