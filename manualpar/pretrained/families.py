@@ -146,6 +146,62 @@ FAMILIES: Mapping[str, Family] = {
         window_every=6,
         activation_key="hidden_activation",
     ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {**SIZES, "num_experts_per_tok": "experts_per_token", "num_local_experts": "num_experts"},
+        fixed={**EXPERTS, "normalize_gates": True},
+        defaults={**COMMON, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "sliding_window": None},
+        windows="all",
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        {
+            **EXPERT_SIZES,
+            "num_experts": "num_experts",
+            "shared_expert_intermediate_size": "shared_experts_size",
+        },
+        fixed={**EXPERTS, "qkv_bias": True, "shared_gate": True},
+        defaults={**COMMON, "norm_topk_prob": False},
+        must_be={"qkv_bias": True, "decoder_sparse_step": 1},
+        windows="listed",
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {**EXPERT_SIZES, "num_experts": "num_experts"},
+        fixed={**EXPERTS, "query_key_norm": True},
+        defaults={**COMMON, "norm_topk_prob": False},
+        must_be={**NO_BIAS, "decoder_sparse_step": 1},
+        windows="all if asked",
+    ),
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        {
+            **EXPERT_SIZES,
+            "n_routed_experts": "num_experts",
+            "routed_scaling_factor": "gate_scale",
+            "n_group": "expert_groups",
+            "topk_group": "expert_groups_per_token",
+        },
+        fixed={
+            **EXPERTS,
+            "query_key_norm": True,
+            "expert_gates": "sigmoid",
+            "router_bias": True,
+            "expert_group_score": "best_two",
+        },
+        defaults={
+            **COMMON,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "use_sliding_window": True,
+            "max_window_layers": 62,
+            "sliding_window": 4096,
+        },
+        must_be=NO_BIAS,
+        windows="last if asked",
+    ),
 }
 # Keys that say nothing about what a trained model computes from tokens, or nothing that the other
 # keys do not say: how it was made and is trained, special tokens, and switches of transformers.

@@ -70,7 +70,7 @@ def find_sources(
         model = transformer_of(program)
         check_same_model(model, directory, architecture.fields)
         vocab_size = model.vocab_size
-        pieces = pieces_of_transformer(architecture.family, shapes)
+        pieces = pieces_of_transformer(architecture.family, shapes, skip_unknown=missing == "init")
     else:
         pieces = _pieces_by_name(names, shapes)
     if missing == "error" and (without := sorted(shapes.keys() - pieces)):

@@ -84,6 +84,10 @@ LAYER: Mapping[str, Rule] = {
     "experts/gate": Rule("mlp.experts.{E}.gate_proj.weight", "D F -> F D"),
     "experts/up": Rule("mlp.experts.{E}.up_proj.weight", "D F -> F D"),
     "experts/down": Rule("mlp.experts.{E}.down_proj.weight", "F D -> D F"),
+    "experts/bias": Rule("mlp.gate.e_score_correction_bias"),  # A variable of its own collection.
+    "experts/shared_gate": Rule("mlp.shared_experts.gate_proj.weight", "D F -> F D"),
+    "experts/shared_up": Rule("mlp.shared_experts.up_proj.weight", "D F -> F D"),
+    "experts/shared_down": Rule("mlp.shared_experts.down_proj.weight", "F D -> D F"),
 }
 GEMMA: Mapping[str, Rule] = {
     "attention_post_norm/scale": Rule("post_attention_layernorm.weight"),
@@ -96,11 +100,18 @@ MIXTRAL: Mapping[str, Rule] = {
     "experts/up": Rule("block_sparse_moe.experts.{E}.w3.weight", "D F -> F D"),
     "experts/down": Rule("block_sparse_moe.experts.{E}.w2.weight", "F D -> D F"),
 }
+QWEN2_MOE: Mapping[str, Rule] = {
+    "experts/shared_gate": Rule("mlp.shared_expert.gate_proj.weight", "D F -> F D"),
+    "experts/shared_up": Rule("mlp.shared_expert.up_proj.weight", "D F -> F D"),
+    "experts/shared_down": Rule("mlp.shared_expert.down_proj.weight", "F D -> D F"),
+    "experts/shared_router": Rule("mlp.shared_expert_gate.weight", "D E -> E D"),
+}
 # What a family calls otherwise than the others, by its `model_type`.
 OWN: Mapping[str, Mapping[str, Rule]] = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "mixtral": MIXTRAL,
+    "qwen2_moe": QWEN2_MOE,
 }
 # What old files hold besides parameters: tables that are computed from the config.
 COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -109,7 +120,7 @@ _STACKED = re.compile(r"\{\w+\}")
 
 
 def pieces_of_transformer(
-    family: str, shapes: Mapping[str, Sequence[int]]
+    family: str, shapes: Mapping[str, Sequence[int]], *, skip_unknown: bool = False
 ) -> dict[str, list[Piece]]:
     """The tensors that the parameters of a `Transformer` consist of.
 
@@ -120,6 +131,7 @@ def pieces_of_transformer(
     Args:
       family: The `model_type`.
       shapes: The shape of each parameter on one device, by its path.
+      skip_unknown: Whether to leave out parameters that have no tensor in files of the family.
 
     Raises:
       ValueError: A parameter has no tensor in files of the family.
@@ -136,6 +148,8 @@ def pieces_of_transformer(
         found = modules.get(path)
         name = path[found.end() :] if found else path
         rule = rules.get(name)
+        if rule is None and skip_unknown:
+            continue
         if rule is None:
             raise ValueError(
                 f"the parameter {path} has no tensor in files of the family {family!r}; expected a "
