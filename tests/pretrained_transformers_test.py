@@ -91,7 +91,7 @@ def make_files(name, directory):
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for tensor in [*theirs.parameters(), *theirs.buffers()]:
-            if tensor.ndim == 1 and tensor.dtype == torch.float32 and "inv_freq" not in name:
+            if tensor.ndim == 1 and tensor.dtype == torch.float32:
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     theirs.save_pretrained(directory, max_shard_size="20KB")
     return transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
