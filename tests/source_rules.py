@@ -19,7 +19,7 @@ ORDER = """
     benchmarks experiments
     manualpar
     doctor
-    planner
+    planner generation
     training launch
     checkpoints pretrained
     data cluster watching

@@ -1,0 +1,100 @@
+"""Which token comes next, drawn from logits.
+
+The temperature divides the logits; of what they become, `top_k` keeps the likeliest tokens and
+`top_p` the fewest that have this probability together (Holtzman et al.,
+https://arxiv.org/abs/1904.09751). A token is the largest of the logits with Gumbel noise added,
+which is a draw from their softmax.
+
+Invariants: what a row draws follows from its logits, its key and the position, and not from the
+rows beside it nor from the mesh. Nothing is compiled anew for other settings.
+
+Symbols: `B` rows, `V` tokens of the vocabulary.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Drawing(NamedTuple):
+    """How tokens are drawn.
+
+    Attributes:
+      temperature: What logits are divided by; 0 takes the likeliest token.
+      top_k: How many of the likeliest tokens are kept; 0 for all.
+      top_p: The probability of the tokens that are kept; 1 for all.
+    """
+
+    temperature: float | Any = 0.0
+    top_k: int | Any = 0
+    top_p: float | Any = 1.0
+
+    def as_arrays(self) -> "Drawing":
+        """The same as scalars of fixed dtypes.
+
+        Raises:
+          ValueError: A number is out of range.
+        """
+        if not 0 <= float(self.temperature) < math.inf:
+            raise ValueError(
+                f"generate: temperature is {self.temperature}, expected a finite number from 0, "
+                "the likeliest token."
+            )
+        if self.top_k != int(self.top_k) or self.top_k < 0:
+            raise ValueError(
+                f"generate: top_k is {self.top_k}, expected a number of tokens, or 0 for all."
+            )
+        if not 0 < float(self.top_p) <= 1:
+            raise ValueError(
+                f"generate: top_p is {self.top_p}, expected a probability above 0, or 1 for all."
+            )
+        return Drawing(np.float32(self.temperature), np.int32(self.top_k), np.float32(self.top_p))
+
+
+def draw_tokens(
+    logits: jax.Array, keys: jax.Array, position: jax.Array, drawing: Drawing
+) -> jax.Array:
+    """Draws the next token of each row.
+
+    Args:
+      logits: `float32[B, V]`.
+      keys: `key[B]`, a key for each row.
+      position: `int32[B]`, the position of the token, by which the draws of a row differ.
+      drawing: How, as arrays.
+
+    Returns:
+      `int32[B]`.
+
+    Communication:
+      None.
+    """
+
+    def draw() -> jax.Array:
+        scaled = logits / jnp.where(drawing.temperature > 0, drawing.temperature, 1)
+        cuts = (drawing.top_k > 0) | (drawing.top_p < 1)
+        kept = jax.lax.cond(cuts, lambda: keep_likeliest(scaled, drawing), lambda: scaled)
+        own = jax.vmap(jax.random.fold_in)(keys, position)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(own)
+        return jnp.argmax(kept + noise, axis=-1)
+
+    chosen = jax.lax.cond(drawing.temperature > 0, draw, lambda: jnp.argmax(logits, axis=-1))
+    return chosen.astype(jnp.int32)
+
+
+def keep_likeliest(logits: jax.Array, drawing: Drawing) -> jax.Array:
+    """The logits `[B, V]`, with -inf for tokens that `top_k` and then `top_p` leave out.
+
+    Of tokens that are as likely as the last one that is kept, all are kept.
+    """
+    ordered = -jnp.sort(-logits, axis=-1)
+    rank = jnp.arange(logits.shape[1])[None]
+    is_kept = rank < jnp.where(drawing.top_k > 0, drawing.top_k, logits.shape[1])
+    probability = jax.nn.softmax(jnp.where(is_kept, ordered, -jnp.inf), axis=-1)
+    likelier = jnp.cumsum(probability, axis=-1) - probability
+    # The first one is kept whatever rounding says.
+    is_kept &= (likelier < drawing.top_p) | (drawing.top_p >= 1) | (rank == 0)
+    least = jnp.min(jnp.where(is_kept, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= least, logits, -jnp.inf)

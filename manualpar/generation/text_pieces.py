@@ -1,0 +1,72 @@
+"""The text of tokens, piece by piece as they come, without a half character.
+
+A character may take several tokens, and the text of a token may depend on the one before it, for
+example by a space. So a piece is what the text of the latest tokens has more than that of the same
+tokens without the new ones, once it is whole. What may be the beginning of a stop string is held
+back until that is decided.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+# What decoders write for bytes that are no character, or not yet.
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+# So many tokens of the prompt stand before the first new one when it becomes text.
+CONTEXT_TOKENS = 8
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    def decode(self, tokens: Sequence[int], /) -> str:
+        """The text of tokens."""
+
+
+class TextPieces:
+    """The text of one row as its tokens come.
+
+    Attributes:
+      is_stopped: Whether a stop string has come; the text ends before it.
+    """
+
+    def __init__(self, tokenizer: Decoder, prompt: Sequence[int], stops: Sequence[str]) -> None:
+        self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
+        self._tokens = list(prompt[-CONTEXT_TOKENS:])
+        self._first, self._read = 0, len(self._tokens)  # Where the latest text begins and ends.
+        self._held = ""
+        self.is_stopped = False
+
+    def add(self, token: int) -> str:
+        """The text that is certain once another token has come; may be empty."""
+        self._tokens.append(token)
+        new = self._new_text()
+        if not new or new.endswith(UNFINISHED):
+            return ""
+        self._first, self._read = self._read, len(self._tokens)
+        return self._certain(self._held + new)
+
+    def finish(self) -> str:
+        """What is left when no token comes any more."""
+        if self.is_stopped:
+            return ""
+        text = self._held + self._new_text()
+        self._first = self._read = len(self._tokens)
+        return self._certain(text) + self._held
+
+    def _new_text(self) -> str:
+        decode = self._tokenizer.decode
+        before = decode(self._tokens[self._first : self._read])
+        return decode(self._tokens[self._first :])[len(before) :]
+
+    def _certain(self, text: str) -> str:
+        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            self.is_stopped, self._held = True, ""
+            return text[: min(found)]
+        longest = max(map(len, self._stops), default=1) - 1
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self._stops):
+                self._held = text[-size:]
+                return text[:-size]
+        self._held = ""
+        return text

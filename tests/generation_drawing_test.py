@@ -1,0 +1,82 @@
+"""Draws: from the right tokens, with the right probabilities, the same for the same key."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from manualpar.generation.drawing import Drawing, draw_tokens, keep_likeliest
+
+LOGITS = np.log(np.array([0.1, 0.4, 0.05, 0.3, 0.15], np.float32))
+draw = jax.jit(draw_tokens)
+
+
+def _kept(**options):
+    kept = jax.jit(keep_likeliest)(LOGITS[None], Drawing(**options).as_arrays())[0]
+    assert (kept[kept > -np.inf] == LOGITS[kept > -np.inf]).all()
+    return np.flatnonzero(kept > -np.inf).tolist()
+
+
+def test_the_likeliest_tokens_are_kept():
+    assert _kept(top_k=2) == [1, 3]
+    assert _kept(top_k=9) == [0, 1, 2, 3, 4]
+    assert _kept(top_p=0.39) == [1]
+    assert _kept(top_p=0.41) == [1, 3]
+    assert _kept(top_p=0.71) == [1, 3, 4]
+    assert _kept(top_p=1e-6) == [1]
+    # Of the two that top_k keeps the first has 4/7.
+    assert _kept(top_k=2, top_p=0.5) == [1]
+    assert _kept(top_k=2, top_p=0.6) == [1, 3]
+
+
+def test_draws_have_the_probabilities_that_the_settings_make():
+    rows = 4000
+    logits, position = np.tile(LOGITS, (rows, 1)), np.zeros(rows, np.int32)
+    keys = jax.random.split(jax.random.key(0), rows)
+    for drawing, expected in (
+        (Drawing(1.0), np.exp(LOGITS)),
+        (Drawing(2.0), np.exp(LOGITS / 2) / np.exp(LOGITS / 2).sum()),
+        (Drawing(1.0, top_k=2), np.array([0, 4, 0, 3, 0]) / 7),
+    ):
+        tokens = draw(logits, keys, position, drawing.as_arrays())
+        found = np.bincount(tokens, minlength=5) / rows
+        np.testing.assert_allclose(found, expected, atol=0.03)
+        assert (found[expected == 0] == 0).all()
+    assert (draw(logits, keys, position, Drawing().as_arrays()) == 1).all()
+
+
+def test_a_draw_follows_from_key_and_position_alone():
+    keys, logits = jax.random.split(jax.random.key(3), 40), np.zeros((40, 5), np.float32)
+    position, drawing = np.arange(40, dtype=np.int32), Drawing(1.0).as_arrays()
+    all_rows = draw(logits, keys, position, drawing)
+    np.testing.assert_array_equal(
+        draw(logits[7:9], keys[7:9], position[7:9], drawing), all_rows[7:9]
+    )
+    assert (draw(logits, keys, position + 1, drawing) != all_rows).any()
+    assert len(set(np.asarray(all_rows).tolist())) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1}, "temperature is -1, expected a finite number from 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": -1}, "top_k is -1, expected a number of tokens"),
+        ({"top_k": 1.5}, "top_k is 1.5, expected a number of tokens"),
+        ({"top_p": 0.0}, "top_p is 0.0, expected a probability above 0"),
+        ({"top_p": 1.1}, "top_p is 1.1, expected"),
+    ],
+)
+def test_settings_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Drawing(**options).as_arrays()
+
+
+def test_rows_keep_their_own_dtype():
+    tokens = draw(
+        jnp.zeros((2, 3)),
+        jax.random.split(jax.random.key(0)),
+        jnp.zeros(2, jnp.int32),
+        Drawing().as_arrays(),
+    )
+    assert tokens.dtype == jnp.int32
