@@ -4,9 +4,13 @@ import dataclasses
 from pathlib import Path
 from typing import ClassVar
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from manualpar.inspect.communication import summed
+from manualpar.models import Transformer
 from manualpar.pipeline.schedules import make_table
 from manualpar.planner.pod_config import config_of_layout
 from manualpar.planner.pod_estimate import estimate_layout
@@ -26,6 +30,7 @@ from manualpar.planner.topology import parse_topology
 from manualpar.training.config import load_config
 from manualpar.training.experiment import prepare
 from manualpar.training.task import make_task
+from tests.transformer_families import GEMMA, QWEN
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "plan"
 P = PodLayout
@@ -245,3 +250,19 @@ def test_the_fastest_layout_comes_first_and_all_fit():
 def test_what_does_not_divide_is_named(layout, message):
     found = find_obstacle(_model("llama3_405b"), layout, examples=2048, positions=8192)
     assert found == message
+
+
+def test_parameters_and_windows_of_other_families_are_counted():
+    model = Transformer(**GEMMA | QWEN | {"num_layers": 6}, hidden_size=32, num_heads=4)
+    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    sizes = {"examples": 1, "positions": 64}
+    x = sizes_on_device(model, P(), **sizes)
+    assert state_elements(x, P()) == sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert x.tensors == len(jax.tree.leaves(params["layers"]["layer_0"]))
+    windows = np.arange(64) + 1
+    expected = 2 * np.mean([np.minimum(windows, 3), windows])
+    assert x.seen == pytest.approx(expected, rel=0.02)
+    stages = P(stage=2, num_minibatches=1)
+    message = "6 layers do not divide by stage x chunks x global_every = 4"
+    assert find_obstacle(model, stages, **sizes) == message

@@ -40,9 +40,6 @@ from manualpar.planner.pod_work import (
 from manualpar.planner.roofline import is_made_an_all_reduce
 from manualpar.planner.topology import Ring, Topology, ring_over
 
-# Parameters of a layer, each gathered by itself: four of attention, three of the MLP, two norms.
-GATHERS_OF_A_LAYER = 9
-
 
 @dataclasses.dataclass(frozen=True)
 class PodPlan:
@@ -248,7 +245,7 @@ class _Step:
         experts = times * x.L * x.expert_weights
         loops = times * (1 if stacked else x.L)
         of_experts = 3 * loops if experts else 0
-        count = GATHERS_OF_A_LAYER * loops + 3 * times - of_experts
+        count = x.tensors * loops + 3 * times - of_experts
         few = tuple(axis for axis in self.sharded if axis != "expert")
         gathers = self.send("all_gather", self.sharded, HALF * dense, count)
         gathers += self.send("all_gather", few, HALF * experts, of_experts)
@@ -272,7 +269,7 @@ class _Step:
     def outside(self, stored: float) -> float:
         """What is sent before and after the passes, which nothing hides."""
         layout, x = self.layout, self.x
-        seconds = self.send("all_reduce", ("replica",), SINGLE * stored, GATHERS_OF_A_LAYER + 3)
+        seconds = self.send("all_reduce", ("replica",), SINGLE * stored, x.tensors + 3)
         if layout.communicate != "minibatch":
             times = layout.num_minibatches if layout.communicate == "gather-step" else 1
             seconds += self.gathered(1, stacked=True)[0] + self.gathered(times, stacked=True)[1]
@@ -281,7 +278,7 @@ class _Step:
         seconds += self.send("all_reduce", ("stage",), SINGLE * x.outer_weights / shards, 3)
         if layout.chunks > 1:  # Layers lie in runs, and chunks in turn: shards go and come back.
             moved = 2 * SINGLE * (stored - x.outer_weights / shards)
-            times = 2 * layout.chunks * GATHERS_OF_A_LAYER
+            times = 2 * layout.chunks * x.tensors
             seconds += self.send("permute", ("stage",), moved, times)
         return seconds
 

@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 from manualpar.layers import MoE
 from manualpar.layers.experts import capacity_of
 from manualpar.models import Transformer
-from manualpar.models.transformer_fields import size_of_head, size_of_vocabulary
+from manualpar.models.transformer_fields import size_of_head, size_of_vocabulary, window_of
 
 Communicate = Literal["minibatch", "gather-step", "step"]
 Keep = Literal["residuals", "inputs"]
@@ -109,6 +109,9 @@ class DeviceSizes:
       router: Experts that a token chooses among; 0 without experts.
       own_experts: Those of this device.
       tied: Whether the embedding is also the head.
+      seen: Positions that a query sees, two times the mean over queries and layers.
+      norms: Norms of a layer that are as large as `D`.
+      vectors: The sizes of all norms and biases of a layer.
     """
 
     B: int
@@ -125,6 +128,14 @@ class DeviceSizes:
     router: int
     own_experts: int
     tied: bool
+    seen: float
+    norms: int
+    vectors: tuple[int, ...]
+
+    @property
+    def tensors(self) -> int:
+        """Parameters of a layer: four of attention, three of the MLP, norms and biases."""
+        return 7 + len(self.vectors)
 
     @property
     def tokens(self) -> int:
@@ -133,8 +144,8 @@ class DeviceSizes:
 
     @functools.cached_property
     def attention_weights(self) -> int:
-        """Weights of a layer's attention and its two norms."""
-        return self.D * self.H * 2 * (self.N + self.K) + 2 * self.D
+        """Weights of a layer's attention, with norms and biases."""
+        return self.D * self.H * 2 * (self.N + self.K) + sum(self.vectors)
 
     @functools.cached_property
     def mlp_weights(self) -> int:
@@ -192,6 +203,8 @@ def find_obstacle(
     heads, zigzag = model.num_heads, 2 * layout.context if layout.context > 1 else 1
     kv_heads = model.num_kv_heads or heads
     experts = model.num_experts or 1
+    groups = parts * max(model.global_every, 1) if parts > 1 else 1
+    of_groups = " x global_every" * bool(model.global_every)
     needed = (
         (examples, rows, "examples", "replica x data x expert x minibatches"),
         (heads, layout.model, "heads", "model"),
@@ -200,7 +213,7 @@ def find_obstacle(
         (vocabulary, layout.model, "tokens of the vocabulary", "model"),
         (positions, zigzag * layout.model, "positions", "2 x context x model"),
         (experts, layout.expert, "experts", "expert"),
-        (model.num_layers if even else parts, parts, "layers", "stage x chunks"),
+        (model.num_layers if even else groups, groups, "layers", "stage x chunks" + of_groups),
     )
     for size, divisor, what, by in needed:
         if size % divisor:
@@ -225,14 +238,21 @@ def sizes_on_device(
         expert_rows = examples // rows * model.num_experts * capacity_of(moe, own_positions)
     kv_heads = model.num_kv_heads or model.num_heads
     chunk = -(-model.num_layers // (layout.stage * layout.chunks))
+    queries, keys = model.num_heads // layout.model, max(kv_heads // layout.model, 1)
+    size, norms = size_of_head(model), 4 if model.post_norms else 2
+    vectors = (model.hidden_size,) * norms + (size, size) * model.query_key_norm
+    vectors += (queries * size, keys * size, keys * size) * model.qkv_bias
+    windows = (window_of(model, layer) or positions for layer in range(model.num_layers))
+    # Of a window `w` the first `w` queries see less.
+    seen = sum(w * (2 - w / positions) for w in (min(w, positions) for w in windows))
     return DeviceSizes(
         B=examples // rows,
         S=own_positions,
         positions=positions,
         D=model.hidden_size,
-        N=model.num_heads // layout.model,
-        K=max(kv_heads // layout.model, 1),
-        H=size_of_head(model),
+        N=queries,
+        K=keys,
+        H=size,
         F=model.mlp_size // layout.model,
         V=size_of_vocabulary(model) // layout.model,
         L=chunk * layout.chunks,
@@ -240,4 +260,7 @@ def sizes_on_device(
         router=model.num_experts,
         own_experts=part,
         tied=model.tied_head,
+        seen=seen / model.num_layers,
+        norms=norms,
+        vectors=vectors,
     )

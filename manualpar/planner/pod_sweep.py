@@ -107,7 +107,8 @@ def _runs(
     """The ways to run on a mesh: minibatches, chunks, what is kept, and what is sent how often."""
     most = examples // (layout.replica * layout.data * layout.expert)
     minibatches = [n for n in _divisors(most) if n <= MOST_MINIBATCHES]
-    chunks = [n for n in _divisors(model.num_layers // layout.stage) if n <= MOST_CHUNKS]
+    groups = model.num_layers // layout.stage // max(model.global_every, 1)
+    chunks = [n for n in _divisors(groups) if n <= MOST_CHUNKS]
     for m, v, communicate, keep in itertools.product(
         minibatches,
         chunks if layout.stage > 1 else [1],

@@ -38,13 +38,13 @@ class Product(NamedTuple):
 def layer_products(x: DeviceSizes, layout: PodLayout) -> Iterator[Product]:
     """The products of a layer forward, in a minibatch; backward there are two for each."""
     T, D = x.tokens, x.D
-    yield Product(0.0, SINGLE * 2 * T * D / layout.model, "norms")
+    yield Product(0.0, SINGLE * x.norms * T * D / layout.model, "norms")
     query, key = x.N * x.H, x.K * x.H
     yield _product(T, D, query)._replace(part="in")
     yield _product(T, D, key, 2)._replace(part="in")
     # The scores, and their product with the values. All keys of a sequence pass by.
     keys = x.B * x.positions
-    flops = 2 * T * x.positions * query
+    flops = 2 * T * x.seen * query
     yield Product(flops, HALF * 2 * (T * query + keys * key), "scores")
     yield _product(T, query, D)._replace(part="out")
     if not x.own_experts:
@@ -174,5 +174,5 @@ def _made_by_layer(x: DeviceSizes, layout: PodLayout) -> int:
     attention = HALF * x.tokens * x.H * (2 * x.N + 2 * x.K)  # Rotated, and their gradients.
     rows = x.R if x.own_experts else x.tokens
     mlp = HALF * rows * 4 * x.F + (HALF * 2 * x.R * x.D if x.own_experts else 0)
-    norms = SINGLE * 2 * x.tokens * x.D // layout.model
+    norms = SINGLE * x.norms * x.tokens * x.D // layout.model
     return entered + attention + mlp + norms
