@@ -15,6 +15,7 @@ from manualpar.core.strategy import MODES
 from manualpar.guards.replicas import ReplicaSentinel
 from manualpar.inspect import bytes_by_axes, ledger, of_parameters, state_bytes, step_bytes
 from manualpar.inspect.memory import step_memory
+from manualpar.inspect.trained_parts import trained_parts
 from manualpar.sharding.layout import path_name
 from tests import inspect_formulas_test as formulas
 from tests import inspect_pipeline_formulas_test as pipelined
@@ -125,6 +126,15 @@ def test_frozen_parameters_cost_their_gathers_alone(devices8, name, in_bfloat16,
     infos = {info.path: str(info.dtype) for info, _ in program.parameters}
     assert infos["Dense_1/kernel"] == "bfloat16"
     assert infos["Dense_2/kernel"] == "float32"
+    parts = trained_parts(program, found)
+    elements = {"trained": 0, "frozen": 0}
+    for index, size in enumerate(formulas.KERNELS):
+        elements["trained" if f"Dense_{index}/*" in trainable else "frozen"] += size
+    assert {name: parts[name]["elements"] for name in elements} == elements
+    assert parts["frozen"]["bytes"] == elements["frozen"] * 2 // (program.mesh.shape["data"]) or (
+        name in ("dp", "zero1", "zero2")
+    )
+    assert parts["gradients_sent"] == sum(x.bytes_sent for x in reductions)
     assert step_memory(program).optimizer == state_bytes(program.abstract_state.opt_state)[0]
 
 

@@ -32,6 +32,7 @@ from manualpar.inspect.communication import as_number, bytes_by_axes, total_byte
 from manualpar.inspect.ledger_difference import Json, compare_ledgers
 from manualpar.inspect.provenance import OTHER
 from manualpar.inspect.step_ledger import ledger
+from manualpar.inspect.trained_parts import trained_parts
 from manualpar.models import Transformer
 from manualpar.models.transformer_sends import transformer_sends
 from manualpar.sharding.mesh_order import describe_links
@@ -144,9 +145,9 @@ def read_ledger(
     Returns:
       `Ledger.to_json()`, and `config_file`, `config`, `devices`, `jax`; `predicted_is_bound`:
       whether the closed form is the most that is sent; `predicted_layers`: the closed form of what
-      split layers send, `None` if there is none; and `schedule`: see `read_schedule`. Compiled
-      collectives have a `purpose` and a `module` as far as XLA has kept them, joined with `+` where
-      XLA merged several.
+      split layers send, `None` if there is none; `schedule`: see `read_schedule`; and `parts`: see
+      `trained_parts`. Compiled collectives have a `purpose` and a `module` as far as XLA has kept
+      them, joined with `+` where XLA merged several.
 
     Raises:
       UsageError: The config contradicts itself or the devices, or the step cannot be read; or it
@@ -180,6 +181,7 @@ def read_ledger(
         "predicted_is_bound": experiment.program.strategy.reshard_after_forward,
         "predicted_layers": _predict_layers(experiment, read.stage or 0),
         "schedule": schedule,
+        "parts": trained_parts(experiment.program, read.collectives),
         **found,
     }
 

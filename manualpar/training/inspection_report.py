@@ -57,6 +57,8 @@ def print_ledger(console: rich.console.Console, name: str, ledger: Json) -> None
     title = f"{name}: {ledger['name']} on {mesh}{links}; of a device in a step"
     _print_purposes(console, ledger, title)
     _print_axes(console, ledger)
+    if ledger["parts"]["frozen"]["arrays"]:
+        _print_trained(console, ledger["parts"])
     _print_modules(console, ledger)
     flops = {**ledger["flops"]["by_phase"], "total": ledger["flops"]["total"]}
     _print_parts(console, "FLOPs", flops, describe_flops)
@@ -210,6 +212,23 @@ def _print_axes(console: rich.console.Console, ledger: Json) -> None:
         for axes in sorted(sent.keys() | predicted.keys(), key=lambda x: (-sent.get(x, 0), x))
     ]
     print_table(console, ("axes", "devices", "sent", "share", "closed form"), rows)
+
+
+def _print_trained(console: rich.console.Console, parts: Json) -> None:
+    """Prints what is trained and what is frozen, side by side."""
+    rows = []
+    for name in ("trained", "frozen"):
+        part, is_trained = parts[name], name == "trained"
+        rows.append(
+            (
+                name,
+                *(f"{part['arrays']:,}", f"{part['elements']:,}", describe_bytes(part["bytes"])),
+                describe_bytes(parts["optimizer"] if is_trained else 0),
+                describe_bytes(parts["gradients_sent"] if is_trained else 0),
+            )
+        )
+    headers = ("parameters", "arrays", "elements", "held", "optimizer state", "gradients sent")
+    print_table(console, headers, rows)
 
 
 def _print_modules(console: rich.console.Console, ledger: Json) -> None:
