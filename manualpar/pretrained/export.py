@@ -28,7 +28,7 @@ from manualpar.pretrained.architecture import CONFIG_FILE, read_architecture, re
 from manualpar.pretrained.load import failing_together
 from manualpar.pretrained.model_config import architecture_of, write_config
 from manualpar.pretrained.sources import check_same_model, transformer_of
-from manualpar.pretrained.tensor_files import DTYPES, INDEX_FILE, ONE_FILE, TensorFiles
+from manualpar.pretrained.tensor_files import DTYPES, INDEX_FILE, ONE_FILE, TensorFiles, has_tensors
 from manualpar.pretrained.tensor_names import Piece, pieces_of_transformer
 from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
 from manualpar.state_arrays import to_host
@@ -100,7 +100,8 @@ def export_hf(
       directory: The directory to make. It must not exist, or be empty.
       like: The directory that the parameters once came from. Then its config, tokenizer and other
         small files are taken over, and every tensor gets the dtype that it has there: what was
-        loaded and not trained is written bit for bit.
+        loaded and not trained is written bit for bit. Without tensors there, their dtype is
+        what the config says.
       family: Without `like`, the family to write it as, such as `"llama"`; by default the first
         that is the same model.
       dtype: The dtype of all tensors, such as `"bfloat16"`. By default that of `like`, or that of
@@ -156,20 +157,23 @@ def _plan(
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """The config to write, and the tensors."""
     model, leaves = transformer_of(program), variable_leaves(program)
-    if dtype and dtype not in DTYPES.values():
-        raise ValueError(
-            f"export_hf: dtype is {dtype!r}, expected one of {', '.join(DTYPES.values())}, or '' "
-            "for that of like, or of the parameters."
-        )
     dtypes: Mapping[str, str] = {}
     if like is not None:
         source = Path(like).expanduser()
         architecture = read_architecture(source)
         check_same_model(model, source, architecture.fields)
         config = read_config(source)
-        dtypes = TensorFiles(source).dtypes
+        if has_tensors(source):
+            dtypes = TensorFiles(source).dtypes
+        else:  # The copy of config and tokenizer that an import leaves.
+            dtype = dtype or str(config.get("dtype") or config.get("torch_dtype") or "")
     else:
         config = write_config(architecture_of(model), family=family)
+    if dtype and dtype not in DTYPES.values():
+        raise ValueError(
+            f"export_hf: dtype is {dtype!r}, expected one of {', '.join(DTYPES.values())}, or '' "
+            "for that of like, or of the parameters."
+        )
     paths = [leaf.name.partition("/")[2] for leaf in leaves]
     shapes = {path: leaf.shape for path, leaf in zip(paths, leaves, strict=True)}
     pieces = pieces_of_transformer(config["model_type"], shapes)

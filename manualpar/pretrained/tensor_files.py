@@ -97,6 +97,11 @@ class TensorFiles:
             ) from None
 
 
+def has_tensors(directory: Path) -> bool:
+    """Whether a directory has `.safetensors` files, whole or not."""
+    return (directory / ONE_FILE).exists() or (directory / INDEX_FILE).exists()
+
+
 def _read_index(directory: Path) -> Mapping[str, str]:
     """The file of each tensor; `{}` if all are in one file."""
     path = directory / INDEX_FILE

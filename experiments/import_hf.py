@@ -1,0 +1,26 @@
+"""Brings somebody else's model into a workdir, as a checkpoint at step 0 that training starts from.
+
+python -m experiments.import_hf DIR --workdir=<folder>
+                                [--config=configs/fsdp_lm.py] [--config.<field>=<value> ...]
+                                [--devices=<number>]
+
+DIR holds config.json, tokenizer.json and .safetensors files. The config says how it will be
+trained, and on what data. Each process reads the slices of its own devices.
+"""
+
+import sys
+from pathlib import Path
+
+from absl import app
+
+from manualpar.training.command_line import flags_parser
+from manualpar.training.import_export import import_command
+
+DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "fsdp_lm.py"
+
+
+if __name__ == "__main__":
+    argv = sys.argv
+    if len(argv) > 1 and not argv[1].startswith("-"):
+        argv = [argv[0], f"--config.model.from_hf={argv[1]}", *argv[2:]]
+    app.run(import_command, argv=argv, flags_parser=flags_parser(__doc__ or "", DEFAULT_CONFIG))

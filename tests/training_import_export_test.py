@@ -1,0 +1,69 @@
+"""The commands: a model comes into a workdir, is trained there without its files, and leaves it."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.pretrained_export_test import assert_same_files, read
+from tests.pretrained_load_test import CONFIG, llama, tensors_of, write
+from tests.training_imported_model_test import make_tokenizer
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[1]
+TWO = ["-m", "manualpar.launch", "--processes=2", "--devices-per-process=4", "--", sys.executable]
+
+
+def run(*arguments, code=0):
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_model_comes_and_goes_with_two_processes_and_is_trained_without_its_files(tmp_path):
+    theirs, work, given = tmp_path / "theirs", tmp_path / "run", tmp_path / "text.txt"
+    theirs.mkdir()
+    (theirs / "config.json").write_text(json.dumps(CONFIG | {"torch_dtype": "bfloat16"}))
+    make_tokenizer(theirs / "tokenizer.json", 20)
+    params = jax.jit(llama(theirs).init)(jax.random.key(3), jnp.zeros((1, 8), jnp.int32))["params"]
+    tensors = {name: x.astype(jnp.bfloat16) for name, x in tensors_of(params).items()}
+    write(theirs, tensors)
+    given.write_text("w2 w3 w4 w5\n" * 3000)
+    fields = {
+        "data.path": given,
+        "data.sequence_length": 16,
+        "model.scan_layers": True,
+        "sample.num_tokens": 0,
+        "training.num_steps": 2,
+        "training.eval_every_steps": 0,
+        "checkpoint.every_steps": 2,
+        "parallel.min_weight_size": 16,
+    }
+    flags = ["--config=configs/fsdp_lm.py", f"--workdir={work}"]
+    flags += [f"--config.{name}={value}" for name, value in fields.items()]
+    imports = ["-m", "experiments.import_hf", theirs, *flags]
+    said = run(*TWO, *imports)
+    # Each of two processes reads half of everything but the small parameters that both have.
+    assert "read 6.67 KiB of 30 tensors" in said
+    assert "holds a run, expected a new folder" in run(*imports, code=2)
+    exports = ["-m", "experiments.export_hf", f"--workdir={work}"]
+    run(*TWO, *exports, f"--to={tmp_path / 'same'}", "--max-shard-bytes=4000")
+    assert_same_files(read(tmp_path / "same"), tensors)
+    assert (tmp_path / "same" / "tokenizer.json").exists()
+    shutil.rmtree(theirs)
+    model = f"--config.model.from_hf={work / 'model'}"
+    assert "going on from the checkpoint of step 0" in run("-m", "experiments.fsdp", *flags, model)
+    said = run(*exports, f"--to={tmp_path / 'trained'}", "--dtype=float32", "--devices=1")
+    assert "wrote step 2" in said
+    trained = read(tmp_path / "trained")
+    assert trained.keys() == tensors.keys()
+    assert any((trained[name] != x).any() for name, x in tensors.items())
+    assert "is not empty" in run(*exports, f"--to={tmp_path / 'trained'}", code=2)
+    none = ["-m", "experiments.export_hf", f"--workdir={tmp_path}", "--to=x"]
+    assert "holds no checkpoint, expected the folder of a run" in run(*none, code=2)
