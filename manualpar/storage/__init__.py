@@ -3,6 +3,8 @@
 from manualpar.storage.array_store import CONTEXT, key_value_store
 from manualpar.storage.bucket_path import AnyPath, BucketPath, as_path, open_for_reading
 from manualpar.storage.copies import copied_files, copied_folder, local_path, user_path
+from manualpar.storage.lease import HeldError, hold
+from manualpar.storage.mirror import mirrored
 from manualpar.storage.requests import BucketError, request
 
 __all__ = [
@@ -10,11 +12,14 @@ __all__ = [
     "AnyPath",
     "BucketError",
     "BucketPath",
+    "HeldError",
     "as_path",
     "copied_files",
     "copied_folder",
+    "hold",
     "key_value_store",
     "local_path",
+    "mirrored",
     "open_for_reading",
     "request",
     "user_path",

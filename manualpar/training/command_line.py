@@ -26,6 +26,7 @@ from absl import logging
 from ml_collections import config_flags
 
 from manualpar.checkpoints.compatibility import REMOVED
+from manualpar.storage import AnyPath, BucketPath, as_path
 from manualpar.training.config import flatten_config, load_config, nearest
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.usage import (
@@ -57,6 +58,7 @@ class Flag(NamedTuple):
     help: str
     kind: type = str
     default: Any = None
+    in_buckets: bool = False  # Whether a path may be one of s3:// or gs://.
 
 
 WORKDIR = Flag(
@@ -110,7 +112,7 @@ class Syntax(NamedTuple):
 
 TRAINING = Syntax(
     {
-        "workdir": WORKDIR,
+        "workdir": WORKDIR._replace(in_buckets=True),
         "devices": Flag(
             "How many CPU devices to simulate, by default 8 where the CPU is all there is.", int
         ),
@@ -188,12 +190,22 @@ def parse_command_line(
         if isinstance(value, str) and "\0" in value:
             raise UsageError(f"--{name}={value!r}: expected no NUL in it.")
         if flags[name].kind is Path:
-            values[name] = Path(value) if value else None
+            values[name] = _path(name, value, flags[name]) if value else None
     if values.get("devices") is not None and values["devices"] < 1:
         raise UsageError(f"--devices={values['devices']}: expected at least 1 device to simulate.")
     line = CommandLine(_load_configs(paths, overrides), types.SimpleNamespace(**values))
     syntax.refine(line)
     return line
+
+
+def _path(name: str, value: str, flag: Flag) -> AnyPath:
+    try:
+        path = as_path(value)
+    except ValueError as error:
+        raise UsageError(f"--{name}: {error}") from None
+    if isinstance(path, BucketPath) and not flag.in_buckets:
+        raise UsageError(f"--{name}={path}: expected a path on a disk.")
+    return path
 
 
 def _check_overrides(arguments: list[str], syntax: Syntax) -> None:

@@ -2,9 +2,9 @@
 
 import sys
 import time
-from pathlib import Path
 
 from manualpar.cluster import TERMINATED_EXIT_CODE, Cluster, DisagreementError, initialize
+from manualpar.storage import AnyPath, BucketError
 from manualpar.training.command_line import CommandLine, quiet_absl
 from manualpar.training.config import check_config
 from manualpar.training.devices import simulate_devices
@@ -56,6 +56,9 @@ def run_command(command: CommandLine) -> int:
             timeout_seconds=config.watch.lost_seconds,
             facts=run_facts(command),
         )
+    except BucketError as error:
+        print_error(error)
+        return FILES_EXIT_CODE
     except (UsageError, ValueError, ConnectionError) as error:
         print_error(error)
         return USAGE_EXIT_CODE
@@ -105,7 +108,7 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
     return 0
 
 
-def _prepare(command: CommandLine, cluster: Cluster) -> tuple[Experiment, Path]:
+def _prepare(command: CommandLine, cluster: Cluster) -> tuple[Experiment, AnyPath]:
     """The experiment, checked in all processes, and its folder."""
     try:
         cluster.enter("preparing")

@@ -20,6 +20,7 @@ from manualpar.inspect import draw_sharding, layout_table, state_bytes
 from manualpar.parameter_average import ema_params
 from manualpar.sharding.axes import axes_size, axis_tuple
 from manualpar.sharding.mesh_order import describe_links
+from manualpar.storage import AnyPath, BucketError, mirrored
 from manualpar.train_state import TrainState
 from manualpar.training.devices import describe_mesh
 from manualpar.training.ending import ending_all
@@ -27,7 +28,14 @@ from manualpar.training.experiment import Experiment
 from manualpar.training.imported_model import initial_state
 from manualpar.training.recorder import Recorder
 from manualpar.training.trainer import Trainer
-from manualpar.training.workdir import START, check_folder, open_checkpoints, position_of, restore
+from manualpar.training.workdir import (
+    FOLDER,
+    START,
+    check_folder,
+    open_checkpoints,
+    position_of,
+    restore,
+)
 from manualpar.training.workdir_lock import lock_workdir
 from manualpar.usage import UsageError
 from manualpar.watching.durable_files import WriteError
@@ -39,6 +47,9 @@ from manualpar.watching.tables import describe_bytes, print_line
 from manualpar.watching.throughput import Throughput, lowest_peak, memory_in_use
 from manualpar.watching.writers import METRICS_FILE, PLACED_FILES, RunWriter
 
+# What begins the names of files in a workdir that are no results to go on with.
+NO_RESULTS = (f"{FOLDER}/", ".lock", "profile/")
+
 
 class Result(NamedTuple):
     """The metrics of the test examples, and a text from the trained model, if it generates any."""
@@ -47,8 +58,16 @@ class Result(NamedTuple):
     sample: str = ""
 
 
+class Target(NamedTuple):
+    """Where results are to be, the local folder they are written to, and what puts them there."""
+
+    workdir: AnyPath
+    folder: Path
+    publish: Callable[[], None]
+
+
 def run(
-    experiment: Experiment, workdir: Path, *, cluster: Cluster, console: rich.console.Console
+    experiment: Experiment, workdir: AnyPath, *, cluster: Cluster, console: rich.console.Console
 ) -> Result:
     """Trains and tests, and shows the mesh, the layout and the progress.
 
@@ -61,24 +80,28 @@ def run(
       StoppedError, KeyboardInterrupt, NonFiniteError, ReplicaError: See `Trainer.train`.
     """
     with contextlib.ExitStack() as stack:
-        failure = ""
+        failure, check = "", _no_lock
         if cluster.is_main:
             try:
                 say = functools.partial(print_line, console)
-                stack.enter_context(lock_workdir(workdir, report=say))
+                check = stack.enter_context(lock_workdir(workdir, report=say))
                 # Another run may have used it since the command line was checked.
                 check_folder(experiment.config, workdir)
-            except WriteError:  # A ValueError too, and no mistake on the command line.
+            # A ValueError too, and no mistake on the command line.
+            except (WriteError, BucketError):
                 raise
             except (UsageError, ValueError) as error:
                 failure = str(error)
         if failure := first_failure(failure):
             raise UsageError(failure)
+        results = mirrored(workdir, left_out=NO_RESULTS, check=check, is_main=cluster.is_main)
+        folder, publish = stack.enter_context(results)
         _describe(experiment, cluster=cluster, console=console)
         checkpoints = stack.enter_context(open_checkpoints(experiment.config, workdir))
         stack.enter_context(ending_all(cluster))
         try:
-            return _run(experiment, workdir, checkpoints, cluster=cluster, console=console)
+            target = Target(workdir, folder, publish)
+            return _run(experiment, target, checkpoints, cluster=cluster, console=console)
         except jax.errors.JaxRuntimeError as error:
             if options := experiment.chosen.options:
                 error.add_note(
@@ -90,7 +113,7 @@ def run(
 
 def _run(
     experiment: Experiment,
-    workdir: Path,
+    target: Target,
     checkpoints: Checkpoints,
     *,
     cluster: Cluster,
@@ -99,6 +122,7 @@ def _run(
     """Restores the latest checkpoint if there is one, trains, tests and samples."""
     config, program, task = experiment.config, experiment.program, experiment.task
     say = functools.partial(print_line, console)
+    workdir, folder, publish = target
     restored: Restored | None = None
     if checkpoints.latest_step() is not None:
         restored = restore(checkpoints, experiment, workdir, report=say)
@@ -107,20 +131,21 @@ def _run(
     state = restored.state if restored else initial_state(config, program, report=say)
     with contextlib.ExitStack() as stack:
         place = restored.extra["files"] if restored else None
-        if place is None and (workdir / METRICS_FILE).exists():
+        if place is None and (folder / METRICS_FILE).exists():
             # A run that ended before its first checkpoint begins again.
             place = dict.fromkeys(PLACED_FILES, 0)
         writer = RunWriter(
-            workdir,
+            folder,
             config=config.to_dict(),
             place=place,
             step=position.step,
             report=say,
             process=cluster.process_id,
+            publish=publish,
         )
         stack.enter_context(writer)
         if cluster.is_main:
-            stack.push(lambda _, error, __: _write_report(experiment, workdir, say, error))
+            stack.push(lambda _, error, __: _write_report(experiment, target, say, error))
         progress = TrainingProgress(
             console,
             num_steps=config.training.num_steps,
@@ -142,7 +167,7 @@ def _run(
         )
         # Processes of one host would write to the same file.
         profiled = parse_profile(config.profile) if cluster.is_main else range(0)
-        profiler = StepProfiler(profiled, workdir / "profile", say)
+        profiler = StepProfiler(profiled, folder / "profile", say)
         restored = None  # Its state is donated to the first step.
         trainer = Trainer(
             experiment, checkpoints, recorder, writer, cluster, detector, profiler, report=say
@@ -153,6 +178,10 @@ def _run(
             shown = ema_params(state) if config.optimizer.ema_decay else state
             sample = task.sample(_without_padding(program, shown), jax.random.key(config.seed))
     return Result(recorder.latest("test"), sample)
+
+
+def _no_lock() -> None:
+    """What checks the lock in processes that have none."""
 
 
 def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console.Console) -> None:
@@ -193,7 +222,7 @@ def _without_padding(program: Program, state: TrainState) -> TrainState:
 
 def _write_report(
     experiment: Experiment,
-    workdir: Path,
+    target: Target,
     say: Callable[[str], None],
     error: BaseException | None,
 ) -> None:
@@ -210,7 +239,7 @@ def _write_report(
         "jax": jax.__version__,
     }
     try:
-        write_report(workdir, title=str(workdir), facts=facts, report=say)
+        write_report(target.folder, title=str(target.workdir), facts=facts, report=say)
     except WriteError as failure:
         if error is None:
             raise

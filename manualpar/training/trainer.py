@@ -183,7 +183,7 @@ class Trainer:
             self.checkpoints.wait()
             if self.checkpoints.latest_step() is None:
                 return None
-            workdir = self.writer.workdir
+            workdir = self.checkpoints.folder.parent
             restored = restore(self.checkpoints, self.experiment, workdir, report=self.report)
             self.recorder.resume(restored.extra["recorder"])
             self.writer.go_back(restored.extra["files"], step=restored.step, report=self.report)

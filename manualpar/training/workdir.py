@@ -17,9 +17,10 @@ import ml_collections
 
 from manualpar.checkpoints import CheckpointError, Checkpoints, Restored, check_resumable
 from manualpar.checkpoints.failures import explain
-from manualpar.checkpoints.retention import find_leftovers, list_steps
+from manualpar.checkpoints.folders import open_folder
 from manualpar.checkpoints.saved_state import read_extra
 from manualpar.cluster.agreement import from_first
+from manualpar.storage import AnyPath, BucketPath
 from manualpar.training.config import field_defaults, flatten_config
 from manualpar.training.experiment import Experiment
 from manualpar.training.recorder import parse_state
@@ -48,7 +49,7 @@ class Position(NamedTuple):
 START = Position()
 
 
-def choose_workdir(workdir: Path | None, *, name: str) -> Path:
+def choose_workdir(workdir: AnyPath | None, *, name: str) -> AnyPath:
     """The folder that was asked for, or a new numbered one, the same for all processes."""
     if workdir is not None:
         return workdir
@@ -65,7 +66,7 @@ def choose_workdir(workdir: Path | None, *, name: str) -> Path:
     return Path(path)
 
 
-def check_folder(config: ml_collections.ConfigDict, workdir: Path | None) -> list[str]:
+def check_folder(config: ml_collections.ConfigDict, workdir: AnyPath | None) -> list[str]:
     """Checks that a folder, `None` for a new one, is new or holds a run to go on with.
 
     Returns the differences between the config and that of the run, a sentence each.
@@ -76,15 +77,16 @@ def check_folder(config: ml_collections.ConfigDict, workdir: Path | None) -> lis
         way of a checkpoint.
       OSError: Its checkpoints cannot be listed.
     """
-    _check_writable(RUNS if workdir is None else workdir)
+    if not isinstance(workdir, BucketPath):  # There, taking the lock shows it.
+        _check_writable(RUNS if workdir is None else workdir)
     if workdir is None:
         return []
     if workdir.exists() and not workdir.is_dir():
         check_workdir(workdir)
     # This runs before there are devices, so that it may not ask jax for anything.
     if config.checkpoint.every_steps:
-        find_leftovers(workdir / FOLDER)
-    elif not list_steps(workdir / FOLDER):
+        open_folder(workdir / FOLDER).check()
+    elif not open_folder(workdir / FOLDER).steps():
         check_workdir(workdir)
     return check_continues(config, workdir)
 
@@ -104,7 +106,7 @@ def _check_writable(folder: Path) -> None:
         raise ValueError(f"the results cannot be written: {folder} {reason}; name another folder.")
 
 
-def check_continues(config: ml_collections.ConfigDict, workdir: Path) -> list[str]:
+def check_continues(config: ml_collections.ConfigDict, workdir: AnyPath) -> list[str]:
     """Compares a config with that of the run that a workdir holds.
 
     The config in the newest checkpoint counts, because `config.json` may be gone or from another
@@ -114,9 +116,9 @@ def check_continues(config: ml_collections.ConfigDict, workdir: Path) -> list[st
     """
     path = workdir / CONFIG_FILE
     written, saved, note = None, _saved_config(workdir), ""
-    if os.path.lexists(path):
+    if path.exists() if isinstance(path, BucketPath) else os.path.lexists(path):
         try:
-            written = flatten_config(read_object(path, follow_links=True))
+            written = flatten_config(_read_config(path))
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"--workdir={workdir} holds a run whose {CONFIG_FILE} cannot be read: {error}; "
@@ -133,9 +135,15 @@ def check_continues(config: ml_collections.ConfigDict, workdir: Path) -> list[st
     return [f"{note}; going on as the checkpoint says", *lines] if note else lines
 
 
-def _saved_config(workdir: Path) -> dict[str, Any] | None:
+def _read_config(path: AnyPath) -> dict[str, Any]:
+    if isinstance(path, BucketPath):
+        return parse_object(path.read_bytes())
+    return read_object(path, follow_links=True)
+
+
+def _saved_config(workdir: AnyPath) -> dict[str, Any] | None:
     """The config in the newest checkpoint, flat; `None` if there is no readable one."""
-    steps = list_steps(workdir / FOLDER)
+    steps = open_folder(workdir / FOLDER).steps()
     try:
         config = read_extra(workdir / FOLDER / str(steps[-1])).get("config") if steps else None
     except (OSError, ValueError):
@@ -144,7 +152,7 @@ def _saved_config(workdir: Path) -> dict[str, Any] | None:
 
 
 def _compare(
-    saved: Mapping[str, Any], config: ml_collections.ConfigDict, *, workdir: Path, note: str = ""
+    saved: Mapping[str, Any], config: ml_collections.ConfigDict, *, workdir: AnyPath, note: str = ""
 ) -> list[str]:
     """The differences that are allowed; a `ValueError` where there are others."""
     asked_for = json.loads(json.dumps(config.to_dict()))
@@ -157,7 +165,7 @@ def _compare(
         ) from error
 
 
-def open_checkpoints(config: ml_collections.ConfigDict, workdir: Path) -> Checkpoints:
+def open_checkpoints(config: ml_collections.ConfigDict, workdir: AnyPath) -> Checkpoints:
     """The checkpoints of a workdir, kept as the config says."""
     checkpoint = config.checkpoint
     return Checkpoints(
@@ -172,7 +180,7 @@ def open_checkpoints(config: ml_collections.ConfigDict, workdir: Path) -> Checkp
 def restore(
     checkpoints: Checkpoints,
     experiment: Experiment,
-    workdir: Path,
+    workdir: AnyPath,
     *,
     report: Callable[[str], None],
 ) -> Restored:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from manualpar.storage import AnyPath, BucketPath, HeldError, hold
 from manualpar.untrusted import NotAFileError, kind_of, parse_object
 from manualpar.usage import UsageError
 from manualpar.watching.durable_files import explained
@@ -33,15 +34,25 @@ UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIN
 
 
 @contextlib.contextmanager
-def lock_workdir(workdir: Path, *, report: Callable[[str], None]) -> Iterator[None]:
+def lock_workdir(
+    workdir: AnyPath, *, report: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
     """Keeps other runs out of a folder, which is created if need be, while the context lasts.
 
-    If the file system has no locks, `report` is told so, and nothing is locked.
+    If the file system has no locks, `report` is told so, and nothing is locked. In a bucket there
+    is a lease, see `manualpar.storage.lease`. What it yields raises an error if that was lost.
 
     Raises:
       UsageError: Another run has the lock; the message says which.
       WriteError: The file cannot be written.
     """
+    if isinstance(workdir, BucketPath):
+        try:
+            with hold(workdir, report=report) as check:
+                yield check
+        except HeldError as error:
+            raise _in_use(workdir, str(error)) from None
+        return
     path = workdir / LOCK_FILE
     with explained(path):
         workdir.mkdir(parents=True, exist_ok=True)
@@ -59,7 +70,7 @@ def lock_workdir(workdir: Path, *, report: Callable[[str], None]) -> Iterator[No
         with explained(path):
             _lock(descriptor, workdir, report)
         try:
-            yield
+            yield lambda: None
         finally:
             if held:  # Otherwise this is a copy of the process, and the lock is not its own.
                 with contextlib.suppress(OSError):
@@ -77,10 +88,7 @@ def _lock(descriptor: int, workdir: Path, report: Callable[[str], None]) -> None
             break
         except BlockingIOError:
             if time.monotonic() >= until:
-                raise UsageError(
-                    f"--workdir={workdir} is in use by another run{_owner(descriptor)}; wait until "
-                    "it ends, end it, or name another folder."
-                ) from None
+                raise _in_use(workdir, _owner(descriptor)) from None
             time.sleep(0.05)
         except OSError as error:
             if error.errno not in UNSUPPORTED:
@@ -97,6 +105,13 @@ def _lock(descriptor: int, workdir: Path, report: Callable[[str], None]) -> None
     }
     os.ftruncate(descriptor, 0)
     os.write(descriptor, json.dumps(owner).encode())
+
+
+def _in_use(workdir: AnyPath, owner: str) -> UsageError:
+    return UsageError(
+        f"--workdir={workdir} is in use by another run{owner}; wait until it ends, end it, or name "
+        "another folder."
+    )
 
 
 def _owner(descriptor: int) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from manualpar.storage import AnyPath, BucketError
 from manualpar.untrusted import NotAFileError, create_file
 
 
@@ -20,10 +21,12 @@ class WriteError(ValueError):
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explained(path: AnyPath) -> Iterator[None]:
     """Turns an `OSError` into a `WriteError` that names the file that is written to."""
     try:
         yield
+    except BucketError as error:
+        raise WriteError(f"the results cannot be written: {error}.") from error
     except OSError as error:
         mend = "name another folder with --workdir"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

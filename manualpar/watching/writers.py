@@ -36,6 +36,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
+from manualpar.storage import AnyPath
 from manualpar.untrusted import open_file, parse_object, read_file
 from manualpar.watching.durable_files import LineFile, WriteError, explained, replace_file
 
@@ -46,7 +47,7 @@ DISCARDED_FILE = "discarded.jsonl"
 PLACED_FILES = (METRICS_FILE, THROUGHPUT_FILE)  # A place holds their sizes.
 
 
-def check_workdir(workdir: Path, flag: str = "--workdir") -> None:
+def check_workdir(workdir: AnyPath, flag: str = "--workdir") -> None:
     """Raises a `ValueError` for a folder that cannot hold a new run, or holds an earlier one."""
     if workdir.exists() and not workdir.is_dir():
         raise ValueError(f"{flag}={workdir} is a file, expected a folder or a name for a new one.")
@@ -84,6 +85,7 @@ class RunWriter:
         step: int = 0,
         report: Callable[[str], None] = print,
         process: int = 0,
+        publish: Callable[[], None] = lambda: None,
     ) -> None:
         """Opens the files of a new run, or those of an earlier one where a checkpoint found them.
 
@@ -96,12 +98,14 @@ class RunWriter:
           step: How many updates were made by then.
           report: Is told if `throughput.jsonl` is damaged.
           process: The number of this process.
+          publish: Puts the files where they are to be, if that is not the folder.
 
         Raises:
           ValueError: `metrics.jsonl` is missing, shorter than the place or has no end of a line
             there, or `place` is not a place.
         """
         self.workdir = workdir
+        self._publish = publish
         self._files: dict[str, LineFile] = {}
         if process:
             return
@@ -118,6 +122,7 @@ class RunWriter:
             self._events = EventsWriter(str(self._events_path), f".{number:04d}")
         if place is not None:
             self._forget_events(place, step)
+        publish()
 
     def write(
         self,
@@ -148,7 +153,10 @@ class RunWriter:
         A checkpoint holds it, so that `__init__` and `go_back` can cut the files back to it. It is
         empty on processes other than 0.
         """
-        return {name: lines.sync() for name, lines in self._files.items()}
+        place = {name: lines.sync() for name, lines in self._files.items()}
+        if place:
+            self._publish()
+        return place
 
     def go_back(
         self, place: Mapping[str, int], *, step: int, report: Callable[[str], None] = print
