@@ -23,6 +23,7 @@ from manualpar.strategies import strategy_kinds
 from manualpar.training.config import check_config, complete_config, nearest
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.optimizer import adamw, warmup_cosine_schedule
+from manualpar.training.fine_tuning import with_adapters
 from manualpar.training.task import (
     CONTEXT_AXIS,
     EXPERT_AXIS,
@@ -222,7 +223,8 @@ def _build(
     if set(axis_name) - {"data"}:
         shared["axis_name"] = axis_name if len(axis_name) > 1 else axis_name[0]
     own = {name: parallel[name] for name in kind.fields if name in parallel}
-    return kind.builder(task.model, tx, task.loss_fn, **shared, **own, **kind.constants), chosen
+    model = with_adapters(task.model, config.model)
+    return kind.builder(model, tx, task.loss_fn, **shared, **own, **kind.constants), chosen
 
 
 def _choose_options(

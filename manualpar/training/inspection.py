@@ -190,6 +190,8 @@ def _predict_layers(experiment: Experiment, stage: int) -> Json | None:
     program, model = experiment.program, experiment.task.model
     if program.mode != "manual" or not isinstance(model, Transformer):
         return None
+    if experiment.config.model.lora:  # Adapters of row-parallel layers send too.
+        return None
     try:
         sends = transformer_sends(program, model, stage=stage)
     except ValueError:  # There is no closed form.

@@ -19,6 +19,7 @@ from manualpar.training.cross_entropy import (
     language_model_loss,
     mixture_of_experts_loss,
 )
+from manualpar.training.fine_tuning import FINE_TUNING_FIELDS
 from manualpar.training.sampling import sample_tokens
 from manualpar.user_model.loss_function import LossFn
 
@@ -164,6 +165,5 @@ def splits_layers(config: ml_collections.ConfigDict) -> bool:
 
 
 def _fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    return {
-        name: value for name, value in config.to_dict().items() if name not in ("name", "from_hf")
-    }
+    others = {"name", "from_hf", *FINE_TUNING_FIELDS}
+    return {name: value for name, value in config.to_dict().items() if name not in others}
