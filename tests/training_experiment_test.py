@@ -11,6 +11,7 @@ from configs import dp, fsdp, hsdp, tp_lm, zero
 from manualpar.compiler_options import ChosenOptions
 from manualpar.strategies import strategy_kinds
 from manualpar.training import experiment
+from manualpar.training.config import complete_config
 from manualpar.training.cross_entropy import mixture_of_experts_loss
 from manualpar.training.experiment import build_program, prepare
 from manualpar.training.task import make_task
@@ -20,6 +21,8 @@ SHARED = {
     "mode": "auto",
     "rules": (("embed", None),),
     "param_dtype": "float32",
+    "trainable": None,
+    "frozen_dtype": None,
     "gather_dtype": "bfloat16",
     "reduce_dtype": None,
     "axis_by_axis": False,
@@ -38,6 +41,7 @@ OVER_BOTH = {"axis_name": ("replica", "data")}
 
 
 def _small(config, **parallel):
+    config = complete_config(config)
     with config.unlocked():
         config.model.hidden_size = 16
         config.parallel.update(parallel)

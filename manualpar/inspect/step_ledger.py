@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, TypeVar
 
+import flax.linen as nn
 import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
@@ -175,7 +176,9 @@ def ledger(
     around = Around(spread=num_devices)
     # The name of the model, with which flax begins the scope of all that it does.
     apply_fn: Any = ours and ours.abstract_state.apply_fn
-    root = type(apply_fn.__self__).__name__ if ours else ""
+    owner = getattr(apply_fn, "__self__", None)
+    owner = owner if isinstance(owner, nn.Module) else getattr(owner, "module", owner)
+    root = type(owner).__name__ if ours else ""
     data_axes = ours.data_axes if ours else ()
     options: Any = {"root": root, "data_axes": data_axes, "while_trips": while_trips}
     sending, collectives = read_stage("ledger", jaxpr, around, stage=stage, **options)

@@ -21,9 +21,9 @@ from manualpar.sharding.axes import axes_size
 from manualpar.sharding.mesh import abstract_mesh, make_mesh
 from manualpar.strategies import strategy_kinds
 from manualpar.training.config import check_config, complete_config, nearest
+from manualpar.training.fine_tuning import with_adapters
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.optimizer import adamw, warmup_cosine_schedule
-from manualpar.training.fine_tuning import with_adapters
 from manualpar.training.task import (
     CONTEXT_AXIS,
     EXPERT_AXIS,
