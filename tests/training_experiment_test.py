@@ -194,7 +194,7 @@ def text(tmp_path_factory):
 
 
 def _language(text, mesh, **fields):
-    config = tp_lm.get_config()
+    config = complete_config(tp_lm.get_config())
     with config.unlocked():
         config.parallel.mesh = mesh
         config.data.update(path=str(text), sequence_length=fields.pop("sequence_length", 8))
