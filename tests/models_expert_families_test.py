@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from manualpar.layers import MoE
+from tests.transformers_models import assert_step_is_that_of_torch, logits_of, saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 torch = pytest.importorskip("torch", reason="pip install -e '.[interop]'")
 transformers = pytest.importorskip("transformers", reason="pip install -e '.[interop]'")
 
-B, S, D, E, F = 4, 16, 16, 12, 8
-SIZES: dict[str, Any] = {
+D, E, F = 16, 12, 8
+OF_LAYER: dict[str, Any] = {
     "hidden_size": D,
     "moe_intermediate_size": F,
     "n_routed_experts": E,
@@ -48,19 +49,77 @@ LAYERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+OF_MODELS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": F}
+OF_MODELS |= {"num_hidden_layers": 3}
+# Those of Qwen2 and dots.llm1 have a dense layer first; the routing of the last is DeepSeek's.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5, "num_hidden_layers": 2}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        OF_MODELS
+        | {
+            "num_experts": 8,
+            "shared_expert_intermediate_size": 12,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        OF_MODELS
+        | {"num_experts": 8, "head_dim": 8, "norm_topk_prob": True, "num_hidden_layers": 2},
+    ),
+    "dots1": (
+        "Dots1",
+        OF_MODELS
+        | {
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "head_dim": 4,
+        },
+    ),
+}
+MESHES: dict[str, dict[str, int]] = {
+    "fsdp": {"data": 8},
+    "expert": {"data": 2, "expert": 2, "model": 2},
+    "context": {"data": 2, "expert": 2, "context": 2},
+    "stage": {"data": 2, "model": 2, "stage": 2},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name):
+    model = saved(*MODELS[name])
+    for scan_layers in (True, False):
+        logits = logits_of(model.directory, scan_layers=scan_layers)
+        np.testing.assert_allclose(logits, model.logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_on_a_mesh_is_that_of_transformers(name, mesh, devices8):
+    del devices8
+    assert_step_is_that_of_torch(saved(*MODELS[name]), MESHES[mesh])
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_of_experts_and_its_gradients_are_those_of_transformers(name):
     family, suffix, theirs, ours = LAYERS[name]
     model_type = name.partition("-")[0]
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    config = getattr(transformers, f"{family}Config")(**SIZES, **theirs)
+    config = getattr(transformers, f"{family}Config")(**OF_LAYER, **theirs)
     torch.manual_seed(0)
     layer = getattr(module, f"{family}{suffix}")(config)
     for x in layer.parameters():
         x.data = torch.randn_like(x) * x.shape[-1] ** -0.5
     for x in layer.buffers():
         x.data = torch.randn_like(x) * 0.3
-    tokens, probe = torch.randn(2, B, S, D)
+    tokens, probe = torch.randn(2, 4, 16, D)
     tokens.requires_grad_()
     expected = layer(tokens)
     (expected * probe).sum().backward()

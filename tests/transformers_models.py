@@ -1,0 +1,173 @@
+"""Small random models of transformers, saved, and what a step of ours must make of them.
+
+A model is made with transformers and saved, and so is a second one whose parameters are the
+gradients that torch computes. Both are loaded here. A metric for each position says how probable
+labels are there, so that it comes from the program itself, on pipelines too.
+"""
+
+import copy
+import functools
+import json
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from manualpar import Batch, Pipeline, Program, fsdp, make_mesh
+from manualpar.models import Transformer
+from manualpar.pretrained import load_hf, read_architecture
+
+VOCABULARY, B, S = 60, 8, 16
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,  # Its row of the embedding would have no gradient.
+}
+
+
+class Saved(NamedTuple):
+    """A model that is saved.
+
+    Attributes:
+      directory: Where it is.
+      of_grads: Where the same model is with its gradients as its parameters.
+      logits: Its logits of `make_batch`.
+      model: The torch module.
+    """
+
+    directory: Path
+    of_grads: Path
+    logits: np.ndarray
+    model: Any
+
+
+def make_batch() -> Batch:
+    """A batch whose mask numbers the positions."""
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (B, S + 1), dtype=np.int32)
+    mask = np.tile(np.arange(S, dtype=np.float32), (B, 1))
+    return Batch(tokens[:, :-1], tokens[:, 1:], mask)
+
+
+def saved(family: str, fields: Mapping[str, Any]) -> Saved:
+    """A model of a family, such as `Llama`, with these fields besides `SIZES`; made once."""
+    return _saved(family, json.dumps(dict(fields)))
+
+
+@functools.cache
+def _saved(family: str, fields: str) -> Saved:
+    import torch
+    import transformers
+
+    config_class = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")
+    config = config_class(**(SIZES | json.loads(fields)))
+    torch.manual_seed(0)
+    make = transformers.AutoModelForCausalLM.from_config
+    model = make(config, attn_implementation="eager", dtype=torch.float32).eval()
+    scale = 0.0 if family.startswith("Gemma") else 1.0
+    for path, x in [*model.named_parameters(), *model.named_buffers()]:
+        noise = torch.randn_like(x)
+        if "norm" in path:
+            x.data = scale + 0.3 * noise
+        elif "inv_freq" not in path:
+            x.data = noise * (0.3 if path.endswith("bias") else x.shape[-1] ** -0.5)
+    directories = [
+        Path(tempfile.mkdtemp(prefix=f"{family}_{part}_")) for part in ("model", "grads")
+    ]
+    model.save_pretrained(directories[0])
+    batch = make_batch()
+    inputs, labels = torch.tensor(batch.inputs).long(), torch.tensor(batch.labels).long()
+    logits = model(inputs).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    of_grads = copy.deepcopy(model)
+    for x, original in zip(of_grads.parameters(), model.parameters(), strict=True):
+        x.data = original.grad.float()
+    of_grads.save_pretrained(directories[1])
+    return Saved(directories[0], directories[1], logits.detach().numpy(), model)
+
+
+def program_of(directory: Path, mesh: dict[str, int], **fields: Any) -> Program:
+    """A program of the model in a directory, whose SGD step shows the gradient itself."""
+    split = {axis: axis for axis in ("model", "context") if axis in mesh}
+    known = read_architecture(directory).fields
+    model = Transformer(
+        **known,
+        vocab_multiple=8,
+        split_axis=split.get("model", ""),
+        sequence_parallel="model" in mesh and "stage" not in mesh,
+        context_axis=split.get("context", ""),
+        expert_axis="expert" if known.get("num_experts") else "",
+        **fields,
+    )
+    options: dict[str, Any] = {"pipeline": Pipeline()} if "stage" in mesh else {}
+    options |= {"axis_name": ("data", "expert")} if "expert" in mesh else {}
+    number = math.prod(mesh.values())
+    return fsdp(
+        model,
+        optax.sgd(1.0),
+        _loss,
+        mesh=make_mesh(mesh, jax.devices()[:number]),
+        batch=make_batch(),
+        min_weight_size=16,
+        num_minibatches=2 if "stage" in mesh else 1,
+        context_axis=split.get("context"),
+        **options,
+    )
+
+
+def _loss(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
+    """The mean cross entropy, and as metrics that of each position."""
+    del rng
+    losses, _ = apply_fn({"params": params}, batch.inputs, train=True, labels=batch.labels)
+    metrics = {"loss": (losses.sum(), losses.size)}
+    for position in range(S):
+        is_here = batch.mask == position
+        metrics[f"at {position}"] = (jnp.where(is_here, losses, 0).sum(), is_here.sum())
+    return losses.mean(), metrics
+
+
+def logits_of(directory: Path, **fields: Any) -> np.ndarray:
+    """Those of a model on one device."""
+    program = program_of(directory, {"data": 1}, **fields)
+    state = load_hf(program, directory)
+    variables = jax.device_get({"params": state.params, **state.collections})
+    variables = jax.device_put(variables, jax.devices()[0])
+    model = program.abstract_state.apply_fn.__self__
+    return np.asarray(jax.jit(model.apply)(variables, make_batch().inputs))[..., :VOCABULARY]
+
+
+def assert_step_is_that_of_torch(model: Saved, mesh: dict[str, int], **fields: Any) -> None:
+    """Asserts the loss at each position and the gradient of every leaf of a step on a mesh."""
+    program = program_of(model.directory, mesh, **fields)
+    state, grads = load_hf(program, model.directory), load_hf(program, model.of_grads)
+    before = jax.device_get(state.params)
+    state, metrics = program.train_step(state, make_batch())
+    found = jax.device_get([metrics[f"at {position}"] for position in range(S)])
+    assert [count for _, count in found] == [B] * S
+    losses = np.array([total / B for total, _ in found])
+    np.testing.assert_allclose(losses, _losses(model.logits).mean(0), rtol=1e-5, atol=1e-5)
+    changes = jax.tree.map(np.subtract, before, jax.device_get(state.params))
+    expected = jax.device_get(grads.params)
+    chex.assert_trees_all_equal_shapes(changes, expected)
+    for (path, got), want in zip(
+        jax.tree_util.tree_leaves_with_path(changes), jax.tree.leaves(expected), strict=True
+    ):
+        error = np.abs(got - want).max() / np.abs(want).max()
+        assert error < 1e-4, (jax.tree_util.keystr(path), error)
+
+
+def _losses(logits: np.ndarray) -> np.ndarray:
+    """The cross entropy at each position, in float64."""
+    logits = logits.astype(np.float64)
+    chosen = np.take_along_axis(logits, make_batch().labels[..., None], axis=-1)[..., 0]
+    return np.log(np.exp(logits).sum(-1)) - chosen
