@@ -16,7 +16,16 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from manualpar.data.dataset import SPLITS, LanguageDataset, LanguageSplit, make_fingerprint
+import numpy as np
+
+from manualpar.data.dataset import (
+    SPLITS,
+    LanguageDataset,
+    LanguageSplit,
+    TokenSplit,
+    make_fingerprint,
+)
+from manualpar.data.packing import PackedSplit
 from manualpar.train_state import Batch
 
 # The parts into which a whole of all weights is divided.
@@ -74,6 +83,50 @@ class MixedSplit:
         raise IndexError(f"example {index} of {len(self)}")
 
 
+@dataclasses.dataclass(frozen=True)
+class NumberedSplit:
+    """A split of a stream that says of each position which document it belongs to, as packed ones.
+
+    Attributes:
+      split: The split.
+      bos_token: The token that begins a document.
+    """
+
+    split: TokenSplit
+    bos_token: int
+
+    @property
+    def num_labels(self) -> int:
+        """See `LanguageSplit`."""
+        return self.split.num_labels
+
+    @property
+    def tokens_per_byte(self) -> float | None:
+        """See `LanguageSplit`."""
+        return self.split.tokens_per_byte
+
+    @property
+    def abstract_example(self) -> Batch:
+        """See `LanguageSplit`."""
+        batch = self.split.abstract_example
+        return dataclasses.replace(
+            batch, inputs={"tokens": batch.inputs, "documents": batch.inputs}
+        )
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Sequence `index`, whose inputs are `tokens` and `documents`."""
+        batch = self.split[index]
+        documents = np.cumsum(batch.inputs == self.bos_token, dtype=np.int32)
+        return dataclasses.replace(batch, inputs={"tokens": batch.inputs, "documents": documents})
+
+
+def _with_documents(split: LanguageSplit, bos_token: int) -> LanguageSplit:
+    return NumberedSplit(split, bos_token) if isinstance(split, TokenSplit) else split
+
+
 def parse_mixture(entries: Sequence[str], sources: Sequence[str]) -> list[Entry]:
     """Reads `config.data.mixture`.
 
@@ -121,6 +174,8 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
     splits: dict[str, Any] = {}
     for split in SPLITS:
         parts = tuple(getattr(dataset, split) for dataset in datasets)
+        if any(isinstance(part, PackedSplit) for part in parts):
+            parts = tuple(_with_documents(part, first.bos_token) for part in parts)
         of_split = shares if split == "train" else [part.num_labels for part in parts]
         splits[split] = MixedSplit(parts, tuple(of_split))
     return LanguageDataset(tokenizer=first, fingerprint=made, **splits)

@@ -14,6 +14,7 @@ from manualpar.data.dataset import (
 )
 from manualpar.data.document_files import SUFFIXES
 from manualpar.data.mixture import mix, parse_mixture
+from manualpar.data.packing import LongExamples
 from manualpar.data.text import load_text
 from manualpar.data.token_cache import load_cached
 from manualpar.data.token_job import HELD_OUT, make_job
@@ -21,7 +22,7 @@ from manualpar.data.tokenizer import load_tokenizer
 from manualpar.data.tokens import load_tokens
 from manualpar.extras import require
 
-TEXT_SOURCES = ("text", "tokens", *SUFFIXES)
+TEXT_SOURCES = ("text", "tokens", *SUFFIXES, "chat")
 SOURCES = ("digits", "synthetic", *TEXT_SOURCES, "mixture")
 # The splits belong to the data: they stay when the seed of a run changes.
 DIGITS_SPLIT_SEED = 0
@@ -40,6 +41,8 @@ def load_dataset(
     held_out: float = HELD_OUT,
     cache: str = "",
     mixture: Sequence[str] = (),
+    template: str = "",
+    long_examples: LongExamples = "error",
 ) -> Dataset:
     """Loads one of `SOURCES`.
 
@@ -53,9 +56,12 @@ def load_dataset(
       tokenizer: A `tokenizer.json`, a directory with one, or "" for bytes.
       field: The field or column with the text, for `jsonl` and `parquet`; "text" or the type of
         tokens for `arrayrecord`.
-      held_out: The share of the documents that eval and test get each, for these three.
-      cache: The folder for tokens of these three; see `manualpar.data.token_cache`.
+      held_out: The share of the documents that eval and test get each, for these and `chat`.
+      cache: The folder for the tokens of these four; see `manualpar.data.token_cache`.
       mixture: The entries of `mixture`; see `manualpar.data.mixture`.
+      template: For `chat` a file with the template, or "" for the tokenizer's.
+      long_examples: What becomes of examples of `chat` that are longer than a sequence; see
+        `manualpar.data.packing.pack`.
 
     Raises:
       ValueError: An argument, or the file that it names, does not fit; the message calls it
@@ -83,9 +89,15 @@ def load_dataset(
             encoder = load_tokenizer(tokenizer)
             return load_text(path, sequence_length=sequence_length, tokenizer=encoder)
         if source == "tokens":
-            return load_tokens(path, sequence_length=sequence_length, cache=cache)
-        job = make_job(source, path, tokenizer=tokenizer, field=field, held_out=held_out)
-        return load_cached(job, path, sequence_length=sequence_length, cache=cache)
+            return load_tokens(
+                path, sequence_length=sequence_length, cache=cache, long_examples=long_examples
+            )
+        job = make_job(
+            source, path, tokenizer=tokenizer, field=field, held_out=held_out, template=template
+        )
+        return load_cached(
+            job, path, sequence_length=sequence_length, cache=cache, long_examples=long_examples
+        )
 
     if source == "mixture":
         entries = parse_mixture(mixture, TEXT_SOURCES)

@@ -13,17 +13,26 @@ import fcntl
 import os
 import pathlib
 import shutil
+from typing import Any
 
 from manualpar.data.dataset import LanguageDataset
+from manualpar.data.packing import LongExamples
 from manualpar.data.token_job import Job, run_job
-from manualpar.data.tokens import DESCRIPTION, load_tokens
+from manualpar.data.tokens import DESCRIPTION, TokenFilesError, load_tokens
 from manualpar.storage import BucketError, local_path
 
 # What takes minutes with one process; for more there is a command with a progress bar.
 MOST_BYTES = 2**31
 
 
-def load_cached(job: Job, path: str, *, sequence_length: int, cache: str) -> LanguageDataset:
+def load_cached(
+    job: Job,
+    path: str,
+    *,
+    sequence_length: int,
+    cache: str,
+    long_examples: LongExamples = "error",
+) -> LanguageDataset:
     """Opens the tokens of a job, which are made first if the cache lacks them.
 
     Args:
@@ -31,6 +40,7 @@ def load_cached(job: Job, path: str, *, sequence_length: int, cache: str) -> Lan
       path: Where the files lie, for messages.
       sequence_length: Tokens in a sequence.
       cache: The folder of the cache; "" for `manualpar` in the user's folder for caches.
+      long_examples: See `manualpar.data.packing.pack`.
 
     Raises:
       ValueError: There is too much text, or the cache cannot be written to.
@@ -51,12 +61,14 @@ def load_cached(job: Job, path: str, *, sequence_length: int, cache: str) -> Lan
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (directory / DESCRIPTION).exists():
                 run_job(job, directory)
+            options: dict[str, Any] = {"sequence_length": sequence_length}
+            options["long_examples"] = long_examples
             try:
-                return load_tokens(str(directory), sequence_length=sequence_length)
-            except ValueError:  # Somebody has damaged it; runs that use it keep what they mapped.
+                return load_tokens(str(directory), **options)
+            except TokenFilesError:  # Runs that use the damaged files keep what they mapped.
                 shutil.rmtree(directory)
                 run_job(job, directory)
-                return load_tokens(str(directory), sequence_length=sequence_length)
+                return load_tokens(str(directory), **options)
     except BucketError:
         raise
     except OSError as error:

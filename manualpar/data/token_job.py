@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from manualpar.data.chat import ChatEncoder
+from manualpar.data.chat_template import load_template
 from manualpar.data.dataset import SPLITS, make_fingerprint
 from manualpar.data.document_files import PART_BYTES, Part, divide, find_document_files
 from manualpar.data.places import state_of
@@ -34,7 +36,14 @@ from manualpar.data.token_parts import (
 )
 from manualpar.data.token_processes import Work, make_parts
 from manualpar.data.tokenizer import TOKENIZER, load_tokenizer
-from manualpar.data.tokens import DESCRIPTION, VERSION, TokenFile, TokenFiles, read_description
+from manualpar.data.tokens import (
+    DESCRIPTION,
+    VERSION,
+    TokenFile,
+    TokenFiles,
+    lengths_file,
+    read_description,
+)
 from manualpar.storage import AnyPath
 from manualpar.untrusted import read_object
 
@@ -51,12 +60,16 @@ class Job:
       tokenizer: See `load_tokenizer`.
       held_out: The share of the documents that is held out for each of eval and test.
       key: Differs if anything does that the result depends on.
+      is_chat: Whether the lines are chats, see `manualpar.data.chat`.
+      template: The file of their template; "" for the tokenizer's.
     """
 
     parts: tuple[Part | TextPart, ...]
     tokenizer: str
     held_out: float
     key: str
+    is_chat: bool = False
+    template: str = ""
 
     @property
     def size(self) -> int:
@@ -65,7 +78,10 @@ class Job:
 
     def make_encoder(self) -> Encoder:
         """What makes the tokens of its parts."""
-        return DocumentEncoder(load_tokenizer(self.tokenizer), self.held_out)
+        tokenizer = load_tokenizer(self.tokenizer)
+        if self.is_chat:
+            return ChatEncoder(tokenizer, self.held_out, self.template)
+        return DocumentEncoder(tokenizer, self.held_out)
 
 
 def make_job(
@@ -75,15 +91,17 @@ def make_job(
     tokenizer: str = "",
     field: str = "text",
     held_out: float = HELD_OUT,
+    template: str = "",
 ) -> Job:
     """Finds files, and divides them into parts.
 
     Args:
-      source: `text`, `jsonl`, `parquet` or `arrayrecord`.
+      source: `text`, `jsonl`, `parquet`, `arrayrecord` or `chat`.
       path: The files; see `find_files` for `text`, otherwise `find_document_files`.
       tokenizer: See `load_tokenizer`.
       field: See `Part`.
       held_out: The share of each of eval and test, for other sources than `text`.
+      template: See `Job`.
 
     Raises:
       ValueError: An argument, or what it names, does not fit.
@@ -98,14 +116,20 @@ def make_job(
             if isinstance(part, TextPart)
         ]
     else:
-        found = find_document_files(path, source)
-        parts += divide(source, found, field)
+        kind = "jsonl" if source == "chat" else source
+        found = find_document_files(path, kind)
+        parts += divide(kind, found, field)
         files_key = [[f.path, f.name, f.size, f.modified] for f in found]
-    fingerprint = load_tokenizer(tokenizer).fingerprint
-    key = make_fingerprint(
-        [VERSION, PART_BYTES], source, files_key, len(parts), fingerprint, field, held_out
-    )
-    return Job(tuple(parts), tokenizer, held_out, key)
+    encoder = load_tokenizer(tokenizer)
+    settings: list[Any] = [VERSION, PART_BYTES, encoder.fingerprint, field, held_out]
+    if source == "chat":
+        if template:
+            load_template(template, encoder.files)
+        named = [pathlib.Path(template).expanduser()] if template else []
+        for file in (*encoder.files, *named):
+            settings.append(hashlib.blake2b(file.read_bytes()).hexdigest())
+    key = make_fingerprint(settings, source, files_key, len(parts))
+    return Job(tuple(parts), tokenizer, held_out, key, source == "chat", template)
 
 
 def run_job(
@@ -190,7 +214,7 @@ def _lock(parts: pathlib.Path) -> Iterator[None]:
 
 def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
     tokenizer = load_tokenizer(job.tokenizer)
-    dtype = job.make_encoder().dtype
+    encoder = job.make_encoder()
     numbers = range(len(job.parts))
     counts = [json.loads(finished_file(parts, number).read_text()) for number in numbers]
     splits = {}
@@ -203,30 +227,44 @@ def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
                 f"for {split}; expected a larger share, or more documents."
             )
         size = 0 if total["unknown"] else total["bytes"]
-        digest, end = hashlib.blake2b(digest_size=8), np.array([tokenizer.bos_token])
-        with open(directory / f"{split}.bin", "wb") as joined:
-            for number in numbers:
-                with open(tokens_file(parts, number, split), "rb") as file:
-                    while piece := file.read(2**22):
-                        digest.update(piece)
-                        joined.write(piece)
-            last = end.astype(dtype).tobytes()
-            digest.update(last)
-            joined.write(last)
-            joined.flush()
-            os.fsync(joined.fileno())
-        splits[split] = TokenFile(total["tokens"] + 1, size, total["documents"], digest.hexdigest())
+        digest, end = hashlib.blake2b(digest_size=8), b""
+        if not encoder.makes_examples:
+            end = np.array([tokenizer.bos_token]).astype(encoder.dtype).tobytes()
+        sources = [tokens_file(parts, number, split) for number in numbers]
+        joined = directory / f"{split}.bin"
+        _concatenate(joined, sources, end, digest)
+        if encoder.makes_examples:
+            _concatenate(lengths_file(joined), list(map(lengths_file, sources)), b"", digest)
+        tokens = total["tokens"] + bool(end)
+        splits[split] = TokenFile(tokens, size, total["documents"], digest.hexdigest())
     names = [TOKENIZER, *(file.name for file in tokenizer.files[1:])]
     for name, path in zip(names, tokenizer.files, strict=False):
         shutil.copyfile(path, directory / name)
     written = TokenFiles(
         version=VERSION,
-        dtype=dtype,
+        dtype=encoder.dtype,
         vocab_size=tokenizer.vocab_size,
         bos_token=tokenizer.bos_token,
         tokenizer=TOKENIZER if tokenizer.files else "",
         splits=splits,
+        examples=int(encoder.makes_examples),
     )
     # The description appears at once and last, so it never describes files that are missing.
     write_whole(directory / DESCRIPTION, dataclasses.asdict(written))
     return written
+
+
+def _concatenate(
+    joined: pathlib.Path, sources: Sequence[pathlib.Path], end: bytes, digest: Any
+) -> None:
+    """Writes files end to end, and then `end`; the digest sees all of it."""
+    with open(joined, "wb") as out:
+        for source in sources:
+            with open(source, "rb") as file:
+                while piece := file.read(2**22):
+                    digest.update(piece)
+                    out.write(piece)
+        digest.update(end)
+        out.write(end)
+        out.flush()
+        os.fsync(out.fileno())

@@ -23,7 +23,7 @@ from manualpar.data.dataset import SPLITS, DamagedDataError
 from manualpar.data.document_files import Document, Part, read_part
 from manualpar.data.text import TextFile
 from manualpar.data.tokenizer import Tokenizer
-from manualpar.data.tokens import DTYPES
+from manualpar.data.tokens import DTYPES, LENGTHS, lengths_file
 
 # A tokenizer gets so much at once.
 DOCUMENTS_AT_ONCE, BYTES_AT_ONCE = 64, 2**23
@@ -56,7 +56,7 @@ def finished_file(parts: pathlib.Path, number: int) -> pathlib.Path:
 
 
 def tokens_file(parts: pathlib.Path, number: int, split: str) -> pathlib.Path:
-    """The file of the tokens of a part that are in a split."""
+    """The file of the tokens of a part that are in a split; beside it may lie their lengths."""
     return parts / f"{number:06d}-{split}.bin"
 
 
@@ -86,8 +86,15 @@ def write_part(
             split: stack.enter_context(open(tokens_file(parts, number, split), "wb"))
             for split in SPLITS
         }
+        lengths = {
+            split: stack.enter_context(open(lengths_file(tokens_file(parts, number, split)), "wb"))
+            for split in SPLITS
+            if encoder.makes_examples
+        }
         for batch in encoder.encode(part):
             for split, tokens, num_bytes in batch:
+                if encoder.makes_examples:
+                    lengths[split].write(np.array([len(tokens)], LENGTHS).tobytes())
                 files[split].write(tokens.astype(encoder.dtype).tobytes())
                 of_split = counts[split]
                 of_split["tokens"] += len(tokens)
@@ -97,7 +104,7 @@ def write_part(
             # Tokens that somebody made stand for about two bytes each.
             done = sum(len(tokens) * 2 if size is None else size for _, tokens, size in batch)
             count(Progress(done, len(batch), sum(len(tokens) for _, tokens, _ in batch)))
-        for file in files.values():
+        for file in (*files.values(), *lengths.values()):
             file.flush()
             os.fsync(file.fileno())
     write_whole(finished_file(parts, number), counts)
@@ -111,6 +118,7 @@ class Encoder(Protocol):
     """Makes the tokens of documents."""
 
     dtype: str  # Of the files of tokens, one of `DTYPES`.
+    makes_examples: bool  # Whether documents are kept apart, see `manualpar.data.packing`.
 
     def encode(self, part: Part | TextPart) -> Iterator[list[Encoded]]:
         """The documents of a part in their order, some at a time."""
@@ -118,6 +126,8 @@ class Encoder(Protocol):
 
 class DocumentEncoder:
     """Texts and tokens, each document behind a BOS."""
+
+    makes_examples = False
 
     def __init__(self, tokenizer: Tokenizer, held_out: float) -> None:
         """Takes the share of documents that is held out for each of eval and test."""

@@ -4,9 +4,9 @@ python -m manualpar.data.tokenize --input=TEXT --output=DIRECTORY [--source=json
     [--tokenizer=tokenizer.json] [--processes=2]
 
 TEXT is a file, a directory or a glob, as `config.data.path` of the same source, and the splits are
-the same ones: `text`, whose files are documents, `jsonl`, `parquet` or `arrayrecord`. Without a
-tokenizer, tokens are bytes. The files are the same to the byte with any number of processes; after
-an interruption the same command goes on where it was. Then train with
+the same ones: `text`, whose files are documents, `jsonl`, `parquet`, `arrayrecord` or `chat`.
+Without a tokenizer, tokens are bytes. The files are the same to the byte with any number of
+processes; after an interruption the same command goes on where it was. Then train with
 `--config.data.source=tokens --config.data.path=DIRECTORY`.
 """
 
@@ -36,6 +36,7 @@ def write_token_files(
     tokenizer: str = "",
     field: str = "text",
     held_out: float = HELD_OUT,
+    template: str = "",
     processes: int = 1,
 ) -> TokenFiles:
     """Makes a directory of token files, and says what it holds.
@@ -44,16 +45,19 @@ def write_token_files(
       text: The files; for `text` "" is Python's standard library.
       output: The directory to make. A call with the same arguments that was interrupted is gone on
         with.
-      source: The kind of the files: `text`, `jsonl`, `parquet` or `arrayrecord`.
+      source: The kind of the files: `text`, `jsonl`, `parquet`, `arrayrecord` or `chat`.
       tokenizer: A `tokenizer.json`, a directory with one, or "" for bytes.
       field: The field with the text; see `manualpar.data.document_files.Part`.
       held_out: The share of the documents for each of eval and test; `text` has its own.
+      template: The file of the template of `chat`; "" for the tokenizer's.
       processes: How many processes make tokens.
 
     Raises:
       ValueError: There is no text or no tokenizer, or the directory holds something already.
     """
-    job = make_job(source, text, tokenizer=tokenizer, field=field, held_out=held_out)
+    job = make_job(
+        source, text, tokenizer=tokenizer, field=field, held_out=held_out, template=template
+    )
     return run_job(job, local_path(output, "output"), processes=processes)
 
 
@@ -66,10 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--input", required=True, help='a file, a directory, a glob, or ""')
     parser.add_argument("--output", required=True, help="the directory to make")
-    parser.add_argument("--source", default="text", choices=("text", *SUFFIXES))
+    parser.add_argument("--source", default="text", choices=("text", *SUFFIXES, "chat"))
     parser.add_argument("--tokenizer", default="", help="a tokenizer.json; without one, bytes")
     parser.add_argument("--field", default="text", help="the field or column with the text")
     parser.add_argument("--held-out", type=float, default=HELD_OUT, help="for each of eval, test")
+    parser.add_argument("--template", default="", help="of chat, a file; else the tokenizer's")
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args(arguments)
     if args.processes < 1:
@@ -83,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tokenizer=args.tokenizer,
             field=args.field,
             held_out=args.held_out,
+            template=args.template,
         )
         with _shown(job.size) as report:
             directory = local_path(args.output, "output")

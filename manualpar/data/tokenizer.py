@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
 # Names of the token that begins, or separates, documents; the first one that is there is taken.
 BOS_NAMES = (
     "<|begin_of_text|>",
@@ -41,6 +42,7 @@ class ByteTokenizer:
     vocab_size = 257  # All tokens are less than that.
     bos_token = 256
     end_token = 256  # It ends an answer; a BOS ends documents too.
+    begins_with_bos = True  # Whether a prompt does.
     files: tuple[pathlib.Path, ...] = ()  # What `load_tokenizer` needs to make it again.
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
@@ -70,6 +72,7 @@ class FileTokenizer:
         bos_token: int,
         fingerprint: str,
         end_token: int | None = None,
+        begins_with_bos: bool = True,
         files: tuple[pathlib.Path, ...] = (),
     ) -> None:
         """Takes a tokenizer whose vocabulary has `bos_token`, and changes its settings.
@@ -84,6 +87,7 @@ class FileTokenizer:
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
         self.bos_token = bos_token
         self.end_token = bos_token if end_token is None else end_token
+        self.begins_with_bos = begins_with_bos
         self.fingerprint = fingerprint
         self.files = files
 
@@ -131,14 +135,15 @@ def load_tokenizer(path: str) -> Tokenizer:
     expected = "expected the tokenizer.json of a Hugging Face tokenizer, or '' for bytes"
     place = user_path(path)
     if isinstance(place, BucketPath):
-        place = copied_files(place, (TOKENIZER, TOKENIZER_CONFIG))
+        place = copied_files(place, (TOKENIZER, TOKENIZER_CONFIG, TEMPLATE))
     file = place
     files: tuple[pathlib.Path, ...] = ()
     named: dict[str, str] = {}
     if os.path.isdir(file):
         directory, file = file, file / TOKENIZER
         if os.path.isfile(directory / TOKENIZER_CONFIG):
-            files = (directory / TOKENIZER_CONFIG,)
+            names = (TOKENIZER_CONFIG, TEMPLATE)
+            files = tuple(directory / name for name in names if os.path.isfile(directory / name))
             try:
                 named = special_tokens(read_object(files[0], follow_links=True))
             except (OSError, ValueError) as error:
@@ -155,8 +160,8 @@ def load_tokenizer(path: str) -> Tokenizer:
     for kind, name in named.items():
         if tokenizer.token_to_id(name) is None:
             raise refuse(f"has no token {name!r}, the {kind} of its {TOKENIZER_CONFIG}")
-    names = [named["bos_token"]] if "bos_token" in named else BOS_NAMES
-    found = [tokenizer.token_to_id(name) for name in names]
+    called = [named["bos_token"]] if "bos_token" in named else BOS_NAMES
+    found = [tokenizer.token_to_id(name) for name in called]
     bos_token = next((token for token in found if token is not None), None)
     end_token = tokenizer.token_to_id(named["eos_token"]) if "eos_token" in named else None
     bos_token = end_token if bos_token is None else bos_token
@@ -174,10 +179,13 @@ def load_tokenizer(path: str) -> Tokenizer:
     digest = hashlib.blake2b(file.read_bytes(), digest_size=8)
     if named:
         digest.update(f"{bos_token} {end_token}".encode())
+    # With its configuration it says itself whether a prompt begins with BOS.
+    begins = not files or tokenizer.encode("a").ids[:1] == [bos_token]
     return FileTokenizer(
         tokenizer,
         bos_token=bos_token,
         end_token=end_token,
+        begins_with_bos=begins,
         fingerprint=digest.hexdigest(),
         files=(file, *files),
     )

@@ -5,12 +5,14 @@
     train.bin  eval.bin  test.bin   each a `TokenStream` as little-endian uint16 or uint32
     tokenizer.json                  the tokenizer, unless tokens are bytes; tokenizer_config.json
                                     too, if it came from a directory with one
+    train.lengths ...               of examples, how many tokens each has, as little-endian uint32
     tokens.json                     a `TokenFiles`, written last: without it nothing is complete
 
 A process touches only the pages of the files that its sequences lie in.
 """
 
 import dataclasses
+import pathlib
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +26,7 @@ from manualpar.data.dataset import (
     TokenSplit,
     make_fingerprint,
 )
+from manualpar.data.packing import LongExamples, PackedSplit, pack
 from manualpar.data.places import BucketArray, state_of
 from manualpar.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, load_tokenizer
 from manualpar.storage import AnyPath, BucketPath, copied_folder, local_path, user_path
@@ -31,9 +34,14 @@ from manualpar.untrusted import parse_object, read_object
 
 VERSION = 1
 DTYPES = ("<u2", "<u4")
+LENGTHS, LENGTHS_SUFFIX = "<u4", ".lengths"
 DESCRIPTION = "tokens.json"
 LOOKED_AT = 2**16
 TYPES: Mapping[Any, str] = {int: "an integer", str: "a string"}
+
+
+class TokenFilesError(ValueError):
+    """A directory is not one of token files, or not whole; one sentence for the user."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +64,26 @@ class TokenFiles:
     bos_token: int
     tokenizer: str  # The tokenizer's file in the directory, or "" for bytes.
     splits: dict[str, TokenFile]
+    examples: int = 0  # 1 if the documents are examples of a chat, each with its length.
 
 
-def load_tokens(path: str, *, sequence_length: int, cache: str = "") -> LanguageDataset:
-    """Opens a directory of token files.
+def load_tokens(
+    path: str,
+    *,
+    sequence_length: int,
+    cache: str = "",
+    long_examples: LongExamples = "error",
+) -> LanguageDataset:
+    """Opens a directory of token files, and packs them if they are examples.
 
     Of the files, only the lengths and the first tokens are checked. In a bucket, ranges of them are
     read when they are asked for, unless there is a `cache`, a local folder that they are copied to.
+
+    Args:
+      path: The directory.
+      sequence_length: Tokens in a sequence.
+      cache: The folder for copies of files in a bucket; "" for none.
+      long_examples: What becomes of examples that are longer, see `pack`.
 
     Raises:
       ValueError: A file is missing, or does not fit the description.
@@ -82,7 +103,7 @@ def load_tokens(path: str, *, sequence_length: int, cache: str = "") -> Language
             f"its {DESCRIPTION}",
         )
 
-    def load(split: str) -> TokenSplit:
+    def load(split: str) -> TokenSplit | PackedSplit:
         part, file = files.splits[split], directory / f"{split}.bin"
         expected = part.tokens * np.dtype(files.dtype).itemsize
         if not file.is_file():
@@ -94,13 +115,30 @@ def load_tokens(path: str, *, sequence_length: int, cache: str = "") -> Language
                 f"tokens in {DESCRIPTION}",
             )
         try:
-            stream = ArrayStream(_array(file, files.dtype), str(file), files.vocab_size)
+            mapped = _array(file, files.dtype)
+            of_examples = directory / f"{split}{LENGTHS_SUFFIX}"
+            lengths = _lengths(of_examples) if files.examples else None
         except OSError as error:
             raise _refuse(path, f"whose {file.name} cannot be read ({error})") from error
+        if lengths is not None:
+            if lengths.sum(dtype=np.int64) != part.tokens or lengths.min() < 2:
+                raise _refuse(path, f"whose {of_examples.name} does not fit its {file.name}")
+            return pack(
+                mapped,
+                lengths,
+                sequence_length=sequence_length,
+                vocab_size=files.vocab_size,
+                padding=files.bos_token,
+                long_examples=long_examples,
+                name=f"{path} ({split})",
+            )
+        stream = ArrayStream(mapped, str(file), files.vocab_size)
         stream.read(0, min(len(stream), LOOKED_AT))  # Files of another tokenizer show at once.
         return TokenSplit(stream, sequence_length, files.bos_token, part.bytes, part.documents)
 
-    fingerprint = make_fingerprint("tokens", sequence_length, dataclasses.asdict(files))
+    described = dataclasses.asdict(files)
+    described |= {"examples": long_examples} if described.pop("examples") else {}
+    fingerprint = make_fingerprint("tokens", sequence_length, described)
     splits = {split: load(split) for split in SPLITS}
     return LanguageDataset(tokenizer=tokenizer, fingerprint=fingerprint, **splits)
 
@@ -111,9 +149,18 @@ def _array(file: AnyPath, dtype: str) -> Any:
     return np.memmap(file, dtype, "r")
 
 
-def _refuse(path: str, what: str) -> ValueError:
+def lengths_file(tokens: pathlib.Path) -> pathlib.Path:
+    """The file of the lengths of the examples in a file of tokens."""
+    return tokens.with_suffix(LENGTHS_SUFFIX)
+
+
+def _lengths(file: AnyPath) -> np.ndarray:
+    return np.frombuffer(file.read_bytes(), LENGTHS)
+
+
+def _refuse(path: str, what: str) -> TokenFilesError:
     made_by = "make it with `python -m manualpar.data.tokenize --input=TEXT --output=DIRECTORY`"
-    return ValueError(f"config.data.path is {path!r}, {what}; {made_by}.")
+    return TokenFilesError(f"config.data.path is {path!r}, {what}; {made_by}.")
 
 
 def read_description(directory: AnyPath, path: str) -> TokenFiles:
@@ -135,8 +182,10 @@ def _parse_description(fields: Any) -> TokenFiles:
     """The `TokenFiles` of a JSON object; errors complete a sentence that begins with its file."""
     if fields.get("version") != VERSION:
         raise ValueError(f"has the version {fields.get('version')!r}, expected {VERSION}")
+    fields = {"examples": 0} | fields
     _check_fields(fields, TokenFiles)
-    for field, allowed in (("dtype", DTYPES), ("tokenizer", ("", TOKENIZER))):
+    choices = (("dtype", DTYPES), ("tokenizer", ("", TOKENIZER)), ("examples", (0, 1)))
+    for field, allowed in choices:
         if fields[field] not in allowed:
             raise ValueError(f"has {field}={fields[field]!r}, expected one of {allowed}")
     splits = _object(fields["splits"], "splits")

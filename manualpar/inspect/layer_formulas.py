@@ -199,15 +199,24 @@ def attention_sends(
 
 
 def document_sends(
-    x: Activations, layers: int, *, in_loop: int, after: int, recomputed: bool = False
+    x: Activations,
+    layers: int,
+    *,
+    in_loop: int,
+    after: int,
+    counted: bool = True,
+    recomputed: bool = False,
 ) -> Iterator[Collective]:
     """What the numbers of documents cost over a context axis: counting them, and for each layer.
+
+    They are `counted` unless the batch has them.
 
     The body of the loop has `in_loop` layers, and `after` layers are not in it. What layers in a
     loop gather is the same each time, so that JAX takes it out of the loop; two gathers of it are
     left, or one and those of the layers that are run again.
     """
-    yield x.sends(CONTEXT_SCOPE, "all_gather", 1, (2, x.part[0]), INT32)
+    if counted:
+        yield x.sends(CONTEXT_SCOPE, "all_gather", 1, (2, x.part[0]), INT32)
     times = (1 if recomputed else 2) * in_loop + after
     times += layers if recomputed else 0
     yield x.sends(CONTEXT_SCOPE, "all_gather", times, x.part[:2], INT32)

@@ -21,6 +21,7 @@ dtype. Positions count from the beginning of the sequence, not of a document: at
 only their differences.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -42,6 +43,7 @@ from manualpar.models.transformer_fields import (
     expert_options,
     size_of_head,
     size_of_vocabulary,
+    tokens_and_documents,
 )
 from manualpar.models.transformer_layer import (
     Activation,
@@ -211,7 +213,7 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(
         self,
-        tokens: jax.Array,
+        tokens: jax.Array | Mapping[str, jax.Array],
         train: bool = False,
         labels: jax.Array | None = None,
         rows: Prompts | Past | None = None,
@@ -219,7 +221,9 @@ class Transformer(nn.Module):
         """Computes the logits of each next token, or their cross entropy.
 
         Args:
-          tokens: `int32[B, S]`, from 0 to `vocab_size - 1`; any other makes its sequence NaN.
+          tokens: `int32[B, S]`, from 0 to `vocab_size - 1`; any other makes its sequence NaN. Or a
+            dict of these, `tokens`, and of `documents`, `int32[B, S]`: the number of the document
+            that each position belongs to, which then decides in place of `bos_token`.
           train: Whether to drop activations, which needs a `dropout` key, and to smooth labels and
             add the z-loss.
           labels: `int[B, S]`, the token after each position; `None` for logits.
@@ -245,6 +249,9 @@ class Transformer(nn.Module):
           for each layer that of `Context.attention`. With labels that of `head_cross_entropy`.
         """
         check_transformer(self)
+        documents = None
+        if isinstance(tokens, Mapping):
+            tokens, documents = tokens_and_documents(tokens)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(
                 f"Transformer: tokens are {tokens.dtype}{list(tokens.shape)}, expected integers "
@@ -270,7 +277,8 @@ class Transformer(nn.Module):
             positions = rows.position[:, None]
         else:
             positions = config.context.positions(tokens.shape[1])
-            if self.bos_token >= 0:
+            document_BS = documents
+            if documents is None and self.bos_token >= 0:
                 document_BS = config.context.cumsum(tokens == self.bos_token)
         angles = self._angles(config, positions)
         x_BSD = run_layers(self, config, x_BSD, angles, document_BS, rows)

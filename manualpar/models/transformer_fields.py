@@ -4,9 +4,10 @@ Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `H` 
 `V` rows of the embedding, `L` layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
+import jax
 import jax.numpy as jnp
 
 from manualpar.layers.attention import ATTENTION_KINDS
@@ -214,3 +215,24 @@ def _check_rotary_scaling(model: "Transformer", refuse: Callable[[str, str], Non
         refuse("rope_low_factor", f"between 0 and rope_high_factor={model.rope_high_factor}")
     if model.rope_original_length < 1:
         refuse("rope_original_length", "at least 1, such as 8192")
+
+
+def tokens_and_documents(inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The tokens and the documents of packed inputs.
+
+    Raises:
+      ValueError: The inputs have other names, or arrays that do not fit each other.
+    """
+    if set(inputs) != {"tokens", "documents"}:
+        raise ValueError(
+            f"Transformer: inputs have {', '.join(sorted(inputs)) or 'nothing'}, expected 'tokens' "
+            "and 'documents', or the tokens alone."
+        )
+    tokens, documents = inputs["tokens"], inputs["documents"]
+    is_integer = jnp.issubdtype(documents.dtype, jnp.integer)
+    if not is_integer or documents.shape != tokens.shape:
+        raise ValueError(
+            f"Transformer: documents are {documents.dtype}{list(documents.shape)}, expected "
+            f"integers {list(tokens.shape)}, one for each of the tokens."
+        )
+    return tokens, documents

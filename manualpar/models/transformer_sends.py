@@ -1,7 +1,7 @@
 """What the layers of a `Transformer` send in a training step, in closed form."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -66,7 +66,7 @@ def transformer_sends(
             "layers before the stages send has no closed form here. Read it with trace_collectives."
         )
     run, table = form.run, form.run.table
-    if of_minibatch.context and model.bos_token >= 0:
+    if of_minibatch.context and _has_documents(program, model):
         raise ValueError(
             f"transformer_sends: bos_token={model.bos_token}, expected -1, no documents, in a "
             "pipeline with a context: what is sent otherwise has no closed form here. Read it with "
@@ -134,13 +134,23 @@ class _OfMinibatch:
             of_attention = list(attention_sends(x, how, heads=heads, **runs))
             self.layer += of_attention
             self.dense_layer += of_attention
-            if model.bos_token >= 0:
+            if _has_documents(program, model):
+                counted = not isinstance(program.abstract_batch.inputs, Mapping)
                 looped = len(scanned_layers(model))
                 in_loop = max(model.global_every, 1) if looped else 0
                 outside = model.num_layers - looped
                 self.before += document_sends(
-                    x, model.num_layers, in_loop=in_loop, after=outside, recomputed=recomputed
+                    x,
+                    model.num_layers,
+                    in_loop=in_loop,
+                    after=outside,
+                    counted=counted,
+                    recomputed=recomputed,
                 )
+
+
+def _has_documents(program: Program, model: Transformer) -> bool:
+    return isinstance(program.abstract_batch.inputs, Mapping) or model.bos_token >= 0
 
 
 def _times(number: int, sends: Iterable[Collective]) -> list[Collective]:
@@ -164,6 +174,7 @@ def _activations(program: Program, model: Transformer, axis: str) -> Activations
     if axis not in mesh.shape:
         return None
     tokens = program.abstract_batch.inputs
+    tokens = tokens["tokens"] if isinstance(tokens, Mapping) else tokens
     examples, positions = tokens.sharding.shard_shape(tokens.shape)
     if axis == model.context_axis:
         positions *= mesh.shape[axis]

@@ -20,6 +20,7 @@ import ml_collections
 from manualpar.checkpoints.compatibility import REMOVED, new_name
 from manualpar.compiler_options import OVERLAPS
 from manualpar.core.strategy import MODES
+from manualpar.data.packing import LONG_EXAMPLES
 from manualpar.data.sources import TEXT_SOURCES
 from manualpar.layers.attention import ATTENTION_KINDS
 from manualpar.layers.chunks import LAYER_OVERLAPS
@@ -108,6 +109,8 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "data.mixture": Field(tuple, holds_names=True, default=()),
         "model.from_hf": Field(str, default=""),
         "model.vocab_size": Field(int, 0, below=2**31, default=0),  # 0: the tokenizer's.
+        "data.template": Field(str, default=""),
+        "data.long_examples": Field(str, choices=LONG_EXAMPLES, default="error"),
         "model.hidden_size": Field(int, 1, below=2**31),
         "model.mlp_size": Field(int, 1, below=2**31),
         "model.num_layers": Field(int, 1),

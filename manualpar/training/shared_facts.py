@@ -33,7 +33,7 @@ FIRST_EXAMPLES = 8
 # Fields that may differ; a prefix ends in a dot.
 LOCAL = (
     *("watch.", "profile", "debug.draw_sharding"),
-    *("data.path", "data.tokenizer", "data.cache", "data.prefetch"),
+    *("data.path", "data.tokenizer", "data.template", "data.cache", "data.prefetch"),
 )
 
 

@@ -96,6 +96,8 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         held_out=data.held_out,
         cache=data.cache,
         mixture=data.mixture,
+        template=data.template,
+        long_examples=data.long_examples,
     )
     assert isinstance(dataset, LanguageDataset)
     tokenizer, is_split = dataset.tokenizer, splits_layers(config)

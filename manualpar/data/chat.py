@@ -1,0 +1,157 @@
+"""The source `chat`: questions and answers in JSON lines, of which the answers are learned.
+
+A line is either a chat, `{"messages": [{"role": ..., "content": ...}, ...]}`, whose text is what a
+template makes of it, or `{"prompt": ..., "completion": ...}`, two texts end to end. What is learned
+are the tokens of the assistant's messages, or of the completion, with the token that ends them; all
+others are there to be read. White space that a template writes behind that last token is not
+learned.
+
+What others have written into a message cannot become a special token: a chat whose
+messages spell one out is refused.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from manualpar.data.chat_template import BEGIN, END, ChatTemplate, load_template
+from manualpar.data.document_files import Part, line_error, lines_of
+from manualpar.data.packing import LEARNED
+from manualpar.data.token_parts import DOCUMENTS_AT_ONCE, Encoded, TextPart, split_of_content
+from manualpar.data.tokenizer import FileTokenizer, Tokenizer
+from manualpar.extras import require
+from manualpar.untrusted import parse_object
+
+
+class ChatEncoder:
+    """Makes examples of lines; an `Encoder`."""
+
+    dtype = "<u4"
+    makes_examples = True
+
+    def __init__(self, tokenizer: Tokenizer, held_out: float, template: str = "") -> None:
+        """Takes the share of examples that eval and test get each, and a template's file or ""."""
+        self._tokenizer, self._held_out = tokenizer, held_out
+        self._template_path = template
+        self._chats: _Chats | None = None
+        if template:
+            self._chats = _Chats(tokenizer, template)
+
+    def encode(self, part: Part | TextPart) -> Iterator[list[Encoded]]:
+        """See `Encoder`."""
+        assert isinstance(part, Part)
+        batch: list[Encoded] = []
+        for place, line in lines_of(part):
+            try:
+                tokens = self.example(parse_object(line))
+            except ValueError as error:
+                if str(error).startswith("config."):
+                    raise
+                raise line_error(part, place, error) from error
+            batch.append((split_of_content(tokens.tobytes(), self._held_out), tokens, None))
+            if len(batch) == DOCUMENTS_AT_ONCE:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+    def example(self, fields: Mapping[str, Any]) -> np.ndarray:
+        """The example `uint32[N]` of a line.
+
+        Raises:
+          ValueError: The line is no example; the message completes a sentence about it.
+        """
+        if "messages" in fields:
+            if self._chats is None:
+                self._chats = _Chats(self._tokenizer, self._template_path)
+            return self._chats.example(fields["messages"])
+        if "prompt" in fields and "completion" in fields:
+            return self._completion(fields["prompt"], fields["completion"])
+        there = ", ".join(map(repr, list(fields)[:8])) or "no field"
+        raise ValueError(f"has {there}, expected 'messages', or 'prompt' and 'completion'")
+
+    def _completion(self, prompt: Any, completion: Any) -> np.ndarray:
+        for name, value in (("prompt", prompt), ("completion", completion)):
+            if not isinstance(value, str):
+                raise ValueError(f"has a {name} of type {type(value).__name__}, expected a text")
+        texts = [_utf8(text) for text in (prompt, completion)]
+        asked, answered = self._tokenizer.encode_documents(texts)
+        begin = [self._tokenizer.bos_token] if self._tokenizer.begins_with_bos else []
+        read = np.concatenate([np.array(begin, np.uint32), asked.astype(np.uint32)])
+        learned = np.append(answered, self._tokenizer.end_token).astype(np.uint32)
+        if not len(read):
+            raise ValueError("has an empty prompt, expected at least one token before the answer")
+        return np.concatenate([read, learned | LEARNED])
+
+
+class _Chats:
+    """Makes examples of messages."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
+        if not isinstance(tokenizer, FileTokenizer):
+            raise ValueError(
+                "config.data.tokenizer is '', expected the directory of a tokenizer with a "
+                "template for chats, whose special tokens bytes do not have."
+            )
+        require("config.data.tokenizer", "tokenizers")
+        import tokenizers
+
+        self._template: ChatTemplate = load_template(template, tokenizer.files)
+        # One that takes the special tokens that the template spells out for what they are.
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer.files[0]))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {number: token.content for number, token in added.items() if token.special}
+
+    def example(self, messages: Any) -> np.ndarray:
+        self._check(messages)
+        text, spans = self._template.render(messages)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        tokens = np.array(encoding.ids, np.uint32)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        for start, stop in spans:
+            inside = (offsets[:, 0] < stop) & (offsets[:, 1] > start)
+            if not inside.any():
+                continue
+            first, last = np.flatnonzero(inside)[[0, -1]]
+            special = [i for i in range(first, last + 1) if encoding.ids[i] in self._special]
+            if special and not text[offsets[special[-1], 1] : stop].strip():
+                last = special[-1]
+            tokens[first : last + 1] |= LEARNED
+        if not (tokens[1:] & LEARNED).any():
+            raise ValueError("has no answer to learn; expected a message of the assistant with one")
+        return tokens
+
+    def _check(self, messages: Any) -> None:
+        if not isinstance(messages, list) or not messages:
+            raise ValueError("has no messages, expected a list of them")
+        for number, message in enumerate(messages, 1):
+            texts = message if isinstance(message, dict) else {}
+            for field in ("role", "content"):
+                value = texts.get(field)
+                if not isinstance(value, str):
+                    raise ValueError(
+                        f"has a message {number} whose {field} is {_kind(value)}, expected a text"
+                    )
+                _utf8(value)
+                for token in (*self._special.values(), BEGIN, END):
+                    if token in value:
+                        raise ValueError(
+                            f"has a message {number} whose {field} spells out the special token "
+                            f"{token!r}, which only a template may write"
+                        )
+
+
+def _kind(value: Any) -> str:
+    return "missing" if value is None else f"of type {type(value).__name__}"
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"has half of a surrogate pair, character {error.start}, which is no text"
+        ) from None

@@ -1,0 +1,203 @@
+"""Examples of different lengths, several in a sequence, which never look at each other.
+
+An example is an array of `uint32`: tokens, and in the highest bit of each whether it is learned.
+One of `n + 1` tokens takes `n` positions: all tokens but the last are inputs, and all but the first
+are labels. So a sequence of `S` positions holds examples whole, end to end. Beside its tokens it
+has the number of the example that each position belongs to, 1, 2, ..., and 0 for padding. Attention
+stays within a number. Positions count from the beginning of the sequence, which rotary attention
+does not notice.
+
+Which examples share a sequence is decided once, when they are loaded: they are shuffled, and of
+`WINDOW` at a time the longest comes first, into the fullest sequence that has room for it. An epoch
+is then a permutation of the sequences, as of any split; so packing needs no state, and a run goes
+on anywhere.
+
+Symbols: `S` positions, `P` sequences.
+"""
+
+import bisect
+import dataclasses
+from typing import Literal, get_args
+
+import jax
+import numpy as np
+
+from manualpar.data.dataset import DamagedDataError
+from manualpar.train_state import Batch
+
+# The highest bit of a token says that it is learned.
+LEARNED = np.uint32(2**31)
+WINDOW = 1024
+# The order of packing belongs to the data: it stays when the seed of a run changes.
+PACKING_SEED = 0
+LongExamples = Literal["error", "cut", "drop"]
+LONG_EXAMPLES: tuple[LongExamples, ...] = get_args(LongExamples)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedSplit:
+    """Packed examples; make it with `pack`.
+
+    Attributes:
+      tokens: All examples end to end, `uint32[N]`, with `LEARNED`.
+      starts: Where each begins in them, and their end.
+      order: The numbers of the examples, sequence after sequence.
+      firsts: Where each sequence begins in `order`, and its end, `[P + 1]`.
+      sequence_length: `S`.
+      vocab_size: All tokens are less than it.
+      padding: The token of positions without an example.
+      num_labels: How many tokens are learned.
+      name: The name of the data in messages.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    order: np.ndarray
+    firsts: np.ndarray
+    sequence_length: int
+    vocab_size: int
+    padding: int
+    num_labels: int
+    name: str
+
+    @property
+    def tokens_per_byte(self) -> None:
+        """Nobody knows which bytes of its text are learned."""
+
+    @property
+    def filled(self) -> float:
+        """The share of the positions that have an example."""
+        lengths = np.minimum(np.diff(self.starts)[self.order] - 1, self.sequence_length)
+        return float(lengths.sum() / (len(self) * self.sequence_length))
+
+    @property
+    def abstract_example(self) -> Batch:
+        """The shapes and dtypes of all sequences, as `jax.ShapeDtypeStruct`s."""
+        numbers = jax.ShapeDtypeStruct((self.sequence_length,), np.int32)
+        mask = jax.ShapeDtypeStruct((self.sequence_length,), np.float32)
+        return Batch({"tokens": numbers, "documents": numbers}, numbers, mask)
+
+    def __len__(self) -> int:
+        return len(self.firsts) - 1
+
+    def __getitem__(self, index: int) -> Batch:
+        """Sequence `index`: inputs `tokens` and `documents`, labels, all `int32[S]`, and the mask.
+
+        Raises:
+          DamagedDataError: A token is not in the vocabulary.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        shape = self.sequence_length
+        inputs, labels = np.full((2, shape), self.padding, np.int32)
+        documents, mask = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        at = 0
+        for number, example in enumerate(self.order[self.firsts[index] : self.firsts[index + 1]]):
+            content = np.array(self.tokens[self.starts[example] : self.starts[example + 1]])
+            tokens, learned = tokens_of(content), learned_of(content)
+            if tokens.max() >= self.vocab_size:
+                raise DamagedDataError(
+                    f"config.data.path: {self.name} has token {tokens.max()} in example {example}, "
+                    f"expected less than the vocabulary's {self.vocab_size}; make the file again."
+                )
+            end = min(at + len(tokens) - 1, shape)
+            inputs[at:end], labels[at:end] = tokens[: end - at], tokens[1 : end - at + 1]
+            mask[at:end], documents[at:end] = learned[1 : end - at + 1], number + 1
+            at = end
+        return Batch({"tokens": inputs, "documents": documents}, labels, mask)
+
+
+def pack(
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    sequence_length: int,
+    vocab_size: int,
+    padding: int,
+    long_examples: LongExamples,
+    name: str,
+) -> PackedSplit:
+    """Decides which examples share a sequence.
+
+    Args:
+      tokens: See `PackedSplit`.
+      lengths: The number of tokens of each example, at least two.
+      sequence_length: `S`.
+      vocab_size: See `PackedSplit`.
+      padding: See `PackedSplit`.
+      long_examples: What becomes of those with more than `S` positions: `"error"`, `"cut"` keeps
+        their beginning, `"drop"` leaves them out.
+      name: See `PackedSplit`.
+
+    Raises:
+      ValueError: Examples are too long, and it is not said what becomes of them, or none is left.
+    """
+    positions = lengths.astype(np.int64) - 1
+    is_long = positions > sequence_length
+    if is_long.any() and long_examples == "error":
+        raise ValueError(
+            f"config.data.sequence_length is {sequence_length}, and {is_long.sum()} of "
+            f"{len(lengths)} examples of {name} are longer, the longest {positions.max()}; "
+            "expected that much, or config.data.long_examples='cut' or 'drop'."
+        )
+    kept = np.flatnonzero(~is_long) if long_examples == "drop" else np.arange(len(lengths))
+    if not len(kept):
+        raise ValueError(
+            f"config.data.sequence_length is {sequence_length}, and all examples of {name} are "
+            f"longer; expected at least {positions.min()}."
+        )
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    shuffled = np.random.default_rng(PACKING_SEED).permutation(kept)
+    order: list[int] = []
+    firsts = [0]
+    for first in range(0, len(shuffled), WINDOW):
+        window = shuffled[first : first + WINDOW]
+        for members in _fill(
+            window, np.minimum(positions[window], sequence_length), sequence_length
+        ):
+            order += members
+            firsts.append(len(order))
+    learned = sum(
+        int(np.count_nonzero(learned_of(tokens[first : first + 2**22])))
+        for first in range(0, len(tokens), 2**22)
+    )
+    return PackedSplit(
+        tokens,
+        starts,
+        np.array(order, np.int64),
+        np.array(firsts, np.int64),
+        sequence_length,
+        vocab_size,
+        padding,
+        learned,
+        name,
+    )
+
+
+def _fill(numbers: np.ndarray, positions: np.ndarray, room: int) -> list[list[int]]:
+    """Best fit, the longest first: the members of each sequence."""
+    sequences: list[list[int]] = []
+    # Those with room, as pairs of the room and the sequence, the fullest first.
+    left: list[tuple[int, int]] = []
+    for index in np.argsort(-positions, kind="stable"):
+        size = int(positions[index])
+        place = bisect.bisect_left(left, (size, 0))
+        if place < len(left):
+            free, sequence = left.pop(place)
+        else:
+            free, sequence = room, len(sequences)
+            sequences.append([])
+        sequences[sequence].append(int(numbers[index]))
+        if free > size:
+            bisect.insort(left, (free - size, sequence))
+    return sequences
+
+
+def tokens_of(examples: np.ndarray) -> np.ndarray:
+    """The tokens `int32[N]` of an example."""
+    return (examples & ~LEARNED).astype(np.int32)
+
+
+def learned_of(examples: np.ndarray) -> np.ndarray:
+    """Whether each token of an example is learned, `float32[N]`."""
+    return (examples >> np.uint32(31)).astype(np.float32)
