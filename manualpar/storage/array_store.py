@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from manualpar.storage.bucket_path import BucketPath
+from manualpar.storage.requests import BucketError
 
 # Of one request; `manualpar.storage.requests` repeats all of them, later and with a word about it.
 RETRIES = {"max_retries": 3, "initial_delay": "500ms", "max_delay": "4s"}
@@ -23,6 +24,11 @@ def key_value_store(folder: BucketPath) -> dict[str, Any]:
     """The key-value store of everything below a folder, for tensorstore."""
     place = {"bucket": folder.bucket, "path": f"{folder.key}/" if folder.key else ""}
     if folder.scheme == "gs":
+        if _first("STORAGE_EMULATOR_HOST") and not _first("TENSORSTORE_GCS_HTTP_URL"):
+            raise BucketError(
+                f"{folder}: STORAGE_EMULATOR_HOST names another server than Google's: set "
+                "TENSORSTORE_GCS_HTTP_URL to it too, for the arrays"
+            )
         return {"driver": "gcs", **place}
     spec: dict[str, Any] = {"driver": "s3", **place}
     if endpoint := _first("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
