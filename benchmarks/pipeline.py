@@ -39,7 +39,7 @@ from benchmarks.turns import Estimate, estimate, ratios, table, take_turns
 from manualpar import Batch, Pipeline, fsdp, make_mesh
 from manualpar.core.program import Program
 from manualpar.inspect import ledger
-from manualpar.jaxprs import all_equations
+from manualpar.jaxprs import all_equations, scan_sizes
 from manualpar.models import Transformer
 from manualpar.pipeline.schedules import make_table
 from manualpar.training.cross_entropy import language_model_loss
@@ -152,7 +152,7 @@ def carried_bytes(jaxpr: Any, turns: int) -> int:
     found = [0]
     for eqn in all_equations(jaxpr):
         if eqn.primitive.name == "scan" and eqn.params["length"] == turns:
-            first, number = eqn.params["num_consts"], eqn.params["num_carry"]
+            first, number = scan_sizes(eqn.params)
             carry = (v.aval for v in eqn.invars[first : first + number])
             found.append(sum(math.prod(t.shape) * t.dtype.itemsize for t in carry))
     return max(found)

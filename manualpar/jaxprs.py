@@ -1,6 +1,6 @@
 """Walks through traced programs, and runs parts of them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
@@ -25,6 +25,14 @@ def inner_jaxprs(eqn: Any) -> Iterator[tuple[str, Jaxpr]]:
                 yield name, inner.jaxpr
             elif isinstance(inner, Jaxpr):
                 yield name, inner
+
+
+def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are its carry; slices follow."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # As jax 0.12 says it.
+    return len(consts), len(carry)
 
 
 def has_effects(eqn: Any) -> bool:

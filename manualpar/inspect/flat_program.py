@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from manualpar.jaxprs import inner_jaxprs
+from manualpar.jaxprs import inner_jaxprs, scan_sizes
 
 AnyJaxpr = ClosedJaxpr | Jaxpr
 # Their result is the operand, as far as memory is concerned. Transpositions belong here because XLA
@@ -194,7 +194,7 @@ class FlatProgram:
         inner: ClosedJaxpr = eqn.params["jaxpr"]
         if eqn.params["length"] == 1:  # No compiler makes a loop of it.
             return self._inline(inner, values, operations, scope=scope)
-        first, size = eqn.params["num_consts"], eqn.params["num_carry"]
+        first, size = scan_sizes(eqn.params)
         arguments = self._like(inner.jaxpr.invars[first:], values[first:])
         carry, slices = arguments[:size], arguments[size:]
         body = [

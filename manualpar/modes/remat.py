@@ -31,6 +31,7 @@ from manualpar.jaxprs import (
     has_effects,
     inner_jaxprs,
     run_equations,
+    scan_sizes,
     without_names,
 )
 from manualpar.purposes import GATHER_SCOPE, RECOMPUTED_SCOPE, REGATHER, purpose_of
@@ -119,8 +120,8 @@ def _run_nested(name: str, params: dict[str, Any], args: Sequence[Any]) -> Any:
     if name == "cond":
         branches = [_regathering(branch, in_loop=True) for branch in params["branches"]]
         return jax.lax.switch(args[0], branches, *args[1:])
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-    consts, carry, xs = args[:first], args[first:last], args[last:]
+    first, size = scan_sizes(params)
+    consts, carry, xs = args[:first], args[first:][:size], args[first + size :]
     body = _regathering(params["jaxpr"], in_loop=True)
 
     def iteration(carry: Any, xs: Any) -> Any:

@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
-from manualpar.jaxprs import all_equations, has_effects
+from manualpar.jaxprs import all_equations, has_effects, scan_sizes
 from manualpar.pipeline.layer_scan import find_layer_scan, written_out
 from manualpar.pipeline.layerwise import for_fewer_layers
 from manualpar.pipeline.retyped import run_retyped
@@ -129,8 +129,9 @@ class Cut:
         program, constants = written_out(closed)
         found = find_layer_scan(program, paths)
         scan, params = found.eqn, found.eqn.params
-        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-        consts, carry, xs = scan.invars[:first], scan.invars[first:last], scan.invars[last:]
+        first, size = scan_sizes(params)
+        operands = scan.invars
+        consts, carry, xs = operands[:first], operands[first:][:size], operands[first + size :]
         pairs = list(zip(xs, found.weights, strict=True))
         self.length = params["length"]
         self.stacked = tuple(sorted(found.stacked))
@@ -138,7 +139,7 @@ class Cut:
         inputs = {v: i for i, v in enumerate(program.invars)}
         self.results = [inputs.get(v) if isinstance(v, Var) else None for v in program.outvars]
         self.carry = [jax.eval_shape(lambda x: x, v.aval) for v in carry]
-        self.ys = [jax.eval_shape(lambda x: x, v.aval) for v in scan.outvars[params["num_carry"] :]]
+        self.ys = [jax.eval_shape(lambda x: x, v.aval) for v in scan.outvars[size:]]
         self.prefix = Piece(program, carry, cut=scan)
         others = [v for v, is_weight in pairs if not is_weight]
         self.sides = Piece(program, [*consts, *others], cut=scan)
@@ -172,7 +173,7 @@ class Cut:
           What comes out of the last of them, and what they return besides, `[k, ...]`.
         """
         params, fewer = self._layers.eqn.params, len(inputs[self.stacked[0]])
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = scan_sizes(params)
         sides = self.sides(inputs)
         consts, others = sides[:num_consts], iter(sides[num_consts:])
         weights = iter(self._run_weights(inputs, fewer))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from manualpar.jaxprs import CALLS, inner_jaxprs, without_names
+from manualpar.jaxprs import CALLS, inner_jaxprs, scan_sizes, without_names
 from manualpar.pipeline.layerwise import keeps_layers
 
 
@@ -100,11 +100,11 @@ def find_layer_scan(jaxpr: Jaxpr, paths: Sequence[str]) -> LayerScan:
     if not walk.scans:
         raise ValueError(_why_none(jaxpr, walk, paths))
     eqn, stacked = walk.scans[0]
-    params, first = eqn.params, eqn.params["num_consts"] + eqn.params["num_carry"]
+    params, first = eqn.params, sum(scan_sizes(eqn.params))
     layers = f"pipeline: the scan over {params['length']} layers ({_some(paths, stacked)})"
     if params["reverse"]:
         raise ValueError(f"{layers} runs backwards, expected reverse=False.")
-    if not params["num_carry"]:
+    if not scan_sizes(params)[1]:
         raise ValueError(f"{layers} hands nothing from layer to layer, expected activations.")
     for index, reader in walk.reads:
         if index in stacked:
@@ -146,7 +146,7 @@ class _Walk:
             return
         used = origins
         if eqn.primitive.name == "scan":
-            first = eqn.params["num_consts"] + eqn.params["num_carry"]
+            first = sum(scan_sizes(eqn.params))
             used = origins[:first]
             if found := frozenset[int]().union(*origins[first:]):
                 self.scans.append((eqn, found))

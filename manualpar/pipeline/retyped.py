@@ -12,7 +12,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
-from manualpar.jaxprs import CALLS, REMAT_PRIMITIVES, inner_jaxprs, run_equations
+from manualpar.jaxprs import CALLS, REMAT_PRIMITIVES, inner_jaxprs, run_equations, scan_sizes
 
 
 def run_retyped(jaxpr: Jaxpr, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
@@ -94,8 +94,8 @@ def _run_branches(branches: list[Callable[..., list[Any]]], operands: list[Any])
 
 
 def _run_scan(params: dict[str, Any], operands: list[Any]) -> list[Any]:
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-    consts, carry, xs = operands[:first], operands[first:last], operands[last:]
+    first, size = scan_sizes(params)
+    consts, carry, xs = operands[:first], operands[first:][:size], operands[first + size :]
     number, body = len(carry), _function(params["jaxpr"])
 
     def iteration(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from manualpar.jaxprs import all_equations, inner_jaxprs
+from manualpar.jaxprs import all_equations, inner_jaxprs, scan_sizes
 from manualpar.purposes import CONTEXT_SCOPE, SEQUENCE_SCOPE, purpose_of
 from manualpar.user_model.paired_programs import (
     CASTS,
@@ -196,7 +196,7 @@ class SequenceWalk:
         return inputs
 
     def _scan(self, one: Any, other: Any, inputs: Any, where: str) -> list[Value]:
-        fixed, carried = one["num_consts"], one["num_carry"]
+        fixed, carried = scan_sizes(one)
         return self._loop("scan", (one["jaxpr"], other["jaxpr"]), inputs, fixed, carried, where)
 
     def _while(self, one: Any, other: Any, inputs: Any, where: str) -> list[Value]:
