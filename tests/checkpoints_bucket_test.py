@@ -223,12 +223,16 @@ def test_killed_at_every_request_nothing_is_lost(bucket_folder, s3_port, use_s3,
 
 
 @server
-def test_a_server_that_is_busy_and_one_that_stays_so(bucket_folder, s3_port, use_s3, fast, capfd):
-    moments = random.Random(0)
+def test_a_server_that_is_busy_and_one_that_stays_so(
+    bucket_folder, s3_port, use_s3, fast, capfd, monkeypatch
+):
+    moments, few = random.Random(0), requests.WAITS
+    monkeypatch.setattr(requests, "WAITS", (0.01,) * 9)  # Two of ten requests fail.
     with Proxy(s3_port, lambda *request: moments.choice([None] * 8 + [503, "cut"])) as proxy:
         use_s3(port=proxy.port)
         save(bucket_folder, [1, 2])
         check(bucket_folder, 2)
+        monkeypatch.setattr(requests, "WAITS", few)
         proxy.fault = lambda *request: 503
         with pytest.raises(CheckpointError, match=r"answered 503, in each of 3 tries: check the n"):
             Checkpoints(bucket_folder).steps()

@@ -134,7 +134,7 @@ def complete(path: BucketPath, *, processes: int) -> Files:
     before = set((path / "state").files())
     request(path, lambda: _merge(path, processes))
     new = (path / "state").files().keys() - before
-    return files | _hash_files(path, [f"state/{name}" for name in sorted(new)])
+    return files | hash_files(path, [f"state/{name}" for name in sorted(new)])
 
 
 def delete_parts(path: BucketPath, *, processes: int) -> None:
@@ -143,15 +143,18 @@ def delete_parts(path: BucketPath, *, processes: int) -> None:
         (path / _part_name(process)).delete()
 
 
-def hash_file(path: BucketPath) -> tuple[int, str]:
-    """The size and the SHA-256 of an object, as it is in the bucket."""
-    data = path.read_bytes()
-    return len(data), hashlib.sha256(data).hexdigest()
+def hash_files(path: BucketPath, names: list[str]) -> Files:
+    """The size and the SHA-256 of objects as they are in the bucket; -1 and '' without one."""
 
+    def hash_one(name: str) -> tuple[int, str]:
+        try:
+            data = (path / name).read_bytes()
+        except FileNotFoundError:
+            return -1, ""
+        return len(data), hashlib.sha256(data).hexdigest()
 
-def _hash_files(path: BucketPath, names: list[str]) -> Files:
     with concurrent.futures.ThreadPoolExecutor(PARALLEL) as pool:
-        return dict(zip(names, pool.map(lambda name: hash_file(path / name), names), strict=True))
+        return dict(zip(names, pool.map(hash_one, names), strict=True))
 
 
 def _part_name(process: int) -> str:
@@ -193,7 +196,7 @@ def _write(path: BucketPath, copies: dict[tuple[str, ...], Stored], texts: dict[
         for name, content in texts.items():
             (path / name).write_bytes(json.dumps(content).encode())
         names += texts
-    files = _hash_files(path, names)
+    files = hash_files(path, names)
     (path / _part_name(process)).write_bytes(json.dumps(files).encode())
 
 

@@ -183,12 +183,12 @@ class BucketFolder:
 
     def verify(self, step: int, found: Manifest, *, part: int, parts: int) -> None:
         """See `Folder`."""
-        for name, (size, digest) in manifest.deal(found, part=part, parts=parts):
-            try:
-                got, actual = bucket_arrays.hash_file(self._path / str(step) / name)
-            except FileNotFoundError:
-                raise DamagedError(f"{name} is missing") from None
-            manifest.compare(name, (size, digest), size=got, digest=actual)
+        files = dict(manifest.deal(found, part=part, parts=parts))
+        hashed = bucket_arrays.hash_files(self._path / str(step), list(files))
+        for name, (size, digest) in hashed.items():
+            if size < 0:
+                raise DamagedError(f"{name} is missing")
+            manifest.compare(name, files[name], size=size, digest=digest)
 
     def _numbers(self) -> list[int]:
         names = self._path.names()
