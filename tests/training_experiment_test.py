@@ -11,10 +11,11 @@ from configs import dp, fsdp, hsdp, tp_lm, zero
 from manualpar.compiler_options import ChosenOptions
 from manualpar.strategies import strategy_kinds
 from manualpar.training import experiment
-from manualpar.training.config import complete_config
+from manualpar.training.config import check_config, complete_config
 from manualpar.training.cross_entropy import mixture_of_experts_loss
 from manualpar.training.experiment import build_program, prepare
 from manualpar.training.task import make_task
+from tests.transformer_families import GEMMA, QWEN
 
 ONE_AXIS, TWO_AXES = {"data": -1}, {"replica": 2, "data": -1}
 SHARED = {
@@ -280,6 +281,23 @@ def test_what_a_loss_adds_is_told_by_the_config(text):
     model = make_task(config).model
     assert (model.logit_soft_cap, model.z_loss, model.label_smoothing) == (30.0, 1e-4, 0.1)
     assert (model.attention_window, model.attention_soft_cap) == (4, 50.0)
+
+
+def test_a_config_says_what_a_family_does_differently(text, devices8):
+    del devices8
+    config, fields = _language(text, {"data": 2, "stage": 4}, sequence=False), GEMMA | QWEN
+    with config.unlocked():
+        config.model.update({**fields, "num_layers": 6, "scan_layers": True})
+        config.optimizer.num_minibatches = 4
+    check_config(config)
+    model = make_task(config).model
+    assert {field: getattr(model, field) for field in fields} == {**fields, "num_layers": 6}
+    message = (
+        "config.model.num_layers is 6, expected a multiple of 4 groups of "
+        "config.model.global_every=2, or up to 1 more: 4 devices along 'stage'"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare(config)
 
 
 @pytest.mark.parametrize(
