@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import flax
 import flax.linen as nn
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from manualpar.models import Transformer, flops_per_token
 from manualpar.models.layer_stack import layer_place
 from manualpar.planner.pod_sweep import rank_layouts
 from manualpar.planner.topology import parse_topology
+from manualpar.training.sampling import sample_tokens
 from tests.transformer_on_one_device import assert_same_as_plain_flax, loss_of
 
 SMALL = Transformer(
@@ -100,6 +102,25 @@ def test_every_mesh_computes_what_one_device_does(case, devices8):
     model, fields, mesh, options = case
     model = model.clone(**fields)
     assert_same_as_plain_flax(build(model, mesh, **options), model, make_batch)
+
+
+@pytest.mark.slow
+def test_text_is_drawn_from_a_model_whose_routers_have_a_bias():
+    model = DEEPSEEK_V3.clone(num_layers=2)
+    variables = nn.unbox(jax.jit(model.init)(jax.random.key(0), make_batch().inputs))
+    params, collections = variables["params"], {"router": variables["router"]}
+    numbers: Any = {
+        "num_tokens": 2,
+        "sequence_length": 4,
+        "temperature": 0,
+        "rng": jax.random.key(0),
+    }
+    biased = jax.tree.map(lambda x: x.at[..., :2].set(9), collections)
+    logits = model.apply({"params": params, **biased}, np.array([[3, 1, 4]]))
+    drawn = sample_tokens(model.apply, params, [3, 1, 4], collections=biased, **numbers)
+    assert drawn[0] == logits[0, -1].argmax()
+    with pytest.raises(flax.errors.ScopeCollectionNotFound, match="router"):
+        sample_tokens(model.apply, params, [3, 1, 4], **numbers)
 
 
 def test_dense_layers_stand_before_the_loop():

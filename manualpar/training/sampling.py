@@ -9,7 +9,7 @@ tokens drawn.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ def sample_tokens(
     sequence_length: int,
     temperature: float,
     rng: jax.Array,
+    collections: Mapping[str, Any] | None = None,
 ) -> jax.Array:
     """Continues prompts.
 
@@ -41,6 +42,7 @@ def sample_tokens(
       sequence_length: The positions of the window, `S`: those that the model was trained with.
       temperature: The logits are divided by it; 0 takes the likeliest token.
       rng: A key; the same key draws the same tokens.
+      collections: The other collections that the model reads, such as `state.collections`.
 
     Returns:
       `int32[T]` or `int32[B, T]`, the tokens after the prompt; replicated on all devices.
@@ -58,7 +60,7 @@ def sample_tokens(
     window_BS = np.zeros((len(prompt_BP), sequence_length), np.int32)
     window_BS[:, : prompt_BP.shape[1]] = prompt_BP
     tokens_BT = _sample(
-        params,
+        {"params": params, **(collections or {})},
         window_BS,
         np.int32(prompt_BP.shape[1]),
         np.float32(temperature),
@@ -72,7 +74,7 @@ def sample_tokens(
 
 @functools.partial(jax.jit, static_argnames=("apply_fn", "num_tokens", "replicated"))
 def _sample(
-    params: Any,
+    variables: Any,
     window_BS: jax.Array,
     length: jax.Array,
     temperature: jax.Array,
@@ -86,7 +88,7 @@ def _sample(
 
     def draw(carry: tuple[jax.Array, jax.Array], rng: jax.Array) -> Any:
         window_BS, length = carry
-        logits_BSV = apply_fn({"params": params}, window_BS, train=False)
+        logits_BSV = apply_fn(variables, window_BS, train=False)
         logits_BV = jax.lax.dynamic_index_in_dim(logits_BSV, length - 1, axis=1, keepdims=False)
         # Where the temperature is 0 the result is not used, and must not be NaN.
         divisor = jnp.where(temperature > 0, temperature, 1)

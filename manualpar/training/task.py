@@ -143,6 +143,7 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
             sequence_length=length,
             temperature=config.sample.temperature,
             rng=rng,
+            collections=state.collections,
         )
         return config.sample.prompt + tokenizer.decode(np.asarray(tokens))
 
