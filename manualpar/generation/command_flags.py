@@ -1,0 +1,97 @@
+"""What the commands `generate` and `evaluate` have in common: which model, on which devices."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from manualpar.generation.generator import Generator
+from manualpar.generation.stored_run import Trained, load_directory, load_run
+from manualpar.training.command_line import quiet_absl, users_mistakes
+from manualpar.training.devices import describe_mesh, simulate_devices
+from manualpar.usage import INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE, UsageError, print_error
+
+
+def model_flags(description: str) -> argparse.ArgumentParser:
+    """A parser with the flags that say which model is meant."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--workdir", type=Path, help="The folder of a run with a checkpoint.")
+    which.add_argument("--hf", type=Path, help="A directory with a model of Hugging Face's.")
+    parser.add_argument("--mesh", default="data=-1", help="Its axes, such as data=4,model=2.")
+    parser.add_argument("--devices", type=int, help="How many CPU devices to simulate.")
+    parser.add_argument("--batch_size", type=int, default=32, help="Rows that run at once.")
+    return parser
+
+
+def run_command(flags: argparse.Namespace, work: Callable[[Trained, Generator], None]) -> int:
+    """Loads the model that flags name and works with it; returns the exit code."""
+    quiet_absl()
+    try:
+        with users_mistakes():
+            simulate_devices(flags.devices)
+            mesh = _parse_mesh(flags.mesh)
+            load: Any = load_run if flags.workdir else load_directory
+            trained: Trained = load(flags.workdir or flags.hf, mesh=mesh)
+            say(f"{trained.described} on {describe_mesh(trained.program.mesh)}")
+            generator = Generator(trained.program, trained.tokenizer, batch_size=flags.batch_size)
+            work(trained, generator)
+    except UsageError as error:
+        print_error(error)
+        return USAGE_EXIT_CODE
+    except KeyboardInterrupt:
+        print_error("interrupted")
+        return INTERRUPTED_EXIT_CODE
+    return 0
+
+
+def say(line: str) -> None:
+    """Tells the user a line that is no result."""
+    print(line, file=sys.stderr)
+
+
+def read_lines(path: str) -> list[dict[str, Any]]:
+    """The objects of a JSONL file, or of stdin for `-`; other lines are `{"prompt": line}`.
+
+    Raises:
+      UsageError: The file cannot be read, or a line of a `.jsonl` file is no JSON object.
+    """
+    try:
+        if path == "-":
+            return list(_objects(sys.stdin, path))
+        with open(path, encoding="utf-8") as file:
+            return list(_objects(file, path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}.") from error
+
+
+def _objects(file: TextIO, path: str) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(file, 1):
+        text = line.rstrip("\n")
+        if not text:
+            continue
+        try:
+            value = json.loads(text) if path.endswith(".jsonl") or text.startswith("{") else None
+        except ValueError as error:
+            raise UsageError(f"{path}, line {number}: it is not JSON: {error}.") from error
+        if value is not None and not isinstance(value, dict):
+            raise UsageError(f"{path}, line {number}: expected a JSON object.")
+        yield {"prompt": text} if value is None else value
+
+
+def _parse_mesh(text: str) -> dict[str, int]:
+    mesh = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if not axis.isidentifier() or not size.lstrip("-").isdigit():
+            raise UsageError(f"--mesh={text}: expected axes such as data=4,model=2.")
+        mesh[axis] = int(size)
+    if "data" not in mesh:
+        raise UsageError(f"--mesh={text}: expected an axis 'data', such as data=1,{text}.")
+    return mesh

@@ -1,0 +1,150 @@
+"""A trained model from the folder of its run, or from another's files, on the devices there are.
+
+A run's checkpoint holds whole arrays, and each device reads its own part. So the mesh need not be
+that of the training: by default all devices are along `data` and the parameters fully sharded. A
+run that was trained in stages or with split sequences is read like any other.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+import optax
+
+from manualpar.checkpoints import CheckpointError
+from manualpar.core.program import Program
+from manualpar.data import LanguageDataset, load_tokenizer
+from manualpar.data.tokenizer import Tokenizer
+from manualpar.models import Transformer
+from manualpar.pretrained import load_hf, read_architecture
+from manualpar.sharding.axes import AxisName
+from manualpar.sharding.mesh import make_mesh
+from manualpar.strategies import strategy_kinds
+from manualpar.train_state import Batch, TrainState
+from manualpar.training.config import load_config
+from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
+from manualpar.training.experiment import prepare
+from manualpar.training.workdir import open_checkpoints
+from manualpar.usage import UsageError
+from manualpar.watching.writers import CONFIG_FILE
+
+# How the state lies where nothing else is asked for.
+SHARDED: dict[str, Any] = {
+    "strategy": "fsdp",
+    "mode": "manual",
+    "sequence": False,
+    "layer_overlap": "none",
+    "rules": (),
+}
+
+
+class Trained(NamedTuple):
+    """A trained language model on devices.
+
+    Attributes:
+      program: Its program.
+      state: Its state.
+      tokenizer: Its tokenizer.
+      max_length: The tokens of the sequences that it was trained with; 0 if nobody knows.
+      dataset: The data of the run; `None` of another's files.
+      described: In a few words, which it is.
+    """
+
+    program: Program
+    state: TrainState
+    tokenizer: Tokenizer
+    max_length: int
+    dataset: LanguageDataset | None
+    described: str
+
+
+def load_run(workdir: Path, *, mesh: dict[str, int] | None = None) -> Trained:
+    """Loads the newest checkpoint of a run.
+
+    Args:
+      workdir: The folder of the run, with `config.json` and `checkpoints/`.
+      mesh: The axes of the mesh, such as `{"data": -1, "model": 2}`; by default all devices along
+        `data`.
+
+    Raises:
+      UsageError: The folder holds no run of a language model with a checkpoint.
+      ValueError: The model does not fit the mesh; or the data of the run are not there any more.
+
+    Communication:
+      None; each device reads its own part.
+    """
+    path = workdir / CONFIG_FILE
+    if not path.exists():
+        raise UsageError(
+            f"--workdir={workdir}: there is no {CONFIG_FILE}, expected the folder of a run."
+        )
+    config = load_config(path).copy_and_resolve_references().unlock()
+    if config.model.name != "transformer":
+        raise UsageError(
+            f"--workdir={workdir} holds a run of config.model.name={config.model.name!r}, expected "
+            "'transformer', a language model."
+        )
+    _place(config, mesh or {"data": -1})
+    experiment = prepare(config.lock())
+    with open_checkpoints(experiment.config, workdir) as checkpoints:
+        if checkpoints.latest_step() is None:
+            raise UsageError(
+                f"--workdir={workdir}: there is no checkpoint, expected a run with "
+                "--config.checkpoint.every_steps."
+            )
+        try:
+            restored = checkpoints.restore(experiment.program, report=print)
+        except CheckpointError as error:
+            raise UsageError(f"--workdir={workdir}: {error}") from error
+    dataset: Any = experiment.task.dataset
+    return Trained(
+        experiment.program,
+        restored.state,
+        dataset.tokenizer,
+        config.data.sequence_length,
+        dataset,
+        f"step {restored.step} of {workdir}",
+    )
+
+
+def load_directory(directory: Path, *, mesh: dict[str, int] | None = None) -> Trained:
+    """Loads a model of Hugging Face's, see `load_hf`; `mesh` as for `load_run`.
+
+    Raises:
+      ValueError: The directory holds no model that a `Transformer` can be, or no tokenizer.
+
+    Communication:
+      None; each device reads its own part.
+    """
+    architecture = read_architecture(directory)
+    made = make_mesh(mesh or {"data": -1})
+    fields: dict[str, Any] = {**architecture.fields, "capacity_factor": 0.0}
+    if "model" in made.shape:
+        fields["split_axis"] = "model"
+    if "expert" in made.shape:
+        fields["expert_axis"] = "expert"
+    model = Transformer(**fields)
+    axes = tuple(axis for axis in ("data", "expert") if axis in made.shape)
+    axis_name: AxisName = axes if len(axes) > 1 else axes[0]
+    tokens = jax.ShapeDtypeStruct((made.size, 16), "int32")
+    program = strategy_kinds()["fsdp"].builder(
+        model,
+        optax.identity(),
+        mixture_of_experts_loss if model.num_experts else language_model_loss,
+        mesh=made,
+        batch=Batch(tokens, tokens),
+        axis_name=axis_name,
+    )
+    state = load_hf(program, directory)
+    return Trained(program, state, load_tokenizer(str(directory)), 0, None, str(directory))
+
+
+def _place(config: ml_collections.ConfigDict, mesh: dict[str, int]) -> None:
+    """Makes a run's config one whose program lies on a mesh and takes batches of any size."""
+    for name, value in SHARDED.items():
+        config.parallel[name] = value
+    config.parallel.mesh = ml_collections.ConfigDict(mesh)
+    config.data.batch_size = jax.device_count()
+    config.optimizer.num_minibatches = 1
+    config.sample.num_tokens = 0
