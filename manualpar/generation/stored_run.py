@@ -86,6 +86,13 @@ def load_run(workdir: Path, *, mesh: dict[str, int] | None = None) -> Trained:
             "'transformer', a language model."
         )
     _place(config, mesh or {"data": -1})
+    multiple = config.model.vocab_multiple
+    if (model := (mesh or {}).get("model", 1)) > 1 and multiple % model:
+        raise UsageError(
+            f"--mesh has model={model} and the run has config.model.vocab_multiple={multiple}, "
+            "expected a size that divides it, because the vocabulary is split too; put the devices "
+            "along data."
+        )
     experiment = prepare(config.lock())
     with open_checkpoints(experiment.config, workdir) as checkpoints:
         if checkpoints.latest_step() is None:

@@ -1,0 +1,110 @@
+"""The commands: a run's newest checkpoint answers and scores on other devices than it had."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import evaluate, generate
+from manualpar.generation.command_flags import read_lines
+from manualpar.generation.evaluate_command import evaluate_command, summary
+from manualpar.generation.generate_command import generate_command
+from manualpar.generation.scoring import Score
+from manualpar.training.command_line import parse_command_line
+from manualpar.training.main import run_command
+
+CONFIG = Path(__file__).parent.parent / "configs" / "fsdp_lm.py"
+MODEL = {"hidden_size": 16, "num_layers": 2, "num_heads": 4, "mlp_size": 16, "vocab_multiple": 4}
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory, devices8):
+    """A run of a small language model."""
+    del devices8
+    folder = tmp_path_factory.mktemp("generation")
+    text = folder / "text.txt"
+    text.write_text("".join(f"the {number} of {number * 7}\n" for number in range(400)))
+    flags = [f"--config.model.{name}={value}" for name, value in MODEL.items()]
+    flags += [f"--config.training.{name}=4" for name in ("num_steps", "eval_every_steps")]
+    flags += ["--config.checkpoint.every_steps=4", "--config.sample.num_tokens=0"]
+    flags += [f"--config.data.path={text}", "--config.data.sequence_length=32"]
+    flags += ["--config.data.batch_size=8", f"--workdir={folder / 'run'}"]
+    command = parse_command_line(["fsdp", f"--config={CONFIG}", *flags], default_config=CONFIG)
+    assert run_command(command) == 0
+    return folder / "run"
+
+
+@pytest.mark.slow
+def test_a_run_answers_and_scores_on_other_devices(workdir, tmp_path, capsys):
+    flags = [f"--workdir={workdir}", "--max_tokens=12", "--temperature=0.8", "--seed=3"]
+    assert generate_command([*flags, "--prompt=the "], "") == 0
+    streamed = capsys.readouterr().out
+    assert streamed.startswith("the ")
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text('{"prompt": "the ", "id": 7}\n{"prompt": "x"}\n')
+    files = [f"--prompts={prompts}", f"--output={output}"]
+    assert generate_command([*flags, *files, "--mesh=data=2,model=4"], "") == 0
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [answer.get("id") for answer in answers] == [7, None]
+    assert streamed == f"the {answers[0]['text']}\n"
+    # The test split as the run has measured it.
+    results = tmp_path / "results.json"
+    assert evaluate_command([f"--workdir={workdir}", f"--output={results}"], "") == 0
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    test = next(line for line in map(json.loads, lines) if line.get("split") == "test")
+    found = json.loads(results.read_text())
+    assert found["loss"] == pytest.approx(test["loss"], rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(test["bits_per_byte"], rel=1e-5)
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"context": "the ", "completion": answers[0]["text"]}) + "\n")
+    assert evaluate_command([f"--workdir={workdir}", f"--completions={pairs}"], "") == 0
+    (score,) = map(json.loads, capsys.readouterr().out.splitlines()[-1:])
+    assert score["log_likelihood"] < 0
+    assert not np.isnan(score["log_likelihood"])
+
+
+def test_measures_of_texts():
+    scores = [Score(-2.0, False, 3), Score(-1.0, True, 1)]
+    assert summary(scores, 6) == {
+        "tokens": 4,
+        "loss": 0.75,
+        "perplexity": pytest.approx(2.117, abs=1e-3),
+        "bytes": 6,
+        "bits_per_byte": pytest.approx(3 / np.log(2) / 6),
+    }
+    assert "bits_per_byte" not in summary(scores, 0)
+
+
+def test_lines_and_objects_are_read(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text('one\n\n{"prompt": "two", "id": 1}\n')
+    assert read_lines(str(path)) == [{"prompt": "one"}, {"prompt": "two", "id": 1}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workdir=nowhere", "--prompt=a"], "--workdir=nowhere: there is no config.json"),
+        (
+            ["--workdir=w", "--prompt=a", "--mesh=model=2"],
+            "--mesh=model=2: expected an axis 'data'",
+        ),
+        (["--workdir=w", "--prompt=a", "--mesh=data"], "--mesh=data: expected axes such as"),
+    ],
+)
+def test_mistakes_are_a_sentence(arguments, message, capsys, devices8):
+    del devices8
+    assert generate_command(arguments, "") == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [generate, evaluate])
+def test_the_commands_say_how_they_are_used(command, capsys):
+    run = generate_command if command is generate else evaluate_command
+    with pytest.raises(SystemExit) as ended:
+        run(["--help"], command.__doc__)
+    assert ended.value.code == 0
+    assert "--workdir" in capsys.readouterr().out
+    assert jax.device_count()
