@@ -19,7 +19,9 @@ from manualpar.core.collectives import gather_array_with_mean_grads
 from manualpar.core.gradients import sync_gradients, sync_metrics
 from manualpar.core.partitioning import ShardedParameter
 from manualpar.core.program import Program
+from manualpar.finetuning.adapter_files import load_adapters, save_adapters
 from manualpar.finetuning.lora import lora
+from manualpar.finetuning.merging import merge_lora
 from manualpar.layers.plan import tensor_parallel
 from manualpar.layers.plan_styles import Column, Row, Vocab
 from manualpar.metrics import print_metrics
@@ -55,10 +57,13 @@ __all__ = [
     "gather_examples",
     "gather_params",
     "hsdp",
+    "load_adapters",
     "lora",
     "make_mesh",
+    "merge_lora",
     "params_ema",
     "print_metrics",
+    "save_adapters",
     "shard_module_params",
     "shard_params",
     "sync_gradients",

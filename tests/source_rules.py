@@ -22,8 +22,9 @@ ORDER = """
     planner generation
     training launch
     checkpoints pretrained
+    finetuning
     data cluster watching
-    finetuning models
+    models
     layers
     inspect
     strategies pipeline same_as_one_device linen nnx

@@ -1,0 +1,150 @@
+"""Adapters in a folder of their own: a few MB beside a base of many GB.
+
+`adapters.safetensors` holds the adapters by their paths, in float32, which holds narrower dtypes
+exactly. `adapters.json` says what they belong to: the targets with their ranks, and alpha.
+
+Invariants: a folder gets its name when it is whole. Adapters are whole in the file, so that any
+mesh and any strategy takes them.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from manualpar.cluster.agreement import first_failure
+from manualpar.core.program import Program
+from manualpar.extras import require
+from manualpar.finetuning.merging import adapted_model, is_adapter
+from manualpar.guards.dispatch import check_state
+from manualpar.state_arrays import Leaf, list_some, place_leaf, read_unpadded, show_array
+from manualpar.state_transfer import variable_leaves, variables_of
+from manualpar.train_state import TrainState
+from manualpar.untrusted import read_object
+
+ARRAYS_FILE, DESCRIPTION_FILE = "adapters.safetensors", "adapters.json"
+
+
+def save_adapters(program: Program, state: TrainState, directory: Path | str) -> Path:
+    """Writes the adapters of a state, and nothing of its base.
+
+    Args:
+      program: A program of a model with adapters, see `lora`.
+      state: Its state; not donated.
+      directory: The folder to make. It must not exist.
+
+    Returns:
+      The folder.
+
+    Raises:
+      ValueError: The model has no adapters, the state is not the program's, or the folder is there
+        already. Nothing has been written.
+      OSError: The files cannot be written; there is no folder of the name.
+
+    Communication:
+      Over several processes an all-gather for each adapter; within one none.
+    """
+    require("save_adapters", "safetensors")
+    from safetensors.numpy import save_file
+
+    model = adapted_model("save_adapters", program).low_rank
+    check_state("save_adapters", program.abstract_state, state)
+    target = Path(directory).expanduser().absolute()
+    if failure := first_failure("there" if target.exists() else ""):
+        raise ValueError(
+            f"save_adapters: {target} is {failure} already, expected a new folder. Name another."
+        )
+    arrays = dict(zip(variable_leaves(program), jax.tree.leaves(variables_of(state)), strict=True))
+    values = {
+        _path(leaf): read_unpadded("save_adapters", leaf, x).astype(np.float32)
+        for leaf, x in arrays.items()
+        if is_adapter(leaf.name)
+    }
+    failure = ""
+    if jax.process_index() == 0:
+        partial = target.parent / f".{target.name}.partial"
+        description = {"alpha": model.alpha, "targets": dict(model.targets)}
+        try:
+            shutil.rmtree(partial, ignore_errors=True)  # Of a process that was killed.
+            partial.mkdir(parents=True)
+            save_file(values, partial / ARRAYS_FILE)
+            (partial / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
+            for name in (ARRAYS_FILE, DESCRIPTION_FILE):
+                with (partial / name).open("rb") as file:
+                    os.fsync(file.fileno())
+            partial.rename(target)
+        except OSError as error:
+            failure = f"save_adapters: {target} cannot be written: {error.strerror or error}."
+    if failure := first_failure(failure):
+        raise OSError(failure)
+    return target
+
+
+def load_adapters(program: Program, state: TrainState, directory: Path | str) -> TrainState:
+    """Takes adapters that `save_adapters` has written, on any mesh, into a state.
+
+    Args:
+      program: A program of a model with the same targets, ranks and alpha.
+      state: Its state; not donated. Its base and its optimizer's state stay as they are.
+      directory: The folder.
+
+    Returns:
+      The state with the adapters, bit for bit, cast to the dtype in which the program stores them.
+
+    Raises:
+      ValueError: The folder is not there or damaged; alpha, a name or a shape is another than the
+        program's. Each is named, and nothing has been placed.
+
+    Communication:
+      None. Each device receives its own part.
+    """
+    require("load_adapters", "safetensors")
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    model = adapted_model("load_adapters", program).low_rank
+    check_state("load_adapters", program.abstract_state, state)
+    source = Path(directory).expanduser()
+    try:
+        description = read_object(source / DESCRIPTION_FILE)
+        found: dict[str, Any] = load_file(source / ARRAYS_FILE)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(
+            f"load_adapters: {source} cannot be read: {error}; expected a folder of save_adapters."
+        ) from error
+    if description.get("alpha") != model.alpha:
+        raise ValueError(
+            f"load_adapters: the adapters in {source} are for alpha={description.get('alpha')}, "
+            f"expected {model.alpha}, the model's: their product is multiplied by alpha / rank."
+        )
+    leaves = variable_leaves(program)
+    _check(source, {_path(leaf): leaf for leaf in leaves if is_adapter(leaf.name)}, found)
+    arrays, structure = jax.tree.flatten(variables_of(state))
+    for number, leaf in enumerate(leaves):
+        if is_adapter(leaf.name):
+            arrays[number] = place_leaf("load_adapters", leaf, found[_path(leaf)])
+    return state.replace(params=jax.tree.unflatten(structure, arrays)["params"])
+
+
+def _path(leaf: Leaf) -> str:
+    return leaf.name.partition("/")[2]
+
+
+def _check(source: Path, leaves: dict[str, Leaf], found: dict[str, Any]) -> None:
+    """Refuses adapters that are missing, left over, or of another shape or kind."""
+    lines = [f"{path} is left over" for path in found if path not in leaves]
+    for path, leaf in leaves.items():
+        expected = show_array(np.float32, leaf.shape)
+        if path not in found:
+            lines.append(f"{path} is missing, expected {expected}")
+        elif (x := found[path]).shape != leaf.shape or x.dtype != np.float32:
+            lines.append(f"{path} is {show_array(x.dtype, x.shape)}, expected {expected}")
+    if lines:
+        raise ValueError(
+            f"load_adapters: the adapters in {source} are not the program's: "
+            f"{'; '.join(list_some(lines))}. Name the same targets and ranks in lora."
+        )
