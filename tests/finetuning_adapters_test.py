@@ -68,9 +68,7 @@ def test_merged_kernels_compute_what_adapters_add_and_files_hold_adapters_alone(
     with pytest.raises(ValueError, match="none cannot be read"):
         load_adapters(other, begun, tmp_path / "none")
     wider = _program(lora(Somebodys(), {**SOMEBODYS, "head/kernel": 5}, alpha=4), {"data": 8})
-    with pytest.raises(
-        ValueError, match=r"head/lora_a is float32.16,4., expected .*16,5"
-    ):
+    with pytest.raises(ValueError, match=r"head/lora_a is float32.16,4., expected .*16,5"):
         load_adapters(wider, wider.init(jax.random.key(0)), folder)
     fewer = _program(lora(Somebodys(), {"head": 4, "*/up": 4, "*/out": 3}, alpha=4), {"data": 8})
     with pytest.raises(ValueError, match="layers/down/lora_a is left over"):

@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from manualpar import make_mesh
+from manualpar import lora, make_mesh
 from manualpar.pretrained import export_hf, load_hf
 from tests.pretrained_load_test import CONFIG, llama, program_of, tensors_of, write
 
@@ -75,6 +75,23 @@ def test_what_was_loaded_is_written_again_bit_for_bit(source, tmp_path):
     refused("max_shard_bytes is 0, expected at least 1", max_shard_bytes=0)
     refused(r"no family of models is like this .*qwen2 has another qkv_bias", family="qwen2")
     refused("cannot be copied", tokenizer=tmp_path / "none.json")
+
+
+@pytest.mark.slow
+def test_adapters_are_written_as_part_of_the_kernels_beside_them(source, tmp_path):
+    directory, tensors = source
+    model = lora(llama(directory, split_axis="model", vocab_multiple=8), {"*/up": 2}, alpha=6)
+    program = program_of(model, make_mesh({"data": 4, "model": 2}), pad=True)
+    state = load_hf(program, directory, missing="init")
+    assert_same_files(read(export_hf(program, state, tmp_path / "new", like=directory)), tensors)
+    up = state.params["layers"]["mlp"]["up"]
+    up["lora_b"] = jax.device_put(up["lora_b"] + 0.5, up["lora_b"].sharding)
+    found = read(export_hf(program, state, tmp_path / "out"))
+    for layer, a in enumerate(np.asarray(up["lora_a"])):
+        name = f"model.layers.{layer}.mlp.up_proj.weight"
+        expected = tensors.pop(name).astype(np.float32) + 3 * 0.5 * a.sum(-1)[None]
+        np.testing.assert_allclose(found.pop(name), expected, rtol=1e-5, atol=1e-6)
+    assert_same_files(found, {k: x.astype(np.float32) for k, x in tensors.items()})
 
 
 def test_an_export_that_fails_leaves_nothing_under_its_name(source, tmp_path, monkeypatch):

@@ -23,6 +23,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from manualpar.core.program import Program
 from manualpar.extras import require
+from manualpar.finetuning.lora import AdaptedModel
+from manualpar.finetuning.merging import is_adapter, merged_state
 from manualpar.guards.dispatch import check_state
 from manualpar.pretrained.architecture import CONFIG_FILE, read_architecture, read_config
 from manualpar.pretrained.load import failing_together
@@ -95,7 +97,7 @@ def export_hf(
     ```
 
     Args:
-      program: The program.
+      program: The program. Adapters of `lora` are added to the kernels that they are beside.
       state: Its state; not donated.
       directory: The directory to make. It must not exist, or be empty.
       like: The directory that the parameters once came from. Then its config, tokenizer and other
@@ -134,6 +136,8 @@ def export_hf(
         if jax.process_index() == 0:
             shutil.rmtree(partial, ignore_errors=True)  # Of an export that was killed.
             partial.mkdir(parents=True)
+    if isinstance(program.step.model.adapter, AdaptedModel):
+        state = merged_state("export_hf", program, state)
     arrays = jax.tree.leaves(variables_of(state))
     for number, (name, of_file) in enumerate(files.items()):
         is_mine = number % jax.process_count() == jax.process_index()
@@ -175,11 +179,15 @@ def _plan(
             "for that of like, or of the parameters."
         )
     paths = [leaf.name.partition("/")[2] for leaf in leaves]
-    shapes = {path: leaf.shape for path, leaf in zip(paths, leaves, strict=True)}
+    shapes = {
+        path: leaf.shape
+        for path, leaf in zip(paths, leaves, strict=True)
+        if not is_adapter(path)  # It is a part of the kernel beside it.
+    }
     pieces = pieces_of_transformer(config["model_type"], shapes)
     tensors = []
     for number, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        for piece in pieces[path]:
+        for piece in pieces.get(path, ()):
             sizes = tuple(
                 model.vocab_size if name == "V" else size
                 for name, size in zip(piece.dims, leaf.shape[len(piece.entry) :], strict=True)

@@ -15,6 +15,7 @@ from manualpar.core.program import Program
 from manualpar.models import Transformer
 from manualpar.pretrained import load, read_architecture
 from manualpar.pretrained.model_config import SAID
+from manualpar.state_transfer import Missing
 from manualpar.train_state import TrainState
 from manualpar.usage import UsageError
 from manualpar.watching.tables import describe_bytes
@@ -73,7 +74,9 @@ def initial_state(
     if not directory:
         return program.init(key)
     try:
-        loaded = load(program, directory, key)
+        # Adapters have no tensors there.
+        missing: Missing = "init" if config.model.get("lora") else "error"
+        loaded = load(program, directory, key, missing=missing)
     except ValueError as error:
         raise UsageError(f"config.model.from_hf: {error}") from error
     report(
