@@ -29,6 +29,7 @@ from manualpar.guards.dispatch import check_state
 from manualpar.pretrained.architecture import CONFIG_FILE, read_architecture, read_config
 from manualpar.pretrained.load import failing_together
 from manualpar.pretrained.model_config import architecture_of, write_config
+from manualpar.pretrained.slices import bits_of
 from manualpar.pretrained.sources import check_same_model, transformer_of
 from manualpar.pretrained.tensor_files import DTYPES, INDEX_FILE, ONE_FILE, TensorFiles, has_tensors
 from manualpar.pretrained.tensor_names import Piece, pieces_of_transformer
@@ -234,8 +235,10 @@ def _take(x: jax.Array, tensor: Tensor) -> np.ndarray:
     piece = tensor.piece
     # What is beyond the sizes is padding.
     value = _entry_of(x, piece.entry)[tuple(map(slice, tensor.sizes))]
+    bits = bits_of(value)
     order = [piece.dims.index(name) for name in itertools.chain(*piece.merged)]
-    return np.ascontiguousarray(value.transpose(order).reshape(tensor.shape), tensor.dtype)
+    ordered = np.ascontiguousarray(bits.transpose(order)).view(value.dtype)
+    return ordered.reshape(tensor.shape).astype(tensor.dtype, copy=False)
 
 
 def _entry_of(x: jax.Array, entry: tuple[int, ...]) -> np.ndarray:
@@ -256,7 +259,8 @@ def _entry_of(x: jax.Array, entry: tuple[int, ...]) -> np.ndarray:
         own = tuple(at - start for at, start in zip(entry, starts, strict=True))
         inside = [0 <= at < size for at, size in zip(own, shard.data.shape, strict=False)]
         if shard.replica_id == 0 and all(inside):
-            out[shard.index[stacked:]] = np.asarray(shard.data[own] if own else shard.data)
+            part = np.asarray(shard.data[own] if own else shard.data)
+            bits_of(out)[shard.index[stacked:]] = bits_of(part)
     return out
 
 
