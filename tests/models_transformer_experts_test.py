@@ -6,11 +6,13 @@ from typing import Any
 import flax
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from manualpar import Batch, Pipeline, Program, fsdp, make_mesh, zero
+from manualpar.generation import Generator
 from manualpar.models import Transformer, flops_per_token
 from manualpar.models.layer_stack import layer_place
 from manualpar.planner.pod_sweep import rank_layouts
@@ -105,22 +107,27 @@ def test_every_mesh_computes_what_one_device_does(case, devices8):
 
 
 @pytest.mark.slow
-def test_text_is_drawn_from_a_model_whose_routers_have_a_bias():
-    model = DEEPSEEK_V3.clone(num_layers=2)
-    variables = nn.unbox(jax.jit(model.init)(jax.random.key(0), make_batch().inputs))
-    params, collections = variables["params"], {"router": variables["router"]}
-    numbers: Any = {
-        "num_tokens": 2,
-        "sequence_length": 4,
-        "temperature": 0,
-        "rng": jax.random.key(0),
-    }
-    biased = jax.tree.map(lambda x: x.at[..., :2].set(9), collections)
-    logits = model.apply({"params": params, **biased}, np.array([[3, 1, 4]]))
-    drawn = sample_tokens(model.apply, params, [3, 1, 4], collections=biased, **numbers)
-    assert drawn[0] == logits[0, -1].argmax()
+def test_text_is_the_same_with_a_cache_and_without(devices8):
+    del devices8
+    program = build(DEEPSEEK_V3.clone(**SPLIT), {"data": 2, "expert": 2, "model": 2})
+    state, prompt = program.init(jax.random.key(0)), [3, 1, 4]
+    bias = jax.tree.map(lambda x: x.at[..., :3].set(0.3), state.collections)
+    state = state.replace(collections=bias)
+    (answer,) = Generator(program, stop_tokens=()).generate(state, [prompt], max_tokens=4)
+    variables = jax.tree.map(jnp.asarray, program.whole(state))
+    numbers: Any = {"num_tokens": 4, "sequence_length": 8, "temperature": 0}
+    numbers["rng"] = jax.random.key(0)
+    params = variables.pop("params")
+    drawn = sample_tokens(DEEPSEEK_V3.apply, params, prompt, collections=variables, **numbers)
+    assert answer.tokens == drawn.tolist()
+    logits = DEEPSEEK_V3.apply({"params": params, **variables}, np.array([prompt]))[0, -1]
+    expected = float(jax.nn.log_softmax(logits).max())
+    assert answer.log_probabilities[0] == pytest.approx(expected, abs=1e-5)
+    without = jax.tree.map(jnp.zeros_like, variables)
+    changed = DEEPSEEK_V3.apply({"params": params, **without}, np.array([prompt]))[0, -1]
+    assert abs(changed - logits).max() > 1e-3
     with pytest.raises(flax.errors.ScopeCollectionNotFound, match="router"):
-        sample_tokens(model.apply, params, [3, 1, 4], **numbers)
+        sample_tokens(DEEPSEEK_V3.apply, params, prompt, **numbers)
 
 
 def test_dense_layers_stand_before_the_loop():
