@@ -153,6 +153,7 @@ def test_the_flags_of_a_layout_make_its_config(layout):
     ("arguments", "message"),
     [
         (['--config.parallel.rules=(("embed", None),)'], "expected 'transformer' and none"),
+        (["--config.optimizer.ema_decay=0.9"], "ema_decay is 0.9, expected none"),
         (
             ["--config.data.batch_size=1", "--config.data.sequence_length=127"],
             "no layout on h100:16",

@@ -257,6 +257,16 @@ def _layouts(command: CommandLine, console: rich.console.Console) -> Callable[[P
             f"{config.parallel.rules}, expected 'transformer' and none, which have a closed form; "
             "use --sweep."
         )
+    for field, value in (
+        ("optimizer.trainable", config.optimizer.trainable),
+        ("optimizer.ema_decay", config.optimizer.ema_decay),
+        ("parallel.frozen_dtype", config.parallel.frozen_dtype),
+    ):
+        if value:
+            raise ValueError(
+                f"--layouts: config.{field} is {value!r}, expected none, because the closed form "
+                "is that of AdamW on all parameters; use --sweep."
+            )
     sizes = {"examples": config.data.batch_size, "positions": config.data.sequence_length}
     plans = rank_layouts(model, topology, **sizes)
     if not plans:
