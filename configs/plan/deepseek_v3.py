@@ -6,7 +6,9 @@ On any number of devices that divides 15,360. Nothing was measured here, and the
 bfloat16: for 2,048 GPUs it says 23% MFU, where DeepSeek's speed in FP8 on H800s is 36% of
 bfloat16's peak (python -m benchmarks.calibration). Sizes and batch are those of section 4.2 of
 https://arxiv.org/abs/2412.19437, which has 671 billion parameters, 37 billion of
-them for a token. This has 702 and 36 billion, because the Transformer here lacks three things:
+them for a token. This has 702 and 36 billion, because it differs in three things. The Transformer
+here lacks the first, and the closed forms of a plan know of one kind of layer and of no shared
+experts:
 
 - Latent attention: 187 million weights a layer, and keys of 192 and values of 128 features for each
   of the 128 heads. Here they are 206 million, and heads have 56 features. So the products of
