@@ -75,11 +75,13 @@ def _saved(family: str, fields: str) -> Saved:
     make = transformers.AutoModelForCausalLM.from_config
     model = make(config, attn_implementation="eager", dtype=torch.float32).eval()
     scale = 0.0 if family.startswith("Gemma") else 1.0
-    for path, x in [*model.named_parameters(), *model.named_buffers()]:
+    # Of what is no parameter a router's bias is random too; frequencies and scales stay.
+    biases = [(path, x) for path, x in model.named_buffers() if path.endswith("bias")]
+    for path, x in [*model.named_parameters(), *biases]:
         noise = torch.randn_like(x)
         if "norm" in path:
             x.data = scale + 0.3 * noise
-        elif "inv_freq" not in path:
+        else:
             x.data = noise * (0.3 if path.endswith("bias") else x.shape[-1] ** -0.5)
     directories = [
         Path(tempfile.mkdtemp(prefix=f"{family}_{part}_")) for part in ("model", "grads")
