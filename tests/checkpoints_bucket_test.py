@@ -166,7 +166,7 @@ def test_killed_at_every_request_nothing_is_lost(bucket_folder, s3_port, use_s3,
     """Before a request, and after it has been carried out and before its answer."""
 
     class Killed:
-        at = after = 0
+        at = after = -1  # Requests that change nothing have the number 0.
         is_dead = False
 
         def __call__(self, method, path, number):
