@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.results import note_conditions, write_results
-from manualpar import Batch, Program, fsdp, make_mesh
+from manualpar import Batch, Program, fsdp, lora, make_mesh
 from manualpar.inspect.step_ledger import ledger
 from manualpar.inspect.trained_parts import trained_parts
 from manualpar.models import Transformer
@@ -41,6 +41,7 @@ HEADER = (
     "products",
     "temporaries",
 )
+ADAPTED = {"*/attention/*": 8, "*/mlp/*": 8}
 LAST = ("head", "final_norm/*")
 # By the name of the row: what becomes of the model, and the options of the builder.
 WAYS: Mapping[str, tuple[Callable[[Any], Any], Mapping[str, Any]]] = {
@@ -54,6 +55,11 @@ WAYS: Mapping[str, tuple[Callable[[Any], Any], Mapping[str, Any]]] = {
     "head and last norm, the rest in bfloat16": (
         lambda model: model,
         {"trainable": LAST, "frozen_dtype": "bfloat16"},
+    ),
+    "LoRA of rank 8": (lambda model: lora(model, ADAPTED, alpha=16), {}),
+    "LoRA of rank 8, the rest in bfloat16": (
+        lambda model: lora(model, ADAPTED, alpha=16),
+        {"frozen_dtype": "bfloat16"},
     ),
 }
 
