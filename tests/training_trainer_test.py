@@ -102,6 +102,7 @@ class FakeCheckpoints:
 
     def __init__(self, log) -> None:
         self.saved: list[tuple[int, dict]] = []
+        self.folder = Path("run") / "checkpoints"
         self._log = log
 
     def save(self, program, state, *, step, extra, metrics):
@@ -139,6 +140,7 @@ class Run:
             {
                 "seed": 5,
                 "data": {"batch_size": BATCH_SIZE, "prefetch": 2},
+                "optimizer": {"ema_decay": 0.0},
                 "training": {"num_steps": 7, "eval_every_steps": 3, "log_every_steps": 2}
                 | {"eval_batches": 0, "on_nonfinite": "stop"},
                 "checkpoint": {"every_steps": save_every, "on_corruption": "stop"},

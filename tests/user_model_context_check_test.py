@@ -36,7 +36,7 @@ def check(model: Any, loss: Any = language_model_loss, axes: dict[str, int] | No
         BATCH,
         batch_specs=ROLES.batch_specs(BATCH),
         mode=mode,
-        param_dtype=None,
+        stored_dtypes=(None, None),
         options={},
         is_gathered=lambda info: False,
         gathers_in_loss=False,

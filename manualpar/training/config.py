@@ -236,13 +236,12 @@ def _with_tuples(value: Any) -> Any:
 def complete_config(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
     """A locked copy of a config that has the fields with a default too."""
     config = config.copy_and_resolve_references().unlock()
-    present = flatten_config(config)
     for name, default in field_defaults(config).items():
         group, field = name.split(".")
         if group not in config:
             config[group] = ml_collections.ConfigDict()
         # `check_config` says where something else stands in the place of a group.
-        if name not in present and isinstance(config[group], ml_collections.ConfigDict):
+        if isinstance(config[group], ml_collections.ConfigDict) and field not in config[group]:
             config[group][field] = default
     return config.lock()
 

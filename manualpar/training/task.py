@@ -14,6 +14,7 @@ from manualpar.data import ClassificationDataset, Dataset, LanguageDataset, load
 from manualpar.models import Classifier, Transformer
 from manualpar.models.transformer_fields import flops_per_token
 from manualpar.train_state import TrainState
+from manualpar.training.config import complete_config
 from manualpar.training.cross_entropy import (
     classification_loss,
     language_model_loss,
@@ -60,6 +61,7 @@ def make_task(config: ml_collections.ConfigDict) -> Task:
     Raises:
       ValueError: The data is missing, or the model does not fit it; the message names the field.
     """
+    config = complete_config(config)
     is_language = config.model.name == "transformer"
     return _language_modelling(config) if is_language else _classification(config)
 
