@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from manualpar.cluster.agreement import first_failure
 from manualpar.core.program import Program
 from manualpar.extras import require
 from manualpar.finetuning.merging import adapted_model, is_adapter
@@ -50,6 +49,9 @@ def save_adapters(program: Program, state: TrainState, directory: Path | str) ->
     """
     require("save_adapters", "safetensors")
     from safetensors.numpy import save_file
+
+    # `import manualpar` loads nothing that processes need to talk to each other.
+    from manualpar.cluster.agreement import first_failure
 
     model = adapted_model("save_adapters", program).low_rank
     check_state("save_adapters", program.abstract_state, state)

@@ -20,7 +20,7 @@ from manualpar.models import Transformer
 from manualpar.pretrained import load_hf, read_architecture
 from manualpar.sharding.axes import AxisName
 from manualpar.sharding.mesh import make_mesh
-from manualpar.strategies import strategy_kinds
+from manualpar.strategies.fsdp import KIND as FSDP
 from manualpar.train_state import Batch, TrainState
 from manualpar.training.config import load_config
 from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
@@ -31,7 +31,7 @@ from manualpar.watching.writers import CONFIG_FILE
 
 # How the state lies where nothing else is asked for.
 SHARDED: dict[str, Any] = {
-    "strategy": "fsdp",
+    "strategy": FSDP.name,
     "mode": "manual",
     "sequence": False,
     "layer_overlap": "none",
@@ -135,7 +135,7 @@ def load_directory(directory: Path, *, mesh: dict[str, int] | None = None) -> Tr
     axes = tuple(axis for axis in ("data", "expert") if axis in made.shape)
     axis_name: AxisName = axes if len(axes) > 1 else axes[0]
     tokens = jax.ShapeDtypeStruct((made.size, 16), "int32")
-    program = strategy_kinds()["fsdp"].builder(
+    program = FSDP.builder(
         model,
         optax.identity(),
         mixture_of_experts_loss if model.num_experts else language_model_loss,

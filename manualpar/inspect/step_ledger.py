@@ -177,8 +177,8 @@ def ledger(
     # The name of the model, with which flax begins the scope of all that it does.
     apply_fn: Any = ours and ours.abstract_state.apply_fn
     owner = getattr(apply_fn, "__self__", None)
-    owner = owner if isinstance(owner, nn.Module) else getattr(owner, "module", owner)
-    root = type(owner).__name__ if ours else ""
+    inner = None if isinstance(owner, nn.Module) else getattr(owner, "module", None)
+    root = type(inner if isinstance(inner, nn.Module) else owner).__name__ if ours else ""
     data_axes = ours.data_axes if ours else ()
     options: Any = {"root": root, "data_axes": data_axes, "while_trips": while_trips}
     sending, collectives = read_stage("ledger", jaxpr, around, stage=stage, **options)

@@ -14,6 +14,7 @@ import ml_collections
 from manualpar.checkpoints import Restored
 from manualpar.checkpoints.retention import list_steps
 from manualpar.checkpoints.saved_state import read_extra
+from manualpar.strategies.fsdp import KIND as FSDP
 from manualpar.training.config import complete_config
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.workdir import FOLDER, open_checkpoints
@@ -21,7 +22,7 @@ from manualpar.usage import UsageError
 
 # Every parameter over all devices, and nothing else.
 SPLITS: dict[str, Any] = {
-    "strategy": "fsdp",
+    "strategy": FSDP.name,
     "mode": "manual",
     "mesh": {"data": -1},
     "mesh_order": (),
