@@ -1,7 +1,7 @@
 """Makes token files of text, for the source `tokens`.
 
-python -m manualpar.data.tokenize --input=TEXT --output=DIRECTORY [--source=jsonl]
-    [--tokenizer=tokenizer.json] [--processes=2]
+    python -m manualpar.data.tokenize --input=TEXT --output=DIRECTORY [--source=jsonl]
+        [--tokenizer=tokenizer.json] [--processes=2]
 
 TEXT is a file, a directory or a glob, as `config.data.path` of the same source, and the splits are
 the same ones: `text`, whose files are documents, `jsonl`, `parquet`, `arrayrecord` or `chat`.
