@@ -86,7 +86,7 @@ def test_lines_and_objects_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--workdir=nowhere", "--prompt=a"], "--workdir=nowhere: there is no config.json"),
+        (["--workdir=nowhere", "--prompt=a"], "--workdir=nowhere holds no checkpoint"),
         (
             ["--workdir=w", "--prompt=a", "--mesh=model=2"],
             "--mesh=model=2: expected an axis 'data'",

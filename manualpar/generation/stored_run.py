@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import ml_collections
 import optax
 
 from manualpar.checkpoints import CheckpointError
@@ -22,21 +21,9 @@ from manualpar.sharding.axes import AxisName
 from manualpar.sharding.mesh import make_mesh
 from manualpar.strategies.fsdp import KIND as FSDP
 from manualpar.train_state import Batch, TrainState
-from manualpar.training.config import load_config
 from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
-from manualpar.training.experiment import prepare
-from manualpar.training.workdir import open_checkpoints
+from manualpar.training.saved_run import prepare_saved, restore_saved, saved_config
 from manualpar.usage import UsageError
-from manualpar.watching.writers import CONFIG_FILE
-
-# How the state lies where nothing else is asked for.
-SHARDED: dict[str, Any] = {
-    "strategy": FSDP.name,
-    "mode": "manual",
-    "sequence": False,
-    "layer_overlap": "none",
-    "rules": (),
-}
 
 
 class Trained(NamedTuple):
@@ -63,7 +50,7 @@ def load_run(workdir: Path, *, mesh: dict[str, int] | None = None) -> Trained:
     """Loads the newest checkpoint of a run.
 
     Args:
-      workdir: The folder of the run, with `config.json` and `checkpoints/`.
+      workdir: The folder of the run, with `checkpoints/`.
       mesh: The axes of the mesh, such as `{"data": -1, "model": 2}`; by default all devices along
         `data`.
 
@@ -74,18 +61,12 @@ def load_run(workdir: Path, *, mesh: dict[str, int] | None = None) -> Trained:
     Communication:
       None; each device reads its own part.
     """
-    path = workdir / CONFIG_FILE
-    if not path.exists():
-        raise UsageError(
-            f"--workdir={workdir}: there is no {CONFIG_FILE}, expected the folder of a run."
-        )
-    config = load_config(path).copy_and_resolve_references().unlock()
+    config = saved_config(workdir)
     if config.model.name != "transformer":
         raise UsageError(
             f"--workdir={workdir} holds a run of config.model.name={config.model.name!r}, expected "
             "'transformer', a language model."
         )
-    _place(config, mesh or {"data": -1})
     multiple = config.model.vocab_multiple
     if (model := (mesh or {}).get("model", 1)) > 1 and multiple % model:
         raise UsageError(
@@ -93,17 +74,11 @@ def load_run(workdir: Path, *, mesh: dict[str, int] | None = None) -> Trained:
             "expected a size that divides it, because the vocabulary is split too; put the devices "
             "along data."
         )
-    experiment = prepare(config.lock())
-    with open_checkpoints(experiment.config, workdir) as checkpoints:
-        if checkpoints.latest_step() is None:
-            raise UsageError(
-                f"--workdir={workdir}: there is no checkpoint, expected a run with "
-                "--config.checkpoint.every_steps."
-            )
-        try:
-            restored = checkpoints.restore(experiment.program, report=print)
-        except CheckpointError as error:
-            raise UsageError(f"--workdir={workdir}: {error}") from error
+    experiment = prepare_saved(config, mesh)
+    try:
+        restored = restore_saved(experiment, workdir)
+    except CheckpointError as error:
+        raise UsageError(f"--workdir={workdir}: {error}") from error
     dataset: Any = experiment.task.dataset
     return Trained(
         experiment.program,
@@ -145,13 +120,3 @@ def load_directory(directory: Path, *, mesh: dict[str, int] | None = None) -> Tr
     )
     state = load_hf(program, directory)
     return Trained(program, state, load_tokenizer(str(directory)), 0, None, str(directory))
-
-
-def _place(config: ml_collections.ConfigDict, mesh: dict[str, int]) -> None:
-    """Makes a run's config one whose program lies on a mesh and takes batches of any size."""
-    for name, value in SHARDED.items():
-        config.parallel[name] = value
-    config.parallel.mesh = ml_collections.ConfigDict(mesh)
-    config.data.batch_size = jax.device_count()
-    config.optimizer.num_minibatches = 1
-    config.sample.num_tokens = 0

@@ -31,7 +31,6 @@ from manualpar.models.transformer_layer import ACTIVATIONS
 from manualpar.pipeline.stages import KEEPS, SCHEDULES
 from manualpar.sharding.mesh_order import check_order
 from manualpar.strategies import BUILT_IN, Field, strategy_kinds
-from manualpar.untrusted import read_object
 from manualpar.usage import UsageError
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -178,7 +177,7 @@ DICT_FIELDS = frozenset({"parallel.mesh"})
 def load_config(path: Path) -> ml_collections.ConfigDict:
     """Runs a config file and returns the config of its `get_config()`, complete and locked.
 
-    A `.json` file is read: the config that a run has written. It is not checked.
+    It is not checked.
 
     Raises:
       UsageError: There is no such file, it is not Python, it raises an error or asks to exit, or it
@@ -194,12 +193,6 @@ def load_config(path: Path) -> ml_collections.ConfigDict:
         raise refused(str(error.strerror)) from error
     if not is_file:
         raise refused("there is no such file; name one such as configs/fsdp.py")
-    if path.suffix == ".json":
-        try:
-            stored = read_object(path, follow_links=True)
-        except (OSError, ValueError) as error:
-            raise refused(f"it cannot be read: {error}") from error
-        return complete_config(ml_collections.ConfigDict(_with_tuples(stored)))
     spec = importlib.util.spec_from_file_location("config_file", path)
     if spec is None or spec.loader is None:
         raise refused("expected a Python file whose name ends in .py")
@@ -224,13 +217,6 @@ def load_config(path: Path) -> ml_collections.ConfigDict:
         kind = type(config).__name__
         raise refused(f"get_config() returns a {kind}, expected an ml_collections.ConfigDict")
     return complete_config(config)
-
-
-def _with_tuples(value: Any) -> Any:
-    """A value of JSON with tuples in place of lists."""
-    if isinstance(value, dict):
-        return {name: _with_tuples(each) for name, each in value.items()}
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def complete_config(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:

@@ -1,10 +1,12 @@
 """The run in a workdir, on whatever devices there are: to export its state, or to generate with it.
 
 The config is that of the newest checkpoint. How the work was split does not matter, because a state
-can be restored on any mesh: here every parameter is sharded over all devices.
+can be restored on any mesh: here every parameter is sharded over the data axis. Of a run that
+averages its parameters the average counts, as in its evaluations.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,17 @@ import ml_collections
 from manualpar.checkpoints import Restored
 from manualpar.checkpoints.retention import list_steps
 from manualpar.checkpoints.saved_state import read_extra
+from manualpar.parameter_average import ema_params
 from manualpar.strategies.fsdp import KIND as FSDP
 from manualpar.training.config import complete_config
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.workdir import FOLDER, open_checkpoints
 from manualpar.usage import UsageError
 
-# Every parameter over all devices, and nothing else.
+# Every parameter over the data axis.
 SPLITS: dict[str, Any] = {
     "strategy": FSDP.name,
     "mode": "manual",
-    "mesh": {"data": -1},
     "mesh_order": (),
     "axis_by_axis": False,
     "rules": (),
@@ -53,20 +55,29 @@ def saved_config(workdir: Path) -> ml_collections.ConfigDict:
         ) from error
 
 
-def prepare_saved(config: ml_collections.ConfigDict) -> Experiment:
-    """The experiment of a saved config on all devices of now, its parameters sharded over them.
+def prepare_saved(
+    config: ml_collections.ConfigDict, mesh: Mapping[str, int] | None = None
+) -> Experiment:
+    """The experiment of a saved config on all devices of now.
+
+    Args:
+      config: What `saved_config` returns.
+      mesh: The axes of the mesh; `None` for all devices along `data`.
 
     Raises:
-      ValueError: The config is damaged, or its data is gone.
+      ValueError: The config is damaged or does not fit the mesh, or its data is gone.
     """
     config = config.copy_and_resolve_references().unlock()
     for name, value in SPLITS.items():
         if name in config.parallel:
-            config.parallel[name] = ml_collections.ConfigDict(value) if name == "mesh" else value
+            config.parallel[name] = value
+    config.parallel.mesh = ml_collections.ConfigDict(mesh or {"data": -1})
     if config.model.get("from_hf"):
         config.model.from_hf = ""  # The fields say it all, and the directory may be gone.
     config.optimizer.num_minibatches = 1
     config.data.batch_size = jax.device_count()
+    if "sample" in config:
+        config.sample.num_tokens = 0
     return prepare(config.lock())
 
 
@@ -79,7 +90,10 @@ def restore_saved(
       CheckpointError: It is damaged.
     """
     with open_checkpoints(experiment.config, workdir) as checkpoints:
-        return checkpoints.restore(experiment.program, report=report)
+        restored = checkpoints.restore(experiment.program, report=report)
+    if not experiment.config.optimizer.ema_decay:
+        return restored
+    return dataclasses.replace(restored, state=ema_params(restored.state))
 
 
 def _with_tuples(value: Any) -> Any:
