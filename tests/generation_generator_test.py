@@ -241,6 +241,15 @@ def test_strings_need_a_tokenizer(monkeypatch):
         generator.generate(_State, [[1]], stop=["b"])
 
 
+def test_a_prompt_begins_as_the_tokenizer_has_it(monkeypatch):
+    generator, _ = _generator([97], monkeypatch)
+    bos = generator.tokenizer.bos_token
+    assert generator.encode("a") == [bos, ord("a")]
+    monkeypatch.setattr(ByteTokenizer, "begins_with_bos", False)
+    assert generator.encode("a") == [ord("a")]
+    assert generator.encode("") == [bos]
+
+
 @pytest.mark.slow
 def test_programs_that_cannot_generate_are_refused(devices8):
     del devices8

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from manualpar.data import TokenSplit
 from manualpar.generation.command_flags import model_flags, read_lines, run_command
 from manualpar.generation.generator import Generator
 from manualpar.generation.scoring import Score, score_completions, score_documents
@@ -80,7 +81,12 @@ def _test_split(trained: Trained, generator: Generator) -> dict[str, Any]:
     """The test split as the run measures it: packed sequences, each by itself."""
     if trained.dataset is None:
         raise UsageError("--hf has no test split, expected --text or --completions.")
-    split: Any = trained.dataset.test
+    split = trained.dataset.test
+    if not isinstance(split, TokenSplit):
+        raise UsageError(
+            f"{trained.described} has a test split of several documents in a sequence, expected "
+            "--text or --completions."
+        )
     pairs = []
     for index in range(len(split)):
         batch = split[index]

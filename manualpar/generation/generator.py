@@ -105,7 +105,7 @@ class Generator:
 
         Args:
           state: A state of the program, as `init`, `train_step` or `adopt` return it.
-          prompts: Lists of tokens, or strings, which begin a document and get its first token.
+          prompts: Lists of tokens, or strings, see `encode`.
           **options: See `stream`.
 
         Returns:
@@ -254,14 +254,16 @@ class Generator:
         return tokens, lengths
 
     def encode(self, prompt: Prompt, index: int = 0) -> list[int]:
-        """The tokens of a prompt; a string begins a document."""
+        """The tokens of a prompt; a string begins with BOS if the tokenizer has prompts do so."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise TypeError(
                     f"generate: prompt {index} is a string and there is no tokenizer; expected "
                     "tokens, or a Generator with a tokenizer."
                 )
-            return [self.tokenizer.bos_token, *self.tokenizer.encode(prompt).tolist()]
+            encoded: list[int] = self.tokenizer.encode(prompt).tolist()
+            begins = self.tokenizer.begins_with_bos or not encoded
+            return [self.tokenizer.bos_token, *encoded] if begins else encoded
         tokens = np.asarray(prompt)
         if tokens.ndim != 1 or not tokens.size:
             raise ValueError(
