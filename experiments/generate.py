@@ -2,7 +2,7 @@
 
 python -m experiments.generate --workdir=<folder> --prompt="Once upon a time" [--temperature=0.8]
                                [--top_k=<number>] [--top_p=<probability>] [--max_tokens=<number>]
-                               [--stop=<text> ...] [--seed=<number>]
+                               [--stop=<text> ...] [--seed=<number>] [--chat]
                                [--mesh=data=4,model=2] [--devices=<number>]
 python -m experiments.generate --hf=<directory> --prompts=<lines, .jsonl or -> [--output=<.jsonl>]
 

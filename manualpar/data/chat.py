@@ -34,9 +34,9 @@ class ChatEncoder:
         """Takes the share of examples that eval and test get each, and a template's file or ""."""
         self._tokenizer, self._held_out = tokenizer, held_out
         self._template_path = template
-        self._chats: _Chats | None = None
+        self._chats: Chats | None = None
         if template:
-            self._chats = _Chats(tokenizer, template)
+            self._chats = Chats(tokenizer, template)
 
     def encode(self, part: Part | TextPart) -> Iterator[list[Encoded]]:
         """See `Encoder`."""
@@ -64,7 +64,7 @@ class ChatEncoder:
         """
         if "messages" in fields:
             if self._chats is None:
-                self._chats = _Chats(self._tokenizer, self._template_path)
+                self._chats = Chats(self._tokenizer, self._template_path)
             return self._chats.example(fields["messages"])
         if "prompt" in fields and "completion" in fields:
             return self._completion(fields["prompt"], fields["completion"])
@@ -85,10 +85,15 @@ class ChatEncoder:
         return np.concatenate([read, learned | LEARNED])
 
 
-class _Chats:
-    """Makes examples of messages."""
+class Chats:
+    """Makes examples and prompts of messages."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str = "") -> None:
+        """Takes a template's file, or "" for the tokenizer's.
+
+        Raises:
+          ValueError: There is no template.
+        """
         if not isinstance(tokenizer, FileTokenizer):
             raise ValueError(
                 "config.data.tokenizer is '', expected the directory of a tokenizer with a "
@@ -105,7 +110,19 @@ class _Chats:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {number: token.content for number, token in added.items() if token.special}
 
+    def prompt(self, messages: Any) -> list[int]:
+        """The tokens up to where the assistant is to write.
+
+        Raises:
+          ValueError: They are no messages; the message completes a sentence about a line.
+        """
+        self._check(messages)
+        text = self._template.prompt(messages)
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return tokens
+
     def example(self, messages: Any) -> np.ndarray:
+        """The example `uint32[N]` of messages; raises as `prompt`, and without an answer."""
         self._check(messages)
         text, spans = self._template.render(messages)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)

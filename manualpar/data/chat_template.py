@@ -74,6 +74,10 @@ class ChatTemplate:
                 spans.append((len(before), len(after)))
         return text, spans
 
+    def prompt(self, messages: Messages) -> str:
+        """The text of a chat up to where the assistant is to write; raises as `render`."""
+        return _without_marks(self._render(messages, prompt=True))[0]
+
     def _render(self, messages: Messages, *, prompt: bool = False) -> str:
         values = {"messages": list(messages), "add_generation_prompt": prompt, **self._tokens}
         try:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from manualpar.data.chat import Chats
 from manualpar.generation.command_flags import model_flags, read_lines, run_command
-from manualpar.generation.generator import Answer, Generator
+from manualpar.generation.generator import Answer, Generator, Prompt
 from manualpar.generation.stored_run import Trained
 from manualpar.usage import UsageError
 
@@ -18,7 +19,10 @@ def generate_command(argv: Sequence[str], description: str) -> int:
     parser = model_flags(description)
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", help="The text to go on with.")
-    prompts.add_argument("--prompts", help='Lines, or JSONL with "prompt"; - for stdin.')
+    prompts.add_argument(
+        "--prompts", help='Lines, or JSONL with "prompt" or "messages"; - for stdin.'
+    )
+    parser.add_argument("--chat", action="store_true", help="A prompt is a user's message.")
     parser.add_argument("--output", type=Path, help="The JSONL file of answers to --prompts.")
     parser.add_argument("--max_tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token.")
@@ -34,8 +38,9 @@ def generate_command(argv: Sequence[str], description: str) -> int:
         if flags.prompt is None:
             _answer_all(trained, generator, flags, options)
             return
-        sys.stdout.write(flags.prompt)
-        for piece in generator.stream(trained.state, [flags.prompt], **options):
+        prompts = _prompts(trained, flags, [{"prompt": flags.prompt}])
+        sys.stdout.write("" if flags.chat else flags.prompt)
+        for piece in generator.stream(trained.state, prompts, **options):
             sys.stdout.write(piece.text)
             sys.stdout.flush()
         print()
@@ -47,9 +52,7 @@ def _answer_all(
     trained: Trained, generator: Generator, flags: argparse.Namespace, options: dict[str, Any]
 ) -> None:
     lines = read_lines(flags.prompts)
-    if missing := [index for index, line in enumerate(lines, 1) if "prompt" not in line]:
-        raise UsageError(f"--prompts={flags.prompts}, line {missing[0]}: there is no 'prompt'.")
-    answers = generator.generate(trained.state, [line["prompt"] for line in lines], **options)
+    answers = generator.generate(trained.state, _prompts(trained, flags, lines), **options)
     text = "".join(map(_line, lines, answers))
     if not flags.output:
         sys.stdout.write(text)
@@ -58,6 +61,30 @@ def _answer_all(
         flags.output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--output={flags.output} cannot be written: {error}.") from error
+
+
+def _prompts(
+    trained: Trained, flags: argparse.Namespace, lines: Sequence[dict[str, Any]]
+) -> list[Prompt]:
+    """The prompts of lines; those of chats are tokens, because their template may write others."""
+    prompts: list[Prompt] = []
+    chats = None
+    for number, line in enumerate(lines, 1):
+        where = f"--prompts={flags.prompts}, line {number}: " if flags.prompts else "--prompt: "
+        if not {"prompt", "messages"} & line.keys():
+            raise UsageError(f"{where}there is no 'prompt', and no 'messages'.")
+        messages = line.get("messages")
+        if messages is None and flags.chat:
+            messages = [{"role": "user", "content": line["prompt"]}]
+        if messages is None:
+            prompts.append(line["prompt"])
+            continue
+        chats = chats or Chats(trained.tokenizer, trained.template)
+        try:
+            prompts.append(chats.prompt(messages))
+        except ValueError as error:
+            raise UsageError(f"{where}it {error}.") from error
+    return prompts
 
 
 def _line(asked: dict[str, Any], answer: Answer) -> str:

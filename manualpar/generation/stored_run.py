@@ -36,6 +36,7 @@ class Trained(NamedTuple):
       max_length: The tokens of the sequences that it was trained with; 0 if nobody knows.
       dataset: The data of the run; `None` of another's files.
       described: In a few words, which it is.
+      template: The file of the template of its chats; "" for the tokenizer's.
     """
 
     program: Program
@@ -44,6 +45,7 @@ class Trained(NamedTuple):
     max_length: int
     dataset: LanguageDataset | None
     described: str
+    template: str = ""
 
 
 def load_run(workdir: Path, *, mesh: dict[str, int] | None = None) -> Trained:
@@ -87,6 +89,7 @@ def load_run(workdir: Path, *, mesh: dict[str, int] | None = None) -> Trained:
         config.data.sequence_length,
         dataset,
         f"step {restored.step} of {workdir}",
+        config.data.template,
     )
 
 
