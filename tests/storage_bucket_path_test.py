@@ -22,11 +22,7 @@ def test_a_path_is_local_unless_it_says_otherwise(tmp_path):
 def test_the_parts_of_a_path():
     path = as_path("s3://bucket/runs") / "1" / "metrics.jsonl"
     assert str(path) == "s3://bucket/runs/1/metrics.jsonl"
-    assert (path.name, path.suffix, path.parts) == (
-        "metrics.jsonl",
-        ".jsonl",
-        ("runs", "1", "metrics.jsonl"),
-    )
+    assert (path.name, path.parts) == ("metrics.jsonl", ("runs", "1", "metrics.jsonl"))
     assert str(path.parent.parent.parent) == "s3://bucket"
     assert path.parent.parent.parent.parent == as_path("s3://bucket")
     assert path.relative_to(as_path("s3://bucket/runs")) == pathlib.PurePosixPath("1/metrics.jsonl")

@@ -65,76 +65,64 @@ class Folder(Protocol):
 
 def open_folder(path: AnyPath) -> Folder:
     """The folder of checkpoints at a path; nothing is created."""
-    return BucketFolder(path) if isinstance(path, BucketPath) else LocalFolder(path)
+    return _BucketFolder(path) if isinstance(path, BucketPath) else _LocalFolder(path)
 
 
-class LocalFolder:
+class _LocalFolder:
     """A folder on a file system that all processes share; see `retention`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def arrays(self) -> OrbaxFiles:
-        """Orbax."""
         return OrbaxFiles()
 
     def steps(self) -> list[int]:
-        """See `Folder`."""
         return retention.list_steps(self._path)
 
     def check(self) -> None:
-        """See `Folder`."""
         retention.find_leftovers(self._path)
 
     def make_room(self, step: int, *, after: int) -> None:
-        """See `Folder`."""
         del step, after
         self._path.mkdir(parents=True, exist_ok=True)
         for leftover in retention.find_leftovers(self._path):
             shutil.rmtree(leftover)
 
     def unfinished(self, step: int) -> Path:
-        """See `Folder`."""
         return self._path / f"{step}{UNFINISHED}"
 
     def complete(self, step: int, *, after: int, metrics: Mapping[str, float]) -> None:
-        """See `Folder`."""
         manifest.write_manifest(self.unfinished(step), step=step, metrics=metrics)
         retention.put_in_place(self._path, step, after=after)
 
     def metrics(self) -> dict[int, Mapping[str, float]]:
-        """See `Folder`."""
         return retention.read_metrics(self._path, self.steps())
 
     def delete(self, step: int) -> None:
-        """See `Folder`."""
         retention.delete_steps(self._path, [step])
 
     def read_manifest(self, step: int) -> Manifest:
-        """See `Folder`."""
         return manifest.read_manifest(self._path / str(step))
 
     def verify(self, step: int, found: Manifest, *, part: int, parts: int) -> None:
-        """See `Folder`."""
         manifest.verify_files(self._path / str(step), found, part=part, parts=parts)
 
 
-class BucketFolder:
+class _BucketFolder:
     """A folder in a bucket: `12/manifest.json` says that the checkpoint of step 12 is complete."""
 
     def __init__(self, path: BucketPath) -> None:
         self._path = path
 
     def arrays(self) -> BucketArrays:
-        """What calls tensorstore."""
         return BucketArrays()
 
     def steps(self) -> list[int]:
-        """See `Folder`."""
         return sorted(step for step in self._numbers() if self._is_complete(str(step)))
 
     def check(self) -> None:
-        """See `Folder`; nothing can be in the way."""
+        """Nothing can be in the way."""
 
     def make_room(self, step: int, *, after: int) -> None:
         """Also sets later checkpoints aside, because the new one is written under its own name."""
@@ -148,11 +136,9 @@ class BucketFolder:
                 self._set_aside(str(other))
 
     def unfinished(self, step: int) -> BucketPath:
-        """See `Folder`."""
         return self._path / str(step)
 
     def complete(self, step: int, *, after: int, metrics: Mapping[str, float]) -> None:
-        """See `Folder`."""
         del after
         path, processes = self.unfinished(step), jax.process_count()
         files = bucket_arrays.complete(path, processes=processes)
@@ -161,7 +147,6 @@ class BucketFolder:
         bucket_arrays.delete_parts(path, processes=processes)
 
     def metrics(self) -> dict[int, Mapping[str, float]]:
-        """See `Folder`."""
         metrics = {}
         for step in self.steps():
             try:
@@ -171,18 +156,15 @@ class BucketFolder:
         return metrics
 
     def delete(self, step: int) -> None:
-        """See `Folder`."""
         (self._path / str(step)).delete_files(MANIFEST)
 
     def read_manifest(self, step: int) -> Manifest:
-        """See `Folder`."""
         try:
             return manifest.parse_manifest((self._path / str(step) / MANIFEST).read_bytes())
         except FileNotFoundError:
             raise DamagedError(f"{MANIFEST} is missing") from None
 
     def verify(self, step: int, found: Manifest, *, part: int, parts: int) -> None:
-        """See `Folder`."""
         files = dict(manifest.deal(found, part=part, parts=parts))
         hashed = bucket_arrays.hash_files(self._path / str(step), list(files))
         for name, (size, digest) in hashed.items():

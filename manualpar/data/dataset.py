@@ -118,6 +118,7 @@ class TokenSplit:
     bos_token: int
     num_bytes: int  # Of the documents' text; 0 if nobody knows.
     num_documents: int
+    has_documents: bool = False  # Whether inputs are those of a `PackedSplit`.
 
     @property
     def num_labels(self) -> int:
@@ -133,7 +134,8 @@ class TokenSplit:
     def abstract_example(self) -> Batch:
         """The shapes and dtypes of all sequences, as `jax.ShapeDtypeStruct`s; none is read."""
         tokens = jax.ShapeDtypeStruct((self.sequence_length,), np.int32)
-        return Batch(tokens, tokens, jax.ShapeDtypeStruct((self.sequence_length,), np.float32))
+        inputs = {"tokens": tokens, "documents": tokens} if self.has_documents else tokens
+        return Batch(inputs, tokens, jax.ShapeDtypeStruct((self.sequence_length,), np.float32))
 
     def __len__(self) -> int:
         return -(-self.num_labels // self.sequence_length)
@@ -147,7 +149,11 @@ class TokenSplit:
         padding = (0, self.sequence_length + 1 - len(tokens))
         mask = np.pad(np.ones(len(tokens) - 1, np.float32), padding)
         tokens = np.pad(tokens, padding, constant_values=self.bos_token)
-        return Batch(tokens[:-1], tokens[1:], mask)
+        inputs: Any = tokens[:-1]
+        if self.has_documents:
+            documents = np.cumsum(inputs == self.bos_token, dtype=np.int32)
+            inputs = {"tokens": inputs, "documents": documents}
+        return Batch(inputs, tokens[1:], mask)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from manualpar.data.dataset import (
     SPLITS,
     LanguageDataset,
@@ -83,50 +81,6 @@ class MixedSplit:
         raise IndexError(f"example {index} of {len(self)}")
 
 
-@dataclasses.dataclass(frozen=True)
-class NumberedSplit:
-    """A split of a stream that says of each position which document it belongs to, as packed ones.
-
-    Attributes:
-      split: The split.
-      bos_token: The token that begins a document.
-    """
-
-    split: TokenSplit
-    bos_token: int
-
-    @property
-    def num_labels(self) -> int:
-        """See `LanguageSplit`."""
-        return self.split.num_labels
-
-    @property
-    def tokens_per_byte(self) -> float | None:
-        """See `LanguageSplit`."""
-        return self.split.tokens_per_byte
-
-    @property
-    def abstract_example(self) -> Batch:
-        """See `LanguageSplit`."""
-        batch = self.split.abstract_example
-        return dataclasses.replace(
-            batch, inputs={"tokens": batch.inputs, "documents": batch.inputs}
-        )
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    def __getitem__(self, index: int) -> Batch:
-        """Sequence `index`, whose inputs are `tokens` and `documents`."""
-        batch = self.split[index]
-        documents = np.cumsum(batch.inputs == self.bos_token, dtype=np.int32)
-        return dataclasses.replace(batch, inputs={"tokens": batch.inputs, "documents": documents})
-
-
-def _with_documents(split: LanguageSplit, bos_token: int) -> LanguageSplit:
-    return NumberedSplit(split, bos_token) if isinstance(split, TokenSplit) else split
-
-
 def parse_mixture(entries: Sequence[str], sources: Sequence[str]) -> list[Entry]:
     """Reads `config.data.mixture`.
 
@@ -175,7 +129,12 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
     for split in SPLITS:
         parts = tuple(getattr(dataset, split) for dataset in datasets)
         if any(isinstance(part, PackedSplit) for part in parts):
-            parts = tuple(_with_documents(part, first.bos_token) for part in parts)
+            parts = tuple(
+                dataclasses.replace(part, has_documents=True)
+                if isinstance(part, TokenSplit)
+                else part
+                for part in parts
+            )
         of_split = shares if split == "train" else [part.num_labels for part in parts]
         splits[split] = MixedSplit(parts, tuple(of_split))
     return LanguageDataset(tokenizer=first, fingerprint=made, **splits)

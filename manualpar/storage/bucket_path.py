@@ -60,11 +60,6 @@ class BucketPath:
         return self.key.rpartition("/")[2]
 
     @property
-    def suffix(self) -> str:
-        """The end of the name from its last dot on."""
-        return PurePosixPath(self.name).suffix
-
-    @property
     def parent(self) -> Self:
         """The folder that it is in; the bucket is its own."""
         return dataclasses.replace(self, key=self.key.rpartition("/")[0])
