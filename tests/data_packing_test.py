@@ -44,7 +44,6 @@ def test_every_example_is_in_one_sequence_and_whole(lengths):
         assert not batch.mask[documents == 0].any()
         assert (np.diff(np.flatnonzero(documents)) == 1).all()
     assert found == dict(enumerate(lengths))
-    assert split.num_labels == len(lengths)
 
 
 def test_labels_are_the_next_tokens_and_the_mask_is_that_of_the_label():
@@ -68,6 +67,18 @@ def test_little_room_is_left():
     assert np.corrcoef(split.order, np.arange(len(split.order)))[0, 1] < 0.1
     again = _pack(lengths.tolist(), 2048)
     np.testing.assert_array_equal(again.order, split.order)
+
+
+def test_tokens_are_not_read_before_a_sequence_is_asked_for():
+    class Unread:
+        def __getitem__(self, part):
+            raise AssertionError("read")
+
+    settings = {"vocab_size": 9, "padding": 0, "long_examples": "error", "name": ""}
+    split = pack(Unread(), np.array([3, 4]), sequence_length=8, **settings)
+    assert (len(split), split.filled) == (1, 5 / 8)
+    with pytest.raises(AssertionError, match="read"):
+        split[0]
 
 
 def test_examples_that_are_too_long_need_a_decision():

@@ -46,10 +46,6 @@ class LanguageSplit(Split, Protocol):
     """Sequences of tokens."""
 
     @property
-    def num_labels(self) -> int:
-        """The number of labels, of padding aside."""
-
-    @property
     def tokens_per_byte(self) -> float | None:
         """Labels for each byte of text; `None` if nobody knows its bytes."""
 

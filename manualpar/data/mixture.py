@@ -45,16 +45,12 @@ class MixedSplit:
 
     Attributes:
       parts: The splits.
-      shares: What each is to the whole: slots of `SLOTS` for training, otherwise labels.
+      shares: What each is to the whole: slots of `SLOTS` for training, otherwise labels; 0 for
+        packed parts there, whose bytes nobody knows.
     """
 
     parts: tuple[LanguageSplit, ...]
     shares: tuple[int, ...]
-
-    @property
-    def num_labels(self) -> int:
-        """The number of labels of all parts."""
-        return sum(part.num_labels for part in self.parts)
 
     @property
     def tokens_per_byte(self) -> float | None:
@@ -135,8 +131,8 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
                 else part
                 for part in parts
             )
-        of_split = shares if split == "train" else [part.num_labels for part in parts]
-        splits[split] = MixedSplit(parts, tuple(of_split))
+        labels = [part.num_labels if isinstance(part, TokenSplit) else 0 for part in parts]
+        splits[split] = MixedSplit(parts, tuple(shares if split == "train" else labels))
     return LanguageDataset(tokenizer=first, fingerprint=made, **splits)
 
 

@@ -46,7 +46,6 @@ class PackedSplit:
       sequence_length: `S`.
       vocab_size: All tokens are less than it.
       padding: The token of positions without an example.
-      num_labels: How many tokens are learned.
       name: The name of the data in messages.
     """
 
@@ -57,7 +56,6 @@ class PackedSplit:
     sequence_length: int
     vocab_size: int
     padding: int
-    num_labels: int
     name: str
 
     @property
@@ -157,10 +155,6 @@ def pack(
         ):
             order += members
             firsts.append(len(order))
-    learned = sum(
-        int(np.count_nonzero(learned_of(tokens[first : first + 2**22])))
-        for first in range(0, len(tokens), 2**22)
-    )
     return PackedSplit(
         tokens,
         starts,
@@ -169,7 +163,6 @@ def pack(
         sequence_length,
         vocab_size,
         padding,
-        learned,
         name,
     )
 
