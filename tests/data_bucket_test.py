@@ -75,7 +75,7 @@ def test_token_files_are_not_made_in_a_bucket(corpus, capsys):
 @server
 def test_text(bucket_folder, corpus):
     upload(corpus, bucket_folder)
-    for pattern in ("/part-1", "/part-?/*2.txt", "/**/[13]*.txt", "/part-0/8.txt"):
+    for pattern in ("/part-1", "/part-?/*2.txt", "/**/[13]*.txt", "/*", "/part-0/8.txt"):
         expected = load("text", f"{corpus}{pattern}")
         assert_same_data(load("text", f"{bucket_folder}{pattern}"), expected)
     with pytest.raises(ValueError, match="which stands for no file with any text in it"):

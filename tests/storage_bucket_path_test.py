@@ -6,7 +6,8 @@ import pathlib
 
 import pytest
 
-from manualpar.storage import BucketPath, as_path, open_for_reading
+from manualpar.data.places import find_in_bucket
+from manualpar.storage import BucketPath, as_path, copied_folder, open_for_reading
 
 
 def test_a_path_is_local_unless_it_says_otherwise(tmp_path):
@@ -73,20 +74,51 @@ def test_a_bucket_needs_its_extra(monkeypatch):
             as_path(path).read_bytes()
 
 
-def test_an_object_is_read_as_a_file(monkeypatch, tmp_path):
-    """Whatever is sought and read, it is what the same file on a disk gives."""
-    lines = b"".join(b"line %d\n" % number for number in range(999))
-    ranges = []
+LINES = b"".join(b"line %d\n" % number for number in range(999))
+
+
+@pytest.fixture
+def ranges(monkeypatch):
+    """Every object holds `LINES`; the ranges that have been read."""
+    read = []
 
     def read_bytes(self, start=0, stop=None):
-        ranges.append((start, stop))
-        return lines[start:stop]
+        read.append((start, stop or len(LINES)))
+        return LINES[start:stop]
 
     monkeypatch.setattr(BucketPath, "read_bytes", read_bytes)
-    monkeypatch.setattr(BucketPath, "size", lambda self: len(lines))
+    monkeypatch.setattr(BucketPath, "version", lambda self: (len(LINES), "1"))
     monkeypatch.setattr("manualpar.storage.bucket_path.BLOCK_BYTES", 100)
+    return read
+
+
+def test_a_folder_is_copied_in_pieces(ranges, monkeypatch, tmp_path):
+    monkeypatch.setattr(BucketPath, "files", lambda self: dict.fromkeys(("x", "y/z"), len(LINES)))
+    monkeypatch.setattr("manualpar.storage.copies.COPIED_BYTES", 1000)
+    folder = copied_folder(as_path("s3://bucket/x"), tmp_path)
+    assert {(folder / name).read_bytes() for name in ("x", "y/z")} == {LINES}
+    assert max(stop - start for start, stop in ranges) <= 1000
+    ranges.clear()
+    assert copied_folder(as_path("s3://bucket/x"), tmp_path) == folder
+    assert not ranges
+
+
+def test_a_pattern_leaves_hidden_files_out_as_on_a_disk(monkeypatch):
+    names = ("a.txt", ".b.txt", ".c/d.txt")
+    found = {as_path(f"s3://bucket/x/{name}"): 1 for name in names}
+    monkeypatch.setattr(BucketPath, "glob", lambda self: found)
+
+    def find(pattern):
+        return [name for _, name, _ in find_in_bucket(as_path(f"s3://bucket/x/{pattern}"), ())]
+
+    assert find("**/*.txt") == ["a.txt"]
+    assert find(".*/*.txt") == list(names)
+
+
+def test_an_object_is_read_as_a_file(ranges, tmp_path):
+    """Whatever is sought and read, it is what the same file on a disk gives."""
     local = tmp_path / "lines"
-    local.write_bytes(lines)
+    local.write_bytes(LINES)
     with open_for_reading(as_path("s3://bucket/x")) as file, open_for_reading(local) as expected:
         for seek, read in (
             ((5, os.SEEK_SET), 30),
@@ -103,5 +135,5 @@ def test_an_object_is_read_as_a_file(monkeypatch, tmp_path):
         with pytest.raises(io.UnsupportedOperation):
             file.write(b"x")
     # All but the last are blocks.
-    assert max(stop - start for start, stop in ranges) <= len(lines)
+    assert max(stop - start for start, stop in ranges) <= len(LINES)
     assert (0, 100) in ranges

@@ -20,21 +20,27 @@ def find_in_bucket(
     """The files that a path stands for, with names and sizes.
 
     A name begins at the last folder without `*`, `?` or `[`. Of a folder, files with one of the
-    suffixes count, if any are given, and none that are hidden.
+    suffixes count, if any are given. None is hidden, unless a part of a pattern begins with a dot.
     """
     magic = [number for number, part in enumerate(path.parts) if glob.has_magic(part)]
     if magic:
         root = BucketPath(path.scheme, path.bucket, "/".join(path.parts[: magic[0]]))
+        takes_hidden = any(part.startswith(".") for part in path.parts[magic[0] :])
         for found, size in path.glob().items():
-            yield found, str(found.relative_to(root)), size
+            name = str(found.relative_to(root))
+            if takes_hidden or not _is_hidden(name):
+                yield found, name, size
         return
     if path.key and path.is_file():
         yield path, path.name, path.size()
         return
     for name, size in path.files().items():
-        is_hidden = any(part.startswith(".") for part in name.split("/"))
-        if not is_hidden and name.endswith(suffixes or ""):
+        if not _is_hidden(name) and name.endswith(suffixes or ""):
             yield path / name, name, size
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))
 
 
 def state_of(path: AnyPath) -> tuple[int, int]:

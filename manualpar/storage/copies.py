@@ -7,7 +7,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from manualpar.storage.bucket_path import AnyPath, BucketPath, as_path
+from manualpar.storage.bucket_path import AnyPath, BucketPath, as_path, open_for_reading
+
+COPIED_BYTES = 1 << 24  # In memory at once.
 
 
 def user_path(text: str) -> AnyPath:
@@ -48,6 +50,7 @@ def copied_folder(path: BucketPath, cache: Path) -> Path:
         if not (folder / name).exists():
             draft = folder / f"{name}.{os.getpid()}.draft"
             draft.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_bytes((path / name).read_bytes())
+            with open_for_reading(path / name) as source, draft.open("wb") as copy:
+                shutil.copyfileobj(source, copy, COPIED_BYTES)
             draft.replace(folder / name)
     return folder

@@ -80,7 +80,7 @@ def request(path: Any, action: Callable[[], T]) -> T:
             raise FileExistsError(f"{path} exists") from None
         except Exception as error:
             if not is_passing(error) or wait is None:
-                raise _explained(path, error, tries=len(WAITS) + 1) from None
+                raise _explained(path, error) from None
             logging.warning("%s: %s; trying again in %g s", path, describe(error), wait)
             time.sleep(wait)
     raise AssertionError("the last try returns or raises")
@@ -108,7 +108,7 @@ def describe(error: BaseException) -> str:
     return f"the server cannot be reached{name}"
 
 
-def _explained(path: Any, error: Exception, *, tries: int) -> OSError:
+def _explained(path: Any, error: Exception) -> OSError:
     codes = {_code(cause) for cause in _causes(error)}
     statuses = {_status(cause) for cause in _causes(error)}
     names = {type(cause).__name__ for cause in _causes(error)}
@@ -123,7 +123,8 @@ def _explained(path: Any, error: Exception, *, tries: int) -> OSError:
         what = f"access is refused ({_named(codes)})"
         text = f"{what}: check {credentials}, and what they allow in this bucket"
     elif is_passing(error):
-        text = f"{describe(error)}, in each of {tries} tries: check the network, and {endpoint}"
+        tries = f"in each of {len(WAITS) + 1} tries"
+        text = f"{describe(error)}, {tries}: check the network, and {endpoint}"
     else:
         text = f"the request failed ({_named(codes) or type(error).__name__}): check {endpoint}"
     return BucketError(f"{path}: {text}")
