@@ -137,7 +137,7 @@ def _prepare_devices(argv: Sequence[str]) -> Any:
     """The config that a command line names, with the devices that a run of it would simulate."""
     if not argv[1:]:
         return None
-    if not any(argument.startswith(("--config", "-config")) for argument in argv[1:]):
+    if not any(re.match(r"--?config(=|$)", argument) for argument in argv[1:]):
         raise UsageError(f"{argv[1]!r} is not understood, expected --config=<file> or nothing.")
     require("--config", *TRAIN)
     from manualpar.training.command_line import Flag, Syntax, parse_command_line, quiet_absl

@@ -46,7 +46,11 @@ def test_a_config_that_does_not_run_is_said_to_and_so_is_a_wrong_step(capsys, mo
 
 @pytest.mark.parametrize(
     ("argument", "expected"),
-    [("--confg=a.py", "'--confg=a.py' is not understood"), ("--config=a.py", "no such file")],
+    [
+        ("--confg=a.py", "'--confg=a.py' is not understood, expected --config=<file>"),
+        ("--config.data.batch_size=3", "=3' is not understood, expected --config=<file>"),
+        ("--config=a.py", "no such file"),
+    ],
 )
 def test_a_mistake_is_a_sentence(capsys, argument, expected):
     code, facts, error = _report(capsys, argument)

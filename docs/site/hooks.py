@@ -87,7 +87,7 @@ def _rooms() -> dict[str, str]:
 
 
 def _reference(name: str, room: Path) -> str:
-    """A page of directives for mkdocstrings: the names in `__all__`, then every module."""
+    """A page for mkdocstrings: what the room is, then every module."""
     init = room / "__init__.py"
     lines = [f"# {name}", "", ast.get_docstring(ast.parse(init.read_text())) or "", ""]
     modules = sorted(path.stem for path in room.glob("*.py") if path != init)
