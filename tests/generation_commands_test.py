@@ -1,6 +1,7 @@
 """The commands: a run's newest checkpoint answers and scores on other devices than it had."""
 
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -14,6 +15,8 @@ from manualpar.generation.generate_command import generate_command
 from manualpar.generation.scoring import Score
 from manualpar.training.command_line import parse_command_line
 from manualpar.training.main import run_command
+from tests.cluster_processes import free_port, lines_of_ours
+from tests.compiling import ENVIRONMENT
 
 CONFIG = Path(__file__).parent.parent / "configs" / "fsdp_lm.py"
 MODEL = {"hidden_size": 16, "num_layers": 2, "num_heads": 4, "mlp_size": 16, "vocab_multiple": 4}
@@ -63,6 +66,48 @@ def test_a_run_answers_and_scores_on_other_devices(workdir, tmp_path, capsys):
     (score,) = map(json.loads, capsys.readouterr().out.splitlines()[-1:])
     assert score["log_likelihood"] < 0
     assert not np.isnan(score["log_likelihood"])
+
+
+def start_both(processes, name, flags):
+    """Starts two processes of four devices each that answer together."""
+    port = free_port()
+    command = [sys.executable, "-m", f"experiments.{name}", *flags, "--devices=4"]
+    return [
+        processes.start(
+            command,
+            **ENVIRONMENT,
+            MANUALPAR_COORDINATOR_ADDRESS=f"127.0.0.1:{port}",
+            MANUALPAR_NUM_PROCESSES="2",
+            MANUALPAR_PROCESS_ID=str(number),
+        )
+        for number in (0, 1)
+    ]
+
+
+@pytest.mark.slow
+def test_two_processes_say_what_one_says_and_the_first_prints_it(
+    workdir, tmp_path, processes, capsys
+):
+    drawn = [f"--workdir={workdir}", "--max_tokens=9", "--temperature=0.8"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "the {number}"}}\n' for number in range(11)))
+    for name, run, flags in (
+        ("generate", generate_command, [*drawn, "--prompt=the "]),
+        ("generate", generate_command, [*drawn, f"--prompts={prompts}"]),
+        ("evaluate", evaluate_command, [f"--workdir={workdir}"]),
+    ):
+        assert run(flags, "") == 0
+        expected = capsys.readouterr().out
+        first, second = start_both(processes, name, flags)
+        assert (first.wait(), second.wait()) == (0, 0), first.err + second.err
+        # Gloo writes to standard output too.
+        said, silent = (lines_of_ours(process.out) for process in (first, second))
+        assert said == [line for line in expected.splitlines() if line.strip()]
+        assert silent == []
+    first, second = start_both(processes, "generate", [*drawn, f"--prompts={tmp_path / 'none'}"])
+    assert first.wait() == 2
+    assert second.wait() != 0
+    assert "none cannot be read" in first.err
 
 
 def test_measures_of_texts():

@@ -267,7 +267,8 @@ class CachedSteps:
 
     def put_rows(self, x: Any) -> jax.Array:
         """Puts `[B, ...]`, the same in all processes, where its rows are computed."""
-        return jax.device_put(x, NamedSharding(self.program.mesh, self._rows))
+        sharding = NamedSharding(self.program.mesh, self._rows)
+        return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
 
 def _check(program: Program, module: Any) -> None:

@@ -7,10 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+import jax
+
+from manualpar.cluster import initialize
+from manualpar.cluster.agreement import from_first
 from manualpar.generation.generator import Generator
 from manualpar.generation.stored_run import Trained, load_directory, load_run
 from manualpar.training.command_line import quiet_absl, users_mistakes
 from manualpar.training.devices import describe_mesh, simulate_devices
+from manualpar.training.ending import ending_all
 from manualpar.usage import INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE, UsageError, print_error
 
 
@@ -31,18 +36,25 @@ def model_flags(description: str) -> argparse.ArgumentParser:
 
 
 def run_command(flags: argparse.Namespace, work: Callable[[Trained, Generator], None]) -> int:
-    """Loads the model that flags name and works with it; returns the exit code."""
+    """Loads the model that flags name and works with it, in all processes of a cluster.
+
+    Returns the exit code.
+    """
     quiet_absl()
     try:
         with users_mistakes():
             simulate_devices(flags.devices)
             mesh = _parse_mesh(flags.mesh)
+            cluster = initialize()
+        with cluster, ending_all(cluster, agreed=()), users_mistakes():
             load: Any = load_run if flags.workdir else load_directory
             trained: Trained = load(flags.workdir or flags.hf, mesh=mesh)
-            say(f"{trained.described} on {describe_mesh(trained.program.mesh)}")
+            if is_main():
+                described = f"{trained.described} on {describe_mesh(trained.program.mesh)}"
+                print(described, file=sys.stderr)
             generator = Generator(trained.program, trained.tokenizer, batch_size=flags.batch_size)
             work(trained, generator)
-    except UsageError as error:
+    except (UsageError, ConnectionError) as error:
         print_error(error)
         return USAGE_EXIT_CODE
     except KeyboardInterrupt:
@@ -51,9 +63,30 @@ def run_command(flags: argparse.Namespace, work: Callable[[Trained, Generator], 
     return 0
 
 
-def say(line: str) -> None:
-    """Tells the user a line that is no result."""
-    print(line, file=sys.stderr)
+def is_main() -> bool:
+    """Whether this process reads what only one can, and writes what only one may."""
+    return jax.process_index() == 0
+
+
+def show(text: str) -> None:
+    """Prints a part of the results, once in a cluster."""
+    if is_main():
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def write_output(path: Path, text: str) -> None:
+    """Writes the file of `--output`, once in a cluster.
+
+    Raises:
+      UsageError: It cannot be written.
+    """
+    if not is_main():
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--output={path} cannot be written: {error}.") from error
 
 
 def read_lines(path: str) -> list[dict[str, Any]]:
@@ -61,7 +94,14 @@ def read_lines(path: str) -> list[dict[str, Any]]:
 
     Raises:
       UsageError: The file cannot be read, or a line of a `.jsonl` file is no JSON object.
+
+    Communication:
+      Process 0 reads it, and the others get it by two small all-gathers.
     """
+    return from_first(_read_lines(path) if is_main() else [])
+
+
+def _read_lines(path: str) -> list[dict[str, Any]]:
     try:
         if path == "-":
             return list(_objects(sys.stdin, path))

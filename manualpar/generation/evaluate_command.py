@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from manualpar.data import TokenSplit
-from manualpar.generation.command_flags import model_flags, read_lines, run_command
+from manualpar.generation.command_flags import (
+    model_flags,
+    read_lines,
+    run_command,
+    show,
+    write_output,
+)
 from manualpar.generation.generator import Generator
 from manualpar.generation.scoring import Score, score_completions, score_documents
 from manualpar.generation.stored_run import Trained
-from manualpar.training.command_line import write_json
 from manualpar.usage import UsageError
 
 # Of a model whose training nobody knows.
@@ -114,21 +119,15 @@ def _completions(
         json.dumps({**line, **score._asdict()}, ensure_ascii=False) + "\n"
         for line, score in zip(lines, scores, strict=True)
     )
-    if not flags.output:
-        print(text, end="")
-        return
-    try:
-        flags.output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--output={flags.output} cannot be written: {error}.") from error
+    if flags.output:
+        write_output(flags.output, text)
+    else:
+        show(text)
 
 
 def _show(flags: argparse.Namespace, found: dict[str, Any]) -> None:
     for name, value in found.items():
         shown = f"{value:.4f}" if isinstance(value, float) else value
-        print(f"{name.replace('_', ' ')}: {shown}")
+        show(f"{name.replace('_', ' ')}: {shown}\n")
     if flags.output:
-        try:
-            write_json(flags.output, found)
-        except OSError as error:
-            raise UsageError(f"--output={flags.output} cannot be written: {error}.") from error
+        write_output(flags.output, json.dumps(found, indent=2, allow_nan=False) + "\n")

@@ -2,13 +2,18 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from manualpar.data.chat import Chats
-from manualpar.generation.command_flags import model_flags, read_lines, run_command
+from manualpar.generation.command_flags import (
+    model_flags,
+    read_lines,
+    run_command,
+    show,
+    write_output,
+)
 from manualpar.generation.generator import Answer, Generator, Prompt
 from manualpar.generation.stored_run import Trained
 from manualpar.usage import UsageError
@@ -39,11 +44,11 @@ def generate_command(argv: Sequence[str], description: str) -> int:
             _answer_all(trained, generator, flags, options)
             return
         prompts = _prompts(trained, flags, [{"prompt": flags.prompt}])
-        sys.stdout.write("" if flags.chat else flags.prompt)
+        begin = "" if flags.chat else flags.prompt
         for piece in generator.stream(trained.state, prompts, **options):
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
-        print()
+            show(begin + piece.text)
+            begin = ""
+        show("\n")
 
     return run_command(flags, work)
 
@@ -54,13 +59,10 @@ def _answer_all(
     lines = read_lines(flags.prompts)
     answers = generator.generate(trained.state, _prompts(trained, flags, lines), **options)
     text = "".join(map(_line, lines, answers))
-    if not flags.output:
-        sys.stdout.write(text)
-        return
-    try:
-        flags.output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--output={flags.output} cannot be written: {error}.") from error
+    if flags.output:
+        write_output(flags.output, text)
+    else:
+        show(text)
 
 
 def _prompts(

@@ -42,14 +42,17 @@ AGREED_ERRORS = (UsageError, StoppedError, NonFiniteError, ReplicaError)
 
 
 @contextlib.contextmanager
-def ending_all(cluster: Cluster) -> Iterator[None]:
+def ending_all(
+    cluster: Cluster, *, agreed: tuple[type[Exception], ...] = AGREED_ERRORS
+) -> Iterator[None]:
     """Within, an error that the other processes may not raise ends all of them.
 
-    It belongs inside of everything whose closing waits for the other processes.
+    It belongs inside of everything whose closing waits for the other processes. Errors of `agreed`
+    are raised in all of them.
     """
     try:
         yield
-    except AGREED_ERRORS:
+    except agreed:
         raise
     except Exception as error:
         end_all(cluster, error)
