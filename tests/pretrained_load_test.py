@@ -141,7 +141,7 @@ def test_every_dim_can_be_split_wherever_it_is_merged(made, program):
             for half in of_dim:
                 bounds = tuple(half if i == dim else (0, n) for i, n in enumerate(whole.shape))
                 reader = ShardReader(sources.files)
-                (part,) = reader._place(leaf, bounds, jax.devices()[:1], sources)
+                (part,) = reader._place(leaf, bounds, {bounds: jax.devices()[:1]}, sources)
                 np.testing.assert_array_equal(part, whole[tuple(slice(*b) for b in bounds)])
                 assert reader.bytes_read == part.nbytes
 

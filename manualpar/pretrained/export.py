@@ -31,7 +31,8 @@ from manualpar.pretrained.load import failing_together
 from manualpar.pretrained.model_config import architecture_of, write_config
 from manualpar.pretrained.slices import bits_of
 from manualpar.pretrained.sources import check_same_model, transformer_of
-from manualpar.pretrained.tensor_files import DTYPES, INDEX_FILE, ONE_FILE, TensorFiles, has_tensors
+from manualpar.pretrained.tensor_bytes import DTYPES
+from manualpar.pretrained.tensor_files import INDEX_FILE, ONE_FILE, TensorFiles, has_tensors
 from manualpar.pretrained.tensor_names import Piece, pieces_of_transformer
 from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
 from manualpar.state_arrays import to_host

@@ -1,27 +1,34 @@
 """Slices of tensors in files, as the shards that the devices of this process hold.
 
-A slice that several devices have is read once. It is cast to the program's dtype as it is read. So
-what a process holds besides its state is a few shards: those that are being read, one in each
-thread.
+A slice that several devices have is read once. Parts of a variable that lie side by side are read
+together, because their rows are longer then. Numbers are turned and cast on the host, block by
+block. So what a process holds besides its state is a few boxes of `BOX_BYTES`, or a few shards if
+those are larger: those that are being read, one in each thread.
 """
 
 import concurrent.futures
 import itertools
+import math
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from manualpar.pretrained.sources import Sources
+from manualpar.pretrained.tensor_bytes import bounds_of
 from manualpar.pretrained.tensor_files import TensorFiles
 from manualpar.pretrained.tensor_names import Piece
 from manualpar.state_arrays import Leaf
 
 THREADS = min(8, os.cpu_count() or 1)
+BOX_BYTES = 64 << 20
+# Numbers along the dims that are contiguous in the source, and in what they are copied to.
+BLOCK = 256, 16
 # For each dim where it begins and ends.
-Bounds = Sequence[tuple[int, int]]
+Bounds = tuple[tuple[int, int], ...]
 
 
 class ShardReader:
@@ -33,92 +40,183 @@ class ShardReader:
     def place(self, leaves: Sequence[Leaf], sources: Sources) -> dict[str, jax.Array]:
         """Puts the variables on the devices of this process."""
         with concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
-            parts = {
-                (leaf.name, bounds): threads.submit(self._place, leaf, bounds, devices, sources)
-                for leaf in leaves
-                for bounds, devices in _devices_by_part(leaf).items()
-            }
-            try:
-                for part in concurrent.futures.as_completed(parts.values()):
-                    part.result()
-            except BaseException:
-                threads.shutdown(cancel_futures=True)
-                raise
-        placed: dict[str, jax.Array] = {}
-        for leaf in leaves:
-            arrays = itertools.chain.from_iterable(
-                part.result() for (name, _), part in parts.items() if name == leaf.name
+            boxes = {}
+            for leaf in leaves:
+                parts = _devices_by_part(leaf)
+                boxes[leaf.name] = [
+                    threads.submit(
+                        self._place, leaf, box, {of: parts[of] for of in inside}, sources
+                    )
+                    for box, inside in join(parts, BOX_BYTES // leaf.dtype.itemsize)
+                ]
+            finish(threads, itertools.chain(*boxes.values()))
+        return {
+            leaf.name: jax.make_array_from_single_device_arrays(
+                leaf.held_shape,
+                leaf.abstract.sharding,
+                [array for box in boxes[leaf.name] for array in box.result()],
+                dtype=leaf.dtype,
             )
-            placed[leaf.name] = jax.make_array_from_single_device_arrays(
-                leaf.held_shape, leaf.abstract.sharding, list(arrays), dtype=leaf.dtype
-            )
-        return placed
+            for leaf in leaves
+        }
 
     def _place(
-        self, leaf: Leaf, bounds: Bounds, devices: list[jax.Device], sources: Sources
+        self,
+        leaf: Leaf,
+        box: Bounds,
+        devices_of: Mapping[Bounds, Sequence[jax.Device]],
+        sources: Sources,
     ) -> list[jax.Array]:
-        """Reads a part of a variable, and puts it on the devices that have it."""
-        part = np.zeros([stop - start for start, stop in bounds], leaf.dtype)
+        """Reads a box of a variable, and puts the parts in it on the devices that have them."""
+        whole = np.zeros([stop - start for start, stop in box], leaf.dtype)
         for piece in sources.pieces[leaf.name]:
             stacked = len(piece.entry)
-            inside = [
-                start <= at < stop for at, (start, stop) in zip(piece.entry, bounds, strict=False)
+            if (entry := entry_within(piece.entry, box)) is not None:
+                self._read(piece, sources.shape_of(piece, leaf), box[stacked:], whole[entry])
+        return jax.block_until_ready(
+            [
+                jax.device_put(whole[within(part, box)], device)
+                for part, devices in devices_of.items()
+                for device in devices
             ]
-            if not all(inside):
-                continue
-            entry = tuple(at - start for at, (start, _) in zip(piece.entry, bounds, strict=False))
-            own = bounds[stacked:]
-            self._read(piece, sources.shape_of(piece, leaf), own, part[entry] if entry else part)
-        return jax.block_until_ready([jax.device_put(part, device) for device in devices])
+        )
 
-    def _read(self, piece: Piece, sizes: Sequence[int], bounds: Bounds, part: np.ndarray) -> None:
-        """Reads a slice of a piece, with these bounds of its dims, into a part of a variable."""
+    def _read(self, piece: Piece, sizes: Sequence[int], box: Bounds, out: np.ndarray) -> None:
+        """Reads a box of a piece."""
         # What is beyond the tensor is padding.
-        bounds = [
-            (start, min(stop, size)) for (start, stop), size in zip(bounds, sizes, strict=True)
-        ]
-        if any(start >= stop for start, stop in bounds):
-            return
-        for reads in _reads(piece, dict(zip(piece.dims, sizes, strict=True)), bounds):
-            index = tuple(slice(start, stop) for start, stop, _ in reads)
-            value = self._files.read(piece.tensor, index)
+        for part in slices_of(piece, sizes, common(box, [(0, size) for size in sizes])):
+            value = self._files.read(piece.tensor, part.where)
             with self._lock:
                 self.bytes_read += value.nbytes
-            spans = {name: span for _, _, inner in reads for name, span in inner.items()}
-            value = value.astype(part.dtype, copy=False)
-            value = value.reshape([stop - start for start, stop in spans.values()])
-            value = value.transpose([list(spans).index(name) for name in piece.dims])
-            place = tuple(
-                slice(spans[name][0] - start, spans[name][1] - start)
-                for name, (start, _) in zip(piece.dims, bounds, strict=True)
-            )
-            bits_of(part)[place] = bits_of(value)
+            copy_turned(out[within(part.bounds, box)], part.turned(value))
+
+
+def finish(threads: concurrent.futures.Executor, jobs: Iterable[concurrent.futures.Future]) -> None:
+    """Waits for all jobs; after the first that fails, those that have not begun never do."""
+    try:
+        for job in concurrent.futures.as_completed(jobs):
+            job.result()
+    except BaseException:
+        threads.shutdown(cancel_futures=True)
+        raise
+
+
+def copy_turned(out: np.ndarray, value: np.ndarray) -> None:
+    """Copies numbers into an array that lies otherwise in memory, and casts them.
+
+    NumPy follows the memory of one of the two and leaps through the other's, once for each number.
+    Within a block both stay in the cache. Bits are copied as integers, because NumPy moves bfloat16
+    far slower.
+    """
+    out, value = out.squeeze(), value.squeeze()
+    order = sorted(range(out.ndim), key=lambda dim: -out.strides[dim])
+    out, value = out.transpose(order), value.transpose(order)
+    steps = list(out.shape)
+    fastest = min(range(out.ndim), key=lambda dim: value.strides[dim], default=0)
+    if fastest < out.ndim - 1:
+        steps[fastest], steps[-1] = BLOCK
+    corners = (range(0, size, step) for size, step in zip(out.shape, steps, strict=True))
+    for corner in itertools.product(*corners):
+        block: Any = *(slice(at, at + step) for at, step in zip(corner, steps, strict=True)), ...
+        bits_of(out[block])[...] = bits_of(value[block].astype(out.dtype, copy=False))
 
 
 def bits_of(x: np.ndarray) -> np.ndarray:
-    """The bits of numbers as integers; numpy moves bfloat16 itself far slower."""
+    """The bits of numbers as integers."""
     return x.view(f"u{x.dtype.itemsize}")
 
 
-def _devices_by_part(leaf: Leaf) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
+def join(parts: Iterable[Bounds], most: int) -> list[tuple[Bounds, list[Bounds]]]:
+    """Joins disjoint parts that lie side by side into boxes of at most so many numbers.
+
+    Returns:
+      The boxes, each with the parts in it. A part that is larger is a box by itself.
+    """
+    boxes: list[tuple[Bounds, list[Bounds]]] = []
+    for part in sorted(parts):
+        if boxes:
+            box, inside = boxes[-1]
+            hull = tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(box, part, strict=True))
+            if _volume(hull) <= most and _volume(hull) == _volume(box) + _volume(part):
+                boxes[-1] = hull, [*inside, part]
+                continue
+        boxes.append((part, [part]))
+    return boxes
+
+
+def _volume(bounds: Bounds) -> int:
+    return math.prod(stop - start for start, stop in bounds)
+
+
+def entry_within(entry: Sequence[int], box: Bounds) -> tuple[Any, ...] | None:
+    """The index of an entry along the leading dims in a box; `None` if the box has it not."""
+    leading = box[: len(entry)]
+    if not all(start <= at < stop for at, (start, stop) in zip(entry, leading, strict=True)):
+        return None
+    return *(at - start for at, (start, _) in zip(entry, leading, strict=True)), ...
+
+
+def within(bounds: Bounds, box: Bounds) -> tuple[slice, ...]:
+    """Bounds counted from the corner of a box, as an index."""
+    return tuple(
+        slice(start - corner, stop - corner)
+        for (start, stop), (corner, _) in zip(bounds, box, strict=True)
+    )
+
+
+def common(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> Bounds:
+    """What two boxes have in common; a dim that ends where it begins, or before, is empty."""
+    pairs = zip(a, b, strict=True)
+    return tuple((max(low, start), min(high, stop)) for (low, high), (start, stop) in pairs)
+
+
+def _devices_by_part(leaf: Leaf) -> dict[Bounds, list[jax.Device]]:
     """The devices of this process by the part of a variable that they hold."""
-    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    devices: dict[Bounds, list[jax.Device]] = {}
     indices = leaf.abstract.sharding.addressable_devices_indices_map(leaf.held_shape)
     for device, index in indices.items():
-        pairs = zip(index, leaf.held_shape, strict=True)
-        bounds = tuple(part.indices(size)[:2] for part, size in pairs)
-        devices.setdefault(bounds, []).append(device)
+        devices.setdefault(bounds_of(index, leaf.held_shape), []).append(device)
     return devices
+
+
+class Slice(NamedTuple):
+    """A slice of a tensor that is a box of a parameter.
+
+    Attributes:
+      where: The slice.
+      bounds: The box, in the order of the parameter's dims.
+      split: The sizes of these dims in the order in which the tensor has them.
+      order: Where the tensor has each dim of the parameter.
+    """
+
+    where: tuple[slice, ...]
+    bounds: Bounds
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def turned(self, value: np.ndarray) -> np.ndarray:
+        """A view of the slice with the dims of the parameter."""
+        return value.reshape(self.split).transpose(self.order)
 
 
 # A range of a tensor's dim, and the ranges of the dims that are merged in it, by name.
 _Read = tuple[int, int, dict[str, tuple[int, int]]]
 
 
-def _reads(piece: Piece, size_of: Mapping[str, int], bounds: Bounds) -> Iterator[tuple[_Read, ...]]:
-    """The slices of a tensor that together are a slice of a parameter."""
-    bounds_of = dict(zip(piece.dims, bounds, strict=True))
-    return itertools.product(*(_ranges(names, size_of, bounds_of) for names in piece.merged))
+def slices_of(piece: Piece, sizes: Sequence[int], box: Bounds) -> Iterator[Slice]:
+    """The slices of a tensor that together are a box of a parameter; none if it is empty."""
+    if any(start >= stop for start, stop in box):
+        return
+    size_of = dict(zip(piece.dims, sizes, strict=True))
+    box_of = dict(zip(piece.dims, box, strict=True))
+    for reads in itertools.product(*(_ranges(names, size_of, box_of) for names in piece.merged)):
+        spans = {name: span for _, _, inner in reads for name, span in inner.items()}
+        yield Slice(
+            tuple(slice(start, stop) for start, stop, _ in reads),
+            tuple(spans[name] for name in piece.dims),
+            tuple(stop - start for start, stop in spans.values()),
+            tuple(list(spans).index(name) for name in piece.dims),
+        )
 
 
 def _ranges(

@@ -16,7 +16,8 @@ from manualpar.core.program import Program
 from manualpar.models import Transformer
 from manualpar.pretrained.architecture import read_architecture
 from manualpar.pretrained.model_config import architecture_of, complete_fields
-from manualpar.pretrained.tensor_files import DTYPES, TensorFiles
+from manualpar.pretrained.tensor_bytes import DTYPES
+from manualpar.pretrained.tensor_files import TensorFiles
 from manualpar.pretrained.tensor_names import (
     COMPUTED,
     Piece,

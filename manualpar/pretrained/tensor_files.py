@@ -4,26 +4,27 @@ The files may be anybody's. An index names nothing outside of its directory, siz
 header of every file is checked against its length, and nothing is unpickled. Only what a caller
 asks for is read: the header of every file, and slices of tensors.
 
-Files are read by `pread` and not mapped into memory, so that what is read is not counted as memory
+Files are read by `preadv` and not mapped into memory, so that what is read is not counted as memory
 of the process, and a file that gets shorter is an error and does not end the process.
 """
 
 import re
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO
 
+import jax.numpy as jnp
 import numpy as np
 
 from manualpar.extras import require
+from manualpar.pretrained.tensor_bytes import Place, read_header, read_slice
 from manualpar.state_arrays import list_some
 from manualpar.untrusted import open_file, read_object
 
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 FILE_NAME = re.compile(r"[\w.=@+-]+\.safetensors")
-# What is stored as numbers; others are packed or need a scale.
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class TensorFiles:
@@ -49,14 +50,16 @@ class TensorFiles:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self.files: dict[str, str] = {}
-        self._handles: dict[str, Any] = {}
+        self._places: dict[str, tuple[IO[bytes], Place]] = {}
         index = _read_index(directory)
         for name in sorted(set(index.values())) if index else [ONE_FILE]:
             path = directory / name
             try:
-                open_file(path, follow_links=True).close()
-                handle = safetensors.safe_open(path, framework="np", backend="pread").__enter__()
-                tensors = {key: handle.get_slice(key) for key in list(handle.keys())}
+                file = open_file(path, follow_links=True)
+                weakref.finalize(self, file.close)
+                # It checks the header, and its sizes against the length of the file.
+                with safetensors.safe_open(path, framework="np", backend="pread"):
+                    places = read_header(file)
             except FileNotFoundError:
                 raise _no_files(directory, name) from None
             except OSError as error:
@@ -66,16 +69,15 @@ class TensorFiles:
                     f"{path} is damaged or cut off ({error}); fetch it again, expected a whole "
                     ".safetensors file."
                 ) from None
-            for key, tensor in tensors.items():
+            for key, place in places.items():
                 if key in self.files:
                     raise ValueError(
                         f"{directory}: {key} is in {self.files[key]} and in {name}, expected it in "
                         "one file."
                     )
-                self._handles[key] = tensor
+                self._places[key] = file, place
                 self.files[key] = name
-                self.shapes[key] = tuple(tensor.get_shape())
-                self.dtypes[key] = DTYPES.get(tensor.get_dtype(), tensor.get_dtype())
+                self.shapes[key], self.dtypes[key] = place.shape, place.dtype
         if index:
             _check_index(directory, index, self.files)
 
@@ -85,12 +87,10 @@ class TensorFiles:
         Raises:
           ValueError: The file cannot be read any more.
         """
-        import safetensors
-
+        file, place = self._places[tensor]
         try:
-            # Without a dim there is nothing to slice.
-            return np.asarray(self._handles[tensor][index if index else ...])
-        except (OSError, safetensors.SafetensorError) as error:
+            return read_slice(file.fileno(), place, index, jnp.dtype(place.dtype))
+        except OSError as error:
             raise ValueError(
                 f"{self._directory / self.files[tensor]} cannot be read ({error}): it changed "
                 "while it was read, or its disk is failing."

@@ -1,0 +1,136 @@
+"""The bytes of a `.safetensors` file: where each tensor stands, and slices of it in place.
+
+A file is the length of a header in eight bytes, the header in JSON, and the tensors, each row by
+row without gaps. So it is known where every slice stands before anything is written, and threads
+and processes read and write slices of one file at once.
+"""
+
+import functools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+# What is stored as numbers; others are packed or need a scale.
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+CODES = {name: code for code, name in DTYPES.items()}
+
+
+class Place(NamedTuple):
+    """Where a tensor stands in a file.
+
+    Attributes:
+      start: The number of its first byte.
+      shape: Its shape.
+      dtype: The name of its dtype; as files have it, such as `F8_E4M3`, if numpy has none.
+    """
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def read_header(file: IO[bytes]) -> dict[str, Place]:
+    """The tensors of a file that safetensors has checked, by name."""
+    length = int.from_bytes(file.read(8), "little")
+    header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: Place(
+            8 + length + entry["data_offsets"][0],
+            tuple(entry["shape"]),
+            DTYPES.get(entry["dtype"], entry["dtype"]),
+        )
+        for name, entry in header.items()
+    }
+
+
+def make_header(
+    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+) -> tuple[bytes, dict[str, Place]]:
+    """The bytes before the tensors of a file, and where each tensor stands.
+
+    Dtypes of more bytes come first, so that every tensor is aligned.
+    """
+    # Without the format transformers does not load a file.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts, end = {}, 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
+        dtype, shape = tensors[name]
+        starts[name], end = end, end + dtype.itemsize * math.prod(shape)
+        offsets = [starts[name], end]
+        header[name] = {"dtype": CODES[dtype.name], "shape": shape, "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    first = 8 + len(text)
+    places = {
+        name: Place(first + starts[name], shape, dtype.name)
+        for name, (dtype, shape) in tensors.items()
+    }
+    return len(text).to_bytes(8, "little") + text, places
+
+
+def create_file(path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:
+    """Writes a file of tensors that are zero until they are written."""
+    header, _ = make_header(tensors)
+    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in tensors.values()]
+    with path.open("xb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(sizes))
+
+
+def read_slice(
+    file: int, place: Place, index: Sequence[slice], dtype: np.dtype | type
+) -> np.ndarray:
+    """Reads a slice of a tensor, with one slice for each dim.
+
+    Raises:
+      OSError: The file cannot be read, or ends before.
+    """
+    bounds = bounds_of(index, place.shape)
+    value = np.empty([stop - start for start, stop in bounds], dtype)
+    for at, part in _runs(place, bounds, value):
+        while part:
+            count = os.preadv(file, [part], at)
+            if not count:
+                raise OSError("it ends before its tensors do")
+            part, at = part[count:], at + count
+    return value
+
+
+def write_slice(file: int, place: Place, index: Sequence[slice], value: np.ndarray) -> None:
+    """Writes a slice of a tensor, with one slice for each dim, from a contiguous array."""
+    for at, part in _runs(place, bounds_of(index, place.shape), value):
+        while part:
+            count = os.pwrite(file, part, at)
+            part, at = part[count:], at + count
+
+
+def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Where each dim of a slice begins and ends."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _runs(
+    place: Place, bounds: Sequence[tuple[int, int]], value: np.ndarray
+) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of a contiguous array run by run, each with its place in the file."""
+    if not value.size:
+        return
+    shape = place.shape
+    strides = [value.itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    starts = [low * stride for (low, _), stride in zip(bounds, strides, strict=True)]
+    # A run goes along the last dim that is not whole, and all dims within it.
+    run = max((dim for dim, size in enumerate(shape) if bounds[dim] != (0, size)), default=0)
+    steps = [
+        np.arange(high - low) * stride for (low, high), stride in zip(bounds, strides, strict=True)
+    ][:run]
+    places = functools.reduce(np.add.outer, steps, np.array(place.start + sum(starts))).ravel()
+    data = memoryview(value.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+    size = len(data) // places.size
+    for number, at in enumerate(places.tolist()):
+        yield at, data[number * size : (number + 1) * size]
