@@ -1,4 +1,4 @@
-"""Experts of other families are those of transformers: layers, and whole models on every mesh."""
+"""Layers of experts of other families are those of transformers, and so are their gradients."""
 
 import importlib
 from typing import Any
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from manualpar.layers import MoE
-from tests.transformers_models import assert_step_is_that_of_torch, logits_of, saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 torch = pytest.importorskip("torch", reason="pip install -e '.[interop]'")
@@ -47,64 +46,6 @@ LAYERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         SIGMOID | {"normalize_gates": False},
     ),
 }
-
-
-OF_MODELS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": F}
-OF_MODELS |= {"num_hidden_layers": 3}
-# Those of Qwen2 and dots.llm1 have a dense layer first; the routing of the last is DeepSeek's.
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5, "num_hidden_layers": 2}),
-    "qwen2_moe": (
-        "Qwen2Moe",
-        OF_MODELS
-        | {
-            "num_experts": 8,
-            "shared_expert_intermediate_size": 12,
-            "norm_topk_prob": False,
-            "mlp_only_layers": [0],
-        },
-    ),
-    "qwen3_moe": (
-        "Qwen3Moe",
-        OF_MODELS
-        | {"num_experts": 8, "head_dim": 8, "norm_topk_prob": True, "num_hidden_layers": 2},
-    ),
-    "dots1": (
-        "Dots1",
-        OF_MODELS
-        | {
-            "n_routed_experts": 8,
-            "n_shared_experts": 2,
-            "n_group": 4,
-            "topk_group": 2,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 2.5,
-            "norm_topk_prob": True,
-            "head_dim": 4,
-        },
-    ),
-}
-MESHES: dict[str, dict[str, int]] = {
-    "fsdp": {"data": 8},
-    "expert": {"data": 2, "expert": 2, "model": 2},
-    "context": {"data": 2, "expert": 2, "context": 2},
-    "stage": {"data": 2, "model": 2, "stage": 2},
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(name):
-    model = saved(*MODELS[name])
-    for scan_layers in (True, False):
-        logits = logits_of(model.directory, scan_layers=scan_layers)
-        np.testing.assert_allclose(logits, model.logits, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", MODELS)
-def test_a_step_on_a_mesh_is_that_of_transformers(name, mesh, devices8):
-    del devices8
-    assert_step_is_that_of_torch(saved(*MODELS[name]), MESHES[mesh])
 
 
 @pytest.mark.parametrize("name", LAYERS)

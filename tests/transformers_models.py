@@ -86,7 +86,7 @@ def _saved(family: str, fields: str) -> Saved:
     directories = [
         Path(tempfile.mkdtemp(prefix=f"{family}_{part}_")) for part in ("model", "grads")
     ]
-    model.save_pretrained(directories[0])
+    model.save_pretrained(directories[0], max_shard_size="20KB")  # In several files.
     batch = make_batch()
     inputs, labels = torch.tensor(batch.inputs).long(), torch.tensor(batch.labels).long()
     logits = model(inputs).logits
