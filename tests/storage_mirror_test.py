@@ -65,6 +65,23 @@ def test_what_has_changed_is_put_whole_and_what_is_cut_off_elsewhere_first(objec
     assert not folder.exists()
 
 
+def test_a_draft_may_get_its_name_while_files_are_put(objects, monkeypatch):
+    state = mirror._state
+
+    def rename_drafts(path):
+        for draft in path.parent.glob("*.draft"):
+            draft.rename(draft.with_suffix(""))
+        return state(path)
+
+    monkeypatch.setattr(mirror, "_state", rename_drafts)
+    with use() as (folder, publish):
+        for name in ("a", "b.draft", "c.draft"):
+            (folder / name).write_text("1")
+        publish()
+        publish()
+    assert objects["puts"] == ["a", "b", "c"]
+
+
 def test_files_are_put_now_and_then(objects, monkeypatch):
     monkeypatch.setattr(mirror, "PUT_SECONDS", 0.01)
     with use() as (folder, _):

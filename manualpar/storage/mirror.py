@@ -51,12 +51,14 @@ class Mirror:
     def publish(self) -> None:
         """Puts every file that has changed; raises a `BucketError` if that is not possible."""
         with self._lock:
-            paths = [path for path in self._local.rglob("*") if path.is_file()]
-            names = {path.relative_to(self._local).as_posix(): path for path in paths}
+            # A draft may get its name at any moment, so that it is not there any more.
+            paths = [path for path in self._local.rglob("*") if path.suffix != ".draft"]
+            files = [path for path in paths if path.is_file()]
+            names = {path.relative_to(self._local).as_posix(): path for path in files}
             changed = {
                 name: state
                 for name, path in names.items()
-                if (state := _state(path)) != self._put.get(name) and not name.endswith(".draft")
+                if (state := _state(path)) != self._put.get(name)
             }
             if changed:
                 self._check()
