@@ -20,10 +20,10 @@ import pytest
 from manualpar.checkpoints import CheckpointError, Checkpoints
 from manualpar.checkpoints.bucket_arrays import chunk_shape
 from manualpar.checkpoints.saved_state import read_extra
-from manualpar.storage import requests
+from manualpar.storage import CONTEXT, requests
 from tests.checkpoints_worker import Model, make_program, shared_program, state_of_step
 from tests.cluster_processes import ROOT, free_port
-from tests.s3_server import SECRET, Proxy, environment_of
+from tests.s3_server import SECRET, Proxy, download, environment_of, upload
 
 server = pytest.mark.slow
 
@@ -33,13 +33,7 @@ def fast(monkeypatch):
     monkeypatch.setattr(requests, "WAITS", (0.01, 0.02))
     retries = {"max_retries": 1, "initial_delay": "10ms", "max_delay": "20ms"}
     for name in ("s3_request_retries", "gcs_request_retries"):
-        monkeypatch.setitem(requests_context(), name, retries)
-
-
-def requests_context():
-    from manualpar.storage import CONTEXT
-
-    return CONTEXT
+        monkeypatch.setitem(CONTEXT, name, retries)
 
 
 def save(folder, steps, *, program=None, keep=1, **options):
@@ -108,15 +102,9 @@ def test_a_checkpoint_copied_to_a_disk_is_a_local_one_and_the_other_way_round(
     bucket_folder, tmp_path
 ):
     save(bucket_folder / "there", [1, 2], keep=2)
-    for name in (bucket_folder / "there").files():
-        (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "here" / name).write_bytes((bucket_folder / "there" / name).read_bytes())
-    check(tmp_path / "here", 2, shared_program("hsdp"))
+    check(download(bucket_folder / "there", tmp_path / "here"), 2, shared_program("hsdp"))
     save(tmp_path / "made", [5])
-    for path in (tmp_path / "made").rglob("*"):
-        if path.is_file():
-            target = bucket_folder / "back" / str(path.relative_to(tmp_path / "made"))
-            target.write_bytes(path.read_bytes())
+    upload(tmp_path / "made", bucket_folder / "back")
     check(bucket_folder / "back", 5, shared_program("zero2"))
 
 

@@ -11,7 +11,7 @@ from manualpar.data.sources import load_dataset
 from manualpar.data.tokenize import main as tokenize
 from manualpar.data.tokens import load_tokens
 from manualpar.storage import BucketError, requests
-from tests.s3_server import Proxy
+from tests.s3_server import Proxy, upload
 
 server = pytest.mark.slow
 
@@ -29,12 +29,6 @@ def corpus(tmp_path, monkeypatch):
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "records.jsonl").write_text(lines)
     return folder
-
-
-def upload(folder, target):
-    for path in folder.rglob("*"):
-        if path.is_file():
-            (target / path.relative_to(folder)).write_bytes(path.read_bytes())
 
 
 def sequences(dataset):

@@ -18,29 +18,14 @@ from manualpar.training.cross_entropy import (
     language_model_loss,
     mixture_of_experts_loss,
 )
+from tests.transformer_families import GEMMA
 
 SIZES = {"vocab_size": 64, "num_layers": 2, "hidden_size": 16, "num_heads": 4, "mlp_size": 16}
 PROMPTS = ([5, 1, 2, 0, 3], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18])
 FAMILIES = {
     "grouped, documents, tied": {"num_kv_heads": 2, "bos_token": 0, "tied_head": True},
     "window": {"attention_window": 3, "qkv_bias": True, "scan_layers": False},
-    "two kinds": {
-        "num_layers": 5,
-        "num_kv_heads": 1,
-        "attention_window": 4,
-        "global_every": 2,
-        "local_rope_base": 100.0,
-        "rope_scaling": "linear",
-        "rope_factor": 8.0,
-        "query_key_norm": True,
-        "norm_offset": True,
-        "post_norms": True,
-        "activation": "gelu",
-        "scale_embedding": True,
-        "attention_scale": 0.4,
-        "attention_soft_cap": 6.0,
-        "logit_soft_cap": 9.0,
-    },
+    "two kinds": GEMMA | {"num_layers": 5, "num_kv_heads": 1, "attention_window": 4},
     "experts": {"num_experts": 4, "mlp_size": 8, "remat": "full"},
 }
 EXPERTS = {"expert_axis": "expert", **FAMILIES["experts"]}

@@ -5,13 +5,13 @@ import json
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from manualpar import make_mesh
 from manualpar.models import Transformer
 from manualpar.pretrained import export_hf, load_hf, read_architecture
 from manualpar.pretrained.families import FAMILIES
 from tests.models_families_test import MODELS
+from tests.pretrained_export_test import assert_same_files, read
 from tests.pretrained_load_test import program_of
 from tests.transformers_models import VOCABULARY, make_batch, saved
 
@@ -21,10 +21,6 @@ pytestmark = pytest.mark.slow
 
 def read_config(directory):
     return json.loads((directory / "config.json").read_text())
-
-
-def read(directory):
-    return {k: x for path in directory.glob("*.safetensors") for k, x in load_file(path).items()}
 
 
 def test_every_family_is_tried():
@@ -59,11 +55,7 @@ def test_logits_files_and_generated_tokens_are_theirs(name, tmp_path):
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     texts = theirs.generate(prompt, **options)
     for ours in (like, alone):
-        found = read(ours)
-        assert found.keys() == original.keys()
-        for key, x in original.items():
-            assert (found[key].dtype, found[key].shape) == (x.dtype, x.shape), key
-            assert found[key].tobytes() == x.tobytes(), key
+        assert_same_files(read(ours), original)
         again, info = transformers.AutoModelForCausalLM.from_pretrained(
             ours, output_loading_info=True
         )

@@ -3,7 +3,6 @@
 import functools
 import random
 import re
-import shutil
 import signal
 import sys
 import time
@@ -23,7 +22,7 @@ from tests.runs import (
     start_launcher,
     steps_shown,
 )
-from tests.s3_server import KEY_ID, SECRET, Proxy
+from tests.s3_server import KEY_ID, SECRET, Proxy, download
 from tests.s3_server import environment_of as server_at
 
 pytestmark = pytest.mark.slow
@@ -40,17 +39,15 @@ def in_bucket(processes, bucket_folder, s3_port, monkeypatch):
     return bucket_folder / "run"
 
 
-def download(folder, target):
+def download_run(folder, target):
     """Copies a run to a disk, without checkpoints that are not complete."""
-    shutil.rmtree(target, ignore_errors=True)
     files = folder.files()
-    for name in files:
+
+    def is_of_incomplete(name):
         step = re.match(r"checkpoints/[^/]+/", name)
-        if step and f"{step[0]}manifest.json" not in files:
-            continue
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / name).write_bytes((folder / name).read_bytes())
-    return target
+        return step and f"{step[0]}manifest.json" not in files
+
+    return download(folder, target, is_of_incomplete)
 
 
 def steps(folder):
@@ -85,12 +82,12 @@ def test_killed_then_told_to_stop_then_moved_to_a_disk(
         f"stopped after step {saved}, which is saved; the same command with "
         f"--workdir={in_bucket} goes on"
     )
-    copy = download(in_bucket, tmp_path / "copy")
+    copy = download_run(in_bucket, tmp_path / "copy")
 
     capsys.readouterr()
     assert run_here(in_bucket) == 0
     assert resumed_from(capsys.readouterr().out) == saved
-    assert_same_run(download(in_bucket, tmp_path / "finished"), undisturbed)
+    assert_same_run(download_run(in_bucket, tmp_path / "finished"), undisturbed)
     # What was copied to a disk goes on there.
     assert run_here(copy) == 0
     assert resumed_from(capsys.readouterr().out) == saved
@@ -128,7 +125,7 @@ def test_killed_at_random_requests(processes, in_bucket, s3_port, tmp_path, undi
     assert kinds == {"checkpoint", "results"}
     last = start(processes, in_bucket)
     assert last.wait() == 0, last.err
-    assert_same_run(download(in_bucket, tmp_path / "finished"), undisturbed)
+    assert_same_run(download_run(in_bucket, tmp_path / "finished"), undisturbed)
 
 
 def start_at(processes, port, workdir):
@@ -141,7 +138,7 @@ def test_two_processes_go_on_where_one_was_killed(processes, in_bucket, undistur
     assert first.wait() == -signal.SIGKILL, first.err
     launcher = start_launcher(processes, in_bucket)
     assert launcher.wait() == 0, launcher.err
-    finished = download(in_bucket, tmp_path / "finished")
+    finished = download_run(in_bucket, tmp_path / "finished")
     lines, expected = (
         (folder / "metrics.jsonl").read_text().splitlines() for folder in (finished, undisturbed)
     )
@@ -196,7 +193,7 @@ def test_a_server_that_fails_for_a_while_is_waited_for(
         use_s3(port=proxy.port)
         assert run_here(in_bucket) == 0
     use_s3()
-    assert_same_run(download(in_bucket, tmp_path / "finished"), undisturbed)
+    assert_same_run(download_run(in_bucket, tmp_path / "finished"), undisturbed)
 
 
 def test_mistakes_about_buckets_are_one_sentence(use_s3, capsys):

@@ -9,6 +9,7 @@ import contextlib
 import http.client
 import http.server
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -44,6 +45,23 @@ def use_server(monkeypatch, port):
     s3fs.S3FileSystem.clear_instance_cache()
     for name, value in environment_of(port).items():
         monkeypatch.setenv(name, value)
+
+
+def upload(folder, target):
+    """Copies the files of a folder into one in a bucket."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            (target / path.relative_to(folder)).write_bytes(path.read_bytes())
+
+
+def download(folder, target, left_out=lambda name: False):
+    """Copies a folder in a bucket to a disk, in place of what is there."""
+    shutil.rmtree(target, ignore_errors=True)
+    for name in folder.files():
+        if not left_out(name):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_bytes((folder / name).read_bytes())
+    return target
 
 
 @contextlib.contextmanager
