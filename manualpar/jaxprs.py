@@ -3,10 +3,18 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 CALLS = frozenset({"jit", "pjit"})
 REMAT_PRIMITIVES = frozenset({"checkpoint", "remat", "remat2"})
+# Casts between types of check_vma; some have a suffix before jax 0.12.
+_TYPE_CAST_WORDS = """
+preduced pvary reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p
+"""
+TYPE_CASTS = frozenset(_TYPE_CAST_WORDS.split())
+# What jax 0.12 writes in other primitives only when it compiles.
+COMPOSITE = "call_hi_primitive"
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
@@ -18,13 +26,36 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[tuple[str, Jaxpr]]:
-    """The programs that are parameters of an equation, each with the name of its parameter."""
+    """The programs that are parameters of an equation, each with the name of its parameter.
+
+    That of a composite primitive is what it is written in.
+    """
+    if eqn.primitive.name == COMPOSITE:
+        yield "_prim", expanded(eqn).jaxpr
+        return
     for name, value in eqn.params.items():
         for inner in value if isinstance(value, tuple | list) else (value,):
             if isinstance(inner, ClosedJaxpr):
                 yield name, inner.jaxpr
             elif isinstance(inner, Jaxpr):
                 yield name, inner
+
+
+def expanded(eqn: Any) -> ClosedJaxpr:
+    """The program of a composite primitive.
+
+    Raises:
+      ValueError: It contains a collective, whose axis is not known here.
+    """
+    primitive = eqn.params["_prim"]
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), primitive.in_avals)
+    try:
+        return jax.make_jaxpr(primitive.expand)(*shapes)
+    except NameError as error:
+        raise ValueError(
+            f"{type(primitive).__name__} ({eqn.source_info.name_stack}) contains a collective, "
+            "expected a composite primitive of jax without one. Write it out in the model."
+        ) from error
 
 
 def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -43,9 +43,11 @@ def on_devices(function, mesh, shape=(64, 16), dtype=jnp.float32):
     return jax.jit(mapped).trace(jax.ShapeDtypeStruct(shape, dtype))
 
 
-def shift(x, axis):
-    size = jax.lax.axis_size(axis)
-    return jax.lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
+def shift(x, axes):
+    # JAX 0.12 takes several axes in the order of the mesh alone.
+    axes = tuple(axis for axis in ("data", "model") if axis in axes)
+    size = jax.lax.axis_size(axes)
+    return jax.lax.ppermute(x, axes, [(i, (i + 1) % size) for i in range(size)])
 
 
 # What is written is what runs.

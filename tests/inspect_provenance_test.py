@@ -34,6 +34,7 @@ SAME_MODULE = {
         "jvp(Model)/jvp()//layers/Dense_0",
         f"{IN_BACKWARD}/Model/transpose(jvp())/rematted_computation/layers/Dense_0/gather_params",
         "jit(f)/jvp(Model)/jvp()/closed_call/while/body/closed_call/layers/Dense_0/gather_params",
+        "jit(f)/jvp(Model)/jvp()/while/body/eval_jaxpr/layers/Dense_0/gather_params",  # jax 0.12
         "jvp(Model)/layers/Dense_0",
         "vmap(jvp(Model))/layers/Dense_0",
     ],

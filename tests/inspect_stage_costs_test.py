@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from manualpar import abstract_mesh
 from manualpar.core.gradients import accumulate
 from manualpar.inspect.stage_costs import stage_costs
 from manualpar.pipeline.executor import PipelineRun
@@ -29,7 +30,7 @@ def _trace(run: PipelineRun, *, permutes: bool = False):
     def device(params, batch):
         return accumulate(loss, params, {}, batch, jax.random.key(0), schedule=run)[0]
 
-    mesh = AbstractMesh((run.num_stages, 2), ("stage", "ring"))
+    mesh = abstract_mesh({"stage": run.num_stages, "ring": 2}, 2 * run.num_stages)
     specs = {"into": PartitionSpec(), "layers": PartitionSpec("stage"), "out": PartitionSpec()}
     varying = jax.tree.map(lambda spec: PartitionSpec(("stage", "ring")), specs)
     on_mesh = jax.shard_map(

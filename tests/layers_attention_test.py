@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from manualpar import abstract_mesh
 from manualpar.layers import blockwise_attention
 from manualpar.layers.attention import attention
 from manualpar.layers.boundaries import platform_traced_for
@@ -134,7 +135,7 @@ def test_the_platform_is_that_of_the_mesh_around(devices8):
     whole = jax.ShapeDtypeStruct((8,), jnp.float32)
     for mesh in (
         jax.sharding.Mesh(np.asarray(devices8), ("data",)),
-        jax.sharding.AbstractMesh((8,), ("data",)),
+        abstract_mesh({"data": 8}, 8),
     ):
         run = jax.shard_map(look, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         jax.eval_shape(run, whole)

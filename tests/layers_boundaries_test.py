@@ -6,10 +6,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from manualpar import make_mesh
+from manualpar import abstract_mesh, make_mesh
 from manualpar.layers import enter, leave
 
 AXES = ("model", "expert")
@@ -62,7 +61,7 @@ def test_a_block_over_two_axes_is_that_of_one_device(devices8, sequence_dim):
     ids=["enter", "enter a sequence", "leave", "leave a sequence"],
 )
 def test_what_types_say_is_wrong_is_refused(call, spec, message):
-    mesh = AbstractMesh((2, 2), ("data", "model"))
+    mesh = abstract_mesh({"data": 2, "model": 2}, 4)
     run = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=P("data"), check_vma=True)
     x = jnp.zeros((2, 4 if spec == P("data", "model") else 3, 4))
     with pytest.raises(ValueError, match=message):
@@ -70,7 +69,7 @@ def test_what_types_say_is_wrong_is_refused(call, spec, message):
 
 
 def test_types_have_to_be_checked():
-    mesh = AbstractMesh((2, 2), ("data", "model"))
+    mesh = abstract_mesh({"data": 2, "model": 2}, 4)
     for function in (enter, leave):
         run = jax.shard_map(
             functools.partial(function, axis="model"),

@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar import Batch, fsdp, make_mesh
+from manualpar import Batch, abstract_mesh, fsdp, make_mesh
 from manualpar.layers import enter, split_argmax, split_cross_entropy, split_lookup
 from manualpar.sharding.split_parameter import split
 from manualpar.training.cross_entropy import language_model_loss
@@ -301,7 +301,7 @@ def test_what_cannot_be_right_is_refused(mesh, call, spec, error, message):
 
 
 def test_types_that_name_several_axes_do_not_tell_which_one_splits():
-    mesh = jax.sharding.AbstractMesh((2, 2, 2), ("data", "model", "expert"))
+    mesh = abstract_mesh({"data": 2, "model": 2, "expert": 2}, 8)
 
     def on_device(labels, logits):
         return split_cross_entropy(logits, labels)

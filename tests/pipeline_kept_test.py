@@ -48,7 +48,8 @@ def test_residuals_depend_on_the_input_and_give_the_gradients() -> None:
             return y, policy.backward(*args, kept, gradient)
 
         results.append(run(args))
-    chex.assert_trees_all_close(*results, rtol=1e-6)
+    # Sums of numbers as large as 1: where they cancel, what is left differs by their rounding.
+    chex.assert_trees_all_close(*results, rtol=1e-6, atol=1e-6)
     assert (inputs.types, inputs.keeps_input) == ([], True)
     # What all examples share is made again: weights and their casts, the scale, noise, the mask.
     assert residuals.types

@@ -15,14 +15,14 @@ X = jnp.arange(1.0, 4.0)
 
 
 def program(number: Any, x: jax.Array) -> Any:
-    """A branch and a scan in which some values depend on a number and others do not."""
+    """A branch, a scan and a search in which some values depend on a number and others do not."""
     chosen = jax.lax.cond(x[0] > 0, lambda: number, lambda: 3.0)
 
     def step(carry: Any, x: jax.Array) -> Any:
         total, last, steps = carry
         return (total + x * chosen, jnp.float32(7), steps + 1), (last, steps)
 
-    return jax.lax.scan(step, (0.0, number, 0), x)
+    return jax.lax.scan(step, (0.0, number, 0), x), jnp.searchsorted(x, number)
 
 
 @pytest.mark.usefixtures("devices8")

@@ -18,21 +18,12 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from manualpar.jaxprs import all_equations, inner_jaxprs
+from manualpar.jaxprs import TYPE_CASTS, all_equations, inner_jaxprs
 from manualpar.modes.manual import register_step_check
 from manualpar.purposes import EXAMPLES_SCOPE, GATHER_SCOPE, REGATHER, purpose_of
 
 # Primitives that name mesh axes and send nothing.
-SILENT_PRIMITIVES = frozenset(
-    {
-        "axis_index",
-        "preduced",
-        "pvary",
-        "reduced_vary_cast_p",
-        "shard_map",
-        "vary_unreduced_cast_p",
-    }
-)
+SILENT_PRIMITIVES = TYPE_CASTS | {"axis_index", "shard_map"}
 
 
 @register_step_check

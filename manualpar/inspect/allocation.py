@@ -41,13 +41,13 @@ abs add add_any and bitcast_convert_type broadcast_in_dim clamp complex concaten
 convert_element_type dynamic_slice eq ge gt imag iota is_finite le lt max min mul ne neg not or
 pad population_count real reduce_precision rev round select_n shift_left shift_right_arithmetic
 shift_right_logical sharding_constraint sign slice split square stack sub transpose xor ceil floor
-clz nextafter
+clz nextafter one_minus_square
 """
 CHEAP = frozenset(_CHEAP_WORDS.split())
 # Fused if a single fusion reads them.
 _DEAR_WORDS = """
 acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1
-gather integer_pow lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh
+gather integer_pow lgamma log log1p log2 logistic polynomial pow rem rsqrt sin sinh sqrt tan tanh
 """
 DEAR = frozenset(_DEAR_WORDS.split())
 # They fuse with what they read, and their result is an array.

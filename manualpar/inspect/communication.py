@@ -25,6 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from manualpar.inspect.equations import OUTSIDE, Around, EquationReader
 from manualpar.inspect.provenance import Phase, module_of, phase_of, purpose_in
+from manualpar.jaxprs import TYPE_CASTS
 
 Key = TypeVar("Key")
 Amount = TypeVar("Amount", int, float, Fraction)
@@ -41,16 +42,16 @@ KIND_OF_PRIMITIVE: Mapping[str, Kind] = {
     "psum": "all_reduce",
     "psum_invariant": "all_reduce",
     "unreduced_psum": "all_reduce",
+    "unreduced_pmax": "all_reduce",
+    "unreduced_pmin": "all_reduce",
     "pmax": "all_reduce",
     "pmin": "all_reduce",
     "all_to_all": "all_to_all",
     "ppermute": "permute",
 }
 
-# These name mesh axes and send nothing; all but the first are casts between types of check_vma.
-SILENT_PRIMITIVES = frozenset(
-    {"axis_index", "pvary", "preduced", "reduced_vary_cast_p", "vary_unreduced_cast_p"}
-)
+# These name mesh axes and send nothing.
+SILENT_PRIMITIVES = TYPE_CASTS | {"axis_index"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,22 +20,22 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from manualpar.jaxprs import inner_jaxprs, scan_sizes
+from manualpar.jaxprs import COMPOSITE, TYPE_CASTS, inner_jaxprs, scan_sizes
 
 AnyJaxpr = ClosedJaxpr | Jaxpr
 # Their result is the operand, as far as memory is concerned. Transpositions belong here because XLA
 # chooses layouts, and dot products take operands in any layout, unless there are several at once.
 _VIEW_WORDS = """
-copy copy_p expand_dims mesh_cast name optimization_barrier preduced pvary reduced_vary_cast_p
-reshape reshard squeeze stop_gradient transpose vary_unreduced_cast_p
+copy copy_p expand_dims mesh_cast name optimization_barrier relayout reshape reshard squeeze
+stop_gradient transpose
 """
-VIEWS = frozenset(_VIEW_WORDS.split())
+VIEWS = TYPE_CASTS.union(_VIEW_WORDS.split())
 # Each of them has one jaxpr.
 _INLINED_WORDS = """
 jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call
-custom_vjp_call_jaxpr shard_map
+custom_vjp_call_jaxpr shard_map xla_metadata_call
 """
-INLINED = frozenset(_INLINED_WORDS.split())
+INLINED = frozenset({*_INLINED_WORDS.split(), COMPOSITE})
 # Each of their results may take the place of the operand at the same position.
 _IN_PLACE_WORDS = """
 dynamic_update_slice pmax pmin psum psum_invariant scatter scatter-add scatter-mul scatter-sub

@@ -204,6 +204,7 @@ def document_sends(
     *,
     in_loop: int,
     after: int,
+    copies: int,
     counted: bool = True,
     recomputed: bool = False,
 ) -> Iterator[Collective]:
@@ -212,12 +213,12 @@ def document_sends(
     They are `counted` unless the batch has them.
 
     The body of the loop has `in_loop` layers, and `after` layers are not in it. What layers in a
-    loop gather is the same each time, so that JAX takes it out of the loop; two gathers of it are
-    left, or one and those of the layers that are run again.
+    loop gather is the same each time, so that JAX takes it out of the loop; `copies` gathers of it
+    are left, or one and those of the layers that are run again.
     """
     if counted:
         yield x.sends(CONTEXT_SCOPE, "all_gather", 1, (2, x.part[0]), INT32)
-    times = (1 if recomputed else 2) * in_loop + after
+    times = (1 if recomputed else copies) * in_loop + after
     times += layers if recomputed else 0
     yield x.sends(CONTEXT_SCOPE, "all_gather", times, x.part[:2], INT32)
 

@@ -52,8 +52,8 @@ _RECOMPUTED = "rematted_computation"
 _OF_GRADIENTS = frozenset({SCATTER_SCOPE, REDUCE_SCOPE, CAST_SCOPE, NONFINITE_SCOPE})
 # Names that JAX gives to calls; behind each of them the names of the called function begin.
 _CALL_WORDS = """
-rematted_computation checkpoint closed_call core_call custom_jvp_call custom_vjp_call remat remat2
-shard_map shmap_body
+rematted_computation checkpoint closed_call core_call custom_jvp_call custom_vjp_call eval_jaxpr
+remat remat2 shard_map shmap_body
 """
 _CALLS = frozenset(_CALL_WORDS.split())
 _IN_CONTROL_FLOW = re.compile(r"while/(body|cond)(?=/|$)|cond/branch_\d+_fun(?=/|$)")

@@ -1,9 +1,11 @@
 """What the layers of a `Transformer` send in a training step, in closed form."""
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 
@@ -26,6 +28,10 @@ from manualpar.models.layer_stack import scanned_layers
 from manualpar.models.transformer import Transformer
 from manualpar.models.transformer_fields import size_of_head
 from manualpar.purposes import CONTEXT_SCOPE
+
+# How often a program contains what each turn of a loop repeats: before Flax 0.12.9 also where
+# `nn.scan` looks for results that no turn changes, and nobody uses it.
+_COPIES = 2 if [*map(int, re.findall(r"\d+", flax.__version__)[:3])] < [0, 12, 9] else 1
 
 
 def transformer_sends(
@@ -144,6 +150,7 @@ class _OfMinibatch:
                     model.num_layers,
                     in_loop=in_loop,
                     after=outside,
+                    copies=_COPIES,
                     counted=counted,
                     recomputed=recomputed,
                 )

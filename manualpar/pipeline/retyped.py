@@ -12,7 +12,15 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
-from manualpar.jaxprs import CALLS, REMAT_PRIMITIVES, inner_jaxprs, run_equations, scan_sizes
+from manualpar.jaxprs import (
+    CALLS,
+    COMPOSITE,
+    REMAT_PRIMITIVES,
+    expanded,
+    inner_jaxprs,
+    run_equations,
+    scan_sizes,
+)
 
 
 def run_retyped(jaxpr: Jaxpr, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
@@ -53,6 +61,8 @@ def _run_wider(jaxpr: Jaxpr, eqn: Any, operands: list[Any]) -> list[Any]:
     name, params = eqn.primitive.name, eqn.params
     if name == "pvary":
         return [cast_to_varying(x, params["axes"]) for x in operands]
+    if name == COMPOSITE:
+        return _function(expanded(eqn))(*operands)
     if name in CALLS:
         return _function(params["jaxpr"])(*operands)
     if name == "cond":

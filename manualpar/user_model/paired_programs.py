@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from manualpar.jaxprs import COMPOSITE, expanded
 from manualpar.user_model.probe import LIBRARIES
 from manualpar.user_model.shard_operations import refuse
 
@@ -36,6 +37,8 @@ def check_same_operation(one: Any, other: Any) -> None:
 
 def inner_programs(eqn: Any) -> list[Any]:
     """The programs that are parameters of an equation, with their constants if they have some."""
+    if eqn.primitive.name == COMPOSITE:
+        return [expanded(eqn)]
     values = [v if isinstance(v, tuple | list) else (v,) for v in eqn.params.values()]
     return [v for some in values for v in some if isinstance(v, ClosedJaxpr | Jaxpr)]
 

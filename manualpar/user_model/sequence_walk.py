@@ -41,7 +41,7 @@ from manualpar.user_model.value_numbers import ValueNumbers
 _SCOPES = frozenset({CONTEXT_SCOPE, SEQUENCE_SCOPE})
 _INLINE = frozenset(
     """
-    checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit remat2
+    call_hi_primitive checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit remat2
     """.split()  # noqa: SIM905
 )
 

@@ -38,10 +38,10 @@ _ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
     clamp complex conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2
-    expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name
-    ne neg nextafter not or population_count pow real reduce_precision rem round rsqrt select_n
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient
-    sub tan tanh xor
+    expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min
+    mul name ne neg nextafter not one_minus_square or polynomial population_count pow real
+    reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
+    sign sin sinh sqrt square stop_gradient sub tan tanh xor
     """.split()  # noqa: SIM905
 )
 # Right whatever their dims: each array's result is that of its shard.
@@ -77,7 +77,8 @@ _ALONG = {
 # These contain programs, which are compared by themselves.
 _CALLS = frozenset(
     """
-    checkpoint closed_call cond core_call custom_jvp_call custom_vjp_call jit remat2 scan while
+    call_hi_primitive checkpoint closed_call cond core_call custom_jvp_call custom_vjp_call jit
+    remat2 scan while
     """.split()  # noqa: SIM905
 )
 
