@@ -22,6 +22,7 @@ from manualpar.core.program import Program
 from manualpar.finetuning.adapter_files import load_adapters, save_adapters
 from manualpar.finetuning.lora import lora
 from manualpar.finetuning.merging import merge_lora
+from manualpar.finetuning.quantized import quantized
 from manualpar.layers.plan import tensor_parallel
 from manualpar.layers.plan_styles import Column, Row, Vocab
 from manualpar.metrics import print_metrics
@@ -63,6 +64,7 @@ __all__ = [
     "merge_lora",
     "params_ema",
     "print_metrics",
+    "quantized",
     "save_adapters",
     "shard_module_params",
     "shard_params",

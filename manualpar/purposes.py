@@ -45,6 +45,7 @@ SCOPES = (
 REGATHER = "regather_params"  # A purpose without a scope of its own, see `purpose_of`.
 # JAX's name for what a `jax.checkpoint` computes again, and ours.
 RECOMPUTED_SCOPE = "rematted_computation"
+DECODE_SCOPE = "decode_params"  # Nothing is sent: a weight is made of what was gathered.
 
 
 def purpose_of(scope: str) -> str | None:
@@ -58,6 +59,11 @@ def purpose_of(scope: str) -> str | None:
       The innermost of `SCOPES`; `REGATHER` in place of `GATHER_SCOPE` for what is gathered again in
       the backward pass; `None` if none is there, so that it was not this package that sent.
     """
-    parts = [part for part in re.split(r"[/()]", scope) if part]
+    parts = scope_names(scope)
     ours = next((part for part in reversed(parts) if part in SCOPES), None)
     return REGATHER if ours == GATHER_SCOPE and RECOMPUTED_SCOPE in parts else ours
+
+
+def scope_names(scope: str) -> list[str]:
+    """The names of scopes and transformations in a name stack, outermost first."""
+    return [part for part in re.split(r"[/()]", scope) if part]

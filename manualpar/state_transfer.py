@@ -10,7 +10,7 @@ A source is neither donated nor changed.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -88,19 +88,21 @@ class StartsFromArrays:
         leaves = variable_leaves(program)
         found = dict(_by_name(params_or_variables, program.abstract_state))
         check_alive("init_from", variables=found)
+        given, encodings = plain_leaves(program, leaves, only=found)
         _check_all(
             "init_from",
-            [leaf for leaf in leaves if missing == "error" or leaf.name in found],
+            [leaf for leaf in given if missing == "error" or leaf.name in found],
             found,
             _fits_as_variable,
             "Pass what model.init makes; missing='init' with rng makes the rest.",
         )
-        _warn_of_casts(leaves, found)
-        placed = {
-            leaf.name: place_leaf("init_from", leaf, found[leaf.name])
-            for leaf in leaves
-            if leaf.name in found
-        }
+        _warn_of_casts(given, found)
+        placed: dict[str, jax.Array] = {}
+        for leaf in given:
+            if leaf.name in found:
+                x = place_leaf("init_from", leaf, found[leaf.name])
+                encoding = encodings.get(leaf.name)
+                placed |= encoding.encode(x) if encoding else {leaf.name: x}
         return state_with(program, leaves, placed, key)
 
     def adopt(self, state: TrainState) -> TrainState:
@@ -179,6 +181,22 @@ def check_has_devices(function: str, mesh: Any) -> None:
 def variable_leaves(program: Any) -> list[Leaf]:
     """The parameters and the other collections, under names such as `params/dense/kernel`."""
     return leaves_of(variables_of(program.abstract_state), variables_of(program.whole_state))
+
+
+def plain_leaves(
+    program: Any, leaves: list[Leaf], only: Container[str] | None = None
+) -> tuple[list[Leaf], dict[str, Any]]:
+    """The leaves that arrays from elsewhere have, and how some become leaves of the program.
+
+    They are the program's own but for what its model encodes; with `only`, for those names alone.
+    """
+    encodings = program.step.model.adapter.encodings(leaves)
+    plain: dict[str, Leaf | None] = {}
+    for name, each in encodings.items():
+        if only is None or name in only:
+            plain |= {each.codes.name: each.plain, each.scales.name: None}
+    found = [plain.get(leaf.name, leaf) for leaf in leaves]
+    return [leaf for leaf in found if leaf is not None], encodings
 
 
 def state_with(

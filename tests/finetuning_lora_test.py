@@ -99,19 +99,23 @@ def parameters(model: Any) -> Any:
     return jax.tree.map_with_path(trained, variables["params"])
 
 
-def check(model: Any, build: Any, loss_fn: Any = loss_of_logits) -> Any:
-    """A step of SGD changes adapters as one on one device does, and nothing else."""
+def check(model: Any, build: Any, loss_fn: Any = loss_of_logits, given: Any = None) -> Any:
+    """A step of SGD changes adapters as one on one device does, and nothing else.
+
+    On one device it is a step of `given`, another model with its parameters, if there is one.
+    """
     params = parameters(model)
+    one, its_params = given(params) if given else (model, params)
     program = build(model, optax.sgd(1.0), loss_fn, batch=BATCH)
     state, metrics = program.train_step(program.init_from(params), BATCH)
 
     @jax.jit
     def on_one_device(params: Any) -> Any:
         return jax.value_and_grad(
-            lambda params: loss_fn(params, model.apply, BATCH, jax.random.key(0))[0]
+            lambda params: loss_fn(params, one.apply, BATCH, jax.random.key(0))[0]
         )(params)
 
-    loss, grads = on_one_device(params)
+    loss, grads = on_one_device(its_params)
     np.testing.assert_allclose(metrics["loss"][0] / metrics["loss"][1], loss, rtol=1e-5)
     before, after, grads = by_path(params), by_path(program.whole(state)["params"]), by_path(grads)
     assert before.keys() == after.keys()

@@ -47,7 +47,7 @@ ORDER = """
     sharding.axes sharding.mesh_context sharding.mesh_order sharding.zigzag
     sharding.torus
     storage
-    compiler_options extras jaxprs metrics purposes untrusted usage core sharding guards
+    block_codec compiler_options extras jaxprs metrics purposes untrusted usage core sharding guards
 """
 RANKS = {
     unit: rank

@@ -146,8 +146,9 @@ class Step:
             boxes = self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
         # Loss.
         loss = self.loss
-        if strategy.reshard_after_forward and self.pipeline is None:
-            loss = regather_for_backward(loss)
+        regathers = strategy.reshard_after_forward
+        if self.pipeline is None and (regathers or self.model.adapter.decodes_weights):
+            loss = regather_for_backward(loss, keep_gathered=not regathers)
         # Accumulate.
         scatter = functools.partial(self._map_trained, mode.scatter, shards)
         scatters_each = strategy.reduce_every == "minibatch"

@@ -21,7 +21,7 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import flax.linen as nn
 import jax
@@ -31,10 +31,12 @@ from flax.core.scope import LazyRng
 
 from manualpar.core.partitioning import is_box
 from manualpar.finetuning.low_rank import ADAPTED_LAYERS, add_low_rank, input_dims
+from manualpar.finetuning.quantized import CODES, QuantizedModel
+from manualpar.finetuning.wrapped_model import WrappedModel
 from manualpar.layers import TensorParallel
 from manualpar.linen.linen_model import LinenModel
 from manualpar.sharding.layout import path_name
-from manualpar.user_model.adapter import InitArgs, ModelAdapter, adapt, register
+from manualpar.user_model.adapter import ModelAdapter, adapt, register
 
 # Of an adapter's two parameters, and globs of their paths.
 DOWN, UP = "lora_a", "lora_b"
@@ -42,12 +44,16 @@ ADAPTERS = ("*lora_a", "*lora_b")
 
 
 def lora(
-    model: nn.Module | TensorParallel, targets: Mapping[str, int], *, alpha: float
+    model: nn.Module | TensorParallel | QuantizedModel,
+    targets: Mapping[str, int],
+    *,
+    alpha: float,
 ) -> "LowRankModel":
     """Adds trained adapters of low rank to layers of a Linen model, which is frozen.
 
     Args:
-      model: The model, or one with a plan of `tensor_parallel`. It is not changed.
+      model: The model, or one with a plan of `tensor_parallel`, or what `quantized` makes of
+        these. It is not changed.
       targets: For each glob on module paths (`"*/attention/query"`, in which `*` stands for any
         characters, slashes too) the rank of the adapters there. The path of the module's kernel
         does as well. The layers are of `SplitDense`, `nn.Dense`, `nn.DenseGeneral` or `nn.Einsum`.
@@ -73,14 +79,15 @@ def lora(
             "calls of NNX modules cannot be intercepted. NNX has nnx.LoRA, a layer; train it alone "
             "with trainable=('*lora_*',)."
         )
-    if not isinstance(model, nn.Module | TensorParallel):
+    if not isinstance(model, nn.Module | TensorParallel | QuantizedModel):
         raise TypeError(
             f"lora: model is {model!r}, expected an instance of a flax.linen.Module, or what "
-            "tensor_parallel returns."
+            "tensor_parallel or quantized returns."
         )
-    if isinstance(model, TensorParallel) and model.overlap != "none":
+    plain = model.model if isinstance(model, QuantizedModel) else model
+    if isinstance(plain, TensorParallel) and plain.overlap != "none":
         raise ValueError(
-            f"lora: model has a plan with overlap={model.overlap!r}, expected 'none': its layers "
+            f"lora: model has a plan with overlap={plain.overlap!r}, expected 'none': its layers "
             "compute with chunks of sequences that an adapter does not see."
         )
     if not isinstance(targets, Mapping) or not targets:
@@ -154,17 +161,14 @@ def _matches(path: str, glob: str) -> bool:
 
 @register
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class AdaptedModel(ModelAdapter):
+class AdaptedModel(WrappedModel):
     """The adapter of a `LowRankModel` for programs.
 
     Attributes:
       low_rank: The model with the ranks.
-      base: The adapter of the model that was given.
     """
 
     low_rank: Any = None
-    base: Any = None
-    makes_variables_in_calls: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         return f"lora({self.base!r}, {dict(self.low_rank.targets)}, alpha={self.low_rank.alpha})"
@@ -182,16 +186,9 @@ class AdaptedModel(ModelAdapter):
         """The adapters."""
         return ADAPTERS
 
-    def initial_call(
-        self, batch: Any, init_args: InitArgs | None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """That of the given model."""
-        call: tuple[tuple[Any, ...], dict[str, Any]] = self.base.initial_call(batch, init_args)
-        return call
-
     def check(self, trace: Callable[[ModelAdapter], None]) -> None:
         """That of the given model without adapters, which compute on shards whatever it does."""
-        self.base.check(lambda base: trace(self._called_as_this(base)))
+        self.base.check(lambda base: trace(self.called(base)))
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The given model's variables, and adapters among the parameters.
@@ -206,12 +203,8 @@ class AdaptedModel(ModelAdapter):
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """The given model's `apply`, with the products of the adapters added."""
-        base = self._called_as_this(self.base)
+        base = self.called(self.base)
         return base.intercepted(self._add).apply(variables, *args, **kwargs)
-
-    def _called_as_this(self, base: Any) -> Any:
-        same = ("module", "phase", "axis_aliases", "loop_dims")
-        return dataclasses.replace(base, **{name: getattr(self, name) for name in same})
 
     def _add(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         """An interceptor that adds the product of a module's adapter to its result."""
@@ -272,7 +265,10 @@ class _Making:
     def check(self, params: Any) -> None:
         """Refuses targets of which there is none, or some that cannot be adapted."""
         leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
-        shapes = {path_name(path): x.value.shape if is_box(x) else x.shape for path, x in leaves}
+        shapes = {  # Codes have the shape of their kernel.
+            path_name(path).removesuffix(CODES): (x.value if is_box(x) else x).shape
+            for path, x in leaves
+        }
         modules = {path.rpartition("/")[0] for path in shapes}
         for glob, rank in self._low_rank.targets:
             where = f"lora: targets has {glob!r}: {rank}"

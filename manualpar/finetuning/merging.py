@@ -9,13 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 
 from manualpar.core.partitioning import pad_leaf, unpad_leaf
 from manualpar.core.program import Program
 from manualpar.finetuning.lora import DOWN, UP, AdaptedModel
 from manualpar.guards.dispatch import check_state
 from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
+from manualpar.state_arrays import Leaf
+from manualpar.state_transfer import plain_leaves, variable_leaves, variables_of
 from manualpar.train_state import TrainState
 
 
@@ -32,35 +34,51 @@ def merge_lora(program: Program, state: TrainState) -> dict[str, Any]:
       state: Its state; not donated.
 
     Returns:
-      The parameters of the model without adapters, by their paths in it: global arrays, sharded and
-      padded as they are in the state.
+      The parameters of the model as it was given, by their paths in it: global arrays, sharded and
+      padded as they are in the state. What `quantized` stores in int8 is decoded, so that it is
+      what the adapters have been trained beside, and not what it was encoded from.
 
     Raises:
       ValueError: The model has no adapters, or the state is not the program's.
 
     Communication:
-      All-gathers of adapters, where a device needs more of them than its own shard.
+      All-gathers of adapters, where a device needs more of them than its own shard; for what is
+      decoded that of `Encoding.decode`.
     """
-    flat = flatten_dict(merged_state("merge_lora", program, state).params, sep="/")
-    return unflatten_dict({path: x for path, x in flat.items() if not is_adapter(path)}, sep="/")
+    adapted_model("merge_lora", program)
+    check_state("merge_lora", program.abstract_state, state)
+    params = {
+        leaf.name.partition("/")[2]: x
+        for leaf, x in given_variables(program, state)
+        if leaf.keys[0] == "params"
+    }
+    return unflatten_dict(params, sep="/")
 
 
-def merged_state(function: str, program: Program, state: TrainState) -> TrainState:
-    """The state with merged kernels; its adapters are there as before.
+def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax.Array]]:
+    """The variables that the model has as it was given: merged, decoded, and without adapters.
 
-    Arguments, errors and communication are those of `merge_lora`, in the name of a function.
+    Each device holds its shards of all of them. Communication is that of `merge_lora`.
     """
-    alpha = adapted_model(function, program).low_rank.alpha
-    check_state(function, program.abstract_state, state)
-    shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state.params)
-    paddings = {info.path: place.parameter_padding for info, place in program.parameters}
-    merge = on_auto_axes(
-        functools.partial(_merge, paddings, alpha),
-        mesh=program.mesh,
-        out_specs=program.layout.params,
-    )
-    with no_mesh():
-        return state.replace(params=jax.jit(merge, out_shardings=shardings)(state.params))
+    adapter, leaves = program.step.model.adapter, variable_leaves(program)
+    arrays = jax.tree.leaves(variables_of(state))
+    by_name = {leaf.name: x for leaf, x in zip(leaves, arrays, strict=True)}
+    paddings = {leaf.name: leaf.padding for leaf in leaves}
+    plain, encodings = plain_leaves(program, leaves)
+    for name, each in encodings.items():
+        by_name[name] = each.decode(by_name[each.codes.name], by_name[each.scales.name])
+        paddings[name] = each.codes.padding
+    by_name = {leaf.name: by_name[leaf.name] for leaf in plain}
+    if isinstance(adapter, AdaptedModel):
+        shardings = {name: x.sharding for name, x in by_name.items()}
+        merge = on_auto_axes(
+            functools.partial(_merge, paddings, adapter.low_rank.alpha),
+            mesh=program.mesh,
+            out_specs={name: x.spec for name, x in shardings.items()},
+        )
+        with no_mesh():
+            by_name = jax.jit(merge, out_shardings=shardings)(by_name)
+    return [(leaf, by_name[leaf.name]) for leaf in plain if not is_adapter(leaf.name)]
 
 
 def adapted_model(function: str, program: Program) -> AdaptedModel:
@@ -79,13 +97,15 @@ def is_adapter(path: str) -> bool:
     return path.rpartition("/")[2] in (DOWN, UP)
 
 
-def _merge(paddings: dict[str, tuple[int, ...]], alpha: float, params: Any) -> Any:
-    flat = flatten_dict(params, sep="/")
+def _merge(
+    paddings: dict[str, tuple[int, ...]], alpha: float, variables: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    merged = dict(variables)
 
     def unpadded(path: str) -> jax.Array:
-        return unpad_leaf(flat[path], paddings[path])
+        return unpad_leaf(variables[path], paddings[path])
 
-    for path in [path for path in flat if path.rpartition("/")[2] == DOWN]:
+    for path in [path for path in variables if path.rpartition("/")[2] == DOWN]:
         kernel_path, up_path = (path.removesuffix(DOWN) + name for name in ("kernel", UP))
         kernel, a, b = map(unpadded, (kernel_path, path, up_path))
         # Each of the three has the dims of loops in front.
@@ -97,5 +117,5 @@ def _merge(paddings: dict[str, tuple[int, ...]], alpha: float, params: Any) -> A
             precision=jax.lax.Precision.HIGHEST,
         )
         whole = kernel.astype(jnp.float32) + alpha / a.shape[-1] * product
-        flat[kernel_path] = pad_leaf(whole.astype(kernel.dtype), paddings[kernel_path])
-    return unflatten_dict(flat, sep="/")
+        merged[kernel_path] = pad_leaf(whole.astype(kernel.dtype), paddings[kernel_path])
+    return merged

@@ -6,11 +6,12 @@ autodiff does, but drops the gathered weights and whatever layers make of them b
 and slices before they compute. The backward pass makes them again from the shards.
 
 A residual is dropped because of *where it came from*: a walk through the traced forward pass
-follows the results of gathers (operations in the scope `GATHER_SCOPE`) through operations that only
-cast or move elements. Everything else is kept as autodiff would keep it. What is in a
-`jax.checkpoint` (`nn.remat`) of the user's own is recomputed as that says. The body of a scan and
-the branches of a `cond` are treated like the program around them, so that a scan over layers
-gathers one layer at a time in its backward pass too.
+follows the results of gathers (operations in the scope `GATHER_SCOPE`) and decoded parameters
+(those in `DECODE_SCOPE`) through operations that only cast or move elements. Everything else is
+kept as autodiff would keep it. What is in a `jax.checkpoint` (`nn.remat`) of the user's own is
+recomputed as that says. The body of a scan and the branches of a `cond` are treated like the
+program around them, so that a scan over layers gathers one layer at a time in its backward pass
+too.
 """
 
 import functools
@@ -34,7 +35,14 @@ from manualpar.jaxprs import (
     scan_sizes,
     without_names,
 )
-from manualpar.purposes import GATHER_SCOPE, RECOMPUTED_SCOPE, REGATHER, purpose_of
+from manualpar.purposes import (
+    DECODE_SCOPE,
+    GATHER_SCOPE,
+    RECOMPUTED_SCOPE,
+    REGATHER,
+    purpose_of,
+    scope_names,
+)
 
 LOOPS = frozenset({"cond", "scan"})  # What has a backward pass of its own.
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "reshard", "sharding_constraint"})
@@ -55,12 +63,15 @@ CASTS = frozenset(
 )
 
 
-def regather_for_backward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the backward pass of a function gather parameters again.
+def regather_for_backward(
+    function: Callable[..., Any], *, keep_gathered: bool = False
+) -> Callable[..., Any]:
+    """Makes the backward pass of a function gather and decode parameters again.
 
     Args:
       function: A differentiable function of pytrees of arrays, such as a loss whose parameters
         gather themselves.
+      keep_gathered: Whether to decode alone again, from what has been gathered once.
 
     Returns:
       The function, with the same values and gradients.
@@ -78,23 +89,28 @@ def regather_for_backward(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*jax.tree.unflatten(structure, leaves))
 
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-        out = _regathering(closed, in_loop=False)(*leaves)
+        again = _decodes if keep_gathered else _gathers_or_decodes
+        out = _regathering(closed, again, in_loop=False)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return run
 
 
-def _regathering(closed: ClosedJaxpr, *, in_loop: bool) -> Callable[..., list[Any]]:
-    """A traced program as a function whose backward pass gathers again."""
-    if not _gathers(closed.jaxpr):
+# Whether an equation makes a weight, which is made again.
+_Again = Callable[[Any], bool]
+
+
+def _regathering(closed: ClosedJaxpr, again: _Again, *, in_loop: bool) -> Callable[..., list[Any]]:
+    """A traced program as a function whose backward pass makes weights again."""
+    if not _makes(closed.jaxpr, again):
         return jaxpr_as_fun(closed)
-    evaluate = functools.partial(_evaluate, closed)
-    is_outside_loops = _gathers(closed.jaxpr, but_not_in=LOOPS)
-    return _drop_weights(evaluate, in_loop=in_loop) if is_outside_loops else evaluate
+    evaluate = functools.partial(_evaluate, closed, again)
+    is_outside_loops = _makes(closed.jaxpr, again, but_not_in=LOOPS)
+    return _drop_weights(evaluate, again, in_loop=in_loop) if is_outside_loops else evaluate
 
 
-def _evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
-    """Runs a program; the loops and branches in it that gather do so again by themselves."""
+def _evaluate(closed: ClosedJaxpr, again: _Again, *args: Any) -> list[Any]:
+    """Runs a program; loops and branches in it that make weights do so again by themselves."""
     jaxpr = closed.jaxpr
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
 
@@ -103,26 +119,27 @@ def _evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
 
     for eqn in jaxpr.eqns:
         operands = [read(variable) for variable in eqn.invars]
-        if eqn.primitive.name in CALLS or (eqn.primitive.name in LOOPS and _gathers_inside(eqn)):
+        name = eqn.primitive.name
+        if name in CALLS or (name in LOOPS and _makes_inside(eqn, again)):
             with jax.named_scope(str(eqn.source_info.name_stack)):
-                out = _run_nested(eqn.primitive.name, eqn.params, operands)
+                out = _run_nested(name, eqn.params, operands, again)
         else:
             out = run_equations(jaxpr, [eqn], eqn.invars, eqn.outvars, operands)
         values.update(zip(eqn.outvars, out, strict=True))
     return [read(variable) for variable in jaxpr.outvars]
 
 
-def _run_nested(name: str, params: dict[str, Any], args: Sequence[Any]) -> Any:
+def _run_nested(name: str, params: dict[str, Any], args: Sequence[Any], again: _Again) -> Any:
     """Runs a call, a scan or a `cond`."""
     if name in CALLS:  # As if it were written out, so that the casts in it are seen.
         with jax.named_scope(params["name"]):
-            return _evaluate(params["jaxpr"], *args)
+            return _evaluate(params["jaxpr"], again, *args)
     if name == "cond":
-        branches = [_regathering(branch, in_loop=True) for branch in params["branches"]]
+        branches = [_regathering(branch, again, in_loop=True) for branch in params["branches"]]
         return jax.lax.switch(args[0], branches, *args[1:])
     first, size = scan_sizes(params)
     consts, carry, xs = args[:first], args[first:][:size], args[first + size :]
-    body = _regathering(params["jaxpr"], in_loop=True)
+    body = _regathering(params["jaxpr"], again, in_loop=True)
 
     def iteration(carry: Any, xs: Any) -> Any:
         out = body(*consts, *carry, *xs)
@@ -133,8 +150,10 @@ def _run_nested(name: str, params: dict[str, Any], args: Sequence[Any]) -> Any:
     return [*end, *ys]
 
 
-def _drop_weights(function: Callable[..., list[Any]], *, in_loop: bool) -> Callable[..., list[Any]]:
-    """A function of arrays that keeps no gathered weights for its backward pass."""
+def _drop_weights(
+    function: Callable[..., list[Any]], again: _Again, *, in_loop: bool
+) -> Callable[..., list[Any]]:
+    """A function of arrays that keeps no weights for its backward pass."""
     run = jax.custom_vjp(function)
 
     def forward(*args: Any) -> tuple[Any, Any]:
@@ -149,7 +168,7 @@ def _drop_weights(function: Callable[..., list[Any]], *, in_loop: bool) -> Calla
 
         closed, shapes = jax.make_jaxpr(out_and_vjp, return_shape=True)(*values)
         out, vjp = map(jax.tree.structure, shapes)
-        residuals = _Residuals(closed.jaxpr, len(jax.tree.leaves(shapes[0])))
+        residuals = _Residuals(closed.jaxpr, len(jax.tree.leaves(shapes[0])), again)
         flat, kept, inputs = residuals.compute(closed.consts, values)
 
         def backward(kept: Sequence[Any], inputs: Sequence[Any], cotangents: Any) -> Any:
@@ -175,14 +194,14 @@ def _put(some: Iterable[Any], indices: Sequence[int], values: Iterable[Any]) -> 
 class _Residuals:
     """What the backward pass of a traced forward pass needs, with and without the weights."""
 
-    def __init__(self, jaxpr: Jaxpr, num_outputs: int) -> None:
+    def __init__(self, jaxpr: Jaxpr, num_outputs: int, again: _Again) -> None:
         self._jaxpr = jaxpr
         self._out, residuals = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
         weights: set[Var] = set()
         making: list[Any] = []
         for eqn in jaxpr.eqns:
             is_cast = eqn.primitive.name in CASTS and not weights.isdisjoint(_variables(eqn))
-            if is_cast or _is_gather(eqn):
+            if is_cast or again(eqn):
                 weights.update(eqn.outvars)
                 making.append(eqn)
         self._is_dropped = [isinstance(v, Var) and v in weights for v in residuals]
@@ -257,25 +276,30 @@ def _variables(eqn: Any) -> list[Var]:
     return [v for v in eqn.invars if isinstance(v, Var)]
 
 
-def _is_gather(eqn: Any) -> bool:
+def _gathers_or_decodes(eqn: Any) -> bool:
     if "custom_vjp" in eqn.primitive.name:  # That of a frozen parameter, which nothing unwraps.
         inside = [inner for _, jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns]
-        return any(map(_is_gather, inside)) and all(
-            _is_gather(inner) or inner.primitive.name in CASTS for inner in inside
+        return any(map(_gathers_or_decodes, inside)) and all(
+            _gathers_or_decodes(inner) or inner.primitive.name in CASTS for inner in inside
         )
     scope = str(eqn.source_info.name_stack)
-    return eqn.primitive.name in GATHERS and purpose_of(scope) in (GATHER_SCOPE, REGATHER)
+    is_gather = eqn.primitive.name in GATHERS and purpose_of(scope) in (GATHER_SCOPE, REGATHER)
+    return is_gather or _decodes(eqn)
 
 
-def _gathers(jaxpr: Jaxpr, *, but_not_in: frozenset[str] = frozenset()) -> bool:
-    """Whether a program gathers parameters, outside of the user's own checkpoints."""
+def _decodes(eqn: Any) -> bool:
+    return DECODE_SCOPE in scope_names(str(eqn.source_info.name_stack))
+
+
+def _makes(jaxpr: Jaxpr, again: _Again, *, but_not_in: frozenset[str] = frozenset()) -> bool:
+    """Whether a program makes weights, outside of the user's own checkpoints."""
     return any(
-        _is_gather(eqn) or (eqn.primitive.name not in but_not_in and _gathers_inside(eqn))
+        again(eqn) or (eqn.primitive.name not in but_not_in and _makes_inside(eqn, again))
         for eqn in jaxpr.eqns
     )
 
 
-def _gathers_inside(eqn: Any) -> bool:
+def _makes_inside(eqn: Any, again: _Again) -> bool:
     if eqn.primitive.name in REMAT_PRIMITIVES:
         return False
-    return any(_gathers(inner) for _, inner in inner_jaxprs(eqn))
+    return any(_makes(inner, again) for _, inner in inner_jaxprs(eqn))

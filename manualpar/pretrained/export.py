@@ -23,8 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from manualpar.core.program import Program
 from manualpar.extras import require
-from manualpar.finetuning.lora import AdaptedModel
-from manualpar.finetuning.merging import is_adapter, merged_state
+from manualpar.finetuning.merging import given_variables, is_adapter
 from manualpar.guards.dispatch import check_state
 from manualpar.pretrained.architecture import CONFIG_FILE, read_architecture, read_config
 from manualpar.pretrained.load import failing_together
@@ -36,7 +35,7 @@ from manualpar.pretrained.tensor_files import INDEX_FILE, ONE_FILE, TensorFiles,
 from manualpar.pretrained.tensor_names import Piece, pieces_of_transformer
 from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
 from manualpar.state_arrays import to_host
-from manualpar.state_transfer import variable_leaves, variables_of
+from manualpar.state_transfer import plain_leaves, variable_leaves
 from manualpar.train_state import TrainState
 from manualpar.untrusted import open_file
 
@@ -64,7 +63,7 @@ class Tensor(NamedTuple):
       shape: Its shape.
       sizes: The sizes of the parameter's dims that are in it, in their order.
       dtype: The dtype that it is written in.
-      leaf: The number of the leaf among the variables that it is a part of.
+      leaf: The name of the variable that it is a part of.
       piece: Which part of it, and how the dims go together.
     """
 
@@ -72,7 +71,7 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: np.dtype
-    leaf: int
+    leaf: str
     piece: Piece
 
     @property
@@ -99,7 +98,8 @@ def export_hf(
     ```
 
     Args:
-      program: The program. Adapters of `lora` are added to the kernels that they are beside.
+      program: The program. Adapters of `lora` are added to the kernels that they are beside, and
+        what `quantized` stores in int8 is decoded.
       state: Its state; not donated.
       directory: The directory to make. It must not exist, or be empty.
       like: The directory that the parameters once came from. Then its config, tokenizer and other
@@ -138,9 +138,7 @@ def export_hf(
         if jax.process_index() == 0:
             shutil.rmtree(partial, ignore_errors=True)  # Of an export that was killed.
             partial.mkdir(parents=True)
-    if isinstance(program.step.model.adapter, AdaptedModel):
-        state = merged_state("export_hf", program, state)
-    arrays = jax.tree.leaves(variables_of(state))
+    arrays = {leaf.name: x for leaf, x in given_variables(program, state)}
     for number, (name, of_file) in enumerate(files.items()):
         is_mine = number % jax.process_count() == jax.process_index()
         made = {}
@@ -162,7 +160,7 @@ def _plan(
     program: Program, like: Path | str | None, *, family: str, dtype: str
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """The config to write, and the tensors."""
-    model, leaves = transformer_of(program), variable_leaves(program)
+    model, (leaves, _) = transformer_of(program), plain_leaves(program, variable_leaves(program))
     dtypes: Mapping[str, str] = {}
     if like is not None:
         source = Path(like).expanduser()
@@ -188,7 +186,7 @@ def _plan(
     }
     pieces = pieces_of_transformer(config["model_type"], shapes)
     tensors = []
-    for number, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+    for path, leaf in zip(paths, leaves, strict=True):
         for piece in pieces.get(path, ()):
             sizes = tuple(
                 model.vocab_size if name == "V" else size
@@ -196,7 +194,7 @@ def _plan(
             )
             name = dtype or dtypes.get(piece.tensor) or leaf.dtype.name
             shape, numbers = piece.tensor_shape(sizes), np.dtype(jax.numpy.dtype(name))
-            tensors.append(Tensor(piece.tensor, shape, sizes, numbers, number, piece))
+            tensors.append(Tensor(piece.tensor, shape, sizes, numbers, leaf.name, piece))
     sizes_of: dict[str, int] = {}
     for tensor in tensors:
         sizes_of[tensor.dtype.name] = sizes_of.get(tensor.dtype.name, 0) + tensor.nbytes

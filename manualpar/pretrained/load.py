@@ -21,7 +21,13 @@ from manualpar.pretrained.slices import ShardReader
 from manualpar.pretrained.sources import find_sources
 from manualpar.pretrained.tensor_names import Rule
 from manualpar.rng import typed_key
-from manualpar.state_transfer import Missing, check_has_devices, state_with, variable_leaves
+from manualpar.state_transfer import (
+    Missing,
+    check_has_devices,
+    plain_leaves,
+    state_with,
+    variable_leaves,
+)
 from manualpar.train_state import TrainState
 
 
@@ -97,8 +103,13 @@ def load(
     with failing_together():
         sources = find_sources(program, Path(directory).expanduser(), names=names, missing=missing)
     reader = ShardReader(sources.files)
+    plain, encodings = plain_leaves(program, leaves)
     with failing_together():
-        placed = reader.place([leaf for leaf in leaves if leaf.name in sources.pieces], sources)
+        wanted = [leaf for leaf in plain if leaf.name in sources.pieces]
+        placed = reader.place([leaf for leaf in wanted if leaf.name not in encodings], sources)
+        for leaf in wanted:  # One at a time, because it takes more than what is made of it.
+            if leaf.name in encodings:
+                placed |= encodings[leaf.name].encode(reader.place([leaf], sources)[leaf.name])
     seconds = time.perf_counter() - started
     state = state_with(program, leaves, placed, key)
     return Loaded(state, len(sources.files.shapes), reader.bytes_read, seconds)

@@ -26,7 +26,7 @@ from manualpar.pretrained.tensor_names import (
     pieces_of_transformer,
 )
 from manualpar.state_arrays import Leaf, list_some, show_array
-from manualpar.state_transfer import Missing, variable_leaves
+from manualpar.state_transfer import Missing, plain_leaves, variable_leaves
 
 
 class Sources(NamedTuple):
@@ -63,7 +63,8 @@ def find_sources(
     Raises:
       ValueError: See `load_hf`.
     """
-    leaves = {leaf.name.partition("/")[2]: leaf for leaf in variable_leaves(program)}
+    plain, _ = plain_leaves(program, variable_leaves(program))
+    leaves = {leaf.name.partition("/")[2]: leaf for leaf in plain}
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     vocab_size = 0
     if names is None:

@@ -70,6 +70,19 @@ class ModelAdapter(abc.ABC):
         """Globs over the paths of the parameters that are trained, unless a builder is told."""
         return ("*",)
 
+    @property
+    def decodes_weights(self) -> bool:
+        """Whether calls make weights of parameters, in the scope `DECODE_SCOPE`."""
+        return False
+
+    def encodings(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        """How arrays that `leaves` do not have become some of them, by their names.
+
+        A value has a `plain` leaf for the array, and `encode(array)`, which gives leaves by name.
+        """
+        del leaves
+        return {}
+
     def initial_call(
         self, batch: Any, init_args: InitArgs | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,0 +1,62 @@
+"""Numbers in int8 blocks are off by half a scale at most."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from manualpar.block_codec import block_size, decode, encode
+from tests.one_device import slow_unless
+
+TINY = float(jnp.finfo(jnp.bfloat16).tiny)
+LARGEST = float(np.finfo(np.float32).max)
+MAGNITUDES = (st.floats(-LARGEST, LARGEST, width=32), st.floats(-1, 1, width=32))
+SIZES = [(13, 5), (1, 1), (7, 1), (16, 64), (40, 8), (67, 64), (130, 64)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", slow_unless((), "bfloat16")])
+@pytest.mark.parametrize(("size", "most"), [slow_unless([(13, 5)], *case) for case in SIZES])
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_number_is_off_by_half_a_scale_at_most(size, most, dtype, data):
+    few = st.sampled_from([0.0, -2.5, 1e-40, LARGEST, TINY])
+    elements = data.draw(st.sampled_from([*MAGNITUDES, few]))
+    x = data.draw(arrays.arrays(np.float32, (2, size), elements=elements))
+    if dtype == "bfloat16":  # Where the largest magnitude is less.
+        x = np.clip(x, -3e38, 3e38).astype(jnp.bfloat16)
+    block = block_size(size, most)
+    assert 1 <= block <= most
+    codes, scales = jax.jit(encode, static_argnums=1)(x, block)
+    y = jax.jit(decode)(codes, scales)
+    assert (codes.dtype, scales.dtype, y.dtype) == (jnp.int8, x.dtype, x.dtype)
+    assert (scales.shape, y.shape) == ((2, -(-size // block)), x.shape)
+    np.testing.assert_array_equal(scales.astype(jnp.bfloat16).astype(x.dtype), scales)
+    x, y, scales = (np.asarray(each, np.float64) for each in (x, y, scales))
+    each = np.repeat(scales, block, -1)[:, :size]
+    # What a product in float32 rounds, and the dtype of the scales.
+    rounding = np.abs(y) * float(jnp.finfo(dtype).eps)
+    bound = np.where(each == 0, 127.5 * TINY, each / 2 * (1 + 1e-6)) + rounding
+    assert (np.abs(x - y) <= bound).all()
+
+
+def test_every_device_decodes_its_own_part_alike():
+    x = np.random.default_rng(0).normal(size=(3, 24)).astype(np.float32)
+    codes, scales = map(np.asarray, jax.jit(encode, static_argnums=1)(x, 6))
+    part = jax.jit(decode)
+    whole = part(codes, scales)
+    halves = [part(codes[:, i : i + 12], scales[:, i // 6 : i // 6 + 2]) for i in (0, 12)]
+    np.testing.assert_array_equal(np.concatenate(halves, 1), whole)
+    thirds = [part(codes[:, i : i + 2], scales[:, i // 6 : i // 6 + 1]) for i in range(0, 24, 2)]
+    np.testing.assert_array_equal(np.concatenate(thirds, 1), whole)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_block_with_a_number_that_is_not_finite_is_not_finite(bad):
+    x = np.ones((1, 8), np.float32)
+    x[0, 2] = bad
+    y = jax.jit(lambda x: decode(*encode(x, 4)))(x)
+    assert np.isnan(y[0, :4]).all()
+    np.testing.assert_allclose(y[0, 4:], 1, rtol=0.01)
