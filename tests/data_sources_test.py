@@ -1,8 +1,5 @@
 """Sources by name: the digits are split once and for all, the synthetic data follow their seed."""
 
-import subprocess
-import sys
-
 import chex
 import numpy as np
 import pytest
@@ -40,15 +37,6 @@ def test_every_source_gives_three_splits_of_examples(source):
     for split in (dataset.train, dataset.eval, dataset.test):
         assert len(split) > 0
         assert split[len(split) - 1].labels.dtype == "int32"
-
-
-def test_importing_the_package_is_cheap():
-    code = (
-        "import sys, manualpar.data\n"
-        "heavy = {'grain', 'sklearn', 'tokenizers', 'orbax.checkpoint'}\n"
-        "assert not (found := heavy & set(sys.modules)), found"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.fixture(scope="module")

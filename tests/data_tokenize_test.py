@@ -187,18 +187,6 @@ def test_the_command_line_says_what_it_made(tmp_path, corpus, capsys):
     assert error.count("\n") == 1
 
 
-def test_it_runs_as_the_documentation_says(tmp_path, corpus):
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "manualpar.data.tokenize"),
-            *(f"--input={corpus}/*.py", f"--output={tmp_path / 'tokens'}"),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    assert load_dataset("tokens", seed=0, path=str(tmp_path / "tokens"), sequence_length=4).test[0]
-
-
 def _contents(directory) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
