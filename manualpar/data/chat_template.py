@@ -6,10 +6,10 @@ dialect is that of `transformers`: blocks take their line with them, loops may b
 `raise_exception` refuses messages, and what stands between `{% generation %}` and
 `{% endgeneration %}` is what the model is to write.
 
-A template without these marks is rendered several times for a chat. What the assistant writes in a
-turn is what the text of the chat up to that turn has more than the text before it with the prompt
-to write. A template whose earlier text changes with later messages cannot be taken apart like this,
-and is refused.
+A template without these marks is rendered several times for a chat, up to each turn of the
+assistant: once with the turn, and once with the prompt to write in its place. The assistant writes
+what the first text has behind the second. A template whose earlier text changes with later messages
+cannot be taken apart like this, and is refused.
 """
 
 import json

@@ -26,7 +26,7 @@ from manualpar.data.dataset import (
 from manualpar.data.packing import PackedSplit
 from manualpar.train_state import Batch
 
-# The parts into which a whole of all weights is divided.
+# Weights are rounded to so many parts of their sum.
 SLOTS = 2**16
 
 

@@ -2,13 +2,12 @@
 
 Of one split: a permutation of its examples, and then another, one for each epoch.
 
-Of a mixture: which source a position belongs to says a table of `SLOTS` slots, which repeats. Of
-these, each source has the share that its weight gives it. The `k`-th of its `n` slots lies at a
-random place of the `k`-th of `n` equal parts of the table. So after any number of positions each
-source has been taken as often as its weight says, but for about one example for each source. As a
-source's slots are counted, the position also says how many of its examples have come before. From
-there on a source is a split of its own: it has its own epochs, and a small one begins again and
-again while a large one is in its first.
+Of a mixture: a table of `SLOTS` slots, which repeats, says which source a position belongs to. Each
+source has as many slots as its weight says. The `k`-th of its `n` slots lies at a random place of
+the `k`-th of `n` equal parts of the table. So after any number of positions each source has been
+taken as often as its weight says, but for about one example for each source. Because a source's
+slots are counted, the position also says how many of its examples have come before. So each source
+has its own epochs: a small one begins again and again while a large one is in its first.
 
 What stands at a position depends on the seed and the position alone, and costs the same wherever it
 is. So the state of the data is one number, of a mixture too.

@@ -44,7 +44,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def state_of(path: AnyPath) -> tuple[int, int]:
-    """The size of a file, and a number that changes with its content; it is there."""
+    """The size of a file that exists, and a number that changes with its content."""
     if isinstance(path, BucketPath):
         size, version = path.version()
         digest = hashlib.blake2b(version.encode(), digest_size=8).digest()
@@ -57,7 +57,7 @@ class BucketArray:
     """An array in an object of a bucket, of which slices are read."""
 
     def __init__(self, path: BucketPath, dtype: str) -> None:
-        """Asks for nothing yet but the size."""
+        """Asks for the size alone."""
         self._path, self._dtype = path, np.dtype(dtype)
         self._length = path.size() // self._dtype.itemsize
 

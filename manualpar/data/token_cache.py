@@ -21,7 +21,7 @@ from manualpar.data.token_job import Job, run_job
 from manualpar.data.tokens import DESCRIPTION, TokenFilesError, load_tokens
 from manualpar.storage import BucketError, local_path
 
-# What takes minutes with one process; for more there is a command with a progress bar.
+# One process makes the tokens of so much text in minutes. For more there is a command.
 MOST_BYTES = 2**31
 
 

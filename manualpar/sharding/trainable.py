@@ -1,8 +1,9 @@
 """Trees of which only a part is trained.
 
-What a step differentiates, reduces and gives to the optimizer is the tree of parameters with an
-`optax.MaskedNode`, which has no leaves, in the place of each *frozen* one. `optax.masked` gives the
-same to an inner optimizer, so every optimizer takes it. Paths stay as they are.
+A step differentiates the tree of parameters with an `optax.MaskedNode`, which has no leaves, in the
+place of each *frozen* one. It reduces such a tree of gradients, and gives it to the optimizer.
+`optax.masked` gives the same to an inner optimizer, so every optimizer takes it. Paths stay as they
+are.
 """
 
 import fnmatch

@@ -6,8 +6,8 @@ object: when `publish` is called, which is before each checkpoint, every `PUT_SE
 and at the end. A process that is killed loses what it wrote after the last of these, and a run that
 goes on from its last checkpoint writes all of that again.
 
-Files that stand first in `FIRST` are put before the others: what is cut off from a file is there
-under another name before it is gone.
+Files in `FIRST` are put before the others: they hold what has been cut off from other files, which
+must not be gone before it is there.
 """
 
 import contextlib
