@@ -41,6 +41,7 @@ def test_every_config_has_a_budget_and_every_budget_a_config():
         assert {key.group for key in budget.limits} == {"", "purposes", "axes", "modules"}
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=SLOW) if n in OF_SEVERAL_AXES else n for n in NAMES]
 )
@@ -52,6 +53,7 @@ def test_a_config_keeps_its_budget(name):
     assert verdict.unchecked == ("temporaries",)
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("name", NAMES)

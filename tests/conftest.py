@@ -38,6 +38,17 @@ FACTORISATIONS: tuple[dict[str, int], ...] = (
 hypothesis.settings.register_profile("house", deadline=None, derandomize=True, max_examples=25)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds an option for those who have no time for every case."""
+    parser.addoption(
+        "--each",
+        type=int,
+        metavar="N",
+        help="of each test function run N cases, the first, the last and some between; "
+        "all of one that is marked `every_case`",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses the devices, before anything has asked jax for them."""
     del config
@@ -53,6 +64,25 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("house")
     # Imports and traces allocate much that lives on: collecting garbage less often saves a tenth.
     gc.set_threshold(100_000, 20, 100)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what `--each` does not ask for, after `-m` and `-k` have had their say."""
+    if (number := config.getoption("each")) is None:
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        own = item.nodeid if item.get_closest_marker("every_case") else ""
+        cases.setdefault(own or item.nodeid.partition("[")[0], []).append(item)
+    kept = {item for some in cases.values() for item in _spread(some, number)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _spread(cases: list[pytest.Item], number: int) -> list[pytest.Item]:
+    step = (len(cases) - 1) / max(number - 1, 1)
+    return [cases[round(i * step)] for i in range(number)] if len(cases) > number else cases
 
 
 def pytest_collection_finish() -> None:

@@ -28,6 +28,7 @@ def test_every_family_is_tried():
     assert types == FAMILIES.keys()
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_files_and_generated_tokens_are_theirs(name, tmp_path):
     import torch
