@@ -75,6 +75,7 @@ def test_three_kinds_of_axes_are_as_one_device(devices8, sizes, fields):
     assert_same_as_one_device(program, BATCH, jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_what_layers_return_besides_may_be_a_constant():
     # No token is dropped where experts have room for all: the share of them is a constant, whose
     # gradient would be summed over stages, where a condition lets some of them wait for ever.

@@ -24,6 +24,7 @@ def test_a_sample_is_survived(reference, tmp_path, capsys):
     assert not any(map(any, outcomes.values()))
 
 
+@pytest.mark.slow
 def test_what_is_not_survived_is_seen(reference, tmp_path, monkeypatch):
     metrics = at("metrics.jsonl", flip)
     chosen = [

@@ -86,6 +86,7 @@ def test_what_no_longer_compiles_has_grown() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["auto", "manual, axis by axis"])
 def test_programs_can_be_built(name: str) -> None:
     config = make_config(TINY, "v5e:4x4", PROGRAMS[name])

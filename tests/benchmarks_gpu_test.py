@@ -110,6 +110,7 @@ def test_what_is_above_two_percent_is_said(monkeypatch):
     assert "Nothing is above 2%." in text
 
 
+@pytest.mark.slow
 def test_one_that_fails_leaves_the_others(tmp_path, monkeypatch):
     def measure(options, workload, name):
         if "attention" in name:

@@ -21,6 +21,7 @@ def test_every_field_gets_values_that_it_cannot_have(cases):
     assert names == {*FIELDS, *MODEL_FIELDS["classifier"], *MODEL_FIELDS["transformer"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_a_value_that_a_field_cannot_have_is_one_sentence(cases, part):
     for case in cases[part::12]:

@@ -37,6 +37,7 @@ def test_a_device_is_described_by_what_was_measured(devices8):
     assert (chip.flops_efficiency, chip.hbm_efficiency, chip.network.efficiency) == (1, 1, 1)
 
 
+@pytest.mark.slow
 def test_a_block_takes_as_many_steps_as_it_is_asked_for(devices8):
     program, batch = build(Case("mlp", "hsdp", 32, 2), is_tiny=True)
     assert program.mesh.shape == {"replica": 2, "data": 4}

@@ -28,6 +28,7 @@ def rows(devices8):
     )
 
 
+@pytest.mark.slow
 def test_the_same_training_whoever_wrote_it(rows):
     found, num_steps = rows
     assert num_steps == 1

@@ -78,6 +78,7 @@ def test_blocks_take_turns_in_either_order():
     assert ratios(seconds["a"], seconds["b"]) == [3 / 4, 6 / 5, 7 / 8]
 
 
+@pytest.mark.slow
 def test_every_block_makes_the_steps_that_it_is_timed_for(bench):
     made = steps_made(bench)
     seconds = training_loop.measure_loops(bench, steps=3, rounds=1)
@@ -96,6 +97,7 @@ def test_calls_are_counted_and_the_state_goes_on(bench):
     assert steps_made(bench) == made + 6
 
 
+@pytest.mark.slow
 def test_a_block_of_the_loop_ends_when_its_checkpoint_is_complete(bench, monkeypatch):
     folder = bench.folder / "checkpoints"
     with Checkpoints(folder) as checkpoints:
@@ -140,6 +142,7 @@ def test_saving_is_measured_as_often_as_asked(bench):
     assert times.reading.low > 0
 
 
+@pytest.mark.slow
 def test_a_block_outlasts_a_save(bench, monkeypatch):
     saves = checkpoint_costs.Saves(bench, asynchronous=True)
     monkeypatch.setattr(saves, "block", lambda steps: saves.background.append(0.6))

@@ -96,6 +96,7 @@ def die_at(monkeypatch, number):
     return done
 
 
+@pytest.mark.slow
 def test_killed_at_every_step_of_putting_it_in_place(tmp_path, monkeypatch):
     program = shared_program("fsdp")
     state = program.init(jax.random.key(0))
@@ -140,5 +141,6 @@ def test_killed_while_saving(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_while_saving_many_times(tmp_path):
     assert kill_several_times(tmp_path, kills=18, longest=2.0) > 3, "some kills hit a save"

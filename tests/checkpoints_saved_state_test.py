@@ -81,9 +81,7 @@ def assert_same(program, state, expected):
         assert x.sharding.is_equivalent_to(abstract.sharding, x.ndim)
 
 
-@pytest.mark.parametrize(
-    "name", [slow_unless({("dp",), ("hsdp",), ("zero1_pad",)}, name) for name in PROGRAMS]
-)
+@pytest.mark.parametrize("name", [slow_unless({("hsdp",)}, name) for name in PROGRAMS])
 def test_every_strategy_reads_what_padded_fsdp_wrote(name, programs, saved):
     folder, held, losses = saved
     with Checkpoints(folder) as checkpoints:
@@ -127,6 +125,7 @@ def bytes_read():
     return metric["values"][0]["value"]
 
 
+@pytest.mark.slow
 def test_a_device_reads_its_own_part(tmp_path):
     # One array of 8 MB, and two like it in the optimizer's state.
     model = Model(hidden_size=2**18)

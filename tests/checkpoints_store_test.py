@@ -49,6 +49,7 @@ def numbers(state):
     return [np.array(x, copy=True) for x in jax.tree.leaves(plain)]
 
 
+@pytest.mark.slow
 def test_donating_the_state_at_once_does_not_change_what_is_written(program, tmp_path):
     expected = []
     state = program.init(jax.random.key(0))

@@ -59,6 +59,7 @@ def losses_of(line, steps):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_and_one(tmp_path):
     program = shared_program("fsdp")
     first, _ = train(program, program.init(jax.random.key(1)), range(3))
@@ -93,6 +94,7 @@ def test_two_processes_and_one(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_damage_that_one_process_finds_stops_all(tmp_path):
     run_processes(tmp_path, "save", 2)
     victims = sorted((tmp_path / "3").rglob("_sharding")) + sorted((tmp_path / "3").rglob("d/*"))

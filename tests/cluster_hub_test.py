@@ -236,6 +236,7 @@ def test_who_came_and_died_before_the_others_is_named_at_once():
     assert str(meeting.lost[0]).endswith("was lost: its connection closed")
 
 
+@pytest.mark.slow
 def test_who_never_comes_is_named_first_and_given_up_later(capfd):
     meeting = Meeting(3, timeout_seconds=1.0, join_seconds=2.0)
     meeting.join(0)

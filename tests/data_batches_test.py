@@ -253,6 +253,7 @@ def test_closing_ends_the_threads(one_device):
     assert next(batches, None) is None
 
 
+@pytest.mark.slow
 def test_nothing_keeps_a_process_that_has_not_closed_anything():
     code = (
         "import jax\n"

@@ -89,6 +89,7 @@ def test_a_run_needs_no_flag_and_no_folder(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_language_model_with_experts_learns(tmp_path):
     arguments = (*SMALL, "--config.training.num_steps=10", "--config.training.eval_batches=1")
     # XLA warns where it shards the text generator's one example.
@@ -112,6 +113,7 @@ def test_a_language_model_with_experts_learns(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh", "field"),
     [

@@ -47,6 +47,7 @@ def error_of(capsys):
     return error
 
 
+@pytest.mark.slow
 def test_another_model_or_other_data_is_refused(workdir, capsys):
     before = content(workdir)
     others = ("--config.model.hidden_size=32", "--config.data.source=synthetic")
@@ -316,6 +317,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, poison, undi
     assert counted == [(step, 0 if step < 10 else 2) for step, _ in counted]
 
 
+@pytest.mark.slow
 def test_a_rollback_goes_past_the_batch(tmp_path, poison, undisturbed, monkeypatch, capsys):
     """The steps after it are those of a run that never saw the batches in between."""
     poison(10)

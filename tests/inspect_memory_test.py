@@ -116,7 +116,8 @@ def test_what_is_recomputed_is_not_held():
         assert peaks == sorted(peaks)
 
 
-@pytest.mark.parametrize("use_scan", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("use_scan", [False, True])
 def test_more_minibatches_hold_fewer_activations(use_scan):
     held = [
         step_memory(
@@ -152,6 +153,7 @@ def test_a_scanned_model_grows_with_depth_by_what_a_layer_keeps(remat):
         assert many - few > 2 * 4 * stream
 
 
+@pytest.mark.slow
 def test_eighty_layers_on_a_pod():
     model = {
         "num_layers": 80,

@@ -304,9 +304,9 @@ BATCH = Batch(
 @pytest.mark.parametrize(
     ("builder", "options"),
     [
-        (data_parallel, {"num_minibatches": 2}),
+        pytest.param(data_parallel, {"num_minibatches": 2}, marks=pytest.mark.slow),
         (fsdp, {"num_minibatches": 4, "use_scan": True, "min_weight_size": 0}),
-        (fsdp, {"mode": "auto", "min_weight_size": 0}),
+        pytest.param(fsdp, {"mode": "auto", "min_weight_size": 0}, marks=pytest.mark.slow),
     ],
     ids=["dp", "fsdp", "auto"],
 )

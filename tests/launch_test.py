@@ -112,6 +112,7 @@ time.sleep(300)"""
     assert err == "killed, because it did not end: process 0, 1\n"
 
 
+@pytest.mark.slow
 def test_who_does_not_end_is_ended():
     code = """import os, signal, sys, time
 if os.environ['MANUALPAR_PROCESS_ID'] == '1': sys.exit(1)
@@ -138,6 +139,7 @@ while True: time.sleep(1)"""
     assert popen.returncode == 128 + signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_what_the_processes_started_ends_with_them():
     code = """import subprocess, sys
 print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)']).pid, flush=True)"""

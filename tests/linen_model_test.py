@@ -117,7 +117,7 @@ SLOW = [
 @pytest.mark.parametrize(
     ("name", "builder", "axes", "options"),
     [
-        ("DenseGeneral", fsdp, TWO_AXES, {}),
+        pytest.param("DenseGeneral", fsdp, TWO_AXES, {}, marks=pytest.mark.slow),
         ("logical", hsdp, {"replica": 2, "data": 2, "model": 2}, {}),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],

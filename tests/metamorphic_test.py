@@ -331,6 +331,9 @@ def examples(draw, strategy, mode, devices, *, depth):
 
 # Hypothesis alone would draw some strategies often and others never, so they are dealt out.
 PAIRS = [(strategy, mode) for strategy in STRATEGIES for mode in MODES]
+OTHER_MODES = [
+    (*pair, DEVICES[(i + i // 4) % 4]) for i, pair in enumerate(PAIRS) if pair[1] != "manual"
+]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -342,7 +345,7 @@ def test_gradients_are_those_of_one_device(devices8, strategy, data):
 
 @pytest.mark.parametrize(
     ("strategy", "mode", "devices"),
-    [(*pair, DEVICES[(i + i // 4) % 4]) for i, pair in enumerate(PAIRS) if pair[1] != "manual"],
+    [pytest.param(*case, marks=() if case[2] == 8 else pytest.mark.slow) for case in OTHER_MODES],
 )
 @hypothesis.settings(max_examples=1)
 @hypothesis.given(data=st.data())

@@ -9,7 +9,6 @@ import pytest
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.models import Transformer
 from manualpar.training.cross_entropy import language_model_loss
-from tests.one_device import slow_unless
 from tests.transformer_families import GEMMA, QWEN
 from tests.transformer_on_one_device import assert_same_as_plain_flax, loss_of
 
@@ -68,11 +67,10 @@ MESHES = {
     "experts": {"data": 2, "context": 2, "expert": 2},
     "experts of a model": {"data": 1, "context": 2, "expert": 2, "model": 2},
 }
-FAST = (("dp", "4x2", {"remat": "full"}, {}),)
 
 
 def _cases():
-    yield from FAST
+    yield "dp", "4x2", {"remat": "full"}, {}
     for how in ("ring", "ulysses", "gather"):
         yield "fsdp", "2x4", GEMMA | QWEN | {"context_attention": how}, {}
     yield "dp", "model", SPLIT | GEMMA | QWEN | {"overlap": "ring", "remat": "full"}, {}
@@ -93,9 +91,8 @@ def _cases():
     yield "fsdp", "2x4", EXPERTS | {"expert_axis": "context"}, {}
 
 
-@pytest.mark.parametrize(
-    ("build", "mesh", "fields", "options"), [slow_unless(FAST, *case) for case in _cases()]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("build", "mesh", "fields", "options"), list(_cases()))
 def test_a_split_sequence_is_the_same_as_one_device(build, mesh, fields, options, devices8):
     del devices8
     model = SMALL.clone(**fields)

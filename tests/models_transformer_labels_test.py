@@ -16,7 +16,6 @@ from manualpar.jaxprs import all_equations
 from manualpar.layers import head_loss
 from manualpar.models import Transformer
 from manualpar.training.cross_entropy import language_model_loss, takes_labels
-from tests.one_device import slow_unless
 from tests.transformer_on_one_device import assert_same_as_plain_flax, loss_of
 
 MODEL = Transformer(
@@ -34,9 +33,8 @@ BUILDERS = {"fsdp": fsdp, "hsdp": hsdp, "zero2": functools.partial(zero, stage=2
 SPLIT = {"sequence_parallel": True, "tied_head": True}
 EXPERTS = {"num_experts": 4, "expert_axis": "expert", "capacity_factor": 0.0}
 TIED = {"tied_head": True}
-FAST = [("fsdp", {"data": 2, "model": 4}, SPLIT, {})]
 CASES: list[Any] = [
-    *FAST,
+    ("fsdp", {"data": 2, "model": 4}, SPLIT, {}),
     ("fsdp", {"data": 8}, {"remat": "full"}, {"num_minibatches": 2}),
     ("fsdp", {"data": 8}, TIED, {"communicate_every": "step", "num_minibatches": 2}),
     ("fsdp", {"data": 8}, TIED, {"mode": "auto"}),
@@ -68,9 +66,8 @@ def narrow_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("devices8", "narrow_chunks")
-@pytest.mark.parametrize(
-    ("build", "mesh", "fields", "options"), [slow_unless(FAST, *case) for case in CASES], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("build", "mesh", "fields", "options"), CASES, ids=str)
 def test_labels_train_as_the_logits_of_one_device(
     build: str, mesh: dict[str, int], fields: dict[str, Any], options: dict[str, Any]
 ) -> None:

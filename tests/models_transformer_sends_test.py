@@ -108,9 +108,9 @@ CONTEXT = {"context_axis": "context", "bos_token": 1}
 ULYSSES, GATHER = ({"context_attention": how} | CONTEXT for how in ("ulysses", "gather"))
 CASES = [
     ("zero2", {"data": 2, "model": 4}, TP | GQA, 2),
-    ("dp", {"data": 2, "context": 4}, CONTEXT | {"num_layers": 1}, 1),
 ]
 SLOW = [
+    ("dp", {"data": 2, "context": 4}, CONTEXT | {"num_layers": 1}, 1),
     *(
         ("dp", {"data": 2, "context": 2, "model": 2}, fields | TP | more, 2)
         for fields, more in itertools.product(

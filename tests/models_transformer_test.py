@@ -103,6 +103,7 @@ def test_a_later_token_moves_no_earlier_logit_and_every_earlier_one_does():
     assert (influences[causal] > 0).all()
 
 
+@pytest.mark.slow
 def test_a_token_moves_no_logit_of_another_document():
     influences = _influences(UNROLLED.clone(bos_token=BOS), PACKED)
     document = np.cumsum(np.asarray(PACKED[0]) == BOS)

@@ -164,6 +164,7 @@ def test_what_is_no_nnx_model_is_left_alone():
     assert not isinstance(adapt(Classifier()), NNXModel)
 
 
+@pytest.mark.slow
 def test_checkpoints_read_like_the_module(devices8, tmp_path):
     class Layers(nnx.Module):
         def __init__(self, rngs):

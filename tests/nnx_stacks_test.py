@@ -91,6 +91,7 @@ def test_a_stack_trains_and_sends_as_linens(devices8, loop, mode):
     np.testing.assert_allclose(losses, expected, **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_layer_in_a_stack_of_as_many_layers_as_it_has_features(devices8):
     mesh = make_mesh({"data": 4}, devices8[:4])
     make = functools.partial(Stack, layers=12, bias=True)
@@ -161,6 +162,7 @@ class Transposed(nnx.Module):
         return run(x, self.kernel)[:, :5]
 
 
+@pytest.mark.slow
 def test_loops_over_another_dim(devices8):
     one = build(Transposed, make_mesh({"data": 1}, devices8[:1]))
     program = build(Transposed, make_mesh({"data": 4}, devices8[:4]))

@@ -233,6 +233,7 @@ _LOADS = st.builds(
 )
 
 
+@pytest.mark.slow
 @hypothesis.given(st.lists(_COLLECTIVES, max_size=6), st.lists(_LOADS, max_size=6))
 def test_a_step_takes_no_less_than_its_parts_and_no_more_than_all_in_a_row(collectives, loads):
     plan = estimate(_work(collectives, loads), NODE)

@@ -71,6 +71,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, result: dict[str, Any] | None, **mor
     monkeypatch.setattr(tpu_compiler.subprocess, "run", run)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_LIBTPU, reason="libtpu is installed here, so nothing is missing")
 def test_missing_library_is_one_sentence_with_the_command(config: ConfigDict) -> None:
     with pytest.raises(TpuCompilerError) as caught:

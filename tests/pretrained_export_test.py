@@ -94,6 +94,7 @@ def test_adapters_are_written_as_part_of_the_kernels_beside_them(source, tmp_pat
     assert_same_files(found, {k: x.astype(np.float32) for k, x in tensors.items()})
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_leaves_nothing_under_its_name(source, tmp_path, monkeypatch):
     directory, tensors = source
     program = program_of(llama(directory), make_mesh({"data": 8}))

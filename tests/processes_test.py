@@ -104,6 +104,7 @@ def test_a_main_thread_that_hangs_ends_all(victim, processes, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_sigterm_to_the_launcher_ends_processes_that_hang(processes, tmp_path):
     more = ("--config.training.num_steps=100000", "--config.watch.lost_seconds=1000")
     launcher = start_launcher(processes, tmp_path / "run", *more, hang=[1, 60])
@@ -144,6 +145,7 @@ def finish(processes, workdir, count):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_go_on_from_four_and_four_from_two(processes, tmp_path, undisturbed):
     workdir, saved = tmp_path / "run", None
     for count, devices, slow in ((2, 4, 10), (4, 2, 20), (2, 4, 30)):

@@ -25,6 +25,7 @@ def content(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_then_told_to_stop_then_finished(processes, tmp_path, undisturbed, capsys):
     workdir = tmp_path / "run"
     killed = start(processes, workdir, kill=22)
@@ -65,6 +66,7 @@ def test_a_second_sigterm_ends_at_once(processes, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_sigterm_while_it_compiles(processes, tmp_path, undisturbed):
     """The signals come before the first step; the table of the layout is what is shown before."""
     process = start(processes, tmp_path / "run", slow=1)
@@ -117,6 +119,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys
         assert (workdir / report).stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_a_finished_run_given_again_only_repeats_its_test(tmp_path, capsys, undisturbed):
     workdir = tmp_path / "run"
     shutil.copytree(undisturbed, workdir)
@@ -163,6 +166,7 @@ def test_a_profile_on_request(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_language_model_that_is_killed(processes, tmp_path, devices8):
     text = tmp_path / "text"
     text.mkdir()

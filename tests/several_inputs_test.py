@@ -87,7 +87,7 @@ def one_device():
 @pytest.mark.parametrize(
     ("builder", "axes", "options"),
     [
-        (fsdp, {"data": 8}, {"num_minibatches": 2}),
+        pytest.param(fsdp, {"data": 8}, {"num_minibatches": 2}, marks=pytest.mark.slow),
         (fsdp, {"data": 8}, {"num_minibatches": 2, "use_scan": True, "mode": "explicit"}),
         pytest.param(data_parallel, {"data": 2, "model": 4}, {}, marks=pytest.mark.slow),
         pytest.param(hsdp, {"replica": 2, "data": 4}, {}, marks=pytest.mark.slow),

@@ -6,6 +6,7 @@ To give a new file its place among the others, add its name to `ORDER`.
 """
 
 import ast
+import functools
 import io
 import tokenize
 from collections.abc import Callable, Iterator
@@ -111,6 +112,11 @@ def _unit(module: str) -> str:
     return own if own in RANKS else parts[1]
 
 
+@functools.cache
+def _tree(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def _imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
     """Yields (line, full dotted name, name it gets here), wherever in the file the import is."""
     for node in ast.walk(tree):
@@ -162,7 +168,7 @@ def find_upward_imports(module: str, source: str) -> list[str]:
     if own not in RANKS:
         return [f"{module}: has no place in ORDER; give it one in tests/source_rules.py"]
     findings = []
-    for line, full, _ in _imports(ast.parse(source)):
+    for line, full, _ in _imports(_tree(source)):
         first = full.split(".")[0]
         if first == "":
             findings.append(f"{module}:{line}: relative import")
@@ -179,7 +185,7 @@ def find_upward_imports(module: str, source: str) -> list[str]:
 
 def find_private_jax(module: str, source: str) -> list[str]:
     """Neither jax's private modules nor the shard_map of old."""
-    tree = ast.parse(source)
+    tree = _tree(source)
     aliases = _aliases(tree)
     names = [(line, full) for line, full, _ in _imports(tree)]
     names += [
@@ -194,7 +200,7 @@ def find_private_jax(module: str, source: str) -> list[str]:
 
 def find_unchecked_shard_maps(module: str, source: str) -> list[str]:
     """Every shard_map says check_vma=True; that of one file says False, and why."""
-    tree = ast.parse(source)
+    tree = _tree(source)
     aliases = _aliases(tree)
     commented = {
         token.start[0]
@@ -226,7 +232,7 @@ def find_unchecked_shard_maps(module: str, source: str) -> list[str]:
 
 def find_import_effects(module: str, source: str) -> list[str]:
     """Importing changes neither the environment nor anyone's configuration."""
-    tree = ast.parse(source)
+    tree = _tree(source)
     aliases = _aliases(tree)
     findings = set()
     for node in _run_at_import(tree):
@@ -252,7 +258,7 @@ def find_stray_collectives(module: str, source: str) -> list[str]:
     """Collectives live where readers look for them."""
     if _unit(module) in MAY_COMMUNICATE:
         return []
-    tree = ast.parse(source)
+    tree = _tree(source)
     aliases = _aliases(tree)
     names = {(line, full) for line, full, _ in _imports(tree)}
     names |= {
@@ -280,7 +286,7 @@ def _public_functions(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[s
 
 def find_undocumented(module: str, source: str) -> list[str]:
     """Modules, public classes and public functions have docstrings, and functions annotations."""
-    tree = ast.parse(source)
+    tree = _tree(source)
     findings = []
     if source.strip() and not ast.get_docstring(tree):
         findings.append(f"{module}:1: no module docstring")

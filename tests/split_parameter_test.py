@@ -89,7 +89,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("model", "axes", "builder", "options"),
-    [slow_unless([CASES["fsdp"], CASES["experts"]], *case) for case in CASES.values()],
+    [slow_unless([CASES["fsdp"]], *case) for case in CASES.values()],
     ids=list(CASES),
 )
 def test_every_gradient_is_that_of_one_device(devices8, model, axes, builder, options):

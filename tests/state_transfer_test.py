@@ -67,7 +67,7 @@ def unpadded(program, state):
     ("name", "optimizer"),
     [
         ("fsdp_pad", "schedule_free"),
-        ("zero1_pad", "sam"),
+        pytest.param("zero1_pad", "sam", marks=pytest.mark.slow),
         pytest.param("hsdp", "adam", marks=pytest.mark.slow),
         pytest.param("dp", "schedule_free", marks=pytest.mark.slow),
         pytest.param("zero2", "adam", marks=pytest.mark.slow),

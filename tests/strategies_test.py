@@ -68,8 +68,7 @@ def own_shapes(program, params):
 
 
 # Those that `test_axes_may_be_tuples_and_the_mesh_larger` trains are slow here.
-FAST = {(name, "manual") for name in ("dp", "fsdp", "fsdp, keep", "hsdp")}
-FAST |= {("fsdp, pad, step", "manual"), ("fsdp", "auto"), ("fsdp", "explicit")}
+FAST = {("dp", "manual"), ("fsdp", "manual"), ("hsdp", "manual"), ("fsdp", "explicit")}
 
 
 @pytest.mark.parametrize(
@@ -110,11 +109,11 @@ def test_hsdp_on_every_factorisation(devices8, reference, replica, data):
 @pytest.mark.parametrize(
     ("name", "axis_name"),
     [
-        ("zero1", ("a", "data")),
+        pytest.param("zero1", ("a", "data"), marks=pytest.mark.slow),
         ("zero2", ("data", "a")),
         pytest.param("fsdp", ("a", "data"), marks=pytest.mark.slow),
         ("fsdp, step", ("a", "data")),
-        ("hsdp", ("data", "a")),
+        pytest.param("hsdp", ("data", "a"), marks=pytest.mark.slow),
     ],
 )
 def test_axes_may_be_tuples_and_the_mesh_larger(
@@ -144,7 +143,12 @@ AXES = {"axis_by_axis": True}
         pytest.param("zero1", (2, 4), AXES, marks=pytest.mark.slow),
         pytest.param("zero2", (4, 2), AXES, marks=pytest.mark.slow),
         pytest.param("fsdp", (4, 2), AXES, marks=pytest.mark.slow),
-        ("fsdp", (2, 4), AXES | {"keep_gathered": ("output_dense", "input_dense/kernel")}),
+        pytest.param(
+            "fsdp",
+            (2, 4),
+            AXES | {"keep_gathered": ("output_dense", "input_dense/kernel")},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("fsdp", (1, 8), AXES, marks=pytest.mark.slow),
         pytest.param("fsdp, keep", (8, 1), AXES, marks=pytest.mark.slow),
         ("fsdp, pad", (2, 4), AXES | {"communicate_every": "gather-step"}),
@@ -152,7 +156,9 @@ AXES = {"axis_by_axis": True}
         pytest.param(
             "hsdp", (2, 2), AXES | {"keep_gathered": ("output_dense",)}, marks=pytest.mark.slow
         ),
-        ("hsdp", (2, 2), AXES | {"communicate_every": "gather-step"}),
+        pytest.param(
+            "hsdp", (2, 2), AXES | {"communicate_every": "gather-step"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_however_it_is_sent_it_is_the_same_training(devices8, reference, name, shape, options):
@@ -263,6 +269,7 @@ def test_no_optimizer_sees_the_padding(devices8, name, optimizer):
 # Options.
 
 
+@pytest.mark.slow
 def test_norms_are_the_global_ones(devices8):
     batch = BATCHES[0]
     tx = optax.sgd(0.25)

@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import jax
+import pytest
 
 from manualpar.training.devices import describe_mesh
 
@@ -58,6 +59,7 @@ STARTED = """
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_has_started_with_one_device_says_what_to_restart():
     run_alone(
         STARTED
@@ -77,6 +79,7 @@ def test_a_process_that_has_started_with_one_device_says_what_to_restart():
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_has_started_with_enough_devices_has_nothing_to_say():
     run_alone(
         STARTED

@@ -50,7 +50,7 @@ def test_what_cannot_fit_is_refused(fields, message):
     [
         # The batch would fit. The scores of attention, the square of the length, would not.
         (2**20, r"data\.sequence_length is 1048576.* a vocabulary of 257 tokens.*activations"),
-        (10**9, r"the batches that are read ahead take"),
+        pytest.param(10**9, r"the batches that are read ahead take", marks=pytest.mark.slow),
     ],
 )
 def test_a_sequence_that_cannot_fit_is_refused_and_not_read(length, message):

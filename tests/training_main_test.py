@@ -66,6 +66,7 @@ def test_the_default_configs_learn_the_digits(strategy, capsys):
     assert rows[strategy] in table
 
 
+@pytest.mark.slow
 def test_a_run_shows_what_it_writes_and_numbers_its_folders(capsys, monkeypatch):
     chosen = ChosenOptions({"xla_cpu_enable_fast_math": False}, "for cpus")
     monkeypatch.setattr(experiment, "choose_options", lambda *_, **by: chosen)

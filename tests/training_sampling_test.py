@@ -58,6 +58,7 @@ def test_it_goes_on_as_the_model_predicts_also_beyond_the_window(length, tempera
     assert tokens.tolist() == _count(prompt, 6, 8)
 
 
+@pytest.mark.slow
 def test_of_a_long_prompt_the_end_is_seen():
     prompt = np.random.default_rng(0).integers(0, VOCABULARY, 30)
     assert _sample(prompt).tolist() == _count(prompt.tolist(), 6, 8)
@@ -134,6 +135,7 @@ def test_it_compiles_once_for_prompts_and_temperatures():
     assert calls == [(1, 4)]
 
 
+@pytest.mark.slow
 def test_parameters_may_be_sharded(devices8):
     batch = Batch(inputs=np.zeros((8, 8), np.int32), labels=np.zeros((8, 8), np.int32))
     program = fsdp(

@@ -70,6 +70,7 @@ with lock_workdir(Path(sys.argv[1]), report=print):
 """
 
 
+@pytest.mark.slow
 def test_the_dead_and_their_orphans_hold_nothing(tmp_path, monkeypatch):
     patience = "manualpar.training.workdir_lock.DYING_SECONDS"
     monkeypatch.setattr(patience, 0.1)

@@ -215,12 +215,8 @@ NOT_EXPLICIT = {
 }
 
 
-# Each has something that the others have not; the rest differ from one of them in an option.
-FAST = {
-    *((name, "manual") for name in ("scan, remat", "scan, broadcast", "scan over the last dim")),
-    *((name, "manual") for name in ("scan in scan", "vmap, shared", "tied", "attention", "LSTM")),
-    ("scan, remat", "explicit"),
-}
+# A loop, a module that people have, and types.
+FAST = {("scan, broadcast", "manual"), ("attention", "manual"), ("scan, remat", "explicit")}
 
 
 def every_mode():

@@ -84,8 +84,8 @@ def slow(*args):
     ("builder", "axes", "options"),
     [
         (fsdp, {"data": 8}, {"num_minibatches": 2, "use_scan": True}),
-        (hsdp, {"replica": 2, "data": 4}, {}),
-        (fsdp, {"data": 8}, {"mode": "auto"}),
+        slow(hsdp, {"replica": 2, "data": 4}, {}),
+        slow(fsdp, {"data": 8}, {"mode": "auto"}),
         slow(fsdp, {"data": 4, "model": 2}, {"reshard_after_forward": False}),
         slow(fsdp, {"data": 2, "model": 4}, {"communicate_every": "step"}),
         slow(fsdp, {"data": 1, "model": 8}, {}),

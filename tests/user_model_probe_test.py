@@ -212,6 +212,7 @@ def test_a_derivative_of_whole_parameters_is_accepted(devices8):
         build(nn.Dense(8), lambda params, *args, loss=loss: loss(nn.unbox(params), *args))
 
 
+@pytest.mark.slow
 def test_what_the_refusals_advise_trains_as_on_one_device(devices8):
     model = Differentiated(vjp_variables=False, normalise=True)
     with pytest.raises(ValueError, match=r"of 'head', .*SpectralNorm .* replicate=\('head',\)"):

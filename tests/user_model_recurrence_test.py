@@ -106,7 +106,7 @@ PROGRAMS = {
     "auto": (fsdp, {"data": 8}, {"mode": "auto"}),
     "explicit": (fsdp, {"data": 8}, {"mode": "explicit"}),
 }
-FAST = {("function", "hsdp"), ("nnx", "minibatches")}
+FAST = {("nnx", "minibatches")}
 
 
 def cases():

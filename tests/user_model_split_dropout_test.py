@@ -120,6 +120,7 @@ def number_of_different(rows):
     return len({row.tobytes() for row in rows.reshape(-1, rows.shape[-1])})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_masks_differ_along_a_model_axis_where_activations_do(outputs, name):
     whole, split = (outputs[0][way][name] for way in ("whole", "split"))

@@ -62,6 +62,7 @@ def _steps(events: list[dict]) -> list[int]:
     return [int(event["args"]["step_num"]) for event in events if event.get("name") == "train"]
 
 
+@pytest.mark.slow
 def test_a_profile_has_the_steps_their_operations_and_our_scopes(step, tmp_path):
     said = []
     folder = tmp_path / "profile"

@@ -157,6 +157,7 @@ def _write_steps(writer: RunWriter, steps: range) -> None:
         writer.write(step, "train", {"loss": 1 / step}, throughput={"seconds": os.getpid()})
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_resumed_leaves_the_lines_of_one_that_was_not(tmp_path):
     with RunWriter(tmp_path / "whole", config={}) as writer:
         _write_steps(writer, range(1, 9))
