@@ -6,8 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
-from manualpar.data import DamagedDataError
+from manualpar.data import DamagedDataError, token_job
 from manualpar.data.sources import load_dataset
+from manualpar.data.token_processes import make_parts
 from manualpar.data.tokenize import main as tokenize
 from manualpar.data.tokens import load_tokens
 from manualpar.storage import BucketError, requests
@@ -59,11 +60,37 @@ def test_a_password_in_a_path_is_refused_and_not_repeated(source):
     assert "hush" not in str(refused.value)
 
 
-def test_token_files_are_not_made_in_a_bucket(corpus, capsys):
-    with pytest.raises(SystemExit) as ended:
-        tokenize([f"--input={corpus}", "--output=s3://bucket/tokens"])
-    assert ended.value.code == 2
-    assert "output is 's3://bucket/tokens', expected a path on a disk" in capsys.readouterr().err
+@server
+def test_token_files_are_made_in_a_bucket_and_an_interrupted_call_goes_on(
+    bucket_folder, corpus, s3_port, use_s3, monkeypatch, capsys
+):
+    upload(corpus, bucket_folder / "text")
+    flags = [f"--input={bucket_folder / 'text'}/**/*.txt"]
+    local = corpus.parent / "tokens"
+    assert tokenize([*flags, f"--output={local}"]) == 0
+    expected = capsys.readouterr().out
+    there = bucket_folder / "tokens"
+    made = []
+    monkeypatch.setattr(token_job, "make_parts", lambda *args: made.append(make_parts(*args)))
+    monkeypatch.setattr(requests, "WAITS", (0.01,))
+    for at in (1, 3, 4):  # Before each of these requests the server begins to refuse.
+        with Proxy(s3_port, lambda *request, at=at: 403 if request[2] >= at else None) as proxy:
+            use_s3(port=proxy.port)
+            with pytest.raises(SystemExit):
+                tokenize([*flags, f"--output={there}"])
+            assert "access is refused" in capsys.readouterr().err
+        use_s3()
+        assert not (there / "tokens.json").is_file()
+    assert tokenize([*flags, f"--output={there}"]) == 0
+    assert len(made) == 1
+    assert capsys.readouterr().out == expected
+    assert set(there.names()) == {path.name for path in local.iterdir()}
+    for path in local.iterdir():
+        assert (there / path.name).read_bytes() == path.read_bytes()
+    assert not list((corpus.parent / "user_cache").rglob("*.bin"))
+    with pytest.raises(SystemExit):
+        tokenize([*flags, f"--output={there}"])
+    assert "there is something already" in capsys.readouterr().err
 
 
 @server

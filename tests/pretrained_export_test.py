@@ -79,7 +79,7 @@ def test_what_was_loaded_is_written_again_bit_for_bit(source, tmp_path):
 
 @pytest.mark.slow
 def test_adapters_are_written_as_part_of_the_kernels_beside_them(source, tmp_path):
-    directory, tensors = source
+    directory, tensors = source[0], dict(source[1])
     model = lora(llama(directory, split_axis="model", vocab_multiple=8), {"*/up": 2}, alpha=6)
     program = program_of(model, make_mesh({"data": 4, "model": 2}), pad=True)
     state = load_hf(program, directory, missing="init")

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NoReturn
 
 from manualpar.data.tokenizer import TEMPLATE, TOKENIZER_CONFIG, special_tokens
 from manualpar.extras import require
+from manualpar.storage import AnyPath, BucketPath, user_path
 from manualpar.untrusted import read_file, read_object
 
 # Noncharacters of Unicode, which no text has: where what is learned begins and ends.
@@ -107,7 +108,7 @@ def load_template(path: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplate:
         elif file.name == TEMPLATE:
             source = _read(file, f"config.data.tokenizer: {file}")
     if path:
-        source = _read(pathlib.Path(path).expanduser(), f"config.data.template is {path!r}, which")
+        source = _read(user_path(path), f"config.data.template is {path!r}, which")
     if not source:
         raise ValueError(
             "config.data.template is '', and config.data.tokenizer has no chat_template; expected "
@@ -130,8 +131,10 @@ def _template_of(fields: Mapping[str, Any]) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _read(path: pathlib.Path, named: str) -> str:
+def _read(path: AnyPath, named: str) -> str:
     try:
+        if isinstance(path, BucketPath):
+            return path.read_bytes().decode()
         return read_file(path, follow_links=True).decode()
     except (OSError, ValueError) as error:
         raise ValueError(f"{named} cannot be read ({error}); expected a Jinja template.") from error

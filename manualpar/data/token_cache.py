@@ -10,7 +10,6 @@ The fingerprint is that of the tokens. It is the same wherever files and cache l
 """
 
 import fcntl
-import os
 import pathlib
 import shutil
 from typing import Any
@@ -19,7 +18,7 @@ from manualpar.data.dataset import LanguageDataset
 from manualpar.data.packing import LongExamples
 from manualpar.data.token_job import Job, run_job
 from manualpar.data.tokens import DESCRIPTION, TokenFilesError, load_tokens
-from manualpar.storage import BucketError, local_path
+from manualpar.storage import BucketError, local_path, user_cache
 
 # One process makes the tokens of so much text in minutes. For more there is a command.
 MOST_BYTES = 2**31
@@ -82,4 +81,4 @@ def cache_folder(cache: str) -> pathlib.Path:
     """The folder that a config names, or the user's."""
     if cache:
         return local_path(cache, "config.data.cache")
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "manualpar"
+    return user_cache()

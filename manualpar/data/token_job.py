@@ -44,7 +44,7 @@ from manualpar.data.tokens import (
     lengths_file,
     read_description,
 )
-from manualpar.storage import AnyPath
+from manualpar.storage import AnyPath, BucketPath, user_cache, user_path
 from manualpar.untrusted import read_object
 
 HELD_OUT = 0.02
@@ -125,7 +125,7 @@ def make_job(
     if source == "chat":
         if template:
             load_template(template, encoder.files)
-        named = [pathlib.Path(template).expanduser()] if template else []
+        named = [user_path(template)] if template else []
         for file in (*encoder.files, *named):
             settings.append(hashlib.blake2b(file.read_bytes()).hexdigest())
     key = make_fingerprint(settings, source, files_key, len(parts))
@@ -134,7 +134,7 @@ def make_job(
 
 def run_job(
     job: Job,
-    directory: pathlib.Path,
+    directory: AnyPath,
     *,
     processes: int = 1,
     report: Callable[[Progress], None] = lambda progress: None,
@@ -143,7 +143,8 @@ def run_job(
 
     Args:
       job: What to make.
-      directory: Where; the folders above it need not exist.
+      directory: Where; the folders above it need not exist. For one in a bucket the files are made
+        in the user's folder for caches, and put there at the end, the description last.
       processes: How many make tokens. One is this one.
       report: Is called now and then.
 
@@ -152,6 +153,8 @@ def run_job(
       DamagedDataError: A file of documents is damaged; or a process ended.
       OSError: The directory cannot be written to.
     """
+    if isinstance(directory, BucketPath):
+        return _run_job_for_bucket(job, directory, processes=processes, report=report)
     parts = directory / PARTS
     _begin_directory(job, directory, parts)
     with _lock(parts):
@@ -164,6 +167,31 @@ def run_job(
             shutil.rmtree(parts)
             return written
     return read_description(directory, str(directory))
+
+
+def _run_job_for_bucket(
+    job: Job, directory: BucketPath, *, processes: int, report: Callable[[Progress], None]
+) -> TokenFiles:
+    """Makes the files on a disk, under a name that the same call finds again, and puts them."""
+    if (directory / DESCRIPTION).is_file():
+        raise _in_the_way(directory)
+    name = hashlib.blake2b(f"{directory} {job.key}".encode(), digest_size=8).hexdigest()
+    made = user_cache() / "made" / name
+    if not (made / DESCRIPTION).exists():  # It may have been interrupted while it put them.
+        run_job(job, made, processes=processes, report=report)
+    names = {path.name for path in made.iterdir()} - {DESCRIPTION}
+    for each in (*sorted(names), DESCRIPTION):
+        (directory / each).upload(made / each)
+    written = read_description(made, str(directory))
+    shutil.rmtree(made)
+    return written
+
+
+def _in_the_way(directory: AnyPath) -> ValueError:
+    return ValueError(
+        f"output is {str(directory)!r}, where there is something already; expected a directory to "
+        "make."
+    )
 
 
 def _text_parts(split: str, files: Sequence[TextFile]) -> Iterator[TextPart]:
@@ -183,10 +211,7 @@ def _changed(path: AnyPath) -> int:
 
 def _begin_directory(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> None:
     if (directory / DESCRIPTION).exists() or (directory.exists() and not directory.is_dir()):
-        raise ValueError(
-            f"output is {str(directory)!r}, where there is something already; expected a directory "
-            "to make."
-        )
+        raise _in_the_way(directory)
     parts.mkdir(parents=True, exist_ok=True)
     described = parts / JOB
     if described.exists():

@@ -5,9 +5,9 @@
 
 TEXT is a file, a directory or a glob, as `config.data.path` of the same source, and the splits are
 the same ones: `text`, whose files are documents, `jsonl`, `parquet`, `arrayrecord` or `chat`.
-Without a tokenizer, tokens are bytes. The files are the same to the byte with any number of
-processes; after an interruption the same command goes on where it was. Then train with
-`--config.data.source=tokens --config.data.path=DIRECTORY`.
+DIRECTORY is made; it may be in a bucket, as TEXT may. Without a tokenizer, tokens are bytes. The
+files are the same to the byte with any number of processes; after an interruption the same command
+goes on where it was. Then train with `--config.data.source=tokens --config.data.path=DIRECTORY`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from manualpar.data.token_job import HELD_OUT, make_job, run_job
 from manualpar.data.token_parts import Progress
 from manualpar.data.tokens import TokenFiles
 from manualpar.extras import require
-from manualpar.storage import local_path
+from manualpar.storage import path_flag, user_path
 from manualpar.usage import INTERRUPTED_EXIT_CODE, OneSentenceParser, print_error
 
 DAMAGED_EXIT_CODE = 6
@@ -58,7 +58,7 @@ def write_token_files(
     job = make_job(
         source, text, tokenizer=tokenizer, field=field, held_out=held_out, template=template
     )
-    return run_job(job, local_path(output, "output"), processes=processes)
+    return run_job(job, user_path(output), processes=processes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--input", required=True, help='a file, a directory, a glob, or ""')
-    parser.add_argument("--output", required=True, help="the directory to make")
+    parser.add_argument("--output", type=path_flag, required=True, help="the directory to make")
     parser.add_argument("--source", default="text", choices=("text", *SUFFIXES, "chat"))
     parser.add_argument("--tokenizer", default="", help="a tokenizer.json; without one, bytes")
     parser.add_argument("--field", default="text", help="the field or column with the text")
@@ -91,8 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             template=args.template,
         )
         with _shown(job.size) as report:
-            directory = local_path(args.output, "output")
-            written = run_job(job, directory, processes=args.processes, report=report)
+            written = run_job(job, args.output, processes=args.processes, report=report)
     except DamagedDataError as error:
         print_error(error)
         return DAMAGED_EXIT_CODE

@@ -1,10 +1,10 @@
 """What the commands `generate` and `evaluate` have in common: which model, on which devices."""
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TextIO
 
 import jax
@@ -13,22 +13,29 @@ from manualpar.cluster import initialize
 from manualpar.cluster.agreement import from_first
 from manualpar.generation.generator import Generator
 from manualpar.generation.stored_run import Trained, load_directory, load_run
+from manualpar.storage import AnyPath, open_for_reading, path_flag, user_path
 from manualpar.training.command_line import quiet_absl, users_mistakes
 from manualpar.training.devices import describe_mesh, simulate_devices
 from manualpar.training.ending import ending_all
-from manualpar.usage import INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE, UsageError, print_error
+from manualpar.usage import (
+    INTERRUPTED_EXIT_CODE,
+    USAGE_EXIT_CODE,
+    OneSentenceParser,
+    UsageError,
+    print_error,
+)
 
 
 def model_flags(description: str) -> argparse.ArgumentParser:
     """A parser with the flags that say which model is meant."""
-    parser = argparse.ArgumentParser(
+    parser = OneSentenceParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--workdir", type=Path, help="The folder of a run with a checkpoint.")
-    which.add_argument("--hf", type=Path, help="A directory with a model of Hugging Face's.")
+    which.add_argument("--workdir", type=path_flag, help="The folder of a run with a checkpoint.")
+    which.add_argument("--hf", type=path_flag, help="A directory with a model of Hugging Face's.")
     parser.add_argument("--mesh", default="data=-1", help="Its axes, such as data=4,model=2.")
     parser.add_argument("--devices", type=int, help="How many CPU devices to simulate.")
     parser.add_argument("--batch_size", type=int, default=32, help="Rows that run at once.")
@@ -75,7 +82,7 @@ def show(text: str) -> None:
         sys.stdout.flush()
 
 
-def write_output(path: Path, text: str) -> None:
+def write_output(path: AnyPath, text: str) -> None:
     """Writes the file of `--output`, once in a cluster.
 
     Raises:
@@ -84,7 +91,7 @@ def write_output(path: Path, text: str) -> None:
     if not is_main():
         return
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(text.encode())
     except OSError as error:
         raise UsageError(f"--output={path} cannot be written: {error}.") from error
 
@@ -105,8 +112,8 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
     try:
         if path == "-":
             return list(_objects(sys.stdin, path))
-        with open(path, encoding="utf-8") as file:
-            return list(_objects(file, path))
+        with open_for_reading(user_path(path)) as file:
+            return list(_objects(io.TextIOWrapper(file, encoding="utf-8"), path))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}.") from error
 

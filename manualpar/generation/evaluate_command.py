@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from manualpar.data import TokenSplit
@@ -18,6 +17,7 @@ from manualpar.generation.command_flags import (
 from manualpar.generation.generator import Generator
 from manualpar.generation.scoring import Score, score_completions, score_documents
 from manualpar.generation.stored_run import Trained
+from manualpar.storage import AnyPath, path_flag
 from manualpar.usage import UsageError
 
 # Of a model whose training nobody knows.
@@ -28,12 +28,16 @@ def evaluate_command(argv: Sequence[str], description: str) -> int:
     """Measures what a command line asks for; returns the exit code."""
     parser = model_flags(description)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--text", type=Path, help='A text, or JSONL with "text": its perplexity.')
     what.add_argument(
-        "--completions", type=Path, help='JSONL with "context" and "completion": log-likelihoods.'
+        "--text", type=path_flag, help='A text, or JSONL with "text": its perplexity.'
+    )
+    what.add_argument(
+        "--completions",
+        type=path_flag,
+        help='JSONL with "context" and "completion": log-likelihoods.',
     )
     parser.add_argument("--max_length", type=int, default=0, help="Tokens seen at once.")
-    parser.add_argument("--output", type=Path, help="The file for the results.")
+    parser.add_argument("--output", type=path_flag, help="The file for the results.")
     flags = parser.parse_args(argv)
 
     def work(trained: Trained, generator: Generator) -> None:
@@ -61,15 +65,15 @@ def summary(scores: Sequence[Score], num_bytes: int) -> dict[str, Any]:
     return found
 
 
-def _text(trained: Trained, generator: Generator, path: Path, length: int) -> dict[str, Any]:
-    if path.suffix == ".jsonl":
+def _text(trained: Trained, generator: Generator, path: AnyPath, length: int) -> dict[str, Any]:
+    if path.name.endswith(".jsonl"):
         lines = read_lines(str(path))
         if missing := [index for index, line in enumerate(lines, 1) if "text" not in line]:
             raise UsageError(f"--text={path}, line {missing[0]}: there is no 'text'.")
         texts = [line["text"] for line in lines]
     else:
         try:
-            texts = [path.read_text(encoding="utf-8")]
+            texts = [path.read_bytes().decode()]
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--text={path} cannot be read: {error}.") from error
     tokenizer = trained.tokenizer

@@ -3,7 +3,6 @@
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from manualpar.data.chat import Chats
@@ -16,6 +15,7 @@ from manualpar.generation.command_flags import (
 )
 from manualpar.generation.generator import Answer, Generator, Prompt
 from manualpar.generation.stored_run import Trained
+from manualpar.storage import path_flag
 from manualpar.usage import UsageError
 
 
@@ -28,7 +28,7 @@ def generate_command(argv: Sequence[str], description: str) -> int:
         "--prompts", help='Lines, or JSONL with "prompt" or "messages"; - for stdin.'
     )
     parser.add_argument("--chat", action="store_true", help="A prompt is a user's message.")
-    parser.add_argument("--output", type=Path, help="The JSONL file of answers to --prompts.")
+    parser.add_argument("--output", type=path_flag, help="The JSONL file of answers to --prompts.")
     parser.add_argument("--max_tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token.")
     parser.add_argument("--top_k", type=int, default=0, help="0: all tokens.")

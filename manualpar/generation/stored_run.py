@@ -5,7 +5,6 @@ that of the training: by default all devices are along `data` and the parameters
 run that was trained in stages or with split sequences is read like any other.
 """
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +16,10 @@ from manualpar.data import LanguageDataset, load_tokenizer
 from manualpar.data.tokenizer import Tokenizer
 from manualpar.models import Transformer
 from manualpar.pretrained import load_hf, read_architecture
+from manualpar.pretrained.directory import model_directory
 from manualpar.sharding.axes import AxisName
 from manualpar.sharding.mesh import make_mesh
+from manualpar.storage import AnyPath
 from manualpar.strategies.fsdp import KIND as FSDP
 from manualpar.train_state import Batch, TrainState
 from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
@@ -48,7 +49,7 @@ class Trained(NamedTuple):
     template: str = ""
 
 
-def load_run(workdir: Path, *, mesh: dict[str, int] | None = None) -> Trained:
+def load_run(workdir: AnyPath, *, mesh: dict[str, int] | None = None) -> Trained:
     """Loads the newest checkpoint of a run.
 
     Args:
@@ -93,7 +94,7 @@ def load_run(workdir: Path, *, mesh: dict[str, int] | None = None) -> Trained:
     )
 
 
-def load_directory(directory: Path, *, mesh: dict[str, int] | None = None) -> Trained:
+def load_directory(directory: AnyPath, *, mesh: dict[str, int] | None = None) -> Trained:
     """Loads a model of Hugging Face's, see `load_hf`; `mesh` as for `load_run`.
 
     Raises:
@@ -102,7 +103,8 @@ def load_directory(directory: Path, *, mesh: dict[str, int] | None = None) -> Tr
     Communication:
       None; each device reads its own part.
     """
-    architecture = read_architecture(directory)
+    local = model_directory(directory)
+    architecture = read_architecture(local)
     made = make_mesh(mesh or {"data": -1})
     fields: dict[str, Any] = {**architecture.fields, "capacity_factor": 0.0}
     if "model" in made.shape:
@@ -121,5 +123,5 @@ def load_directory(directory: Path, *, mesh: dict[str, int] | None = None) -> Tr
         batch=Batch(tokens, tokens),
         axis_name=axis_name,
     )
-    state = load_hf(program, directory)
-    return Trained(program, state, load_tokenizer(str(directory)), 0, None, str(directory))
+    state = load_hf(program, local)
+    return Trained(program, state, load_tokenizer(str(local)), 0, None, str(directory))

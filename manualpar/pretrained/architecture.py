@@ -10,14 +10,14 @@ Files of transformers 5 have `rope_parameters` and `layer_types`; older ones hav
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from manualpar.models import Transformer
+from manualpar.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.pretrained.families import FAMILIES, UNUSED_KEYS, Family
+from manualpar.storage import AnyPath
 from manualpar.untrusted import read_object
 
-CONFIG_FILE = "config.json"
 FULL, SLIDING = "full_attention", "sliding_attention"
 # The names of activations there and here.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
@@ -43,8 +43,8 @@ class Architecture(NamedTuple):
     fields: dict[str, Any]
 
 
-def read_architecture(directory: Path) -> Architecture:
-    """Reads the `config.json` of a directory.
+def read_architecture(directory: AnyPath) -> Architecture:
+    """Reads the `config.json` of a directory, which may be in a bucket.
 
     Raises:
       ValueError: There is none, it is no JSON object, or it says what a `Transformer` cannot be;
@@ -53,12 +53,13 @@ def read_architecture(directory: Path) -> Architecture:
     return parse_architecture(read_config(directory), where=str(directory / CONFIG_FILE))
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: AnyPath) -> dict[str, Any]:
     """The JSON object in the `config.json` of a directory.
 
     Raises:
       ValueError: It is missing, or not a file with a JSON object.
     """
+    directory = model_directory(directory, weights=False)
     path = directory / CONFIG_FILE
     if not directory.is_dir():
         raise ValueError(

@@ -3,14 +3,12 @@
 Tensors are taken out of the shards one at a time, and files are written one at a time, by the
 processes in turn. So a process holds the tensors of one file besides its state.
 
-Invariants: a tensor has the bits that the same parameters would have on one device. All files are
-written into a folder beside the one that was asked for, and that gets its name at the end. So what
-has the name is whole.
+Invariants: a tensor has the bits that the same parameters would have on one device. What has the
+name that was asked for is whole, see `target`.
 """
 
 import itertools
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -25,17 +23,20 @@ from manualpar.core.program import Program
 from manualpar.extras import require
 from manualpar.finetuning.merging import given_variables, is_adapter
 from manualpar.guards.dispatch import check_state
-from manualpar.pretrained.architecture import CONFIG_FILE, read_architecture, read_config
+from manualpar.pretrained.architecture import read_architecture, read_config
+from manualpar.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.pretrained.load import failing_together
 from manualpar.pretrained.model_config import architecture_of, write_config
 from manualpar.pretrained.slices import bits_of
 from manualpar.pretrained.sources import check_same_model, transformer_of
+from manualpar.pretrained.target import Target, open_target
 from manualpar.pretrained.tensor_bytes import DTYPES
 from manualpar.pretrained.tensor_files import INDEX_FILE, ONE_FILE, TensorFiles, has_tensors
 from manualpar.pretrained.tensor_names import Piece, pieces_of_transformer
 from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
 from manualpar.state_arrays import to_host
 from manualpar.state_transfer import plain_leaves, variable_leaves
+from manualpar.storage import AnyPath, user_path
 from manualpar.train_state import TrainState
 from manualpar.untrusted import open_file
 
@@ -83,14 +84,14 @@ class Tensor(NamedTuple):
 def export_hf(
     program: Program,
     state: TrainState,
-    directory: Path | str,
+    directory: AnyPath | str,
     *,
-    like: Path | str | None = None,
+    like: AnyPath | str | None = None,
     family: str = "",
     dtype: str = "",
     tokenizer: Path | str | None = None,
     max_shard_bytes: int = SHARD_BYTES,
-) -> Path:
+) -> AnyPath:
     """Writes a state of a `Transformer` as a directory that transformers loads.
 
     ```python
@@ -101,7 +102,8 @@ def export_hf(
       program: The program. Adapters of `lora` are added to the kernels that they are beside, and
         what `quantized` stores in int8 is decoded.
       state: Its state; not donated.
-      directory: The directory to make. It must not exist, or be empty.
+      directory: The directory to make. It must not exist, or be empty. In a bucket its
+        `config.json` is put last: what has one is whole.
       like: The directory that the parameters once came from. Then its config, tokenizer and other
         small files are taken over, and every tensor gets the dtype that it has there: what was
         loaded and not trained is written bit for bit. Without tensors there, their dtype is
@@ -126,18 +128,17 @@ def export_hf(
       Within a process none. Over several, an all-gather for each tensor, for which every device
       holds that one tensor whole for a moment, and a few bytes for each file.
     """
-    target = Path(directory).expanduser()
-    partial = target.absolute().parent / f".{target.absolute().name}.partial"
     check_state("export_hf", program.abstract_state, state)
     with failing_together():
         require("export_hf", "safetensors")
-        config, tensors = _plan(program, like, family=family, dtype=dtype)
+        target = open_target(user_path(directory))
+        source = None if like is None else model_directory(like)
+        config, tensors = _plan(program, source, family=family, dtype=dtype)
         files = _divide(tensors, max_shard_bytes)
-        _check_free(target)
-        extras = _extra_files(like, tokenizer)
+        target.check_free()
+        extras = _extra_files(source, tokenizer)
         if jax.process_index() == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # Of an export that was killed.
-            partial.mkdir(parents=True)
+            target.begin()
     arrays = {leaf.name: x for leaf, x in given_variables(program, state)}
     for number, (name, of_file) in enumerate(files.items()):
         is_mine = number % jax.process_count() == jax.process_index()
@@ -148,22 +149,22 @@ def export_hf(
                 made[tensor.name] = value
         with failing_together():
             if is_mine:
-                _write_file(partial / name, made)
+                with target.file(name) as path:
+                    _write_file(path, made)
     with failing_together():
         if jax.process_index() == 0:
-            _write_rest(partial, config, files, extras)
-            _put_in_place(partial, target)
-    return target
+            _write_rest(target, config, files, extras)
+            target.finish()
+    return target.path
 
 
 def _plan(
-    program: Program, like: Path | str | None, *, family: str, dtype: str
+    program: Program, source: Path | None, *, family: str, dtype: str
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """The config to write, and the tensors."""
     model, (leaves, _) = transformer_of(program), plain_leaves(program, variable_leaves(program))
     dtypes: Mapping[str, str] = {}
-    if like is not None:
-        source = Path(like).expanduser()
+    if source is not None:
         architecture = read_architecture(source)
         check_same_model(model, source, architecture.fields)
         config = read_config(source)
@@ -269,22 +270,10 @@ def _index(x: jax.Array, entry: tuple[jax.Array, ...]) -> jax.Array:
     return x
 
 
-def _check_free(target: Path) -> None:
-    """Refuses a directory in which something is."""
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise ValueError(f"export_hf: {target} is no directory, expected none or an empty one.")
-    if target.is_dir() and any(target.iterdir()):
-        raise ValueError(
-            f"export_hf: {target} is not empty, expected a new directory: files of two models "
-            "would be in it. Name another one, or delete what is there."
-        )
-
-
-def _extra_files(like: Path | str | None, tokenizer: Path | str | None) -> dict[str, Path]:
+def _extra_files(source: Path | None, tokenizer: Path | str | None) -> dict[str, Path]:
     """The files to copy, by their names there."""
     extras = {}
-    if like is not None:
-        source = Path(like).expanduser()
+    if source is not None:
         extras = {name: source / name for name in TOKENIZER_FILES if (source / name).exists()}
     if tokenizer is not None:
         extras["tokenizer.json"] = Path(tokenizer).expanduser()
@@ -297,47 +286,33 @@ def _extra_files(like: Path | str | None, tokenizer: Path | str | None) -> dict[
 
 
 def _write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes a file of tensors, and waits until it is on the disk."""
+    """Writes a file of tensors."""
     from safetensors.numpy import save_file
 
     # Without the format transformers does not load a file.
     save_file(dict(tensors), path, metadata={"format": "pt"})
-    _sync(path)
 
 
 def _write_rest(
-    folder: Path,
+    target: Target,
     config: Mapping[str, Any],
     files: Mapping[str, Sequence[Tensor]],
     extras: Mapping[str, Path],
 ) -> None:
-    """Writes the config, the index if there are several files, and copies of others."""
-    texts = {CONFIG_FILE: config}
+    """Writes copies of others' files, the index if there are several of tensors, and the config."""
+    for name, source in extras.items():
+        with (
+            open_file(source, follow_links=True) as file,
+            target.file(name) as path,
+            path.open("wb") as copy,
+        ):
+            shutil.copyfileobj(file, copy)
+    texts = {}
     if len(files) > 1:
         total = sum(tensor.nbytes for of_file in files.values() for tensor in of_file)
         weight_map = {t.name: name for name, of_file in files.items() for t in of_file}
         texts[INDEX_FILE] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    texts[CONFIG_FILE] = dict(config)
     for name, value in texts.items():
-        text = json.dumps(value, indent=2) + "\n"
-        (folder / name).write_text(text, encoding="utf-8")
-        _sync(folder / name)
-    for name, path in extras.items():
-        with open_file(path, follow_links=True) as source, (folder / name).open("wb") as copy:
-            shutil.copyfileobj(source, copy)
-        _sync(folder / name)
-
-
-def _put_in_place(partial: Path, target: Path) -> None:
-    _sync(partial)
-    if target.exists():
-        target.rmdir()  # It is empty.
-    partial.rename(target)
-    _sync(target.absolute().parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with target.file(name) as path:
+            path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

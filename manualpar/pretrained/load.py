@@ -10,13 +10,13 @@ error in one process is one in all of them.
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from manualpar.cluster.agreement import first_failure
 from manualpar.core.program import Program
+from manualpar.pretrained.directory import model_directory
 from manualpar.pretrained.slices import ShardReader
 from manualpar.pretrained.sources import find_sources
 from manualpar.pretrained.tensor_names import Rule
@@ -28,6 +28,7 @@ from manualpar.state_transfer import (
     state_with,
     variable_leaves,
 )
+from manualpar.storage import AnyPath
 from manualpar.train_state import TrainState
 
 
@@ -49,7 +50,7 @@ class Loaded(NamedTuple):
 
 def load_hf(
     program: Program,
-    directory: Path | str,
+    directory: AnyPath | str,
     rng: jax.Array | None = None,
     *,
     names: Mapping[str, Rule | str] | None = None,
@@ -66,7 +67,8 @@ def load_hf(
     Args:
       program: A program of a `Transformer` that is what the `config.json` of the directory says,
         under any strategy, on any mesh of devices; or of any model, with `names`.
-      directory: A directory as `save_pretrained` of transformers writes it, or as the hub has it.
+      directory: A directory as `save_pretrained` of transformers writes it, or as the hub has it;
+        of one in a bucket each machine makes a copy, see `manualpar.pretrained.directory`.
       rng: The key, used as by `init`. By default `jax.random.key(0)`.
       names: The tensor of each parameter, by its path: a name, or a `Rule` if its dims are others.
         By default those of the family of models that `config.json` names.
@@ -89,7 +91,7 @@ def load_hf(
 
 def load(
     program: Program,
-    directory: Path | str,
+    directory: AnyPath | str,
     rng: jax.Array | None = None,
     *,
     names: Mapping[str, Rule | str] | None = None,
@@ -101,7 +103,8 @@ def load(
     leaves = variable_leaves(program)
     started = time.perf_counter()
     with failing_together():
-        sources = find_sources(program, Path(directory).expanduser(), names=names, missing=missing)
+        local = model_directory(directory)
+        sources = find_sources(program, local, names=names, missing=missing)
     reader = ShardReader(sources.files)
     plain, encodings = plain_leaves(program, leaves)
     with failing_together():

@@ -2,7 +2,14 @@
 
 from manualpar.storage.array_store import CONTEXT, key_value_store
 from manualpar.storage.bucket_path import AnyPath, BucketPath, as_path, open_for_reading
-from manualpar.storage.copies import copied_files, copied_folder, local_path, user_path
+from manualpar.storage.copies import (
+    copied_files,
+    copied_folder,
+    local_path,
+    path_flag,
+    user_cache,
+    user_path,
+)
 from manualpar.storage.lease import HeldError, hold
 from manualpar.storage.mirror import mirrored
 from manualpar.storage.requests import BucketError, request
@@ -21,6 +28,8 @@ __all__ = [
     "local_path",
     "mirrored",
     "open_for_reading",
+    "path_flag",
     "request",
+    "user_cache",
     "user_path",
 ]

@@ -26,6 +26,8 @@ SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 # A reader gets at least so many bytes at once.
 BLOCK_BYTES = 1 << 20
+# A large file is sent in parts of this size, ten at once.
+UPLOADED_BYTES = 1 << 24
 CONNECT_SECONDS, READ_SECONDS = 10, 60
 
 
@@ -81,6 +83,10 @@ class BucketPath:
     def write_bytes(self, data: bytes) -> None:
         """Puts an object in place of the one of that name, which has one content or the other."""
         self._ask(lambda files: files.pipe_file(self._address, data))
+
+    def upload(self, path: Path) -> None:
+        """Puts a file of a disk, of any size, as `write_bytes` puts bytes."""
+        self._ask(lambda files: files.put_file(str(path), self._address, chunksize=UPLOADED_BYTES))
 
     def create(self, data: bytes) -> bool:
         """Puts an object if there is none of that name; returns whether it is this one."""

@@ -5,7 +5,6 @@ workdir's folder `model`, so that training goes on from there without the direct
 """
 
 import resource
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,12 +13,14 @@ from pathlib import Path
 import jax
 
 from manualpar.checkpoints import CheckpointError
-from manualpar.checkpoints.retention import list_steps
+from manualpar.checkpoints.folders import open_folder
 from manualpar.cluster import Cluster, DisagreementError, initialize
+from manualpar.data.tokenizer import TOKENIZER
 from manualpar.pretrained import export_hf, load
-from manualpar.pretrained.architecture import CONFIG_FILE
+from manualpar.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.pretrained.export import SHARD_BYTES, TOKENIZER_FILES
 from manualpar.pretrained.load import failing_together
+from manualpar.storage import AnyPath, BucketPath, copied_files, path_flag, user_path
 from manualpar.training.command_line import CommandLine, quiet_absl
 from manualpar.training.config import check_config
 from manualpar.training.devices import simulate_devices
@@ -50,7 +51,7 @@ def import_command(command: CommandLine) -> int:
         check_config(config)
         if flags.workdir is None:
             raise UsageError("--workdir is missing, expected the folder to make.")
-        if list_steps(flags.workdir / FOLDER):
+        if open_folder(flags.workdir / FOLDER).steps():
             raise UsageError(f"--workdir={flags.workdir} holds a run, expected a new folder.")
         check_folder(config, flags.workdir)
         simulate_devices(flags.devices, force=flags.force)
@@ -66,9 +67,10 @@ def import_command(command: CommandLine) -> int:
 
 def _import(command: CommandLine, say: Callable[[str], None]) -> None:
     started = time.perf_counter()
-    source, workdir = Path(command.config.model.from_hf).expanduser(), command.flags.workdir
+    workdir = command.flags.workdir
     own = workdir / MODEL_FOLDER
     with failing_together():
+        source = model_directory(command.config.model.from_hf)
         if jax.process_index() == 0:
             _copy_small_files(source, own)
     config = command.config.copy_and_resolve_references().unlock()
@@ -104,10 +106,10 @@ def export_command(argv: Sequence[str]) -> int:
         description="Writes the model in a workdir as safetensors files that transformers loads.",
         allow_abbrev=False,
     )
-    parser.add_argument("--workdir", type=Path, required=True, help="the folder of the run")
-    parser.add_argument("--to", type=Path, required=True, help="the directory to make")
+    parser.add_argument("--workdir", type=path_flag, required=True, help="the folder of the run")
+    parser.add_argument("--to", type=path_flag, required=True, help="the directory to make")
     parser.add_argument(
-        "--like", type=Path, help="where the model came from: config, tokenizer and dtypes"
+        "--like", type=path_flag, help="where the model came from: config, tokenizer and dtypes"
     )
     parser.add_argument("--family", default="", help="without --like, such as llama")
     parser.add_argument("--dtype", default="", help="of all tensors, such as bfloat16")
@@ -125,8 +127,8 @@ def export_command(argv: Sequence[str]) -> int:
         started = time.perf_counter()
         config = saved_config(flags.workdir)
         like, source = flags.like, config.model.get("from_hf", "")
-        if like is None and not flags.family and source and (Path(source) / CONFIG_FILE).exists():
-            like = Path(source)
+        if like is None and not flags.family and source:
+            like = user_path(source) if (user_path(source) / CONFIG_FILE).exists() else None
         experiment = prepare_saved(config)
         restored = restore_saved(experiment, flags.workdir, report=say)
         target = export_hf(
@@ -139,7 +141,10 @@ def export_command(argv: Sequence[str]) -> int:
             tokenizer=_tokenizer_file(config.data.tokenizer) if like is None else None,
             max_shard_bytes=flags.max_shard_bytes,
         )
-        size = sum(path.stat().st_size for path in target.iterdir())
+        if isinstance(target, BucketPath):
+            size = sum(target.files().values())
+        else:
+            size = sum(path.stat().st_size for path in target.iterdir())
         say(
             f"wrote step {restored.step}, {describe_bytes(size)}, to {target} in "
             f"{time.perf_counter() - started:.1f} s; at most {describe_bytes(peak_memory())} of "
@@ -171,21 +176,21 @@ def _answer(start: Callable[[], Cluster], work: Callable[[Callable[[str], None]]
     return 0
 
 
-def _copy_small_files(source: Path, folder: Path) -> None:
+def _copy_small_files(source: Path, folder: AnyPath) -> None:
     """Copies the config and the tokenizer of a model."""
-    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(folder, Path):
+        folder.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG_FILE, *TOKENIZER_FILES):
         if (source / name).exists():
-            with (
-                open_file(source / name, follow_links=True) as file,
-                (folder / name).open("wb") as copy,
-            ):
-                shutil.copyfileobj(file, copy)
+            with open_file(source / name, follow_links=True) as file:
+                (folder / name).write_bytes(file.read())
 
 
 def _tokenizer_file(path: str) -> Path | None:
     """The file of a tokenizer, which may be in a directory; `None` for that of bytes."""
     if not path:
         return None
-    found = Path(path).expanduser()
-    return found / "tokenizer.json" if found.is_dir() else found
+    found = user_path(path)
+    if isinstance(found, BucketPath):
+        found = copied_files(found, (TOKENIZER,))
+    return found / TOKENIZER if found.is_dir() else found

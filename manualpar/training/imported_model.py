@@ -6,7 +6,6 @@ in before the config is checked, so that whatever reads a config finds what is t
 """
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import jax
 import ml_collections
@@ -14,6 +13,7 @@ import ml_collections
 from manualpar.core.program import Program
 from manualpar.models import Transformer
 from manualpar.pretrained import load, read_architecture
+from manualpar.pretrained.directory import model_directory
 from manualpar.pretrained.model_config import SAID
 from manualpar.state_transfer import Missing
 from manualpar.train_state import TrainState
@@ -38,7 +38,7 @@ def fill_from_hf(
     directory = model.get("from_hf", "") if isinstance(model, ml_collections.ConfigDict) else ""
     if not directory or not isinstance(directory, str):
         return config
-    path = Path(directory).expanduser()
+    path = model_directory(directory, weights=False)
     fields = {name: getattr(Transformer, name) for name in SAID}
     fields |= read_architecture(path).fields
     for name in given:

@@ -7,16 +7,16 @@ averages its parameters the average counts, as in its evaluations.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import ml_collections
 
 from manualpar.checkpoints import Restored
-from manualpar.checkpoints.retention import list_steps
+from manualpar.checkpoints.folders import open_folder
 from manualpar.checkpoints.saved_state import read_extra
 from manualpar.parameter_average import ema_params
+from manualpar.storage import AnyPath
 from manualpar.strategies.fsdp import KIND as FSDP
 from manualpar.training.config import complete_config
 from manualpar.training.experiment import Experiment, prepare
@@ -36,13 +36,13 @@ SPLITS: dict[str, Any] = {
 }
 
 
-def saved_config(workdir: Path) -> ml_collections.ConfigDict:
+def saved_config(workdir: AnyPath) -> ml_collections.ConfigDict:
     """The config of the newest checkpoint in a workdir, complete and locked.
 
     Raises:
       UsageError: There is no checkpoint, or none with a config.
     """
-    steps = list_steps(workdir / FOLDER)
+    steps = open_folder(workdir / FOLDER).steps()
     if not steps:
         raise UsageError(f"--workdir={workdir} holds no checkpoint, expected the folder of a run.")
     try:
@@ -82,7 +82,7 @@ def prepare_saved(
 
 
 def restore_saved(
-    experiment: Experiment, workdir: Path, *, report: Callable[[str], None] = print
+    experiment: Experiment, workdir: AnyPath, *, report: Callable[[str], None] = print
 ) -> Restored:
     """The newest checkpoint of a workdir, as an experiment of `prepare_saved` holds it.
 

@@ -1,0 +1,133 @@
+"""A model in a bucket comes into a workdir there, is trained and asked, and is exported there."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from manualpar import make_mesh
+from manualpar.generation.evaluate_command import evaluate_command
+from manualpar.generation.generate_command import generate_command
+from manualpar.pretrained import export_hf, load_hf, read_architecture
+from manualpar.storage import BucketError, requests
+from manualpar.training.command_line import parse_command_line
+from manualpar.training.import_export import export_command, import_command
+from manualpar.training.main import run_command
+from tests.data_bucket_test import upload
+from tests.pretrained_export_test import assert_same_files, read
+from tests.pretrained_load_test import CONFIG, llama, program_of, tensors_of, write
+from tests.runs_in_buckets_test import download
+from tests.s3_server import Proxy
+from tests.training_imported_model_test import CONFIG_FILE, make_tokenizer
+
+server = pytest.mark.slow
+FIELDS = {
+    "data.sequence_length": 16,
+    "sample.num_tokens": 0,
+    "training.num_steps": 2,
+    "training.eval_every_steps": 0,
+    "checkpoint.every_steps": 2,
+    "parallel.min_weight_size": 16,
+}
+
+
+@pytest.fixture
+def theirs(tmp_path, monkeypatch):
+    """The directory of a small Llama, and its tensors."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user_cache"))
+    directory = tmp_path / "theirs"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    make_tokenizer(directory / "tokenizer.json", 20)
+    params = jax.jit(llama(directory).init)(jax.random.key(3), jnp.zeros((1, 8), jnp.int32))
+    tensors = tensors_of(params["params"])
+    write(directory, tensors)
+    return directory, tensors
+
+
+@pytest.mark.parametrize("flag", ["--workdir", "--hf", "--output"])
+def test_a_password_in_a_path_is_not_repeated(flag, capsys):
+    others = [f"{name}=x" for name in ("--workdir", "--prompts") if name != flag != "--hf"]
+    with pytest.raises(SystemExit) as ended:
+        generate_command([*others, f"{flag}=s3://AKIAUSER:hush@bucket/x"], "")
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert f"argument {flag}: a path on s3:// does not begin with the name of a bucket" in error
+    assert "hush" not in error
+    assert error.count("\n") == 1
+
+
+@server
+def test_a_model_is_imported_trained_asked_and_exported_there(
+    theirs, bucket_folder, tmp_path, devices8, capsys
+):
+    del devices8
+    directory, tensors = theirs
+    there, work = bucket_folder / "theirs", bucket_folder / "run"
+    upload(directory, there)
+    (there / "pytorch_model.bin").write_bytes(b"is not copied")
+    text = "w2 w3 w4 w5\n" * 3000
+    (bucket_folder / "text.txt").write_bytes(text.encode())
+    shutil.rmtree(directory)
+
+    def command(source):
+        flags = [f"--config.{name}={value}" for name, value in FIELDS.items()]
+        flags += [f"--config.data.path={bucket_folder / 'text.txt'}", f"--workdir={work}"]
+        argv = ["fsdp", f"--config.model.from_hf={source}", *flags]
+        return parse_command_line(argv, default_config=CONFIG_FILE)
+
+    assert import_command(command(there)) == 0
+    assert not list(tmp_path.rglob("*.bin"))
+    exported = bucket_folder / "same"
+    assert export_command(["", f"--workdir={work}", f"--to={exported}"]) == 0
+    assert_same_files(read(download(exported, tmp_path / "same")), tensors)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} == set(exported.names())
+    there.delete_files()
+    assert import_command(command(work / "model")) == 2
+    assert run_command(command(work / "model")) == 0
+    assert "going on from the checkpoint of step 0" in capsys.readouterr().out
+
+    prompts, answers = bucket_folder / "prompts.jsonl", bucket_folder / "answers.jsonl"
+    prompts.write_bytes(b'{"prompt": "w2 w3"}\n')
+    files = [f"--prompts={prompts}", f"--output={answers}", "--max_tokens=3"]
+    assert generate_command([f"--workdir={work}", *files], "") == 0
+    assert json.loads(answers.read_bytes())["prompt"] == "w2 w3"
+    assert evaluate_command([f"--workdir={work}", f"--text={bucket_folder / 'text.txt'}"], "") == 0
+    assert "perplexity: " in capsys.readouterr().out
+    assert generate_command([f"--hf={exported}", "--prompt=w2 w3", "--max_tokens=3"], "") == 0
+    # A model that has changed is copied anew.
+    config = json.loads((exported / "config.json").read_bytes())
+    (exported / "config.json").write_bytes(json.dumps(config | {"rope_theta": 7.0}).encode())
+    assert read_architecture(exported).fields["rope_base"] == 7.0
+
+
+@server
+def test_an_export_that_is_cut_off_anywhere_is_no_model_and_goes_with_the_next(
+    theirs, bucket_folder, tmp_path, s3_port, use_s3, monkeypatch, devices8
+):
+    del devices8
+    directory, tensors = theirs
+    program = program_of(llama(directory), make_mesh({"data": 8}))
+    state = load_hf(program, directory)
+    monkeypatch.setattr(requests, "WAITS", (0.01,))
+    options = {"like": directory, "max_shard_bytes": 4000}
+    with Proxy(s3_port) as proxy:
+        use_s3(port=proxy.port)
+        export_hf(program, state, bucket_folder / "whole", **options)
+    count = len(proxy.changes)
+    assert count > 8
+    target = bucket_folder / "out"
+    for at in range(1, count + 1):
+        with Proxy(s3_port, lambda *request, at=at: 403 if request[2] >= at else None) as proxy:
+            use_s3(port=proxy.port)
+            with pytest.raises(BucketError, match=r"access is refused \(403\)"):
+                export_hf(program, state, target, **options)
+        use_s3()
+        assert not (target / "config.json").is_file() or at == count
+    export_hf(program, state, target, **{**options, "max_shard_bytes": 2**20})
+    assert set(target.names()) == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert_same_files(read(download(target, tmp_path / "out")), tensors)
+    with pytest.raises(ValueError, match=r"s3://.*out is not empty, expected a new directory"):
+        export_hf(program, state, target, **options)
