@@ -15,11 +15,9 @@ from manualpar.storage import BucketError, requests
 from manualpar.training.command_line import parse_command_line
 from manualpar.training.import_export import export_command, import_command
 from manualpar.training.main import run_command
-from tests.data_bucket_test import upload
 from tests.pretrained_export_test import assert_same_files, read
 from tests.pretrained_load_test import CONFIG, llama, program_of, tensors_of, write
-from tests.runs_in_buckets_test import download
-from tests.s3_server import Proxy
+from tests.s3_server import Proxy, download, upload
 from tests.training_imported_model_test import CONFIG_FILE, make_tokenizer
 
 server = pytest.mark.slow
