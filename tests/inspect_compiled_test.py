@@ -1,7 +1,6 @@
 import types
 from fractions import Fraction
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ from manualpar.inspect import (
     total_bytes,
     trace_collectives,
 )
+from tests.inspect_communication_test import Deep, Model, loss_fn
 
 
 @pytest.fixture
@@ -148,32 +148,6 @@ def test_a_loop_of_unknown_length_is_refused(mesh42):
 
 
 # Programs of this package.
-
-
-class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(5, name="head")(nn.silu(nn.Dense(32, name="hidden")(x)))
-
-
-class Deep(nn.Module):
-    """Six layers in a scan, each recomputed in the backward pass."""
-
-    @nn.compact
-    def __call__(self, x):
-        def layer(dense, x):
-            return x + nn.silu(dense(x)), None
-
-        layers = nn.scan(
-            nn.remat(layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=6
-        )
-        return layers(nn.Dense(16, name="dense"), x)[0]
-
-
-def loss_fn(params, apply_fn, batch, rng):
-    del rng
-    loss = optax.squared_error(apply_fn({"params": params}, batch.inputs)).sum(-1)
-    return loss.mean(), {"loss": (loss.sum(), loss.size)}
 
 
 KEEP = {"min_weight_size": 0, "reshard_after_forward": False}

@@ -1,35 +1,17 @@
 """A transformer whose sequences are split over a mesh axis is the one-device model, every leaf."""
 
-import functools
-
 import numpy as np
 import optax
 import pytest
 
-from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.models import Transformer
+from manualpar import Batch, fsdp, make_mesh
 from manualpar.training.cross_entropy import language_model_loss
+from tests import models_transformer_layer_test as split_layers
+from tests.models_transformer_layer_test import BOS, EXPERTS
 from tests.transformer_families import GEMMA, QWEN
-from tests.transformer_on_one_device import assert_same_as_plain_flax, loss_of
+from tests.transformer_on_one_device import assert_same_as_plain_flax
 
-BOS = 28
-SMALL = Transformer(
-    vocab_size=29,
-    vocab_multiple=8,
-    num_layers=2,
-    hidden_size=16,
-    num_heads=8,
-    num_kv_heads=2,
-    mlp_size=32,
-    bos_token=BOS,
-    context_axis="context",
-)
-BUILDERS = {
-    "fsdp": functools.partial(fsdp, min_weight_size=16),
-    "hsdp": functools.partial(hsdp, min_weight_size=16),
-    "zero2": functools.partial(zero, stage=2, min_weight_size=16),
-    "dp": data_parallel,
-}
+SMALL = split_layers.SMALL.clone(split_axis="", context_axis="context")
 
 
 def _batch():
@@ -43,20 +25,10 @@ def _batch():
 
 
 def _build(build, model, mesh, **options):
-    axes = tuple(axis for axis in ("data", "expert") if axis in mesh)
-    return BUILDERS[build](
-        model,
-        optax.sgd(1.0),
-        loss_of(model),
-        mesh=make_mesh(mesh),
-        axis_name=axes if len(axes) > 1 else axes[0],
-        context_axis="context",
-        batch=_batch(),
-        **options,
-    )
+    options = {"batch": _batch(), "context_axis": "context", **options}
+    return split_layers.build_program(build, model, mesh, **options)
 
 
-EXPERTS = {"num_experts": 4, "mlp_size": 8, "capacity_factor": 0.75, "expert_axis": "expert"}
 SPLIT = {"split_axis": "model", "sequence_parallel": True, "tied_head": True, "num_kv_heads": 4}
 MESHES = {
     "1x8": {"data": 1, "context": 8},

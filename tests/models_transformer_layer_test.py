@@ -46,7 +46,7 @@ def _batch():
     return Batch(inputs=tokens[:, :-1], labels=tokens[:, 1:], mask=mask)
 
 
-def _build(build, model, mesh, **options):
+def build_program(build, model, mesh, batch=None, **options):
     axes = tuple(axis for axis in ("data", "expert") if axis in mesh)
     return BUILDERS[build](
         model,
@@ -54,7 +54,7 @@ def _build(build, model, mesh, **options):
         loss_of(model),
         mesh=make_mesh(mesh),
         axis_name=axes if len(axes) > 1 else axes[0],
-        batch=_batch(),
+        batch=batch or _batch(),
         **options,
     )
 
@@ -131,7 +131,7 @@ def _cases():
 def test_a_split_transformer_is_the_same_as_one_device(build, mesh, fields, options, devices8):
     del devices8
     model = SMALL.clone(**fields)
-    program = _build(build, model, MESHES[mesh], **options)
+    program = build_program(build, model, MESHES[mesh], **options)
     assert_same_as_plain_flax(program, model, _batch)
 
 
@@ -176,4 +176,4 @@ def test_what_pads_the_vocabulary_has_no_part_in_the_model():
 def test_what_cannot_be_split_is_refused(fields, message, devices8):
     del devices8
     with pytest.raises(ValueError, match=message):
-        _build("fsdp", SMALL.clone(**fields), MESHES["2x4"])
+        build_program("fsdp", SMALL.clone(**fields), MESHES["2x4"])
