@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from configs import fsdp
+from configs import fsdp, lora_lm
+from manualpar.inspect import ledger
 from manualpar.training.experiment import prepare
 
 
@@ -38,3 +39,52 @@ def test_a_config_names_adapters_and_nothing_else_is_trained(devices8):
 def test_targets_that_mean_nothing_are_refused(model, message, devices8):
     with pytest.raises(ValueError, match=re.escape(message)):
         prepare(_config(**model))
+
+
+def _flops(config):
+    experiment = prepare(config)
+    return experiment.task.flops_per_example, experiment.program
+
+
+def test_model_flops_leave_out_gradients_that_nobody_asks_for(devices8):
+    del devices8
+    sizes = 64 * 16, 16 * 10
+    assert _flops(_config())[0] == 6 * sum(sizes)
+    config = _config()
+    with config.unlocked():
+        config.optimizer.trainable = ("output_dense/*",)
+    # Forward, and the gradient of the last kernel; none of its inputs.
+    assert _flops(config)[0] == 2 * sum(sizes) + 2 * sizes[1]
+    adapted = _config(lora=("output_dense:4",), lora_alpha=8.0)
+    assert _flops(adapted)[0] == 2 * sum(sizes) + 4 * 16 * 4 + 6 * 4 * 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model.lora": ("*/attention/*:2", "*/mlp/*:3"), "model.lora_alpha": 4.0},
+        {"optimizer.trainable": ("head",)},
+        {"optimizer.trainable": ("*/attention/*",), "model.remat": "full"},
+    ],
+    ids=str,
+)
+def test_model_flops_of_a_transformer_are_those_of_its_step(fields, scan_layers, devices8):
+    del devices8
+    config = lora_lm.get_config()
+    small = {
+        "model.lora": (),
+        "model.hidden_size": 16,
+        "model.num_heads": 2,
+        "model.mlp_size": 32,
+        "model.scan_layers": scan_layers,
+        "model.attention": "xla",  # Which computes nothing again.
+        "data.sequence_length": 16,
+    }
+    with config.unlocked():
+        config.update_from_flattened_dict({"optimizer.trainable": (), **small, **fields})
+    flops, program = _flops(config)
+    phases = ledger(program, compile=False).flops_by_phase()
+    step = 8 * (phases["forward"] + phases["backward"]) / config.data.batch_size
+    assert flops == pytest.approx(step)

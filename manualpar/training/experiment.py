@@ -1,5 +1,6 @@
 """From a config to a program."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from manualpar.strategies import strategy_kinds
 from manualpar.training.config import check_config, complete_config, nearest
 from manualpar.training.fine_tuning import with_adapters
 from manualpar.training.imported_model import fill_from_hf
+from manualpar.training.model_flops import flops_of_example
 from manualpar.training.optimizer import adamw, warmup_cosine_schedule
 from manualpar.training.task import (
     CONTEXT_AXIS,
@@ -97,6 +99,8 @@ def prepare(
             f"or '' for none; the nearest one is {nearest(wanted, paths)!r}."
         )
     _check_best_metric(config, task, program)
+    flops = flops_of_example(task, with_adapters(task.model, config.model), program)
+    task = dataclasses.replace(task, flops_per_example=flops)
     return Experiment(config, task, schedule, program, chosen)
 
 

@@ -1,0 +1,76 @@
+"""The model FLOPs of an example where some parameters are frozen.
+
+A task counts what it takes to train all parameters of a model, in closed form. Where some are
+frozen, their gradients are not asked for, nor those of activations before the first that is
+trained; adapters add products of their own. So the count is multiplied by the share that is left of
+the products of a training step, as they are traced on one device. What the backward pass computes
+again is in neither.
+"""
+
+from fractions import Fraction
+from typing import Any
+
+import jax
+import optax
+
+from manualpar.core.program import Program
+from manualpar.inspect.products import ProductReader
+from manualpar.inspect.provenance import phase_of
+from manualpar.sharding.layout import path_name, strip_boxes
+from manualpar.sharding.trainable import is_trained, merge
+from manualpar.training.task import Task
+from manualpar.user_model.adapter import adapt
+from manualpar.user_model.carried_collections import CarryingApply
+from manualpar.user_model.initialise import init_variables
+
+# Arguments of the loss that is traced.
+TRAINED, BATCH = 0, 1
+
+
+def flops_of_example(task: Task, model: Any, program: Program) -> float:
+    """The FLOPs of a training step for an example, forward and backward, with nothing recomputed.
+
+    Args:
+      task: What is trained.
+      model: The task's model, or the same with adapters.
+      program: The program of `model`.
+    """
+    if all(place.trainable for _, place in program.parameters):
+        return task.flops_per_example
+    some = _products(model, task, program, program.step.model.trainable)
+    # The closed form counts gradients of inputs too, where those are floats.
+    every = _products(task.model, task, program, ("*",), argnums=(TRAINED, BATCH))
+    return task.flops_per_example * float(some / every)
+
+
+def _products(
+    model: Any,
+    task: Task,
+    program: Program,
+    globs: tuple[str, ...],
+    *,
+    argnums: tuple[int, ...] = (TRAINED,),
+) -> Fraction:
+    """The operations of one device that computes the gradients of some parameters."""
+    adapter, batch = adapt(model), program.abstract_batch
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    params = jax.eval_shape(
+        lambda key: strip_boxes(init_variables(adapter, key, batch)["params"]), key
+    )
+
+    def part(is_wanted: bool) -> Any:
+        def choose(path: Any, x: Any) -> Any:
+            return x if is_trained(path_name(path), globs) is is_wanted else optax.MaskedNode()
+
+        return jax.tree.map_with_path(choose, params)
+
+    def loss(trained: Any, batch: Any, frozen: Any, collections: Any, key: jax.Array) -> Any:
+        apply_fn = CarryingApply(adapter, collections)
+        return task.loss_fn(merge((trained, frozen)), apply_fn, batch, key)[0]
+
+    collections = program.whole_state.collections
+    grads = jax.grad(loss, argnums=argnums, allow_int=True)
+    step = jax.make_jaxpr(grads)(part(True), batch, part(False), collections, key)
+    found = ProductReader("flops_of_example").read(step.jaxpr)
+    counted = (one.flops for one in found if phase_of(one.scope) != "recomputed")
+    return sum(counted, start=Fraction(0))
