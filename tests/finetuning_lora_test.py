@@ -182,10 +182,10 @@ STRATEGIES = {
     "dp": on(data_parallel, D8),
     "zero": on(zero, D8, stage=2),
     "reshard": on(fsdp, D8, reshard_after_forward=True, pad=True),
+    "gathered": on(fsdp, D8, reshard_after_forward=False),
     "keep": on(fsdp, D8, keep_gathered=("head",)),
     "hsdp": on(hsdp, {"replica": 2, "data": 4}, num_minibatches=2, use_scan=True),
     "auto": on(fsdp, D8, mode="auto"),
-    "bfloat16": on(fsdp, D8),
 }
 
 

@@ -12,15 +12,12 @@ from flax import nnx
 
 from manualpar import (
     Pipeline,
-    data_parallel,
     fsdp,
-    hsdp,
     lora,
     make_mesh,
     merge_lora,
     quantized,
     tensor_parallel,
-    zero,
 )
 from manualpar.block_codec import decode, encode
 from manualpar.models import Transformer
@@ -33,6 +30,8 @@ from tests.finetuning_lora_test import (
     OURS,
     PLAN,
     SOMEBODYS,
+    STRATEGIES,
+    TRANSFORMERS,
     Somebodys,
     by_path,
     check,
@@ -64,60 +63,12 @@ def check_adapted(model: Any, build: Any, targets: Any, blocks: Any = BLOCKS, **
     check(lora(quantized(model, blocks), targets, alpha=4), build, given=given, **loss)
 
 
-STRATEGIES = {
-    "fsdp": on(fsdp, D8, num_minibatches=2),
-    "dp": on(data_parallel, D8),
-    "zero": on(zero, D8, stage=2),
-    "reshard": on(fsdp, D8, reshard_after_forward=True, pad=True),
-    "gathered": on(fsdp, D8, reshard_after_forward=False),
-    "keep": on(fsdp, D8, keep_gathered=("head",)),
-    "hsdp": on(hsdp, {"replica": 2, "data": 4}, num_minibatches=2, use_scan=True),
-    "auto": on(fsdp, D8, mode="auto"),
-}
-
-
 @pytest.mark.parametrize("name", [slow_unless([("fsdp",)], name) for name in STRATEGIES])
 def test_a_step_of_somebodys_model_is_that_of_one_device(name):
     check_adapted(Somebodys(), STRATEGIES[name], SOMEBODYS)
 
 
-OF_OURS = {
-    "fsdp": (Transformer(**OURS), on(fsdp, D8)),
-    "split": (Transformer(**OURS, split_axis="model", num_kv_heads=2), on(fsdp, D24)),
-    "sequence": (
-        Transformer(**OURS, split_axis="model", sequence_parallel=True, remat="full"),
-        on(fsdp, D24, num_minibatches=2),
-    ),
-    "ring": (
-        Transformer(**OURS, split_axis="model", sequence_parallel=True, overlap="ring"),
-        on(fsdp, D24),
-    ),
-    "unscanned": (
-        Transformer(**OURS, split_axis="model", scan_layers=False, qkv_bias=True),
-        on(zero, D24, stage=1),
-    ),
-    "annotated": (
-        Transformer(**OURS, annotate=True),
-        on(
-            fsdp,
-            D24,
-            mode="auto",
-            rules=[
-                ("heads", "model"),
-                ("mlp", "model"),
-                *((name, None) for name in ("embed", "kv_heads", "vocab")),
-            ],
-        ),
-    ),
-    "explicit": (Transformer(**OURS, split_axis="model"), on(fsdp, D24, mode="explicit")),
-    "context": (
-        Transformer(**OURS, context_axis="context"),
-        on(fsdp, {"data": 4, "context": 2}, context_axis="context"),
-    ),
-    "stages": (
-        Transformer(**OURS),
-        on(fsdp, {"data": 4, "stage": 2}, num_minibatches=2, pipeline=Pipeline("stage")),
-    ),
+OF_OURS = TRANSFORMERS | {
     "kept": (
         Transformer(**OURS),
         on(
