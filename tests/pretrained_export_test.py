@@ -1,6 +1,7 @@
 """What is exported is what was loaded, bit for bit; and nothing half-written has the name."""
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from manualpar import lora, make_mesh
-from manualpar.pretrained import export_hf, load_hf
+from manualpar.pretrained import export, export_hf, load_hf, tensor_writer
 from tests.pretrained_load_test import CONFIG, llama, program_of, tensors_of, write
 
 
@@ -31,6 +32,12 @@ def source(tmp_path_factory):
 
 def read(directory):
     return {k: x for path in directory.glob("*.safetensors") for k, x in load_file(path).items()}
+
+
+def current_umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def assert_same_files(found, expected):
@@ -57,6 +64,9 @@ def test_what_was_loaded_is_written_again_bit_for_bit(source, tmp_path):
     original = json.loads((directory / "config.json").read_text())
     assert json.loads((target / "config.json").read_text()) == original
     assert safe_open(target / shards[0], "np").__enter__().metadata() == {"format": "pt"}
+    # Whoever may read what this user writes may read the weights.
+    modes = {path.stat().st_mode & 0o777 for path in target.iterdir()}
+    assert modes == {0o666 & ~current_umask()}
     # What is written can be loaded again, and a family is found without another directory.
     again = export_hf(program, load_hf(program, target), tmp_path / "again", tokenizer=__file__)
     assert_same_files(read(again), {k: x.astype(np.float32) for k, x in tensors.items()})
@@ -75,6 +85,17 @@ def test_what_was_loaded_is_written_again_bit_for_bit(source, tmp_path):
     refused("max_shard_bytes is 0, expected at least 1", max_shard_bytes=0)
     refused(r"no family of models is like this .*qwen2 has another qkv_bias", family="qwen2")
     refused("cannot be copied", tokenizer=tmp_path / "none.json")
+
+
+def test_processes_that_do_not_share_the_directory_are_refused(source, tmp_path, monkeypatch):
+    directory, _ = source
+    program = program_of(llama(directory), make_mesh({"data": 8}))
+    state = load_hf(program, directory)
+    for other in (None, [0, 0]):  # It is not there, or another folder has the name.
+        monkeypatch.setattr(export, "gather", lambda found, other=other: [found, other])
+        with pytest.raises(ValueError, match=r"process 1 does not see .*\.out\.partial, which"):
+            export_hf(program, state, tmp_path / "out", like=directory)
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -99,17 +120,14 @@ def test_an_export_that_fails_leaves_nothing_under_its_name(source, tmp_path, mo
     directory, tensors = source
     program = program_of(llama(directory), make_mesh({"data": 8}))
     state = load_hf(program, directory)
-    from manualpar.pretrained import export
-
     written = []
 
-    def fail(path, tensors):
-        written.append(path)
+    def fail(file, place, index, value):
+        written.append(place)
         if len(written) == 3:
             raise OSError("no space left")
-        path.write_bytes(b"half")
 
-    monkeypatch.setattr(export, "_write_file", fail)
+    monkeypatch.setattr(tensor_writer, "write_slice", fail)
     options = {"like": directory, "max_shard_bytes": 2000}
     with pytest.raises(OSError, match="no space left"):
         export_hf(program, state, tmp_path / "out", **options)

@@ -15,6 +15,18 @@ from tests.pretrained_load_test import CONFIG, llama, tensors_of, write
 from tests.training_imported_model_test import make_tokenizer
 
 pytestmark = pytest.mark.slow
+# As into a bucket, where each process puts whole files.
+IN_TURN = """
+import sys
+from manualpar.pretrained import export, target
+from manualpar.training.import_export import export_command
+
+class Alone(target.DiskTarget):
+    folder = property(lambda self: None, lambda self, value: None)
+
+export.open_target = Alone
+sys.exit(export_command(sys.argv))
+"""
 ROOT = Path(__file__).parents[1]
 TWO = ["-m", "manualpar.launch", "--processes=2", "--devices-per-process=4", "--", sys.executable]
 
@@ -24,6 +36,10 @@ def run(*arguments, code=0):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def bytes_of(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def test_a_model_comes_and_goes_with_two_processes_and_is_trained_without_its_files(tmp_path):
@@ -56,6 +72,10 @@ def test_a_model_comes_and_goes_with_two_processes_and_is_trained_without_its_fi
     run(*TWO, *exports, f"--to={tmp_path / 'same'}", "--max-shard-bytes=4000")
     assert_same_files(read(tmp_path / "same"), tensors)
     assert (tmp_path / "same" / "tokenizer.json").exists()
+    run(*exports, f"--to={tmp_path / 'one'}", "--max-shard-bytes=4000", "--devices=8")
+    run(*TWO, "-c", IN_TURN, *exports[2:], f"--to={tmp_path / 'turn'}", "--max-shard-bytes=4000")
+    assert len(bytes_of(tmp_path / "one")) == 7
+    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "same") == bytes_of(tmp_path / "turn")
     shutil.rmtree(theirs)
     model = f"--config.model.from_hf={work / 'model'}"
     assert "going on from the checkpoint of step 0" in run("-m", "experiments.fsdp", *flags, model)

@@ -1,24 +1,26 @@
 """A state written as `.safetensors` files that other people's programs read.
 
-Tensors are taken out of the shards one at a time, and files are written one at a time, by the
-processes in turn. So a process holds the tensors of one file besides its state.
+On a disk the first process writes the headers of all files, and then every process the slices of
+its own devices, see `tensor_writer`. In a bucket a file is put whole. There the processes write
+files in turn, and tensors are gathered.
 
 Invariants: a tensor has the bits that the same parameters would have on one device. What has the
 name that was asked for is whole, see `target`.
 """
 
-import itertools
+import contextlib
 import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from manualpar.cluster.agreement import gather
 from manualpar.core.program import Program
 from manualpar.extras import require
 from manualpar.finetuning.merging import given_variables, is_adapter
@@ -27,14 +29,13 @@ from manualpar.pretrained.architecture import read_architecture, read_config
 from manualpar.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.pretrained.load import failing_together
 from manualpar.pretrained.model_config import architecture_of, write_config
-from manualpar.pretrained.slices import bits_of
 from manualpar.pretrained.sources import check_same_model, transformer_of
 from manualpar.pretrained.target import Target, open_target
 from manualpar.pretrained.tensor_bytes import DTYPES
 from manualpar.pretrained.tensor_files import INDEX_FILE, ONE_FILE, TensorFiles, has_tensors
-from manualpar.pretrained.tensor_names import Piece, pieces_of_transformer
+from manualpar.pretrained.tensor_names import pieces_of_transformer
+from manualpar.pretrained.tensor_writer import Files, Tensor, create_files, write_tensors
 from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
-from manualpar.state_arrays import to_host
 from manualpar.state_transfer import plain_leaves, variable_leaves
 from manualpar.storage import AnyPath, user_path
 from manualpar.train_state import TrainState
@@ -54,31 +55,6 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-
-
-class Tensor(NamedTuple):
-    """A tensor to write.
-
-    Attributes:
-      name: Its name.
-      shape: Its shape.
-      sizes: The sizes of the parameter's dims that are in it, in their order.
-      dtype: The dtype that it is written in.
-      leaf: The name of the variable that it is a part of.
-      piece: Which part of it, and how the dims go together.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]
-    dtype: np.dtype
-    leaf: str
-    piece: Piece
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that it takes in a file."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 def export_hf(
@@ -113,20 +89,20 @@ def export_hf(
       dtype: The dtype of all tensors, such as `"bfloat16"`. By default that of `like`, or that of
         the parameters.
       tokenizer: A `tokenizer.json` to put beside the weights in place of that of `like`.
-      max_shard_bytes: The most bytes of tensors in a file, unless one tensor has more. A process
-        holds a file in memory while it makes it.
+      max_shard_bytes: The most bytes of tensors in a file, unless one tensor has more.
 
     Returns:
       The directory.
 
     Raises:
       ValueError: No family is the same model, `like` is another one, or there is something in the
-        way. Nothing has been written.
+        way; or a process does not see what the first writes. Nothing has been written.
       OSError: The files cannot be written; the directory is as it was.
 
     Communication:
-      Within a process none. Over several, an all-gather for each tensor, for which every device
-      holds that one tensor whole for a moment, and a few bytes for each file.
+      None within a process, and none to a disk but a few bytes that say whether all processes are
+      well. To a bucket, over several, an all-gather for each tensor, for which every device holds
+      that one whole, and one device a file. And with adapters, what merging them needs.
     """
     check_state("export_hf", program.abstract_state, state)
     with failing_together():
@@ -139,18 +115,16 @@ def export_hf(
         extras = _extra_files(source, tokenizer)
         if jax.process_index() == 0:
             target.begin()
+            if target.folder is not None:
+                create_files(target.folder, files)
+    if target.folder is not None:
+        _check_shared(target.folder)
     arrays = {leaf.name: x for leaf, x in given_variables(program, state)}
-    for number, (name, of_file) in enumerate(files.items()):
-        is_mine = number % jax.process_count() == jax.process_index()
-        made = {}
-        for tensor in of_file:
-            value = _take(arrays[tensor.leaf], tensor)
-            if is_mine:
-                made[tensor.name] = value
+    if target.folder is not None:
         with failing_together():
-            if is_mine:
-                with target.file(name) as path:
-                    _write_file(path, made)
+            write_tensors(target.folder, files, arrays)
+    else:
+        _write_in_turn(target, files, arrays)
     with failing_together():
         if jax.process_index() == 0:
             _write_rest(target, config, files, extras)
@@ -230,38 +204,47 @@ def _divide(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, list[Tensor]
     }
 
 
-def _take(x: jax.Array, tensor: Tensor) -> np.ndarray:
-    """A tensor whole, on the host, as the file has it."""
-    piece = tensor.piece
-    # What is beyond the sizes is padding.
-    value = _entry_of(x, piece.entry)[tuple(map(slice, tensor.sizes))]
-    bits = bits_of(value)
-    order = [piece.dims.index(name) for name in itertools.chain(*piece.merged)]
-    ordered = np.ascontiguousarray(bits.transpose(order)).view(value.dtype)
-    return ordered.reshape(tensor.shape).astype(tensor.dtype, copy=False)
+def _check_shared(folder: Path) -> None:
+    """Refuses processes that do not see the folder that the first has made."""
+    found = None
+    with contextlib.suppress(FileNotFoundError):
+        status = folder.stat()
+        found = [status.st_ino, status.st_mtime_ns]
+    others = gather(found)
+    unlike = [number for number, other in enumerate(others) if other != others[0]]
+    if unlike:
+        if jax.process_index() == 0:
+            shutil.rmtree(folder)
+        raise ValueError(
+            f"export_hf: process {unlike[0]} does not see {folder}, which process 0 has made; "
+            "expected a directory on a file system that all processes share, because each writes "
+            "what its own devices hold, or one in a bucket."
+        )
 
 
-def _entry_of(x: jax.Array, entry: tuple[int, ...]) -> np.ndarray:
-    """An entry along the leading dims of an array, whole, on the host of every process."""
-    if x.is_fully_replicated:
-        return np.asarray(x.addressable_data(0)[entry])
-    stacked = len(entry)
-    if not x.is_fully_addressable:
-        sharding: Any = x.sharding
-        spec = PartitionSpec(*sharding.spec[stacked:])
-        take = on_auto_axes(_index, mesh=sharding.mesh, out_specs=spec)
-        with no_mesh():
-            whole = jax.jit(take, out_shardings=NamedSharding(sharding.mesh, spec))(x, entry)
-        return to_host(whole)
-    out = np.empty(x.shape[stacked:], x.dtype)
-    for shard in x.addressable_shards:
-        starts = [part.start or 0 for part in shard.index[:stacked]]
-        own = tuple(at - start for at, start in zip(entry, starts, strict=True))
-        inside = [0 <= at < size for at, size in zip(own, shard.data.shape, strict=False)]
-        if shard.replica_id == 0 and all(inside):
-            part = np.asarray(shard.data[own] if own else shard.data)
-            bits_of(out)[shard.index[stacked:]] = bits_of(part)
-    return out
+def _write_in_turn(target: Target, files: Files, arrays: Mapping[str, jax.Array]) -> None:
+    """Writes each file in one process, because nobody else sees it before it is whole."""
+    for number, (name, tensors) in enumerate(files.items()):
+        gathered = [_gathered(arrays[tensor.leaf], tensor) for tensor in tensors]
+        with failing_together():
+            if number % jax.process_count() == jax.process_index():
+                with target.file(name) as path:
+                    own = {name: [tensor for tensor, _ in gathered]}
+                    create_files(path.parent, own)
+                    write_tensors(path.parent, own, {t.leaf: x for t, x in gathered})
+
+
+def _gathered(x: jax.Array, tensor: Tensor) -> tuple[Tensor, jax.Array]:
+    """A tensor with an array that this process has the whole of."""
+    if x.is_fully_addressable:
+        return tensor, x
+    sharding: Any = x.sharding
+    take = on_auto_axes(_index, mesh=sharding.mesh, out_specs=PartitionSpec())
+    with no_mesh():
+        replicated = NamedSharding(sharding.mesh, PartitionSpec())
+        whole = jax.jit(take, out_shardings=replicated)(x, tensor.piece.entry)
+    alone = tensor._replace(leaf=tensor.name, piece=tensor.piece._replace(entry=()))
+    return alone, whole.addressable_data(0)
 
 
 def _index(x: jax.Array, entry: tuple[jax.Array, ...]) -> jax.Array:
@@ -285,18 +268,10 @@ def _extra_files(source: Path | None, tokenizer: Path | str | None) -> dict[str,
     return extras
 
 
-def _write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes a file of tensors."""
-    from safetensors.numpy import save_file
-
-    # Without the format transformers does not load a file.
-    save_file(dict(tensors), path, metadata={"format": "pt"})
-
-
 def _write_rest(
     target: Target,
     config: Mapping[str, Any],
-    files: Mapping[str, Sequence[Tensor]],
+    files: Files,
     extras: Mapping[str, Path],
 ) -> None:
     """Writes copies of others' files, the index if there are several of tensors, and the config."""

@@ -1,9 +1,9 @@
 """Slices of tensors in files, as the shards that the devices of this process hold.
 
 A slice that several devices have is read once. Parts of a variable that lie side by side are read
-together, because their rows are longer then. Numbers are turned and cast on the host, block by
-block. So what a process holds besides its state is a few boxes of `BOX_BYTES`, or a few shards if
-those are larger: those that are being read, one in each thread.
+together, because their rows are longer then. Numbers are turned and cast on the host, band by band
+of a tensor. So what a process holds besides its state is a few boxes of `BOX_BYTES`, or a few
+shards if those are larger: those that are being read, one in each thread.
 """
 
 import concurrent.futures
@@ -24,9 +24,11 @@ from manualpar.pretrained.tensor_names import Piece
 from manualpar.state_arrays import Leaf
 
 THREADS = min(8, os.cpu_count() or 1)
-BOX_BYTES = 64 << 20
+BOX_BYTES = 128 << 20
+# The most numbers of a tensor that are turned at a time, unless a row has more.
+BAND = 1 << 20
 # Numbers along the dims that are contiguous in the source, and in what they are copied to.
-BLOCK = 256, 16
+BLOCK = 1024, 16
 # For each dim where it begins and ends.
 Bounds = tuple[tuple[int, int], ...]
 
@@ -165,9 +167,14 @@ def within(bounds: Bounds, box: Bounds) -> tuple[slice, ...]:
 
 
 def common(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> Bounds:
-    """What two boxes have in common; a dim that ends where it begins, or before, is empty."""
+    """What two boxes have in common, which may be empty."""
     pairs = zip(a, b, strict=True)
     return tuple((max(low, start), min(high, stop)) for (low, high), (start, stop) in pairs)
+
+
+def is_empty(box: Bounds) -> bool:
+    """Whether a dim ends where it begins, or before."""
+    return any(start >= stop for start, stop in box)
 
 
 def _devices_by_part(leaf: Leaf) -> dict[Bounds, list[jax.Device]]:
@@ -205,8 +212,18 @@ _Read = tuple[int, int, dict[str, tuple[int, int]]]
 
 def slices_of(piece: Piece, sizes: Sequence[int], box: Bounds) -> Iterator[Slice]:
     """The slices of a tensor that together are a box of a parameter; none if it is empty."""
-    if any(start >= stop for start, stop in box):
+    if is_empty(box):
         return
+    outermost = next(itertools.chain(*piece.merged), None)
+    if outermost is not None and _volume(box) > BAND:
+        dim = piece.dims.index(outermost)
+        start, stop = box[dim]
+        rows = max(1, BAND * (stop - start) // _volume(box))
+        if rows < stop - start:
+            for at in range(start, stop, rows):
+                band = *box[:dim], (at, min(at + rows, stop)), *box[dim + 1 :]
+                yield from slices_of(piece, sizes, band)
+            return
     size_of = dict(zip(piece.dims, sizes, strict=True))
     box_of = dict(zip(piece.dims, box, strict=True))
     for reads in itertools.product(*(_ranges(names, size_of, box_of) for names in piece.merged)):

@@ -8,7 +8,6 @@ killed are told from somebody else's, and go with the next one.
 """
 
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from manualpar.pretrained.directory import CONFIG_FILE
+from manualpar.pretrained.tensor_bytes import sync
 from manualpar.storage import AnyPath, BucketPath
 
 UNFINISHED = ".unfinished"
@@ -26,9 +26,11 @@ class Target(Protocol):
 
     Attributes:
       path: The folder.
+      folder: Where all processes see the files while they are written; `None` in a bucket.
     """
 
     path: AnyPath
+    folder: Path | None
 
     def check_free(self) -> None:
         """Raises a `ValueError` if there is something in the way."""
@@ -55,6 +57,7 @@ class DiskTarget:
         self.path: AnyPath = path
         self._target, whole = path, path.absolute()
         self._partial = whole.parent / f".{whole.name}.partial"
+        self.folder: Path | None = self._partial
 
     def check_free(self) -> None:
         """See `Target`."""
@@ -73,15 +76,15 @@ class DiskTarget:
     def file(self, name: str) -> Iterator[Path]:
         """See `Target`."""
         yield self._partial / name
-        _sync(self._partial / name)
+        sync(self._partial / name)
 
     def finish(self) -> None:
         """See `Target`."""
-        _sync(self._partial)
+        sync(self._partial)
         if self._target.exists():
             self._target.rmdir()  # It is empty.
         self._partial.rename(self._target)
-        _sync(self._target.absolute().parent)
+        sync(self._target.absolute().parent)
 
 
 class BucketTarget:
@@ -89,6 +92,7 @@ class BucketTarget:
 
     def __init__(self, path: BucketPath) -> None:
         self.path: AnyPath = path
+        self.folder: Path | None = None
         self._target = path
 
     def check_free(self) -> None:
@@ -121,12 +125,3 @@ def _not_empty(target: AnyPath) -> ValueError:
         f"export_hf: {target} is not empty, expected a new directory: files of two models would be "
         "in it. Name another one, or delete what is there."
     )
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file or a folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
