@@ -57,6 +57,10 @@ WAYS: Mapping[str, tuple[Callable[[Any], Any], Mapping[str, Any]]] = {
         {"trainable": LAST, "frozen_dtype": "bfloat16"},
     ),
     "LoRA of rank 8": (lambda model: lora(model, ADAPTED, alpha=16), {}),
+    "LoRA of rank 8, adapters whole": (
+        lambda model: lora(model, ADAPTED, alpha=16),
+        {"min_weight_size": 2**18},
+    ),
     "LoRA of rank 8, the rest in bfloat16": (
         lambda model: lora(model, ADAPTED, alpha=16),
         {"frozen_dtype": "bfloat16"},
@@ -122,8 +126,7 @@ def build(way: str, *, devices: int = 8, hidden_size: int = 256, layers: int = 4
         language_model_loss,
         mesh=make_mesh({"data": devices}),
         batch=Batch(inputs=tokens, labels=tokens),
-        min_weight_size=1024,
-        **options,
+        **{"min_weight_size": 1024, **options},
     )
 
 

@@ -22,3 +22,14 @@ def test_what_is_frozen_costs_less(devices8):
     assert narrow.parameters < last.parameters
     assert narrow.gathers_sent < last.gathers_sent
     assert len(every.cells()) == len(HEADER)
+
+
+@pytest.mark.slow
+def test_adapters_that_are_whole_need_fewer_collectives_than_all_parameters(devices8):
+    del devices8
+    rows = ("all parameters", "LoRA of rank 8", "LoRA of rank 8, adapters whole")
+    # Large enough that kernels are sharded by default.
+    every, sharded, whole = (measure(row, compile=False, hidden_size=256, layers=4) for row in rows)
+    assert whole.collectives < every.collectives < sharded.collectives
+    assert whole.gradients_sent == 2 * sharded.gradients_sent
+    assert whole.gathers_sent < sharded.gathers_sent
