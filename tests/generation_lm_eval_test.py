@@ -12,6 +12,8 @@ from manualpar.generation.stored_run import load_directory
 
 pytestmark = pytest.mark.slow
 
+# The stop strings of tasks that have texts written.
+ANSWERS = {"free": [], "stopped": ["a", "yes"], "stopped by several tokens": ["bc", "d "]}
 WORDS = ["<s>", "</s>", "a", "b", "c", "d", "e", " ", ".", "ab", "cd", "de", "?", "yes", "no"]
 
 
@@ -85,48 +87,17 @@ def tasks(tmp_path_factory):
         "metric_list": [{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
     }
     kinds = {"choices": choices, "rolling": rolling}
+    for name, until in ANSWERS.items():
+        kinds[name] = {
+            "output_type": "generate_until",
+            "doc_to_target": "yes",
+            "generation_kwargs": {"until": until, "do_sample": False, "max_gen_toks": 12},
+            "metric_list": [{"metric": "exact_match"}],
+        }
     return [
         ConfigurableTask(config={"task": name, **data, **kind, "metadata": {"version": 1}})
         for name, kind in kinds.items()
     ]
-
-
-def _in_torch(directory, max_length):
-    """The same model in torch, one request at a time, with what the harness has for windows."""
-    import torch
-    import transformers
-    from lm_eval.api.model import LM
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
-    model = transformers.LlamaForCausalLM.from_pretrained(directory).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-
-    def encode(text):
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    def score(context, completion):
-        tokens = torch.tensor([(context + completion)[-max_length - 1 :]])
-        with torch.no_grad():
-            logits = model(tokens[:, :-1]).logits[0].log_softmax(-1)[-len(completion) :]
-        wanted = torch.tensor(completion)
-        total = logits.gather(1, wanted[:, None]).sum().item()
-        return total, bool((logits.argmax(-1) == wanted).all())
-
-    class InTorch(LM):
-        def loglikelihood(self, requests):
-            return [score([0, *encode(x)], encode(y)) for x, y in (r.args for r in requests)]
-
-        def loglikelihood_rolling(self, requests):
-            found = []
-            for request in requests:
-                windows = get_rolling_token_windows(encode(request.args[0]), 0, max_length, 1)
-                found.append(sum(score(*make_disjoint_window(each))[0] for each in windows))
-            return found
-
-        def generate_until(self, requests):
-            raise NotImplementedError
-
-    return InTorch()
 
 
 def _samples(results, task):
@@ -136,15 +107,26 @@ def _samples(results, task):
 
 def test_the_harness_finds_the_same_here_and_in_torch(directory, tasks, devices8):
     del devices8
+    pytest.importorskip("accelerate", reason="pip install -e '.[interop]'")
     import lm_eval
+    from lm_eval.models import huggingface
 
     trained = load_directory(directory, mesh={"data": 4, "model": 2})
     tokenizer = load_tokenizer(str(directory))
-    generator = Generator(trained.program, tokenizer, batch_size=8)
+    # Here an answer ends at a BOS too, and theirs goes on behind it.
+    stop_tokens = [tokenizer.end_token]
+    generator = Generator(trained.program, tokenizer, batch_size=8, stop_tokens=stop_tokens)
     ours = lm_eval_model(generator, trained.state, max_length=32)
-    theirs = _in_torch(directory, max_length=32)
-    options = {"tasks": tasks, "bootstrap_iters": 0, "log_samples": True}
-    found, expected = (lm_eval.simple_evaluate(model, **options) for model in (ours, theirs))
+    options = {"bootstrap_iters": 0, "log_samples": True}
+    found = lm_eval.simple_evaluate(ours, tasks=tasks, **options)
+    expected = {"samples": {}}
+    for task in tasks:
+        # Theirs has a second BOS before a document, and scores it, unless it is told not to.
+        told = {"add_bos_token": False} if task.config.task == "rolling" else {}
+        theirs = huggingface.HFLM(
+            str(directory), max_length=32, dtype="float32", device="cpu", batch_size=6, **told
+        )
+        expected["samples"] |= lm_eval.simple_evaluate(theirs, tasks=[task], **options)["samples"]
     for got, wanted in zip(_samples(found, "choices"), _samples(expected, "choices"), strict=True):
         np.testing.assert_allclose(
             [float(x[0]) for x in got], [float(x[0]) for x in wanted], atol=1e-3
@@ -152,3 +134,7 @@ def test_the_harness_finds_the_same_here_and_in_torch(directory, tasks, devices8
         assert [x[1] for x in got] == [x[1] for x in wanted]
     rolling = [np.ravel(_samples(results, "rolling")) for results in (found, expected)]
     np.testing.assert_allclose(*[x.astype(float) for x in rolling], rtol=1e-4)
+    for name in ANSWERS:
+        found_texts, wanted_texts = (_samples(results, name) for results in (found, expected))
+        assert found_texts == wanted_texts
+        assert len(set(map(tuple, found_texts))) > 3

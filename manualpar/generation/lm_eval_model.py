@@ -23,7 +23,9 @@ from manualpar.train_state import TrainState
 # What a request of the harness says of drawing, by our names.
 DRAWING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p"}
 MAX_TOKENS = 256
-IGNORED = frozenset({"until", "do_sample", "max_gen_toks", "max_new_tokens", "max_tokens"})
+# How a request calls the most tokens of an answer; where it has several, the last one counts.
+LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens", "max_gen_toks")
+IGNORED = frozenset({"until", "do_sample", *LENGTHS})
 
 
 def lm_eval_model(
@@ -106,7 +108,7 @@ def _options(asked: dict[str, Any], max_tokens: int) -> dict[str, Any]:
             f"{sorted(IGNORED | DRAWING.keys())}."
         )
     until = asked.get("until") or []
-    for name in ("max_gen_toks", "max_new_tokens", "max_tokens"):
+    for name in LENGTHS:
         max_tokens = asked.get(name, max_tokens)
     options: dict[str, Any] = {ours: asked[name] for name, ours in DRAWING.items() if name in asked}
     if not asked.get("do_sample", options.get("temperature", 0) > 0):
