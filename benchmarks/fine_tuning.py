@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.results import note_conditions, write_results
-from manualpar import Batch, Program, fsdp, lora, make_mesh
+from manualpar import Batch, Program, fsdp, lora, make_mesh, quantized
 from manualpar.inspect.step_ledger import ledger
 from manualpar.inspect.trained_parts import trained_parts
 from manualpar.models import Transformer
@@ -63,6 +63,14 @@ WAYS: Mapping[str, tuple[Callable[[Any], Any], Mapping[str, Any]]] = {
     ),
     "LoRA of rank 8, the rest in bfloat16": (
         lambda model: lora(model, ADAPTED, alpha=16),
+        {"frozen_dtype": "bfloat16"},
+    ),
+    "LoRA of rank 8, kernels in int8": (
+        lambda model: lora(quantized(model), ADAPTED, alpha=16),
+        {},
+    ),
+    "LoRA of rank 8, kernels in int8, the rest in bfloat16": (
+        lambda model: lora(quantized(model), ADAPTED, alpha=16),
         {"frozen_dtype": "bfloat16"},
     ),
 }

@@ -20,6 +20,7 @@ def get_config() -> ConfigDict:
         config.model.from_hf = ""  # a directory; the sizes below are then those of its config.json
         config.model.lora = ("*/attention/query:8", "*/attention/value:8", "*/mlp/*:8")  # glob:rank
         config.model.lora_alpha = 16.0
+        config.model.int8 = ()  # glob:block; ("*kernel:64",) stores the layers' weights in 8 bits
     config.data.path = "docs/*.md"
     config.data.batch_size = 16
     config.model.scan_layers = True

@@ -20,6 +20,7 @@ from manualpar import (
     tensor_parallel,
 )
 from manualpar.block_codec import decode, encode
+from manualpar.checkpoints import Checkpoints
 from manualpar.models import Transformer
 from manualpar.training.cross_entropy import language_model_loss
 from tests.finetuning_lora_test import (
@@ -238,3 +239,53 @@ def test_what_a_program_cannot_do_with_codes_is_refused():
 def test_arguments_of_the_wrong_kind_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         quantized(*arguments)
+
+
+WIDE: dict[str, Any] = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "split_axis": "model"}
+MESHES: list[dict[str, int]] = [
+    {"data": 4, "model": 2},
+    {"data": 2, "model": 4},
+    {"model": 8, "data": 1},
+    {"data": 2, "stage": 4},
+    {"data": 2, "model": 2, "stage": 2},
+    {"stage": 4, "model": 2, "data": 1},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_step_is_that_of_one_device_on_every_mesh(mesh):
+    pipeline = Pipeline("stage") if "stage" in mesh else None
+    build = on(fsdp, mesh, num_minibatches=4, pipeline=pipeline)
+    model = Transformer(**{**OURS, **WIDE})
+    check_adapted(model, build, ALL_OF_OURS, loss_fn=language_model_loss)
+
+
+@pytest.mark.slow
+def test_kernels_of_experts_are_encoded_where_they_are_named():
+    model = Transformer(**OURS, num_experts=4, expert_axis="expert", capacity_factor=0.0)
+    names = {"*kernel": 4} | {f"*/experts/{name}": 8 for name in ("gate", "up", "down")}
+    check_adapted(
+        model,
+        on(fsdp, {"data": 4, "expert": 2}, axis_name=("data", "expert")),
+        {"*/attention/*": 2},
+        names,
+        loss_fn=language_model_loss,
+    )
+
+
+@pytest.mark.slow
+def test_checkpoints_hold_codes_and_go_from_mesh_to_mesh(tmp_path, devices8):
+    model = lora(quantized(Transformer(**{**OURS, **WIDE}), BLOCKS), ALL_OF_OURS, alpha=4)
+    first, second = (
+        build(model, mesh, language_model_loss) for mesh in ({"data": 8}, {"data": 2, "model": 4})
+    )
+    state = first.init(jax.random.key(0))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(first, state, step=0, extra={})
+    with Checkpoints(tmp_path) as checkpoints:
+        moved = checkpoints.restore(second, report=lambda line: None).state
+    expected, found = (by_path(p.whole(s)) for p, s in ((first, state), (second, moved)))
+    assert expected.keys() == found.keys()
+    for path, x in expected.items():
+        np.testing.assert_array_equal(found[path], x, err_msg=path)

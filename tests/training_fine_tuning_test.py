@@ -23,6 +23,14 @@ def test_a_config_names_adapters_and_nothing_else_is_trained(devices8):
     assert program.step.model.adapter.low_rank.alpha == 8
 
 
+def test_a_config_names_what_is_stored_in_int8(devices8):
+    program = prepare(_config(int8=("output*/kernel:8",), lora=("output_dense:4",))).program
+    shapes = {info.path: (str(info.dtype), info.shape) for info, _ in program.parameters}
+    assert shapes["output_dense/kernel_codes"] == ("int8", (16, 10))
+    assert shapes["output_dense/kernel_scales"] == ("float32", (16, 2))
+    assert "output_dense/lora_a" in shapes
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -33,6 +41,7 @@ def test_a_config_names_adapters_and_nothing_else_is_trained(devices8):
             {"lora": ("output_dense:2",), "lora_alpha": 0.0},
             "config.model.lora_alpha is 0, expected",
         ),
+        ({"int8": ("*kernel",)}, "config.model.int8 has '*kernel', expected a glob on paths of"),
         ({"lora": ("output:2",)}, "targets has 'output': 2, which matches no module"),
     ],
 )

@@ -51,6 +51,7 @@ FIELDS: Mapping[str, Field] = {
     "data.prefetch": Field(int, 1, below=2**10),  # Each is read by a thread.
     "model.name": Field(str, choices=("classifier", "transformer")),
     "model.lora": Field(tuple, holds_names=True, default=()),
+    "model.int8": Field(tuple, holds_names=True, default=()),
     "model.lora_alpha": Field(float, 0, below=LARGEST, default=16.0),
     "optimizer.learning_rate": Field(float, 0, below=LARGEST),
     "optimizer.warmup_steps": Field(int, 0, below=2**31),

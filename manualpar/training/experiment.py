@@ -22,7 +22,7 @@ from manualpar.sharding.axes import axes_size
 from manualpar.sharding.mesh import abstract_mesh, make_mesh
 from manualpar.strategies import strategy_kinds
 from manualpar.training.config import check_config, complete_config, nearest
-from manualpar.training.fine_tuning import with_adapters
+from manualpar.training.fine_tuning import fine_tuned
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.model_flops import flops_of_example
 from manualpar.training.optimizer import adamw, warmup_cosine_schedule
@@ -99,7 +99,7 @@ def prepare(
             f"or '' for none; the nearest one is {nearest(wanted, paths)!r}."
         )
     _check_best_metric(config, task, program)
-    flops = flops_of_example(task, with_adapters(task.model, config.model), program)
+    flops = flops_of_example(task, fine_tuned(task.model, config.model), program)
     task = dataclasses.replace(task, flops_per_example=flops)
     return Experiment(config, task, schedule, program, chosen)
 
@@ -227,7 +227,7 @@ def _build(
     if set(axis_name) - {"data"}:
         shared["axis_name"] = axis_name if len(axis_name) > 1 else axis_name[0]
     own = {name: parallel[name] for name in kind.fields if name in parallel}
-    model = with_adapters(task.model, config.model)
+    model = fine_tuned(task.model, config.model)
     return kind.builder(model, tx, task.loss_fn, **shared, **own, **kind.constants), chosen
 
 

@@ -1,37 +1,54 @@
 """The fields of a config that say how a model is fine-tuned."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import flax.linen as nn
 import ml_collections
 
 from manualpar.finetuning.lora import lora
+from manualpar.finetuning.quantized import quantized
 
 # Of `config.model`, which are none of the model's own.
-FINE_TUNING_FIELDS = ("lora", "lora_alpha")
+FINE_TUNING_FIELDS = ("lora", "lora_alpha", "int8")
 
 
-def with_adapters(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
-    """A model with the adapters that `config.model` asks for; the model itself if it asks for none.
+def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
+    """A model as `config.model` has it tuned; the model itself if the config says nothing of it.
 
     Raises:
-      ValueError: What `lora` holds is no `glob:rank`, or names a glob twice; or `lora_alpha` is 0.
+      ValueError: What `lora` or `int8` holds is no pair of a glob and a number, or names a glob
+        twice; or `lora_alpha` is 0.
     """
-    targets: dict[str, int] = {}
-    for target in config.lora:
-        glob, _, rank = target.rpartition(":")
-        if not glob or not rank.isdecimal() or int(rank) < 1 or glob in targets:
-            again = ", which is there already" if glob in targets else ""
-            raise ValueError(
-                f"config.model.lora has {target!r}{again}, expected a glob on module paths and a "
-                "rank of at least 1, such as '*/attention/query:8'."
-            )
-        targets[glob] = int(rank)
-    if not targets:
-        return model
+    blocks = _numbers_by_glob(
+        "int8",
+        config.int8,
+        "a glob on paths of parameters and the length of a block of at least 1, such as "
+        "'*kernel:64'",
+    )
+    ranks = _numbers_by_glob(
+        "lora",
+        config.lora,
+        "a glob on module paths and a rank of at least 1, such as '*/attention/query:8'",
+    )
+    tuned: Any = quantized(model, blocks) if blocks else model
+    if not ranks:
+        return tuned
     if not config.lora_alpha:
         raise ValueError(
             "config.model.lora_alpha is 0, expected a number above 0, such as twice the rank: what "
             "an adapter adds is multiplied by lora_alpha / rank."
         )
-    return lora(model, targets, alpha=config.lora_alpha)
+    return lora(tuned, ranks, alpha=config.lora_alpha)
+
+
+def _numbers_by_glob(field: str, targets: Iterable[str], expected: str) -> dict[str, int]:
+    """What a field holds as `glob:number`."""
+    found: dict[str, int] = {}
+    for target in targets:
+        glob, _, number = target.rpartition(":")
+        if not glob or not number.isdecimal() or int(number) < 1 or glob in found:
+            again = ", which is there already" if glob in found else ""
+            raise ValueError(f"config.model.{field} has {target!r}{again}, expected {expected}.")
+        found[glob] = int(number)
+    return found
