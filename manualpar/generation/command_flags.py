@@ -112,8 +112,8 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
     try:
         if path == "-":
             return list(_objects(sys.stdin, path))
-        with open_for_reading(user_path(path)) as file:
-            return list(_objects(io.TextIOWrapper(file, encoding="utf-8"), path))
+        with io.TextIOWrapper(open_for_reading(user_path(path)), encoding="utf-8") as file:
+            return list(_objects(file, path))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}.") from error
 
