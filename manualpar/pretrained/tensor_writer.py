@@ -37,6 +37,9 @@ from manualpar.pretrained.tensor_bytes import (
 )
 from manualpar.pretrained.tensor_names import Piece
 
+# Devices whose memory is the host's.
+ON_HOST = "cpu"
+
 
 class Tensor(NamedTuple):
     """A tensor to write.
@@ -132,7 +135,7 @@ def _own_shards(tensor: Tensor, x: jax.Array) -> dict[Bounds, tuple[jax.Array, t
 
 
 def _to_host(x: jax.Array, index: tuple[Any, ...]) -> np.ndarray:
-    if next(iter(x.devices())).platform == "cpu":
+    if next(iter(x.devices())).platform == ON_HOST:
         return np.asarray(x)[index]  # A view of its memory.
     # Of a copy, because an array keeps what was brought to the host.
     return np.asarray(x[index].copy())
