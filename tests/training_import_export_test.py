@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from configs import fsdp
+from manualpar.data.tokenize import write_token_files
+from manualpar.training.import_export import export_command
 from tests.pretrained_export_test import assert_same_files, read
 from tests.pretrained_load_test import CONFIG, llama, tensors_of, write
+from tests.runs import run_here
 from tests.training_imported_model_test import make_tokenizer
 
-pytestmark = pytest.mark.slow
 # As into a bucket, where each process puts whole files.
 IN_TURN = """
 import sys
@@ -42,6 +45,7 @@ def bytes_of(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_model_comes_and_goes_with_two_processes_and_is_trained_without_its_files(tmp_path):
     theirs, work, given = tmp_path / "theirs", tmp_path / "run", tmp_path / "text.txt"
     theirs.mkdir()
@@ -87,3 +91,38 @@ def test_a_model_comes_and_goes_with_two_processes_and_is_trained_without_its_fi
     assert "is not empty" in run(*exports, f"--to={tmp_path / 'trained'}", code=2)
     none = ["-m", "experiments.export_hf", f"--workdir={tmp_path}", "--to=x"]
     assert "holds no checkpoint, expected the folder of a run" in run(*none, code=2)
+
+
+@pytest.mark.slow
+def test_a_model_takes_the_tokenizer_of_its_token_files_along(tmp_path, devices8):
+    del devices8
+    tokenizer, tokens = tmp_path / "t.json", tmp_path / "tokens"
+    make_tokenizer(tokenizer, 20)
+    (tmp_path / "text.txt").write_text("w2 w3 w4 w5\n" * 3000)
+    write_token_files(str(tmp_path / "text.txt"), str(tokens), tokenizer=str(tokenizer))
+    fields = {
+        "data.source": "tokens",
+        "data.path": tokens,
+        "data.sequence_length": 16,
+        "data.batch_size": 8,
+        "model.hidden_size": 16,
+        "model.num_layers": 1,
+        "model.num_heads": 2,
+        "model.mlp_size": 16,
+        "sample.num_tokens": 0,
+        "training.num_steps": 1,
+        "training.eval_every_steps": 0,
+        "checkpoint.every_steps": 1,
+    }
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]
+    assert run_here(tmp_path / "run", *flags, config="fsdp_lm.py") == 0
+    assert export_command(["", f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+
+
+def test_a_run_of_no_language_model_is_refused(tmp_path, monkeypatch, capsys):
+    extra = {"config": fsdp.get_config().to_dict()}
+    monkeypatch.setattr("manualpar.training.saved_run.read_extra", lambda path: extra)
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    assert export_command(["", f"--workdir={tmp_path}", f"--to={tmp_path / 'out'}"]) == 2
+    assert "a run of config.model.name='classifier', expected 'tran" in capsys.readouterr().err

@@ -65,11 +65,6 @@ def load_run(workdir: AnyPath, *, mesh: dict[str, int] | None = None) -> Trained
       None; each device reads its own part.
     """
     config = saved_config(workdir)
-    if config.model.name != "transformer":
-        raise UsageError(
-            f"--workdir={workdir} holds a run of config.model.name={config.model.name!r}, expected "
-            "'transformer', a language model."
-        )
     multiple = config.model.vocab_multiple
     if (model := (mesh or {}).get("model", 1)) > 1 and multiple % model:
         raise UsageError(

@@ -9,18 +9,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from manualpar.checkpoints import CheckpointError
 from manualpar.checkpoints.folders import open_folder
 from manualpar.cluster import Cluster, DisagreementError, initialize
-from manualpar.data.tokenizer import TOKENIZER
 from manualpar.pretrained import export_hf, load
 from manualpar.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.pretrained.export import SHARD_BYTES, TOKENIZER_FILES
 from manualpar.pretrained.load import failing_together
-from manualpar.storage import AnyPath, BucketPath, copied_files, path_flag, user_path
+from manualpar.storage import AnyPath, BucketPath, path_flag, user_path
 from manualpar.training.command_line import CommandLine, quiet_absl
 from manualpar.training.config import check_config
 from manualpar.training.devices import simulate_devices
@@ -130,6 +130,7 @@ def export_command(argv: Sequence[str]) -> int:
         if like is None and not flags.family and source:
             like = user_path(source) if (user_path(source) / CONFIG_FILE).exists() else None
         experiment = prepare_saved(config)
+        dataset: Any = experiment.task.dataset
         restored = restore_saved(experiment, flags.workdir, report=say)
         target = export_hf(
             experiment.program,
@@ -138,7 +139,8 @@ def export_command(argv: Sequence[str]) -> int:
             like=like,
             family=flags.family,
             dtype=flags.dtype,
-            tokenizer=_tokenizer_file(config.data.tokenizer) if like is None else None,
+            # The data knows it: that of token files lies beside them.
+            tokenizer=next(iter(dataset.tokenizer.files), None) if like is None else None,
             max_shard_bytes=flags.max_shard_bytes,
         )
         if isinstance(target, BucketPath):
@@ -184,13 +186,3 @@ def _copy_small_files(source: Path, folder: AnyPath) -> None:
         if (source / name).exists():
             with open_file(source / name, follow_links=True) as file:
                 (folder / name).write_bytes(file.read())
-
-
-def _tokenizer_file(path: str) -> Path | None:
-    """The file of a tokenizer, which may be in a directory; `None` for that of bytes."""
-    if not path:
-        return None
-    found = user_path(path)
-    if isinstance(found, BucketPath):
-        found = copied_files(found, (TOKENIZER,))
-    return found / TOKENIZER if found.is_dir() else found

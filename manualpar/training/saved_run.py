@@ -37,22 +37,29 @@ SPLITS: dict[str, Any] = {
 
 
 def saved_config(workdir: AnyPath) -> ml_collections.ConfigDict:
-    """The config of the newest checkpoint in a workdir, complete and locked.
+    """The config of the newest checkpoint of a language model, complete and locked.
 
     Raises:
-      UsageError: There is no checkpoint, or none with a config.
+      UsageError: There is no checkpoint, none with a config, or one of another model.
     """
     steps = open_folder(workdir / FOLDER).steps()
     if not steps:
         raise UsageError(f"--workdir={workdir} holds no checkpoint, expected the folder of a run.")
     try:
         saved = read_extra(workdir / FOLDER / str(steps[-1]))["config"]
-        return complete_config(ml_collections.ConfigDict(_with_tuples(saved)))
+        config = complete_config(ml_collections.ConfigDict(_with_tuples(saved)))
+        name = config.model.name
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"--workdir={workdir}: the checkpoint of step {steps[-1]} has no config of a run "
             f"({error}), expected one that a training command saved."
         ) from error
+    if name != "transformer":
+        raise UsageError(
+            f"--workdir={workdir} holds a run of config.model.name={name!r}, expected "
+            "'transformer', a language model."
+        )
+    return config
 
 
 def prepare_saved(
