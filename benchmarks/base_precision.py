@@ -6,8 +6,8 @@ python -m benchmarks.base_precision [--steps 200] [--tuning_steps 60]
 A small Transformer on bytes learns the sources of this package in float32, on one device. Then its
 kernels, or all of it, are stored as each of `BASES` says, and it is asked about sources that it has
 not seen: the difference of its logits from those in float32, relative to their standard deviation,
-and its loss. At last LoRA tunes each on the pages of `docs/`, and the loss is that of a page that
-was held out. Bytes are those of all frozen parameters, for each of their elements.
+and its loss. At last LoRA tunes each on pages of `docs/`, and the loss is that of pages that were
+held out. Bytes are those of all frozen parameters, for each of their elements.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 
 def read_batches(pattern: str, number: int, *, seed: int) -> tuple[list[Batch], list[Batch]]:
-    """Batches of bytes of files, and some of the last of them."""
+    """Batches of bytes of files, and some of the last files, which the others do not have."""
     paths = sorted(ROOT.glob(pattern))
     split = max(len(paths) // 10, 1)
     text, held_out = (
