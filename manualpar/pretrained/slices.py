@@ -24,7 +24,7 @@ from manualpar.pretrained.tensor_names import Piece
 from manualpar.state_arrays import Leaf
 
 THREADS = min(8, os.cpu_count() or 1)
-BOX_BYTES = 128 << 20
+BOX_BYTES = 256 << 20
 # The most numbers of a tensor that are turned at a time, unless a row has more.
 BAND = 1 << 20
 # Numbers along the dims that are contiguous in the source, and in what they are copied to.
