@@ -17,8 +17,8 @@ ANSWERS = {"free": [], "stopped": ["a", "yes"], "stopped by several tokens": ["b
 WORDS = ["<s>", "</s>", "a", "b", "c", "d", "e", " ", ".", "ab", "cd", "de", "?", "yes", "no"]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
+@pytest.fixture(scope="module", params=[True, False], ids=["BOS before a prompt", "none"])
+def directory(request, tmp_path_factory):
     """A small Llama of transformers with random weights and a tokenizer."""
     interop = "pip install -e '.[interop]'"
     torch = pytest.importorskip("torch", reason=interop)
@@ -33,8 +33,10 @@ def directory(tmp_path_factory):
     split = tokenizers.Regex("yes|no|ab|cd|de|.")
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(split, "isolated")
     tokenizer.decoder = tokenizers.decoders.Fuse()
-    post = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer.post_processor = post
+    if request.param:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )

@@ -108,7 +108,7 @@ def _test_split(trained: Trained, generator: Generator) -> dict[str, Any]:
 def _completions(
     trained: Trained, generator: Generator, flags: argparse.Namespace, length: int
 ) -> None:
-    lines, tokenizer = read_lines(str(flags.completions)), trained.tokenizer
+    lines = read_lines(str(flags.completions))
     pairs = []
     for number, line in enumerate(lines, 1):
         if not {"context", "completion"} <= line.keys():
@@ -116,8 +116,8 @@ def _completions(
                 f"--completions={flags.completions}, line {number}: expected 'context' and "
                 f"'completion', got {sorted(line)}."
             )
-        context, completion = (tokenizer.encode(line[key]) for key in ("context", "completion"))
-        pairs.append(([tokenizer.bos_token, *context.tolist()], completion.tolist()))
+        completion = trained.tokenizer.encode(line["completion"]).tolist()
+        pairs.append((generator.encode(line["context"]), completion))
     scores = score_completions(generator, trained.state, pairs, max_length=length)
     text = "".join(
         json.dumps({**line, **score._asdict()}, ensure_ascii=False) + "\n"

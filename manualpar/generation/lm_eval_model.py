@@ -22,22 +22,19 @@ from manualpar.train_state import TrainState
 
 # What a request of the harness says of drawing, by our names.
 DRAWING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p"}
-MAX_TOKENS = 256
+MAX_TOKENS = 256  # Of an answer, if a task does not say it.
 # How a request calls the most tokens of an answer; where it has several, the last one counts.
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens", "max_gen_toks")
 IGNORED = frozenset({"until", "do_sample", *LENGTHS})
 
 
-def lm_eval_model(
-    generator: Generator, state: TrainState, *, max_length: int, max_tokens: int = MAX_TOKENS
-) -> Any:
+def lm_eval_model(generator: Generator, state: TrainState, *, max_length: int) -> Any:
     """Makes an `lm_eval.api.model.LM` of a model.
 
     Args:
       generator: The model with its tokenizer.
       state: A state of its program.
       max_length: How many tokens the model sees at once.
-      max_tokens: How many tokens an answer has at most, if a task does not say it.
 
     Returns:
       The model, for `lm_eval.simple_evaluate`.
@@ -58,7 +55,7 @@ def lm_eval_model(
         if spaces:
             context, completion = context[:-spaces], context[-spaces:] + completion
         whole, start = (tokenizer.encode(text).tolist() for text in (context + completion, context))
-        return [tokenizer.bos_token, *start], whole[len(start) :]
+        return generator.encode(context), whole[len(start) :]
 
     class Model(LM):
         """A `Generator` with a state."""
@@ -88,7 +85,7 @@ def lm_eval_model(
             for index, request in enumerate(requests):
                 groups.setdefault(repr(sorted(request.args[1].items())), []).append(index)
             for group in groups.values():
-                options = _options(requests[group[0]].args[1], max_tokens)
+                options = _options(requests[group[0]].args[1])
                 room = max(max_length - options["max_tokens"], 1)
                 prompts = [generator.encode(requests[index].args[0])[-room:] for index in group]
                 answers = generator.generate(state, prompts, **options)
@@ -99,7 +96,7 @@ def lm_eval_model(
     return Model()
 
 
-def _options(asked: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+def _options(asked: dict[str, Any]) -> dict[str, Any]:
     """What a request's generation arguments are for `Generator.generate`."""
     unknown = asked.keys() - IGNORED - DRAWING.keys()
     if unknown:
@@ -108,6 +105,7 @@ def _options(asked: dict[str, Any], max_tokens: int) -> dict[str, Any]:
             f"{sorted(IGNORED | DRAWING.keys())}."
         )
     until = asked.get("until") or []
+    max_tokens = MAX_TOKENS
     for name in LENGTHS:
         max_tokens = asked.get(name, max_tokens)
     options: dict[str, Any] = {ours: asked[name] for name, ours in DRAWING.items() if name in asked}
