@@ -40,6 +40,7 @@ def test_the_same_training_whoever_wrote_it(rows):
     assert all(len(row.processor) == 2 and min(row.processor) > 0 for row in found)
 
 
+@pytest.mark.slow
 def test_what_is_counted_is_what_is_written(rows):
     manual, notebook, one = rows[0]
     # On 4 devices the whole of 784 x 32 + 32 and 32 x 10 parameters; 10 biases are replicated.
@@ -107,6 +108,7 @@ def test_the_report(rows, tmp_path):
     assert first["ratio_to_manual"] == {"median": 1, "low": 1, "high": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == "mlp" else pytest.mark.slow) for n in NAMES]
 )
@@ -134,6 +136,7 @@ def test_a_workload_nobody_knows():
         make_workload("lms")
 
 
+@pytest.mark.slow
 def test_a_plain_step_is_the_programs(devices8):
     workload = make_workload("mlp", is_tiny=True)
     jitted, make_state = plain_step(workload)

@@ -90,6 +90,7 @@ def test_every_block_makes_the_steps_that_it_is_timed_for(bench):
     assert len(lines) == 2 * 3 * 2
 
 
+@pytest.mark.slow
 def test_calls_are_counted_and_the_state_goes_on(bench):
     made = steps_made(bench)
     seconds = training_loop.measure_calls(bench, calls=2)

@@ -171,6 +171,7 @@ class Product(nn.Module):
         return x @ self.param("kernel", init, (128, 1000))
 
 
+@pytest.mark.slow
 def test_what_was_sharded_along_the_largest_dim_is_read(tmp_path):
     """So was every parameter before layouts knew of tiles."""
     old, new = (
@@ -216,6 +217,7 @@ def test_what_is_missing_is_named(programs):
     assert many[-1] == f"and {len(leaves) - 5} more"
 
 
+@pytest.mark.slow
 def test_statistics_and_bfloat16_and_keys_in_the_optimizer(tmp_path):
     program = make_program(
         "fsdp",
@@ -280,6 +282,7 @@ def test_other_programs_read_it_with_orbax_and_tensorstore_alone(saved, tmp_path
     assert found["extra"] == {"position": [1, {"a": None}]}
 
 
+@pytest.mark.slow
 def test_a_workdir_of_another_model_is_named_before_arrays_are_read(saved):
     folder = saved[0]
     wider = make_program("fsdp", jax.devices(), model=Model(hidden_size=24))
@@ -304,6 +307,7 @@ def test_another_kind_of_key_is_refused(saved):
         Checkpoints(saved[0]).restore(program, report=no_report)
 
 
+@pytest.mark.slow
 def test_describing_a_program_again_and_again_keeps_nothing(programs):
     program = programs["fsdp_pad"]
 

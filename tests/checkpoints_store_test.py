@@ -106,6 +106,7 @@ def test_missing_and_truncated_files_are_named(damage, folder, program):
             path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_the_one_before_is_used_where_configured(program, state, tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         for step in (1, 2, 3):
@@ -167,6 +168,7 @@ def test_there_is_none(tmp_path, program):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_retention_and_the_best(program, state, tmp_path):
     losses = {1: 5.0, 2: 3.0, 3: 1.0, 4: 4.0, 5: float("nan"), 6: 2.0, 7: 2.5, 8: 3.0}
     with Checkpoints(tmp_path, keep=2, keep_every_steps=4, best_metric="loss") as checkpoints:
@@ -200,6 +202,7 @@ def test_a_step_is_written_once_and_never_silently_left_out(program, state, tmp_
         assert checkpoints.restore(program, report=no_report).extra == {"which": 2}
 
 
+@pytest.mark.slow
 def test_going_on_from_an_earlier_one_sets_the_later_aside(program, state, tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         for step in (1, 3, 5):
@@ -256,6 +259,7 @@ def test_what_the_caller_changes_later_is_not_written(program, state, tmp_path, 
         assert checkpoints.restore(program, report=no_report).extra == {"position": [1]}
 
 
+@pytest.mark.slow
 def test_an_exception_in_the_context_is_the_one_that_is_seen(
     program, state, tmp_path, capfd, monkeypatch
 ):

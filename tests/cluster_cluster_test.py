@@ -41,6 +41,7 @@ def assert_lost(process, lost, reason):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "victim"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_a_process_that_is_killed_ends_the_others(processes, count, victim):
     started = start_training(processes, count)

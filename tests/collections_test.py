@@ -73,6 +73,7 @@ def test_synchronised_batch_norm_equals_one_device(devices8, builder):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("builder", "use_scan"),
     [

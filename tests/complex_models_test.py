@@ -85,6 +85,7 @@ def slow(*args):
     return pytest.param(*args, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("builder", "model", "axes", "options"),
     [

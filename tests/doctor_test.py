@@ -18,6 +18,7 @@ def _report(capsys, *arguments: str) -> tuple[int, dict[str, str], str]:
     return code, {name: value.strip() for name, value in lines}, printed.err
 
 
+@pytest.mark.slow
 def test_a_report_of_a_config_that_runs(capsys, monkeypatch):
     monkeypatch.setenv("JAX_SOME_TOKEN", "very-secret")
     monkeypatch.setenv("XLA_SOME_SETTING", "17")

@@ -78,6 +78,7 @@ ELSEWHERE = {
 QUICK = ("hsdp",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ELSEWHERE],

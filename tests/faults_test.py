@@ -75,6 +75,7 @@ def cut_off(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip, cut_off, os.remove])
 def test_a_damaged_checkpoint_stops_a_run_or_the_one_before_is_used(
     damage, workdir, undisturbed, capsys
@@ -119,6 +120,7 @@ def test_metrics_that_are_damaged_are_not_gone_on_with(damage, workdir, capsys):
     assert {path: before[path] for path in content(workdir) if path in before} == before
 
 
+@pytest.mark.slow
 def test_lines_that_no_run_writes_are_left_out_and_said(workdir, undisturbed, capsys):
     shutil.rmtree(workdir / "checkpoints" / "40")
     with (workdir / "throughput.jsonl").open("r+b") as file:
@@ -304,6 +306,7 @@ def test_a_step_that_is_not_finite_stops_a_run(tmp_path, poison, undisturbed, ca
     assert places(workdir) == places(undisturbed)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, poison, undisturbed):
     poison(10, 11)
     workdir = tmp_path / "run"

@@ -64,6 +64,7 @@ def check_adapted(model: Any, build: Any, targets: Any, blocks: Any = BLOCKS, **
     check(lora(quantized(model, blocks), targets, alpha=4), build, given=given, **loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow_unless([("fsdp",)], name) for name in STRATEGIES])
 def test_a_step_of_somebodys_model_is_that_of_one_device(name):
     check_adapted(Somebodys(), STRATEGIES[name], SOMEBODYS)

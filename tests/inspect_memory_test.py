@@ -109,6 +109,7 @@ def test_fsdp_holds_less_than_zero_and_zero_less_than_data_parallelism():
         assert peaks == sorted(peaks)
 
 
+@pytest.mark.slow
 def test_what_is_recomputed_is_not_held():
     programs = [scanned(remat) for remat in ("full", "dots", "none")]
     for platform in ("cpu", "tpu"):

@@ -130,6 +130,7 @@ def test_every_stage_sends_what_the_closed_form_says(devices8, name, mesh, field
         check(program, stage)
 
 
+@pytest.mark.slow
 def test_the_stage_that_sends_the_most_is_predicted(devices8):
     program = build("reshard", {"data": 2, "stage": 4})
     for stage in range(4):

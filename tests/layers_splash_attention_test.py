@@ -55,6 +55,7 @@ CASES = {
 FAST = (("groups, documents, padded", True),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "is_fused"),
     [slow_unless(FAST, name, is_fused) for name in CASES for is_fused in (True, False)],

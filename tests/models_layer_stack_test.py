@@ -64,6 +64,7 @@ def test_groups_are_the_same_layers_as_those_written_out(remat):
     chex.assert_trees_all_close(_written_out(MODEL, grads), of_each, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_only_every_so_many_layers_see_more_than_a_window():
     model = MODEL.clone(num_layers=3, scan_layers=False)
     params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]

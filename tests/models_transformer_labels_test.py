@@ -103,6 +103,7 @@ def test_no_step_makes_an_array_of_all_logits() -> None:
     assert largest <= head_loss.CHUNK_ELEMENTS < 4096 * 131_072 // 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("narrow_chunks")
 def test_labels_are_smoothed_and_normalizers_held_in_training_alone() -> None:
     model = MODEL.clone(label_smoothing=0.1, z_loss=0.2, num_layers=1)

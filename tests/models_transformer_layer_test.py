@@ -135,6 +135,7 @@ def test_a_split_transformer_is_the_same_as_one_device(build, mesh, fields, opti
     assert_same_as_plain_flax(program, model, _batch)
 
 
+@pytest.mark.slow
 def test_what_pads_the_vocabulary_has_no_part_in_the_model():
     padded = SMALL.clone(**EVERYTHING)
     _, params, *_ = on_one_device(padded, _batch)

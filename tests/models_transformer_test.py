@@ -113,6 +113,7 @@ def test_a_token_moves_no_logit_of_another_document():
     assert (influences[visible] > 0).all()
 
 
+@pytest.mark.slow
 def test_a_document_is_the_same_wherever_it_lies():
     model = SMALL.clone(bos_token=BOS)
     params = _params(model)
@@ -150,6 +151,7 @@ def test_rotations_are_those_of_the_paper_in_the_dtype_of_what_is_turned():
     chex.assert_type(rotate(x.astype(jnp.bfloat16), angles[:1]), jnp.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "remat", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "dots"))]
 )
@@ -190,6 +192,7 @@ def test_grouped_heads_are_heads_with_the_same_keys_and_values():
         chex.assert_trees_all_equal_shapes(repeated, nn.unbox(variables["params"]))
 
 
+@pytest.mark.slow
 def test_a_tied_head_is_the_embedding():
     tied, untied = SMALL.clone(tied_head=True), SMALL
     params = _params(tied)
@@ -210,6 +213,7 @@ def _kept(model, params, tokens):
     return [x.shape for x in jax.tree.leaves(vjp)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_remat_changes_what_is_kept_and_no_value(scan_layers):
     model = SMALL.clone(scan_layers=scan_layers)

@@ -94,6 +94,7 @@ def names(program):
     return {info.path: place.names for info, place in program.parameters}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("builder", [fsdp, pytest.param(data_parallel, marks=pytest.mark.slow)])
 @in_modes("manual", "explicit")
 @pytest.mark.parametrize("model", [DotReluDot, pytest.param(Stack, marks=pytest.mark.slow)])
@@ -174,6 +175,7 @@ def test_a_stack_must_name_its_dimension(devices8):
         build(Unnamed, devices8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["manual", pytest.param("auto", marks=pytest.mark.slow)])
 def test_penalties_on_boxed_parameters(devices8, mode):
     def penalised(params, apply_fn, batch, rng):
@@ -199,6 +201,7 @@ class Constrained(DotReluDot):
         return y @ self.w2[...]
 
 
+@pytest.mark.slow
 def test_activations_may_be_constrained_in_auto_mode_under_a_mesh(devices8):
     def loss_fn(params, apply_fn, batch, rng):
         out = apply_fn({"params": params}, batch.inputs)

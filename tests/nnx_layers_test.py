@@ -42,6 +42,7 @@ def build(model, devices, builder=fsdp, **options):
     return builder(model, optax.sgd(0.1), options.pop("loss", loss_fn), **options)
 
 
+@pytest.mark.slow
 @in_modes("manual")
 def test_batch_norm(devices8, mode):
     linen, program = (build(model, devices8, mode=mode) for model in (LinenNormed(), Normed))
@@ -208,6 +209,7 @@ TOKENS = np.arange(64 * 6, dtype=np.int32).reshape(64, 6) % 40
 VECTORS = np.random.default_rng(0).normal(size=(64, 6, 16)).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "x", "mode"),
     [
@@ -240,6 +242,7 @@ class Sowing(nnx.Module):
         return self.body(x)
 
 
+@pytest.mark.slow
 def test_what_is_sown_is_there_for_the_asking(devices8):
     def loss(params, apply_fn, batch, rng):
         out, state = apply_fn({"params": params}, batch.inputs, mutable=["losses", "intermediates"])

@@ -100,6 +100,7 @@ LISTED = functools.partial(Model, stacked=False)
 FAST = (Model, {"data": 2, "model": 4}, fsdp, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "axes", "builder", "options"),
     [

@@ -75,6 +75,7 @@ def build(model, mesh, **options):
     return fsdp(model, optax.sgd(0.1), loss_fn, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["nnx.scan", pytest.param("jax.lax.scan", marks=pytest.mark.slow)])
 @in_modes("manual")
 def test_a_stack_trains_and_sends_as_linens(devices8, loop, mode):

@@ -144,6 +144,7 @@ def test_it_is_told_whichever_device_and_minibatch_has_it(devices8, row, use_sca
     assert np.isfinite(metrics["loss"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -297,6 +298,7 @@ OPTIMIZERS = {
 FAST_OPTIMIZERS = {("zero1, pad", tx) for tx in ("a line search",)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tx"),
     [
@@ -310,6 +312,7 @@ def test_every_kind_of_optimizer_keeps_its_state(devices8, name, tx):
     check_skips(make(name, devices8, tx=tx, nonfinite="skip"), POISONED)
 
 
+@pytest.mark.slow
 def test_norms_are_those_of_the_parameters_that_are_kept(devices8):
     program = make("zero1", devices8, nonfinite="skip", norm_metrics=True)
     state, metrics = train(program, [*GOOD[:1], POISONED["an infinite input"]])
@@ -349,6 +352,7 @@ def test_it_costs_eight_bytes_in_the_collective_of_the_metrics(devices8, name, n
     assert total_bytes(found) - total_bytes(plain) == 2 * 8 * 7 / 8
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     "name", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp", "zero1"))]
@@ -404,6 +408,7 @@ def test_a_metric_of_the_same_name_is_refused(devices8):
         make("fsdp", devices8, loss=loss, nonfinite="skip")
 
 
+@pytest.mark.slow
 def test_a_report_changes_nothing_else(devices8):
     batches = [*GOOD, POISONED["an infinite label, so an infinite loss"]]
     plain, _ = train(make("fsdp", devices8), batches[:3])

@@ -180,6 +180,7 @@ def run(model_class, sync, *, check_vma, use_scan=False, num_steps=5):
     return state, state_specs, history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layout_is_the_notebooks(devices8, check_vma):
     state, specs, _ = run(FSDPClassifier, fsdp_sync, check_vma=check_vma)
@@ -199,6 +200,7 @@ def test_layout_is_the_notebooks(devices8, check_vma):
     assert moment.value.sharding.shard_shape(moment.value.shape) == (512 // 8, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("check_vma", "use_scan"),
     [slow_unless({(True, False)}, *pair) for pair in itertools.product((True, False), repeat=2)],

@@ -374,6 +374,7 @@ def test_elementwise_optimizers_add_no_collective(devices8):
     assert collectives_of_optimizers(mesh, ["clip_by_global_norm"])
 
 
+@pytest.mark.slow
 def test_a_step_communicates_no_more_for_adamw_than_for_sgd(devices8):
     def communication(tx):
         program = build(make_mesh({"data": 8}, devices8), tx)

@@ -89,6 +89,7 @@ def _check(name, topology, layout):
     assert plan.mfu == pytest.approx(read.mfu, rel=0.06)
 
 
+@pytest.mark.slow
 def test_a_step_is_that_of_the_traced_program():
     _check("llama3_8b", "h100:128", X(data=16, model=8, num_minibatches=2))
 

@@ -85,6 +85,7 @@ def test_sigterm_while_it_compiles(processes, tmp_path, undisturbed):
     assert process.wait() == 143
 
 
+@pytest.mark.slow
 def test_a_stop_without_checkpoints_says_that_nothing_is_saved(tmp_path, monkeypatch, capsys):
     at_step(monkeypatch, 9, Cluster.request_stop)
     assert run_here(tmp_path / "run", "--config.checkpoint.every_steps=0") == 143

@@ -193,6 +193,7 @@ def test_the_compiled_program_says_the_same_modules(devices8):
     assert written == MODULES | {"", "last/bias"}
 
 
+@pytest.mark.slow
 def test_a_gather_says_of_which_parameter_or_module(devices8):
     def scopes(name, purpose):
         found = trace_collectives(trace(make(name, devices8, num_minibatches=2)))

@@ -94,6 +94,7 @@ def test_training_from_parameters_is_that_of_plain_optax(devices8, name, optimiz
     chex.assert_trees_all_equal(params, before)  # Nothing of ours was written into the source.
 
 
+@pytest.mark.slow
 def test_arrays_from_anywhere_are_the_same_bits(devices8, normed, variables):
     other = make_program("fsdp_pad", devices8[:4], model=Model(norm=True))
     elsewhere = other.init_from(variables).params

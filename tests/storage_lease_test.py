@@ -82,6 +82,7 @@ def test_one_at_a_time_and_the_next_afterwards():
     assert not said
 
 
+@pytest.mark.slow
 def test_of_many_at_once_one_has_it():
     for first in ({}, {".lock-4": owner(is_free=True)}):
         folder, inside, held, barrier = Objects(all_objects=first), [], [], threading.Barrier(6)

@@ -92,6 +92,7 @@ def test_ten_steps_equal_the_single_device(devices8, reference, name, mode):
     np.testing.assert_allclose(metrics["loss"][0] / 64, expected, **TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replica", "data"), [slow_unless({(4, 2)}, *pair) for pair in [(1, 8), (4, 2), (8, 1)]]
 )
@@ -106,6 +107,7 @@ def test_hsdp_on_every_factorisation(devices8, reference, replica, data):
     assert all("replica" not in place.names for place in sharded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axis_name"),
     [

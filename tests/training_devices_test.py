@@ -14,6 +14,7 @@ from manualpar.training.devices import describe_mesh
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_the_number_of_devices_is_the_one_asked_for():
     # A process of its own: the number is fixed once there are devices.
     script = """

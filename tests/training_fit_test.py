@@ -45,6 +45,7 @@ def test_what_cannot_fit_is_refused(fields, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "message"),
     [

@@ -54,6 +54,7 @@ def _no_picture(monkeypatch):
     monkeypatch.setattr(inspection, "draw_ledgers", lambda ledgers, path, **bounds: path.touch())
 
 
+@pytest.mark.slow
 def test_two_configs_side_by_side(capsys):
     assert _run(FSDP, HSDP, *SMALL, *ABSTRACT, "--config.optimizer.num_minibatches=2") == 0
     folder = Path("runs/inspect/001")
@@ -171,6 +172,7 @@ def test_the_links_of_the_axes_are_shown_where_they_differ(capsys, monkeypatch):
     assert "fsdp manual on data=8; of a device" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_no_picture")
 def test_split_layers_send_what_their_closed_form_says(capsys):
     sizes = ("--config.model.hidden_size=16", "--config.model.mlp_size=32")

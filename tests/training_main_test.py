@@ -206,6 +206,7 @@ def test_norms_are_reported_on_request(capsys):
     assert re.search(r"gradient norm \S+  update norm \S+  parameter norm", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_replicas_that_differ_stop_a_run(monkeypatch, capsys):
     def prepare_broken(config):
         experiment = prepare(config)

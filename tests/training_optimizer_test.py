@@ -48,6 +48,7 @@ def test_biases_and_scales_are_spared_also_in_a_scan():
     }
 
 
+@pytest.mark.slow
 def test_weight_decay_moves_kernels_by_its_share_and_biases_not_at_all():
     params = Classifier(hidden_size=4).init(jax.random.key(0), jnp.ones((1, 3)), train=False)
     params = jax.tree.map(lambda x: x + 1.0, params["params"])

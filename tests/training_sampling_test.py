@@ -83,6 +83,7 @@ def _params():
     return jax.jit(MODEL.init)(jax.random.key(1), jnp.zeros((1, 4), jnp.int32))["params"]
 
 
+@pytest.mark.slow
 def test_temperature_zero_takes_the_likeliest_token_of_the_whole_text_so_far():
     params, prompt = _params(), [3, 0, 1]
     options = {"num_tokens": 5, "sequence_length": 8, "temperature": 0}

@@ -289,6 +289,7 @@ def test_a_parameter_is_gathered_once_for_each_use(devices8, name, gathers, scat
     assert text.count(" = reduce_scatter[") == scatters
 
 
+@pytest.mark.slow
 def test_a_penalty_on_the_parameters_reads_them_unboxed(devices8):
     """`params` are boxed in the loss function; `nn.unbox` gives them whole."""
 

@@ -204,6 +204,7 @@ class Normalised(nn.Module):
         return nn.WeightNorm(nn.Dense(WIDTH, name="dense"))(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("builder", "options"),
     [

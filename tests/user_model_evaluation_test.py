@@ -214,6 +214,7 @@ def test_dropout_by_hand_is_refused_with_its_path(devices8):
         build(ByHand(), eval_dropout=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["manual", pytest.param("explicit", marks=pytest.mark.slow)])
 def test_monte_carlo_masks_are_the_devices_and_the_steps_own(devices8, mode):
     dropout = nn.Dropout(0.5, deterministic=False)

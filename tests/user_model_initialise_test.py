@@ -135,6 +135,7 @@ def check(model, mesh, builder=fsdp, **options):
 MODELS = [Typed, TypedStack, NNXTyped, NNXTypedStack]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [slow_unless({(TypedStack,)}, model) for model in MODELS])
 def test_types_in_initialisers_and_calls_under_an_explicit_mesh(devices8, model):
     mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Explicit,) * 2, devices=devices8)
@@ -169,6 +170,7 @@ def test_types_with_two_data_axes(devices8, model):
     np.testing.assert_allclose(jax.device_get(losses), reference(model)[1], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_typed_weights_start_from_those_of_one_device(devices8):
     mesh = make_mesh({"data": 2, "model": 4}, devices8)

@@ -189,6 +189,7 @@ def stepped(params, apply_fn, batch, rng):
     return loss_fn(params, apply_fn, batch, rng)
 
 
+@pytest.mark.slow
 def test_a_derivative_of_shards_is_refused(devices8):
     why = "model: .* is differentiated within .* with nn.vjp, .*If only .* the inputs .*=False"
     here = r"at user_model_probe_test.py:\d+"

@@ -130,6 +130,7 @@ def on_one_device(name):
     return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "program"), list(cases()))
 def test_a_scan_from_flaxs_own_carry_trains_as_on_one_device(devices8, name, program):
     builder, axes, options = PROGRAMS[program]

@@ -129,6 +129,7 @@ def test_masks_differ_along_a_model_axis_where_activations_do(outputs, name):
     assert number_of_different(split) == (2 if "one mask" in name else 8)
 
 
+@pytest.mark.slow
 def test_a_key_that_is_the_same_on_all_devices_stays_as_it_is(outputs):
     assert number_of_different(outputs[0]["a constant key"]) == 1
 
