@@ -52,6 +52,7 @@ def test_merged_kernels_compute_what_adapters_add_and_files_hold_adapters_alone(
     # Another mesh takes what has been saved, and keeps its own base.
     folder = save_adapters(program, state, tmp_path / "adapters")
     assert sum(file.stat().st_size for file in folder.iterdir()) < 40_000
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # As the umask has it.
     other = _program(MODEL, {"data": 4})
     begun = other.init(jax.random.key(9))
     before, after = by_path(begun.params), by_path(load_adapters(other, begun, folder).params)

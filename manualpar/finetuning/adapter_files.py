@@ -48,7 +48,7 @@ def save_adapters(program: Program, state: TrainState, directory: Path | str) ->
       Over several processes an all-gather for each adapter; within one none.
     """
     require("save_adapters", "safetensors")
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     # `import manualpar` loads nothing that processes need to talk to each other.
     from manualpar.cluster.agreement import first_failure
@@ -73,7 +73,7 @@ def save_adapters(program: Program, state: TrainState, directory: Path | str) ->
         try:
             shutil.rmtree(partial, ignore_errors=True)  # Of a process that was killed.
             partial.mkdir(parents=True)
-            save_file(values, partial / ARRAYS_FILE)
+            (partial / ARRAYS_FILE).write_bytes(save(values))  # `save_file` ignores the umask.
             (partial / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
             for name in (ARRAYS_FILE, DESCRIPTION_FILE):
                 with (partial / name).open("rb") as file:
