@@ -84,6 +84,7 @@ def test_what_layers_return_besides_may_be_a_constant():
     assert program.layout.params["layers"]["experts"]["up"][0] == "stage"
 
 
+@pytest.mark.slow
 def test_layers_are_stored_where_they_run():
     program = build({"data": 2, "model": 2, "stage": 2}, fields={"num_kv_heads": 2})
     specs = program.layout.params

@@ -140,6 +140,7 @@ def test_a_dim_over_a_data_axis_and_another_is_refused(devices8):
     assert program.layout.params["up"]["kernel"] == P(None, ("data", "model"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [("a", "b"), ("b", "a")], ids=str)
 @pytest.mark.parametrize("builder", [pytest.param(data_parallel, marks=pytest.mark.slow), fsdp])
 def test_a_dim_over_two_model_axes(devices8, reference, builder, axes):

@@ -82,6 +82,7 @@ def test_another_training_is_refused(wrong, devices8, monkeypatch):
         )
 
 
+@pytest.mark.slow
 def test_the_report(rows, tmp_path):
     workload, output = make_workload("classifier", is_tiny=True), tmp_path / "report.md"
     output.write_text("# Benchmarks\n\ntext\n")

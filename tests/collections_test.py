@@ -105,6 +105,7 @@ def test_running_statistics_are_the_mean_over_devices(devices8, builder, use_sca
     chex.assert_trees_all_equal(jax.device_get(state.collections), before)
 
 
+@pytest.mark.slow
 def test_a_counter_stays_a_counter(devices8):
     class Counting(nn.Module):
         @nn.compact
@@ -150,6 +151,7 @@ def sown_loss(params, apply_fn, batch, rng):
     return loss.mean(), {"loss": (loss.sum(), loss.shape[0])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("builder", "into_sum"),
     [
@@ -242,6 +244,7 @@ class Statistics(nn.Module):
 SYNCS = {"stats": "sum", "stats/high": "max", "stats/low": "min", "counts": "sum"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("builder", "shape", "options"),
     [

@@ -102,6 +102,7 @@ def test_a_damaged_checkpoint_stops_a_run_or_the_one_before_is_used(
     assert_same_run(workdir, undisturbed)
 
 
+@pytest.mark.slow
 def test_when_all_are_damaged_there_is_nothing_to_go_back_to(workdir, capsys):
     for step in complete_steps(workdir):
         flip(array_file(workdir, step))
@@ -109,6 +110,7 @@ def test_when_all_are_damaged_there_is_nothing_to_go_back_to(workdir, capsys):
     assert "holds no checkpoint that can be used: [36, 40] are all damaged" in error_of(capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [cut_off, os.remove])
 def test_metrics_that_are_damaged_are_not_gone_on_with(damage, workdir, capsys):
     damage(workdir / "metrics.jsonl")

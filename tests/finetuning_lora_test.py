@@ -134,6 +134,7 @@ def on(strategy: Any, mesh: dict[str, int], **options: Any) -> Any:
     return functools.partial(strategy, mesh=make_mesh(mesh), **options)
 
 
+@pytest.mark.slow
 def test_the_base_and_what_it_computes_are_as_without_adapters():
     base = Somebodys()
     model = lora(base, SOMEBODYS, alpha=4)
@@ -161,6 +162,7 @@ def test_the_base_and_what_it_computes_are_as_without_adapters():
     )
 
 
+@pytest.mark.slow
 def test_an_adapter_is_a_product_of_low_rank_added_to_the_kernel():
     model = lora(Somebodys(scan=False), SOMEBODYS, alpha=3)
     params = parameters(model)

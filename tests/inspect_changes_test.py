@@ -20,6 +20,7 @@ from manualpar.inspect import (
 )
 from manualpar.inspect.changes import hlo_dtype
 from tests.inspect_compiled_test import module
+from tests.one_device import slow_unless
 from tests.scopes_test import make
 from tests.strategies_test import STRATEGIES
 
@@ -178,13 +179,9 @@ def test_keys_travel_as_numbers(mesh42):
 # The steps of this package.
 
 
-def fast_or_slow(name, mode):
-    is_fast = (name, mode) in [("fsdp", "manual"), ("zero1", "auto")]
-    return pytest.param(name, mode, marks=() if is_fast else pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
-    ("name", "mode"), [fast_or_slow(name, mode) for name in STRATEGIES for mode in MODES]
+    ("name", "mode"),
+    [slow_unless({("fsdp", "manual")}, name, mode) for name in STRATEGIES for mode in MODES],
 )
 @pytest.mark.parametrize("use_scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_step_is_accounted_for(devices8, name, mode, use_scan):

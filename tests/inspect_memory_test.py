@@ -143,6 +143,7 @@ def test_more_devices_hold_less_state_and_the_same_activations():
     assert many.activations <= few.activations * 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_a_scanned_model_grows_with_depth_by_what_a_layer_keeps(remat):
     few, many = (step_memory(scanned(remat, layers)).activations for layers in (2, 4))

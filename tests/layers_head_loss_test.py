@@ -149,6 +149,7 @@ def test_the_largest_logit_is_the_first_of_equals_and_nan_is_larger():
         assert (got.sum(-1) == 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", [D, 2 * B * S])
 def test_sixteen_bits_are_added_up_in_32(devices8, features):
     """With more tokens than features, and with fewer, when the head's gradient is one product."""

@@ -167,6 +167,7 @@ def assert_trains(program, batches, reference, is_set):
         np.testing.assert_allclose(jax.device_get(x), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["manual", "auto", "explicit"])
 def test_a_program_under_the_explicit_mesh_that_jax_makes(devices8, reference, mode):
     mesh = explicit_mesh(devices8)

@@ -21,6 +21,7 @@ import pytest
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.core.strategy import MODES
+from tests.one_device import slow_unless
 
 STRATEGIES = {
     "data_parallel": data_parallel,
@@ -336,7 +337,9 @@ OTHER_MODES = [
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [slow_unless({("zero1",), ("fsdp",)}, strategy) for strategy in STRATEGIES]
+)
 @hypothesis.settings(max_examples=2)
 @hypothesis.given(data=st.data())
 def test_gradients_are_those_of_one_device(devices8, strategy, data):

@@ -208,6 +208,7 @@ def test_an_overflow_by_the_cast_to_the_parameters_dtype_is_told(devices8):
         assert metrics["nonfinite"] == (nonfinite, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["taken the gradient of", "reported"])
 def test_a_loss_that_is_not_finite_is_told_though_its_gradient_is(devices8, which):
     def loss(params, apply_fn, batch, rng):

@@ -218,6 +218,7 @@ def test_dp_and_fsdp_learn_the_batch_alike(devices8, check_vma, use_scan, capsys
     assert f"loss: {losses[-1]:.6f}" in printed
 
 
+@pytest.mark.slow
 def test_checked_and_unchecked_types_give_the_same_numbers(devices8):
     _, _, checked = run(FSDPClassifier, fsdp_sync, check_vma=True)
     _, _, unchecked = run(FSDPClassifier, fsdp_sync, check_vma=False)

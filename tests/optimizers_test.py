@@ -272,6 +272,7 @@ def test_three_steps_equal_the_single_device(devices8, name):
     assert max(jax.tree.leaves(moved)) > 1e-4 or name == "set_to_zero"  # Far above the tolerance.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "builder"),
     [

@@ -23,6 +23,7 @@ def make(name, devices, **options):
     return build(name, devices, tx=tx, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow_unless({("zero1, pad",)}, name) for name in STRATEGIES])
 def test_it_is_the_average_of_the_parameters_so_far(devices8, name):
     program = make(name, devices8, trainable=GLOBS, nonfinite="skip")

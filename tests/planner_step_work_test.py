@@ -169,8 +169,7 @@ def _read(strategy, **options):
     return read_work(program, Throughput(32, 16, 1.0))
 
 
-# One that scatters in each minibatch, and one that gathers in each, too.
-FAST = ("zero2", "fsdp", "split")
+FAST = ("fsdp",)
 
 
 @pytest.fixture(

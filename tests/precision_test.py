@@ -11,6 +11,7 @@ import pytest
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.inspect import trace_collectives
+from tests.one_device import slow_unless
 
 WIDTH = 32
 BUILDERS = {
@@ -91,7 +92,10 @@ def test_stablehlo_has_bfloat16_collectives(devices8):
 
 @pytest.mark.parametrize(
     ("name", "reduce_dtype"),
-    [*((name, None) for name in BUILDERS), ("fsdp", "float32"), ("hsdp", "float32")],
+    [
+        slow_unless({("fsdp", None), ("hsdp", "float32")}, *case)
+        for case in [*((name, None) for name in BUILDERS), ("fsdp", "float32"), ("hsdp", "float32")]
+    ],
 )
 def test_the_step_is_that_of_one_device_that_casts(devices8, name, reduce_dtype):
     program = build(name, devices8, gather_dtype="bfloat16", reduce_dtype=reduce_dtype)
@@ -155,6 +159,7 @@ def test_parameters_may_be_stored_in_another_dtype(devices8):
     assert state.params["first"]["kernel"].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "explicit", "auto-unconstrained"])
 def test_other_modes_compute_in_the_gather_dtype_too(devices8, mode):
     losses = {}

@@ -15,7 +15,7 @@ from manualpar import Batch, ShardedParameter, fsdp, gather_examples, make_mesh
 from manualpar.inspect import count_by_kind, trace_collectives
 from manualpar.jaxprs import scan_sizes
 from manualpar.modes.remat import regather_for_backward
-from tests.one_device import train_on_one_device, train_program
+from tests.one_device import slow_unless, train_on_one_device, train_program
 
 WIDTH = 16
 POLICIES = {
@@ -316,7 +316,9 @@ class WithHead(nn.Module):
         return nn.Dense(WIDTH, use_bias=False)(Turned(self.scan)(x))
 
 
-@pytest.mark.parametrize("mode", ["manual", "auto", "explicit"])
+@pytest.mark.parametrize(
+    "mode", [slow_unless({("manual",)}, mode) for mode in ("manual", "auto", "explicit")]
+)
 def test_a_loop_keeps_what_it_needs_and_copies_nothing(devices8, mode):
     batch = make_batch()
     program = build(WithHead(scan=True), devices8, batch=batch, mode=mode)

@@ -361,6 +361,7 @@ def loss_fn(params, apply_fn, batch, rng):
     return loss.mean(), {"loss": (loss.sum(), loss.size)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("builder", [data_parallel, fsdp])
 def test_a_program_passes_until_a_device_goes_wrong(devices8, builder):
     mesh = make_mesh({"replica": 2, "data": 4}, devices8)

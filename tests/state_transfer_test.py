@@ -63,6 +63,7 @@ def unpadded(program, state):
 # Starting.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [

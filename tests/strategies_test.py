@@ -185,6 +185,7 @@ def build_over_two_axes(name, devices, shape, **options):
     return build(name, devices, mesh=mesh, axis_name=tuple(axes), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
@@ -246,6 +247,7 @@ NORMED = {
 FAST_NORMED = {("fsdp, pad", "lamb"), ("zero1, pad", "adafactor")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
