@@ -149,6 +149,7 @@ def test_going_back_sets_later_ones_aside_and_the_best_stays(bucket_folder):
     assert set(bucket_folder.names()) == (names - {"10", "20"}) | {"21", "23"}
 
 
+@pytest.mark.long
 @server
 def test_killed_at_every_request_nothing_is_lost(bucket_folder, s3_port, use_s3, fast):
     """Before a request, and after it has been carried out and before its answer."""
@@ -248,6 +249,7 @@ def start(folder, port, *arguments):
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
 
 
+@pytest.mark.long
 @server
 def test_processes_killed_while_they_save(bucket_folder, s3_port):
     moments = random.Random(0)

@@ -92,6 +92,7 @@ def begin(program: Program):
     return jax.tree.map(fill, program.abstract_state)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_state_is_the_same_on_meshes_of_all_axes(devices8, tmp_path):
     program = program_on(0)

@@ -53,7 +53,6 @@ def test_a_config_keeps_its_budget(name):
     assert verdict.unchecked == ("temporaries",)
 
 
-@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("name", NAMES)

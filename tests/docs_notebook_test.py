@@ -65,6 +65,7 @@ def test_a_page_that_is_no_notebook_is_refused(page, tmp_path, capsys):
     assert not (tmp_path / "page.ipynb").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_prints_what_its_page_shows(name, tmp_path):

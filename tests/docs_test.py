@@ -12,6 +12,8 @@ from docs.run import main, matches, read_blocks
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if read_blocks(page.read_text()))
 
+LONG = ("tune_a_model", "all_axes", "experts")
+
 
 def _pages():
     return [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"]
@@ -19,7 +21,13 @@ def _pages():
 
 @pytest.mark.every_case
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.long if page.stem in LONG else (), id=page.stem)
+        for page in PAGES
+    ],
+)
 def test_a_page_prints_what_it_shows(page):
     if "import transformers" in page.read_text() or "from transformers" in page.read_text():
         pytest.importorskip("transformers", reason="pip install -e '.[interop]'")

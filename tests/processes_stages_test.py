@@ -61,6 +61,7 @@ def undisturbed(small, tmp_path_factory, devices8):
     return workdir
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "victim", "links"),

@@ -39,6 +39,7 @@ def children_of(process):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sigterm_to_one_stops_all_and_one_goes_on(processes, tmp_path, undisturbed, capsys):
     workdir = tmp_path / "run"
@@ -89,6 +90,7 @@ def test_processes_that_differ_all_say_in_what(processes, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_main_thread_that_hangs_ends_all(victim, processes, tmp_path):

@@ -106,6 +106,7 @@ def kill_at(at, process, kinds, method, path, number):
     return 403
 
 
+@pytest.mark.long
 def test_killed_at_random_requests(processes, in_bucket, s3_port, tmp_path, undisturbed):
     moments, newest, kinds = random.Random(1), 0, set()
     for _ in range(6):
