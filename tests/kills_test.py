@@ -13,7 +13,7 @@ KILLS = 30
 SAVING = (
     "--config.model.hidden_size=512",
     "--config.model.num_layers=2",
-    "--config.training.num_steps=80",
+    "--config.training.num_steps=200",
     "--config.training.log_every_steps=2",
     "--config.checkpoint.every_steps=1",
     "--config.checkpoint.keep_every_steps=10",
@@ -37,7 +37,7 @@ def test_killed_at_random_moments(processes, tmp_path, devices8):
     newest, starting, saving, startup = 0, 0, 0, None
     for kill in range(KILLS):
         began = time.monotonic()
-        process = start(processes, workdir, *SAVING, devices=2, slow=1, seconds=0.05)
+        process = start(processes, workdir, *SAVING, devices=2, slow=1, seconds=0.1)
         if kill % 3 == 2:
             time.sleep(moments.uniform(0, startup))  # Imports, compiling, restoring.
         else:
@@ -57,11 +57,11 @@ def test_killed_at_random_moments(processes, tmp_path, devices8):
         lines = lines_of(workdir)
         assert lines == expected[: len(lines)]
     print(f"{starting} kills before a first report, {saving} in a save, up to step {newest}")
-    assert newest < 80, "the kills were to be over before the run is"
+    assert newest < 200, "the kills were to be over before the run is"
     assert starting > 2
     assert saving > 5
     last = start(processes, workdir, *SAVING, devices=2)
     assert last.wait() == 0, last.err
     assert resumed_from(last.out) == newest
     assert_same_metrics(workdir, undisturbed)
-    assert complete_steps(workdir)[-1] == 80
+    assert complete_steps(workdir)[-1] == 200
