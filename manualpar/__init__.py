@@ -2,6 +2,7 @@
 
 # These register themselves: the modes in which XLA writes collectives, the adapters of Linen's and
 # of NNX's models, what refuses models and traced steps, and how flax writes a state.
+import manualpar.coded_collectives
 import manualpar.guards.divergence
 import manualpar.linen.linen_model
 import manualpar.modes.global_arrays

@@ -1,21 +1,30 @@
-"""Numbers in 8 bits: a code of each, and a scale that a block of them shares.
+"""Numbers in 8 or 4 bits: a code of each, and a scale that a block of them shares.
 
-A block is a run along the last dim of an array. Its scale is its largest magnitude divided by 127,
-and the code of a number is the number in units of the scale, rounded to an integer (Dettmers et
-al., LLM.int8(), https://arxiv.org/abs/2208.07339). Nothing here knows what the numbers are.
+A block is a run along the last dim of an array. Its scale is its largest magnitude divided by the
+largest code, and the code of a number is the number in units of the scale, rounded to an integer
+(Dettmers et al., LLM.int8(), https://arxiv.org/abs/2208.07339). `encode` and `decode` keep codes
+and scales as arrays of their own, to be stored. `pack` and `unpack` lay them side by side in bytes,
+to be sent: `coded_bytes(n, code)` for a row of `n` numbers. Nothing here knows what they are.
 
 Invariants: a scale has the 8 significant bits of bfloat16, whatever its dtype, so that casting it
-to bfloat16 changes nothing, and the product with a code is exact in float32. A finite number is off
-by at most half the scale of its block, but for the rounding of one product: rounding makes the
-largest code 127.25 at most, which is 127 again. A block whose scale would be subnormal becomes
-zeros, and one with a number that is not finite becomes NaN. The shapes of codes and scales say how
-long the blocks are, and the last block may be shorter.
+to bfloat16 changes nothing, and the product with a code is exact in float32. It times the largest
+code is at least the largest magnitude, so that no code is cut off. A finite number is off by at
+most half the scale of its block, or less than the scale if it is rounded at random, but for the
+rounding of one product. A block whose scale would be subnormal becomes zeros, and one with a number
+that is not finite becomes NaN. The shapes of codes and scales say how long the blocks are, and the
+last block may be shorter.
 """
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-LARGEST_CODE = 127
+Code = Literal["int8", "int4"]
+LARGEST_CODE: dict[Code, int] = {"int8": 127, "int4": 7}
+BITS: dict[Code, int] = {"int8": 8, "int4": 4}
+SCALE_BYTES = 2
+ROW_BLOCK = 256  # The longest block of a row that is sent.
 
 
 def block_size(size: int, most: int) -> int:
@@ -23,12 +32,17 @@ def block_size(size: int, most: int) -> int:
     return -(-size // -(-size // most)) if size else most
 
 
-def encode(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+def encode(
+    x: jax.Array, block: int, *, code: Code = "int8", key: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The codes and the scales of an array.
 
     Args:
       x: `[..., K]` of floating-point numbers.
       block: The length of the blocks, as `block_size` returns it for `K`.
+      code: How many bits a code has.
+      key: Rounds up or down at random, so that the mean over keys is the number. If not given,
+        numbers are rounded to the nearest.
 
     Returns:
       The codes, `[..., K]` of int8, and the scales, `[..., ceil(K / block)]` of the dtype of `x`.
@@ -37,15 +51,28 @@ def encode(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
       None, if each device has whole blocks.
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    size = x.shape[-1]
+    largest, size = LARGEST_CODE[code], x.shape[-1]
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -size % block)]
     blocks = jnp.pad(x.astype(wide), padding).reshape(*x.shape[:-1], -1, block)
-    scales = (jnp.abs(blocks).max(-1) / LARGEST_CODE).astype(jnp.bfloat16).astype(wide)
-    scales = jnp.where(scales < jnp.finfo(jnp.bfloat16).tiny, 0, scales)
+    scales = _scales(jnp.abs(blocks).max(-1), largest)
     codes = blocks / jnp.where(scales == 0, 1, scales)[..., None]
-    codes = jnp.where(jnp.isfinite(codes), jnp.clip(jnp.round(codes), -127, 127), 0)
+    if key is None:
+        codes = jnp.round(codes)
+    else:
+        codes = jnp.floor(codes + jax.random.uniform(key, codes.shape, wide))
+    codes = jnp.where(jnp.isfinite(codes), jnp.clip(codes, -largest, largest), 0)
     codes = codes.reshape(*x.shape[:-1], -1)[..., :size]
     return codes.astype(jnp.int8), scales.astype(x.dtype)
+
+
+def _scales(peaks: jax.Array, largest: int) -> jax.Array:
+    """The scales of blocks with these largest magnitudes, in their dtype."""
+    scales = (peaks / largest).astype(jnp.bfloat16)
+    # Where the nearest is too small, the next larger one: its bits are the next integer.
+    is_less = scales.astype(peaks.dtype) * largest < peaks
+    bits = jax.lax.bitcast_convert_type(scales, jnp.uint16) + is_less.astype(jnp.uint16)
+    scales = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    return jnp.where(scales < jnp.finfo(jnp.bfloat16).tiny, 0, scales).astype(peaks.dtype)
 
 
 def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
@@ -64,3 +91,52 @@ def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
     each = jnp.broadcast_to(scales.astype(wide)[..., None], (*scales.shape, block))
     each = each.reshape(*scales.shape[:-1], count * block)[..., :size]
     return (codes.astype(wide) * each).astype(scales.dtype)
+
+
+def coded_bytes(n: int, code: Code) -> int:
+    """The bytes of a row of `n` numbers as `pack` lays it out."""
+    count, block = _row_blocks(n, code)
+    return count * (block * BITS[code] // 8 + SCALE_BYTES)
+
+
+def _row_blocks(n: int, code: Code) -> tuple[int, int]:
+    """How many blocks a row of `n` numbers has, and how long they are: whole bytes of codes."""
+    block = block_size(n, ROW_BLOCK)
+    block += block * BITS[code] % 8 // 4
+    return -(-n // block), block
+
+
+def pack(x: jax.Array, code: Code, key: jax.Array | None = None) -> jax.Array:
+    """Rows of numbers as rows of bytes: of each block the codes, and then the scale.
+
+    Args:
+      x: `[..., n]` of floating-point numbers, which are taken as float32.
+      code: How many bits a code has. Of 4 bits, the first half of a block lies in the lower ones.
+      key: As for `encode`.
+
+    Returns:
+      `uint8[..., coded_bytes(n, code)]`.
+    """
+    *rows, n = x.shape
+    count, block = _row_blocks(n, code)
+    x = jnp.pad(x.astype(jnp.float32), [(0, 0)] * len(rows) + [(0, count * block - n)])
+    codes, scales = encode(x, block, code=code, key=key)
+    packed = jax.lax.bitcast_convert_type(codes, jnp.uint8).reshape(*rows, count, block)
+    if code == "int4":
+        low, high = jnp.split(packed, 2, -1)
+        packed = (low & 15) | (high << 4)
+    scale_bytes = jax.lax.bitcast_convert_type(scales.astype(jnp.bfloat16), jnp.uint8)
+    return jnp.concatenate([packed, scale_bytes], -1).reshape(*rows, -1)
+
+
+def unpack(packed: jax.Array, n: int, code: Code) -> jax.Array:
+    """The rows of which `pack` has made bytes, `float32[..., n]`."""
+    *rows, _ = packed.shape
+    count, block = _row_blocks(n, code)
+    packed = packed.reshape(*rows, count, -1)
+    codes, scale_bytes = jnp.split(packed, [packed.shape[-1] - SCALE_BYTES], -1)
+    codes = jax.lax.bitcast_convert_type(codes, jnp.int8)
+    if code == "int4":  # Shifted right, the sign comes in.
+        codes = jnp.concatenate([(codes << 4) >> 4, codes >> 4], -1)
+    scales = jax.lax.bitcast_convert_type(scale_bytes, jnp.bfloat16).astype(jnp.float32)
+    return decode(codes.reshape(*rows, count * block), scales)[..., :n]

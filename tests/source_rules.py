@@ -34,7 +34,8 @@ ORDER = """
     core.step
     update user_model
     guards.placing
-    modes guards.dispatch guards.options
+    coded_collectives guards.options
+    modes guards.dispatch
     by_hand core.strategy parameter_average state_arrays state_serialization
     core.gradients sharding.layout
     sharding.annotations sharding.trainable
@@ -73,6 +74,7 @@ COLLECTIVES = frozenset(
 )
 MAY_COMMUNICATE = frozenset(
     {
+        "coded_collectives",
         "collection_sync",
         "core.collectives",
         "core.gradients",

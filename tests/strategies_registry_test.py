@@ -17,7 +17,6 @@ from manualpar.planner import sweep
 from manualpar.planner.command import PLANNING, plan_command
 from manualpar.planner.topology import parse_topology
 from manualpar.strategies import Field, register, registry, strategy_kinds
-from manualpar.strategies import fsdp as fsdp_file
 from manualpar.strategies.shared_options import STATE_SHARDING
 from manualpar.training.command_line import parse_command_line
 from manualpar.training.config import check_config, load_config
@@ -40,6 +39,8 @@ def get_config():
     return config
 """
 SMALL = ("--config.model.hidden_size=16", "--config.model.num_layers=1")
+
+FSDP = strategy_kinds()["fsdp"]
 
 
 @pytest.fixture(autouse=True)
@@ -128,14 +129,14 @@ def test_its_own_field_is_checked_and_other_strategies_need_not_have_it():
 
 
 def test_a_name_is_taken_once_and_a_field_means_one_thing():
-    register(fsdp_file.KIND)  # The same again.
+    register(FSDP)  # The same again.
     with pytest.raises(ValueError, match=r"'fsdp' already, of manualpar\.\S+\.fsdp, expected"):
-        register(dataclasses.replace(fsdp_file.KIND, builder=manualpar.zero))
+        register(dataclasses.replace(FSDP, builder=manualpar.zero))
     with pytest.raises(
         TypeError, match=r"builder of 'fsdp' is functools\.partial.*expected a func"
     ):
-        register(dataclasses.replace(fsdp_file.KIND, builder=functools.partial(manualpar.fsdp)))
-    other = dataclasses.replace(fsdp_file.KIND, name="other", fields={"pad": Field(int, 0)})
+        register(dataclasses.replace(FSDP, builder=functools.partial(manualpar.fsdp)))
+    other = dataclasses.replace(FSDP, name="other", fields={"pad": Field(int, 0)})
     with pytest.raises(ValueError, match="field 'pad' of 'other' is an integer, at least 0, and"):
         register(other)
 
@@ -149,7 +150,7 @@ def forgetful(model, tx, loss_fn, **options):
 
 
 def test_a_builder_that_returns_no_program_is_named():
-    register(dataclasses.replace(fsdp_file.KIND, name="forgetful", builder=forgetful))
+    register(dataclasses.replace(FSDP, name="forgetful", builder=forgetful))
     config = load_config(fsdp.DEFAULT_CONFIG)
     config.parallel.strategy = "forgetful"
     with pytest.raises(TypeError, match="strategy='forgetful' returned None, expected a Program"):
@@ -167,14 +168,14 @@ def test_a_builder_that_returns_no_program_is_named():
 )
 def test_a_registration_that_would_fail_later_is_refused(changes, error, message):
     with pytest.raises(error, match=message):
-        register(dataclasses.replace(fsdp_file.KIND, **changes))
+        register(dataclasses.replace(FSDP, **changes))
 
 
 @pytest.mark.parametrize("where", ["fields", "constants"])
 def test_what_every_builder_takes_is_no_option_of_its_own(where):
     own = {"param_dtype": Field(str)} if where == "fields" else {"param_dtype": "bfloat16"}
     with pytest.raises(ValueError, match="register: 'other' has 'param_dtype' among its fields or"):
-        register(dataclasses.replace(fsdp_file.KIND, name="other", **{where: own}))
+        register(dataclasses.replace(FSDP, name="other", **{where: own}))
 
 
 @pytest.mark.parametrize("name", ["data_parallel", "zero", "fsdp", "hsdp", "throwaway"])

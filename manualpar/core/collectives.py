@@ -9,7 +9,8 @@ Under `jax.shard_map(check_vma=True)` the type of every value names the mesh axe
 reads or changes that set.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +45,30 @@ def cast_to_varying(tree: Any, axes: tuple[str, ...] | frozenset[str]) -> Any:
         return jax.tree.map(cast, tree)
 
 
+class Coding(Protocol):
+    """How numbers travel in fewer bits, see `manualpar.coded_collectives`."""
+
+    @property
+    def name(self) -> str:
+        """What the options of builders call it."""
+
+    def row_bytes(self, n: int) -> int:
+        """The bytes in which a row of `n` numbers travels."""
+
+    def gather(self, x: jax.Array, dim: int, rounds: Sequence[tuple[str, ...]]) -> jax.Array:
+        """An all-gather for each round, in float32."""
+
+    def scatter_sum(
+        self, x: jax.Array, dim: int, axes: tuple[str, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        """A reduce-scatter, in float32, and what this device's codes leave out of `x`."""
+
+    def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+        """A mean over devices, in float32, and what is lost of it by this device."""
+
+
 class Wire(NamedTuple):
-    """The dtypes that travel, and the order of the axes.
+    """The dtypes and codes that travel, and the order of the axes.
 
     Attributes:
       gather_dtype: The dtype that a shard is cast to before it is gathered, and that the model
@@ -53,30 +76,54 @@ class Wire(NamedTuple):
       reduce_dtype: The dtype that gradients are summed in; `None` for their own.
       axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered, and its
         gradient scattered, over one axis after the other instead of over their product at once.
+      gather_code: The code of what is gathered over the axes of the batch; `None` for none.
+      reduce_code: The code of gradients that are reduced; they are summed in float32.
+      code_axes: The mesh axes over which `reduce_code` counts; `None` for all.
     """
 
     gather_dtype: str | None = None
     reduce_dtype: str | None = None
     axis_by_axis: bool = False
+    gather_code: Coding | None = None
+    reduce_code: Coding | None = None
+    code_axes: tuple[str, ...] | None = None
 
     @property
     def casts(self) -> bool:
-        """Whether anything travels in a dtype that is not its own."""
-        return self.gather_dtype is not None or self.reduce_dtype is not None
+        """Whether anything travels otherwise than it is."""
+        return self != AS_STORED._replace(axis_by_axis=self.axis_by_axis)
 
     @property
     def uncast(self) -> "Wire":
-        """The same without casts."""
-        return self._replace(gather_dtype=None, reduce_dtype=None)
+        """The same without casts and codes."""
+        return AS_STORED._replace(axis_by_axis=self.axis_by_axis)
 
     def of(self, dtype: Any, *, trainable: bool = True) -> "Wire":
         """The same for a parameter of a dtype.
 
-        One that is no float, and a frozen one that is stored as narrow, travels as it is stored.
+        One that is no float travels as it is stored, and a frozen one that is stored as narrow is
+        not cast.
         """
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return self.uncast
         gathered = jnp.dtype(self.gather_dtype or dtype)
         is_narrow = not trainable and dtype.itemsize <= gathered.itemsize
-        return self if jnp.issubdtype(dtype, jnp.floating) and not is_narrow else self.uncast
+        return self._replace(gather_dtype=None, reduce_dtype=None) if is_narrow else self
+
+    def gather_code_of(self, n: int, dtype: Any) -> Coding | None:
+        """The code in which shards of `n` numbers of a dtype are gathered: if it is fewer bytes."""
+        return _if_fewer(self.gather_code, n, self.gather_dtype or dtype)
+
+    def reduce_code_of(self, n: int, dtype: Any, axes: tuple[str, ...]) -> Coding | None:
+        """The code in which gradients are reduced over axes to shards of `n` numbers."""
+        counts = self.code_axes is None or set(axes) <= set(self.code_axes)
+        return _if_fewer(self.reduce_code, n, dtype) if counts else None
+
+    def reductions(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+        """The axes of each all-reduce over `axes`: those over which codes travel by themselves."""
+        coded = tuple(axis for axis in axes if axis in (self.code_axes or ()))
+        others = tuple(axis for axis in axes if axis not in coded)
+        return tuple(some for some in (others, coded) if some)
 
     def rounds(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         """The axes of each collective that scatters over `axes`, in order; gathers reverse it.
@@ -88,6 +135,10 @@ class Wire(NamedTuple):
 
 
 AS_STORED = Wire()
+
+
+def _if_fewer(code: Coding | None, n: int, dtype: Any) -> Coding | None:
+    return code if code and code.row_bytes(n) < n * jnp.dtype(dtype).itemsize else None
 
 
 def gather_array_with_mean_grads(
@@ -145,10 +196,14 @@ class _Gather(NamedTuple):
 
 def _gather(x: jax.Array, plan: _Gather) -> jax.Array:
     with jax.named_scope(GATHER_SCOPE):
-        x = x.astype(plan.wire.gather_dtype or x.dtype)
-        for axes in reversed(plan.wire.rounds(plan.axes)):
-            if jax.lax.axis_size(axes) > 1:  # XLA may keep a collective over one device, and copy.
-                x = jax.lax.all_gather(x, axes, axis=plan.dim, tiled=True)
+        dtype = plan.wire.gather_dtype or x.dtype
+        # XLA may keep a collective over one device, and copy.
+        rounds = [a for a in reversed(plan.wire.rounds(plan.axes)) if jax.lax.axis_size(a) > 1]
+        if rounds and (code := plan.wire.gather_code_of(x.size, x.dtype)):
+            return code.gather(x, plan.dim, rounds).astype(dtype)
+        x = x.astype(dtype)
+        for axes in rounds:
+            x = jax.lax.all_gather(x, axes, axis=plan.dim, tiled=True)
         return x
 
 
@@ -161,8 +216,8 @@ def _gather_forward(x: jax.Array, plan: _Gather) -> tuple[jax.Array, None]:
 
 
 def _gather_backward(plan: _Gather, _: None, g: jax.Array) -> tuple[jax.Array]:
-    reduce_dtype = plan.wire.reduce_dtype or g.dtype
-    g = scatter_mean(g.astype(reduce_dtype), plan.dim, plan.axes, wire=plan.wire)
+    dtype = plan.wire.reduce_dtype
+    g = scatter_mean(g, plan.dim, plan.axes, wire=plan.wire, dtype=dtype)
     return (g.astype(plan.dtype),)
 
 
@@ -170,7 +225,7 @@ _gather_with_mean_grads.defvjp(_gather_forward, _gather_backward)
 
 
 def scatter_mean(
-    x: jax.Array, dim: int, axes: tuple[str, ...], *, wire: Wire = AS_STORED
+    x: jax.Array, dim: int, axes: tuple[str, ...], *, wire: Wire = AS_STORED, dtype: Any = None
 ) -> jax.Array:
     """Leaves each device its shard of the mean of what the devices hold.
 
@@ -178,18 +233,25 @@ def scatter_mean(
       x: Each device's own `[..., D, ...]`.
       dim: The dimension to scatter along; the size of `axes` divides it.
       axes: The mesh axes.
-      wire: The order of the axes; `x` has the dtype that travels.
+      wire: The order of the axes, and the code that travels, if it is fewer bytes.
+      dtype: The dtype that travels otherwise; that of `x` if not given.
 
     Returns:
       `[..., D/axes, ...]`, the shard of the mean.
 
     Communication:
-      One reduce-scatter in the dtype of `x`, or one for each axis: a device sends `(N - 1) / N` of
-      the bytes of `x`.
+      One reduce-scatter in `dtype`, or one for each axis: a device sends `(N - 1) / N` of the bytes
+      of `x` in it. With a code one all-to-all instead, see `Coding`.
     """
+    dtype = dtype or x.dtype
     with jax.named_scope(SCATTER_SCOPE):
         for some in wire.rounds(axes):
-            if jax.lax.axis_size(some) > 1:
+            if (size := jax.lax.axis_size(some)) == 1:
+                continue
+            if code := wire.reduce_code_of(x.size // size, dtype, some):
+                x, _ = code.scatter_sum(x, dim, some)
+            else:
+                x = x.astype(dtype)
                 x = jax.lax.psum_scatter(x, some, scatter_dimension=dim, tiled=True)
         return x / jax.lax.axis_size(axes)
 

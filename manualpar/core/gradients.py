@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.collectives import cast_to_varying, is_vma_checked, varying_axes
-from manualpar.core.partitioning import boxed_axes, is_box, wire_dtype
+from manualpar.core.partitioning import boxed_axes, is_box, wire_dtype, wire_of
 from manualpar.purposes import COUNT_SCOPE, METRICS_SCOPE, REDUCE_SCOPE
 from manualpar.sharding.axes import AxisName, axis_tuple, check_axes_bound
 from manualpar.sharding.trainable import merge, no_part_of
@@ -161,7 +161,8 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
 
     Communication:
       One all-reduce for each gradient that is replicated over some of the axes: a device sends
-      `2 (N - 1) / N` of its bytes, in the dtype that its box says.
+      `2 (N - 1) / N` of its bytes, in the dtype that its box says. If it says a code, an all-to-all
+      and an all-gather instead, see `Coding`.
     """
     axes = axis_tuple(axis_names)
     check_axes_bound("sync_gradients", axes)
@@ -184,7 +185,14 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
                 )
         scope = f"{jax.tree_util.keystr(path, simple=True, separator='/')}/{REDUCE_SCOPE}"
         with jax.named_scope(scope.lstrip("/")):
-            value = jax.lax.pmean(value.astype(wire_dtype(g)), reduce_axes)
+            wire, dtype = wire_of(g), wire_dtype(g)
+            for some in wire.reductions(reduce_axes):
+                size = jax.lax.axis_size(some)
+                code = wire.reduce_code_of(-(-value.size // size), dtype, some)
+                if code and size > 1:
+                    value, _ = code.mean(value, some)
+                else:
+                    value = jax.lax.pmean(value.astype(dtype), some)
         return g.replace(value=value) if is_box(g) else value
 
     return jax.tree_util.tree_map_with_path(sync, grads, is_leaf=is_box)
@@ -199,7 +207,8 @@ def reduce_gradient(
       One all-reduce over those of `mean_axes` that it has not been scattered over, and one over
       `sum_axes` if there are any.
     """
-    if set(mean_axes) - set(boxed_axes(g)) or sum_axes:
+    is_exact = wire_of(g).reduce_code is None  # What is encoded is not rounded before.
+    if (set(mean_axes) - set(boxed_axes(g)) and is_exact) or sum_axes:
         g = jax.tree.map(lambda x: x.astype(dtype), g)
     if sum_axes:
         with jax.named_scope(REDUCE_SCOPE):

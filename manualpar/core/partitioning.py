@@ -152,11 +152,12 @@ class ShardedParameter(ArrayBox, eq=False):
         Communication:
           One all-gather for each dimension sharded over `gather_axes`.
         """
-        value, names = cast_floating(self.value, self.wire.gather_dtype), list(self.names)
+        value, names = self.value, list(self.names)
         for dim, axes in self.gather_dims():
-            value = gather_array_with_mean_grads(value, dim, axes, wire=self.wire.uncast)
+            value = gather_array_with_mean_grads(value, dim, axes, wire=self.wire)
             names[dim] = None
-        return self.replace(value=unpad_leaf(value, self.padding), names=tuple(names), padding=())
+        value = cast_floating(unpad_leaf(value, self.padding), self.wire.gather_dtype)
+        return self.replace(value=value, names=tuple(names), padding=())
 
 
 def pad_leaf(x: jax.Array, padding: tuple[int, ...]) -> jax.Array:
@@ -231,20 +232,26 @@ def scatter_gradients(grads: Any, shards: Any) -> Any:
       are.
 
     Communication:
-      One reduce-scatter for each such dimension, in `wire.reduce_dtype`, else in
-      `wire.gather_dtype`, else in the dtype of the parameter.
+      One reduce-scatter for each such dimension, in `wire.reduce_code`, else in
+      `wire.reduce_dtype`, else in `wire.gather_dtype`, else in the dtype of the parameter.
     """
 
     def scatter(shard: Any, g: Any) -> Any:
         if not is_box(shard) or not shard.gather_dims():
             return g
         value = g.value if is_box(g) else g
-        value = pad_leaf(value.astype(wire_dtype(shard)), shard.padding)
+        value = pad_leaf(value, shard.padding)
         for dim, axes in shard.gather_dims():
-            value = scatter_mean(value, dim, axes, wire=shard.wire)
+            dtype = wire_dtype(shard)
+            value = scatter_mean(value, dim, axes, wire=shard.wire, dtype=dtype)
         return shard.replace(value=value)
 
     return jax.tree.map(scatter, shards, grads, is_leaf=is_box)
+
+
+def wire_of(x: Any) -> Wire:
+    """How what is in a box travels; as it is stored what is in none."""
+    return x.wire if isinstance(x, ShardedParameter) else AS_STORED
 
 
 def wire_dtype(x: Any) -> Any:

@@ -224,7 +224,8 @@ def _design(
     mesh = cast(Mesh, with_axis_types(options["mesh"], AxisType.Auto))
     batch = abstract_batch(f"{name}: batch", options["batch"])
     check_batch(f"{name}: batch", batch, mesh, roles)
-    stored_dtypes, wire = check_wire(name, options)
+    code_axes = strategy.replica_axes or None  # Within a group of devices nothing is encoded.
+    stored_dtypes, wire = check_wire(name, options, code_axes=code_axes)
     rules = check_rules(name, options.get("rules", ()), mesh)
     mode = mode_named(options.get("mode", "manual"))(mesh, roles.data_axes, wire, rules)
 

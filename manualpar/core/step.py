@@ -147,7 +147,8 @@ class Step:
         # Loss.
         loss = self.loss
         regathers = strategy.reshard_after_forward
-        if self.pipeline is None and (regathers or self.model.adapter.decodes_weights):
+        decodes = self.model.adapter.decodes_weights or mode.wire.gather_code
+        if self.pipeline is None and (regathers or decodes):
             loss = regather_for_backward(loss, keep_gathered=not regathers)
         # Accumulate.
         scatter = functools.partial(self._map_trained, mode.scatter, shards)

@@ -20,7 +20,7 @@ from manualpar.pretrained.directory import model_directory
 from manualpar.sharding.axes import AxisName
 from manualpar.sharding.mesh import make_mesh
 from manualpar.storage import AnyPath
-from manualpar.strategies.fsdp import KIND as FSDP
+from manualpar.strategies import FSDP
 from manualpar.train_state import Batch, TrainState
 from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
 from manualpar.training.saved_run import prepare_saved, restore_saved, saved_config

@@ -13,12 +13,17 @@ from jax.sharding import AbstractMesh, Mesh
 from manualpar.collection_sync import CollectionSync
 from manualpar.core.collectives import Wire
 from manualpar.core.strategy import MODES, Mode, Stages
+from manualpar.modes.manual import coding_named
 from manualpar.sharding.annotations import Rules
 from manualpar.sharding.axes import AxisName
 
 Nonfinite = Literal["ignore", "report", "skip"]
 NONFINITE: tuple[Nonfinite, ...] = ("ignore", "report", "skip")
 WIRE_DTYPES = ("bfloat16", "float32", "float64")
+CODES: Mapping[str, tuple[str, ...]] = {
+    "gather_code": ("int8",),
+    "reduce_code": ("int8", "int4"),
+}
 FLAGS = ("use_scan", "norm_metrics", "axis_by_axis", "eval_dropout")
 
 
@@ -69,6 +74,14 @@ class ProgramOptions(TypedDict, total=False):
         in which they are stored. A frozen parameter that is stored as narrow is left as it is.
       reduce_dtype: The dtype in which gradients are summed over devices. If not given,
         `gather_dtype`, and without that the dtype in which parameters are stored.
+      gather_code: `"int8"`: what is gathered over the axes of the batch travels in 8 bits a number
+        and 2 bytes for each 256, rounded to the nearest (ZeRO++'s qwZ). The model computes with
+        what the codes say, and the optimizer updates exact parameters. ZeRO's new parameters travel
+        as they are. If not given, nothing is encoded. For mode `"manual"`, as the next three.
+      reduce_code: `"int8"` or `"int4"`: gradients that are reduced over the axes of the batch
+        travel in so many bits (qgZ): each device encodes its own, and they are added up in float32.
+        `hsdp` encodes only what crosses `replica_axis`. Over several axes with `axis_by_axis` each
+        reduction encodes. If not given, nothing is encoded.
       axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered and
         scattered over one axis after the other, and not over their product at once. Gathers begin
         with the last axis. The bytes are the same, and there are more collectives. Use it on TPUs:
@@ -136,6 +149,8 @@ class ProgramOptions(TypedDict, total=False):
     frozen_dtype: str | None
     gather_dtype: str | None
     reduce_dtype: str | None
+    gather_code: Literal["int8"] | None
+    reduce_code: Literal["int8", "int4"] | None
     axis_by_axis: bool
     norm_metrics: bool
     nonfinite: Nonfinite
@@ -190,8 +205,13 @@ def check_options(builder: str, options: Mapping[str, Any]) -> None:
 StoredDtypes = tuple[str | None, str | None]
 
 
-def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes, Wire]:
-    """The dtypes in which parameters are stored, and how they travel, from the options."""
+def check_wire(
+    strategy: str, options: Mapping[str, Any], *, code_axes: tuple[str, ...] | None
+) -> tuple[StoredDtypes, Wire]:
+    """The dtypes in which parameters are stored, and how they travel, from the options.
+
+    `code_axes` are the axes over which `reduce_code` counts; `None` for all.
+    """
     mode = options.get("mode", "manual")
     names: dict[str, str | None] = {}
     for field in ("param_dtype", "frozen_dtype", "gather_dtype", "reduce_dtype"):
@@ -205,9 +225,20 @@ def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes,
                 f"{strategy}: {field}={value!r}, expected one of {WIRE_DTYPES} or None. (float16 "
                 "would overflow: gradients are summed before they are divided.)"
             )
-    wire = Wire(names["gather_dtype"], names["reduce_dtype"], options.get("axis_by_axis", False))
+    for field, choices in CODES.items():
+        check_choice(strategy, field, options.get(field), (None, *choices))
+    codes = {name: coding_named(options[name]) for name in CODES if options.get(name)}
+    wire = Wire(
+        names["gather_dtype"],
+        names["reduce_dtype"],
+        options.get("axis_by_axis", False),
+        **codes,
+        code_axes=code_axes if "reduce_code" in codes else None,
+    )
     for field, got, expected, chosen in (
         ("reduce_dtype", wire.reduce_dtype, None, "where it sums"),
+        ("gather_code", options.get("gather_code"), None, "what it sends"),
+        ("reduce_code", options.get("reduce_code"), None, "what it sends"),
         ("axis_by_axis", wire.axis_by_axis, False, "how it sends"),
     ):
         if got and mode != "manual":

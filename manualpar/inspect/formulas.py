@@ -9,7 +9,13 @@ elements (padding included) of `b` bytes that is sharded over `S` devices, a dev
 
 of which the second happens once a step (`S = 1` under data parallelism). `b` is that of the dtype
 that travels: `gather_dtype` for a gather, `reduce_dtype` (else `gather_dtype`) for a reduction, the
-parameter's own for the gather of a new value.
+parameter's own for the gather of a new value. With `gather_code` or `reduce_code` it is bytes of
+codes: with `c(n)` the `coded_bytes` of `n` numbers,
+
+    all-gather, or all-to-all in place of a reduce-scatter          c(P / S) (S - 1)
+    all-to-all and all-gather in place of an all-reduce             2 c(P / S / R) (R - 1)
+
+for each layer of a loop by itself, where that is fewer bytes than without.
 
 A frozen parameter costs its gathers alone, in the dtype that it is stored in if that is as narrow
 as `gather_dtype`. Where nothing before it is trained, the backward pass does not ask for it either.
@@ -41,10 +47,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from manualpar.core.collectives import AS_STORED, Wire
 from manualpar.core.program import Program
 from manualpar.core.strategy import Sends
 from manualpar.inspect.communication import Collective, ring_bytes
@@ -136,16 +143,35 @@ def is_of_parameters(scope: str, purpose: str) -> bool:
 
 
 class _DimGather(NamedTuple):
-    """The gather of a dimension: over which axes, and how many elements a device puts in."""
+    """One round of the gather of a dimension.
+
+    Attributes:
+      elements: How many elements a device puts in.
+      rows: In how many shards they were before the dimension's first round.
+      calls: How many times it is called for them: once for each layer of a loop.
+    """
 
     axes: tuple[str, ...]
     axis_size: int
     elements: int
     is_data: bool
+    rows: int
+    calls: int
 
-    def bytes_sent(self, itemsize: int) -> Fraction:
-        """The bytes that a device sends for it, or for the reduce-scatter that goes back."""
-        return ring_bytes("all_gather", self.elements * itemsize, self.axis_size)
+    def gather_bytes(self, itemsize: int, wire: Wire = AS_STORED, dtype: Any = None) -> Fraction:
+        """The bytes that a device sends for it; `dtype` is that of the parameter."""
+        n = self.elements // self.rows // self.calls
+        size = n * itemsize
+        if self.is_data and (code := wire.gather_code_of(n, dtype)):
+            size = code.row_bytes(n)
+        return ring_bytes("all_gather", self.calls * self.rows * size, self.axis_size)
+
+    def scatter_bytes(self, wire: Wire, reduced: Any) -> Fraction:
+        """The bytes that a device sends for the reduce-scatter that goes back."""
+        n = self.elements // self.calls
+        code = wire.reduce_code_of(n, reduced, self.axes)
+        size = code.row_bytes(n) if code else n * reduced.itemsize
+        return ring_bytes("all_gather", self.calls * size, self.axis_size)
 
 
 def _of_parameter(
@@ -158,7 +184,7 @@ def _of_parameter(
         sends = Sends(sends.uses, sends.gathers)
     stored = info.dtype.itemsize
     gathered = jnp.dtype(wire.gather_dtype or info.dtype).itemsize
-    reduced = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype).itemsize
+    reduced = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype)
     once_a_step = strategy.gather_every == "step"
 
     shard = _local_elements(program, info, place.names, place.parameter_padding)
@@ -173,32 +199,39 @@ def _of_parameter(
     if shared and not once_a_step:
         named = zip(info.shape, place.shared_names, strict=True)
         shard //= math.prod(entries for entries, name in named if name)
-    for gather in _gathers(program, info, place, place.names, shard, data_first=once_a_step):
+    used = _gathers(program, info, place, place.names, shard, once_a_step=once_a_step)
+    for gather in used:
         itemsize = gathered if gather.is_data else itemsize
         if gather.is_data and gather.axis_size == 1:  # Nothing is gathered over one device.
             continue
         times = sends.gathers if gather.is_data else sends.uses
-        yield gather.axes, times * gather.bytes_sent(itemsize)
+        yield gather.axes, times * gather.gather_bytes(itemsize, wire, info.dtype)
         if gather.is_data and not once_a_step:  # The gradient goes back the way it came.
-            yield gather.axes, sends.scatters * gather.bytes_sent(reduced)
+            yield gather.axes, sends.scatters * gather.scatter_bytes(wire, reduced)
     if not place.trainable:
         return
 
     shard = _local_elements(program, info, place.sharded_names, place.padding)
     if place.state_names is not None or once_a_step:  # The gradient of a whole parameter.
-        for gather in _gathers(program, info, place, place.sharded_names, shard, data_first=True):
+        for gather in _gathers(program, info, place, place.sharded_names, shard, once_a_step=True):
             if gather.is_data:
                 if gather.axis_size > 1:
-                    yield gather.axes, sends.scatters * gather.bytes_sent(reduced)
+                    yield gather.axes, sends.scatters * gather.scatter_bytes(wire, reduced)
                 if place.state_names is not None:  # The new parameter.
-                    yield gather.axes, sends.new_gathers * gather.bytes_sent(stored)
+                    yield gather.axes, sends.new_gathers * gather.gather_bytes(stored)
 
     sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
     if others := tuple(axis for axis in program.data_axes if axis not in sharded):
-        size = axes_size(program.mesh, others)
-        yield others, ring_bytes("all_reduce", shard * reduced, size)
+        for some in wire.reductions(others):
+            size = axes_size(program.mesh, some)
+            n = -(-shard // size)
+            if size > 1 and (code := wire.reduce_code_of(n, reduced, some)):
+                yield some, 2 * ring_bytes("all_gather", code.row_bytes(n), size)
+            else:
+                yield some, ring_bytes("all_reduce", shard * reduced.itemsize, size)
     if stages := place.sum_axes:  # Each stage has a part of the gradient.
-        yield stages, ring_bytes("all_reduce", shard * reduced, axes_size(program.mesh, stages))
+        size = axes_size(program.mesh, stages)
+        yield stages, ring_bytes("all_reduce", shard * reduced.itemsize, size)
 
 
 def _gathers(
@@ -208,7 +241,7 @@ def _gathers(
     names: Names,
     shard: int,
     *,
-    data_first: bool,
+    once_a_step: bool,
 ) -> list[_DimGather]:
     """The gathers, in their order, that make a parameter what the model computes with."""
     dims = [axes for axes in map(axis_tuple, names) if axes and not place.split_axes & {*axes}]
@@ -218,13 +251,18 @@ def _gathers(
             f"step_bytes: parameter {info.path} is sharded as {names}, expected data axes in one "
             "dimension at most. Read what is sent with trace_collectives."
         )
+    loops = [] if once_a_step else sorted(info.loop_dims)
+    local = (info.shape[i] // axes_size(program.mesh, axis_tuple(names[i])) for i in loops)
+    calls = math.prod(local)
     gathers = []
-    in_order = sorted(zip(dims, is_data, strict=True), key=lambda dim: data_first and not dim[1])
+    in_order = sorted(zip(dims, is_data, strict=True), key=lambda dim: once_a_step and not dim[1])
     for axes, data in in_order:
+        rows = 1
         for some in reversed(program.wire.rounds(axes)):
             size = axes_size(program.mesh, some)
-            gathers.append(_DimGather(some, size, shard, data))
-            shard *= size
+            gathers.append(_DimGather(some, size, shard * rows, data, rows, calls))
+            rows *= size
+        shard *= rows
     return gathers
 
 

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.collection_sync import CollectionSync, sync_collections
-from manualpar.core.collectives import AS_STORED, Wire
+from manualpar.core.collectives import AS_STORED, Coding, Wire
 from manualpar.core.gradients import reduce_gradient, sync_metrics
 from manualpar.core.partitioning import (
     ShardedParameter,
@@ -39,6 +39,7 @@ _MODES: dict[str, type["Manual"]] = {}
 _Check = Callable[[str, Any, Any, AxisRoles], None]
 _CHECKS: list[_Check] = []
 _STEP_CHECKS: list[Callable[..., None]] = []
+_CODINGS: dict[str, Coding] = {}
 
 
 def register_mode(mode: type["Manual"]) -> type["Manual"]:
@@ -57,6 +58,16 @@ def register_step_check(check: Callable[..., None]) -> Callable[..., None]:
     """Has every program refuse traced steps, as `check_traced_steps` does; a decorator."""
     _STEP_CHECKS.append(check)
     return check
+
+
+def register_coding(coding: Coding) -> None:
+    """Has `coding_named` find a code in which numbers travel."""
+    _CODINGS[coding.name] = coding
+
+
+def coding_named(name: str) -> Coding:
+    """A code, by its name."""
+    return _CODINGS[name]
 
 
 def mode_named(name: str) -> type["Manual"]:

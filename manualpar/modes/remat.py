@@ -37,6 +37,7 @@ from manualpar.jaxprs import (
 )
 from manualpar.purposes import (
     DECODE_SCOPE,
+    ENCODE_SCOPE,
     GATHER_SCOPE,
     RECOMPUTED_SCOPE,
     REGATHER,
@@ -280,7 +281,8 @@ def _gathers_or_decodes(eqn: Any) -> bool:
     if "custom_vjp" in eqn.primitive.name:  # That of a frozen parameter, which nothing unwraps.
         inside = [inner for _, jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns]
         return any(map(_gathers_or_decodes, inside)) and all(
-            _gathers_or_decodes(inner) or inner.primitive.name in CASTS for inner in inside
+            _gathers_or_decodes(inner) or inner.primitive.name in CASTS or _in(ENCODE_SCOPE, inner)
+            for inner in inside
         )
     scope = str(eqn.source_info.name_stack)
     is_gather = eqn.primitive.name in GATHERS and purpose_of(scope) in (GATHER_SCOPE, REGATHER)
@@ -288,7 +290,11 @@ def _gathers_or_decodes(eqn: Any) -> bool:
 
 
 def _decodes(eqn: Any) -> bool:
-    return DECODE_SCOPE in scope_names(str(eqn.source_info.name_stack))
+    return _in(DECODE_SCOPE, eqn)
+
+
+def _in(scope: str, eqn: Any) -> bool:
+    return scope in scope_names(str(eqn.source_info.name_stack))
 
 
 def _makes(jaxpr: Jaxpr, again: _Again, *, but_not_in: frozenset[str] = frozenset()) -> bool:

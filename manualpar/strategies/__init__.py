@@ -1,4 +1,4 @@
-"""The strategies: a file and a line here for each.
+"""The strategies: a file and an entry here for each.
 
 Read `data_parallel` first, because it is the simplest, and then `zero`, `fsdp` and `hsdp`.
 """
@@ -6,9 +6,18 @@ Read `data_parallel` first, because it is the simplest, and then `zero`, `fsdp` 
 from manualpar.strategies import data_parallel, fsdp, hsdp, zero
 from manualpar.strategies.fields import Field
 from manualpar.strategies.registry import StrategyKind, register, strategy_kinds
+from manualpar.strategies.shared_options import PARAMETER_SHARDING, STATE_SHARDING
 
-__all__ = ["BUILT_IN", "Field", "StrategyKind", "register", "strategy_kinds"]
+__all__ = ["BUILT_IN", "FSDP", "Field", "StrategyKind", "register", "strategy_kinds"]
 
-BUILT_IN = (data_parallel.KIND, zero.ZERO1, zero.ZERO2, fsdp.KIND, hsdp.KIND)
+_STATE, _PARAMETERS = STATE_SHARDING.fields, PARAMETER_SHARDING.fields
+FSDP = StrategyKind("fsdp", fsdp.fsdp, "#0072B2", _PARAMETERS, on_torus=True, has_curve=True)
+BUILT_IN = (
+    StrategyKind("dp", data_parallel.data_parallel, "#56B4E9", has_curve=True),
+    StrategyKind("zero1", zero.zero, "#009E73", _STATE, {"stage": 1}),
+    StrategyKind("zero2", zero.zero, "#E69F00", _STATE, {"stage": 2}, fewest_minibatches=2),
+    FSDP,
+    StrategyKind("hsdp", hsdp.hsdp, "#CC79A7", _PARAMETERS, replicates=True, has_curve=True),
+)
 for _kind in BUILT_IN:
     register(_kind)

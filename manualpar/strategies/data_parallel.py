@@ -8,7 +8,6 @@ from manualpar.core.program import Program, build_program
 from manualpar.core.strategy import Sends, Strategy
 from manualpar.guards.options import ProgramOptions
 from manualpar.sharding.layout import replicate
-from manualpar.strategies.registry import StrategyKind
 from manualpar.user_model.adapter import Model
 from manualpar.user_model.loss_function import LossFn
 
@@ -29,6 +28,3 @@ def data_parallel(
     """
     strategy = Strategy("data_parallel", replicate, lambda minibatches, keep: Sends(minibatches))
     return build_program(strategy, model, tx, loss_fn, **options)
-
-
-KIND = StrategyKind("dp", data_parallel, color="#56B4E9", has_curve=True)

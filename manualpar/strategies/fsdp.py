@@ -8,7 +8,6 @@ import optax
 from manualpar.core.program import Program
 from manualpar.core.strategy import Every, Sends, Strategy
 from manualpar.sharding.layout import shard_one_dim
-from manualpar.strategies.registry import StrategyKind
 from manualpar.strategies.shared_options import (
     PARAMETER_SHARDING,
     ParameterShardingOptions,
@@ -53,7 +52,3 @@ def fully_sharded(
 
     place = functools.partial(shard_one_dim, **placing)
     return Strategy(name, place, sends, replica_axes, gather_every, reduce_every, reshard)
-
-
-FIELDS = PARAMETER_SHARDING.fields
-KIND = StrategyKind("fsdp", fsdp, "#0072B2", FIELDS, on_torus=True, has_curve=True)

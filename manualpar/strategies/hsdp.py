@@ -13,7 +13,6 @@ import optax
 from manualpar.core.program import Program
 from manualpar.sharding.axes import AxisName, axis_tuple
 from manualpar.strategies.fsdp import fully_sharded
-from manualpar.strategies.registry import StrategyKind
 from manualpar.strategies.shared_options import (
     PARAMETER_SHARDING,
     ParameterShardingOptions,
@@ -43,7 +42,3 @@ def hsdp(
     """
     strategy = functools.partial(fully_sharded, "hsdp", axis_tuple(replica_axis))
     return build_sharded("hsdp", strategy, model, tx, loss_fn, options, PARAMETER_SHARDING)
-
-
-FIELDS = PARAMETER_SHARDING.fields
-KIND = StrategyKind("hsdp", hsdp, "#CC79A7", FIELDS, replicates=True, has_curve=True)

@@ -13,7 +13,6 @@ from manualpar.core.program import Program
 from manualpar.core.strategy import Sends, Strategy
 from manualpar.guards.options import check_choice
 from manualpar.sharding.layout import shard_state_only
-from manualpar.strategies.registry import StrategyKind
 from manualpar.strategies.shared_options import STATE_SHARDING, StateShardingOptions, build_sharded
 from manualpar.user_model.adapter import Model
 from manualpar.user_model.loss_function import LossFn
@@ -50,8 +49,3 @@ def zero(
         )
 
     return build_sharded("zero", strategy, model, tx, loss_fn, options, STATE_SHARDING)
-
-
-FIELDS = STATE_SHARDING.fields
-ZERO1 = StrategyKind("zero1", zero, "#009E73", FIELDS, {"stage": 1})
-ZERO2 = StrategyKind("zero2", zero, "#E69F00", FIELDS, {"stage": 2}, fewest_minibatches=2)

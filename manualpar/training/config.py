@@ -22,6 +22,7 @@ from manualpar.compiler_options import OVERLAPS
 from manualpar.core.strategy import MODES
 from manualpar.data.packing import LONG_EXAMPLES
 from manualpar.data.sources import TEXT_SOURCES
+from manualpar.guards.options import CODES
 from manualpar.layers.attention import ATTENTION_KINDS
 from manualpar.layers.chunks import LAYER_OVERLAPS
 from manualpar.layers.context import CONTEXT_ATTENTIONS
@@ -72,6 +73,10 @@ FIELDS: Mapping[str, Field] = {
     "parallel.frozen_dtype": Field(str, choices=WIRE_DTYPES, default=""),
     "parallel.gather_dtype": Field(str, choices=WIRE_DTYPES),
     "parallel.reduce_dtype": Field(str, choices=WIRE_DTYPES),
+    **{
+        f"parallel.{name}": Field(str, choices=("", *codes), default="")
+        for name, codes in CODES.items()
+    },
     "parallel.rules": Field(tuple),
     "training.num_steps": Field(int, 1, below=2**31),
     "training.eval_every_steps": Field(int, 0),

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from manualpar.compiler_options import ChosenOptions, choose_options, keep_if_known
 from manualpar.core.program import Program
 from manualpar.data import abstract_batch
+from manualpar.guards.options import CODES
 from manualpar.inspect.state_layout import ALL
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import size_of_vocabulary
@@ -162,6 +163,8 @@ def _build(
         )
     for field, unused, what in (
         ("reduce_dtype", "", "where it sums"),
+        ("gather_code", "", "what it sends"),
+        ("reduce_code", "", "what it sends"),
         ("axis_by_axis", False, "how it sends"),
         ("sequence", False, "where activations lie"),
     ):
@@ -210,6 +213,7 @@ def _build(
         "frozen_dtype": parallel.frozen_dtype or None,
         "gather_dtype": parallel.gather_dtype or None,
         "reduce_dtype": parallel.reduce_dtype or None,
+        **{name: parallel.get(name) or None for name in CODES},
         "axis_by_axis": parallel.axis_by_axis,
         "compiler_options": chosen.options,
         "norm_metrics": config.training.norm_metrics,

@@ -17,7 +17,7 @@ from manualpar.checkpoints.folders import open_folder
 from manualpar.checkpoints.saved_state import read_extra
 from manualpar.parameter_average import ema_params
 from manualpar.storage import AnyPath
-from manualpar.strategies.fsdp import KIND as FSDP
+from manualpar.strategies import FSDP
 from manualpar.training.config import complete_config
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.workdir import FOLDER, open_checkpoints
