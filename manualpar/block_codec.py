@@ -10,9 +10,9 @@ Invariants: a scale has the 8 significant bits of bfloat16, whatever its dtype, 
 to bfloat16 changes nothing, and the product with a code is exact in float32. It times the largest
 code is at least the largest magnitude, so that no code is cut off. A finite number is off by at
 most half the scale of its block, or less than the scale if it is rounded at random, but for the
-rounding of one product. A block whose scale would be subnormal becomes zeros, and one with a number
-that is not finite becomes NaN. The shapes of codes and scales say how long the blocks are, and the
-last block may be shorter.
+rounding of one product; one beyond `LARGEST` counts as that, so that none overflows. A block whose
+scale would be subnormal becomes zeros, and one with a number that is not finite becomes NaN. The
+shapes of codes and scales say how long the blocks are, and the last block may be shorter.
 """
 
 from typing import Literal
@@ -24,6 +24,7 @@ Code = Literal["int8", "int4"]
 LARGEST_CODE: dict[Code, int] = {"int8": 127, "int4": 7}
 BITS: dict[Code, int] = {"int8": 8, "int4": 4}
 SCALE_BYTES = 2
+LARGEST = 2.0**128 * (1 - 2**-6)  # 3.35e38; float32 ends at 3.40e38.
 ROW_BLOCK = 256  # The longest block of a row that is sent.
 
 
@@ -67,6 +68,8 @@ def encode(
 
 def _scales(peaks: jax.Array, largest: int) -> jax.Array:
     """The scales of blocks with these largest magnitudes, in their dtype."""
+    cap = jnp.asarray(LARGEST, peaks.dtype)
+    peaks = jnp.where(jnp.isfinite(peaks.astype(jnp.float32)), jnp.minimum(peaks, cap), peaks)
     scales = (peaks / largest).astype(jnp.bfloat16)
     # Where the nearest is too small, the next larger one: its bits are the next integer.
     is_less = scales.astype(peaks.dtype) * largest < peaks

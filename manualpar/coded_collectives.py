@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from manualpar.block_codec import Code, coded_bytes, pack, unpack
 from manualpar.modes.manual import register_coding
-from manualpar.purposes import DECODE_SCOPE, ENCODE_SCOPE
+from manualpar.purposes import DECODE_SCOPE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,7 @@ class BlockCoding:
         Communication:
           An all-gather of bytes for each round.
         """
-        with jax.named_scope(ENCODE_SCOPE):
-            rows = pack(x.reshape(1, -1), self.name)
+        rows = pack(x.reshape(1, -1), self.name)
         to = "invarying" if is_invariant else "varying"
         for axes in rounds:
             rows = jax.lax.all_gather(rows, axes, axis=0, tiled=True, to=to)

@@ -45,9 +45,7 @@ SCOPES = (
 REGATHER = "regather_params"  # A purpose without a scope of its own, see `purpose_of`.
 # JAX's name for what a `jax.checkpoint` computes again, and ours.
 RECOMPUTED_SCOPE = "rematted_computation"
-# In these nothing is sent: what is to be gathered becomes codes, and a weight is made of them.
-ENCODE_SCOPE = "encode_params"
-DECODE_SCOPE = "decode_params"
+DECODE_SCOPE = "decode_params"  # Nothing is sent: a weight is made of what was gathered.
 
 
 def purpose_of(scope: str) -> str | None:

@@ -8,11 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from manualpar.block_codec import block_size, decode, encode
+from manualpar.block_codec import (
+    BITS,
+    LARGEST,
+    LARGEST_CODE,
+    block_size,
+    coded_bytes,
+    decode,
+    encode,
+    pack,
+    unpack,
+)
 from tests.one_device import slow_unless
 
 TINY = float(jnp.finfo(jnp.bfloat16).tiny)
-LARGEST = float(np.finfo(np.float32).max)
 MAGNITUDES = (st.floats(-LARGEST, LARGEST, width=32), st.floats(-1, 1, width=32))
 SIZES = [(13, 5), (1, 1), (7, 1), (16, 64), (40, 8), (67, 64), (130, 64)]
 
@@ -60,3 +69,51 @@ def test_a_block_with_a_number_that_is_not_finite_is_not_finite(bad):
     y = jax.jit(lambda x: decode(*encode(x, 4)))(x)
     assert np.isnan(y[0, :4]).all()
     np.testing.assert_allclose(y[0, 4:], 1, rtol=0.01)
+
+
+ROWS = [(1, "int8"), (7, "int4"), (256, "int8"), (257, "int4"), (600, "int8"), (600, "int4")]
+
+
+@pytest.mark.parametrize(("n", "code"), [slow_unless([(7, "int4")], *case) for case in ROWS])
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_row_is_off_by_half_a_scale_and_has_the_bytes_that_it_says(n, code, data):
+    elements = data.draw(st.sampled_from([*MAGNITUDES, st.sampled_from([0.0, 1e-40, LARGEST])]))
+    x = data.draw(arrays.arrays(np.float32, (2, n), elements=elements, fill=elements))
+    packed = jax.jit(pack, static_argnums=1)(x, code)
+    assert (packed.dtype, packed.shape) == (jnp.uint8, (2, coded_bytes(n, code)))
+    blocks = -(-n // 256)
+    fewest = -(-n * BITS[code] // 8) + 2 * blocks
+    assert fewest <= coded_bytes(n, code) <= fewest + blocks
+    y = np.asarray(jax.jit(unpack, static_argnums=(1, 2))(packed, n, code), np.float64)
+    largest = np.abs(x).max(-1, keepdims=True).astype(np.float64)
+    # A scale is at most one unit of bfloat16 more than the largest magnitude in largest codes.
+    bound = largest / LARGEST_CODE[code] * (1 + 2**-7) / 2 * (1 + 1e-6) + 128 * TINY
+    assert (np.abs(np.asarray(x, np.float64) - y) <= bound).all()
+
+
+def test_random_rounding_is_right_on_average_and_off_by_a_scale_at_most():
+    x = np.random.default_rng(0).normal(size=(300,)).astype(np.float32)
+    each = jax.vmap(lambda key: unpack(pack(x, "int4", key), 300, "int4"))
+    y = np.asarray(each(jax.random.split(jax.random.key(0), 4000)), np.float64)
+    scale = np.abs(x).max() / 7 * (1 + 2**-7)
+    assert (np.abs(y - x) < scale * (1 + 1e-6)).all()
+    assert len(np.unique(y[:, 5])) == 2
+    # Five standard deviations of the mean of 4000.
+    np.testing.assert_allclose(y.mean(0), x, rtol=0, atol=5 * scale / 2 / 4000**0.5)
+
+
+@pytest.mark.parametrize("code", LARGEST_CODE)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_sent_block_with_a_number_that_is_not_finite_is_not_finite(bad, code):
+    x = np.ones(400, np.float32)
+    x[2] = bad
+    y = unpack(pack(x, code), 400, code)
+    assert np.isnan(y[:200]).all()
+    np.testing.assert_allclose(y[200:], 1, rtol=0.01)
+
+
+@pytest.mark.parametrize("code", LARGEST_CODE)
+def test_the_largest_numbers_stay_finite(code):
+    x = np.full(7, np.finfo(np.float32).max)
+    np.testing.assert_allclose(unpack(pack(x, code), 7, code), x, rtol=0.02)

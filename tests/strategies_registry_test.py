@@ -163,7 +163,7 @@ def test_a_builder_that_returns_no_program_is_named():
         ({"builder": no_options}, TypeError, r"\(model, tx, loss_fn\), expected .*\*\*options\)"),
         ({"color": "pink"}, ValueError, "color of 'fsdp' is 'pink', expected one such as"),
         ({"fields": {"pad": bool}}, TypeError, "fields of 'fsdp' are .*expected a Field by the na"),
-        ({"fields": STATE_SHARDING}, TypeError, "fields of 'fsdp' are .*STATE_SHARDING.fields"),
+        ({"fields": STATE_SHARDING}, TypeError, "fields of 'fsdp' are .*STATE_SHARDING_FIELDS"),
     ],
 )
 def test_a_registration_that_would_fail_later_is_refused(changes, error, message):

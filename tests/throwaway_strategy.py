@@ -6,7 +6,7 @@ from typing import Any
 from manualpar.core.program import Program
 from manualpar.core.strategy import Sends, Strategy
 from manualpar.sharding.layout import shard_state_only
-from manualpar.strategies import Field, StrategyKind, register
+from manualpar.strategies import STATE_SHARDING_FIELDS, Field, StrategyKind, register
 from manualpar.strategies.shared_options import STATE_SHARDING, build_sharded
 
 
@@ -33,6 +33,6 @@ register(
         "zero_in_16_bits",
         zero_in_16_bits,
         color="#D55E00",
-        fields={**STATE_SHARDING.fields, "stored_dtype": Field(str, choices=("bfloat16",))},
+        fields={**STATE_SHARDING_FIELDS, "stored_dtype": Field(str, choices=("bfloat16",))},
     )
 )

@@ -149,7 +149,9 @@ class Step:
         regathers = strategy.reshard_after_forward
         decodes = self.model.adapter.decodes_weights or mode.wire.gather_code
         if self.pipeline is None and (regathers or decodes):
-            loss = regather_for_backward(loss, keep_gathered=not regathers)
+            loss = regather_for_backward(
+                loss, keep_gathered=not regathers, axes=strategy.regather_axes
+            )
         # Accumulate.
         scatter = functools.partial(self._map_trained, mode.scatter, shards)
         scatters_each = strategy.reduce_every == "minibatch"

@@ -73,6 +73,8 @@ class Strategy:
       reduce_every: How often the gradients of parameters that are whole in a step are scattered.
       reshard_after_forward: Whether gathered parameters are dropped after the forward pass and
         gathered again for the backward one.
+      regather_axes: The mesh axes over which they are gathered again; what came over others is
+        kept. All if it is `None`.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Strategy:
     gather_every: Every = "minibatch"
     reduce_every: Every = "step"
     reshard_after_forward: bool = False
+    regather_axes: tuple[str, ...] | None = None
 
 
 class Pipelined(Protocol):

@@ -205,6 +205,8 @@ def _of_parameter(
         if gather.is_data and gather.axis_size == 1:  # Nothing is gathered over one device.
             continue
         times = sends.gathers if gather.is_data else sends.uses
+        if gather.is_data and not {*gather.axes} <= {*(strategy.regather_axes or gather.axes)}:
+            times = strategy.sends(program.num_minibatches, True).gathers  # It is kept.
         yield gather.axes, times * gather.gather_bytes(itemsize, wire, info.dtype)
         if gather.is_data and not once_a_step:  # The gradient goes back the way it came.
             yield gather.axes, sends.scatters * gather.scatter_bytes(wire, reduced)

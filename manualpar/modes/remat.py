@@ -37,13 +37,13 @@ from manualpar.jaxprs import (
 )
 from manualpar.purposes import (
     DECODE_SCOPE,
-    ENCODE_SCOPE,
     GATHER_SCOPE,
     RECOMPUTED_SCOPE,
     REGATHER,
     purpose_of,
     scope_names,
 )
+from manualpar.sharding.axes import axis_tuple
 
 LOOPS = frozenset({"cond", "scan"})  # What has a backward pass of its own.
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "reshard", "sharding_constraint"})
@@ -65,7 +65,10 @@ CASTS = frozenset(
 
 
 def regather_for_backward(
-    function: Callable[..., Any], *, keep_gathered: bool = False
+    function: Callable[..., Any],
+    *,
+    keep_gathered: bool = False,
+    axes: tuple[str, ...] | None = None,
 ) -> Callable[..., Any]:
     """Makes the backward pass of a function gather and decode parameters again.
 
@@ -73,6 +76,8 @@ def regather_for_backward(
       function: A differentiable function of pytrees of arrays, such as a loss whose parameters
         gather themselves.
       keep_gathered: Whether to decode alone again, from what has been gathered once.
+      axes: The mesh axes over which to gather again; what came over others is kept, as it came. All
+        if not given.
 
     Returns:
       The function, with the same values and gradients.
@@ -82,6 +87,10 @@ def regather_for_backward(
       gradients of a bias and of the first layer's kernel need no value.)
     """
 
+    def again(eqn: Any) -> bool:
+        gathers = not keep_gathered and _gathers(eqn) and (axes is None or _axes(eqn) <= {*axes})
+        return gathers or DECODE_SCOPE in scope_names(str(eqn.source_info.name_stack))
+
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
@@ -90,7 +99,6 @@ def regather_for_backward(
             return function(*jax.tree.unflatten(structure, leaves))
 
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-        again = _decodes if keep_gathered else _gathers_or_decodes
         out = _regathering(closed, again, in_loop=False)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
@@ -105,13 +113,15 @@ def _regathering(closed: ClosedJaxpr, again: _Again, *, in_loop: bool) -> Callab
     """A traced program as a function whose backward pass makes weights again."""
     if not _makes(closed.jaxpr, again):
         return jaxpr_as_fun(closed)
-    evaluate = functools.partial(_evaluate, closed, again)
+    evaluate = functools.partial(_evaluate, closed, functools.partial(_nested, again))
     is_outside_loops = _makes(closed.jaxpr, again, but_not_in=LOOPS)
     return _drop_weights(evaluate, again, in_loop=in_loop) if is_outside_loops else evaluate
 
 
-def _evaluate(closed: ClosedJaxpr, again: _Again, *args: Any) -> list[Any]:
-    """Runs a program; loops and branches in it that make weights do so again by themselves."""
+def _evaluate(
+    closed: ClosedJaxpr, nested: Callable[[Any], Callable[..., Any] | None], *args: Any
+) -> list[Any]:
+    """Runs a program; those equations by a function for which `nested` has one."""
     jaxpr = closed.jaxpr
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
 
@@ -120,26 +130,33 @@ def _evaluate(closed: ClosedJaxpr, again: _Again, *args: Any) -> list[Any]:
 
     for eqn in jaxpr.eqns:
         operands = [read(variable) for variable in eqn.invars]
-        name = eqn.primitive.name
-        if name in CALLS or (name in LOOPS and _makes_inside(eqn, again)):
+        if (function := nested(eqn)) is not None:
             with jax.named_scope(str(eqn.source_info.name_stack)):
-                out = _run_nested(name, eqn.params, operands, again)
+                out = function(*operands)
         else:
             out = run_equations(jaxpr, [eqn], eqn.invars, eqn.outvars, operands)
         values.update(zip(eqn.outvars, out, strict=True))
     return [read(variable) for variable in jaxpr.outvars]
 
 
-def _run_nested(name: str, params: dict[str, Any], args: Sequence[Any], again: _Again) -> Any:
+def _nested(again: _Again, eqn: Any) -> Callable[..., Any] | None:
+    """Calls written out, and loops and branches that make weights again by themselves."""
+    name = eqn.primitive.name
+    if name in CALLS or (name in LOOPS and _makes_inside(eqn, again)):
+        return functools.partial(_run_nested, name, eqn.params, again)
+    return None
+
+
+def _run_nested(name: str, params: dict[str, Any], again: _Again, *args: Any) -> Any:
     """Runs a call, a scan or a `cond`."""
     if name in CALLS:  # As if it were written out, so that the casts in it are seen.
         with jax.named_scope(params["name"]):
-            return _evaluate(params["jaxpr"], again, *args)
+            return _evaluate(params["jaxpr"], functools.partial(_nested, again), *args)
     if name == "cond":
         branches = [_regathering(branch, again, in_loop=True) for branch in params["branches"]]
         return jax.lax.switch(args[0], branches, *args[1:])
     first, size = scan_sizes(params)
-    consts, carry, xs = args[:first], args[first:][:size], args[first + size :]
+    consts, carry, xs = args[:first], [*args[first:][:size]], args[first + size :]
     body = _regathering(params["jaxpr"], again, in_loop=True)
 
     def iteration(carry: Any, xs: Any) -> Any:
@@ -168,6 +185,9 @@ def _drop_weights(
             )
 
         closed, shapes = jax.make_jaxpr(out_and_vjp, return_shape=True)(*values)
+        written_out = functools.partial(_rule_without_use, again)
+        if any(map(written_out, closed.jaxpr.eqns)):
+            closed = jax.make_jaxpr(functools.partial(_evaluate, closed, written_out))(*values)
         out, vjp = map(jax.tree.structure, shapes)
         residuals = _Residuals(closed.jaxpr, len(jax.tree.leaves(shapes[0])), again)
         flat, kept, inputs = residuals.compute(closed.consts, values)
@@ -277,24 +297,22 @@ def _variables(eqn: Any) -> list[Var]:
     return [v for v in eqn.invars if isinstance(v, Var)]
 
 
-def _gathers_or_decodes(eqn: Any) -> bool:
-    if "custom_vjp" in eqn.primitive.name:  # That of a frozen parameter, which nothing unwraps.
-        inside = [inner for _, jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns]
-        return any(map(_gathers_or_decodes, inside)) and all(
-            _gathers_or_decodes(inner) or inner.primitive.name in CASTS or _in(ENCODE_SCOPE, inner)
-            for inner in inside
-        )
-    scope = str(eqn.source_info.name_stack)
-    is_gather = eqn.primitive.name in GATHERS and purpose_of(scope) in (GATHER_SCOPE, REGATHER)
-    return is_gather or _decodes(eqn)
+def _gathers(eqn: Any) -> bool:
+    purpose = purpose_of(str(eqn.source_info.name_stack))
+    return eqn.primitive.name in GATHERS and purpose in (GATHER_SCOPE, REGATHER)
 
 
-def _decodes(eqn: Any) -> bool:
-    return _in(DECODE_SCOPE, eqn)
+def _axes(eqn: Any) -> set[str]:
+    """The mesh axes of an all-gather."""
+    return {*axis_tuple(eqn.params["axis_name"])}
 
 
-def _in(scope: str, eqn: Any) -> bool:
-    return scope in scope_names(str(eqn.source_info.name_stack))
+def _rule_without_use(again: _Again, eqn: Any) -> Callable[..., Any] | None:
+    """The function of a gather with a rule for gradients, of a parameter that is frozen."""
+    if "custom_vjp" not in eqn.primitive.name or not _makes_inside(eqn, again):
+        return None
+    (closed,) = (x for x in eqn.params.values() if isinstance(x, ClosedJaxpr))
+    return jaxpr_as_fun(closed)
 
 
 def _makes(jaxpr: Jaxpr, again: _Again, *, but_not_in: frozenset[str] = frozenset()) -> bool:

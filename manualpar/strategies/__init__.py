@@ -4,13 +4,24 @@ Read `data_parallel` first, because it is the simplest, and then `zero`, `fsdp` 
 """
 
 from manualpar.strategies import data_parallel, fsdp, hsdp, zero
-from manualpar.strategies.fields import Field
+from manualpar.strategies.fields import (
+    PARAMETER_SHARDING_FIELDS,
+    STATE_SHARDING_FIELDS,
+    Field,
+)
 from manualpar.strategies.registry import StrategyKind, register, strategy_kinds
-from manualpar.strategies.shared_options import PARAMETER_SHARDING, STATE_SHARDING
 
-__all__ = ["BUILT_IN", "FSDP", "Field", "StrategyKind", "register", "strategy_kinds"]
+__all__ = [
+    "BUILT_IN",
+    "FSDP",
+    "STATE_SHARDING_FIELDS",
+    "Field",
+    "StrategyKind",
+    "register",
+    "strategy_kinds",
+]
 
-_STATE, _PARAMETERS = STATE_SHARDING.fields, PARAMETER_SHARDING.fields
+_STATE, _PARAMETERS = STATE_SHARDING_FIELDS, PARAMETER_SHARDING_FIELDS
 FSDP = StrategyKind("fsdp", fsdp.fsdp, "#0072B2", _PARAMETERS, on_torus=True, has_curve=True)
 BUILT_IN = (
     StrategyKind("dp", data_parallel.data_parallel, "#56B4E9", has_curve=True),

@@ -1,8 +1,11 @@
-"""What one field of a config may be."""
+"""What one field of a config may be, and the fields of the options that strategies share."""
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
+
+from manualpar.strategies.shared_options import COMMUNICATE_EVERY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,3 +74,18 @@ def _is_rule(value: Any) -> bool:
         return False
     axes = value[1] if isinstance(value[1], tuple | list) else (value[1] or "",)
     return all(isinstance(axis, str) for axis in axes)
+
+
+# What a config may set. (The names of a model's parameters in `replicate` are not for the models
+# that configs describe.)
+STATE_SHARDING_FIELDS: Mapping[str, Field] = {
+    "min_weight_size": Field(int, 0),
+    "pad": Field(bool),
+}
+PARAMETER_SHARDING_FIELDS: Mapping[str, Field] = {
+    **STATE_SHARDING_FIELDS,
+    "reshard_after_forward": Field(bool),
+    "communicate_every": Field(str, choices=COMMUNICATE_EVERY),
+    "keep_gathered": Field(tuple, holds_names=True),
+    "regather_axes": Field(tuple, holds_names=True, default=()),
+}

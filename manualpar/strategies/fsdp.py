@@ -31,19 +31,21 @@ def fsdp(
       A device sends `3 m b P (N - 1) / N` bytes a step for `P` parameters of `b` bytes, each used
       once, on `N` devices, in `m` minibatches: an all-gather for each pass and a reduce-scatter of
       the gradient. It sends `2 m b P (N - 1) / N` if parameters are kept, `2 b P (N - 1) / N` with
-      `communicate_every="step"` and `(m + 1) b P (N - 1) / N` with `"gather-step"`.
+      `communicate_every="step"` and `(m + 1) b P (N - 1) / N` with `"gather-step"`. The second
+      gather stays within `regather_axes`, if there are some.
     """
     strategy = functools.partial(fully_sharded, "fsdp", ())
     return build_sharded("fsdp", strategy, model, tx, loss_fn, options, PARAMETER_SHARDING)
 
 
 def fully_sharded(
-    name: str, replica_axes: tuple[str, ...], *, communicate_every: str, **placing: Any
+    name: str, replicas: tuple[str, ...], *, communicate_every: str, **placing: Any
 ) -> Strategy:
     """The strategy of `fsdp` and, with axes that it is replicated over, of `hsdp`."""
     gather_every: Every = "minibatch" if communicate_every == "minibatch" else "step"
     reduce_every: Every = "step" if communicate_every == "step" else "minibatch"
     reshard = placing.pop("reshard_after_forward") and gather_every == "minibatch"
+    regather_axes = placing.pop("regather_axes") or None
 
     def sends(m: int, keep: bool) -> Sends:
         uses = 2 * m if reshard and not keep else m
@@ -51,4 +53,5 @@ def fully_sharded(
         return Sends(uses, gathers, scatters=m if reduce_every == "minibatch" else 1)
 
     place = functools.partial(shard_one_dim, **placing)
-    return Strategy(name, place, sends, replica_axes, gather_every, reduce_every, reshard)
+    every = gather_every, reduce_every
+    return Strategy(name, place, sends, replicas, *every, reshard, regather_axes)

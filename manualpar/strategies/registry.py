@@ -89,7 +89,7 @@ def register(kind: StrategyKind) -> None:
     ):
         raise TypeError(
             f"register: fields of {kind.name!r} are {kind.fields!r}, expected a Field by the name "
-            "of each option, such as STATE_SHARDING.fields."
+            "of each option, such as STATE_SHARDING_FIELDS."
         )
     for name in sorted(ProgramOptions.__annotations__.keys() & {*kind.fields, *kind.constants}):
         raise ValueError(

@@ -1,15 +1,15 @@
-"""The options that several strategies share: explained, checked and declared for configs once."""
+"""The options that several strategies share: explained and checked once."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import optax
 
 from manualpar.core.program import Program, build_program
 from manualpar.core.strategy import Strategy
 from manualpar.guards.options import ProgramOptions, check_choice
+from manualpar.sharding.axes import axis_tuple
 from manualpar.sharding.layout import check_named
-from manualpar.strategies.fields import Field
 from manualpar.user_model.adapter import Model
 from manualpar.user_model.loss_function import LossFn
 
@@ -52,44 +52,28 @@ class ParameterShardingOptions(StateShardingOptions, total=False):
         `head/kernel`), that are gathered once in each minibatch and kept until the backward pass,
         whatever `reshard_after_forward`. Use it for the last layer, because the backward pass
         begins with it, and for parameters that are used several times.
+      regather_axes: The first axes of `axis_name`, over which alone parameters are gathered again
+        for the backward pass; all if there are none. What came over the others, the slow links, is
+        kept from the forward pass: a secondary shard, `1 / D` of the parameters on `D` devices
+        along `regather_axes` (hpZ of ZeRO++, https://arxiv.org/abs/2306.10209). It implies
+        `axis_by_axis`. For mode `"manual"`, without a pipeline.
     """
 
     reshard_after_forward: bool
     communicate_every: CommunicateEvery
     keep_gathered: tuple[str, ...]
+    regather_axes: tuple[str, ...]
 
 
-class OwnOptions(NamedTuple):
-    """A group of options that strategies share.
-
-    Attributes:
-      defaults: Their values if they are not given.
-      fields: What a config may set of them. (The names of a model's parameters in `replicate` are
-        not for the models that configs describe.)
-    """
-
-    defaults: Mapping[str, Any]
-    fields: Mapping[str, Field]
-
-
-STATE_SHARDING = OwnOptions(
-    {"min_weight_size": 2**18, "replicate": (), "pad": False},
-    {"min_weight_size": Field(int, 0), "pad": Field(bool)},
-)
-PARAMETER_SHARDING = OwnOptions(
-    {
-        **STATE_SHARDING.defaults,
-        "reshard_after_forward": True,
-        "communicate_every": "minibatch",
-        "keep_gathered": (),
-    },
-    {
-        **STATE_SHARDING.fields,
-        "reshard_after_forward": Field(bool),
-        "communicate_every": Field(str, choices=COMMUNICATE_EVERY),
-        "keep_gathered": Field(tuple, holds_names=True),
-    },
-)
+# The options of each group, and their values if they are not given.
+STATE_SHARDING: Mapping[str, Any] = {"min_weight_size": 2**18, "replicate": (), "pad": False}
+PARAMETER_SHARDING: Mapping[str, Any] = {
+    **STATE_SHARDING,
+    "reshard_after_forward": True,
+    "communicate_every": "minibatch",
+    "keep_gathered": (),
+    "regather_axes": (),
+}
 
 
 def build_sharded(
@@ -99,7 +83,7 @@ def build_sharded(
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     options: Mapping[str, Any],
-    own: OwnOptions,
+    own: Mapping[str, Any],
 ) -> Program:
     """Builds the program of a strategy that takes some of the options in this file.
 
@@ -110,12 +94,15 @@ def build_sharded(
       tx: The optimizer.
       loss_fn: The loss.
       options: The keyword arguments that the builder was called with.
-      own: Which of them are the strategy's own.
+      own: Which of them are the strategy's own, with their defaults.
     """
-    values = {name: options.get(name, default) for name, default in own.defaults.items()}
+    values = {name: options.get(name, default) for name, default in own.items()}
     for name, value in values.items():
         _check(builder, name, value)
     shared = {name: value for name, value in options.items() if name not in values}
+    if values.get("regather_axes"):
+        _check_regather(builder, values, shared)
+        shared["axis_by_axis"] = True
     program = build_program(strategy(**values), model, tx, loss_fn, **shared)
     names = {name: values[name] for name in ("keep_gathered", "replicate") if name in values}
     check_named(builder, program.parameters, **names)
@@ -136,4 +123,26 @@ def _check(builder: str, name: str, value: Any) -> None:
         raise TypeError(
             f"{builder}: {name}={value!r}, expected a tuple of names of parameters or modules, "
             "such as ('head',)."
+        )
+
+
+def _check_regather(builder: str, values: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
+    """Refuses axes of a second gather where there is none, or that are not the first ones."""
+    axes, names = values["regather_axes"], axis_tuple(shared.get("axis_name", "data"))
+    for field, got, expected in (
+        ("mode", shared.get("mode", "manual"), "manual"),
+        ("pipeline", shared.get("pipeline"), None),
+        ("communicate_every", values["communicate_every"], "minibatch"),
+        ("reshard_after_forward", values["reshard_after_forward"], True),
+    ):
+        if got != expected:
+            raise ValueError(
+                f"{builder}: regather_axes={axes!r} with {field}={got!r}, expected {expected!r}: "
+                "elsewhere no second gather is written here. Leave regather_axes out."
+            )
+    if axes != names[: len(axes)] or len(axes) >= len(names):
+        raise ValueError(
+            f"{builder}: regather_axes={axes!r} and axis_name={names!r}, expected the first of "
+            "those axes, and not all: gathers begin with the last, whose links are slow, and what "
+            "came over it is kept. Order axis_name and the mesh so."
         )

@@ -1,0 +1,124 @@
+"""What devices know after a collective of codes is what the codes say, on all of them alike."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from manualpar import make_mesh
+from manualpar.block_codec import pack, unpack
+from manualpar.coded_collectives import BlockCoding
+from manualpar.inspect import trace_collectives
+from tests.one_device import slow_unless
+
+MESHES = {
+    "8": ({"data": 8}, ("data",)),
+    "4 2": ({"data": 4, "node": 2}, ("data", "node")),
+    "2 of 4": ({"data": 2, "model": 4}, ("data",)),
+    "1 of 8": ({"data": 1, "model": 8}, ("data",)),
+}
+FAST = {("4 2", "int8", 1), ("8", "int4", 0)}
+CASES = [
+    slow_unless(FAST, mesh, code, dim)
+    for mesh in MESHES
+    for code in ("int8", "int4")
+    for dim in (0, 1)
+]
+
+
+def decoded(x, code):
+    """What the codes of an array say that is sent as one row."""
+    return np.asarray(unpack(pack(jnp.ravel(x), code), x.size, code)).reshape(x.shape)
+
+
+def on_mesh(devices, shape, axes, function, *, out_specs):
+    mesh = make_mesh(shape, devices)
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=P(axes), out_specs=out_specs, check_vma=True)
+    )
+
+
+@pytest.mark.parametrize(("mesh", "code", "dim"), CASES)
+def test_all_devices_gather_what_the_codes_of_the_shards_say(devices8, mesh, code, dim):
+    shape, axes = MESHES[mesh]
+    size = int(np.prod([shape[axis] for axis in axes]))
+    rounds = [(axis,) for axis in reversed(axes)]
+    x = np.random.default_rng(0).normal(size=(size, 6, 40, 3)).astype(np.float32)
+
+    def on_device(x):
+        return BlockCoding(code).gather(x[0], dim, rounds)[None]
+
+    copies = on_mesh(devices8, shape, axes, on_device, out_specs=P(axes))(x)
+    expected = np.concatenate([decoded(each, code) for each in x], dim)
+    np.testing.assert_array_equal(copies, np.broadcast_to(expected, copies.shape))
+
+
+@pytest.mark.parametrize(("mesh", "code", "dim"), CASES)
+def test_each_device_has_its_shard_of_the_sum_of_codes(devices8, mesh, code, dim):
+    shape, axes = MESHES[mesh]
+    size = int(np.prod([shape[axis] for axis in axes]))
+    sizes = [4, 5, 7]
+    sizes[dim] *= size
+    x = np.random.default_rng(0).normal(size=(size, *sizes)).astype(np.float32)
+
+    def on_device(x):
+        total, lost = BlockCoding(code).scatter_sum(x[0], dim, axes)
+        return total[None], lost[None]
+
+    run = on_mesh(devices8, shape, axes, on_device, out_specs=(P(axes), P(axes)))
+    totals, lost = jax.device_get(run(x))
+    parts = np.stack([np.stack(np.split(each, size, dim)) for each in x])  # From, to.
+    sent = np.stack([np.stack([decoded(part, code) for part in each]) for each in parts])
+    np.testing.assert_allclose(totals, sent.sum(0), rtol=1e-5, atol=1e-5)
+    left_out = np.stack([np.concatenate(list(each), dim) for each in parts - sent])
+    np.testing.assert_allclose(lost, left_out, rtol=1e-5, atol=1e-6)
+    kind = [(c.kind, c.dtype) for c in trace_collectives(run.trace(x))]
+    assert kind == [("all_to_all", jnp.uint8)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "code", "size"),
+    [
+        slow_unless({("4 2", "int8", 37)}, mesh, code, size)
+        for mesh in MESHES
+        for code in ("int8", "int4")
+        for size in (37, 1, 520)
+    ],
+)
+def test_a_mean_is_the_same_everywhere_and_what_is_lost_makes_up_for_it(devices8, mesh, code, size):
+    shape, axes = MESHES[mesh]
+    devices = int(np.prod([shape[axis] for axis in axes]))
+    x = np.random.default_rng(0).normal(size=(devices, size)).astype(np.float32)
+
+    def on_device(x):
+        mean, lost = BlockCoding(code).mean(x[0], axes)
+        return mean, lost[None]  # By its type the mean is the same on all devices.
+
+    mean, lost = on_mesh(devices8, shape, axes, on_device, out_specs=(P(), P(axes)))(x)
+    np.testing.assert_allclose(mean + lost.mean(0), x.mean(0), rtol=1e-5, atol=1e-6)
+    assert np.abs(mean - x.mean(0)).max() <= np.abs(x).max() / {"int8": 126, "int4": 6.9}[code]
+    copies = [np.asarray(shard.data) for shard in mean.addressable_shards]
+    for copy in copies:
+        np.testing.assert_array_equal(copy, copies[0])
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_with_what_was_lost_added_the_next_time_many_means_are_right_on_average(devices8, feedback):
+    x = np.random.default_rng(0).normal(size=(8, 300)).astype(np.float32)
+    x *= np.exp(np.random.default_rng(1).normal(size=300))
+
+    def on_device(x):
+        def send(carry, _):
+            lost, total = carry
+            mean, new = BlockCoding("int4").mean(x[0] + lost, ("data",))
+            return (new if feedback else lost, total + mean), None
+
+        zero = jnp.zeros_like(x[0])
+        start = (zero, jnp.zeros(zero.shape))
+        (_, total), _ = jax.lax.scan(send, start, length=50)
+        return total / 50
+
+    mean = on_mesh(devices8, {"data": 8}, ("data",), on_device, out_specs=P())(x)
+    error = np.linalg.norm(mean - x.mean(0)) / np.linalg.norm(x.mean(0))
+    assert error < 0.02 if feedback else error > 0.05
