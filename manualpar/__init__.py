@@ -33,6 +33,7 @@ from manualpar.rng import fold_rng_over_axis
 from manualpar.same_as_one_device import assert_same_as_one_device
 from manualpar.sharding.mesh import abstract_mesh, make_mesh
 from manualpar.strategies.data_parallel import data_parallel
+from manualpar.strategies.diloco import diloco
 from manualpar.strategies.fsdp import fsdp
 from manualpar.strategies.hsdp import hsdp
 from manualpar.strategies.zero import zero
@@ -52,6 +53,7 @@ __all__ = [
     "accumulate_gradients",
     "assert_same_as_one_device",
     "data_parallel",
+    "diloco",
     "ema_params",
     "fold_rng_over_axis",
     "fsdp",

@@ -84,7 +84,7 @@ def sync_collections(
 
     def sync(path: Any, x: Any, old: Any) -> Any:
         is_typed = is_vma_checked(axes[0])
-        if others := varying_axes(x) - set(axes):
+        if others := varying_axes(x) - varying_axes(old) - set(axes):
             raise ValueError(
                 f"sync_collections: collections{jax.tree_util.keystr(path)} differs between the "
                 f"devices along {sorted(others)}, which have the same examples. Compute it where "

@@ -22,6 +22,7 @@ CROSS_ENTROPY_SCOPE = "cross_entropy"
 EXPERT_SCOPE = "expert_parallel"
 CONTEXT_SCOPE = "context_parallel"
 PIPELINE_SCOPE = "pipeline"
+OUTER_SCOPE = "outer_step"
 OPTIMIZER_SCOPE = "optimizer"  # In it XLA sends what the optimizer must know of other devices.
 SCOPES = (
     GATHER_SCOPE,
@@ -40,6 +41,7 @@ SCOPES = (
     EXPERT_SCOPE,
     CONTEXT_SCOPE,
     PIPELINE_SCOPE,
+    OUTER_SCOPE,
     OPTIMIZER_SCOPE,
 )
 REGATHER = "regather_params"  # A purpose without a scope of its own, see `purpose_of`.

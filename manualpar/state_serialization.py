@@ -28,7 +28,9 @@ def _from_state_dict(target: TrainState, stored: dict[str, Any]) -> TrainState:
     for field in _dynamic_fields(target):
         like = getattr(target, field.name)
         plain = jax.tree.map(lambda x: {"key": x, "impl": x} if is_key(x) else x, like)
-        read = flax.serialization.from_state_dict(plain, stored[field.name], name=field.name)
+        read = flax.serialization.from_state_dict(
+            plain, stored.get(field.name, {}), name=field.name
+        )
         values[field.name] = jax.tree.map(_with_type, like, read)
     return target.replace(**values)
 

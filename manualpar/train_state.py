@@ -26,12 +26,15 @@ class TrainState(train_state.TrainState):
       rng: A key; every step splits it.
       collections: The model's variables outside `params` by collection, e.g. `{"batch_stats":
         ...}`; `{}` if it has none.
+      local: What replicas that take steps alone have of their own, see `strategies.diloco`; `{}`
+        under other strategies.
       apply_fn: The model's `apply` (static).
       tx: The optax optimizer (static).
     """
 
     rng: jax.Array
     collections: dict[str, Any] = flax.struct.field(default_factory=dict)
+    local: dict[str, Any] = flax.struct.field(default_factory=dict)
 
     @classmethod
     def create(

@@ -29,7 +29,7 @@ ORDER = """
     layers
     inspect
     strategies pipeline same_as_one_device linen nnx
-    core.program guards.divergence guards.replicas
+    core.program guards.divergence guards.replicas strategies.replica_exchange
     state_transfer
     core.step
     update user_model
@@ -83,6 +83,7 @@ MAY_COMMUNICATE = frozenset(
         "layers",
         "pipeline",
         "sharding.zigzag",
+        "strategies.replica_exchange",
         "whole_batch",
     }
 )

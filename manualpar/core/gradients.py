@@ -49,6 +49,7 @@ def accumulate(
     schedule: Schedule,
     reduce: Reduce = lambda grads: grads,
     frozen: Any = None,
+    outer_axes: tuple[str, ...] = (),
 ) -> tuple[Any, Metrics, Any]:
     """`by_hand.accumulate_gradients` for a loss that carries collections between minibatches.
 
@@ -61,6 +62,7 @@ def accumulate(
       schedule: How the minibatches run: `unrolled` or `scanned`.
       reduce: Applied to the gradients of each minibatch before they are added up.
       frozen: Other parameters, if any, see `split_trained`. The loss gets both in one tree.
+      outer_axes: Mesh axes along which devices take steps of their own.
 
     Returns:
       The gradients in float32 or wider, the metrics, and the collections after the last minibatch.
@@ -84,7 +86,7 @@ def accumulate(
     grads, metrics, collections = schedule(
         weighted_loss, parts, collections, (minibatches, keys), reduce
     )
-    count = _mean_count(metrics["loss"][1])
+    count = _mean_count(metrics["loss"][1], outer_axes)
     return jax.tree.map(lambda g: g / count, grads), metrics, collections
 
 
@@ -244,9 +246,9 @@ def sync_metrics(metrics: Metrics, axis_names: AxisName) -> Metrics:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _mean_count(count: jax.Array) -> jax.Array:
+def _mean_count(count: jax.Array, outer_axes: tuple[str, ...]) -> jax.Array:
     """The devices' mean number of examples; 1 if there is none, whose gradient is zero."""
-    axes = tuple(sorted(varying_axes(count)))
+    axes = tuple(sorted(varying_axes(count) - set(outer_axes)))
     manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if manual_axes and not is_vma_checked(manual_axes[0]):
         axes = manual_axes  # Where counts are equal, the mean changes nothing.

@@ -165,6 +165,7 @@ class Step:
             schedule=self.pipeline or self.schedule,
             reduce=scatter if scatters_each else lambda grads: grads,
             frozen=frozen,
+            outer_axes=mode.outer_axes,
         )
         # Reduce.
         grads = grads if scatters_each else scatter(grads)
@@ -173,7 +174,7 @@ class Step:
         grads = strip_boxes(self._map_trained(mode.sync, shards, grads))
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         if self.nonfinite != "ignore":
-            metrics = count_nonfinite(metrics, grads, mode.data_axes)
+            metrics = count_nonfinite(metrics, grads, mode.data_axes + mode.outer_axes)
         updated = mode.sync_collections(updated, collections, self.model.sync_collections)
         return grads, mode.sync_metrics(metrics), updated
 

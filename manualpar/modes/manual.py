@@ -85,6 +85,7 @@ class Manual:
       data_axes: The mesh axes along which devices see different examples.
       wire: The dtypes that travel, and the order of the axes.
       rules: What logical names of activations mean where XLA derives the collectives.
+      outer_axes: Axes of a `shard_map` around the step, along which each device takes its own.
     """
 
     name: ClassVar[Mode] = "manual"
@@ -94,6 +95,7 @@ class Manual:
     data_axes: tuple[str, ...]
     wire: Wire = AS_STORED
     rules: Rules = ()
+    outer_axes: tuple[str, ...] = ()
 
     @property
     def varying_axes(self) -> tuple[str, ...]:

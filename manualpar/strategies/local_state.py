@@ -1,0 +1,122 @@
+"""The state of replicas that train alone: how it is made, and how it lies on the devices.
+
+Its parameters are the *anchor*: what the replicas last agreed on, in the model's own shapes, and
+what is evaluated, exported and continued from. What each replica has for itself is in
+`state.local`, where every array has a leading dimension of the number of replicas `R`, sharded over
+their axes: its parameters (those that are trained), the state of the inner optimizer, the other
+collections, and how many examples it has seen since the last meeting. `state.opt_state` is that of
+the outer optimizer, and lies as the inner optimizer's does.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from manualpar.core.partitioning import pad_leaf, unpad_leaf
+from manualpar.core.program import Program
+from manualpar.sharding.axes import axes_size
+from manualpar.sharding.layout import Placement, like_params, map_padded, param_specs, state_specs
+from manualpar.sharding.trainable import split_trained, trained
+from manualpar.train_state import TrainState
+
+
+class LocalState:
+    """Makes the state of replicas, each of which has a state of the program `inner`.
+
+    Attributes:
+      placements: The tree of parameters with a `Placement` at each leaf.
+      opt_placements: The same of the outer optimizer's state.
+      name: The mesh axis of the replicas, or the tuple of axes.
+    """
+
+    def __init__(
+        self,
+        inner: Program,
+        placements: Any,
+        mesh: Any,
+        axes: tuple[str, ...],
+        outer_tx: optax.GradientTransformation,
+    ) -> None:
+        """Takes the program of one replica, the placements on the mesh of all, and their axes."""
+        self.inner, self.placements, self.outer_tx = inner, placements, outer_tx
+        self.name, self._size = axes[0] if len(axes) == 1 else axes, axes_size(mesh, axes)
+        params = inner.whole_state.params
+        opt_state = jax.eval_shape(self._init_outer, params)
+        self.opt_placements = like_params(opt_state, params, placements, Placement(()))
+
+    def _init_outer(self, params: Any) -> Any:
+        return self.outer_tx.init(split_trained(self.placements, params)[0])
+
+    def create(self, rng: jax.Array) -> TrainState:
+        """The initial state, padded."""
+        create: Any = self.inner.init
+        one: TrainState = create.args[0].__wrapped__(rng)
+        whole = self._unpadded(one.params)
+        paddings = [place.padding for place in jax.tree.leaves(self.opt_placements)]
+        state = one.replace(
+            tx=self.outer_tx, opt_state=map_padded(pad_leaf, self._init_outer(whole), paddings)
+        )
+        return self.spread(state)
+
+    def spread(self, state: TrainState) -> TrainState:
+        """The state with replicas that begin with its parameters and other collections."""
+        tx = self.inner.abstract_state.tx
+        unpadded = split_trained(self.placements, self._unpadded(state.params))[0]
+        opt_state = map_padded(pad_leaf, tx.init(unpadded), self.inner.step.update.opt_padding)
+        local = {
+            "params": split_trained(self.placements, state.params)[0],
+            "opt_state": opt_state,
+            "collections": state.collections,
+            "examples": jnp.zeros((), jnp.float32),
+        }
+        return state.replace(local=self._for_each(local))
+
+    def whole_state(self) -> TrainState:
+        """The abstract state with no padding."""
+
+        def make(one: TrainState) -> TrainState:
+            local = {
+                "params": split_trained(self.placements, one.params)[0],
+                "opt_state": one.opt_state,
+                "collections": one.collections,
+                "examples": jnp.zeros((), jnp.float32),
+            }
+            return one.replace(
+                tx=self.outer_tx,
+                opt_state=self._init_outer(one.params),
+                local=self._for_each(local),
+            )
+
+        return jax.eval_shape(make, self.inner.whole_state)
+
+    def layout(self, held: TrainState) -> TrainState:
+        """The state with a `PartitionSpec` at each leaf."""
+        one = self.inner.layout
+        layout = jax.tree.map(lambda _: PartitionSpec(), held)
+        return layout.replace(
+            params=param_specs(self.placements),
+            opt_state=state_specs(self.opt_placements),
+            local=self.lead(
+                {
+                    "params": param_specs(trained(self.placements)),
+                    "opt_state": one.opt_state,
+                    "collections": one.collections,
+                    "examples": PartitionSpec(),
+                }
+            ),
+        )
+
+    def _unpadded(self, params: Any) -> Any:
+        return jax.tree.map(
+            lambda place, x: unpad_leaf(x, place.parameter_padding), self.placements, params
+        )
+
+    def _for_each(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (self._size, *x.shape)), tree)
+
+    def lead(self, specs: Any) -> Any:
+        """Specs of arrays with a leading dimension for the replicas."""
+        return jax.tree.map(lambda spec: PartitionSpec(self.name, *spec), specs)

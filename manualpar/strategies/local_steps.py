@@ -1,0 +1,188 @@
+"""A program whose replicas train alone, and the steps in which they meet.
+
+See `manualpar.strategies.local_state` for its state, and `replica_steps` for what a step does.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from manualpar.core.collectives import Wire
+from manualpar.core.program import Program
+from manualpar.guards.dispatch import GuardedStep, check_alive, check_state
+from manualpar.rng import typed_key
+from manualpar.sharding.axes import with_axis_types
+from manualpar.sharding.mesh_context import OutsideMeshes, no_mesh, on_auto_axes
+from manualpar.state_transfer import Missing, check_has_devices
+from manualpar.strategies.local_state import LocalState
+from manualpar.strategies.replica_steps import ReplicaSteps, anchor_step
+from manualpar.train_state import TrainState
+from manualpar.user_model.loss_function import Metrics
+
+StepFunction = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalSteps(Program):
+    """A program whose replicas take `every` steps alone between two outer steps.
+
+    `step` is that of the anchor on all devices, as a program that is replicated over the same axes
+    takes it; what `train_step` runs is `inner.step`.
+
+    Attributes:
+      inner: The program of one replica, on a mesh without the replicas' axes. It can be traced.
+      replica_axes: The mesh axes of the replicas.
+      every: How many steps replicas take between two outer steps.
+      outer_step: `outer_step(state) -> state`, jitted: the replicas meet. The state is donated.
+    """
+
+    inner: Program
+    replica_axes: tuple[str, ...]
+    every: int
+    outer_step: Callable[[TrainState], TrainState]
+    _state: LocalState = dataclasses.field(repr=False)
+
+    def step_at(self, number: int) -> StepFunction:
+        """What a loop calls as step `number`, counted from 1, as it calls `train_step`.
+
+        Every `every`th is followed by the outer step.
+        """
+        return self.train_step if number % self.every else self._train_and_meet
+
+    def init_from(
+        self, params_or_variables: Any, rng: jax.Array | None = None, *, missing: Missing = "error"
+    ) -> TrainState:
+        """As for every program; all replicas begin with these parameters."""
+        state = super().init_from(params_or_variables, rng, missing=missing)
+        layout, mesh = self.layout, self.mesh
+        spread = on_auto_axes(self._state.spread, mesh=mesh, out_specs=layout)
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+        with no_mesh():
+            return jax.jit(spread, out_shardings=shardings, donate_argnums=0)(state)
+
+    def _train_and_meet(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        state, metrics = self.train_step(state, batch)
+        return self.outer_step(state), metrics
+
+
+def build_local_steps(
+    inner: Program,
+    batch: Any,
+    *,
+    mesh: Mesh | AbstractMesh,
+    replica_axes: tuple[str, ...],
+    every: int,
+    outer_tx: optax.GradientTransformation,
+    outer_wire: Wire,
+    compiler_options: dict[str, Any] | None,
+) -> LocalSteps:
+    """Builds the program around that of one replica, `inner`; `batch` is that of all, abstract."""
+    name = "diloco"
+    given, mesh = cast(Mesh, mesh), cast(Mesh, with_axis_types(mesh, AxisType.Auto))
+    roles = inner.step.roles
+    first, *others = roles.batch_dims.items()
+    roles = dataclasses.replace(roles, batch_dims={0: (*replica_axes, *first[1]), **dict(others)})
+    anchor = anchor_step(name, inner, mesh, roles, replica_axes)
+    state = LocalState(inner, anchor.placements, mesh, replica_axes, outer_tx)
+    steps = ReplicaSteps(inner, anchor, replica_axes, state, outer_wire)
+
+    def shard(specs: Any) -> Any:
+        return jax.tree.map(lambda spec: NamedSharding(given, spec), specs)
+
+    def jit(function: Callable[..., Any], out_specs: Any, **options: Any) -> Any:
+        on_auto = on_auto_axes(function, mesh=given, out_specs=out_specs)
+        return OutsideMeshes(jax.jit(on_auto, **options))
+
+    with no_mesh():
+        held = jax.eval_shape(state.create, jax.eval_shape(lambda: jax.random.key(0)))
+        layout = state.layout(held)
+        shardings = shard(layout)
+        abstract = _with_shardings(held, shardings)
+        whole = state.whole_state()
+    batch_specs = roles.batch_specs(batch)
+    train_step = jit(
+        steps.train,
+        (layout, PartitionSpec()),
+        in_shardings=(shardings, None),
+        out_shardings=(shardings, None),
+        donate_argnums=0,
+        compiler_options=compiler_options,
+    )
+    outer_step = jit(
+        steps.meet,
+        layout,
+        in_shardings=(shardings,),
+        out_shardings=shardings,
+        donate_argnums=0,
+        compiler_options=compiler_options,
+    )
+    eval_step = jit(
+        anchor.evaluate,
+        PartitionSpec(),
+        in_shardings=(shardings, None),
+        compiler_options=compiler_options,
+    )
+    has_devices = not isinstance(mesh, AbstractMesh)
+
+    def guard(function: str, step: Any) -> Any:
+        check = functools.partial(check_state, function, abstract)
+        return GuardedStep(function, step, mesh, check) if has_devices else step
+
+    def init(create: Callable[[jax.Array], TrainState], rng: Any) -> TrainState:
+        check_has_devices("init", mesh)
+        return create(typed_key("init", rng))
+
+    infos = [info for info, _ in inner.parameters]
+    program = LocalSteps(
+        strategy=anchor.strategy,
+        mode=inner.mode,
+        mesh=given,
+        data_axes=roles.data_axes,
+        num_minibatches=inner.num_minibatches,
+        wire=inner.wire,
+        layout=layout,
+        parameters=tuple(zip(infos, jax.tree.leaves(anchor.placements), strict=True)),
+        abstract_state=abstract,
+        whole_state=whole,
+        abstract_batch=_with_shardings(batch, shard(batch_specs)),
+        batch_sharding=NamedSharding(given, roles.batch_spec),
+        init=functools.partial(init, jit(state.create, layout, out_shardings=shardings)),
+        train_step=guard("train_step", train_step),
+        eval_step=guard("eval_step", eval_step),
+        step=anchor,
+        inner=inner,
+        replica_axes=replica_axes,
+        every=every,
+        outer_step=_OuterStep(outer_step, functools.partial(check_state, "outer_step", abstract)),
+        _state=state,
+    )
+    return program
+
+
+class _OuterStep:
+    """A jitted outer step that refuses a state that was donated or is another program's."""
+
+    def __init__(self, jitted: Any, check: Callable[[Any], None]) -> None:
+        self.jitted, self._check = jitted, check
+
+    def __call__(self, state: TrainState) -> TrainState:
+        check_alive("outer_step", state=state)
+        self._check(state)
+        met: TrainState = self.jitted(state)
+        return met
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.jitted, name)
+
+
+def _with_shardings(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )

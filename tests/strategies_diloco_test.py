@@ -1,0 +1,276 @@
+"""Replicas that train alone do what training by hand does, and meet as their outer step says."""
+
+import functools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from manualpar import Batch, data_parallel, diloco, fsdp, gather_examples, hsdp, make_mesh, zero
+from manualpar.guards.replicas import ReplicaSentinel
+from manualpar.inspect import trace_collectives
+from tests.one_device import slow_unless
+
+INNER = {
+    "dp": data_parallel,
+    "zero1": functools.partial(zero, stage=1, min_weight_size=4, pad=True),
+    "zero2": functools.partial(zero, stage=2, min_weight_size=4),
+    "fsdp": functools.partial(fsdp, min_weight_size=4, pad=True),
+    "hsdp": functools.partial(hsdp, replica_axis="group", min_weight_size=4),
+}
+MESHES = {
+    "2x4": {"replica": 2, "data": 4},
+    "4x2": {"replica": 4, "data": 2},
+    "8x1": {"replica": 8, "data": 1},
+    "2x2x2": {"replica": 2, "group": 2, "data": 2},
+}
+CASES = [
+    (inner, mesh) for inner in INNER for mesh in MESHES if (inner == "hsdp") == ("x2x" in mesh)
+]
+FAST = [("fsdp", "2x4")]
+
+
+class Mlp(nn.Module):
+    """Two layers, of which one does not divide over the devices; maybe with batch statistics."""
+
+    normalize: bool = False
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.Dense(33)(x)
+        if self.normalize:
+            x = nn.BatchNorm(use_running_average=not train, axis_name="data")(x)
+        return nn.Dense(8)(nn.relu(x))
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    del rng
+    logits = apply_fn({"params": params}, batch.inputs)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    total, count = (losses * batch.mask).sum(), batch.mask.sum()
+    return total / jnp.maximum(count, 1), {"loss": (total, count)}
+
+
+def make_batches(number, *, seed=0):
+    """Batches of 32, of whose first half only the first few examples count."""
+    random = np.random.default_rng(seed)
+    batches = []
+    for _ in range(number):
+        mask = (random.random(32) > 0.3).astype(np.float32)
+        mask[4:16] = 0
+        batches.append(
+            Batch(random.normal(size=(32, 16)).astype(np.float32), random.integers(0, 8, 32), mask)
+        )
+    return batches
+
+
+def build(mesh="2x4", inner="fsdp", *, tx=None, every=1, outer_tx=None, model=None, **options):
+    options.setdefault("outer_tx", outer_tx or optax.sgd(1.0))
+    return diloco(
+        model or Mlp(),
+        tx or optax.sgd(0.5),
+        loss_fn,
+        inner=INNER[inner],
+        every=every,
+        mesh=make_mesh(MESHES[mesh]),
+        batch=make_batches(1)[0],
+        **options,
+    )
+
+
+def train(program, batches, state=None, first=1):
+    state = program.init(jax.random.key(0)) if state is None else state
+    for number, batch in enumerate(batches, start=first):
+        state, metrics = program.step_at(number)(state, batch)
+    return state, metrics
+
+
+@pytest.mark.parametrize(("inner", "mesh"), [slow_unless(FAST, *case) for case in CASES])
+def test_meeting_after_each_step_of_sgd_is_data_parallelism(devices8, inner, mesh):
+    """However the examples are masked: half of the replicas may have next to none."""
+    batches = make_batches(3)
+    whole = data_parallel(
+        Mlp(), optax.sgd(0.5), loss_fn, mesh=make_mesh({"data": 8}), batch=batches[0]
+    )
+    expected = whole.init(jax.random.key(0))
+    for batch in batches:
+        expected, expected_metrics = whole.train_step(expected, batch)
+    program = build(mesh, inner)
+    state, metrics = train(program, batches)
+    chex.assert_trees_all_close(program.whole(state), whole.whole(expected), atol=1e-6)
+    chex.assert_trees_all_close(metrics["loss"], expected_metrics["loss"], rtol=1e-5)
+    evaluated, wanted = program.eval_step(state, batches[0]), whole.eval_step(expected, batches[0])
+    chex.assert_trees_all_close(evaluated, wanted, rtol=1e-5)
+
+
+def train_by_hand(batches, *, replicas, every, tx, outer_tx, params):
+    """The same on one device, replica by replica, with nothing of this package."""
+    model = Mlp()
+    anchor, outer_state = params, outer_tx.init(params)
+    local = [params] * replicas
+    states = [tx.init(params)] * replicas
+    seen = np.zeros(replicas)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        def apply_fn(variables, x):
+            return model.apply(variables, x)
+
+        grads = jax.grad(lambda p: loss_fn(p, apply_fn, batch, None)[0])(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    for number, batch in enumerate(batches, start=1):
+        for i in range(replicas):
+            part = jax.tree.map(lambda x, i=i: np.split(x, replicas)[i], batch)
+            local[i], states[i] = step(local[i], states[i], part)
+            seen[i] += part.mask.sum()
+        if number % every == 0:
+            mean = functools.partial(jnp.average, axis=0, weights=jnp.asarray(seen))
+            delta = jax.tree.map(lambda a, *ps, m=mean: a - m(jnp.stack(ps)), anchor, *local)
+            updates, outer_state = outer_tx.update(delta, outer_state, anchor)
+            anchor = optax.apply_updates(anchor, updates)
+            local, seen = [anchor] * replicas, np.zeros(replicas)
+    return anchor, local
+
+
+@pytest.mark.parametrize(
+    ("inner", "mesh"), [slow_unless([("zero1", "4x2")], *case) for case in CASES]
+)
+def test_any_optimizers_do_what_they_do_by_hand(devices8, inner, mesh):
+    """Moments, momentum and weights by examples: Adam inside, Nesterov's momentum outside."""
+    tx, outer_tx = optax.adam(1e-2), optax.sgd(0.7, momentum=0.9, nesterov=True)
+    program = build(mesh, inner, tx=tx, outer_tx=outer_tx, every=2)
+    replicas = MESHES[mesh]["replica"]
+    initial = program.whole(program.init(jax.random.key(0)))["params"]
+    batches = make_batches(5)
+    state, _ = train(program, batches)
+    anchor, local = train_by_hand(
+        batches, replicas=replicas, every=2, tx=tx, outer_tx=outer_tx, params=initial
+    )
+    chex.assert_trees_all_close(program.whole(state)["params"], anchor, atol=2e-5)
+    for name, module in state.local["params"].items():
+        for parameter, x in module.items():
+            for i in range(replicas):
+                wanted = local[i][name][parameter]
+                own = np.asarray(x[i])[tuple(map(slice, wanted.shape))]
+                chex.assert_trees_all_close(own, np.asarray(wanted), atol=2e-5)
+
+
+@pytest.mark.parametrize("outer_code", [None, pytest.param("int4", marks=pytest.mark.slow)])
+def test_replicas_differ_until_they_meet_and_then_are_equal_bit_for_bit(devices8, outer_code):
+    program = build(tx=optax.adam(1e-2), every=3, outer_tx=optax.sgd(0.7), outer_code=outer_code)
+    sentinel = ReplicaSentinel(program.mesh, program.layout)
+    initial = program.init(jax.random.key(0))
+    before = jax.device_get(initial.params)
+    state, _ = train(program, make_batches(2), initial)
+    sentinel.check(state)
+    chex.assert_trees_all_equal(jax.device_get(state.params), before)
+    kernel = np.asarray(state.local["params"]["Dense_0"]["kernel"])
+    assert (kernel[0] != kernel[1]).any()
+    state, _ = train(program, make_batches(1), state, first=3)
+    sentinel.check(state)
+    for x, anchor in zip(
+        jax.tree.leaves(state.local["params"]), jax.tree.leaves(state.params), strict=True
+    ):
+        for copy in np.asarray(x):
+            np.testing.assert_array_equal(copy, np.asarray(anchor))
+    assert (np.asarray(state.params["Dense_0"]["kernel"]) != before["Dense_0"]["kernel"]).any()
+    np.testing.assert_array_equal(state.local["examples"], np.zeros(2))
+
+
+def test_a_replica_leaves_out_its_own_steps_that_are_not_finite(devices8):
+    """The others go on, and the one that has done nothing has no weight."""
+    program = build(nonfinite="skip", every=1)
+    (batch,) = make_batches(1)
+    spoilt = Batch(batch.inputs.copy(), batch.labels, np.ones_like(batch.mask))
+    spoilt.inputs[0] = np.nan  # The first replica's.
+    state, metrics = train(program, [spoilt])
+    assert metrics["nonfinite"] == (1, 2)
+    (initial,) = (program.whole(program.init(jax.random.key(0)))["params"],)
+    half = jax.tree.map(lambda x: x[16:], spoilt)
+    anchor, _ = train_by_hand(
+        [half], replicas=1, every=1, tx=optax.sgd(0.5), outer_tx=optax.sgd(1.0), params=initial
+    )
+    chex.assert_trees_all_close(program.whole(state)["params"], anchor, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_batch_statistics_meet_too(devices8):
+    """Replicas normalise by their own examples, and the anchor has the mean of their averages."""
+    program = build(model=Mlp(normalize=True), every=2, tx=optax.sgd(0.1))
+    state, _ = train(program, make_batches(3))
+    before = jax.device_get(state.collections)
+    local = jax.device_get(state.local["collections"])
+    mean = jax.tree.map(lambda x: x.mean(0), local)
+    state = program.outer_step(state)
+    chex.assert_trees_all_close(jax.device_get(state.collections), mean, rtol=1e-6)
+    with pytest.raises(AssertionError):
+        chex.assert_trees_all_close(before, mean, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_frozen_parameters_are_the_anchors_alone(devices8):
+    program = build(trainable=("Dense_1/*",), every=2, tx=optax.adam(1e-2))
+    assert len(jax.tree.leaves(program.abstract_state.local["params"])) == 2
+    initial = program.init(jax.random.key(0))
+    frozen = jax.device_get(initial.params["Dense_0"])
+    state, _ = train(program, make_batches(2), initial)
+    chex.assert_trees_all_equal(jax.device_get(state.params["Dense_0"]), frozen)
+
+
+def test_replicas_begin_with_given_parameters(devices8):
+    program = build(every=2)
+    given = jax.tree.map(lambda x: np.full(x.shape, 0.5, x.dtype), program.whole_state.params)
+    state = program.init_from(given)
+    for x in jax.tree.leaves(jax.device_get(state.local["params"])):
+        assert set(np.unique(x)) <= {0.0, 0.5}  # 0 where it is padded.
+        assert (x == 0.5).any()
+    adopted = program.adopt(state)
+    chex.assert_trees_all_equal(jax.device_get(adopted.local), jax.device_get(state.local))
+
+
+def test_between_two_meetings_only_metrics_cross(devices8):
+    program = build(every=2)
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    crossing = [c for c in trace_collectives(traced) if "replica" in c.axes]
+    assert [c.purpose for c in crossing] == ["sync_metrics"]
+    assert crossing[0].bytes_sent == 2 * 8 * (2 - 1) / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"every": 0}, ValueError, "every=0, expected a number of steps"),
+        ({"outer_tx": 0.7}, TypeError, "outer_tx is 0.7, expected an optax"),
+        ({"outer_code": "int2"}, ValueError, "outer_code='int2', expected one of"),
+        ({"mode": "auto"}, ValueError, "mode='auto', expected 'manual'"),
+        ({"replica_axis": "pod"}, ValueError, r"names \['pod'\]"),
+        ({"replica_axis": ("replica", "data")}, ValueError, "expected another axis, of size 1"),
+        ({"min_weight": 4}, TypeError, "'min_weight' is not an option"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_compiles(devices8, options, error, words):
+    with pytest.raises(error, match=words):
+        build(**options)
+
+
+def test_a_loss_that_couples_replicas_is_refused(devices8):
+    def coupled(params, apply_fn, batch, rng):
+        loss, metrics = loss_fn(params, apply_fn, batch, rng)
+        return loss + 0 * gather_examples(batch.inputs).sum(), metrics
+
+    with pytest.raises(ValueError, match=r"among them \['replica'\], expected none"):
+        diloco(
+            Mlp(),
+            optax.sgd(0.1),
+            coupled,
+            every=2,
+            outer_tx=optax.sgd(1.0),
+            mesh=make_mesh(MESHES["2x4"]),
+            batch=make_batches(1)[0],
+        )
