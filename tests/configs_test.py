@@ -48,3 +48,6 @@ def test_the_strategies_train_the_same_thing():
     for other, more in (("dp", set()), ("zero", set()), ("hsdp", {"parallel.mesh"})):
         values = flatten_config(_config(other))
         assert {name for name in fsdp if values[name] != fsdp[name]} == {"parallel.strategy"} | more
+    values = flatten_config(_config("diloco"))
+    meshes = {"parallel.strategy", "parallel.mesh"}
+    assert {name for name in fsdp if values[name] != fsdp[name]} == meshes

@@ -52,7 +52,7 @@ from manualpar.state_transfer import StartsFromArrays, check_has_devices
 from manualpar.train_state import TrainState
 from manualpar.update import Update
 from manualpar.user_model.adapter import Model
-from manualpar.user_model.loss_function import LossFn
+from manualpar.user_model.loss_function import LossFn, Metrics
 from manualpar.user_model.study import UserModel, study
 
 
@@ -109,6 +109,11 @@ class Program(StartsFromArrays):
     train_step: jax.stages.Wrapped
     eval_step: jax.stages.Wrapped
     step: Step = dataclasses.field(repr=False)
+
+    def step_at(self, number: int) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+        """What to call as step `number`, from 1: `train_step`, unless a strategy adds to some."""
+        del number
+        return self.train_step
 
 
 def build_program(

@@ -281,8 +281,8 @@ def group_sizes(topology: Topology) -> list[int]:
 def _bases(topology: Topology, builder: Builder) -> Iterator[Candidate]:
     """The candidates that are traced in any case: one minibatch, nothing retyped."""
     for strategy, kind in strategy_kinds().items():
-        meshes = list(_meshes(kind, topology))
-        if kind.has_curve:
+        meshes = list(_meshes(kind, topology)) if kind.is_exact else []
+        if meshes and kind.has_curve:
             for axis in builder.layer_axes:
                 meshes += _meshes_with(axis, kind, topology)
         for mesh in meshes:

@@ -1,9 +1,10 @@
 """The strategies: a file and an entry here for each.
 
-Read `data_parallel` first, because it is the simplest, and then `zero`, `fsdp` and `hsdp`.
+Read `data_parallel` first, because it is the simplest, and then `zero`, `fsdp` and `hsdp`. `diloco`
+is another optimizer around one of these.
 """
 
-from manualpar.strategies import data_parallel, fsdp, hsdp, zero
+from manualpar.strategies import data_parallel, diloco_config, fsdp, hsdp, zero
 from manualpar.strategies.fields import (
     PARAMETER_SHARDING_FIELDS,
     STATE_SHARDING_FIELDS,
@@ -29,6 +30,14 @@ BUILT_IN = (
     StrategyKind("zero2", zero.zero, "#E69F00", _STATE, {"stage": 2}, fewest_minibatches=2),
     FSDP,
     StrategyKind("hsdp", hsdp.hsdp, "#CC79A7", _PARAMETERS, replicates=True, has_curve=True),
+    StrategyKind(
+        "diloco",
+        diloco_config.diloco_of_config,
+        "#D55E00",
+        {**_PARAMETERS, **diloco_config.FIELDS},
+        replicates=True,
+        is_exact=False,
+    ),
 )
 for _kind in BUILT_IN:
     register(_kind)

@@ -39,6 +39,8 @@ class StrategyKind:
         another strategy.
       on_torus: Whether a plan tries it axis by axis on a TPU's torus too.
       has_curve: Whether a plan shows how its step time changes with the number of devices.
+      is_exact: Whether its steps are those of one device. Otherwise it is planned and compared only
+        on request.
     """
 
     name: str
@@ -50,6 +52,7 @@ class StrategyKind:
     fewest_minibatches: int = 1
     on_torus: bool = False
     has_curve: bool = False
+    is_exact: bool = True
 
 
 _KINDS: dict[str, StrategyKind] = {}

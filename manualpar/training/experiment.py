@@ -22,6 +22,7 @@ from manualpar.pipeline import Pipeline
 from manualpar.sharding.axes import axes_size
 from manualpar.sharding.mesh import abstract_mesh, make_mesh
 from manualpar.strategies import strategy_kinds
+from manualpar.strategies.local_steps import LocalSteps
 from manualpar.training.config import check_config, complete_config, nearest
 from manualpar.training.fine_tuning import fine_tuned
 from manualpar.training.imported_model import fill_from_hf
@@ -91,6 +92,12 @@ def prepare(
         raise TypeError(
             f"the builder of config.parallel.strategy={config.parallel.strategy!r} returned "
             f"{program!r}, expected a Program; return what build_sharded returns."
+        )
+    if isinstance(program, LocalSteps) and config.training.num_steps % program.every:
+        raise ValueError(
+            f"config.training.num_steps is {config.training.num_steps} and "
+            f"config.parallel.every is {program.every}, expected a multiple of it, because what "
+            "replicas do alone after they last meet is lost."
         )
     paths = [info.path for info, _ in program.parameters]
     wanted = config.debug.draw_sharding
@@ -198,6 +205,11 @@ def _build(
         b2=optimizer.b2,
         clip_norm=optimizer.clip_norm,
     )
+    if optimizer.ema_decay and not kind.is_exact:
+        raise ValueError(
+            f"config.optimizer.ema_decay is {optimizer.ema_decay} and config.parallel.strategy is "
+            f"{kind.name!r}, expected 0.0, because each replica would average its own parameters."
+        )
     if optimizer.ema_decay:
         tx = optax.chain(tx, params_ema(optimizer.ema_decay))
     axis_name = tuple(axis for axis in data_axes if axis != "replica" or not kind.replicates)

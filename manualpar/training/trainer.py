@@ -125,7 +125,7 @@ class Trainer:
                 is_profiled = self.profiler.covers(step)
                 self.cluster.enter("in a profiled step" if is_profiled else "in a step")
                 self.profiler.before(step, state)
-                state, metrics = self.experiment.program.train_step(state, batch)
+                state, metrics = self.experiment.program.step_at(step)(state, batch)
                 self.profiler.after(step, state)
                 self.cluster.enter(BETWEEN_STEPS)
                 is_last = step == num_steps

@@ -1,0 +1,18 @@
+"""Trains a classifier with DiLoCo: replicas train alone for many steps, and then meet.
+
+python -m experiments.diloco [--config=configs/diloco.py] [--config.<field>=<value> ...]
+                         [--workdir=<folder>] [--devices=<number>]
+"""
+
+from pathlib import Path
+
+from absl import app
+
+from manualpar.training.command_line import flags_parser
+from manualpar.training.main import run_command
+
+DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "diloco.py"
+
+
+if __name__ == "__main__":
+    app.run(run_command, flags_parser=flags_parser(__doc__ or "", DEFAULT_CONFIG))
