@@ -43,6 +43,7 @@ from manualpar.metrics import fetch_metrics
 from manualpar.models import Transformer
 from manualpar.models.transformer_sends import transformer_sends
 from manualpar.strategies import Field, strategy_kinds
+from manualpar.strategies.local_steps import LocalSteps
 from manualpar.train_state import Batch
 from manualpar.training.command_line import (
     CommandLine,
@@ -70,7 +71,10 @@ UNUSED = (
 
 
 class Trial:
-    """A program that is compiled, trained and timed, and holds its state meanwhile."""
+    """A program that is compiled, trained and timed, and holds its state meanwhile.
+
+    Where replicas train alone, what is sent is a step's, without the outer step.
+    """
 
     def __init__(self, strategy: str, program: Program) -> None:
         """Compiles the step."""
@@ -83,10 +87,11 @@ class Trial:
         self.compiled = self.traced.lower().compile()
         self.compile_seconds = time.perf_counter() - started
         self._state: Any = None
+        self._number = 0
 
     def train(self, batches: Sequence[Batch], *, seed: int) -> None:
         """Trains from the beginning and keeps the losses."""
-        self._state = self.program.init(jax.random.key(seed))
+        self._state, self._number = self.program.init(jax.random.key(seed)), 0
         for batch in batches:
             self._step(batch)
             total, count = fetch_metrics(self._metrics)["loss"]
@@ -103,11 +108,14 @@ class Trial:
     def _step(self, batch: Batch) -> None:
         batch = jax.device_put(batch, self.program.batch_sharding)
         self._state, self._metrics = self.compiled(self._state, batch)
+        self._number += 1
+        if isinstance(self.program, LocalSteps) and self._number % self.program.every == 0:
+            self._state = self.program.outer_step(self._state)
 
     def row(self, *, reference: "Trial", first: "Trial") -> Row:
         """Everything that was measured, in bytes and seconds.
 
-        `state_bytes` are those of parameters and optimizer state on the fullest device,
+        `state_bytes` are those of parameters and optimizer states on the fullest device,
         `temporary_bytes` what the compiled step holds besides, `bytes_sent` and `collectives` those
         of a device in a step, and `formula_bytes` the prediction for parameters and gradients, and
         in mode manual for split layers, which is an upper bound where `formula_is_bound`.
@@ -134,7 +142,7 @@ class Trial:
             "final_loss": self.losses[-1],
             "difference": differences[-1],
             "largest_difference": max(map(abs, differences)),
-            "state_bytes": state_bytes((state.params, state.opt_state))[0],
+            "state_bytes": state_bytes((state.params, state.opt_state, state.local))[0],
             "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
             "bytes_sent": float(total_bytes(found)),
             "formula_bytes": float(_predicted_bytes(program)) if is_predicted else None,

@@ -12,7 +12,17 @@ import pytest
 
 from manualpar import Batch, data_parallel, diloco, fsdp, gather_examples, hsdp, make_mesh, zero
 from manualpar.guards.replicas import ReplicaSentinel
-from manualpar.inspect import trace_collectives
+from manualpar.inspect import (
+    bytes_by_axes,
+    compiled_collectives,
+    of_parameters,
+    outer_step_bytes,
+    state_bytes,
+    step_bytes,
+    step_memory,
+    total_bytes,
+    trace_collectives,
+)
 from tests.one_device import slow_unless
 
 INNER = {
@@ -38,10 +48,11 @@ class Mlp(nn.Module):
     """Two layers, of which one does not divide over the devices; maybe with batch statistics."""
 
     normalize: bool = False
+    width: int = 33
 
     @nn.compact
     def __call__(self, x, train=True):
-        x = nn.Dense(33)(x)
+        x = nn.Dense(self.width)(x)
         if self.normalize:
             x = nn.BatchNorm(use_running_average=not train, axis_name="data")(x)
         return nn.Dense(8)(nn.relu(x))
@@ -274,3 +285,47 @@ def test_a_loss_that_couples_replicas_is_refused(devices8):
             mesh=make_mesh(MESHES["2x4"]),
             batch=make_batches(1)[0],
         )
+
+
+@pytest.mark.parametrize("outer_code", [None, "int8", "int4"])
+@pytest.mark.parametrize(("inner", "mesh"), [slow_unless(FAST, *case) for case in CASES])
+def test_an_outer_step_sends_what_the_closed_form_says(devices8, inner, mesh, outer_code):
+    options = {"model": Mlp(width=257), "tx": optax.adam(1e-2), "every": 2}
+    program = build(mesh, inner, **options, outer_code=outer_code)
+    outer = trace_collectives(program.outer_step.trace(program.abstract_state))
+    expected = outer_step_bytes(program)
+    assert sent_bytes(outer) == {axes: x for axes, x in expected.items() if x}
+    purposes = {x.purpose for x in outer if "replica" in x.axes}
+    assert purposes == {"outer_step", "count_examples"}
+    exact = outer_step_bytes(build(mesh, inner, **options))[("replica",)]
+    assert expected[("replica",)] < exact / 2 if outer_code else expected[("replica",)] == exact
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    sent, most = sent_bytes(trace_collectives(traced)), step_bytes(program)
+    most = {axes: x for axes, x in most.items() if x}
+    is_bound = program.strategy.reshard_after_forward  # Not all is gathered again.
+    assert sent.keys() == most.keys() if is_bound else sent == most
+    assert all(sent[axes] <= x for axes, x in most.items())
+
+
+def sent_bytes(collectives):
+    """What is sent for parameters, by axes; nothing is sent over an axis of size 1."""
+    return {axes: x for axes, x in bytes_by_axes(of_parameters(collectives)).items() if x}
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_a_compiled_outer_step_sends_as_much(devices8):
+    program = build("2x4", "zero1", tx=optax.adam(1e-2), every=2, outer_tx=optax.sgd(0.7, 0.9))
+    traced = program.outer_step.trace(program.abstract_state)
+    compiled = compiled_collectives(traced.lower().compile())
+    assert total_bytes(compiled) == total_bytes(trace_collectives(traced))
+    step = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    compiled = compiled_collectives(step.lower().compile())
+    assert total_bytes(compiled) == total_bytes(trace_collectives(step))
+
+
+def test_memory_is_that_of_a_replica_and_the_anchor(devices8):
+    program = build(tx=optax.adam(1e-2), every=2, outer_tx=optax.sgd(0.7, 0.9))
+    memory, alone = step_memory(program), step_memory(program.inner)
+    state = program.abstract_state
+    assert memory.peak - alone.peak == state_bytes((state.params, state.opt_state))[0]

@@ -15,7 +15,12 @@ from manualpar.inspect.compiled import (
     compiled_collectives,
     read_compiled,
 )
-from manualpar.inspect.formulas import of_parameters, step_bytes, total_step_bytes
+from manualpar.inspect.formulas import (
+    of_parameters,
+    outer_step_bytes,
+    step_bytes,
+    total_step_bytes,
+)
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import Computation
 from manualpar.inspect.state_layout import draw_sharding, layout_table, state_bytes
@@ -37,6 +42,7 @@ __all__ = [
     "layout_table",
     "ledger",
     "of_parameters",
+    "outer_step_bytes",
     "read_compiled",
     "ring_bytes",
     "state_bytes",

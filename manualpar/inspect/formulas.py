@@ -38,6 +38,9 @@ In a pipeline `P` of a stacked parameter is that of a stage. How often each stag
 is in `manualpar.inspect.pipeline_formulas`. Gradients of parameters that are not stacked are summed
 over the `N` stages once a step, `2 b (P / S) (N - 1) / N`.
 
+Replicas that train alone (`diloco`) send in a step what one of them sends on its part of the mesh,
+and see `outer_step_bytes` for their outer step.
+
 Not counted are collectives of layers that are split, of metrics, of examples and their number, and
 of other collections, what else stages send, and those that the compiler inserts for an optimizer
 that is not elementwise.
@@ -67,6 +70,7 @@ from manualpar.purposes import (
 )
 from manualpar.sharding.axes import Names, axes_size, axis_tuple
 from manualpar.sharding.layout import ParameterInfo, Placement
+from manualpar.strategies.local_steps import LocalSteps
 
 # The scopes of what a step sends besides parameters and gradients.
 OTHER_SCOPES = (
@@ -102,6 +106,8 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
             "'explicit': the compiler is free to send what it likes. Read what it sends with "
             "compiled_collectives."
         )
+    if isinstance(program, LocalSteps):
+        program = program.inner
     if program.step.pipeline is None:
         m = program.num_minibatches
         sends = (program.strategy.sends(m, place.keep) for _, place in program.parameters)
@@ -124,6 +130,41 @@ def _of_stage(program: Program, uses: Iterable[Uses]) -> dict[tuple[str, ...], F
 def total_step_bytes(program: Program, *, stage: int | None = None) -> Fraction:
     """The sum of `step_bytes` over all axes."""
     return sum(step_bytes(program, stage=stage).values(), Fraction(0))
+
+
+def outer_step_bytes(program: LocalSteps) -> dict[tuple[str, ...], Fraction]:
+    """Predicts what a device sends in an outer step for parameters and their differences.
+
+    A device sends `2 b (P / S) (R - 1) / R` bytes over `R` replicas for each trained parameter of
+    `P` elements, sharded over `S` devices as its optimizer's state is; with a code
+    `2 c(P / S / R) (R - 1)`, where that is less. Where the parameter itself is whole, the new one
+    is gathered in each replica: `b P (S - 1) / S`.
+
+    Args:
+      program: What `diloco` returns.
+
+    Returns:
+      The bytes over each axis, or tuple of axes, as `bytes_by_axes` gives them of the traced
+      `outer_step`, without the 4 bytes of the number of examples and without collections.
+    """
+    totals: defaultdict[tuple[str, ...], Fraction] = defaultdict(Fraction)
+    axes, wire = program.replica_axes, program.outer_wire
+    size = axes_size(program.mesh, axes)
+    for info, place in program.parameters:
+        if not place.trainable:
+            continue
+        shard = _local_elements(program, info, place.sharded_names, place.padding)
+        dtype, n = jnp.dtype(wire.reduce_dtype or info.dtype), -(-shard // size)
+        if size > 1 and (code := wire.reduce_code_of(n, dtype, axes)):
+            totals[axes] += 2 * ring_bytes("all_gather", code.row_bytes(n), size)
+        else:
+            totals[axes] += ring_bytes("all_reduce", shard * dtype.itemsize, size)
+        if place.state_names is not None:
+            names = place.sharded_names
+            for gather in _gathers(program, info, place, names, shard, once_a_step=True):
+                if gather.is_data and gather.axis_size > 1:
+                    totals[gather.axes] += gather.gather_bytes(info.dtype.itemsize)
+    return dict(totals)
 
 
 def of_parameters(collectives: Iterable[Collective]) -> tuple[Collective, ...]:

@@ -38,8 +38,10 @@ from manualpar.core.program import Program
 from manualpar.inspect.allocation import FUSIONS, find_peak
 from manualpar.inspect.communication import KIND_OF_PRIMITIVE
 from manualpar.inspect.flat_program import FlatProgram, Operation, Value
+from manualpar.inspect.state_layout import state_bytes
 from manualpar.modes.manual import Manual
 from manualpar.purposes import OPTIMIZER_SCOPE
+from manualpar.strategies.local_steps import LocalSteps
 
 # Their result is a parameter if their operand is one, as that of an all-gather is.
 _SAME_WEIGHT_WORDS = """
@@ -103,6 +105,11 @@ def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
             f"{', '.join(map(repr, FUSIONS))}: how others fuse has not been measured. Take the one "
             "that is nearer."
         )
+    if isinstance(program, LocalSteps):  # What one replica holds, and what all have in common.
+        state = program.abstract_state
+        common, _ = state_bytes((state.params, state.opt_state, state.collections))
+        alone = step_memory(program.inner, platform=platform)
+        return dataclasses.replace(alone, other=alone.other + common)
     state, batch = program.abstract_state, program.abstract_batch
     labels = jax.tree.map(lambda _: "other", state).replace(
         params=jax.tree.map(lambda _: "parameters", state.params),

@@ -36,11 +36,12 @@ from manualpar.inspect.communication import (
 )
 from manualpar.inspect.compiled import Compiled, read_compiled
 from manualpar.inspect.equations import Around
-from manualpar.inspect.formulas import step_bytes
+from manualpar.inspect.formulas import outer_step_bytes, step_bytes
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import Computation, ProductReader, by_phase_and_module, uncounted
 from manualpar.inspect.provenance import PHASES
 from manualpar.jaxprs import all_equations
+from manualpar.strategies.local_steps import LocalSteps
 
 T = TypeVar("T")
 
@@ -198,6 +199,10 @@ def ledger(
             f"mode={ours.mode!r}: the compiler writes the collectives, so they stand in the "
             "compiled program only"
         )
+    if isinstance(ours, LocalSteps):
+        sent = outer_step_bytes(ours).items()
+        each = ", ".join(f"{float(n):,.0f} bytes over {','.join(axes)}" for axes, n in sent)
+        notes.append(f"an outer step follows every {ours.every} steps, and sends {each} besides")
     result = Ledger(
         name=_name(program),
         mesh={axis: size for mesh in meshes for axis, size in mesh.shape.items()},

@@ -39,12 +39,14 @@ class LocalSteps(Program):
       replica_axes: The mesh axes of the replicas.
       every: How many steps replicas take between two outer steps.
       outer_step: `outer_step(state) -> state`, jitted: the replicas meet. The state is donated.
+      outer_wire: The dtype and the code of what travels then.
     """
 
     inner: Program
     replica_axes: tuple[str, ...]
     every: int
     outer_step: Callable[[TrainState], TrainState]
+    outer_wire: Wire
     _state: LocalState = dataclasses.field(repr=False)
 
     def step_at(self, number: int) -> StepFunction:
@@ -159,6 +161,7 @@ def build_local_steps(
         replica_axes=replica_axes,
         every=every,
         outer_step=_OuterStep(outer_step, functools.partial(check_state, "outer_step", abstract)),
+        outer_wire=outer_wire,
         _state=state,
     )
     return program
