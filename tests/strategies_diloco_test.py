@@ -1,6 +1,7 @@
 """Replicas that train alone do what training by hand does, and meet as their outer step says."""
 
 import functools
+import itertools
 
 import chex
 import flax.linen as nn
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from manualpar import Batch, data_parallel, diloco, fsdp, gather_examples, hsdp, make_mesh, zero
 from manualpar.guards.replicas import ReplicaSentinel
@@ -118,35 +120,67 @@ def test_meeting_after_each_step_of_sgd_is_data_parallelism(devices8, inner, mes
     chex.assert_trees_all_close(evaluated, wanted, rtol=1e-5)
 
 
-def train_by_hand(batches, *, replicas, every, tx, outer_tx, params):
-    """The same on one device, replica by replica, with nothing of this package."""
-    model = Mlp()
-    anchor, outer_state = params, outer_tx.init(params)
-    local = [params] * replicas
-    states = [tx.init(params)] * replicas
-    seen = np.zeros(replicas)
+def train_by_hand(batches, *, replicas, every, tx, outer_tx, params, fragments=None, overlap=False):
+    """The same on one device, replica by replica, with nothing of this package.
+
+    `fragments` are paths of parameters, in the order in which they are exchanged.
+    """
+    model, anchor = Mlp(), flatten_dict(params)
+    fragments = fragments or [list(anchor)]
+    pick = [functools.partial(take, paths=paths) for paths in fragments]
+    outer_states = [outer_tx.init(part(anchor)) for part in pick]
+    local, states = [anchor] * replicas, [tx.init(params)] * replicas
+    seen = np.zeros((replicas, len(fragments)))
 
     @jax.jit
-    def step(params, opt_state, batch):
-        def apply_fn(variables, x):
-            return model.apply(variables, x)
+    def step(flat, opt_state, batch):
+        def loss(params):
+            return loss_fn(params, lambda variables, x: model.apply(variables, x), batch, None)[0]
 
-        grads = jax.grad(lambda p: loss_fn(p, apply_fn, batch, None)[0])(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        params = unflatten_dict(flat)
+        updates, opt_state = tx.update(jax.grad(loss)(params), opt_state, params)
+        return flatten_dict(optax.apply_updates(params, updates)), opt_state
 
     for number, batch in enumerate(batches, start=1):
+        before, seen_before = list(local), seen.copy()
         for i in range(replicas):
             part = jax.tree.map(lambda x, i=i: np.split(x, replicas)[i], batch)
             local[i], states[i] = step(local[i], states[i], part)
             seen[i] += part.mask.sum()
-        if number % every == 0:
-            mean = functools.partial(jnp.average, axis=0, weights=jnp.asarray(seen))
-            delta = jax.tree.map(lambda a, *ps, m=mean: a - m(jnp.stack(ps)), anchor, *local)
-            updates, outer_state = outer_tx.update(delta, outer_state, anchor)
-            anchor = optax.apply_updates(anchor, updates)
-            local, seen = [anchor] * replicas, np.zeros(replicas)
-    return anchor, local
+        for f, part in enumerate(pick):
+            if number % every != (f + 1) * every // len(fragments) % every:
+                continue
+            now, counts = (before, seen_before) if overlap else (local, seen)
+            mean = functools.partial(
+                jnp.average, axis=0, weights=counts[:, f] if counts[:, f].any() else None
+            )
+            delta = {
+                path: x - mean(jnp.stack([p[path] for p in now]))
+                for path, x in part(anchor).items()
+            }
+            updates, outer_states[f] = outer_tx.update(delta, outer_states[f], part(anchor))
+            new = optax.apply_updates(part(anchor), updates)
+            anchor = anchor | new
+            for i in range(replicas):
+                own = {
+                    path: x + overlap * (local[i][path] - before[i][path])
+                    for path, x in new.items()
+                }
+                local[i] = local[i] | own
+            seen[:, f] -= counts[:, f]
+    return unflatten_dict(anchor), [unflatten_dict(x) for x in local]
+
+
+def take(flat, paths):
+    return {path: flat[path] for path in paths}
+
+
+def assert_as_by_hand(program, state, anchor, local):
+    chex.assert_trees_all_close(program.whole(state)["params"], anchor, atol=2e-5)
+    for path, x in flatten_dict(jax.device_get(state.local["params"])).items():
+        for own, by_hand in zip(x, local, strict=True):
+            wanted = np.asarray(flatten_dict(by_hand)[path])
+            chex.assert_trees_all_close(own[tuple(map(slice, wanted.shape))], wanted, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -163,16 +197,64 @@ def test_any_optimizers_do_what_they_do_by_hand(devices8, inner, mesh):
     anchor, local = train_by_hand(
         batches, replicas=replicas, every=2, tx=tx, outer_tx=outer_tx, params=initial
     )
-    chex.assert_trees_all_close(program.whole(state)["params"], anchor, atol=2e-5)
-    for name, module in state.local["params"].items():
-        for parameter, x in module.items():
-            for i in range(replicas):
-                wanted = local[i][name][parameter]
-                own = np.asarray(x[i])[tuple(map(slice, wanted.shape))]
-                chex.assert_trees_all_close(own, np.asarray(wanted), atol=2e-5)
+    assert_as_by_hand(program, state, anchor, local)
 
 
-@pytest.mark.parametrize("outer_code", [None, pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("inner", "mesh", "number", "overlap"),
+    [
+        ("fsdp", "2x4", 2, True),
+        ("fsdp", "4x2", 3, False),
+        ("dp", "2x4", 1, True),
+        ("zero1", "2x4", 3, True),
+    ],
+)
+def test_fragments_are_exchanged_at_steps_of_their_own(devices8, inner, mesh, number, overlap):
+    """Beside a step of training too, whose own work then stays with each replica."""
+    tx, outer_tx = optax.adam(1e-2), optax.sgd(0.7, momentum=0.9, nesterov=True)
+    streamed = {"outer_fragments": number, "outer_overlap": overlap}
+    program = build(mesh, inner, tx=tx, outer_tx=outer_tx, every=4, **streamed)
+    initial = program.whole(program.init(jax.random.key(0)))["params"]
+    paths = list(flatten_dict(initial))
+    fragments = [[] for _ in range(number)]
+    for (info, _), fragment in zip(program.parameters, program.fragments, strict=True):
+        fragments[fragment].append(tuple(info.path.split("/")))
+    assert sorted(itertools.chain(*fragments)) == sorted(paths)
+    batches = make_batches(10)
+    state, _ = train(program, batches)
+    anchor, local = train_by_hand(
+        batches,
+        replicas=MESHES[mesh]["replica"],
+        every=4,
+        tx=tx,
+        outer_tx=outer_tx,
+        params=initial,
+        fragments=fragments,
+        overlap=overlap,
+    )
+    assert_as_by_hand(program, state, anchor, local)
+    ReplicaSentinel(program.mesh, program.layout).check(state)
+
+
+def test_a_fragment_is_sent_alone_and_beside_a_step(devices8):
+    program = build(every=4, outer_fragments=2, outer_overlap=True)
+    total = outer_step_bytes(program)[("replica",)]
+    for fragment, outer_step in enumerate(program.outer_steps):
+        expected = outer_step_bytes(program, fragment=fragment)
+        assert 0 < expected[("replica",)] < total
+        outer = trace_collectives(outer_step.trace(program.abstract_state))
+        assert sent_bytes(outer) == {axes: x for axes, x in expected.items() if x}
+        args = program.abstract_state, program.abstract_batch
+        alone, both = (
+            sent_bytes(trace_collectives(step.trace(*args)))
+            for step in (program.train_step, program.streamed_steps[fragment])
+        )
+        assert both == alone | {("replica",): expected[("replica",)]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outer_code", [None, "int4"])
 def test_replicas_differ_until_they_meet_and_then_are_equal_bit_for_bit(devices8, outer_code):
     program = build(tx=optax.adam(1e-2), every=3, outer_tx=optax.sgd(0.7), outer_code=outer_code)
     sentinel = ReplicaSentinel(program.mesh, program.layout)
@@ -191,9 +273,10 @@ def test_replicas_differ_until_they_meet_and_then_are_equal_bit_for_bit(devices8
         for copy in np.asarray(x):
             np.testing.assert_array_equal(copy, np.asarray(anchor))
     assert (np.asarray(state.params["Dense_0"]["kernel"]) != before["Dense_0"]["kernel"]).any()
-    np.testing.assert_array_equal(state.local["examples"], np.zeros(2))
+    np.testing.assert_array_equal(state.local["examples"], np.zeros((2, 1)))
 
 
+@pytest.mark.slow
 def test_a_replica_leaves_out_its_own_steps_that_are_not_finite(devices8):
     """The others go on, and the one that has done nothing has no weight."""
     program = build(nonfinite="skip", every=1)
@@ -257,6 +340,16 @@ def test_between_two_meetings_only_metrics_cross(devices8):
     ("options", "error", "words"),
     [
         ({"every": 0}, ValueError, "every=0, expected a number of steps"),
+        (
+            {"outer_fragments": 2},
+            ValueError,
+            "outer_fragments=2, expected a number from 1 to every",
+        ),
+        (
+            {"every": 9, "outer_fragments": 5},
+            ValueError,
+            "fragments=5, expected at most 4, the num",
+        ),
         ({"outer_tx": 0.7}, TypeError, "outer_tx is 0.7, expected an optax"),
         ({"outer_code": "int2"}, ValueError, "outer_code='int2', expected one of"),
         ({"mode": "auto"}, ValueError, "mode='auto', expected 'manual'"),
@@ -287,8 +380,14 @@ def test_a_loss_that_couples_replicas_is_refused(devices8):
         )
 
 
-@pytest.mark.parametrize("outer_code", [None, "int8", "int4"])
-@pytest.mark.parametrize(("inner", "mesh"), [slow_unless(FAST, *case) for case in CASES])
+@pytest.mark.parametrize(
+    ("inner", "mesh", "outer_code"),
+    [
+        slow_unless([("fsdp", "2x4", "int4")], *case, code)
+        for case in CASES
+        for code in (None, "int8", "int4")
+    ],
+)
 def test_an_outer_step_sends_what_the_closed_form_says(devices8, inner, mesh, outer_code):
     options = {"model": Mlp(width=257), "tx": optax.adam(1e-2), "every": 2}
     program = build(mesh, inner, **options, outer_code=outer_code)

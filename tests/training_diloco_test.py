@@ -46,8 +46,10 @@ def test_a_run_that_is_stopped_between_two_meetings_is_the_run_that_was_not(
 @pytest.mark.slow
 @pytest.mark.parametrize("inner", ["dp", "zero2"])
 def test_a_config_chooses_the_strategy_of_a_replica(tmp_path, inner, capsys, devices8):
-    more = (f"--config.parallel.inner={inner}", "--config.parallel.outer_momentum=0.5")
-    assert run(tmp_path / "run", *more, "--config.parallel.outer_code=int8") == 0
+    options = {"inner": inner, "outer_momentum": 0.5, "outer_code": "int8"}
+    options |= {"outer_fragments": 3, "outer_overlap": inner == "zero2"}
+    more = [f"--config.parallel.{name}={value}" for name, value in options.items()]
+    assert run(tmp_path / "run", *more) == 0
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["split"] == "eval"]
     assert losses[-1] < losses[0]

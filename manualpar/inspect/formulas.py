@@ -132,8 +132,10 @@ def total_step_bytes(program: Program, *, stage: int | None = None) -> Fraction:
     return sum(step_bytes(program, stage=stage).values(), Fraction(0))
 
 
-def outer_step_bytes(program: LocalSteps) -> dict[tuple[str, ...], Fraction]:
-    """Predicts what a device sends in an outer step for parameters and their differences.
+def outer_step_bytes(
+    program: LocalSteps, *, fragment: int | None = None
+) -> dict[tuple[str, ...], Fraction]:
+    """Predicts what a device sends in outer steps for parameters and their differences.
 
     A device sends `2 b (P / S) (R - 1) / R` bytes over `R` replicas for each trained parameter of
     `P` elements, sharded over `S` devices as its optimizer's state is; with a code
@@ -142,6 +144,7 @@ def outer_step_bytes(program: LocalSteps) -> dict[tuple[str, ...], Fraction]:
 
     Args:
       program: What `diloco` returns.
+      fragment: The fragment that is exchanged; `None` for all of them, each once.
 
     Returns:
       The bytes over each axis, or tuple of axes, as `bytes_by_axes` gives them of the traced
@@ -150,8 +153,8 @@ def outer_step_bytes(program: LocalSteps) -> dict[tuple[str, ...], Fraction]:
     totals: defaultdict[tuple[str, ...], Fraction] = defaultdict(Fraction)
     axes, wire = program.replica_axes, program.outer_wire
     size = axes_size(program.mesh, axes)
-    for info, place in program.parameters:
-        if not place.trainable:
+    for (info, place), own in zip(program.parameters, program.fragments, strict=True):
+        if own is None or fragment not in (None, own):
             continue
         shard = _local_elements(program, info, place.sharded_names, place.padding)
         dtype, n = jnp.dtype(wire.reduce_dtype or info.dtype), -(-shard // size)

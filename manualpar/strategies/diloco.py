@@ -38,6 +38,8 @@ def diloco(
     outer_tx: optax.GradientTransformation,
     inner: Callable[..., Program] = fsdp,
     outer_code: str | None = None,
+    outer_fragments: int = 1,
+    outer_overlap: bool = False,
     replica_axis: AxisName = "replica",
     **options: Unpack[ProgramOptions],
 ) -> LocalSteps:
@@ -66,14 +68,19 @@ def diloco(
         `functools.partial(hsdp, replica_axis="group")` with another axis than `replica_axis`.
       outer_code: `"int8"` or `"int4"`: the differences travel in so many bits a number, where that
         is fewer bytes. If not given, in `reduce_dtype`, or else that of the parameters.
+      outer_fragments: In how many parts of about equal bytes parameters are exchanged, each at
+        steps of its own, so that the most that is sent at once falls by as much. With more than 1
+        the replicas never agree on all parameters at once.
+      outer_overlap: Whether an exchange runs beside a step of training: it is of the parameters
+        before the step, and what a replica does in that step stays its own until the next one.
       replica_axis: The mesh axis, or tuple of axes, of the replicas. The batch is split over it
         and over `axis_name`.
       **options: `mesh`, `batch` and others, see `ProgramOptions`, and those of `inner`. For mode
         `"manual"`. With `nonfinite="skip"` each replica leaves out steps of its own.
 
     Returns:
-      The program. Take its steps by `program.step_at`, or call `program.outer_step(state)` after
-      every `program.every` calls of `train_step`.
+      The program. Take its steps by `program.step_at`; or, if parameters are not divided, call
+      `program.outer_step(state)` after every `program.every` calls of `train_step`.
 
     Raises:
       ValueError: An option does not fit, as for every builder; or the model or the loss sends
@@ -84,10 +91,20 @@ def diloco(
       In a step that of `inner` on its part of the mesh, and one all-reduce of the sums of metrics
       over the replicas. In an outer step one all-reduce over `R` replicas of what each device has
       of the differences, sharded as the optimizer's state is: `2 b (P / S) (R - 1) / R` bytes for
-      `P` parameters of `b` bytes, sharded over `S` devices. Where parameters are whole and their
-      state is sharded, one all-gather of the new parameters in each replica.
+      `P` parameters of `b` bytes, sharded over `S` devices; of a fragment
+      its part of this. Where parameters are whole and their state is sharded, one all-gather of the
+      new parameters in each replica.
     """
-    mesh, batch, axes = _check(every, outer_tx, outer_code, replica_axis, options)
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"diloco: every={every!r}, expected a number of steps, 1 or more.")
+    is_number = isinstance(outer_fragments, int) and not isinstance(outer_fragments, bool)
+    if not is_number or not 1 <= outer_fragments <= every:
+        raise ValueError(
+            f"diloco: outer_fragments={outer_fragments!r}, expected a number from 1 to every="
+            f"{every}, because each fragment is exchanged at a step of its own."
+        )
+    check_choice("diloco", "outer_overlap", outer_overlap, (True, False))
+    mesh, batch, axes = _check(outer_tx, outer_code, replica_axis, options)
     size = axes_size(mesh, axes)
     own = {name: mesh.shape[name] for name in mesh.axis_names if name not in axes}
     own_mesh = AbstractMesh(tuple(own.values()), tuple(own), axis_types=(AxisType.Auto,) * len(own))
@@ -114,6 +131,8 @@ def diloco(
             reduce_dtype=one.wire.reduce_dtype,
             reduce_code=coding_named(outer_code) if outer_code else None,
         ),
+        num_fragments=outer_fragments,
+        overlap=outer_overlap,
         compiler_options=dict(options.get("compiler_options", {})) or None,
     )
     _check_alone(program)
@@ -121,11 +140,9 @@ def diloco(
 
 
 def _check(
-    every: int, outer_tx: Any, outer_code: str | None, replica_axis: AxisName, options: Any
+    outer_tx: Any, outer_code: str | None, replica_axis: AxisName, options: Any
 ) -> tuple[Mesh | AbstractMesh, Any, tuple[str, ...]]:
     """Refuses what cannot be built; returns the mesh, the abstract batch and the replicas' axes."""
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"diloco: every={every!r}, expected a number of steps, 1 or more.")
     if not (hasattr(outer_tx, "init") and hasattr(outer_tx, "update")):
         raise TypeError(
             f"diloco: outer_tx is {outer_tx!r}, expected an optax.GradientTransformation such as "

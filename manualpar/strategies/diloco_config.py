@@ -19,6 +19,8 @@ FIELDS: Mapping[str, Field] = {
     "outer_learning_rate": Field(float, 0, below=1e38, default=1.0),
     "outer_momentum": Field(float, 0, below=1, default=0.0),
     "outer_code": Field(str, choices=("", *CODES["reduce_code"]), default=""),
+    "outer_fragments": Field(int, 1, default=1),
+    "outer_overlap": Field(bool, default=False),
 }
 
 
@@ -47,8 +49,8 @@ def diloco_of_config(
       **options: Those of `diloco`.
     """
     kind = strategy_kinds()[inner]
-    foreign = {name for name in options if name not in {*ProgramOptions.__annotations__, "every"}}
-    own = {name: value for name, value in options.items() if name not in foreign - {*kind.fields}}
+    known = {*ProgramOptions.__annotations__, *kind.fields, *FIELDS}
+    own = {name: value for name, value in options.items() if name in known}
 
     def build(*args: Any, **inner_options: Any) -> Any:
         return kind.builder(*args, **inner_options, **kind.constants)

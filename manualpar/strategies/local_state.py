@@ -4,8 +4,8 @@ Its parameters are the *anchor*: what the replicas last agreed on, in the model'
 what is evaluated, exported and continued from. What each replica has for itself is in
 `state.local`, where every array has a leading dimension of the number of replicas `R`, sharded over
 their axes: its parameters (those that are trained), the state of the inner optimizer, the other
-collections, and how many examples it has seen since the last meeting. `state.opt_state` is that of
-the outer optimizer, and lies as the inner optimizer's does.
+collections, and how many examples it has seen since each fragment was last exchanged.
+`state.opt_state` is that of the outer optimizer, and lies as the inner optimizer's does.
 """
 
 from typing import Any
@@ -20,6 +20,7 @@ from manualpar.core.program import Program
 from manualpar.sharding.axes import axes_size
 from manualpar.sharding.layout import Placement, like_params, map_padded, param_specs, state_specs
 from manualpar.sharding.trainable import split_trained, trained
+from manualpar.strategies.fragments import Fragments
 from manualpar.train_state import TrainState
 
 
@@ -28,7 +29,8 @@ class LocalState:
 
     Attributes:
       placements: The tree of parameters with a `Placement` at each leaf.
-      opt_placements: The same of the outer optimizer's state.
+      fragments: The parts that are exchanged at different steps.
+      opt_placements: The placements of the outer optimizer's state, by fragment.
       name: The mesh axis of the replicas, or the tuple of axes.
     """
 
@@ -39,13 +41,27 @@ class LocalState:
         mesh: Any,
         axes: tuple[str, ...],
         outer_tx: optax.GradientTransformation,
+        num_fragments: int,
     ) -> None:
         """Takes the program of one replica, the placements on the mesh of all, and their axes."""
-        self.inner, self.placements, self.outer_tx = inner, placements, outer_tx
+        self.inner, self.placements, self.part_tx = inner, placements, outer_tx
         self.name, self._size = axes[0] if len(axes) == 1 else axes, axes_size(mesh, axes)
         params = inner.whole_state.params
+        self.fragments = Fragments(split_trained(placements, params)[0], num_fragments)
+        self.outer_tx = self.fragments.optimizer(outer_tx)
         opt_state = jax.eval_shape(self._init_outer, params)
-        self.opt_placements = like_params(opt_state, params, placements, Placement(()))
+        found = like_params(opt_state, params, placements, Placement(()))
+        self.opt_placements = self.by_fragment(found)
+
+    def by_fragment(self, opt_state: Any) -> tuple[Any, ...]:
+        """The outer optimizer's state of each fragment."""
+        return (opt_state,) if self.fragments.number == 1 else opt_state
+
+    def with_fragment(self, opt_state: Any, fragment: int, part: Any) -> Any:
+        """The outer optimizer's state with that of a fragment replaced."""
+        if self.fragments.number == 1:
+            return part
+        return (*opt_state[:fragment], part, *opt_state[fragment + 1 :])
 
     def _init_outer(self, params: Any) -> Any:
         return self.outer_tx.init(split_trained(self.placements, params)[0])
@@ -70,7 +86,7 @@ class LocalState:
             "params": split_trained(self.placements, state.params)[0],
             "opt_state": opt_state,
             "collections": state.collections,
-            "examples": jnp.zeros((), jnp.float32),
+            "examples": jnp.zeros(self.fragments.number, jnp.float32),
         }
         return state.replace(local=self._for_each(local))
 
@@ -82,7 +98,7 @@ class LocalState:
                 "params": split_trained(self.placements, one.params)[0],
                 "opt_state": one.opt_state,
                 "collections": one.collections,
-                "examples": jnp.zeros((), jnp.float32),
+                "examples": jnp.zeros(self.fragments.number, jnp.float32),
             }
             return one.replace(
                 tx=self.outer_tx,
@@ -98,7 +114,10 @@ class LocalState:
         layout = jax.tree.map(lambda _: PartitionSpec(), held)
         return layout.replace(
             params=param_specs(self.placements),
-            opt_state=state_specs(self.opt_placements),
+            opt_state=jax.tree.unflatten(
+                jax.tree.structure(held.opt_state),
+                jax.tree.leaves(state_specs(self.opt_placements)),
+            ),
             local=self.lead(
                 {
                     "params": param_specs(trained(self.placements)),

@@ -37,24 +37,41 @@ class LocalSteps(Program):
     Attributes:
       inner: The program of one replica, on a mesh without the replicas' axes. It can be traced.
       replica_axes: The mesh axes of the replicas.
-      every: How many steps replicas take between two outer steps.
-      outer_step: `outer_step(state) -> state`, jitted: the replicas meet. The state is donated.
+      every: How many steps replicas take between two outer steps, or exchanges of one fragment.
+      fragments: For each of `parameters` the number of its fragment; `None` if it is frozen.
+      outer_steps: For each fragment `outer_step(state) -> state`, jitted: replicas exchange it. The
+        state is donated.
+      streamed_steps: For each fragment a train step, `(state, batch) -> (state, metrics)`, that
+        exchanges it meanwhile; none if nothing is to overlap.
       outer_wire: The dtype and the code of what travels then.
     """
 
     inner: Program
     replica_axes: tuple[str, ...]
     every: int
-    outer_step: Callable[[TrainState], TrainState]
+    fragments: tuple[int | None, ...]
+    outer_steps: tuple[Any, ...]
+    streamed_steps: tuple[Any, ...]
     outer_wire: Wire
     _state: LocalState = dataclasses.field(repr=False)
+
+    @property
+    def outer_step(self) -> Any:
+        """The outer step of the last fragment; of all parameters if they are not divided."""
+        return self.outer_steps[-1]
 
     def step_at(self, number: int) -> StepFunction:
         """What a loop calls as step `number`, counted from 1, as it calls `train_step`.
 
-        Every `every`th is followed by the outer step.
+        After every `every` steps it takes the outer step too, for each fragment at steps of its
+        own.
         """
-        return self.train_step if number % self.every else self._train_and_meet
+        fragment = self._state.fragments.due_at(number, self.every)
+        if fragment is None:
+            return self.train_step
+        if self.streamed_steps:
+            return cast(StepFunction, self.streamed_steps[fragment])
+        return functools.partial(self._train_and_meet, fragment)
 
     def init_from(
         self, params_or_variables: Any, rng: jax.Array | None = None, *, missing: Missing = "error"
@@ -67,9 +84,11 @@ class LocalSteps(Program):
         with no_mesh():
             return jax.jit(spread, out_shardings=shardings, donate_argnums=0)(state)
 
-    def _train_and_meet(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def _train_and_meet(
+        self, fragment: int, state: TrainState, batch: Any
+    ) -> tuple[TrainState, Metrics]:
         state, metrics = self.train_step(state, batch)
-        return self.outer_step(state), metrics
+        return self.outer_steps[fragment](state), metrics
 
 
 def build_local_steps(
@@ -81,6 +100,8 @@ def build_local_steps(
     every: int,
     outer_tx: optax.GradientTransformation,
     outer_wire: Wire,
+    num_fragments: int,
+    overlap: bool,
     compiler_options: dict[str, Any] | None,
 ) -> LocalSteps:
     """Builds the program around that of one replica, `inner`; `batch` is that of all, abstract."""
@@ -90,7 +111,7 @@ def build_local_steps(
     first, *others = roles.batch_dims.items()
     roles = dataclasses.replace(roles, batch_dims={0: (*replica_axes, *first[1]), **dict(others)})
     anchor = anchor_step(name, inner, mesh, roles, replica_axes)
-    state = LocalState(inner, anchor.placements, mesh, replica_axes, outer_tx)
+    state = LocalState(inner, anchor.placements, mesh, replica_axes, outer_tx, num_fragments)
     steps = ReplicaSteps(inner, anchor, replica_axes, state, outer_wire)
 
     def shard(specs: Any) -> Any:
@@ -107,22 +128,28 @@ def build_local_steps(
         abstract = _with_shardings(held, shardings)
         whole = state.whole_state()
     batch_specs = roles.batch_specs(batch)
-    train_step = jit(
-        steps.train,
-        (layout, PartitionSpec()),
-        in_shardings=(shardings, None),
-        out_shardings=(shardings, None),
-        donate_argnums=0,
-        compiler_options=compiler_options,
-    )
-    outer_step = jit(
-        steps.meet,
-        layout,
-        in_shardings=(shardings,),
-        out_shardings=shardings,
-        donate_argnums=0,
-        compiler_options=compiler_options,
-    )
+
+    def jit_step(function: Callable[..., Any]) -> Any:
+        return jit(
+            function,
+            (layout, PartitionSpec()),
+            in_shardings=(shardings, None),
+            out_shardings=(shardings, None),
+            donate_argnums=0,
+            compiler_options=compiler_options,
+        )
+
+    def jit_outer(fragment: int) -> Any:
+        jitted = jit(
+            functools.partial(steps.meet, fragment),
+            layout,
+            in_shardings=(shardings,),
+            out_shardings=shardings,
+            donate_argnums=0,
+            compiler_options=compiler_options,
+        )
+        return _OuterStep(jitted, functools.partial(check_state, "outer_step", abstract))
+
     eval_step = jit(
         anchor.evaluate,
         PartitionSpec(),
@@ -139,7 +166,8 @@ def build_local_steps(
         check_has_devices("init", mesh)
         return create(typed_key("init", rng))
 
-    infos = [info for info, _ in inner.parameters]
+    infos, placements = [info for info, _ in inner.parameters], jax.tree.leaves(anchor.placements)
+    chosen = iter(jax.tree.leaves(state.fragments.index))
     program = LocalSteps(
         strategy=anchor.strategy,
         mode=inner.mode,
@@ -148,19 +176,24 @@ def build_local_steps(
         num_minibatches=inner.num_minibatches,
         wire=inner.wire,
         layout=layout,
-        parameters=tuple(zip(infos, jax.tree.leaves(anchor.placements), strict=True)),
+        parameters=tuple(zip(infos, placements, strict=True)),
         abstract_state=abstract,
         whole_state=whole,
         abstract_batch=_with_shardings(batch, shard(batch_specs)),
         batch_sharding=NamedSharding(given, roles.batch_spec),
         init=functools.partial(init, jit(state.create, layout, out_shardings=shardings)),
-        train_step=guard("train_step", train_step),
+        train_step=guard("train_step", jit_step(steps.train)),
         eval_step=guard("eval_step", eval_step),
         step=anchor,
         inner=inner,
         replica_axes=replica_axes,
         every=every,
-        outer_step=_OuterStep(outer_step, functools.partial(check_state, "outer_step", abstract)),
+        fragments=tuple(next(chosen) if place.trainable else None for place in placements),
+        outer_steps=tuple(map(jit_outer, range(num_fragments))),
+        streamed_steps=tuple(
+            guard("train_step", jit_step(functools.partial(steps.train_and_meet, fragment)))
+            for fragment in range(num_fragments if overlap else 0)
+        ),
         outer_wire=outer_wire,
         _state=state,
     )

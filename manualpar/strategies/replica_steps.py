@@ -10,6 +10,7 @@ numbers differ between replicas. Frozen parameters are the anchor's alone.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from manualpar.core.collectives import Wire
+from manualpar.core.collectives import Wire, cast_to_varying
 from manualpar.core.gradients import sync_metrics
 from manualpar.core.partitioning import pad_leaf
 from manualpar.core.program import Program
@@ -123,75 +124,120 @@ class ReplicaSteps:
         }
         return to_replica(local, self.axes), sync_metrics(metrics, self.axes)
 
-    def meet(self, state: TrainState) -> TrainState:
-        """Takes an outer step: replicas go on from where they have come to on average."""
-        placements = trained(self._placements)
-        params, frozen = split_trained(self._placements, state.params)
-        update = Update(
-            self.anchor.mode,
-            placements,
-            tuple(place.padding for place in jax.tree.leaves(self.state.opt_placements)),
-        )
+    def meet(self, fragment: int, state: TrainState) -> TrainState:
+        """Takes an outer step for a fragment: replicas go on from where they are on average."""
+        return self._apply(fragment, state, *self._exchange(fragment, state), None)
+
+    def train_and_meet(
+        self, fragment: int, state: TrainState, batch: Any
+    ) -> tuple[TrainState, Metrics]:
+        """Takes a step on each replica, and meanwhile exchanges a fragment as it was before.
+
+        What a replica has done in this step alone stays its own, and counts in the next exchange.
+        """
+        exchanged = self._exchange(fragment, state)
+        after, metrics = self.train(state, batch)
+        return self._apply(fragment, after, *exchanged, state.local), metrics
+
+    def _exchange(self, fragment: int, state: TrainState) -> tuple[Any, Any]:
+        """The mean difference of a fragment and, with the last one, the common collections."""
+        part = functools.partial(self.state.fragments.part, fragment)
+        placements = part(trained(self._placements))
         specs = state_specs(placements)
-        exchange = jax.shard_map(
-            self._exchange,
+        whole, each = PartitionSpec(), PartitionSpec(self.state.name)
+        with_collections = fragment == self.state.fragments.number - 1
+        collections = (state.collections, state.local["collections"]) if with_collections else None
+
+        def on_device(
+            anchor: Any, local: Any, examples: jax.Array, collections: Any
+        ) -> tuple[Any, Any]:
+            local = jax.tree.map(lambda x: x[0], local)
+            seen = examples[0, fragment]
+            delta = mean_difference(anchor, local, seen, self.axes, self.outer_wire)
+            if collections is None:
+                return delta, None
+            before, own = collections[0], jax.tree.map(lambda x: x[0], collections[1])
+            rules = self.anchor.model.sync_collections
+            return delta, mean_collections(before, own, self.axes, rules)
+
+        run = jax.shard_map(
+            on_device,
             mesh=self.mesh,
-            in_specs=(
-                specs,
-                self.state.lead(specs),
-                PartitionSpec(),
-                PartitionSpec(self.state.name),
-                PartitionSpec(self.state.name),
-            ),
-            out_specs=(specs, PartitionSpec()),
+            in_specs=(specs, self.state.lead(specs), each, (whole, each) if collections else None),
+            out_specs=(specs, whole if collections else None),
             check_vma=True,
         )
-        delta, collections = exchange(
-            self._as_state(placements, params, 0),
-            self._as_state(placements, state.local["params"], 1),
-            state.collections,
-            state.local["collections"],
+        params, _ = split_trained(self._placements, state.params)
+        delta, common = run(
+            self._as_state(placements, part(params), 0),
+            self._as_state(placements, part(state.local["params"]), 1),
             state.local["examples"],
+            collections,
         )
-        params, opt_state, _ = update(
-            _without_loss(self.state.outer_tx),
-            params,
+        return delta, common
+
+    def _apply(
+        self, fragment: int, state: TrainState, delta: Any, collections: Any, before: Any
+    ) -> TrainState:
+        """The state after an exchange.
+
+        `before` is what replicas had when it began, if they have taken a step since then.
+        """
+        fragments, layout = self.state.fragments, self.state
+        params, frozen = split_trained(self._placements, state.params)
+        placements = fragments.part(fragment, trained(self._placements))
+        paddings = [place.padding for place in jax.tree.leaves(layout.opt_placements[fragment])]
+        update = Update(self.anchor.mode, placements, tuple(paddings))
+        new, opt_state, _ = update(
+            _without_loss(layout.part_tx),
+            fragments.part(fragment, params),
             delta,
-            opt_state=state.opt_state,
+            opt_state=layout.by_fragment(state.opt_state)[fragment],
             value=jnp.zeros(()),
             value_and_grad=lambda params: (jnp.zeros(()), params),
         )
-        common = {
-            "params": params,
-            "collections": collections,
-            "examples": jnp.zeros((), jnp.float32),
+        own = {
+            "params": fragments.part(fragment, state.local["params"]),
+            "examples": state.local["examples"],
         }
-        specs = {
-            "params": param_specs(placements),
-            "collections": self.inner.layout.collections,
-            "examples": PartitionSpec(),
-        }
-        spread = jax.shard_map(
-            lambda tree: to_replica(tree, self.axes),
+        common = {"params": new}
+        specs = {"params": param_specs(placements), "examples": PartitionSpec()}
+        if collections is not None:
+            own["collections"], common["collections"] = state.local["collections"], collections
+            specs["collections"] = self.inner.layout.collections
+        old = None
+        if before is not None:
+            old = before | {"params": fragments.part(fragment, before["params"])}
+            old = {name: old[name] for name in own}
+
+        def on_device(own: Any, common: Any, old: Any) -> Any:
+            own, old = jax.tree.map(lambda x: x[0], (own, old))
+            seen = own.pop("examples")
+            since = jnp.zeros_like(seen) if old is None else seen - old.pop("examples")
+            if old is None:
+                local = jax.tree.map(lambda x: cast_to_varying(x, self.axes), common)
+            else:  # What the step has changed.
+                local = jax.tree.map(lambda x, now, then: x + (now - then), common, own, old)
+            return to_replica(
+                local | {"examples": seen.at[fragment].set(since[fragment])}, self.axes
+            )
+
+        lead = layout.lead(specs)
+        run = jax.shard_map(
+            on_device,
             mesh=self.mesh,
-            in_specs=(specs,),
-            out_specs=self.state.lead(specs),
+            in_specs=(lead, {name: specs[name] for name in common}, None if old is None else lead),
+            out_specs=lead,
             check_vma=True,
         )
+        local = run(own, common, old)
+        local["params"] = merge((local["params"], state.local["params"]))
         return state.replace(
-            params=merge((params, frozen)),
-            opt_state=opt_state,
-            collections=collections,
-            local=state.local | spread(common),
+            params=merge((merge((new, params)), frozen)),
+            opt_state=layout.with_fragment(state.opt_state, fragment, opt_state),
+            collections=state.collections if collections is None else collections,
+            local=state.local | local,
         )
-
-    def _exchange(
-        self, anchor: Any, local: Any, collections: Any, own_collections: Any, examples: jax.Array
-    ) -> tuple[Any, Any]:
-        local, own_collections = jax.tree.map(lambda x: x[0], (local, own_collections))
-        delta = mean_difference(anchor, local, examples[0], self.axes, self.outer_wire)
-        rules = self.anchor.model.sync_collections
-        return delta, mean_collections(collections, own_collections, self.axes, rules)
 
     def _as_state(self, placements: Any, params: Any, lead: int) -> Any:
         """Parameters as the optimizer's state lies, with so many dimensions before their own."""
