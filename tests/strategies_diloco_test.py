@@ -428,3 +428,54 @@ def test_memory_is_that_of_a_replica_and_the_anchor(devices8):
     memory, alone = step_memory(program), step_memory(program.inner)
     state = program.abstract_state
     assert memory.peak - alone.peak == state_bytes((state.params, state.opt_state))[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [4, 3], ids=["after a meeting", "between two"])
+@pytest.mark.parametrize("mesh", ["4x2", "8x1"])
+def test_other_numbers_of_replicas_go_on(devices8, mesh, steps):
+    """The anchor and the outer optimizer's state stay, bit for bit; the inner state is averaged."""
+    options = {"tx": optax.adam(1e-2), "every": 2, "outer_tx": optax.sgd(0.7, momentum=0.9)}
+    few, many = build("2x4", **options), build(mesh, **options)
+    state, _ = train(few, make_batches(steps))
+    adopted = many.adopt(state)
+    chex.assert_trees_all_equal(many.whole(adopted), few.whole(state))
+    chex.assert_trees_all_close(
+        many.step_at(1)(many.adopt(state), make_batches(1)[0])[1]["loss"][1],
+        make_batches(1)[0].mask.sum(),
+    )
+    for own, other in zip(
+        jax.tree.leaves((state.params, state.opt_state)),
+        jax.tree.leaves((adopted.params, adopted.opt_state)),
+        strict=True,
+    ):
+        own, other = np.asarray(own), np.asarray(other)
+        kept = tuple(map(slice, np.minimum(own.shape, other.shape)))
+        np.testing.assert_array_equal(own[kept], other[kept])  # Padded otherwise.
+    weights = np.asarray(state.local["examples"])[:, 0]
+    assert weights.any() == (steps == 3)
+    anchor = jax.tree.leaves(jax.device_get(state.params))
+    for x, own, common in zip(
+        jax.tree.leaves(jax.device_get(adopted.local["params"])),
+        jax.tree.leaves(jax.device_get(state.local["params"])),
+        anchor,
+        strict=True,
+    ):
+        wanted = np.average(own, axis=0, weights=weights) if weights.any() else common
+        kept = tuple(map(slice, np.minimum(x.shape[1:], common.shape)))
+        for copy in x:
+            np.testing.assert_allclose(
+                copy[kept],
+                wanted[kept],
+                rtol=1e-6 if weights.any() else 0,
+                atol=1e-7 * (steps == 3),
+            )
+    total = np.asarray(adopted.local["examples"]).sum()
+    np.testing.assert_allclose(total, weights.sum(), rtol=1e-6)
+    # The next exchange takes the anchor to where it would have come.
+    np.testing.assert_allclose(
+        np.asarray(many.outer_step(adopted).params["Dense_1"]["kernel"])[:33],
+        np.asarray(few.outer_step(state).params["Dense_1"]["kernel"])[:33],
+        rtol=1e-5,
+        atol=1e-6,
+    )

@@ -70,3 +70,30 @@ def test_a_config_that_does_not_fit_ends_in_one_sentence(tmp_path, field, words,
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [20, 24], ids=["after a meeting", "between two"])
+def test_a_run_goes_on_with_another_number_of_replicas(
+    tmp_path, step, monkeypatch, capsys, devices8
+):
+    """As after one was lost: with four of two devices in place of two of four, and on fewer."""
+    with monkeypatch.context() as patch:
+        at_step(patch, step, Cluster.request_stop)
+        assert run(tmp_path / "run") == 75
+    before = checkpoint_arrays(tmp_path / "run", step)
+    capsys.readouterr()
+    more = "--config.parallel.mesh={'replica': 4, 'data': 2}"
+    with monkeypatch.context() as patch:
+        at_step(patch, step + 1, Cluster.request_stop)
+        assert run(tmp_path / "run", more) == 75
+    assert resumed_from(capsys.readouterr().out) == step
+    after = checkpoint_arrays(tmp_path / "run", step + 1)
+    name = "['params']['input_dense']['kernel']"
+    assert (after[name] == before[name]).all()  # The anchor.
+    assert after[f"['local']{name}"].shape == (4, 64, 16)
+    assert run(tmp_path / "run", "--config.parallel.mesh={'replica': 1, 'data': 4}") == 0
+    assert resumed_from(capsys.readouterr().out) == step + 1
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["split"] == "eval"]
+    assert losses[-1] < losses[0]

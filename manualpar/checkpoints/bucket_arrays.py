@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from manualpar.checkpoints.replica_count import as_held, as_stored
 from manualpar.checkpoints.saved_state import (
     CHUNK_BYTES,
     check_stored,
@@ -104,10 +105,12 @@ class BucketArrays:
             for entry in tree["tree_metadata"].values()
         ]
         opened = request(path, lambda: _open_all(path, names))
-        leaves = state_leaves(program)
-        check_stored(path, leaves, unflatten_dict(opened), keys)
+        stored = unflatten_dict(opened)
+        held = as_stored(program, stored)
+        leaves = state_leaves(held)
+        check_stored(path, leaves, stored, keys)
         arrays = {leaf.keys: _read_leaf(path, leaf, opened[leaf.keys]) for leaf in leaves}
-        return restored_state(program, arrays, keys), extra
+        return as_held(program, restored_state(held, arrays, keys)), extra
 
     def close(self) -> None:
         """Waits, and ends the thread."""

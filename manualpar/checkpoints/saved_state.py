@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from manualpar.checkpoints.failures import CheckpointError
 from manualpar.checkpoints.orbax_log import mute
+from manualpar.checkpoints.replica_count import as_held, as_stored
 from manualpar.cluster.agreement import JSON
 from manualpar.core.partitioning import unpad_leaf
 from manualpar.core.program import Program
@@ -97,12 +98,13 @@ class OrbaxFiles:
             raise ValueError(
                 "its arrays are not in an OCDBT database, which is what is written here"
             )
-        leaves = state_leaves(program)
         reader = self._checkpointer()
         both = ocp.args.Composite(extra=ocp.args.JsonRestore(), keys=ocp.args.JsonRestore())
         texts = reader.restore(path, args=both)
         keys = texts["keys"]
         stored = reader.metadata(path).item_metadata["state"].tree
+        held = as_stored(program, stored)
+        leaves = state_leaves(held)
         check_stored(path, leaves, stored, keys)
         if not isinstance(texts["extra"], dict):
             raise ValueError("extra is not a JSON object")
@@ -118,7 +120,8 @@ class OrbaxFiles:
         )
         wanted = ocp.args.PyTreeRestore(item=nest(leaves, lambda _: 0), restore_args=targets)
         plain = reader.restore(path, args=ocp.args.Composite(state=wanted))["state"]
-        return restored_state(program, flatten_dict(plain), keys), texts["extra"]
+        state = restored_state(held, flatten_dict(plain), keys)
+        return as_held(program, state), texts["extra"]
 
     def close(self) -> None:
         """Waits, and ends Orbax's threads."""

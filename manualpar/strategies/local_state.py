@@ -90,6 +90,39 @@ class LocalState:
         }
         return state.replace(local=self._for_each(local))
 
+    def regroup(self, state: TrainState) -> TrainState:
+        """A state of another number of replicas as one of these, which begin all alike.
+
+        After an outer step they begin with the anchor, and otherwise with the replicas' mean, in
+        which each has the weight of its examples, as in the exchange that is still to come. Numbers
+        of the inner optimizer's state are averaged too, as are other collections; of integers the
+        largest stays. Only after an outer step nothing of the collections is lost by that.
+        """
+        local = state.local
+        seen = local["examples"]
+        total = seen.sum(0)
+
+        def mean_params(fragment: int, anchor: jax.Array, each: jax.Array) -> jax.Array:
+            exact = jnp.promote_types(each.dtype, jnp.float32)
+            weights = seen[:, fragment] / jnp.where(total[fragment] > 0, total[fragment], 1)
+            mean = jnp.tensordot(weights, each.astype(exact), 1).astype(each.dtype)
+            return jnp.where(total[fragment] > 0, mean, anchor)
+
+        def mean(each: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(each.dtype, jnp.inexact):
+                return each.max(0)
+            exact = jnp.promote_types(each.dtype, jnp.float32)
+            return each.mean(0, dtype=exact).astype(each.dtype)
+
+        anchor, _ = split_trained(self.placements, state.params)
+        common = {
+            "params": jax.tree.map(mean_params, self.fragments.index, anchor, local["params"]),
+            "opt_state": jax.tree.map(mean, local["opt_state"]),
+            "collections": jax.tree.map(mean, local["collections"]),
+            "examples": total / self._size,
+        }
+        return state.replace(local=self._for_each(common))
+
     def whole_state(self) -> TrainState:
         """The abstract state with no padding."""
 

@@ -6,7 +6,7 @@ See `manualpar.strategies.local_state` for its state, and `replica_steps` for wh
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import jax
 import optax
@@ -16,9 +16,9 @@ from manualpar.core.collectives import Wire
 from manualpar.core.program import Program
 from manualpar.guards.dispatch import GuardedStep, check_alive, check_state
 from manualpar.rng import typed_key
-from manualpar.sharding.axes import with_axis_types
+from manualpar.sharding.axes import axes_size, with_axis_types
 from manualpar.sharding.mesh_context import OutsideMeshes, no_mesh, on_auto_axes
-from manualpar.state_transfer import Missing, check_has_devices
+from manualpar.state_transfer import Missing, StartsFromArrays, check_has_devices
 from manualpar.strategies.local_state import LocalState
 from manualpar.strategies.replica_steps import ReplicaSteps, anchor_step
 from manualpar.train_state import TrainState
@@ -78,11 +78,53 @@ class LocalSteps(Program):
     ) -> TrainState:
         """As for every program; all replicas begin with these parameters."""
         state = super().init_from(params_or_variables, rng, missing=missing)
-        layout, mesh = self.layout, self.mesh
-        spread = on_auto_axes(self._state.spread, mesh=mesh, out_specs=layout)
+        return self._on_state(self._state.spread, state)
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """As for every program; the state may be one of another number of replicas."""
+        examples = getattr(state, "local", {}).get("examples")
+        number = self._num_replicas if examples is None else len(examples)
+        if number == self._num_replicas:
+            return super().adopt(state)
+        return self.regrouped(StartsFromArrays.adopt(self.with_replicas(number), state))
+
+    def with_replicas(self, number: int) -> Self:
+        """The program with abstract states of so many replicas, which lie on all its devices.
+
+        It takes states from elsewhere, for `regrouped`, and no steps.
+        """
+
+        def spread(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            sharding = getattr(x, "sharding", None)
+            if sharding is not None:
+                sharding = NamedSharding(self.mesh, PartitionSpec(None, *sharding.spec[1:]))
+            return jax.ShapeDtypeStruct((number, *x.shape[1:]), x.dtype, sharding=sharding)
+
+        abstract, whole = (
+            state.replace(local=jax.tree.map(spread, state.local))
+            for state in (self.abstract_state, self.whole_state)
+        )
+        return dataclasses.replace(self, abstract_state=abstract, whole_state=whole)
+
+    def regrouped(self, state: TrainState) -> TrainState:
+        """A state of `with_replicas` as one of this program's own, see `LocalState.regroup`."""
+        return self._on_state(self._state.regroup, state)
+
+    @property
+    def _num_replicas(self) -> int:
+        return axes_size(self.mesh, self.replica_axes)
+
+    def _on_state(self, function: Callable[[TrainState], TrainState], state: TrainState) -> Any:
+        """Runs a function of states; what the replicas have in common is donated."""
+
+        def run(common: TrainState, local: Any) -> TrainState:
+            return function(common.replace(local=local))
+
+        on_auto = on_auto_axes(run, mesh=self.mesh, out_specs=self.layout)
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        with no_mesh():
-            return jax.jit(spread, out_shardings=shardings, donate_argnums=0)(state)
+        with no_mesh():  # Of other replicas no memory can be taken over.
+            jitted = jax.jit(on_auto, out_shardings=shardings, donate_argnums=0)
+            return jitted(state.replace(local={}), state.local)
 
     def _train_and_meet(
         self, fragment: int, state: TrainState, batch: Any
