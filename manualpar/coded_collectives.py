@@ -14,11 +14,13 @@ for a sum whose shards have `n`, and twice as much for a mean.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from manualpar.block_codec import Code, coded_bytes, pack, unpack
+from manualpar.error_feedback import Feedback, feedback_of
 from manualpar.modes.manual import register_coding
 from manualpar.purposes import DECODE_SCOPE
 
@@ -36,6 +38,10 @@ class BlockCoding:
     def row_bytes(self, n: int) -> int:
         """The bytes in which a row of `n` numbers travels."""
         return coded_bytes(n, self.name)
+
+    def feedback(self, *args: Any, **kwargs: Any) -> Feedback | None:
+        """What is kept of reductions between steps, see `feedback_of`."""
+        return feedback_of(self, *args, **kwargs)
 
     def gather(
         self,

@@ -91,7 +91,8 @@ def assert_same_as_one_device(
         keys = jax.random.split(state.rng)
         specs = (state_specs(trained(program.step.placements)), PartitionSpec(), PartitionSpec())
         run = jax.jit(on_auto_axes(program.step.gradients, mesh=mesh, out_specs=specs))
-        grads, metrics, _ = jax.device_get(run(state.params, state.collections, keys[1], batch))
+        carried = state.collections, state.local
+        grads, metrics, _ = jax.device_get(run(state.params, carried, keys[1], batch))
         one, other = map(_on_one_device(program, state, batch), keys)
     if any(compare(other, one)):
         raise ValueError(

@@ -34,7 +34,9 @@ ORDER = """
     core.step
     update user_model
     guards.placing
-    coded_collectives guards.options
+    coded_collectives
+    error_feedback
+    guards.options
     modes guards.dispatch
     by_hand core.strategy parameter_average state_arrays state_serialization
     core.gradients sharding.layout

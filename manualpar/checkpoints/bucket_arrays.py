@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,9 +25,8 @@ from flax.traverse_util import unflatten_dict
 from manualpar.checkpoints.replica_count import as_held, as_stored
 from manualpar.checkpoints.saved_state import (
     CHUNK_BYTES,
-    check_stored,
+    leaves_to_read,
     restored_state,
-    state_leaves,
     stored_arrays,
 )
 from manualpar.cluster.agreement import JSON
@@ -87,7 +86,9 @@ class BucketArrays:
         if self._writing is not None:
             self._writing.result()
 
-    def read(self, path: BucketPath, program: Program) -> tuple[TrainState, dict[str, JSON]]:
+    def read(
+        self, path: BucketPath, program: Program, *, report: Callable[[str], None]
+    ) -> tuple[TrainState, dict[str, JSON]]:
         """Reads the state and what the caller added; each device reads its own part of the arrays.
 
         Raises:
@@ -107,8 +108,7 @@ class BucketArrays:
         opened = request(path, lambda: _open_all(path, names))
         stored = unflatten_dict(opened)
         held = as_stored(program, stored)
-        leaves = state_leaves(held)
-        check_stored(path, leaves, stored, keys)
+        leaves = leaves_to_read(path, held, stored, keys, report=report)
         arrays = {leaf.keys: _read_leaf(path, leaf, opened[leaf.keys]) for leaf in leaves}
         return as_held(program, restored_state(held, arrays, keys)), extra
 

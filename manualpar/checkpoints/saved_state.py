@@ -27,7 +27,7 @@ from manualpar.checkpoints.replica_count import as_held, as_stored
 from manualpar.cluster.agreement import JSON
 from manualpar.core.partitioning import unpad_leaf
 from manualpar.core.program import Program
-from manualpar.state_arrays import Leaf, leaves_of, list_some, show_array
+from manualpar.state_arrays import Leaf, leaves_of, list_some, place_leaf, show_array
 from manualpar.storage import AnyPath, BucketPath
 from manualpar.train_state import TrainState
 from manualpar.untrusted import NotAFileError, parse_object, read_file, read_object
@@ -85,7 +85,9 @@ class OrbaxFiles:
         """Waits until every process has written its part."""
         self._checkpointer().wait_until_finished()
 
-    def read(self, path: Path, program: Program) -> tuple[TrainState, dict[str, JSON]]:
+    def read(
+        self, path: Path, program: Program, *, report: Callable[[str], None]
+    ) -> tuple[TrainState, dict[str, JSON]]:
         """Reads the state and what the caller added; each device reads its own part of the arrays.
 
         Raises:
@@ -104,8 +106,7 @@ class OrbaxFiles:
         keys = texts["keys"]
         stored = reader.metadata(path).item_metadata["state"].tree
         held = as_stored(program, stored)
-        leaves = state_leaves(held)
-        check_stored(path, leaves, stored, keys)
+        leaves = leaves_to_read(path, held, stored, keys, report=report)
         if not isinstance(texts["extra"], dict):
             raise ValueError("extra is not a JSON object")
         targets = nest(
@@ -179,26 +180,56 @@ def stored_arrays(
 def restored_state(
     program: Program, arrays: Mapping[tuple[str, ...], Any], keys: Mapping[str, str]
 ) -> TrainState:
-    """The state of arrays as they were stored, on the devices of a program."""
-    values = [
-        jax.random.wrap_key_data(arrays[leaf.keys], impl=keys[leaf.name])
-        if leaf.is_key
-        else arrays[leaf.keys]
-        for leaf in state_leaves(program)
-    ]
+    """The state of arrays as they were stored, on the devices of a program; residuals may lack."""
+
+    def value(leaf: Leaf) -> Any:
+        if leaf.keys not in arrays:
+            return place_leaf("restore", leaf, np.zeros(leaf.shape, leaf.dtype))
+        x = arrays[leaf.keys]
+        return jax.random.wrap_key_data(x, impl=keys[leaf.name]) if leaf.is_key else x
+
+    values = map(value, state_leaves(program))
     state: TrainState = jax.tree.unflatten(jax.tree.structure(program.abstract_state), values)
     return state
 
 
-def check_stored(
-    path: AnyPath, leaves: list[Leaf], stored: Mapping[str, Any], keys: Mapping[str, str]
-) -> None:
-    """Refuses a checkpoint of another model with a `CheckpointError`; see `find_differences`."""
+def leaves_to_read(
+    path: AnyPath,
+    program: Program,
+    stored: Mapping[str, Any],
+    keys: Mapping[str, str],
+    *,
+    report: Callable[[str], None],
+) -> list[Leaf]:
+    """What to read of a program's state: all, or all but residuals if other ones are stored.
+
+    Residuals are of the devices that left something out. On others, or from a run that had none,
+    they begin with zeros, and `report` is told so.
+
+    Raises:
+      CheckpointError: The checkpoint is of another model, see `find_differences`.
+    """
+    leaves = state_leaves(program)
+    own = {
+        leaf.keys: show_array(leaf.dtype, leaf.shape) for leaf in leaves if _is_residual(leaf.keys)
+    }
+    arrays = flatten_dict(stored)
+    there = {keys: show_array(x.dtype, x.shape) for keys, x in arrays.items() if _is_residual(keys)}
+    if own != there:
+        leaves = [leaf for leaf in leaves if leaf.keys not in own]
+        stored = unflatten_dict({keys: x for keys, x in arrays.items() if keys not in there})
+        if own:
+            report("Residuals of gradients begin with zeros: those saved, if any, do not fit.")
     if differences := find_differences(leaves, stored, keys):
         raise CheckpointError(
             f"checkpoint {path} is of another model: {'; '.join(differences)}. Choose another "
             "workdir, or the config that it was saved with."
         )
+    return leaves
+
+
+def _is_residual(keys: tuple[str, ...]) -> bool:
+    return keys[:2] == ("local", "residuals")
 
 
 def nest(leaves: list[Leaf], function: Callable[[Leaf], Any]) -> dict[str, Any]:

@@ -198,7 +198,7 @@ class Checkpoints:
         for candidate in reversed(candidates):
             damage = self._find_damage(candidate)
             if not damage:
-                restored = self._read(program, candidate)
+                restored = self._read(program, candidate, report)
                 self._current = candidate
                 if later := [s for s in steps if s > candidate]:
                     report(
@@ -279,11 +279,11 @@ class Checkpoints:
             failure = f"checkpoint {path} can't be read: {explain(error)}"
         return first_failure(failure)
 
-    def _read(self, program: Program, step: int) -> Restored:
+    def _read(self, program: Program, step: int, report: Callable[[str], None]) -> Restored:
         """Reads a checkpoint whose files have been checked."""
         path: Any = self.folder / str(step)
         try:
-            state, extra = self._arrays.read(path, program)
+            state, extra = self._arrays.read(path, program, report=report)
         except CheckpointError:
             raise
         except Exception as error:  # Orbax and tensorstore raise any.

@@ -169,8 +169,9 @@ class _States:
       opt_padding: The padding of each leaf of the optimizer's state.
     """
 
-    def __init__(self, model: UserModel, tx: optax.GradientTransformation, placements: Any) -> None:
+    def __init__(self, model: UserModel, tx: Any, placements: Any, feedback: Any) -> None:
         self._model, self._tx, self._placements = model, tx, placements
+        self._feedback = feedback
         key = jax.eval_shape(lambda: jax.random.key(0))
         self.whole = jax.eval_shape(self._state, model.variables, key)
         opt_placements = like_params(
@@ -180,7 +181,9 @@ class _States:
         self.held = jax.eval_shape(self._pad, self.whole)
         layout = jax.tree.map(lambda _: PartitionSpec(), self.held)
         self.layout = layout.replace(
-            params=param_specs(placements), opt_state=state_specs(opt_placements)
+            params=param_specs(placements),
+            opt_state=state_specs(opt_placements),
+            local=feedback.specs() if feedback else {},
         )
 
     def create(self, rng: jax.Array) -> TrainState:
@@ -205,6 +208,7 @@ class _States:
             opt_state=self._tx.init(split_trained(self._placements, params)[0]),
             rng=rng,
             collections={name: tree for name, tree in variables.items() if name != "params"},
+            local=self._feedback.zeros() if self._feedback else {},
         )
 
 
@@ -261,7 +265,11 @@ def _design(
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
     placements = jax.tree.map(place_completely, user_model.parameters)
     num_minibatches = options.get("num_minibatches", 1)
-    states = _States(user_model, tx, placements)
+    feedback = None
+    if wire.reduce_code:
+        leaves = trained(user_model.parameters), trained(placements)
+        feedback = wire.reduce_code.feedback(strategy, *leaves, mode=mode, options=options)
+    states = _States(user_model, tx, placements, feedback)
     step = Step(
         strategy=strategy,
         model=user_model,
@@ -277,6 +285,7 @@ def _design(
         if pipeline
         else None,
         nonfinite=options.get("nonfinite", "ignore"),
+        feedback=feedback,
     )
     return batch, step, states
 

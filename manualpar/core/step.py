@@ -63,6 +63,7 @@ class Step:
       schedule: How these parts run.
       pipeline: The schedule instead if the layers are spread over stages.
       nonfinite: What is done about a loss or a gradient that is not finite.
+      feedback: What devices keep of gradients that travel as codes, see `error_feedback`.
     """
 
     strategy: Strategy
@@ -75,15 +76,15 @@ class Step:
     schedule: Schedule = unrolled
     pipeline: Pipelined | None = None
     nonfinite: Nonfinite = "ignore"
+    feedback: Any = None
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Takes one step of the optimizer; returns the new state and the metrics of the batch."""
         check_batch("batch", batch, self.mode.mesh, self.roles)
         rng, step_rng = jax.random.split(state.rng)
-        grads, metrics, collections = self.gradients(
-            state.params, state.collections, step_rng, batch
-        )
-        is_applied, collections = self._check_finite(metrics, collections, state.collections)
+        carried = state.collections, state.local  # The latter is each device's own.
+        grads, metrics, updated = self.gradients(state.params, carried, step_rng, batch)
+        is_applied, (collections, local) = self._check_finite(metrics, updated, carried)
         objective = metrics.pop(OBJECTIVE)
         params, frozen = split_trained(self.placements, state.params)
         params, opt_state, norms = self.update(
@@ -93,7 +94,7 @@ class Step:
             opt_state=state.opt_state,
             value=mean(objective),
             value_and_grad=functools.partial(
-                self._value_and_grad, frozen, state.collections, step_rng, batch
+                self._value_and_grad, frozen, carried, step_rng, batch
             ),
             is_applied=is_applied,
         )
@@ -104,6 +105,7 @@ class Step:
             opt_state=opt_state,
             rng=rng,
             collections=collections,
+            local=local,
         )
         return state, metrics
 
@@ -125,19 +127,20 @@ class Step:
         return self._metrics(first_minibatch, state, batch)
 
     def gradients(
-        self, params: Any, collections: Any, rng: jax.Array, batch: Any
+        self, params: Any, carried: Any, rng: jax.Array, batch: Any
     ) -> tuple[Any, Metrics, Any]:
-        """The global gradients, in the specs of the optimizer's state, metrics and collections."""
-        out_specs = (state_specs(trained(self.placements)), PartitionSpec(), PartitionSpec())
-        on_mesh = self._on_mesh(self._gradients_on_device, batch, out_specs)
-        grads, metrics, collections = on_mesh(params, collections, rng, batch)
-        return grads, dict(metrics), collections
+        """The global gradients, as the optimizer's state lies, metrics, and what is carried."""
+        specs = PartitionSpec(), self.feedback.specs() if self.feedback else {}
+        out_specs = (state_specs(trained(self.placements)), PartitionSpec(), specs)
+        on_mesh = self._on_mesh(self._gradients_on_device, batch, out_specs, specs)
+        grads, metrics, carried = on_mesh(params, carried, rng, batch)
+        return grads, dict(metrics), carried
 
     def _gradients_on_device(
-        self, params: Any, collections: Any, rng: jax.Array, batch: Any
+        self, params: Any, carried: Any, rng: jax.Array, batch: Any
     ) -> tuple[Any, Metrics, Any]:
         """A training step up to the gradients, on a device's part of everything."""
-        mode, strategy = self.mode, self.strategy
+        mode, strategy, (collections, local) = self.mode, self.strategy, carried
         # Box: as parameters are stored, and as their gradients are to lie.
         boxes = self._boxes(params)
         params, _ = split_trained(self.placements, params)
@@ -168,15 +171,19 @@ class Step:
             outer_axes=mode.outer_axes,
         )
         # Reduce.
-        grads = grads if scatters_each else scatter(grads)
+        if self.feedback is not None:
+            kept, (grads, shards) = self.feedback.attach(local, rng, grads, shards)
+        grads = grads if scatters_each else self._map_trained(mode.scatter, shards, grads)
         if self.pipeline is not None:
             grads = self.pipeline.arrange(grads, back=True)
         grads = strip_boxes(self._map_trained(mode.sync, shards, grads))
+        if self.feedback is not None:
+            local = self.feedback.left_out(kept)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         if self.nonfinite != "ignore":
             metrics = count_nonfinite(metrics, grads, mode.data_axes + mode.outer_axes)
         updated = mode.sync_collections(updated, collections, self.model.sync_collections)
-        return grads, mode.sync_metrics(metrics), updated
+        return grads, mode.sync_metrics(metrics), (updated, local)
 
     def loss(
         self, params: Any, collections: Any, minibatch: Any, rng: jax.Array
@@ -220,19 +227,19 @@ class Step:
         return finite, jax.tree.map(select, updated, before)
 
     def _value_and_grad(
-        self, frozen: Any, collections: Any, rng: jax.Array, batch: Any, params: Any
+        self, frozen: Any, carried: Any, rng: jax.Array, batch: Any, params: Any
     ) -> tuple[jax.Array, Any]:
         """The loss and its gradient at stored parameters, for optimizers that try several."""
-        grads, metrics, _ = self.gradients(merge((params, frozen)), collections, rng, batch)
+        grads, metrics, _ = self.gradients(merge((params, frozen)), carried, rng, batch)
         return mean(metrics[OBJECTIVE]), grads
 
     def _on_mesh(
-        self, function: Callable[..., Any], batch: Any, out_specs: Any
+        self, function: Callable[..., Any], batch: Any, out_specs: Any, carried: Any = None
     ) -> Callable[..., Any]:
-        """Runs a function of (params, collections, rng, batch) on the mesh."""
+        """Runs a function of (params, collections or what is carried, rng, batch) on the mesh."""
         in_specs = (
             param_specs(self.placements),
-            PartitionSpec(),
+            carried or PartitionSpec(),
             PartitionSpec(),
             self.roles.batch_specs(batch),
         )

@@ -24,7 +24,8 @@ CODES: Mapping[str, tuple[str, ...]] = {
     "gather_code": ("int8",),
     "reduce_code": ("int8", "int4"),
 }
-FLAGS = ("use_scan", "norm_metrics", "axis_by_axis", "eval_dropout")
+ROUNDING = ("error_feedback", "stochastic_rounding")
+FLAGS = ("use_scan", "norm_metrics", "axis_by_axis", "eval_dropout", *ROUNDING)
 
 
 class ProgramOptions(TypedDict, total=False):
@@ -82,6 +83,12 @@ class ProgramOptions(TypedDict, total=False):
         travel in so many bits (qgZ): each device encodes its own, and they are added up in float32.
         `hsdp` encodes only what crosses `replica_axis`. Over several axes with `axis_by_axis` each
         reduction encodes. If not given, nothing is encoded.
+      error_feedback: Whether what `reduce_code` leaves out of a device's gradient is added to its
+        next one: `state.local["residuals"]`, in float32 as large as the gradient that a device
+        encodes. It is for gradients that are encoded once a step, see `guards.placing`. Starting
+        from another state, or on other devices, they begin with zeros.
+      stochastic_rounding: Whether `reduce_code` rounds up or down at random, by the step's key, so
+        that gradients are right on average. For the same gradients.
       axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered and
         scattered over one axis after the other, and not over their product at once. Gathers begin
         with the last axis. The bytes are the same, and there are more collectives. Use it on TPUs:
@@ -151,6 +158,8 @@ class ProgramOptions(TypedDict, total=False):
     reduce_dtype: str | None
     gather_code: Literal["int8"] | None
     reduce_code: Literal["int8", "int4"] | None
+    error_feedback: bool
+    stochastic_rounding: bool
     axis_by_axis: bool
     norm_metrics: bool
     nonfinite: Nonfinite
@@ -225,6 +234,9 @@ def check_wire(
                 f"{strategy}: {field}={value!r}, expected one of {WIRE_DTYPES} or None. (float16 "
                 "would overflow: gradients are summed before they are divided.)"
             )
+    for field in ROUNDING:
+        if options.get(field) and not options.get("reduce_code"):
+            raise ValueError(f"{strategy}: {field}=True with no reduce_code, expected a code.")
     for field, choices in CODES.items():
         check_choice(strategy, field, options.get(field), (None, *choices))
     codes = {name: coding_named(options[name]) for name in CODES if options.get(name)}

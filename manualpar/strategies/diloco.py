@@ -154,6 +154,11 @@ def _check(
             f"diloco: mode={options['mode']!r}, expected 'manual': where XLA writes the "
             "collectives, replicas do not train alone."
         )
+    if options.get("error_feedback"):
+        raise ValueError(
+            "diloco: error_feedback=True, expected False: replicas go on from common parameters, "
+            "and residuals of their own would be lost there."
+        )
     for name in ("mesh", "batch"):
         if name not in options:
             raise TypeError(f"diloco: {name}= is missing, expected it as a keyword argument.")

@@ -1,0 +1,223 @@
+"""What codes leave out of gradients is sent with the next step's, or right on average by itself.
+
+A device's *residual* of a parameter is what the code of its own gradient left out. It is added to
+the gradient of the next step before that is encoded, so that nothing is left out for good (1-bit
+SGD: Seide et al., https://doi.org/10.21437/Interspeech.2014-274; error feedback: Karimireddy et
+al., https://arxiv.org/abs/1901.09847). Of all devices together it is an array with a leading
+dimension, sharded over the axes over which codes are exchanged: `state.local["residuals"]`, a tree
+like the parameters'.
+
+Rounding at random takes a key that every step makes anew. A key made of the gradient alone would
+round equal gradients equally.
+
+Both are for gradients that are encoded once a step, after all minibatches. What the backward pass
+encodes, or each minibatch, has no residual to begin with and none to return.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import PartitionSpec
+
+from manualpar.core.collectives import Coding, Wire
+from manualpar.core.partitioning import is_box, wire_of
+from manualpar.core.strategy import Strategy
+from manualpar.guards.options import ROUNDING
+from manualpar.modes.manual import Manual
+from manualpar.rng import fold_rng_over_axis
+from manualpar.sharding.axes import axes_size, axis_tuple
+from manualpar.sharding.layout import ParameterInfo, Placement
+
+
+def check_feedback(strategy: Strategy, option: str, options: Mapping[str, Any]) -> None:
+    """Refuses residuals and random rounding where gradients are not encoded once, after all.
+
+    Raises:
+      ValueError: The option that asks for it does not go with another, which is named.
+    """
+    replicas = strategy.replica_axes
+    axes = replicas or axis_tuple(options.get("axis_name", "data"))
+    reduces_each = strategy.reduce_every == "minibatch" and not replicas
+    for does_not_fit, got, expected in (
+        (
+            reduces_each,
+            "gradients that are reduced in each minibatch",
+            "reductions once a step: of data_parallel, of zero with stage=1, of hsdp, or with "
+            "communicate_every='step'",
+        ),
+        (options.get("pipeline"), "a pipeline", "pipeline=None"),
+        (
+            options.get("axis_by_axis") and len(axes) > 1,
+            f"axis_by_axis=True over {axes}",
+            "one reduction over all axes: axis_by_axis=False",
+        ),
+    ):
+        if does_not_fit:
+            raise ValueError(
+                f"{strategy.name}: {option}=True with {got}, expected {expected}. Leave "
+                f"{option} out, or change that."
+            )
+
+
+class Residual(NamedTuple):
+    """The residual of a parameter, in float32: its global shape, and how it lies."""
+
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+
+
+def residual_of(info: ParameterInfo, place: Placement, wire: Wire, mesh: Any) -> Residual | None:
+    """The residual of a parameter whose gradient is encoded once a step; `None` if it is not.
+
+    Its gradient is scattered, if that takes codes, or else averaged over the axes that do.
+    """
+    names, wire = place.sharded_names, wire.of(info.dtype)
+    padded = tuple(map(sum, zip(info.shape, place.padding or (0,) * len(names), strict=True)))
+    scattered = [axes for axes in map(axis_tuple, names) if {*axes} & {*place.mean_axes}]
+    done = {axis for axes in scattered for axis in axes}
+    others = tuple(axis for axis in place.mean_axes if axis not in done)
+    dtype = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype)
+    for axes in (*scattered, *wire.reductions(others)[-1:]):
+        size = axes_size(mesh, axes)
+        rest = tuple(None if axis_tuple(name) == axes else name for name in names)
+        has = 1  # What a device has of the gradient before it is encoded.
+        for dim, name in zip(padded, rest, strict=True):
+            has *= dim // axes_size(mesh, axis_tuple(name))
+        if place.trainable and size > 1 and wire.reduce_code_of(-(-has // size), dtype, axes):
+            return Residual((size, *padded), PartitionSpec(axes, *rest))
+    return None
+
+
+@dataclasses.dataclass(eq=False)
+class Sender:
+    """The code of one reduction of a step.
+
+    Attributes:
+      coding: The code.
+      residual: What is added before it is encoded, or `None`.
+      key: The same key on all devices, to round at random; `None` to round to the nearest.
+      lost: After the reduction, what this device's codes have left out.
+    """
+
+    coding: Any
+    residual: jax.Array | None
+    key: jax.Array | None
+    lost: jax.Array | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of its codes."""
+        return str(self.coding.name)
+
+    def row_bytes(self, n: int) -> int:
+        """The bytes in which a row of `n` numbers travels."""
+        return int(self.coding.row_bytes(n))
+
+    def scatter_sum(
+        self, x: jax.Array, dim: int, axes: tuple[str, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        """As a `Coding` does."""
+        total, lost = self.coding.scatter_sum(self._with(x), dim, axes, key=self._key(axes))
+        self.lost = lost
+        return total, lost
+
+    def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+        """As a `Coding` does."""
+        mean, lost = self.coding.mean(self._with(x), axes, key=self._key(axes))
+        self.lost = lost
+        return mean, lost
+
+    def _with(self, x: jax.Array) -> jax.Array:
+        return x if self.residual is None else x.astype(jnp.float32) + self.residual
+
+    def _key(self, axes: tuple[str, ...]) -> jax.Array | None:
+        return None if self.key is None else fold_rng_over_axis(self.key, axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Feedback:
+    """What a step does with gradients that it encodes once.
+
+    Attributes:
+      coding: The code of gradients.
+      infos: The tree of trained parameters with a `ParameterInfo` at each leaf.
+      residuals: The residual of each parameter that has one, by its path.
+      at_random: Whether it rounds at random.
+    """
+
+    coding: Coding
+    infos: Any
+    residuals: Mapping[str, Residual]
+    at_random: bool
+
+    def specs(self) -> dict[str, Any]:
+        """How what devices have of their own lies."""
+        return self._local(lambda residual: residual.spec)
+
+    def zeros(self) -> dict[str, Any]:
+        """What they begin with."""
+        return self._local(lambda residual: jnp.zeros(residual.shape, jnp.float32))
+
+    def attach(self, local: Any, rng: jax.Array, *trees: Any) -> tuple[dict[str, Sender], Any]:
+        """The sender of each parameter, and trees of boxes that reduce by them."""
+        given = flatten_dict(local.get("residuals", {}), sep="/")
+        infos = jax.tree.leaves(self.infos)
+        keys = jax.random.split(jax.random.fold_in(rng, len(infos)), len(infos))
+        senders = {
+            info.path: Sender(
+                self.coding,
+                given[info.path][0] if info.path in given else None,
+                key if self.at_random else None,
+            )
+            for info, key in zip(infos, keys, strict=True)
+        }
+
+        def with_sender(info: ParameterInfo, x: Any) -> Any:
+            wire = wire_of(x)
+            if not is_box(x) or wire.reduce_code is None:
+                return x
+            # It reduces, and gathers nothing.
+            return x.replace(wire=wire._replace(reduce_code=cast(Coding, senders[info.path])))
+
+        return senders, [jax.tree.map(with_sender, self.infos, tree) for tree in trees]
+
+    def left_out(self, senders: Mapping[str, Sender]) -> dict[str, Any]:
+        """The residuals after the reductions."""
+        lost = {path: cast(jax.Array, senders[path].lost)[None] for path in self.residuals}
+        return {"residuals": unflatten_dict(lost, sep="/")} if lost else {}
+
+    def _local(self, function: Any) -> dict[str, Any]:
+        residuals = {path: function(each) for path, each in self.residuals.items()}
+        return {"residuals": unflatten_dict(residuals, sep="/")} if residuals else {}
+
+
+def feedback_of(
+    coding: Coding,
+    strategy: Strategy,
+    infos: Any,
+    placements: Any,
+    *,
+    mode: Manual,
+    options: Mapping[str, Any],
+) -> Feedback | None:
+    """What the options of a program ask for; `None` if it is neither residuals nor randomness.
+
+    `infos` and `placements` are trees of trained parameters.
+
+    Raises:
+      ValueError: See `check_feedback`.
+    """
+    asked = [name for name in ROUNDING if options.get(name)]
+    if not asked:
+        return None
+    check_feedback(strategy, asked[0], options)
+    residuals: dict[str, Residual] = {}
+    if "error_feedback" in asked:
+        for info, place in zip(*map(jax.tree.leaves, (infos, placements)), strict=True):
+            if residual := residual_of(info, place, mode.wire, mode.mesh):
+                residuals[info.path] = residual
+    return Feedback(coding, infos, residuals, "stochastic_rounding" in asked)

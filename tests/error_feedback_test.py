@@ -1,0 +1,167 @@
+"""What codes leave out of gradients comes with the next step, or is right on average by itself."""
+
+import dataclasses
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from manualpar import Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar.checkpoints import Checkpoints
+from manualpar.guards.replicas import ReplicaSentinel
+from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
+from tests.one_device import slow_unless
+from tests.program_test import BATCHES, Classifier, loss_fn
+from tests.strategies_test import own_shapes
+
+SHARDED = {"min_weight_size": 16}
+BUILDERS = {
+    "dp": (data_parallel, {}),
+    "zero1": (zero, {"stage": 1, **SHARDED}),
+    "zero1, pad": (zero, {"stage": 1, "min_weight_size": 1, "pad": True}),
+    "fsdp": (fsdp, {"communicate_every": "step", **SHARDED}),
+    "hsdp": (hsdp, SHARDED),
+    "hsdp, step": (hsdp, {"communicate_every": "step", **SHARDED}),
+}
+MESHES = [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "x": 4}]
+REPLICATED = [{"replica": 2, "data": 4}, {"replica": 4, "data": 2}, {"replica": 8, "data": 1}]
+FAST = {("zero1", "{'data': 8}"), ("hsdp", "{'replica': 2, 'data': 4}")}
+CASES = [
+    pytest.param(name, mesh, marks=() if (name, str(mesh)) in FAST else pytest.mark.slow)
+    for name in BUILDERS
+    for mesh in (REPLICATED if "hsdp" in name else MESHES)
+]
+FEEDBACK = {"reduce_code": "int4", "error_feedback": True}
+
+
+def build(name, mesh, devices, *, tx=None, **options):
+    builder, own = BUILDERS[name]
+    tx = tx or optax.sgd(1e-4)
+    axes = {"axis_name": ("data", "x")} if "x" in mesh else {}
+    options = {"num_minibatches": 2, **own, **axes, **options}
+    return builder(
+        Classifier(), tx, loss_fn, mesh=make_mesh(mesh, devices), batch=BATCHES[0], **options
+    )
+
+
+def mean_gradient(program, steps=30):
+    """The mean of gradients that hardly change: of steps that are as good as none."""
+    state = program.init(jax.random.key(0))
+    before = own_shapes(program, state.params)
+    for _ in range(steps):
+        state, _ = program.train_step(state, BATCHES[0])
+    after = own_shapes(program, state.params)
+    return state, jax.tree.map(lambda x, y: (x - y) / (steps * 1e-4), before, after)
+
+
+def error(found, expected):
+    norm = lambda tree: np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(tree)))  # noqa: E731
+    return norm(jax.tree.map(np.subtract, found, expected)) / norm(expected)
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_what_is_left_out_comes_later(devices8, name, mesh):
+    _, expected = mean_gradient(build(name, mesh, devices8))
+    state, found = mean_gradient(program := build(name, mesh, devices8, **FEEDBACK))
+    assert error(found, expected) < 0.012
+    _, without = mean_gradient(build(name, mesh, devices8, reduce_code="int4"))
+    assert error(without, expected) > 0.05
+    _, at_random = mean_gradient(
+        build(name, mesh, devices8, reduce_code="int4", stochastic_rounding=True)
+    )
+    assert error(at_random, expected) < 0.7 * error(without, expected)
+    ReplicaSentinel(program.mesh, program.layout).check(state)
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    if program.strategy.gather_every == "step" or not program.strategy.reshard_after_forward:
+        assert bytes_by_axes(of_parameters(trace_collectives(traced))) == step_bytes(program)
+
+
+def test_random_rounding_differs_between_steps_and_devices(devices8):
+    program = build("dp", MESHES[0], devices8, reduce_code="int4", stochastic_rounding=True)
+    state = program.init(jax.random.key(0))
+    assert state.local == {}
+    seen = []
+    for _ in range(2):  # Of a rate of 1e-4 the second gradient is the first.
+        before = jax.device_get(state.params)
+        state, _ = program.train_step(state, BATCHES[0])
+        seen.append(jax.tree.map(np.subtract, before, jax.device_get(state.params)))
+    assert error(*seen) > 0.01
+
+
+def test_a_step_that_is_skipped_leaves_residuals(devices8):
+    tx = optax.adam(1e-2)
+    program = build("zero1", MESHES[0], devices8, tx=tx, nonfinite="skip", **FEEDBACK)
+    state, _ = program.train_step(program.init(jax.random.key(0)), BATCHES[0])
+    before = jax.device_get(state.local)
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(before))
+    bad = dataclasses.replace(BATCHES[1], inputs=BATCHES[1].inputs.copy())
+    bad.inputs[3] = np.inf
+    state, metrics = program.train_step(state, bad)
+    assert metrics["nonfinite"][0] == 1
+    chex.assert_trees_all_equal(jax.device_get(state.local), before)
+    state, metrics = program.train_step(state, BATCHES[1])
+    assert metrics["nonfinite"][0] == 0
+    assert np.isfinite(metrics["loss"][0])
+
+
+def take(program, state, batches):
+    for batch in batches:
+        state, _ = program.train_step(state, batch)
+    return state
+
+
+@pytest.mark.parametrize("name", [slow_unless([("hsdp",)], name) for name in ("hsdp", "zero1")])
+def test_a_run_goes_on_bit_for_bit_and_elsewhere_with_zeros(devices8, tmp_path, name):
+    meshes = REPLICATED if name == "hsdp" else MESHES
+    program = build(name, meshes[0], devices8, tx=optax.adam(1e-2), **FEEDBACK)
+    half = take(program, program.init(jax.random.key(0)), BATCHES[:2])
+    said = []
+    with Checkpoints(tmp_path / "checkpoints", report=said.append) as checkpoints:
+        checkpoints.save(program, half, step=2, extra={}, metrics={})
+        checkpoints.wait()
+        expected = take(program, half, BATCHES[2:4])
+        restored = checkpoints.restore(program, report=said.append)
+        assert not said
+        state = take(program, restored.state, BATCHES[2:4])
+        chex.assert_trees_all_equal(*map(jax.device_get, (state.local, expected.local)))
+        chex.assert_trees_all_equal(*map(jax.device_get, (state.params, expected.params)))
+        other = build(name, meshes[1], devices8, tx=optax.adam(1e-2), **FEEDBACK)
+        elsewhere = checkpoints.restore(other, report=said.append).state
+        assert said == ["Residuals of gradients begin with zeros: those saved, if any, do not fit."]
+        assert all(not np.asarray(x).any() for x in jax.tree.leaves(elsewhere.local))
+        take(other, elsewhere, BATCHES[2:3])
+        exact = build(name, meshes[1], devices8, tx=optax.adam(1e-2))
+        assert checkpoints.restore(exact, report=said.append).state.local == {}
+        assert len(said) == 1
+
+
+def test_what_does_not_pay_has_no_residual(devices8):
+    program = build("dp", MESHES[0], devices8, reduce_code="int8", error_feedback=True)
+    residuals = program.abstract_state.local["residuals"]
+    assert residuals["input_dense"].keys() == {"kernel", "bias"}
+    assert "bias" not in residuals["output_dense"]  # 5 numbers for 8 devices.
+    assert {x.dtype for x in jax.tree.leaves(residuals)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("fsdp", {"communicate_every": "minibatch"}, "expected reductions once a step"),
+        ("fsdp", {"communicate_every": "gather-step"}, "expected reductions once a step"),
+        ("zero1", {"stage": 2}, "zero2: error_feedback=True with gradients that are reduced in"),
+        ("dp", {"reduce_code": None}, "error_feedback=True with no reduce_code, expected a code"),
+        ("dp", {"mode": "auto"}, "reduce_code='int4' with mode='auto'"),
+        ("dp", {"pipeline": Pipeline("x")}, "with a pipeline, expected pipeline=None"),
+        ("zero1", {"axis_by_axis": True}, "with axis_by_axis=True over ('data', 'x'), expected"),
+    ],
+)
+def test_where_nothing_can_be_sent_later_it_is_refused(devices8, name, options, message):
+    mesh = {"data": 2, "x": 4} if "axis_by_axis" in options else {"data": 8}
+    mesh = {"data": 8, "x": 1} if "pipeline" in options else mesh
+    more = {"axis_name": "data"} if "pipeline" in options else {}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(name, mesh, devices8, **{**FEEDBACK, **more, **options})
