@@ -87,7 +87,7 @@ def residual_of(info: ParameterInfo, place: Placement, wire: Wire, mesh: Any) ->
         has = 1  # What a device has of the gradient before it is encoded.
         for dim, name in zip(padded, rest, strict=True):
             has *= dim // axes_size(mesh, axis_tuple(name))
-        if place.trainable and size > 1 and wire.reduce_code_of(-(-has // size), dtype, axes):
+        if place.trainable and size > 1 and wire.reduce_code_of(has / size, dtype, axes):
             return Residual((size, *padded), PartitionSpec(axes, *rest))
     return None
 

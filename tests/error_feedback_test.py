@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from manualpar import Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar import data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.checkpoints import Checkpoints
 from manualpar.guards.replicas import ReplicaSentinel
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
@@ -29,7 +29,7 @@ BUILDERS = {
 }
 MESHES = [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "x": 4}]
 REPLICATED = [{"replica": 2, "data": 4}, {"replica": 4, "data": 2}, {"replica": 8, "data": 1}]
-FAST = {("zero1", "{'data': 8}"), ("hsdp", "{'replica': 2, 'data': 4}")}
+FAST = {("hsdp", "{'replica': 2, 'data': 4}")}
 CASES = [
     pytest.param(name, mesh, marks=() if (name, str(mesh)) in FAST else pytest.mark.slow)
     for name in BUILDERS
@@ -68,16 +68,21 @@ def test_what_is_left_out_comes_later(devices8, name, mesh):
     _, expected = mean_gradient(build(name, mesh, devices8))
     state, found = mean_gradient(program := build(name, mesh, devices8, **FEEDBACK))
     assert error(found, expected) < 0.012
-    _, without = mean_gradient(build(name, mesh, devices8, reduce_code="int4"))
-    assert error(without, expected) > 0.05
-    _, at_random = mean_gradient(
-        build(name, mesh, devices8, reduce_code="int4", stochastic_rounding=True)
-    )
-    assert error(at_random, expected) < 0.7 * error(without, expected)
     ReplicaSentinel(program.mesh, program.layout).check(state)
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     if program.strategy.gather_every == "step" or not program.strategy.reshard_after_forward:
         assert bytes_by_axes(of_parameters(trace_collectives(traced))) == step_bytes(program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh"), [("dp", MESHES[2]), ("hsdp, step", REPLICATED[0])])
+def test_random_rounding_is_right_on_average(devices8, name, mesh):
+    _, expected = mean_gradient(build(name, mesh, devices8))
+    _, nearest = mean_gradient(build(name, mesh, devices8, reduce_code="int4"))
+    rounding = {"reduce_code": "int4", "stochastic_rounding": True}
+    _, at_random = mean_gradient(build(name, mesh, devices8, **rounding))
+    assert error(nearest, expected) > 0.05
+    assert error(at_random, expected) < 0.7 * error(nearest, expected)
 
 
 def test_random_rounding_differs_between_steps_and_devices(devices8):
@@ -120,8 +125,8 @@ def test_a_run_goes_on_bit_for_bit_and_elsewhere_with_zeros(devices8, tmp_path, 
     program = build(name, meshes[0], devices8, tx=optax.adam(1e-2), **FEEDBACK)
     half = take(program, program.init(jax.random.key(0)), BATCHES[:2])
     said = []
-    with Checkpoints(tmp_path / "checkpoints", report=said.append) as checkpoints:
-        checkpoints.save(program, half, step=2, extra={}, metrics={})
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(program, half, step=2, extra={})
         checkpoints.wait()
         expected = take(program, half, BATCHES[2:4])
         restored = checkpoints.restore(program, report=said.append)
@@ -155,13 +160,10 @@ def test_what_does_not_pay_has_no_residual(devices8):
         ("zero1", {"stage": 2}, "zero2: error_feedback=True with gradients that are reduced in"),
         ("dp", {"reduce_code": None}, "error_feedback=True with no reduce_code, expected a code"),
         ("dp", {"mode": "auto"}, "reduce_code='int4' with mode='auto'"),
-        ("dp", {"pipeline": Pipeline("x")}, "with a pipeline, expected pipeline=None"),
         ("zero1", {"axis_by_axis": True}, "with axis_by_axis=True over ('data', 'x'), expected"),
     ],
 )
 def test_where_nothing_can_be_sent_later_it_is_refused(devices8, name, options, message):
     mesh = {"data": 2, "x": 4} if "axis_by_axis" in options else {"data": 8}
-    mesh = {"data": 8, "x": 1} if "pipeline" in options else mesh
-    more = {"axis_name": "data"} if "pipeline" in options else {}
     with pytest.raises(ValueError, match=re.escape(message)):
-        build(name, mesh, devices8, **{**FEEDBACK, **more, **options})
+        build(name, mesh, devices8, **{**FEEDBACK, **options})

@@ -119,7 +119,9 @@ class OrbaxFiles:
                 strict=not any(leaf.padding),
             ),
         )
-        wanted = ocp.args.PyTreeRestore(item=nest(leaves, lambda _: 0), restore_args=targets)
+        wanted = ocp.args.PyTreeRestore(
+            item=nest(leaves, lambda _: 0), restore_args=targets, partial_restore=True
+        )
         plain = reader.restore(path, args=ocp.args.Composite(state=wanted))["state"]
         state = restored_state(held, flatten_dict(plain), keys)
         return as_held(program, state), texts["extra"]

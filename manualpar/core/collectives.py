@@ -9,6 +9,7 @@ Under `jax.shard_map(check_vma=True)` the type of every value names the mesh axe
 reads or changes that set.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -117,8 +118,8 @@ class Wire(NamedTuple):
         """The code in which shards of `n` numbers of a dtype are gathered: if it is fewer bytes."""
         return _if_fewer(self.gather_code, n, self.gather_dtype or dtype)
 
-    def reduce_code_of(self, n: int, dtype: Any, axes: tuple[str, ...]) -> Coding | None:
-        """The code in which gradients are reduced over axes to shards of `n` numbers."""
+    def reduce_code_of(self, n: float, dtype: Any, axes: tuple[str, ...]) -> Coding | None:
+        """The code in which gradients are reduced over axes to shards of `n` numbers each."""
         counts = self.code_axes is None or set(axes) <= set(self.code_axes)
         return _if_fewer(self.reduce_code, n, dtype) if counts else None
 
@@ -140,8 +141,9 @@ class Wire(NamedTuple):
 AS_STORED = Wire()
 
 
-def _if_fewer(code: Coding | None, n: int, dtype: Any) -> Coding | None:
-    return code if code and code.row_bytes(n) < n * jnp.dtype(dtype).itemsize else None
+def _if_fewer(code: Coding | None, n: float, dtype: Any) -> Coding | None:
+    itemsize = jnp.dtype(dtype).itemsize
+    return code if code and code.row_bytes(math.ceil(n)) < n * itemsize else None
 
 
 def gather_array_with_mean_grads(

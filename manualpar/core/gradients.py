@@ -190,7 +190,7 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
             wire, dtype = wire_of(g), wire_dtype(g)
             for some in wire.reductions(reduce_axes):
                 size = jax.lax.axis_size(some)
-                code = wire.reduce_code_of(-(-value.size // size), dtype, some)
+                code = wire.reduce_code_of(value.size / size, dtype, some)
                 if code and size > 1:
                     value, _ = code.mean(value, some)
                 else:

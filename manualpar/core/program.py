@@ -170,8 +170,7 @@ class _States:
     """
 
     def __init__(self, model: UserModel, tx: Any, placements: Any, feedback: Any) -> None:
-        self._model, self._tx, self._placements = model, tx, placements
-        self._feedback = feedback
+        self._model, self._tx, self._placements, self._feedback = model, tx, placements, feedback
         key = jax.eval_shape(lambda: jax.random.key(0))
         self.whole = jax.eval_shape(self._state, model.variables, key)
         opt_placements = like_params(

@@ -81,9 +81,9 @@ class Step:
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Takes one step of the optimizer; returns the new state and the metrics of the batch."""
         check_batch("batch", batch, self.mode.mesh, self.roles)
-        rng, step_rng = jax.random.split(state.rng)
+        rng, key = jax.random.split(state.rng)
         carried = state.collections, state.local  # The latter is each device's own.
-        grads, metrics, updated = self.gradients(state.params, carried, step_rng, batch)
+        grads, metrics, updated = self.gradients(state.params, carried, key, batch)
         is_applied, (collections, local) = self._check_finite(metrics, updated, carried)
         objective = metrics.pop(OBJECTIVE)
         params, frozen = split_trained(self.placements, state.params)
@@ -93,9 +93,7 @@ class Step:
             grads,
             opt_state=state.opt_state,
             value=mean(objective),
-            value_and_grad=functools.partial(
-                self._value_and_grad, frozen, carried, step_rng, batch
-            ),
+            value_and_grad=functools.partial(self._value_and_grad, frozen, carried, key, batch),
             is_applied=is_applied,
         )
         metrics |= {name: (norm, jnp.ones(())) for name, norm in norms.items()}

@@ -80,13 +80,10 @@ class ProgramOptions(TypedDict, total=False):
         what the codes say, and the optimizer updates exact parameters. ZeRO's new parameters travel
         as they are. If not given, nothing is encoded. For mode `"manual"`, as the next three.
       reduce_code: `"int8"` or `"int4"`: gradients that are reduced over the axes of the batch
-        travel in so many bits (qgZ): each device encodes its own, and they are added up in float32.
-        `hsdp` encodes only what crosses `replica_axis`. Over several axes with `axis_by_axis` each
-        reduction encodes. If not given, nothing is encoded.
+        travel in so many bits (qgZ), and are added up in float32. `hsdp` encodes only what crosses
+        `replica_axis`. With `axis_by_axis` each axis encodes.
       error_feedback: Whether what `reduce_code` leaves out of a device's gradient is added to its
-        next one: `state.local["residuals"]`, in float32 as large as the gradient that a device
-        encodes. It is for gradients that are encoded once a step, see `guards.placing`. Starting
-        from another state, or on other devices, they begin with zeros.
+        next one, see `manualpar.error_feedback`: for gradients that are reduced once a step.
       stochastic_rounding: Whether `reduce_code` rounds up or down at random, by the step's key, so
         that gradients are right on average. For the same gradients.
       axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered and
@@ -234,9 +231,8 @@ def check_wire(
                 f"{strategy}: {field}={value!r}, expected one of {WIRE_DTYPES} or None. (float16 "
                 "would overflow: gradients are summed before they are divided.)"
             )
-    for field in ROUNDING:
-        if options.get(field) and not options.get("reduce_code"):
-            raise ValueError(f"{strategy}: {field}=True with no reduce_code, expected a code.")
+    if not options.get("reduce_code") and (asked := [f for f in ROUNDING if options.get(f)]):
+        raise ValueError(f"{strategy}: {asked[0]}=True with no reduce_code, expected a code.")
     for field, choices in CODES.items():
         check_choice(strategy, field, options.get(field), (None, *choices))
     codes = {name: coding_named(options[name]) for name in CODES if options.get(name)}

@@ -157,17 +157,21 @@ def outer_step_bytes(
         if own is None or fragment not in (None, own):
             continue
         shard = _local_elements(program, info, place.sharded_names, place.padding)
-        dtype, n = jnp.dtype(wire.reduce_dtype or info.dtype), -(-shard // size)
-        if size > 1 and (code := wire.reduce_code_of(n, dtype, axes)):
-            totals[axes] += 2 * ring_bytes("all_gather", code.row_bytes(n), size)
-        else:
-            totals[axes] += ring_bytes("all_reduce", shard * dtype.itemsize, size)
+        dtype = jnp.dtype(wire.reduce_dtype or info.dtype)
+        totals[axes] += _mean_bytes(wire, shard, dtype, axes, size)
         if place.state_names is not None:
             names = place.sharded_names
             for gather in _gathers(program, info, place, names, shard, once_a_step=True):
                 if gather.is_data and gather.axis_size > 1:
                     totals[gather.axes] += gather.gather_bytes(info.dtype.itemsize)
     return dict(totals)
+
+
+def _mean_bytes(wire: Wire, n: int, dtype: Any, axes: tuple[str, ...], size: int) -> Fraction:
+    """What a device sends for the mean over `size` devices of `n` numbers."""
+    if size > 1 and (code := wire.reduce_code_of(n / size, dtype, axes)):
+        return 2 * ring_bytes("all_gather", code.row_bytes(-(-n // size)), size)
+    return ring_bytes("all_reduce", n * dtype.itemsize, size)
 
 
 def of_parameters(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
@@ -270,11 +274,7 @@ def _of_parameter(
     if others := tuple(axis for axis in program.data_axes if axis not in sharded):
         for some in wire.reductions(others):
             size = axes_size(program.mesh, some)
-            n = -(-shard // size)
-            if size > 1 and (code := wire.reduce_code_of(n, reduced, some)):
-                yield some, 2 * ring_bytes("all_gather", code.row_bytes(n), size)
-            else:
-                yield some, ring_bytes("all_reduce", shard * reduced.itemsize, size)
+            yield some, _mean_bytes(wire, shard, reduced, some, size)
     if stages := place.sum_axes:  # Each stage has a part of the gradient.
         size = axes_size(program.mesh, stages)
         yield stages, ring_bytes("all_reduce", shard * reduced.itemsize, size)

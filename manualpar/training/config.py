@@ -22,7 +22,7 @@ from manualpar.compiler_options import OVERLAPS
 from manualpar.core.strategy import MODES
 from manualpar.data.packing import LONG_EXAMPLES
 from manualpar.data.sources import TEXT_SOURCES
-from manualpar.guards.options import CODES
+from manualpar.guards.options import CODES, ROUNDING
 from manualpar.layers.attention import ATTENTION_KINDS
 from manualpar.layers.chunks import LAYER_OVERLAPS
 from manualpar.layers.context import CONTEXT_ATTENTIONS
@@ -77,6 +77,7 @@ FIELDS: Mapping[str, Field] = {
         f"parallel.{name}": Field(str, choices=("", *codes), default="")
         for name, codes in CODES.items()
     },
+    **{f"parallel.{name}": Field(bool, default=False) for name in ROUNDING},
     "parallel.rules": Field(tuple),
     "training.num_steps": Field(int, 1, below=2**31),
     "training.eval_every_steps": Field(int, 0),

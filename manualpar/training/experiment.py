@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from manualpar.compiler_options import ChosenOptions, choose_options, keep_if_known
 from manualpar.core.program import Program
 from manualpar.data import abstract_batch
-from manualpar.guards.options import CODES
+from manualpar.guards.options import CODES, ROUNDING
 from manualpar.inspect.state_layout import ALL
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import size_of_vocabulary
@@ -226,6 +226,7 @@ def _build(
         "gather_dtype": parallel.gather_dtype or None,
         "reduce_dtype": parallel.reduce_dtype or None,
         **{name: parallel.get(name) or None for name in CODES},
+        **{name: parallel[name] for name in ROUNDING if name in parallel},
         "axis_by_axis": parallel.axis_by_axis,
         "compiler_options": chosen.options,
         "norm_metrics": config.training.norm_metrics,
