@@ -1,4 +1,4 @@
-"""What training loses when its steps send fewer bytes: held-out losses at equal steps, beside bytes.
+"""What training loses when its steps send fewer bytes: held-out losses at equal steps, and bytes.
 
 python -m benchmarks.fewer_bytes [--tasks digits lm] [--variants exact ...] [--seeds 3] [--steps N]
                                  [--results benchmarks/fewer_bytes.jsonl]
@@ -16,7 +16,7 @@ a minute.
 """
 
 import argparse
-import dataclasses
+import contextlib
 import importlib.metadata
 import json
 import time
@@ -26,60 +26,49 @@ from typing import Any
 
 import jax
 import ml_collections
-import optax
 
-from configs import fsdp, fsdp_lm
-from manualpar import diloco
 from manualpar.core.program import Program
-from manualpar.data import abstract_batch, evaluation_batches, train_batches
+from manualpar.data import evaluation_batches, train_batches
 from manualpar.inspect import bytes_by_axes, trace_collectives
-from manualpar.sharding.mesh import make_mesh
 from manualpar.strategies.local_steps import LocalSteps
-from manualpar.training.config import complete_config
+from manualpar.training.config import check_config, complete_config, load_config
 from manualpar.training.devices import simulate_devices
-from manualpar.training.experiment import prepare
-from manualpar.training.optimizer import adamw, warmup_cosine_schedule
-from manualpar.training.task import Task, make_task
+from manualpar.training.experiment import Experiment, prepare
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
-CONFIGS = {"digits": fsdp, "lm": fsdp_lm}
+ROOT = Path(__file__).parent.parent
+CONFIGS = {
+    "digits": ROOT / "configs" / "fsdp.py",
+    "lm": ROOT / "configs" / "fsdp_lm.py",
+}
 DEVICES = 8
 SLOW_AXES = frozenset({"data_minor", "replica"})
 Line = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """A way to send less.
-
-    Attributes:
-      parallel: What differs in `config.parallel`.
-      every: How many steps replicas take alone; 0: none do.
-      outer: The learning rate and the Nesterov momentum of `optax.sgd`, which takes outer steps.
-      outer_code: The code of what replicas send each other.
-    """
-
-    parallel: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    every: int = 0
-    outer: tuple[float, float] = (1.0, 0.0)
-    outer_code: str | None = None
+Variant = Mapping[str, Any]  # What differs in `config.parallel`.
 
 
 def _sharded(**changes: Any) -> Variant:
     """FSDP over all devices, axis by axis, the slow one first."""
     mesh = {"data": 2, "data_minor": 4}
-    return Variant({"strategy": "fsdp", "mesh": mesh, "axis_by_axis": True, **changes})
+    return {"strategy": "fsdp", "mesh": mesh, "axis_by_axis": True, **changes}
 
 
 def _replicated(**changes: Any) -> Variant:
     """FSDP inside a group, whose gradients cross the slow links once a step."""
-    return Variant({"strategy": "hsdp", "mesh": {"replica": 4, "data": 2}, **changes})
+    return {"strategy": "hsdp", "mesh": {"replica": 4, "data": 2}, **changes}
 
 
-def _alone(every: int, rate: float, momentum: float, code: str | None = None) -> Variant:
+def _alone(every: int, rate: float, momentum: float, code: str = "") -> Variant:
     """Groups that train alone, each under FSDP."""
-    mesh = {"mesh": {"replica": 4, "data": 2}}
-    return Variant(mesh, every=every, outer=(rate, momentum), outer_code=code)
+    return {
+        "strategy": "diloco",
+        "mesh": {"replica": 4, "data": 2},
+        "inner": "fsdp",
+        "every": every,
+        "outer_learning_rate": rate,
+        "outer_momentum": momentum,
+        "outer_code": code,
+    }
 
 
 # By the name of the row, the most telling ones first.
@@ -102,51 +91,19 @@ VARIANTS: Mapping[str, Variant] = {
     "groups, int8 between them": _replicated(reduce_code="int8"),
     "DiLoCo every 50, 0.7 and 0.5": _alone(50, 0.7, 0.5),
     "DiLoCo every 10, 0.7 and 0.5": _alone(10, 0.7, 0.5),
-    "DiLoCo every 50, average in int4": _alone(50, 1.0, 0.0, "int4"),
+    "DiLoCo every 50, average in int4": _alone(50, 1.0, 0.0, code="int4"),
 }
 
 
 def variant_config(task: str, variant: Variant, steps: int) -> ml_collections.ConfigDict:
     """The config of a variant, complete, with its own number of steps if `steps` is 0."""
-    config = ml_collections.ConfigDict(CONFIGS[task].get_config().to_dict())
-    for name, value in variant.parallel.items():
+    config = ml_collections.ConfigDict(load_config(CONFIGS[task]).to_dict())
+    for name, value in variant.items():
         config.parallel[name] = ml_collections.ConfigDict(value) if name == "mesh" else value
     config.training.num_steps = steps or config.training.num_steps
-    return complete_config(config)
-
-
-def build(config: ml_collections.ConfigDict, variant: Variant, task: Task) -> Program:
-    """The program of a variant, as an experiment of this config has it."""
-    if not variant.every:
-        return prepare(config, task=task).program
-    optimizer, rate, momentum = config.optimizer, *variant.outer
-    schedule = warmup_cosine_schedule(
-        optimizer.learning_rate,
-        warmup_steps=optimizer.warmup_steps,
-        num_steps=config.training.num_steps,
-    )
-    tx = adamw(
-        schedule,
-        weight_decay=optimizer.weight_decay,
-        b1=optimizer.b1,
-        b2=optimizer.b2,
-        clip_norm=optimizer.clip_norm,
-    )
-    options: dict[str, Any] = {
-        "num_minibatches": optimizer.num_minibatches,
-        "min_weight_size": config.parallel.min_weight_size,
-        "outer_code": variant.outer_code,
-    }
-    return diloco(
-        task.model,
-        tx,
-        task.loss_fn,
-        every=variant.every,
-        outer_tx=optax.sgd(rate, momentum or None, nesterov=bool(momentum)),
-        mesh=make_mesh(config.parallel.mesh.to_dict()),
-        batch=abstract_batch(task.dataset.train, config.data.batch_size),
-        **options,
-    )
+    config = complete_config(config)
+    check_config(config)
+    return config
 
 
 def bytes_sent(program: Program) -> tuple[float, float]:
@@ -154,46 +111,45 @@ def bytes_sent(program: Program) -> tuple[float, float]:
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     sums = [(1.0, bytes_by_axes(trace_collectives(traced)))]
     if isinstance(program, LocalSteps):
-        outer = program.outer_step.trace(program.abstract_state)
+        outer_step: Any = program.outer_step
+        outer = outer_step.trace(program.abstract_state)
         sums.append((1 / program.every, bytes_by_axes(trace_collectives(outer))))
     sent = [(share * float(n), axes) for share, each in sums for axes, n in each.items()]
     # A ring over several axes crosses the slow links with everything that it sends.
     return sum(n for n, _ in sent), sum(n for n, axes in sent if {*axes} & SLOW_AXES)
 
 
-def train(program: Program, task: Task, config: ml_collections.ConfigDict, seed: int) -> float:
+def train(experiment: Experiment, seed: int) -> float:
     """Trains with a seed, and returns the mean loss of all test examples."""
-    number, size = config.training.num_steps, config.data.batch_size
+    config, program, dataset = experiment.config, experiment.program, experiment.task.dataset
+    size = config.data.batch_size
     state = program.init(jax.random.key(seed))
     batches = train_batches(
-        task.dataset.train, seed=seed, batch_size=size, sharding=program.batch_sharding
+        dataset.train, seed=seed, batch_size=size, sharding=program.batch_sharding
     )
-    for step in range(1, number + 1):
-        is_local = isinstance(program, LocalSteps)
-        take = program.step_at(step) if is_local else program.train_step
-        state, metrics = take(state, next(batches))
-        if step % 25 == 0:
-            jax.block_until_ready(metrics)  # So that no more than this is under way.
-    batches.close()
-    sums = [
-        program.eval_step(state, batch)["loss"]
-        for batch in evaluation_batches(task.dataset.test, size, program.batch_sharding)
-    ]
-    return float(sum(total for total, _ in sums) / sum(count for _, count in sums))
+    with contextlib.closing(batches):
+        for step in range(1, config.training.num_steps + 1):
+            state, metrics = program.step_at(step)(state, next(batches))
+            # Of two steps under way, simulated devices may each wait in another one.
+            jax.block_until_ready(metrics)
+    total = count = 0.0
+    for batch in evaluation_batches(dataset.test, size, program.batch_sharding):
+        loss, examples = program.eval_step(state, batch)["loss"]
+        total, count = total + float(loss), count + float(examples)
+    return total / count
 
 
 def measure(task: str, name: str, seed: int, config: ml_collections.ConfigDict) -> Line:
     """Runs a variant with a seed, and returns its line."""
     began = time.perf_counter()
-    data = make_task(config)
-    program = build(config, VARIANTS[name], data)
-    sent, slow = bytes_sent(program)
+    experiment = prepare(config)
+    sent, slow = bytes_sent(experiment.program)
     return {
         "task": task,
         "variant": name,
         "seed": seed,
         "steps": config.training.num_steps,
-        "loss": round(train(program, data, config, seed), 6),
+        "loss": round(train(experiment, seed), 6),
         "bytes": round(sent),
         "slow_bytes": round(slow),
         "seconds": round(time.perf_counter() - began, 1),
@@ -222,7 +178,7 @@ def run_all(
         for name in variants
     }
     for (task, name), config in configs.items():
-        if (every := VARIANTS[name].every) and config.training.num_steps % every:
+        if config.training.num_steps % (every := VARIANTS[name].get("every", 1)):
             raise ValueError(
                 f"--steps is {config.training.num_steps}, expected a multiple of {every} for "
                 f"{name!r} of {task}: the replicas' last steps would be lost."
