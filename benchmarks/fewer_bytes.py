@@ -58,7 +58,7 @@ def _replicated(**changes: Any) -> Variant:
     return {"strategy": "hsdp", "mesh": {"replica": 4, "data": 2}, **changes}
 
 
-def _alone(every: int, rate: float, momentum: float, code: str = "") -> Variant:
+def _alone(every: int, rate: float, momentum: float, **changes: Any) -> Variant:
     """Groups that train alone, each under FSDP."""
     return {
         "strategy": "diloco",
@@ -67,7 +67,7 @@ def _alone(every: int, rate: float, momentum: float, code: str = "") -> Variant:
         "every": every,
         "outer_learning_rate": rate,
         "outer_momentum": momentum,
-        "outer_code": code,
+        **changes,
     }
 
 
@@ -91,7 +91,8 @@ VARIANTS: Mapping[str, Variant] = {
     "groups, int8 between them": _replicated(reduce_code="int8"),
     "DiLoCo every 50, 0.7 and 0.5": _alone(50, 0.7, 0.5),
     "DiLoCo every 10, 0.7 and 0.5": _alone(10, 0.7, 0.5),
-    "DiLoCo every 50, average in int4": _alone(50, 1.0, 0.0, code="int4"),
+    "DiLoCo every 50, average in int4": _alone(50, 1.0, 0.0, outer_code="int4"),
+    "DiLoCo every 50, average of 5 fragments": _alone(50, 1.0, 0.0, outer_fragments=5),
 }
 
 
@@ -111,9 +112,9 @@ def bytes_sent(program: Program) -> tuple[float, float]:
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     sums = [(1.0, bytes_by_axes(trace_collectives(traced)))]
     if isinstance(program, LocalSteps):
-        outer_step: Any = program.outer_step
-        outer = outer_step.trace(program.abstract_state)
-        sums.append((1 / program.every, bytes_by_axes(trace_collectives(outer))))
+        for outer_step in program.outer_steps:
+            outer = outer_step.trace(program.abstract_state)
+            sums.append((1 / program.every, bytes_by_axes(trace_collectives(outer))))
     sent = [(share * float(n), axes) for share, each in sums for axes, n in each.items()]
     # A ring over several axes crosses the slow links with everything that it sends.
     return sum(n for n, _ in sent), sum(n for n, axes in sent if {*axes} & SLOW_AXES)

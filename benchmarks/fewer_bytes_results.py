@@ -84,7 +84,10 @@ def print_losses(console: rich.console.Console, lines: Sequence[Line]) -> None:
 
 
 def draw_losses(lines: Sequence[Line], path: Path) -> None:
-    """Draws the bytes and the differences of each task at its most steps, into a PNG file."""
+    """Draws what has been run at the most steps, into a PNG file.
+
+    The variants and their bytes are those of the last task, the differences those of each.
+    """
     shown = list(dict(settings(lines)).items())
     found = [outcomes(lines, *each) for each in shown]
     names = [
@@ -94,12 +97,14 @@ def draw_losses(lines: Sequence[Line], path: Path) -> None:
     size = (6 + 3.6 * len(shown), 1.8 + 0.3 * len(names))
     with pictures.new_figure(path.name, size, title=title) as figure:
         first, *others = figure.subplots(1, 1 + len(shown), width_ratios=[1.3, *[1] * len(shown)])
-        by_name = {row.variant: row for row in found[-1]}
-        bars = []
-        for name in names:
-            sent, slow = (by_name[name].sent, by_name[name].slow) if name in by_name else (0, 0)
-            parts = [(slow, pictures.RED), (sent - slow, pictures.SKY)]
-            bars.append(Bar(name, parts, f"{describe_bytes(sent)}, {describe_bytes(slow)} slow"))
+        bars = [
+            Bar(
+                row.variant,
+                [(row.slow, pictures.RED), (row.sent - row.slow, pictures.SKY)],
+                f"{describe_bytes(row.sent)}, {describe_bytes(row.slow)} slow",
+            )
+            for row in found[-1]
+        ]
         pictures.draw_bars(first, bars, end=2.1 * max(bar.length for bar in bars))
         pictures.scale_in_bytes(first)
         first.set_title(f"Sent by a device in a step ({TITLES[shown[-1][0]]})")
@@ -113,6 +118,8 @@ def draw_losses(lines: Sequence[Line], path: Path) -> None:
 def _draw_differences(axes: Any, names: Sequence[str], rows: Sequence[Outcome]) -> None:
     """A dot for each seed, and a line at the mean."""
     for row in rows:
+        if row.variant not in names:
+            continue
         y = names.index(row.variant)
         if row.differences:
             mean = statistics.mean(row.differences)
@@ -123,6 +130,7 @@ def _draw_differences(axes: Any, names: Sequence[str], rows: Sequence[Outcome]) 
     axes.axvline(0, color=pictures.DARK, linewidth=0.8)
     axes.set_yticks(range(len(names)), [])
     axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.locator_params(axis="x", nbins=5)
     axes.set_xlabel("held-out loss minus exact, nats (dots: seeds)")
 
 

@@ -37,21 +37,31 @@ STRATEGIES: dict[str, functools.partial[Program]] = {
 class Layer(nn.Module):
     """A layer as `nn.scan` takes it."""
 
+    width: int
+
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        """`[B, 1024] -> [B, 1024]`, and nothing."""
-        return nn.silu(nn.Dense(1024)(x)), None
+        """`[B, width] -> [B, width]`, and nothing."""
+        return nn.silu(nn.Dense(self.width)(x)), None
 
 
 class ScannedClassifier(nn.Module):
-    """A classifier whose sixteen hidden layers of 1024 are one scan."""
+    """A classifier whose hidden layers are one scan."""
+
+    num_layers: int = 16
+    width: int = 1024
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """`[B, D] -> [B, 10]`."""
         del train
-        layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=16)
-        x, _ = layers(name="layers")(nn.Dense(1024)(x), None)
+        layers = nn.scan(
+            Layer,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=self.num_layers,
+        )
+        x, _ = layers(self.width, name="layers")(nn.Dense(self.width)(x), None)
         return nn.Dense(10)(x)
 
 
