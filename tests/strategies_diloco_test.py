@@ -25,6 +25,7 @@ from manualpar.inspect import (
     total_bytes,
     trace_collectives,
 )
+from tests import all_axes_test
 from tests.one_device import slow_unless
 
 INNER = {
@@ -479,3 +480,31 @@ def test_other_numbers_of_replicas_go_on(devices8, mesh, steps):
         rtol=1e-5,
         atol=1e-6,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"replica": 2, "data": 2, "model": 2},
+        {"replica": 2, "data": 1, "context": 2, "stage": 2},
+        {"replica": 2, "data": 2, "expert": 2},
+    ],
+    ids=str,
+)
+def test_a_replica_may_have_axes_of_every_kind(devices8, sizes):
+    """After one step of SGD alone replicas are where hsdp takes them."""
+    alone = functools.partial(diloco, every=1, outer_tx=optax.sgd(1.0))
+    programs = [
+        all_axes_test.build(
+            sizes, devices=devices8, builder=builder, num_minibatches=1 + ("stage" in sizes)
+        )
+        for builder in (hsdp, alone)
+    ]
+    batch, states = all_axes_test.BATCH, []
+    for program in programs:
+        state = program.init(jax.random.key(0))
+        for number in (1, 2):
+            state, _ = program.step_at(number)(state, batch)
+        states.append(program.whole(state))
+    chex.assert_trees_all_close(*states, rtol=1e-5, atol=2e-6)

@@ -116,10 +116,6 @@ def diloco(
     )
     inner_options: Any = options | {"mesh": own_mesh, "batch": part}
     one = inner(model, tx, loss_fn, **inner_options)
-    if one.step.pipeline is not None:
-        raise ValueError(
-            "diloco: pipeline= is given, expected None: a replica's layers are on all its devices."
-        )
     program = build_local_steps(
         one,
         batch,
