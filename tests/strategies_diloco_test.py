@@ -351,6 +351,7 @@ def test_between_two_meetings_only_metrics_cross(devices8):
             ValueError,
             "fragments=5, expected at most 4, the num",
         ),
+        ({"outer_tx": optax.contrib.reduce_on_plateau()}, TypeError, "there is no loss"),
         ({"outer_tx": 0.7}, TypeError, "outer_tx is 0.7, expected an optax"),
         ({"outer_code": "int2"}, ValueError, "outer_code='int2', expected one of"),
         ({"mode": "auto"}, ValueError, "mode='auto', expected 'manual'"),

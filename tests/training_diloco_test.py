@@ -1,6 +1,7 @@
 """Runs whose replicas meet seldom: from a config to a checkpoint, stopped between two meetings."""
 
 import json
+import signal
 
 import pytest
 
@@ -12,6 +13,9 @@ from tests.runs import (
     complete_steps,
     resumed_from,
     run_here,
+    start_cluster,
+    wait_for_checkpoint,
+    wait_for_step,
 )
 
 
@@ -97,3 +101,21 @@ def test_a_run_goes_on_with_another_number_of_replicas(
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["split"] == "eval"]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_lost_replica_ends_the_run_which_goes_on_with_the_rest(processes, tmp_path, capsys):
+    """Each replica is a process of its own."""
+    workdir, more = tmp_path / "run", "--config.watch.lost_seconds=5"
+    started = start_cluster(processes, workdir, more, config="diloco.py", slow=26)
+    wait_for_step(started[0], 21)
+    wait_for_checkpoint(workdir, 20)
+    started[1].send(signal.SIGKILL)
+    assert started[0].wait() == 4, started[0].err
+    assert "process 1 on " in started[0].err
+    saved = complete_steps(workdir)[-1]
+    one = "--config.parallel.mesh={'replica': 1, 'data': 4}"
+    assert run(workdir, more, one) == 0
+    assert resumed_from(capsys.readouterr().out) == saved
+    assert complete_steps(workdir)[-1] == 40

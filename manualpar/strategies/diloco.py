@@ -181,7 +181,15 @@ def _check(
 
 
 def _check_alone(program: LocalSteps) -> None:
-    """Refuses a step in which replicas exchange more than the sums of metrics."""
+    """Refuses outer steps that cannot be taken, and steps that send more than sums of metrics."""
+    try:
+        for outer_step in program.outer_steps:
+            outer_step.trace(program.abstract_state)
+    except TypeError as error:
+        raise TypeError(
+            f"diloco: outer_tx does not take an outer step ({error}), expected an optimizer of "
+            "gradients and parameters: between replicas there is no loss."
+        ) from error
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     for eqn in all_equations(traced.jaxpr.jaxpr):
         named = (eqn.params.get("axis_name"), *(eqn.params.get("axes") or ()))
