@@ -53,6 +53,11 @@ def _sharded(**changes: Any) -> Variant:
     return {"strategy": "fsdp", "mesh": mesh, "axis_by_axis": True, **changes}
 
 
+def _updated_in_shards(**changes: Any) -> Variant:
+    """ZeRO-1, whose gradients are reduced over all devices at once."""
+    return {"strategy": "zero1", "mesh": {"data": 2, "data_minor": 4}, **changes}
+
+
 def _replicated(**changes: Any) -> Variant:
     """FSDP inside a group, whose gradients cross the slow links once a step."""
     return {"strategy": "hsdp", "mesh": {"replica": 4, "data": 2}, **changes}
@@ -77,22 +82,27 @@ VARIANTS: Mapping[str, Variant] = {
     "int8 weights and gradients": _sharded(gather_code="int8", reduce_code="int8"),
     "int4 gradients": _sharded(reduce_code="int4"),
     "groups, int4 between them": _replicated(reduce_code="int4"),
+    "groups, int4, feedback": _replicated(reduce_code="int4", error_feedback=True),
     "DiLoCo every 10, average": _alone(10, 1.0, 0.0),
     "DiLoCo every 50, average": _alone(50, 1.0, 0.0),
     "DiLoCo every 50, 0.7 and 0.9": _alone(50, 0.7, 0.9),
     "DiLoCo every 10, 0.7 and 0.9": _alone(10, 0.7, 0.9),
     "int8 weights": _sharded(gather_code="int8"),
     "int8 gradients": _sharded(reduce_code="int8"),
+    "ZeRO-1, int4 gradients": _updated_in_shards(reduce_code="int4"),
+    "ZeRO-1, int4, feedback": _updated_in_shards(reduce_code="int4", error_feedback=True),
+    "groups, int4 at random": _replicated(reduce_code="int4", stochastic_rounding=True),
+    "groups, int8 between them": _replicated(reduce_code="int8"),
+    "groups, int8, feedback": _replicated(reduce_code="int8", error_feedback=True),
     "secondary shards": _sharded(regather_axes=("data",)),
-    "secondary shards, int8 weights and gradients": _sharded(
+    "secondary shards, int8 both": _sharded(
         regather_axes=("data",), gather_code="int8", reduce_code="int8"
     ),
     "groups": _replicated(),
-    "groups, int8 between them": _replicated(reduce_code="int8"),
     "DiLoCo every 50, 0.7 and 0.5": _alone(50, 0.7, 0.5),
     "DiLoCo every 10, 0.7 and 0.5": _alone(10, 0.7, 0.5),
     "DiLoCo every 50, average in int4": _alone(50, 1.0, 0.0, outer_code="int4"),
-    "DiLoCo every 50, average of 5 fragments": _alone(50, 1.0, 0.0, outer_fragments=5),
+    "DiLoCo every 50, 5 fragments": _alone(50, 1.0, 0.0, outer_fragments=5),
 }
 
 

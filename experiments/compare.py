@@ -31,6 +31,7 @@ from manualpar.core.program import Program
 from manualpar.core.strategy import MODES
 from manualpar.data import train_batch
 from manualpar.extras import require
+from manualpar.guards.options import CODES, ROUNDING
 from manualpar.inspect import (
     compiled_collectives,
     count_by_kind,
@@ -39,6 +40,7 @@ from manualpar.inspect import (
     total_step_bytes,
     trace_collectives,
 )
+from manualpar.inspect.step_ledger import describe_codes
 from manualpar.metrics import fetch_metrics
 from manualpar.models import Transformer
 from manualpar.models.transformer_sends import transformer_sends
@@ -237,9 +239,10 @@ def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
         return prepare(ml_collections.ConfigDict(rest | {"parallel": parallel}))
 
     experiments = [(strategy, build(strategy, mode)) for strategy, mode in pairs]
-    # Nothing is reduced on one device, and nothing split.
+    # Nothing is sent on one device, and nothing split.
     parts = {"sequence": False, "layer_overlap": "none"} if "sequence" in rest["parallel"] else {}
     parts |= {"mesh": {"data": 1}, "mesh_order": (), "reduce_dtype": ""}
+    parts |= dict.fromkeys(CODES, "") | dict.fromkeys(ROUNDING, False)
     single = build("dp", "auto", **parts)
     return [*experiments, (ONE_DEVICE, single)]
 
@@ -286,6 +289,8 @@ def _compare(line: CommandLine, console: rich.console.Console) -> Path:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"of the results only the config is in {workdir}") from None
     notes = footnotes(rows, repetitions=config.compare.repetitions)
+    told = {name: describe_codes(each.program.wire) for name, each in experiments}
+    notes += [f"{name}: {codes}." for name, codes in told.items() if codes]
     *pairs, reference = rows
     about: dict[str, Any] = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     about["compiler_options"] = _compiler_options(experiments)

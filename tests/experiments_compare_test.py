@@ -11,6 +11,7 @@ import pytest
 from configs import compare as compare_config
 from experiments import compare as experiment
 from manualpar.compiler_options import ChosenOptions
+from manualpar.inspect.step_ledger import describe_codes
 from manualpar.strategies import strategy_kinds
 from manualpar.training import experiment as training
 from manualpar.training.command_line import CommandLine, flags_parser, parse_command_line
@@ -64,6 +65,18 @@ def test_two_pairs_side_by_side(capsys, monkeypatch):
     [row] = [cells for cells in table if cells[:2] == ["fsdp", "manual"] and len(cells) > 6]
     assert row[7] == "≤"
     assert row[-1] == "1.00"  # The first row, in parts of itself.
+
+
+@pytest.mark.slow
+def test_codes_are_those_of_the_pairs_and_not_of_one_device():
+    codes = ("--config.parallel.gather_code=int8", "--config.parallel.reduce_code=int4")
+    pair = "--config.pairs=(('hsdp', 'manual'),)"
+    (_, hsdp), (_, one) = experiment.prepare_pairs(_command(*SMALL, pair, *codes).config)
+    assert describe_codes(hsdp.program.wire) == (
+        "what travels: gathered parameters as codes of int8, "
+        "gradients over replica as codes of int4"
+    )
+    assert describe_codes(one.program.wire) == ""
 
 
 def check_json(found):

@@ -102,6 +102,16 @@ def test_parameters_that_are_gathered_at_once_are_gathered_bytes():
     assert dropped.gathered < kept.gathered / 2
 
 
+@pytest.mark.parametrize("name", ["dp", "fsdp"])
+def test_codes_are_parameters_and_gradients_and_no_activations(name):
+    builder, options = BUILDERS[name]
+    codes = {"gather_code": "int8"} if name == "fsdp" else {}
+    exact = step_memory(mlp(builder, size=256, **options))
+    coded = step_memory(mlp(builder, size=256, **options, **codes, reduce_code="int4"))
+    assert 0 < coded.activations <= exact.activations
+    assert coded.gradients > 0
+
+
 def test_fsdp_holds_less_than_zero_and_zero_less_than_data_parallelism():
     programs = [mlp(BUILDERS[name][0], **BUILDERS[name][1]) for name in ("fsdp", "zero1", "dp")]
     for platform in ("cpu", "tpu"):

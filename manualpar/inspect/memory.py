@@ -40,7 +40,14 @@ from manualpar.inspect.communication import KIND_OF_PRIMITIVE
 from manualpar.inspect.flat_program import FlatProgram, Operation, Value
 from manualpar.inspect.state_layout import state_bytes
 from manualpar.modes.manual import Manual
-from manualpar.purposes import OPTIMIZER_SCOPE
+from manualpar.purposes import (
+    DECODE_SCOPE,
+    GATHER_SCOPE,
+    OPTIMIZER_SCOPE,
+    REDUCE_SCOPE,
+    SCATTER_SCOPE,
+    scope_names,
+)
 from manualpar.strategies.local_steps import LocalSteps
 
 # Their result is a parameter if their operand is one, as that of an all-gather is.
@@ -177,8 +184,10 @@ def _label_weights(operations: Sequence[Operation], values: Sequence[Value]) -> 
             _label_weights(body.operations, values)
         is_gather = KIND_OF_PRIMITIVE.get(op.name) == "all_gather"
         in_update = OPTIMIZER_SCOPE in op.scope.split("/")
-        if is_gather or (op.name in _SAME_WEIGHT and not in_update):
-            of = {values[value].label for value in op.inputs[:1]}
+        # Codes of parameters, and what is made of them.
+        is_code = not {GATHER_SCOPE, DECODE_SCOPE}.isdisjoint(scope_names(op.scope))
+        if is_gather or ((op.name in _SAME_WEIGHT or is_code) and not in_update):
+            of = {values[value].label for value in op.inputs[: None if is_code else 1]}
             if of & {"parameters", "gathered"} or (is_gather and in_update):
                 for value in op.outputs:
                     values[value].label = "gathered"
@@ -210,8 +219,11 @@ def _trace_back(operations: Sequence[Operation], values: Sequence[Value], found:
             _trace_back(
                 body.operations, values, {y for x, y in inner if x in found and y is not None}
             )
+        is_code = not {SCATTER_SCOPE, REDUCE_SCOPE}.isdisjoint(scope_names(op.scope))
         if op.bodies:
             found |= {old for old, new in op.written_over if new in found}
+        elif is_code:  # Codes of gradients, and what they are made of.
+            found |= {value for value in op.inputs if not values[value].label}
         elif op.name in _SAME_GRADIENT or op.name in KIND_OF_PRIMITIVE:
             size = min(values[value].elements for value in gradients)
             found |= {

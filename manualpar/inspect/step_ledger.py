@@ -23,6 +23,7 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
+from manualpar.core.collectives import Wire
 from manualpar.core.program import Program
 from manualpar.inspect.changes import Change, find_changes
 from manualpar.inspect.communication import (
@@ -199,6 +200,8 @@ def ledger(
             f"mode={ours.mode!r}: the compiler writes the collectives, so they stand in the "
             "compiled program only"
         )
+    if ours and (codes := describe_codes(ours.wire)):
+        notes.append(codes)
     if isinstance(ours, LocalSteps):
         sent = outer_step_bytes(ours).items()
         each = ", ".join(f"{float(n):,.0f} bytes over {','.join(axes)}" for axes, n in sent)
@@ -226,6 +229,14 @@ def ledger(
     compiled = read_compiled(traced.lower().compile(), stage=sending.stage)
     changes = find_changes(collectives, compiled.collectives, root=root)
     return dataclasses.replace(result, compiled=compiled, changes=changes)
+
+
+def describe_codes(wire: Wire) -> str:
+    """What travels as codes, in words; `""` if nothing does."""
+    axes = f" over {','.join(wire.code_axes)}" if wire.code_axes else ""
+    named = ("gathered parameters", wire.gather_code), (f"gradients{axes}", wire.reduce_code)
+    parts = [f"{what} as codes of {code.name}" for what, code in named if code]
+    return f"what travels: {', '.join(parts)}" if parts else ""
 
 
 def _trace(program: Any, args: tuple[Any, ...]) -> jax.stages.Traced:
