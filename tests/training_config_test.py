@@ -71,7 +71,7 @@ def _required(fields) -> list[str]:
             "parallel.strategy",
             "fdsp",
             "config.parallel.strategy is 'fdsp', expected one of 'dp', 'zero1', 'zero2', 'fsdp', "
-            "'hsdp'; the nearest one is 'fsdp'.",
+            "'hsdp', 'diloco'; the nearest one is 'fsdp'.",
         ),
         ("parallel.strategy", "zero", "the nearest one is 'zero1'."),
         (
