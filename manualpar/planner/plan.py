@@ -22,6 +22,8 @@ class PlannedCollective:
       axes: The mesh axes; empty where a compiled program does not say.
       times: How many a step runs.
       bytes_sent: Bytes that a device sends for all of them.
+      slow_bytes: Bytes of these that cross the network between slices or nodes, of a device on
+        average; 0 where a model of the network is not asked.
       seconds: How long all of them take by themselves; `None` if not estimated.
       hidden_seconds: How much of that lies behind compute; `None` if not estimated.
       is_async: Whether compute can run meanwhile; `None` where a model assumes it.
@@ -37,19 +39,22 @@ class PlannedCollective:
     hidden_seconds: float | None = None
     is_async: bool | None = None
     network: str = ""
+    slow_bytes: float = 0.0
 
 
 def merge_alike(collectives: Iterable[PlannedCollective]) -> tuple[PlannedCollective, ...]:
     """Adds up collectives that differ only in numbers; those that take longest come first."""
     groups: dict[PlannedCollective, list[PlannedCollective]] = {}
     for each in collectives:
-        key = dataclasses.replace(each, times=0, bytes_sent=0.0, seconds=None, hidden_seconds=None)
+        nothing: Any = {"times": 0, "bytes_sent": 0.0, "slow_bytes": 0.0}
+        key = dataclasses.replace(each, seconds=None, hidden_seconds=None, **nothing)
         groups.setdefault(key, []).append(each)
     merged = [
         dataclasses.replace(
             key,
             times=sum(each.times for each in alike),
             bytes_sent=sum(each.bytes_sent for each in alike),
+            slow_bytes=sum(each.slow_bytes for each in alike),
             seconds=sum(each.seconds or 0.0 for each in alike),
             hidden_seconds=sum(each.hidden_seconds or 0.0 for each in alike),
         )
@@ -123,6 +128,16 @@ class Plan:
         """The bytes that a device sends in a step."""
         return sum(collective.bytes_sent for collective in self.collectives)
 
+    @property
+    def slow_bytes(self) -> float:
+        """The bytes of them that cross the network between slices or nodes, on average."""
+        return sum(collective.slow_bytes for collective in self.collectives)
+
+    @property
+    def slow_seconds(self) -> float:
+        """The seconds of all collectives that cross that network, by themselves."""
+        return sum(each.seconds or 0.0 for each in self.collectives if each.slow_bytes)
+
     def with_rates(self, throughput: Throughput) -> "Plan":
         """The plan with the rates that follow from its step time, if it has one."""
         rates = throughput.rates(1, self.step_seconds or 0.0)
@@ -135,6 +150,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain values: lists in place of tuples."""
-        derived = {"spare_bytes": self.spare_bytes, "bytes_sent": self.bytes_sent}
+        names = ("spare_bytes", "bytes_sent", "slow_bytes", "slow_seconds")
+        derived = {name: getattr(self, name) for name in names}
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self) | derived))
         return plain

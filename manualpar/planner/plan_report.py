@@ -35,7 +35,9 @@ LINES: Sequence[tuple[str, Callable[[Plan], str]]] = (
     ("  sending, exposed", lambda plan: describe_seconds(plan.exposed_seconds)),
     ("  sending, overlapped", lambda plan: describe_seconds(plan.overlapped_seconds)),
     ("  waiting for other stages", lambda plan: describe_seconds(plan.bubble_seconds)),
+    ("  sending over slow links", lambda plan: describe_seconds(plan.slow_seconds)),
     ("bytes sent a device", lambda plan: describe_bytes(plan.bytes_sent)),
+    ("  over slow links", lambda plan: describe_bytes(plan.slow_bytes)),
     ("tokens/s", lambda plan: describe_count(plan.tokens_per_second)),
     ("  a device", lambda plan: describe_count(plan.tokens_per_second, plan.num_devices)),
     ("examples/s", lambda plan: describe_count(plan.examples_per_second)),
@@ -60,6 +62,8 @@ def print_plans(console: rich.console.Console, plans: Sequence[Plan]) -> None:
         left_out.add("  waiting for other stages")
     if all(plan.step_seconds_by_links is None for plan in plans):
         left_out.add(BY_LINKS)
+    if not any(plan.slow_bytes for plan in plans):
+        left_out |= {"  sending over slow links", "  over slow links"}
     rows += [[label, *map(text, plans)] for label, text in LINES if label not in left_out]
     print_table(console, ["", *headers], rows, title=title)
     for plan in plans:

@@ -60,7 +60,9 @@ class _Timed:
     network: str
     seconds: float
     is_doubled: bool
+    slow_bytes: float
     hidden_seconds: float = 0.0
+    share: float = 1.0  # Of what is sent that falls to a step.
 
     @property
     def is_awaited(self) -> bool:
@@ -104,7 +106,9 @@ def estimate(work: StepWork, topology: Topology) -> Plan:
     flops_alone = _flops_seconds(outside, chip)
     update = work.update_traffic / (chip.hbm_bandwidth * chip.hbm_efficiency)
     update += compute_seconds(work, chip, ("update",))
-    sent = sum(each.seconds for each in around)
+    meetings = _meetings(work, topology)
+    timed += meetings
+    sent = sum(each.seconds for each in (*around, *meetings))
     overlapped = sum(each.hidden_seconds for each in around)
     bubble = None
     if work.pipeline:
@@ -144,6 +148,17 @@ def estimate(work: StepWork, topology: Topology) -> Plan:
 def _outside_ticks(work: StepWork) -> StepWork:
     """What all stages of a pipeline do alike; everything if there is none."""
     return dataclasses.replace(work, loads=tuple(load for load in work.loads if not load.part))
+
+
+def _meetings(work: StepWork, topology: Topology) -> list[_Timed]:
+    """What replicas send in outer steps, as much of it as falls to a step; nothing hides it."""
+    share = 1 / work.every
+    return [
+        dataclasses.replace(
+            one, seconds=one.seconds * share, slow_bytes=one.slow_bytes * share, share=share
+        )
+        for one in _time_collectives(work, work.meetings, topology)
+    ]
 
 
 class _InTicks(NamedTuple):
@@ -225,7 +240,7 @@ def _time_collectives(
         )
         sent = float(collective.bytes_sent) * (2 if is_doubled else 1)
         seconds = ring.seconds(sent, collective.times)
-        timed.append(_Timed(collective, network, seconds, is_doubled))
+        timed.append(_Timed(collective, network, seconds, is_doubled, ring.crossing_bytes(sent)))
     return timed
 
 
@@ -267,7 +282,8 @@ def _planned(timed: _Timed) -> PlannedCollective:
         purpose=one.purpose,
         phase=one.phase,
         times=one.times,
-        bytes_sent=float(one.bytes_sent),
+        bytes_sent=float(one.bytes_sent) * timed.share,
+        slow_bytes=timed.slow_bytes,
         seconds=timed.seconds,
         hidden_seconds=timed.hidden_seconds,
         network=timed.network,
@@ -295,6 +311,7 @@ def _assumptions(work: StepWork, topology: Topology, unhidden: float) -> tuple[s
         "layer, everything else is exposed; if nothing overlapped a step would take "
         f"{unhidden:.4g} s.",
         *_of_pipeline(work),
+        *_of_meetings(work),
         f"Mesh axes, those on the slowest links first: {describe_axes(topology, work.mesh)}.",
         f"{chip.hbm_bytes / 2**30:.2f} GiB of a device's memory can be used.",
     )
@@ -315,6 +332,14 @@ def _of_pipeline(work: StepWork) -> Iterator[str]:
             f"{table.num_stages} stages take {table.num_ticks} ticks together, each as long as its "
             "slowest stage, and hop after each; computing and sending are those of a stage on "
             "average."
+        )
+
+
+def _of_meetings(work: StepWork) -> Iterator[str]:
+    if work.meetings:
+        yield (
+            f"Replicas meet once in {work.every} steps; each step has its share of what they send "
+            "then, which nothing hides."
         )
 
 

@@ -14,6 +14,7 @@ counted. So a sweep traces those programs that it ranks first.
 """
 
 import dataclasses
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ import ml_collections
 from manualpar.compiler_options import Overlap
 from manualpar.core.program import Program
 from manualpar.inspect import state_bytes
-from manualpar.inspect.communication import Collective, read_stage, summed
+from manualpar.inspect.communication import Collective, read_stage, summed, trace_collectives
 from manualpar.inspect.equations import Around
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import CountedProduct, TrafficReader
@@ -34,6 +35,7 @@ from manualpar.inspect.tick_parts import TickParts
 from manualpar.purposes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.sharding.mesh_order import in_order
 from manualpar.sharding.trainable import split_trained
+from manualpar.strategies.local_steps import LocalSteps
 from manualpar.training.task import CONTEXT_AXIS
 from manualpar.watching.throughput import Throughput
 
@@ -97,6 +99,8 @@ class StepWork:
       overlap: Which compiler options it is planned with, see `manualpar.compiler_options`.
       pipeline: What the stages do if the step has a pipeline. `collectives` and `loads` are then
         those of the stage that sends the most.
+      meetings: What replicas that train alone send in all their outer steps, each once.
+      every: In how many steps they do.
       notes: What was chosen or assumed in reading it.
     """
 
@@ -111,6 +115,8 @@ class StepWork:
     notes: tuple[str, ...] = ()
     overlap: Overlap = "auto"
     pipeline: PipelineWork | None = None
+    meetings: tuple[Collective, ...] = ()
+    every: int = 1
 
     @property
     def flops(self) -> float:
@@ -175,7 +181,9 @@ def read_work(
         return _Read(sent, tuple(loads), runs, [*sending.notes, *computing.notes])
 
     collectives, loads, _, notes = read(None)
-    state = program.abstract_state
+    # Of replicas that train alone, what one of them has.
+    one = program.inner if isinstance(program, LocalSteps) else program
+    state = one.abstract_state
     trained, _ = split_trained(program.step.placements, state.params)
     parameters, optimizer = (state_bytes(x)[0] for x in (trained, state.opt_state))
     return StepWork(
@@ -191,7 +199,16 @@ def read_work(
         notes=tuple(dict.fromkeys(notes)),
         overlap=overlap,
         pipeline=PipelineWork(parts, _works(parts, read)) if parts else None,
+        **_meetings(program),
     )
+
+
+def _meetings(program: Program) -> dict[str, Any]:
+    if not isinstance(program, LocalSteps):
+        return {}
+    traced = (step.trace(program.abstract_state) for step in program.outer_steps)
+    sent = itertools.chain.from_iterable(map(trace_collectives, traced))
+    return {"meetings": tuple(sent), "every": program.every}
 
 
 def has_kernel(config: ml_collections.ConfigDict) -> bool:

@@ -85,19 +85,27 @@ class Ring:
     def seconds(self, sent: float, times: int = 1) -> float:
         """How long collectives take that run so many times and send so many bytes together.
 
+        Slow links are those of all devices of a group together, see `crossing_bytes`.
+        """
+        network = self.network
+        if self.inside * self.outside == 1:
+            return 0.0
+        fast = sent / (self.fast * network.efficiency) if self.inside > 1 else 0.0
+        slow = self.crossing_bytes(sent) / (network.slow_bandwidth * network.efficiency)
+        waits = self.steps * network.latency + (self.outside - 1) * network.slow_latency
+        return max(fast, slow) + times * (network.launch + waits)
+
+    def crossing_bytes(self, sent: float) -> float:
+        """What enters a group of a device's share, where each device sends so many bytes.
+
         A ring over `n` groups of `s` devices on which each device sends `b` bytes (`ring_bytes`)
         moves `b S / (S - 1)` bytes (`S = n s`) around. Of those `(n - 1) / n` enter a group through
         its `s` slow links, while the rest goes on inside.
         """
-        network, size = self.network, self.inside * self.outside
-        if size == 1:
+        size = self.inside * self.outside
+        if self.outside == 1:
             return 0.0
-        whole = sent * size / (size - 1)
-        fast = sent / (self.fast * network.efficiency) if self.inside > 1 else 0.0
-        crossing = whole * (self.outside - 1) / self.outside / self.inside
-        slow = crossing / (network.slow_bandwidth * network.efficiency)
-        waits = self.steps * network.latency + (self.outside - 1) * network.slow_latency
-        return max(fast, slow) + times * (network.launch + waits)
+        return sent * size / (size - 1) * (self.outside - 1) / self.outside / self.inside
 
 
 def parse_topology(name: str) -> Topology:
