@@ -58,10 +58,15 @@ def test_a_step_is_that_of_one_device(devices8, mesh, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("code", [{}, {"gather_code": "int8"}], ids=str)
-@pytest.mark.parametrize("trainable", [None, ("*/attention/*",)])
-def test_layers_of_a_transformer_gather_again_within_the_group(devices8, scan, code, trainable):
+@pytest.mark.parametrize(
+    ("trainable", "remat"),
+    [(None, "none"), (("*/attention/*",), "none"), (None, "full"), (None, "dots")],
+)
+def test_layers_of_a_transformer_gather_again_within_the_group(
+    devices8, scan, code, trainable, remat
+):
     sizes = {"num_layers": 3, "hidden_size": 32, "mlp_size": 48, "num_heads": 2, "num_kv_heads": 1}
-    model = Transformer(vocab_size=32, scan_layers=scan, **sizes)
+    model = Transformer(vocab_size=32, scan_layers=scan, remat=remat, **sizes)
 
     def train(**options):
         program = fsdp(

@@ -20,10 +20,7 @@ from manualpar.sharding.axes import AxisName
 Nonfinite = Literal["ignore", "report", "skip"]
 NONFINITE: tuple[Nonfinite, ...] = ("ignore", "report", "skip")
 WIRE_DTYPES = ("bfloat16", "float32", "float64")
-CODES: Mapping[str, tuple[str, ...]] = {
-    "gather_code": ("int8",),
-    "reduce_code": ("int8", "int4"),
-}
+CODES = {"gather_code": (None, "int8"), "reduce_code": (None, "int8", "int4")}
 ROUNDING = ("error_feedback", "stochastic_rounding")
 FLAGS = ("use_scan", "norm_metrics", "axis_by_axis", "eval_dropout", *ROUNDING)
 
@@ -177,7 +174,8 @@ def check_options(builder: str, options: Mapping[str, Any]) -> None:
             )
     for name in sorted(ProgramOptions.__required_keys__ - options.keys()):
         raise TypeError(f"{builder}: {name}= is missing, expected it as a keyword argument.")
-    choices_of = {"mode": MODES, "nonfinite": NONFINITE} | dict.fromkeys(FLAGS, (True, False))
+    choices_of: dict[str, Any] = {"mode": MODES, "nonfinite": NONFINITE, **CODES}
+    choices_of |= dict.fromkeys(FLAGS, (True, False))
     for name, choices in choices_of.items():
         if name in options:
             check_choice(builder, name, options[name], choices)
@@ -233,8 +231,6 @@ def check_wire(
             )
     if not options.get("reduce_code") and (asked := [f for f in ROUNDING if options.get(f)]):
         raise ValueError(f"{strategy}: {asked[0]}=True with no reduce_code, expected a code.")
-    for field, choices in CODES.items():
-        check_choice(strategy, field, options.get(field), (None, *choices))
     codes = {name: coding_named(options[name]) for name in CODES if options.get(name)}
     wire = Wire(
         names["gather_dtype"],
@@ -245,8 +241,7 @@ def check_wire(
     )
     for field, got, expected, chosen in (
         ("reduce_dtype", wire.reduce_dtype, None, "where it sums"),
-        ("gather_code", options.get("gather_code"), None, "what it sends"),
-        ("reduce_code", options.get("reduce_code"), None, "what it sends"),
+        *((name, options.get(name), None, "what it sends") for name in CODES),
         ("axis_by_axis", wire.axis_by_axis, False, "how it sends"),
     ):
         if got and mode != "manual":

@@ -9,14 +9,14 @@ A residual is dropped because of *where it came from*: a walk through the traced
 follows the results of gathers (operations in the scope `GATHER_SCOPE`) and decoded parameters
 (those in `DECODE_SCOPE`) through operations that only cast or move elements. Everything else is
 kept as autodiff would keep it. What is in a `jax.checkpoint` (`nn.remat`) of the user's own is
-recomputed as that says. The body of a scan and the branches of a `cond` are treated like the
-program around them, so that a scan over layers gathers one layer at a time in its backward pass
-too.
+recomputed as that says, but for what came over slow links. The body of a scan and the branches of a
+`cond` are treated like the program around them, so that a scan over layers gathers one layer at a
+time in its backward pass too.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,10 +86,7 @@ def regather_for_backward(
       In the backward pass one more all-gather for each parameter whose value it needs. (The
       gradients of a bias and of the first layer's kernel need no value.)
     """
-
-    def again(eqn: Any) -> bool:
-        gathers = not keep_gathered and _gathers(eqn) and (axes is None or _axes(eqn) <= {*axes})
-        return gathers or DECODE_SCOPE in scope_names(str(eqn.source_info.name_stack))
+    again = _Again(keep_gathered, axes)
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
@@ -105,8 +102,23 @@ def regather_for_backward(
     return run
 
 
-# Whether an equation makes a weight, which is made again.
-_Again = Callable[[Any], bool]
+class _Again(NamedTuple):
+    """Which equations make a weight that is made again, by what a caller asks for."""
+
+    keep_gathered: bool
+    axes: tuple[str, ...] | None
+
+    def __call__(self, eqn: Any) -> bool:
+        name_stack = str(eqn.source_info.name_stack)
+        is_gather = eqn.primitive.name in GATHERS and not self.keep_gathered
+        is_ours = is_gather and purpose_of(name_stack) in (GATHER_SCOPE, REGATHER)
+        gathers = is_ours and not self.keeps(eqn.primitive, **eqn.params)
+        return gathers or DECODE_SCOPE in scope_names(name_stack)
+
+    def keeps(self, primitive: Any, *_: Any, **params: Any) -> bool:
+        """Whether it gathers over slow links, also inside the user's own checkpoints."""
+        is_gather = self.axes is not None and primitive.name in GATHERS
+        return is_gather and not {*axis_tuple(params["axis_name"])} <= {*(self.axes or ())}
 
 
 def _regathering(closed: ClosedJaxpr, again: _Again, *, in_loop: bool) -> Callable[..., list[Any]]:
@@ -140,18 +152,24 @@ def _evaluate(
 
 
 def _nested(again: _Again, eqn: Any) -> Callable[..., Any] | None:
-    """Calls written out, and loops and branches that make weights again by themselves."""
+    """Calls written out, and loops, branches and checkpoints that make weights by themselves."""
     name = eqn.primitive.name
-    if name in CALLS or (name in LOOPS and _makes_inside(eqn, again)):
+    if name in CALLS or (name in LOOPS | REMAT_PRIMITIVES and _makes_inside(eqn, again)):
         return functools.partial(_run_nested, name, eqn.params, again)
     return None
 
 
 def _run_nested(name: str, params: dict[str, Any], again: _Again, *args: Any) -> Any:
-    """Runs a call, a scan or a `cond`."""
+    """Runs a call, a checkpoint, a scan or a `cond`."""
     if name in CALLS:  # As if it were written out, so that the casts in it are seen.
         with jax.named_scope(params["name"]):
             return _evaluate(params["jaxpr"], functools.partial(_nested, again), *args)
+    if name in REMAT_PRIMITIVES:
+        policy = jax.checkpoint_policies.save_from_both_policies(
+            params["policy"] or jax.checkpoint_policies.nothing_saveable, again.keeps
+        )
+        function = jaxpr_as_fun(ClosedJaxpr(params["jaxpr"], ()))
+        return jax.checkpoint(function, policy=policy, prevent_cse=params["prevent_cse"])(*args)
     if name == "cond":
         branches = [_regathering(branch, again, in_loop=True) for branch in params["branches"]]
         return jax.lax.switch(args[0], branches, *args[1:])
@@ -297,16 +315,6 @@ def _variables(eqn: Any) -> list[Var]:
     return [v for v in eqn.invars if isinstance(v, Var)]
 
 
-def _gathers(eqn: Any) -> bool:
-    purpose = purpose_of(str(eqn.source_info.name_stack))
-    return eqn.primitive.name in GATHERS and purpose in (GATHER_SCOPE, REGATHER)
-
-
-def _axes(eqn: Any) -> set[str]:
-    """The mesh axes of an all-gather."""
-    return {*axis_tuple(eqn.params["axis_name"])}
-
-
 def _rule_without_use(again: _Again, eqn: Any) -> Callable[..., Any] | None:
     """The function of a gather with a rule for gradients, of a parameter that is frozen."""
     if "custom_vjp" not in eqn.primitive.name or not _makes_inside(eqn, again):
@@ -324,6 +332,6 @@ def _makes(jaxpr: Jaxpr, again: _Again, *, but_not_in: frozenset[str] = frozense
 
 
 def _makes_inside(eqn: Any, again: _Again) -> bool:
-    if eqn.primitive.name in REMAT_PRIMITIVES:
-        return False
+    if eqn.primitive.name in REMAT_PRIMITIVES and again.axes is None:
+        return False  # What it makes is made again as it says.
     return any(_makes(inner, again) for _, inner in inner_jaxprs(eqn))

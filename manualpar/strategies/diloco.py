@@ -144,7 +144,7 @@ def _check(
             f"diloco: outer_tx is {outer_tx!r}, expected an optax.GradientTransformation such as "
             "optax.sgd(0.7, momentum=0.9, nesterov=True)."
         )
-    check_choice("diloco", "outer_code", outer_code, (None, *CODES["reduce_code"]))
+    check_choice("diloco", "outer_code", outer_code, CODES["reduce_code"])
     if options.get("mode", "manual") != "manual":
         raise ValueError(
             f"diloco: mode={options['mode']!r}, expected 'manual': where XLA writes the "

@@ -18,7 +18,7 @@ FIELDS: Mapping[str, Field] = {
     "every": Field(int, 1, default=10),
     "outer_learning_rate": Field(float, 0, below=1e38, default=1.0),
     "outer_momentum": Field(float, 0, below=1, default=0.0),
-    "outer_code": Field(str, choices=("", *CODES["reduce_code"]), default=""),
+    "outer_code": Field(str, choices=("", *filter(None, CODES["reduce_code"])), default=""),
     "outer_fragments": Field(int, 1, default=1),
     "outer_overlap": Field(bool, default=False),
 }

@@ -129,13 +129,9 @@ def _check(builder: str, name: str, value: Any) -> None:
 def _check_regather(builder: str, values: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
     """Refuses axes of a second gather where there is none, or that are not the first ones."""
     axes, names = values["regather_axes"], axis_tuple(shared.get("axis_name", "data"))
-    for field, got, expected in (
-        ("mode", shared.get("mode", "manual"), "manual"),
-        ("pipeline", shared.get("pipeline"), None),
-        ("communicate_every", values["communicate_every"], "minibatch"),
-        ("reshard_after_forward", values["reshard_after_forward"], True),
-    ):
-        if got != expected:
+    second = {"communicate_every": "minibatch", "reshard_after_forward": True}
+    for field, expected in {"mode": "manual", "pipeline": None, **second}.items():
+        if (got := {**shared, **values}.get(field, expected)) != expected:
             raise ValueError(
                 f"{builder}: regather_axes={axes!r} with {field}={got!r}, expected {expected!r}: "
                 "elsewhere no second gather is written here. Leave regather_axes out."

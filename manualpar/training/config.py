@@ -74,7 +74,7 @@ FIELDS: Mapping[str, Field] = {
     "parallel.gather_dtype": Field(str, choices=WIRE_DTYPES),
     "parallel.reduce_dtype": Field(str, choices=WIRE_DTYPES),
     **{
-        f"parallel.{name}": Field(str, choices=("", *codes), default="")
+        f"parallel.{name}": Field(str, choices=("", *filter(None, codes)), default="")
         for name, codes in CODES.items()
     },
     **{f"parallel.{name}": Field(bool, default=False) for name in ROUNDING},
