@@ -26,14 +26,17 @@ MODEL = {"hidden_size": 16, "num_layers": 2, "num_heads": 4, "mlp_size": 16, "vo
 def workdir(tmp_path_factory, devices8):
     """A run of a small language model."""
     del devices8
-    folder = tmp_path_factory.mktemp("generation")
+    return train(tmp_path_factory.mktemp("generation"))
+
+
+def train(folder, *more):
     text = folder / "text.txt"
     text.write_text("".join(f"the {number} of {number * 7}\n" for number in range(400)))
     flags = [f"--config.model.{name}={value}" for name, value in MODEL.items()]
     flags += [f"--config.training.{name}=4" for name in ("num_steps", "eval_every_steps")]
     flags += ["--config.checkpoint.every_steps=4", "--config.sample.num_tokens=0"]
     flags += [f"--config.data.path={text}", "--config.data.sequence_length=32"]
-    flags += ["--config.data.batch_size=8", f"--workdir={folder / 'run'}"]
+    flags += ["--config.data.batch_size=8", f"--workdir={folder / 'run'}", *more]
     command = parse_command_line(["fsdp", f"--config={CONFIG}", *flags], default_config=CONFIG)
     assert run_command(command) == 0
     return folder / "run"
@@ -52,20 +55,31 @@ def test_a_run_answers_and_scores_on_other_devices(workdir, tmp_path, capsys):
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     assert [answer.get("id") for answer in answers] == [7, None]
     assert streamed == f"the {answers[0]['text']}\n"
-    # The test split as the run has measured it.
-    results = tmp_path / "results.json"
-    assert evaluate_command([f"--workdir={workdir}", f"--output={results}"], "") == 0
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    test = next(line for line in map(json.loads, lines) if line.get("split") == "test")
-    found = json.loads(results.read_text())
-    assert found["loss"] == pytest.approx(test["loss"], rel=1e-5)
-    assert found["bits_per_byte"] == pytest.approx(test["bits_per_byte"], rel=1e-5)
+    check_test_split(workdir, tmp_path / "results.json")
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(json.dumps({"context": "the ", "completion": answers[0]["text"]}) + "\n")
     assert evaluate_command([f"--workdir={workdir}", f"--completions={pairs}"], "") == 0
     (score,) = map(json.loads, capsys.readouterr().out.splitlines()[-1:])
     assert score["log_likelihood"] < 0
     assert not np.isnan(score["log_likelihood"])
+
+
+def check_test_split(workdir, results):
+    """The test split is as the run has measured it."""
+    assert evaluate_command([f"--workdir={workdir}", f"--output={results}"], "") == 0
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    test = next(line for line in map(json.loads, lines) if line.get("split") == "test")
+    found = json.loads(results.read_text())
+    assert found["loss"] == pytest.approx(test["loss"], rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(test["bits_per_byte"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_of_replicas_that_trained_alone_the_anchor_is_scored(tmp_path, devices8):
+    mesh = "--config.parallel.mesh={'replica': 2, 'data': 4}"
+    options = ("--config.parallel.every=2", "--config.parallel.outer_momentum=0.5")
+    workdir = train(tmp_path, "--config.parallel.strategy=diloco", mesh, *options)
+    check_test_split(workdir, tmp_path / "results.json")
 
 
 def start_both(processes, name, flags):

@@ -17,7 +17,7 @@ from manualpar.checkpoints.folders import open_folder
 from manualpar.checkpoints.saved_state import read_extra
 from manualpar.parameter_average import ema_params
 from manualpar.storage import AnyPath
-from manualpar.strategies import FSDP
+from manualpar.strategies import FSDP, strategy_kinds
 from manualpar.training.config import complete_config
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.workdir import FOLDER, open_checkpoints
@@ -75,10 +75,16 @@ def prepare_saved(
       ValueError: The config is damaged or does not fit the mesh, or its data is gone.
     """
     config = config.copy_and_resolve_references().unlock()
-    for name, value in SPLITS.items():
+    kind = strategy_kinds().get(config.parallel.strategy, FSDP)
+    # States of replicas that train alone are those of no other strategy: here there is one replica.
+    own = {} if kind.is_exact else {"strategy": kind.name, "inner": FSDP.name}
+    for name, value in (SPLITS | own).items():
         if name in config.parallel:
             config.parallel[name] = value
-    config.parallel.mesh = ml_collections.ConfigDict(mesh or {"data": -1})
+    axes = dict(mesh or {"data": -1})
+    config.parallel.mesh = ml_collections.ConfigDict(
+        axes if kind.is_exact else {"replica": 1, **axes}
+    )
     if config.model.get("from_hf"):
         config.model.from_hf = ""  # The fields say it all, and the directory may be gone.
     config.optimizer.num_minibatches = 1
