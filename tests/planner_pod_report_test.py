@@ -7,6 +7,7 @@ import shlex
 import rich.console
 
 from manualpar.inspect.memory import Memory
+from manualpar.planner.pod_config import layout_fields
 from manualpar.planner.pod_estimate import PodPlan
 from manualpar.planner.pod_layout import PodLayout
 from manualpar.planner.pod_report import fastest_of_each_mesh, print_layouts, print_traced
@@ -47,3 +48,8 @@ def test_flags_are_as_a_shell_takes_them():
     text = _shown(print_traced, PLAN, "the builder says no.", flags)
     assert "stage=2 x data=4: 4 s by the closed form, no program: the builder says no." in text
     assert shlex.split(text)[-2:] == flags
+
+
+def test_a_layout_is_a_strategy_whose_steps_are_those_of_one_device():
+    assert layout_fields(PodLayout(data=8))["parallel.strategy"] == "fsdp"
+    assert layout_fields(PodLayout(replica=2, data=4))["parallel.strategy"] == "hsdp"

@@ -20,7 +20,9 @@ def layout_fields(layout: PodLayout) -> Mapping[str, Any]:
     """The fields of a transformer's config that make it run as a layout says, with their values."""
     # Those that shard parameters, by whether they replicate them over an axis.
     sharded = {
-        kind.replicates: kind.name for kind in BUILT_IN if "communicate_every" in kind.fields
+        kind.replicates: kind.name
+        for kind in BUILT_IN
+        if kind.is_exact and "communicate_every" in kind.fields
     }
     return {
         "parallel.mesh": layout.mesh,
