@@ -290,7 +290,7 @@ def _compare(line: CommandLine, console: rich.console.Console) -> Path:
         raise KeyboardInterrupt(f"of the results only the config is in {workdir}") from None
     notes = footnotes(rows, repetitions=config.compare.repetitions)
     told = {name: describe_codes(each.program.wire) for name, each in experiments}
-    notes += [f"{name}: {codes}." for name, codes in told.items() if codes]
+    notes += [f"What travels in {name}: {codes}." for name, codes in told.items() if codes]
     *pairs, reference = rows
     about: dict[str, Any] = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     about["compiler_options"] = _compiler_options(experiments)

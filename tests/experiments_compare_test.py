@@ -73,8 +73,7 @@ def test_codes_are_those_of_the_pairs_and_not_of_one_device():
     pair = "--config.pairs=(('hsdp', 'manual'),)"
     (_, hsdp), (_, one) = experiment.prepare_pairs(_command(*SMALL, pair, *codes).config)
     assert describe_codes(hsdp.program.wire) == (
-        "what travels: gathered parameters as codes of int8, "
-        "gradients over replica as codes of int4"
+        "gathered parameters as codes of int8, gradients over replica as codes of int4"
     )
     assert describe_codes(one.program.wire) == ""
 

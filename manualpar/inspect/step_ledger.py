@@ -201,7 +201,7 @@ def ledger(
             "compiled program only"
         )
     if ours and (codes := describe_codes(ours.wire)):
-        notes.append(codes)
+        notes.append(f"what travels: {codes}")
     if isinstance(ours, LocalSteps):
         sent = outer_step_bytes(ours).items()
         each = ", ".join(f"{float(n):,.0f} bytes over {','.join(axes)}" for axes, n in sent)
@@ -236,7 +236,7 @@ def describe_codes(wire: Wire) -> str:
     axes = f" over {','.join(wire.code_axes)}" if wire.code_axes else ""
     named = ("gathered parameters", wire.gather_code), (f"gradients{axes}", wire.reduce_code)
     parts = [f"{what} as codes of {code.name}" for what, code in named if code]
-    return f"what travels: {', '.join(parts)}" if parts else ""
+    return ", ".join(parts)
 
 
 def _trace(program: Any, args: tuple[Any, ...]) -> jax.stages.Traced:

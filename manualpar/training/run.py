@@ -17,6 +17,7 @@ from manualpar.cluster import Cluster
 from manualpar.cluster.agreement import first_failure
 from manualpar.core.program import Program
 from manualpar.inspect import draw_sharding, layout_table, state_bytes
+from manualpar.inspect.step_ledger import describe_codes
 from manualpar.parameter_average import ema_params
 from manualpar.sharding.axes import axes_size, axis_tuple
 from manualpar.sharding.mesh_order import describe_links
@@ -235,6 +236,7 @@ def _write_report(
         "compiler options": str(experiment.chosen) or "the compiler's own",
         "parameters": f"{sum(math.prod(info.shape) for info, _ in program.parameters):,}",
         "state on the fullest device": describe_bytes(state_bytes(program.abstract_state)[0]),
+        **({"what travels": codes} if (codes := describe_codes(program.wire)) else {}),
         "manualpar": importlib.metadata.version("manualpar"),
         "jax": jax.__version__,
     }
