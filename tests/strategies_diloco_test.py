@@ -509,3 +509,27 @@ def test_a_replica_may_have_axes_of_every_kind(devices8, sizes):
             state, _ = program.step_at(number)(state, batch)
         states.append(program.whole(state))
     chex.assert_trees_all_close(*states, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_replicas_draw_numbers_of_their_own(devices8):
+    """With the same examples everywhere, they differ by what the loss draws alone."""
+    (batch,) = make_batches(1)
+    same = jax.tree.map(lambda x: np.repeat(x[:1], len(x), 0), batch)
+
+    def noisy(params, apply_fn, batch, rng):
+        loss, metrics = loss_fn(params, apply_fn, batch, rng)
+        return loss * jax.random.uniform(rng), metrics
+
+    program = diloco(
+        Mlp(),
+        optax.sgd(0.1),
+        noisy,
+        every=2,
+        outer_tx=optax.sgd(1.0),
+        mesh=make_mesh(MESHES["8x1"]),
+        batch=same,
+    )
+    state, _ = train(program, [same])
+    kernels = np.asarray(state.local["params"]["Dense_1"]["kernel"])
+    assert len({kernel.tobytes() for kernel in kernels}) == 8
