@@ -1,7 +1,7 @@
 """Plans a step whose devices are joined by slow links, with each way to send less over them.
 
 python -m benchmarks.slow_links [--systems "2xv5e:8x8" ...] [--ways fsdp ...]
-                                [--sequence_length 2048] [--json FILE]
+                                [--sequence_length 2048] [--json benchmarks/slow_links.json]
 
 Llama 3 8B with one sequence a device, on two slices of 64 TPU v5e, which the data center's network
 joins, and on 16 nodes of eight H100s, joined by InfiniBand at 50 and at 12.5 GB/s a device. Each
@@ -14,6 +14,7 @@ those that cross, of a device on average. Encoding and decoding are not in the e
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from manualpar.training.config import complete_config, load_config
 from manualpar.watching.tables import describe_bytes, describe_seconds, print_table
 
 ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).with_suffix(".json")
 # The topology, and bytes a second of a device on the slow links; None for what the chip has.
 SYSTEMS: Mapping[str, tuple[str, float | None]] = {
     "2xv5e:8x8": ("2xv5e:8x8", None),
@@ -151,6 +153,12 @@ def print_system(
             for row in rows
         ],
     )
+
+
+def read_results() -> dict[str, Any]:
+    """The committed results, by system."""
+    found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return {system: found[system] for system in SYSTEMS}
 
 
 if __name__ == "__main__":
