@@ -26,6 +26,10 @@ SHARED = {
     "frozen_dtype": None,
     "gather_dtype": "bfloat16",
     "reduce_dtype": None,
+    "gather_code": None,
+    "reduce_code": None,
+    "stochastic_rounding": False,
+    "error_feedback": False,
     "axis_by_axis": False,
     "compiler_options": {},
     "norm_metrics": True,
@@ -37,6 +41,7 @@ GATHERED = {
     "reshard_after_forward": False,
     "communicate_every": "step",
     "keep_gathered": ("output_dense",),
+    "regather_axes": (),
 }
 OVER_BOTH = {"axis_name": ("replica", "data")}
 
