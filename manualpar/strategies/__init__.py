@@ -14,7 +14,6 @@ from manualpar.strategies.registry import StrategyKind, register, strategy_kinds
 
 __all__ = [
     "BUILT_IN",
-    "FSDP",
     "STATE_SHARDING_FIELDS",
     "Field",
     "StrategyKind",
