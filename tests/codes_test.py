@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from manualpar import data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.block_codec import LARGEST_CODE, pack, unpack
 from manualpar.guards.replicas import ReplicaSentinel
 from manualpar.inspect import (
@@ -20,7 +20,9 @@ from manualpar.inspect import (
     trace_collectives,
 )
 from manualpar.inspect.compiled import compiled_collectives
+from manualpar.models import Transformer
 from manualpar.sharding.axes import axes_size, axis_tuple
+from manualpar.training.cross_entropy import language_model_loss
 from tests.one_device import slow_unless
 from tests.program_test import Classifier, loss_fn, make_batch
 from tests.strategies_test import own_shapes
@@ -194,3 +196,42 @@ def test_a_step_sends_the_bytes_of_the_closed_form(devices8, name, mesh, code):
 def test_codes_that_cannot_be_are_refused(devices8, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         build("fsdp", "8", devices8, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["residuals", "inputs"])
+@pytest.mark.parametrize("name", ["fsdp", "fsdp, step", "zero1"])
+def test_stages_send_codes_too(devices8, name, keep):
+    builder, own = BUILDERS[name]
+    sizes = {"num_layers": 4, "hidden_size": 32, "mlp_size": 64, "num_heads": 2, "num_kv_heads": 1}
+    tokens = np.random.default_rng(0).integers(0, 32, (16, 16))
+
+    def train(**codes):
+        program = builder(
+            Transformer(vocab_size=32, scan_layers=True, **sizes),
+            optax.sgd(1.0),
+            language_model_loss,
+            mesh=make_mesh({"data": 4, "stage": 2}, devices8),
+            batch=Batch(tokens, tokens),
+            num_minibatches=4,
+            pipeline=Pipeline("stage", keep=keep),
+            **{**own, "min_weight_size": 256},
+            **codes,
+        )
+        traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+        sent, closed = bytes_by_axes(of_parameters(trace_collectives(traced))), step_bytes(program)
+        assert all(sent[axes] <= closed[axes] for axes in closed)
+        assert name == "fsdp" or sent == closed
+        state = program.init(jax.random.key(0))
+        before = jax.device_get(state.params)
+        state, _ = program.train_step(state, Batch(tokens, tokens))
+        return sent, jax.tree.map(np.subtract, before, jax.device_get(state.params))
+
+    sent, exact = train()
+    fewer, coded = train(gather_code="int8", reduce_code="int8")
+    assert fewer["data",] < sent["data",]
+
+    def check(g, expected):
+        np.testing.assert_allclose(g, expected, atol=0.03 * np.abs(expected).max() + 1e-6)
+
+    jax.tree.map(check, coded, exact)

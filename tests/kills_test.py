@@ -28,6 +28,7 @@ def lines_of(workdir):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_at_random_moments(processes, tmp_path, devices8):
     undisturbed, workdir = tmp_path / "undisturbed", tmp_path / "run"
     mesh = "--config.parallel.mesh={'data': 2}"
