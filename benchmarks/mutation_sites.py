@@ -82,7 +82,13 @@ OWN: Mapping[str, Signature] = {
     "sync_gradients": _sync("grads"),
     "sync_metrics": _sync("metrics"),
     "sync_collections": _sync("collections"),
-    "_mean_count": Signature("sync", ("count",)),
+    "_mean_count": Signature("sync", ("count", "outer_axes")),
+    "mean_difference": Signature(
+        "sync", ("anchor", "local", "examples", "axes", "wire"), "axes", is_tree=True
+    ),
+    "mean_collections": Signature(
+        "sync", ("before", "local", "axes", "rules"), "axes", is_tree=True
+    ),
     "fold_rng_over_axis": Signature("key", ("rng", "axis_name"), "axis_name"),
     "cast_to_varying": Signature("passing", ("tree", "axes")),
     "regather_for_backward": Signature("passing", ("function",)),

@@ -67,6 +67,9 @@ TESTS = (
 FIRST = {
     "collection_sync:*": ("tests/gradients_test.py", "tests/collections_test.py"),
     "guards.nonfinite:*": ("tests/nonfinite_test.py",),
+    "coded_collectives:*": ("tests/coded_collectives_test.py",),
+    "error_feedback:*": ("tests/error_feedback_test.py",),
+    "strategies.replica_*": ("tests/strategies_diloco_test.py",),
     "core.gradients:reduce_gradient:*": ("tests/roles_test.py",),
     "sharding.zigzag:to_zigzag*": ("tests/roles_test.py",),
     "*:to_zigzag:delete": CONTEXT[1:],

@@ -95,7 +95,7 @@ class BlockCoding:
         shard = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
         rows = jnp.moveaxis(x.reshape(*x.shape[:dim], size, *shard[dim:]), dim, 0).reshape(size, -1)
         sent = pack(rows, self.name, key)
-        received = jax.lax.all_to_all(sent, axes, split_axis=0, concat_axis=0, tiled=True)
+        received = jax.lax.all_to_all(sent, axes, 0, 0, tiled=True)
         total = unpack(received, math.prod(shard), self.name).sum(0).reshape(shard)
         lost = (rows - unpack(sent, math.prod(shard), self.name)).reshape(size, *shard)
         return total, jnp.moveaxis(lost, 0, dim).reshape(x.shape)

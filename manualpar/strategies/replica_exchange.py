@@ -48,7 +48,7 @@ def mean_difference(
         mean = jax.lax.pmean(examples, axes)
     weight = jnp.where(mean > 0, examples / jnp.where(mean > 0, mean, 1), jnp.ones_like(mean))
 
-    def exchange(path: Any, before: jax.Array, now: jax.Array) -> jax.Array:
+    def mean_of(path: Any, before: jax.Array, now: jax.Array) -> jax.Array:
         dtype = wire.reduce_dtype or now.dtype
         # Sums in 16 bits are weighted before they are rounded.
         exact = jnp.promote_types(now.dtype, jnp.float32)
@@ -61,7 +61,7 @@ def mean_difference(
                 total = jax.lax.pmean(difference.astype(dtype), axes)
         return total.astype(now.dtype)
 
-    return jax.tree_util.tree_map_with_path(exchange, anchor, local)
+    return jax.tree_util.tree_map_with_path(mean_of, anchor, local)
 
 
 def mean_collections(
