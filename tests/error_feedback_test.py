@@ -14,7 +14,6 @@ from manualpar import data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.checkpoints import Checkpoints
 from manualpar.guards.replicas import ReplicaSentinel
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
-from tests.one_device import slow_unless
 from tests.program_test import BATCHES, Classifier, loss_fn
 from tests.strategies_test import own_shapes
 
@@ -85,6 +84,7 @@ def test_random_rounding_is_right_on_average(devices8, name, mesh):
     assert error(at_random, expected) < 0.7 * error(nearest, expected)
 
 
+@pytest.mark.slow
 def test_random_rounding_differs_between_steps_and_devices(devices8):
     program = build("dp", MESHES[0], devices8, reduce_code="int4", stochastic_rounding=True)
     state = program.init(jax.random.key(0))
@@ -119,7 +119,8 @@ def take(program, state, batches):
     return state
 
 
-@pytest.mark.parametrize("name", [slow_unless([("hsdp",)], name) for name in ("hsdp", "zero1")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hsdp", "zero1"])
 def test_a_run_goes_on_bit_for_bit_and_elsewhere_with_zeros(devices8, tmp_path, name):
     meshes = REPLICATED if name == "hsdp" else MESHES
     program = build(name, meshes[0], devices8, tx=optax.adam(1e-2), **FEEDBACK)
