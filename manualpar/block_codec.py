@@ -7,12 +7,12 @@ and scales as arrays of their own, to be stored. `pack` and `unpack` lay them si
 to be sent: `coded_bytes(n, code)` for a row of `n` numbers. Nothing here knows what they are.
 
 Invariants: a scale has the 8 significant bits of bfloat16, whatever its dtype, so that casting it
-to bfloat16 changes nothing, and the product with a code is exact in float32. It times the largest
-code is at least the largest magnitude, so that no code is cut off. A finite number is off by at
-most half the scale of its block, or less than the scale if it is rounded at random, but for the
-rounding of one product; one beyond `LARGEST` counts as that, so that none overflows. A block whose
-scale would be subnormal becomes zeros, and one with a number that is not finite becomes NaN. The
-shapes of codes and scales say how long the blocks are, and the last block may be shorter.
+to bfloat16 changes nothing, and the product with a code is exact in float32. A finite number is off
+by at most half the scale of its block, or less than the scale if it is rounded at random, but for
+the rounding of one product; one beyond `LARGEST` counts as that, so that none overflows. What has
+been decoded, encoded again to the nearest, has the same codes and scales. A block whose scale would
+be subnormal becomes zeros, and one with a number that is not finite becomes NaN. The shapes of
+codes and scales say how long the blocks are, and the last block may be shorter.
 """
 
 from typing import Literal
@@ -55,7 +55,7 @@ def encode(
     largest, size = LARGEST_CODE[code], x.shape[-1]
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -size % block)]
     blocks = jnp.pad(x.astype(wide), padding).reshape(*x.shape[:-1], -1, block)
-    scales = _scales(jnp.abs(blocks).max(-1), largest)
+    scales = _scales(jnp.abs(blocks).max(-1), largest, covers=key is not None)
     codes = blocks / jnp.where(scales == 0, 1, scales)[..., None]
     if key is None:
         codes = jnp.round(codes)
@@ -66,15 +66,19 @@ def encode(
     return codes.astype(jnp.int8), scales.astype(x.dtype)
 
 
-def _scales(peaks: jax.Array, largest: int) -> jax.Array:
-    """The scales of blocks with these largest magnitudes, in their dtype."""
+def _scales(peaks: jax.Array, largest: int, *, covers: bool) -> jax.Array:
+    """The scales of blocks with these largest magnitudes, in their dtype.
+
+    In units of the nearest scale a peak may be up to a half more than the largest code, which is
+    still the nearest one. Rounded at random, its mean would be too small: `covers` rounds up.
+    """
     cap = jnp.asarray(LARGEST, peaks.dtype)
     peaks = jnp.where(jnp.isfinite(peaks.astype(jnp.float32)), jnp.minimum(peaks, cap), peaks)
     scales = (peaks / largest).astype(jnp.bfloat16)
-    # Where the nearest is too small, the next larger one: its bits are the next integer.
-    is_less = scales.astype(peaks.dtype) * largest < peaks
-    bits = jax.lax.bitcast_convert_type(scales, jnp.uint16) + is_less.astype(jnp.uint16)
-    scales = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    if covers:  # Where the nearest is too small, the next larger one: its bits are the next integer.
+        is_less = scales.astype(peaks.dtype) * largest < peaks
+        bits = jax.lax.bitcast_convert_type(scales, jnp.uint16) + is_less.astype(jnp.uint16)
+        scales = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
     return jnp.where(scales < jnp.finfo(jnp.bfloat16).tiny, 0, scales).astype(peaks.dtype)
 
 
