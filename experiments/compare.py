@@ -109,10 +109,11 @@ class Trial:
 
     def _step(self, batch: Batch) -> None:
         batch = jax.device_put(batch, self.program.batch_sharding)
-        self._state, self._metrics = self.compiled(self._state, batch)
         self._number += 1
-        if isinstance(self.program, LocalSteps) and self._number % self.program.every == 0:
-            self._state = self.program.outer_step(self._state)
+        # Replicas that train alone meet in some steps.
+        is_local = isinstance(self.program, LocalSteps)
+        step: Any = self.program.step_at(self._number) if is_local else self.compiled
+        self._state, self._metrics = step(self._state, batch)
 
     def row(self, *, reference: "Trial", first: "Trial") -> Row:
         """Everything that was measured, in bytes and seconds.

@@ -39,19 +39,20 @@ def check_feedback(strategy: Strategy, option: str, options: Mapping[str, Any]) 
     Raises:
       ValueError: The option that asks for it does not go with another, which is named.
     """
-    replicas = strategy.replica_axes
-    axes = replicas or axis_tuple(options.get("axis_name", "data"))
-    reduces_each = strategy.reduce_every == "minibatch" and not replicas
+    # What crosses axes of replicas is encoded once a step, over all of them at once.
+    is_within = not strategy.replica_axes
+    axes = axis_tuple(options.get("axis_name", "data"))
+    axes += axis_tuple(options.get("context_axis"))  # Parameters are sharded over it too.
     for does_not_fit, got, expected in (
         (
-            reduces_each,
+            is_within and strategy.reduce_every == "minibatch",
             "gradients that are reduced in each minibatch",
             "reductions once a step: of data_parallel, of zero with stage=1, of hsdp, or with "
             "communicate_every='step'",
         ),
         (options.get("pipeline"), "a pipeline", "pipeline=None"),
         (
-            options.get("axis_by_axis") and len(axes) > 1,
+            is_within and options.get("axis_by_axis") and len(axes) > 1,
             f"axis_by_axis=True over {axes}",
             "one reduction over all axes: axis_by_axis=False",
         ),
@@ -166,13 +167,11 @@ class Feedback:
         """The sender of each parameter, and trees of boxes that reduce by them."""
         given = flatten_dict(local.get("residuals", {}), sep="/")
         infos = jax.tree.leaves(self.infos)
-        keys = jax.random.split(jax.random.fold_in(rng, len(infos)), len(infos))
+        keys: Any = [None] * len(infos)
+        if self.at_random:
+            keys = jax.random.split(jax.random.fold_in(rng, len(infos)), len(infos))
         senders = {
-            info.path: Sender(
-                self.coding,
-                given[info.path][0] if info.path in given else None,
-                key if self.at_random else None,
-            )
+            info.path: Sender(self.coding, given[info.path][0] if info.path in given else None, key)
             for info, key in zip(infos, keys, strict=True)
         }
 

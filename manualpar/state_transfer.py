@@ -39,6 +39,7 @@ from manualpar.user_model.adapter import collections_of
 from manualpar.user_model.carried_collections import SOWN_COLLECTIONS
 
 Missing = Literal["error", "init"]
+RESIDUALS = "local/residuals/"  # See `manualpar.error_feedback`.
 
 
 class StartsFromArrays:
@@ -236,6 +237,11 @@ def _checked_state(function: str, leaves: list[Leaf], state: Any) -> dict[str, A
         )
     check_alive(function, state=state)
     found = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
+    own = {leaf.name: leaf.shape for leaf in leaves if leaf.name.startswith(RESIDUALS)}
+    given = {name: x.shape for name, x in found.items() if name.startswith(RESIDUALS)}
+    if own != given:  # Those of other devices mean nothing here, where they begin with zeros.
+        zeros = {name: np.zeros(shape, np.float32) for name, shape in own.items()}
+        found = {name: x for name, x in found.items() if name not in given} | zeros
     mend = "Pass a state of the same model, optimizer and param_dtype."
     _check_all(function, leaves, found, _fits_in_state, mend)
     return found

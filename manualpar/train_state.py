@@ -26,8 +26,8 @@ class TrainState(train_state.TrainState):
       rng: A key; every step splits it.
       collections: The model's variables outside `params` by collection, e.g. `{"batch_stats":
         ...}`; `{}` if it has none.
-      local: What replicas that take steps alone have of their own, see `strategies.diloco`; `{}`
-        under other strategies.
+      local: What devices have of their own: replicas that take steps alone, see
+        `strategies.diloco`, and `"residuals"`, see `error_feedback`; `{}` otherwise.
       apply_fn: The model's `apply` (static).
       tx: The optax optimizer (static).
     """

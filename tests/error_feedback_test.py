@@ -10,10 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-from manualpar import data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.checkpoints import Checkpoints
 from manualpar.guards.replicas import ReplicaSentinel
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
+from manualpar.models import Transformer
+from manualpar.training.cross_entropy import language_model_loss
 from tests.program_test import BATCHES, Classifier, loss_fn
 from tests.strategies_test import own_shapes
 
@@ -143,6 +145,52 @@ def test_a_run_goes_on_bit_for_bit_and_elsewhere_with_zeros(devices8, tmp_path, 
         exact = build(name, meshes[1], devices8, tx=optax.adam(1e-2))
         assert checkpoints.restore(exact, report=said.append).state.local == {}
         assert len(said) == 1
+
+
+@pytest.mark.slow
+def test_a_state_is_adopted_with_residuals_or_without(devices8):
+    exact, coded = (build("zero1", MESHES[0], devices8, **more) for more in ({}, FEEDBACK))
+    elsewhere = build("zero1", MESHES[1], devices8, **FEEDBACK)
+    state = take(coded, coded.init(jax.random.key(0)), BATCHES[:1])
+    params, residuals = jax.device_get((state.params, state.local))
+    assert exact.adopt(state).local == {}
+    chex.assert_trees_all_equal(jax.device_get(coded.adopt(state).local), residuals)
+    for other, given in ((elsewhere, state), (coded, exact.adopt(state))):
+        adopted = other.adopt(given)
+        assert all(not np.asarray(x).any() for x in jax.tree.leaves(adopted.local))
+        chex.assert_trees_all_equal(own_shapes(other, adopted.params), own_shapes(coded, params))
+        take(other, adopted, BATCHES[1:2])
+
+
+@pytest.mark.slow
+def test_what_contexts_leave_out_comes_later_too(devices8):
+    tokens = np.random.default_rng(0).integers(0, 32, (8, 16))
+    batch = Batch(tokens, tokens)
+    sizes = {"num_layers": 2, "hidden_size": 32, "mlp_size": 48, "num_heads": 2}
+    model = Transformer(vocab_size=32, num_kv_heads=1, context_axis="context", **sizes)
+
+    def mean(**codes):
+        program = fsdp(
+            model,
+            optax.sgd(1e-3),
+            language_model_loss,
+            mesh=make_mesh({"data": 4, "context": 2}, devices8),
+            batch=batch,
+            context_axis="context",
+            communicate_every="step",
+            min_weight_size=64,
+            **codes,
+        )
+        state = program.init(jax.random.key(0))
+        before = jax.device_get(state.params)
+        for _ in range(20):
+            state, _ = program.train_step(state, batch)
+        return jax.tree.map(np.subtract, before, jax.device_get(state.params))
+
+    exact, coded, fed = (mean(**codes) for codes in ({}, {"reduce_code": "int4"}, FEEDBACK))
+    assert error(fed, exact) < 0.1 * error(coded, exact)
+    with pytest.raises(ValueError, match=r"axis_by_axis=True over \('data', 'context'\), expected"):
+        mean(axis_by_axis=True, **FEEDBACK)
 
 
 def test_what_does_not_pay_has_no_residual(devices8):

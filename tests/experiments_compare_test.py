@@ -1,16 +1,20 @@
 """A comparison from its command line to what it leaves behind."""
 
+import contextlib
+import itertools
 import json
 import re
 import struct
 import zlib
 from pathlib import Path
 
+import jax
 import pytest
 
 from configs import compare as compare_config
 from experiments import compare as experiment
 from manualpar.compiler_options import ChosenOptions
+from manualpar.data import train_batches
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.strategies import strategy_kinds
 from manualpar.training import experiment as training
@@ -76,6 +80,27 @@ def test_codes_are_those_of_the_pairs_and_not_of_one_device():
         "gathered parameters as codes of int8, gradients over replica as codes of int4"
     )
     assert describe_codes(one.program.wire) == ""
+
+
+@pytest.mark.slow
+def test_replicas_exchange_every_fragment_when_it_is_due():
+    fields = {"every": 2, "outer_fragments": 2, "outer_overlap": True}
+    flags = [f"--config.parallel.{name}={value}" for name, value in fields.items()]
+    flags += ["--config.pairs=(('diloco', 'manual'),)", "--config.training.num_steps=4"]
+    command = _command(*SMALL, *flags)
+    (_, prepared), _ = experiment.prepare_pairs(command.config)
+    program, size = prepared.program, prepared.config.data.batch_size
+    trial = experiment.Trial("diloco", program)
+    train = prepared.task.dataset.train
+    stream = train_batches(train, seed=0, batch_size=size, sharding=program.batch_sharding)
+    with contextlib.closing(stream):
+        batches = list(itertools.islice(stream, 4))
+    trial.train(batches, seed=0)
+    state = program.init(jax.random.key(0))
+    for number, batch in enumerate(batches, 1):
+        state, metrics = program.step_at(number)(state, batch)
+    total, count = metrics["loss"]
+    assert trial.losses[-1] == float(total) / float(count)
 
 
 def check_json(found):

@@ -221,8 +221,7 @@ def _gather_forward(x: jax.Array, plan: _Gather) -> tuple[jax.Array, None]:
 
 
 def _gather_backward(plan: _Gather, _: None, g: jax.Array) -> tuple[jax.Array]:
-    dtype = plan.wire.reduce_dtype
-    g = scatter_mean(g, plan.dim, plan.axes, wire=plan.wire, dtype=dtype)
+    g = scatter_mean(g, plan.dim, plan.axes, wire=plan.wire, dtype=plan.wire.reduce_dtype)
     return (g.astype(plan.dtype),)
 
 

@@ -38,6 +38,7 @@ from manualpar.sharding.layout import (
     map_padded,
     param_specs,
     state_specs,
+    with_shardings,
 )
 from manualpar.sharding.mesh_context import (
     OutsideMeshes,
@@ -80,6 +81,7 @@ class Program(StartsFromArrays):
         data axes. `jax.device_put(batch, program.batch_sharding)` puts a batch there; one that lies
         elsewhere is moved in every step. A batch with scalars in it takes the shardings of
         `abstract_batch`.
+      create: What `init` jits: a state made of a key, which lies nowhere.
       init: `init(rng) -> TrainState`. It takes `init_rng, rng = jax.random.split(rng)`. On every
         mesh the parameters are, bit for bit, those of `model.init({"params": init_rng},
         batch.inputs, train=False)`, or of a call with the arguments that the option `init_args`
@@ -105,6 +107,7 @@ class Program(StartsFromArrays):
     whole_state: TrainState
     abstract_batch: Any
     batch_sharding: NamedSharding
+    create: Callable[[jax.Array], TrainState] = dataclasses.field(repr=False)
     init: Callable[[jax.Array], TrainState]
     train_step: jax.stages.Wrapped
     eval_step: jax.stages.Wrapped
@@ -232,8 +235,9 @@ def _design(
     mesh = cast(Mesh, with_axis_types(options["mesh"], AxisType.Auto))
     batch = abstract_batch(f"{name}: batch", options["batch"])
     check_batch(f"{name}: batch", batch, mesh, roles)
-    code_axes = strategy.replica_axes or None  # Within a group of devices nothing is encoded.
-    stored_dtypes, wire = check_wire(name, options, code_axes=code_axes)
+    stored_dtypes, wire = check_wire(name, options)
+    if wire.reduce_code and strategy.replica_axes:  # Sums within a group of devices are exact.
+        wire = wire._replace(code_axes=strategy.replica_axes)
     rules = check_rules(name, options.get("rules", ()), mesh)
     mode = mode_named(options.get("mode", "manual"))(mesh, roles.data_axes, wire, rules)
 
@@ -307,7 +311,7 @@ def _assemble(batch: Any, step: Step, states: _States, options: ProgramOptions) 
         )
 
     shardings = shard(states.layout)
-    abstract = _with_shardings(states.held, shardings)
+    abstract = with_shardings(states.held, shardings)
     steps_options: Any = {
         "in_shardings": (shardings, None),
         "compiler_options": dict(options.get("compiler_options", {})) or None,
@@ -341,8 +345,9 @@ def _assemble(batch: Any, step: Step, states: _States, options: ProgramOptions) 
         parameters=tuple(zip(infos, placements, strict=True)),
         abstract_state=abstract,
         whole_state=states.whole,
-        abstract_batch=_with_shardings(batch, shard(step.roles.batch_specs(batch))),
+        abstract_batch=with_shardings(batch, shard(step.roles.batch_specs(batch))),
         batch_sharding=NamedSharding(given, step.roles.batch_spec),
+        create=states.create,
         init=functools.partial(init, jit(states.create, states.layout, out_shardings=shardings)),
         train_step=guard("train_step", train_step),
         eval_step=guard("eval_step", eval_step),
@@ -364,12 +369,3 @@ def _check_arguments(
         if not fits:
             raise TypeError(f"{strategy}: {name} is {value!r}, expected {expected}.")
     check_mesh_has(strategy, mesh, axes)
-
-
-def _with_shardings(tree: Any, shardings: Any) -> Any:
-    """Abstract arrays that know where they lie."""
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        tree,
-        shardings,
-    )

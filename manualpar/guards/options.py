@@ -209,13 +209,8 @@ def check_options(builder: str, options: Mapping[str, Any]) -> None:
 StoredDtypes = tuple[str | None, str | None]
 
 
-def check_wire(
-    strategy: str, options: Mapping[str, Any], *, code_axes: tuple[str, ...] | None
-) -> tuple[StoredDtypes, Wire]:
-    """The dtypes in which parameters are stored, and how they travel, from the options.
-
-    `code_axes` are the axes over which `reduce_code` counts; `None` for all.
-    """
+def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes, Wire]:
+    """The dtypes in which parameters are stored, and how they travel, from the options."""
     mode = options.get("mode", "manual")
     names: dict[str, str | None] = {}
     for field in ("param_dtype", "frozen_dtype", "gather_dtype", "reduce_dtype"):
@@ -231,14 +226,9 @@ def check_wire(
             )
     if not options.get("reduce_code") and (asked := [f for f in ROUNDING if options.get(f)]):
         raise ValueError(f"{strategy}: {asked[0]}=True with no reduce_code, expected a code.")
-    codes = {name: coding_named(options[name]) for name in CODES if options.get(name)}
-    wire = Wire(
-        names["gather_dtype"],
-        names["reduce_dtype"],
-        options.get("axis_by_axis", False),
-        **codes,
-        code_axes=code_axes if "reduce_code" in codes else None,
-    )
+    codes: Any = {f: coding_named(options[f]) for f in CODES if options.get(f)}
+    dtypes = names["gather_dtype"], names["reduce_dtype"]
+    wire = Wire(*dtypes, options.get("axis_by_axis", False), **codes)
     for field, got, expected, chosen in (
         ("reduce_dtype", wire.reduce_dtype, None, "where it sums"),
         *((name, options.get(name), None, "what it sends") for name in CODES),

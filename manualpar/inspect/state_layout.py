@@ -77,6 +77,7 @@ def layout_table(program: Program) -> Table:
         "parameters": state.params,
         "optimizer state": state.opt_state,
         "other collections": state.collections,
+        "of their own": state.local,
     }
     for name, tree in totals.items():
         per_device, whole = state_bytes(tree)

@@ -123,6 +123,15 @@ def names_to_spec(names: Names) -> PartitionSpec:
     return PartitionSpec(*names) if any(map(axis_tuple, names)) else PartitionSpec()
 
 
+def with_shardings(tree: Any, shardings: Any) -> Any:
+    """A tree of abstract arrays that lie as another of shardings says."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
+
+
 # (parameter, axes to shard over, number of devices along them) -> where the parameter lives.
 PlaceFn = Callable[[ParameterInfo, tuple[str, ...], int], Placement]
 

@@ -68,8 +68,7 @@ class LocalState:
 
     def create(self, rng: jax.Array) -> TrainState:
         """The initial state, padded."""
-        create: Any = self.inner.init
-        one: TrainState = create.args[0].__wrapped__(rng)
+        one = self.inner.create(rng)
         whole = self._unpadded(one.params)
         paddings = [place.padding for place in jax.tree.leaves(self.opt_placements)]
         state = one.replace(
@@ -82,13 +81,18 @@ class LocalState:
         tx = self.inner.abstract_state.tx
         unpadded = split_trained(self.placements, self._unpadded(state.params))[0]
         opt_state = map_padded(pad_leaf, tx.init(unpadded), self.inner.step.update.opt_padding)
-        local = {
-            "params": split_trained(self.placements, state.params)[0],
-            "opt_state": opt_state,
-            "collections": state.collections,
-            "examples": jnp.zeros(self.fragments.number, jnp.float32),
-        }
-        return state.replace(local=self._for_each(local))
+        return state.replace(local=self._begin(state.replace(opt_state=opt_state)))
+
+    def _begin(self, one: TrainState) -> dict[str, Any]:
+        """What replicas have of their own that begin with the state of one."""
+        return self._for_each(
+            {
+                "params": split_trained(self.placements, one.params)[0],
+                "opt_state": one.opt_state,
+                "collections": one.collections,
+                "examples": jnp.zeros(self.fragments.number, jnp.float32),
+            }
+        )
 
     def regroup(self, state: TrainState) -> TrainState:
         """A state of another number of replicas as one of these, which begin all alike.
@@ -127,17 +131,8 @@ class LocalState:
         """The abstract state with no padding."""
 
         def make(one: TrainState) -> TrainState:
-            local = {
-                "params": split_trained(self.placements, one.params)[0],
-                "opt_state": one.opt_state,
-                "collections": one.collections,
-                "examples": jnp.zeros(self.fragments.number, jnp.float32),
-            }
-            return one.replace(
-                tx=self.outer_tx,
-                opt_state=self._init_outer(one.params),
-                local=self._for_each(local),
-            )
+            opt_state, local = self._init_outer(one.params), self._begin(one)
+            return one.replace(tx=self.outer_tx, opt_state=opt_state, local=local)
 
         return jax.eval_shape(make, self.inner.whole_state)
 

@@ -17,6 +17,7 @@ from manualpar.core.program import Program
 from manualpar.guards.dispatch import GuardedStep, check_alive, check_state
 from manualpar.rng import typed_key
 from manualpar.sharding.axes import axes_size, with_axis_types
+from manualpar.sharding.layout import with_shardings
 from manualpar.sharding.mesh_context import OutsideMeshes, no_mesh, on_auto_axes
 from manualpar.state_transfer import Missing, StartsFromArrays, check_has_devices
 from manualpar.strategies.local_state import LocalState
@@ -167,7 +168,7 @@ def build_local_steps(
         held = jax.eval_shape(state.create, jax.eval_shape(lambda: jax.random.key(0)))
         layout = state.layout(held)
         shardings = shard(layout)
-        abstract = _with_shardings(held, shardings)
+        abstract = with_shardings(held, shardings)
         whole = state.whole_state()
     batch_specs = roles.batch_specs(batch)
 
@@ -221,8 +222,9 @@ def build_local_steps(
         parameters=tuple(zip(infos, placements, strict=True)),
         abstract_state=abstract,
         whole_state=whole,
-        abstract_batch=_with_shardings(batch, shard(batch_specs)),
+        abstract_batch=with_shardings(batch, shard(batch_specs)),
         batch_sharding=NamedSharding(given, roles.batch_spec),
+        create=state.create,
         init=functools.partial(init, jit(state.create, layout, out_shardings=shardings)),
         train_step=guard("train_step", jit_step(steps.train)),
         eval_step=guard("eval_step", eval_step),
@@ -256,11 +258,3 @@ class _OuterStep:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.jitted, name)
-
-
-def _with_shardings(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        tree,
-        shardings,
-    )

@@ -15,6 +15,7 @@ import ml_collections
 from manualpar.checkpoints import Restored
 from manualpar.checkpoints.folders import open_folder
 from manualpar.checkpoints.saved_state import read_extra
+from manualpar.guards.options import CODES, ROUNDING
 from manualpar.parameter_average import ema_params
 from manualpar.storage import AnyPath
 from manualpar.strategies import FSDP, strategy_kinds
@@ -23,12 +24,15 @@ from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.workdir import FOLDER, open_checkpoints
 from manualpar.usage import UsageError
 
-# Every parameter over the data axis.
+# Every parameter over the data axis, and exact.
 SPLITS: dict[str, Any] = {
     "strategy": FSDP.name,
     "mode": "manual",
     "mesh_order": (),
     "axis_by_axis": False,
+    "regather_axes": (),
+    **dict.fromkeys(CODES, ""),
+    **dict.fromkeys(ROUNDING, False),
     "rules": (),
     "sequence": False,
     "layer_overlap": "none",
