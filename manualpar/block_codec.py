@@ -75,7 +75,7 @@ def _scales(peaks: jax.Array, largest: int, *, covers: bool) -> jax.Array:
     cap = jnp.asarray(LARGEST, peaks.dtype)
     peaks = jnp.where(jnp.isfinite(peaks.astype(jnp.float32)), jnp.minimum(peaks, cap), peaks)
     scales = (peaks / largest).astype(jnp.bfloat16)
-    if covers:  # Where the nearest is too small, the next larger one: its bits are the next integer.
+    if covers:  # Where it is too small, the next larger one: its bits are the next integer.
         is_less = scales.astype(peaks.dtype) * largest < peaks
         bits = jax.lax.bitcast_convert_type(scales, jnp.uint16) + is_less.astype(jnp.uint16)
         scales = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)

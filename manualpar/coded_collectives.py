@@ -93,12 +93,20 @@ class BlockCoding:
         """
         size = jax.lax.axis_size(axes)
         shard = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
-        rows = jnp.moveaxis(x.reshape(*x.shape[:dim], size, *shard[dim:]), dim, 0).reshape(size, -1)
-        sent = pack(rows, self.name, key)
-        received = jax.lax.all_to_all(sent, axes, 0, 0, tiled=True)
-        total = unpack(received, math.prod(shard), self.name).sum(0).reshape(shard)
-        lost = (rows - unpack(sent, math.prod(shard), self.name)).reshape(size, *shard)
-        return total, jnp.moveaxis(lost, 0, dim).reshape(x.shape)
+        # A shard is runs of numbers that lie together. Where blocks end with them, codes are put
+        # in the order of shards, and otherwise the numbers, which takes a copy of all.
+        lead, run = math.prod(shard[:dim]), math.prod(shard[dim:])
+        rows = x.reshape(lead, size, run)
+        has_whole_blocks = lead * self.row_bytes(run) == self.row_bytes(lead * run)
+        if not has_whole_blocks:
+            rows = jnp.moveaxis(rows, 1, 0).reshape(1, size, -1)
+        packed = pack(rows, self.name, key)
+        received = jax.lax.all_to_all(jnp.moveaxis(packed, 1, 0), axes, 0, 0, tiled=True)
+        total = unpack(received, rows.shape[-1], self.name).sum(0).reshape(shard)
+        lost = rows - unpack(packed, rows.shape[-1], self.name)
+        if not has_whole_blocks:
+            lost = jnp.moveaxis(lost.reshape(size, lead, run), 1, 0)
+        return total, lost.reshape(x.shape)
 
     def mean(
         self, x: jax.Array, axes: tuple[str, ...], *, key: jax.Array | None = None
