@@ -65,7 +65,8 @@ class BlockCoding:
         Communication:
           An all-gather of bytes for each round.
         """
-        rows = pack(x.reshape(1, -1), self.name)
+        with jax.named_scope(DECODE_SCOPE):
+            rows = pack(x.reshape(1, -1), self.name)
         to = "invarying" if is_invariant else "varying"
         for axes in rounds:
             rows = jax.lax.all_gather(rows, axes, axis=0, tiled=True, to=to)

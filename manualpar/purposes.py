@@ -47,7 +47,7 @@ SCOPES = (
 REGATHER = "regather_params"  # A purpose without a scope of its own, see `purpose_of`.
 # JAX's name for what a `jax.checkpoint` computes again, and ours.
 RECOMPUTED_SCOPE = "rematted_computation"
-DECODE_SCOPE = "decode_params"  # Nothing is sent: a weight is made of what was gathered.
+DECODE_SCOPE = "decode_params"  # Nothing is sent: a weight becomes codes, or is made of them again.
 
 
 def purpose_of(scope: str) -> str | None:

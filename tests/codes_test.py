@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks.memory_and_collectives import ScannedClassifier
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.block_codec import LARGEST_CODE, pack, unpack
 from manualpar.guards.replicas import ReplicaSentinel
@@ -22,7 +23,7 @@ from manualpar.inspect import (
 from manualpar.inspect.compiled import compiled_collectives
 from manualpar.models import Transformer
 from manualpar.sharding.axes import axes_size, axis_tuple
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.training.cross_entropy import classification_loss, language_model_loss
 from tests.one_device import slow_unless
 from tests.program_test import Classifier, loss_fn, make_batch
 from tests.strategies_test import own_shapes
@@ -181,6 +182,33 @@ def test_a_step_sends_the_bytes_of_the_closed_form(devices8, name, mesh, code):
         assert total_bytes(compiled_codes) == total_bytes(codes)
     else:  # Of two minibatches XLA gathers once what it can.
         assert total_bytes(codes) / 4 <= total_bytes(compiled_codes) <= total_bytes(codes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp"])
+def test_a_step_with_codes_holds_no_more_than_one_without(devices8, name):
+    builder, own = BUILDERS[name]
+    own = {**own, "num_minibatches": 2} if name == "zero2" else own
+    batch = Batch(np.zeros((16, 64), np.float32), np.zeros(16, np.int32))
+
+    def temporaries(**codes):
+        program = builder(
+            ScannedClassifier(num_layers=6, width=256),
+            optax.adamw(1e-3),
+            classification_loss,
+            mesh=make_mesh({"data": 8}, devices8),
+            batch=batch,
+            **own,
+            **codes,
+        )
+        step = program.train_step.lower(program.abstract_state, program.abstract_batch)
+        return step.compile().memory_analysis().temp_size_in_bytes
+
+    exact = temporaries()
+    weights = {"gather_code": "int8"} if name == "fsdp" else {}
+    for code in LARGEST_CODE:
+        # Biases, whose codes are few, may take a few buffers more.
+        assert temporaries(reduce_code=code, **weights) <= 1.005 * exact
 
 
 @pytest.mark.parametrize(
