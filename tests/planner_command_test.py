@@ -154,6 +154,8 @@ def test_the_flags_of_a_layout_make_its_config(layout):
     [
         (['--config.parallel.rules=(("embed", None),)'], "expected 'transformer' and none"),
         (["--config.optimizer.ema_decay=0.9"], "ema_decay is 0.9, expected none"),
+        (["--config.parallel.reduce_code=int4"], "parallel.reduce_code is 'int4', expected none"),
+        (["--config.parallel.regather_axes=('data',)"], "regather_axes is ('data',), expected"),
         (
             ["--config.data.batch_size=1", "--config.data.sequence_length=127"],
             "no layout on h100:16",

@@ -207,6 +207,22 @@ def test_more_minibatches_and_another_dtype_on_the_wire_are_exact(base):
     assert scaled.num_minibatches == traced.num_minibatches == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_codes_stay_codes(strategy):
+    codes = {"gather_code": "int8", "reduce_code": "int4"}
+    work = _read(strategy, **codes)
+    scaled = with_gather_dtype(with_minibatches(work, 2), "bfloat16", reduce_dtype="float32")
+    traced = _read(
+        strategy, num_minibatches=2, gather_dtype="bfloat16", reduce_dtype="float32", **codes
+    )
+    sent, expected = (
+        {key: n for key, n in _sent(each).items() if key[4] != "other"} for each in (scaled, traced)
+    )
+    assert sent == expected
+    assert any(dtype == "uint8" for _, _, _, dtype, *_ in sent)
+
+
 def test_devices_that_split_layers_share_their_work():
     split, whole = _read("split"), _read("fsdp")
     assert split.flops == pytest.approx(whole.flops)

@@ -15,6 +15,7 @@ from typing import Any
 import rich.console
 
 from manualpar.extras import require
+from manualpar.guards.options import CODES
 from manualpar.models import Transformer
 from manualpar.planner.goodput_report import HOUR, plan_goodput, print_goodput
 from manualpar.planner.plan import Plan
@@ -52,7 +53,7 @@ from manualpar.training.command_line import (
     users_mistakes,
     write_json,
 )
-from manualpar.training.config import nearest
+from manualpar.training.config import flatten_config, nearest
 from manualpar.training.experiment import Experiment
 from manualpar.usage import UsageError
 from manualpar.watching.tables import print_line
@@ -60,6 +61,10 @@ from manualpar.watching.writers import CONFIG_FILE, check_workdir
 
 DEFAULT_TOPOLOGY = "v5e:16x16"
 COMPILERS = ("auto", "tpu", "none")
+WITHOUT_CLOSED_FORM = (
+    *("optimizer.trainable", "optimizer.ema_decay"),
+    *("parallel.frozen_dtype", "parallel.regather_axes"),
+)
 # Of the fastest layouts so many are traced.
 TRACED = 2
 FLAGS: Mapping[str, Flag] = {
@@ -257,15 +262,12 @@ def _layouts(command: CommandLine, console: rich.console.Console) -> Callable[[P
             f"{config.parallel.rules}, expected 'transformer' and none, which have a closed form; "
             "use --sweep."
         )
-    for field, value in (
-        ("optimizer.trainable", config.optimizer.trainable),
-        ("optimizer.ema_decay", config.optimizer.ema_decay),
-        ("parallel.frozen_dtype", config.parallel.frozen_dtype),
-    ):
-        if value:
+    fields = flatten_config(config)
+    for field in (*WITHOUT_CLOSED_FORM, *(f"parallel.{name}" for name in CODES)):
+        if fields[field]:
             raise ValueError(
-                f"--layouts: config.{field} is {value!r}, expected none, because the closed form "
-                "is that of AdamW on all parameters; use --sweep."
+                f"--layouts: config.{field} is {fields[field]!r}, expected none, because the "
+                "closed form is that of AdamW on all parameters, sent exactly; use --sweep."
             )
     sizes = {"examples": config.data.batch_size, "positions": config.data.sequence_length}
     plans = rank_layouts(model, topology, **sizes)

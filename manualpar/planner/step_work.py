@@ -269,7 +269,7 @@ def with_gather_dtype(work: StepWork, gather_dtype: str, *, reduce_dtype: str = 
     """The work with parameters gathered in another dtype; its memory is an estimate.
 
     Args:
-      work: That of a step that gathers them as they are stored.
+      work: That of a step that gathers them as they are stored. Codes, which are bytes, stay.
       gather_dtype: A dtype's name; `""` leaves the work as it is.
       reduce_dtype: The dtype in which gradients are summed; `""`: the same.
     """
@@ -284,7 +284,9 @@ def with_gather_dtype(work: StepWork, gather_dtype: str, *, reduce_dtype: str = 
 
     def retyped(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
         return tuple(
-            dataclasses.replace(each, dtype=on_the_wire.get(each.purpose, each.dtype))
+            each
+            if each.dtype == jnp.uint8
+            else dataclasses.replace(each, dtype=on_the_wire.get(each.purpose, each.dtype))
             for each in collectives
         )
 
@@ -296,7 +298,7 @@ def with_gather_dtype(work: StepWork, gather_dtype: str, *, reduce_dtype: str = 
     )
     gathers = [each for each in work.collectives if each.purpose in (GATHER_SCOPE, REGATHER)]
     memory = work.memory
-    if gathers:
+    if any(each.dtype != jnp.uint8 for each in gathers):
         stored = max(each.dtype.itemsize for each in gathers)
         gathered = memory.gathered * jnp.dtype(gather_dtype).itemsize // stored
         memory = dataclasses.replace(memory, gathered=gathered)
