@@ -98,15 +98,18 @@ class BlockCoding:
         # in the order of shards, and otherwise the numbers, which takes a copy of all.
         lead, run = math.prod(shard[:dim]), math.prod(shard[dim:])
         rows = x.reshape(lead, size, run)
-        has_whole_blocks = lead * self.row_bytes(run) == self.row_bytes(lead * run)
-        if not has_whole_blocks:
-            rows = jnp.moveaxis(rows, 1, 0).reshape(1, size, -1)
-        packed = pack(rows, self.name, key)
-        received = jax.lax.all_to_all(jnp.moveaxis(packed, 1, 0), axes, 0, 0, tiled=True)
+        is_in_place = lead > 1 and lead * self.row_bytes(run) == self.row_bytes(lead * run)
+        if is_in_place:
+            packed = pack(rows, self.name, key)
+            sent = jnp.moveaxis(packed, 1, 0)
+        else:
+            rows = jnp.moveaxis(rows, 1, 0).reshape(size, -1)
+            packed = sent = pack(rows, self.name, key)
+        received = jax.lax.all_to_all(sent, axes, 0, 0, tiled=True)
         total = unpack(received, rows.shape[-1], self.name).sum(0).reshape(shard)
         lost = rows - unpack(packed, rows.shape[-1], self.name)
-        if not has_whole_blocks:
-            lost = jnp.moveaxis(lost.reshape(size, lead, run), 1, 0)
+        if not is_in_place:
+            lost = jnp.moveaxis(lost.reshape(size, lead, run), 0, 1)
         return total, lost.reshape(x.shape)
 
     def mean(
