@@ -12,7 +12,7 @@ from docs.run import main, matches, read_blocks
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if read_blocks(page.read_text()))
 
-LONG = ("tune_a_model", "all_axes", "experts")
+LONG = ("tune_a_model", "all_axes", "experts", "plan_a_pod", "long_context")
 
 
 def _pages():
