@@ -6,8 +6,8 @@ autodiff does, but drops the gathered weights and whatever layers make of them b
 and slices before they compute. The backward pass makes them again from the shards.
 
 A residual is dropped because of *where it came from*: a walk through the traced forward pass
-follows the results of gathers (operations in the scope `GATHER_SCOPE`) and decoded parameters
-(those in `DECODE_SCOPE`) through operations that only cast or move elements. Everything else is
+follows the results of gathers (operations in the scope `GATHER_SCOPE`) and codes, made and read
+(those in `DECODE_SCOPE`), through operations that only cast or move elements. Everything else is
 kept as autodiff would keep it. What is in a `jax.checkpoint` (`nn.remat`) of the user's own is
 recomputed as that says, but for what came over slow links. The body of a scan and the branches of a
 `cond` are treated like the program around them, so that a scan over layers gathers one layer at a
