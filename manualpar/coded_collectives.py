@@ -25,6 +25,7 @@ from manualpar.modes.manual import register_coding
 from manualpar.purposes import DECODE_SCOPE
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class BlockCoding:
     """A `manualpar.core.collectives.Coding` in blocks.

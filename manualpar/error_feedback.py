@@ -7,14 +7,15 @@ al., https://arxiv.org/abs/1901.09847). Of all devices together it is an array w
 dimension, sharded over the axes over which codes are exchanged: `state.local["residuals"]`, a tree
 like the parameters'.
 
-Rounding at random takes a key that every step makes anew. A key made of the gradient alone would
-round equal gradients equally.
+Residuals are for gradients that are encoded once a step, after all minibatches. What the backward
+pass encodes, or each minibatch, has none to begin with and none to return.
 
-Both are for gradients that are encoded once a step, after all minibatches. What the backward pass
-encodes, or each minibatch, has no residual to begin with and none to return.
+Rounding at random (`AtRandom`) is for all gradients. It takes a key that every step makes anew, for
+each parameter. A key made of the gradient alone would round equal gradients equally.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
@@ -33,11 +34,11 @@ from manualpar.sharding.axes import axes_size, axis_tuple
 from manualpar.sharding.layout import ParameterInfo, Placement
 
 
-def check_feedback(strategy: Strategy, option: str, options: Mapping[str, Any]) -> None:
-    """Refuses residuals and random rounding where gradients are not encoded once, after all.
+def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
+    """Refuses residuals where gradients are not encoded once, after all minibatches.
 
     Raises:
-      ValueError: The option that asks for it does not go with another, which is named.
+      ValueError: `error_feedback=True` does not go with another option, which is named.
     """
     # What crosses axes of replicas is encoded once a step, over all of them at once.
     is_within = not strategy.replica_axes
@@ -59,8 +60,8 @@ def check_feedback(strategy: Strategy, option: str, options: Mapping[str, Any]) 
     ):
         if does_not_fit:
             raise ValueError(
-                f"{strategy.name}: {option}=True with {got}, expected {expected}. Leave "
-                f"{option} out, or change that."
+                f"{strategy.name}: error_feedback=True with {got}, expected {expected}. Leave "
+                "error_feedback out, or change that."
             )
 
 
@@ -94,20 +95,14 @@ def residual_of(info: ParameterInfo, place: Placement, wire: Wire, mesh: Any) ->
 
 
 @dataclasses.dataclass(eq=False)
-class Sender:
-    """The code of one reduction of a step.
+class _Reducer:
+    """The code of a parameter's reductions in a step: a `Coding` that gathers nothing.
 
     Attributes:
       coding: The code.
-      residual: What is added before it is encoded, or `None`.
-      key: The same key on all devices, to round at random; `None` to round to the nearest.
-      lost: After the reduction, what this device's codes have left out.
     """
 
     coding: Any
-    residual: jax.Array | None
-    key: jax.Array | None
-    lost: jax.Array | None = None
 
     @property
     def name(self) -> str:
@@ -118,42 +113,78 @@ class Sender:
         """The bytes in which a row of `n` numbers travels."""
         return int(self.coding.row_bytes(n))
 
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=["coding"]
+)  # So that a backward pass gets its key as a value.
+@dataclasses.dataclass(eq=False)
+class AtRandom(_Reducer):
+    """A code that rounds up or down at random.
+
+    Attributes:
+      key: A key, the same on all devices. What shares it, as the layers of a scan, the minibatches
+        and the reductions over one axis after the other do, differs by its gradient, which is
+        folded into it, as the device's place is.
+    """
+
+    key: jax.Array
+
     def scatter_sum(
         self, x: jax.Array, dim: int, axes: tuple[str, ...]
     ) -> tuple[jax.Array, jax.Array]:
         """As a `Coding` does."""
-        total, lost = self.coding.scatter_sum(self._with(x), dim, axes, key=self._key(axes))
-        self.lost = lost
-        return total, lost
+        return self.coding.scatter_sum(x, dim, axes, key=self._key(x, axes))
 
     def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
         """As a `Coding` does."""
-        mean, lost = self.coding.mean(self._with(x), axes, key=self._key(axes))
-        self.lost = lost
-        return mean, lost
+        return self.coding.mean(x, axes, key=self._key(x, axes))
+
+    def _key(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x.sum(dtype=jnp.float32), jnp.uint32)
+        return jax.random.fold_in(fold_rng_over_axis(self.key, axes), bits)
+
+
+@dataclasses.dataclass(eq=False)
+class Sender(_Reducer):
+    """A code that takes what it left out in the step before with it, for one reduction.
+
+    Attributes:
+      residual: What is added before it is encoded.
+      lost: After the reduction, what this device's codes have left out.
+    """
+
+    residual: jax.Array
+    lost: jax.Array | None = None
+
+    def scatter_sum(
+        self, x: jax.Array, dim: int, axes: tuple[str, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        """As a `Coding` does."""
+        total, self.lost = self.coding.scatter_sum(self._with(x), dim, axes)
+        return total, self.lost
+
+    def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+        """As a `Coding` does."""
+        mean, self.lost = self.coding.mean(self._with(x), axes)
+        return mean, self.lost
 
     def _with(self, x: jax.Array) -> jax.Array:
-        return x if self.residual is None else x.astype(jnp.float32) + self.residual
-
-    def _key(self, axes: tuple[str, ...]) -> jax.Array | None:
-        return None if self.key is None else fold_rng_over_axis(self.key, axes)
+        return x.astype(jnp.float32) + self.residual
 
 
 @dataclasses.dataclass(frozen=True)
 class Feedback:
-    """What a step does with gradients that it encodes once.
+    """What a step does about what its codes leave out.
 
     Attributes:
-      coding: The code of gradients.
       infos: The tree of trained parameters with a `ParameterInfo` at each leaf.
       residuals: The residual of each parameter that has one, by its path.
-      at_random: Whether it rounds at random.
+      rounds_at_random: Whether it rounds at random, and not to the nearest.
     """
 
-    coding: Coding
     infos: Any
     residuals: Mapping[str, Residual]
-    at_random: bool
+    rounds_at_random: bool
 
     def specs(self) -> dict[str, Any]:
         """How what devices have of their own lies."""
@@ -163,30 +194,36 @@ class Feedback:
         """What they begin with."""
         return self._local(lambda residual: jnp.zeros(residual.shape, jnp.float32))
 
-    def attach(self, local: Any, rng: jax.Array, *trees: Any) -> tuple[dict[str, Sender], Any]:
-        """The sender of each parameter, and trees of boxes that reduce by them."""
-        given = flatten_dict(local.get("residuals", {}), sep="/")
-        infos = jax.tree.leaves(self.infos)
-        keys: Any = [None] * len(infos)
-        if self.at_random:
-            keys = jax.random.split(jax.random.fold_in(rng, len(infos)), len(infos))
-        senders = {
-            info.path: Sender(self.coding, given[info.path][0] if info.path in given else None, key)
-            for info, key in zip(infos, keys, strict=True)
-        }
+    def round_at_random(self, rng: jax.Array, *trees: Any) -> Any:
+        """Trees of boxes that round at random, if that is asked for."""
+        if not self.rounds_at_random:
+            return trees
+        infos, structure = jax.tree.flatten(self.infos)
+        keys = jax.random.split(jax.random.fold_in(rng, len(infos)), len(infos))
+        keys = jax.tree.unflatten(structure, [*keys])
+
+        def at_random(key: jax.Array, x: Any) -> Any:
+            return _with_code(x, AtRandom(wire_of(x).reduce_code, key))
+
+        return [jax.tree.map(at_random, keys, tree) for tree in trees]
+
+    def attach(self, local: Any, grads: Any, shards: Any) -> tuple[dict[str, Sender], Any]:
+        """The sender of each parameter that has a residual, and both trees with them in boxes."""
+        pairs = zip(
+            jax.tree.leaves(self.infos), jax.tree.leaves(shards, is_leaf=is_box), strict=True
+        )
+        codes = {info.path: wire_of(shard).reduce_code for info, shard in pairs}
+        residuals = flatten_dict(local.get("residuals", {}), sep="/")
+        senders = {path: Sender(codes[path], each[0]) for path, each in residuals.items()}
 
         def with_sender(info: ParameterInfo, x: Any) -> Any:
-            wire = wire_of(x)
-            if not is_box(x) or wire.reduce_code is None:
-                return x
-            # It reduces, and gathers nothing.
-            return x.replace(wire=wire._replace(reduce_code=cast(Coding, senders[info.path])))
+            return _with_code(x, senders[info.path]) if info.path in senders else x
 
-        return senders, [jax.tree.map(with_sender, self.infos, tree) for tree in trees]
+        return senders, [jax.tree.map(with_sender, self.infos, tree) for tree in (grads, shards)]
 
     def left_out(self, senders: Mapping[str, Sender]) -> dict[str, Any]:
         """The residuals after the reductions."""
-        lost = {path: cast(jax.Array, senders[path].lost)[None] for path in self.residuals}
+        lost = {path: cast(jax.Array, sender.lost)[None] for path, sender in senders.items()}
         return {"residuals": unflatten_dict(lost, sep="/")} if lost else {}
 
     def _local(self, function: Any) -> dict[str, Any]:
@@ -210,13 +247,19 @@ def feedback_of(
     Raises:
       ValueError: See `check_feedback`.
     """
-    asked = [name for name in ROUNDING if options.get(name)]
-    if not asked:
+    keeps, rounds_at_random = (options.get(name, False) for name in ROUNDING)
+    if not keeps and not rounds_at_random:
         return None
-    check_feedback(strategy, asked[0], options)
     residuals: dict[str, Residual] = {}
-    if "error_feedback" in asked:
+    if keeps:
+        check_feedback(strategy, options)
         for info, place in zip(*map(jax.tree.leaves, (infos, placements)), strict=True):
             if residual := residual_of(info, place, mode.wire, mode.mesh):
                 residuals[info.path] = residual
-    return Feedback(coding, infos, residuals, "stochastic_rounding" in asked)
+    return Feedback(infos, residuals, rounds_at_random)
+
+
+def _with_code(x: Any, code: Any) -> Any:
+    """A box that reduces by another code; what is reduced as it is stays so."""
+    wire = wire_of(x)
+    return x if wire.reduce_code is None else x.replace(wire=wire._replace(reduce_code=code))

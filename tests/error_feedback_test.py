@@ -1,6 +1,8 @@
 """What codes leave out of gradients comes with the next step, or is right on average by itself."""
 
 import dataclasses
+import functools
+import math
 import re
 
 import chex
@@ -10,8 +12,10 @@ import numpy as np
 import optax
 import pytest
 
-from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.checkpoints import Checkpoints
+from manualpar.coded_collectives import BlockCoding
+from manualpar.error_feedback import AtRandom
 from manualpar.guards.replicas import ReplicaSentinel
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
 from manualpar.models import Transformer
@@ -28,6 +32,13 @@ BUILDERS = {
     "hsdp": (hsdp, SHARDED),
     "hsdp, step": (hsdp, {"communicate_every": "step", **SHARDED}),
 }
+IN_MINIBATCHES = {  # They reduce in each, which leaves nothing for the next step.
+    "fsdp, minibatch": (fsdp, {"communicate_every": "minibatch", **SHARDED}),
+    "fsdp, gather-step": (fsdp, {"communicate_every": "gather-step", **SHARDED}),
+    "fsdp, one axis after the other": (fsdp, {"axis_by_axis": True, **SHARDED}),
+    "fsdp, secondary shards": (fsdp, {"regather_axes": ("data",), **SHARDED}),
+    "zero2": (zero, {"stage": 2, **SHARDED}),
+}
 MESHES = [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "x": 4}]
 REPLICATED = [{"replica": 2, "data": 4}, {"replica": 4, "data": 2}, {"replica": 8, "data": 1}]
 FAST = {("hsdp", "{'replica': 2, 'data': 4}")}
@@ -37,10 +48,12 @@ CASES = [
     for mesh in (REPLICATED if "hsdp" in name else MESHES)
 ]
 FEEDBACK = {"reduce_code": "int4", "error_feedback": True}
+AT_RANDOM = {"reduce_code": "int4", "stochastic_rounding": True}
+SIZES = {"vocab_size": 32, "num_layers": 2, "hidden_size": 32, "mlp_size": 48, "num_heads": 2}
 
 
 def build(name, mesh, devices, *, tx=None, **options):
-    builder, own = BUILDERS[name]
+    builder, own = (BUILDERS | IN_MINIBATCHES)[name]
     tx = tx or optax.sgd(1e-4)
     axes = {"axis_name": ("data", "x")} if "x" in mesh else {}
     options = {"num_minibatches": 2, **own, **axes, **options}
@@ -59,6 +72,26 @@ def mean_gradient(program, steps=30):
     return state, jax.tree.map(lambda x, y: (x - y) / (steps * 1e-4), before, after)
 
 
+def mean_update(devices, mesh, model, **options):
+    """The change of a language model in steps that are as good as none."""
+    tokens = np.random.default_rng(0).integers(0, 32, (8, 16))
+    program = fsdp(
+        model,
+        optax.sgd(1e-3),
+        language_model_loss,
+        mesh=make_mesh(mesh, devices[: math.prod(mesh.values())]),
+        batch=(batch := Batch(tokens, tokens)),
+        min_weight_size=64,
+        **options,
+    )
+    state = program.init(jax.random.key(0))
+    before = own_shapes(program, jax.device_get(state.params))
+    for _ in range(20):
+        state, _ = program.train_step(state, batch)
+    after = own_shapes(program, jax.device_get(state.params))
+    return jax.tree.map(np.subtract, before, after)
+
+
 def error(found, expected):
     norm = lambda tree: np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(tree)))  # noqa: E731
     return norm(jax.tree.map(np.subtract, found, expected)) / norm(expected)
@@ -75,28 +108,82 @@ def test_what_is_left_out_comes_later(devices8, name, mesh):
         assert bytes_by_axes(of_parameters(trace_collectives(traced))) == step_bytes(program)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), [("dp", MESHES[2]), ("hsdp, step", REPLICATED[0])])
-def test_random_rounding_is_right_on_average(devices8, name, mesh):
-    _, expected = mean_gradient(build(name, mesh, devices8))
-    _, nearest = mean_gradient(build(name, mesh, devices8, reduce_code="int4"))
-    rounding = {"reduce_code": "int4", "stochastic_rounding": True}
-    _, at_random = mean_gradient(build(name, mesh, devices8, **rounding))
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"),
+    [
+        ("fsdp, minibatch", MESHES[2], {"use_scan": True}),
+        *(
+            pytest.param(name, mesh, {}, marks=pytest.mark.slow)
+            for name, mesh in (
+                ("dp", MESHES[2]),
+                ("hsdp, step", REPLICATED[0]),
+                ("zero2", MESHES[1]),
+                *((name, MESHES[2]) for name in IN_MINIBATCHES),
+            )
+        ),
+    ],
+)
+def test_random_rounding_is_right_on_average(devices8, name, mesh, options):
+    _, expected = mean_gradient(build(name, mesh, devices8, **options))
+    _, nearest = mean_gradient(build(name, mesh, devices8, reduce_code="int4", **options))
+    _, at_random = mean_gradient(build(name, mesh, devices8, **AT_RANDOM, **options))
     assert error(nearest, expected) > 0.05
     assert error(at_random, expected) < 0.7 * error(nearest, expected)
 
 
 @pytest.mark.slow
-def test_random_rounding_differs_between_steps_and_devices(devices8):
-    program = build("dp", MESHES[0], devices8, reduce_code="int4", stochastic_rounding=True)
+@pytest.mark.parametrize("name", ["dp", "fsdp, minibatch", "zero2"])
+def test_random_rounding_differs_between_steps(devices8, name):
+    program = build(name, MESHES[0], devices8, **AT_RANDOM)
     state = program.init(jax.random.key(0))
     assert state.local == {}
     seen = []
     for _ in range(2):  # Of a rate of 1e-4 the second gradient is the first.
-        before = jax.device_get(state.params)
+        before = own_shapes(program, jax.device_get(state.params))
         state, _ = program.train_step(state, BATCHES[0])
-        seen.append(jax.tree.map(np.subtract, before, jax.device_get(state.params)))
+        after = own_shapes(program, jax.device_get(state.params))
+        seen.append(jax.tree.map(np.subtract, before, after))
     assert error(*seen) > 0.01
+
+
+def test_what_shares_a_key_rounds_otherwise(devices8):
+    """Devices do, and the layers of a scan, whose gradients differ, do."""
+    x = np.full(512, 0.51, np.float32)
+    x[::256] = 7  # The scale is 1.
+
+    def left_out(x, key):
+        x = jax.lax.pcast(x, "data", to="varying")
+        _, lost = AtRandom(BlockCoding("int4"), key).scatter_sum(x, 0, ("data",))
+        return jnp.sign(lost)[None]
+
+    mesh = make_mesh({"data": 2}, devices8[:2])
+    run = jax.shard_map(left_out, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("data"))
+    key, more = jax.random.key(0), x.copy()
+    more[1] = 0.5
+    (first, second), (other, _) = run(x, key), run(more, key)
+    chex.assert_trees_all_equal(run(x, key)[0], first)
+    for one in (second, other, run(x, jax.random.key(1))[0]):
+        assert 0.3 < np.mean(one[2:] != first[2:]) < 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "mesh", "options"),
+    [
+        ({}, {"data": 8}, {}),
+        ({"remat": "full", "tied_head": True}, {"data": 4, "model": 2}, {}),
+        ({"scan_layers": False}, {"data": 4}, {"num_minibatches": 2, "gather_code": "int8"}),
+        ({"context_axis": "context"}, {"data": 4, "context": 2}, {"context_axis": "context"}),
+        ({}, {"data": 4, "stage": 2}, {"pipeline": Pipeline("stage"), "num_minibatches": 2}),
+    ],
+)
+def test_random_rounding_goes_through_scans_and_stages(devices8, sizes, mesh, options):
+    exact, nearest, at_random = (
+        mean_update(devices8, mesh, Transformer(**SIZES, **sizes), **codes, **options)
+        for codes in ({}, {"reduce_code": "int4"}, AT_RANDOM)
+    )
+    assert error(nearest, exact) > 0.05
+    assert error(at_random, exact) < 0.6 * error(nearest, exact)
 
 
 def test_a_step_that_is_skipped_leaves_residuals(devices8):
@@ -164,28 +251,10 @@ def test_a_state_is_adopted_with_residuals_or_without(devices8):
 
 @pytest.mark.slow
 def test_what_contexts_leave_out_comes_later_too(devices8):
-    tokens = np.random.default_rng(0).integers(0, 32, (8, 16))
-    batch = Batch(tokens, tokens)
-    sizes = {"num_layers": 2, "hidden_size": 32, "mlp_size": 48, "num_heads": 2}
-    model = Transformer(vocab_size=32, num_kv_heads=1, context_axis="context", **sizes)
-
-    def mean(**codes):
-        program = fsdp(
-            model,
-            optax.sgd(1e-3),
-            language_model_loss,
-            mesh=make_mesh({"data": 4, "context": 2}, devices8),
-            batch=batch,
-            context_axis="context",
-            communicate_every="step",
-            min_weight_size=64,
-            **codes,
-        )
-        state = program.init(jax.random.key(0))
-        before = jax.device_get(state.params)
-        for _ in range(20):
-            state, _ = program.train_step(state, batch)
-        return jax.tree.map(np.subtract, before, jax.device_get(state.params))
+    mesh, model = {"data": 4, "context": 2}, Transformer(**SIZES, context_axis="context")
+    mean = functools.partial(
+        mean_update, devices8, mesh, model, context_axis="context", communicate_every="step"
+    )
 
     exact, coded, fed = (mean(**codes) for codes in ({}, {"reduce_code": "int4"}, FEEDBACK))
     assert error(fed, exact) < 0.1 * error(coded, exact)

@@ -186,8 +186,8 @@ def gather_array_with_mean_grads(
         # learn shapes, with values that have lost their types.
         x = jnp.concatenate([x] * jax.lax.axis_size(axes), axis)
         return x.astype(wire.gather_dtype or x.dtype)
-    plan = _Gather(axis % x.ndim, axes, x.dtype, wire)
-    return _gather_with_mean_grads(cast_to_varying(x, axes), plan)
+    plan = _Gather(axis % x.ndim, axes, x.dtype, wire._replace(reduce_code=None))
+    return _gather_with_mean_grads(cast_to_varying(x, axes), wire.reduce_code, plan)
 
 
 class _Gather(NamedTuple):
@@ -199,7 +199,7 @@ class _Gather(NamedTuple):
     wire: Wire
 
 
-def _gather(x: jax.Array, plan: _Gather) -> jax.Array:
+def _gather(x: jax.Array, _: Coding | None, plan: _Gather) -> jax.Array:
     with jax.named_scope(GATHER_SCOPE):
         dtype = plan.wire.gather_dtype or x.dtype
         # XLA may keep a collective over one device, and copy.
@@ -212,17 +212,18 @@ def _gather(x: jax.Array, plan: _Gather) -> jax.Array:
         return x
 
 
-_gather_with_mean_grads = jax.custom_vjp(_gather, nondiff_argnums=(1,))
+_gather_with_mean_grads = jax.custom_vjp(_gather, nondiff_argnums=(2,))
 
 
-def _gather_forward(x: jax.Array, plan: _Gather) -> tuple[jax.Array, None]:
+def _gather_forward(x: jax.Array, code: Any, plan: _Gather) -> tuple[jax.Array, Any]:
     # The function without the rule, so that `modes.remat` sees the all-gather.
-    return _gather(x, plan), None
+    return _gather(x, code, plan), code
 
 
-def _gather_backward(plan: _Gather, _: None, g: jax.Array) -> tuple[jax.Array]:
-    g = scatter_mean(g, plan.dim, plan.axes, wire=plan.wire, dtype=plan.wire.reduce_dtype)
-    return (g.astype(plan.dtype),)
+def _gather_backward(plan: _Gather, code: Any, g: jax.Array) -> tuple[jax.Array, None]:
+    wire = plan.wire._replace(reduce_code=code)  # A code may have a key, a value of the step.
+    g = scatter_mean(g, plan.dim, plan.axes, wire=wire, dtype=wire.reduce_dtype)
+    return g.astype(plan.dtype), None
 
 
 _gather_with_mean_grads.defvjp(_gather_forward, _gather_backward)

@@ -145,6 +145,9 @@ class Step:
         shards = self._map_trained(functools.partial(mode.box, as_state=True), params)
         if strategy.gather_every == "step":
             boxes = self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
+        boxes, frozen = split_trained(self.placements, boxes)
+        if self.feedback is not None:
+            boxes, shards = self.feedback.round_at_random(rng, boxes, shards)
         # Loss.
         loss = self.loss
         regathers = strategy.reshard_after_forward
@@ -156,7 +159,6 @@ class Step:
         # Accumulate.
         scatter = functools.partial(self._map_trained, mode.scatter, shards)
         scatters_each = strategy.reduce_every == "minibatch"
-        boxes, frozen = split_trained(self.placements, boxes)
         grads, metrics, updated = accumulate(
             lambda params, *args: loss(self._map(_unbox_kept, params), *args),
             boxes,
@@ -170,7 +172,7 @@ class Step:
         )
         # Reduce.
         if self.feedback is not None:
-            kept, (grads, shards) = self.feedback.attach(local, rng, grads, shards)
+            kept, (grads, shards) = self.feedback.attach(local, grads, shards)
         grads = grads if scatters_each else self._map_trained(mode.scatter, shards, grads)
         if self.pipeline is not None:
             grads = self.pipeline.arrange(grads, back=True)

@@ -81,8 +81,7 @@ class ProgramOptions(TypedDict, total=False):
         `replica_axis`. With `axis_by_axis` each axis encodes.
       error_feedback: Whether what `reduce_code` leaves out of a device's gradient is added to its
         next one, see `manualpar.error_feedback`: for gradients that are reduced once a step.
-      stochastic_rounding: Whether `reduce_code` rounds up or down at random, by the step's key, so
-        that gradients are right on average. For the same gradients.
+      stochastic_rounding: Whether `reduce_code` rounds at random, to be right on average.
       axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered and
         scattered over one axis after the other, and not over their product at once. Gathers begin
         with the last axis. The bytes are the same, and there are more collectives. Use it on TPUs:
@@ -94,8 +93,7 @@ class ProgramOptions(TypedDict, total=False):
       norm_metrics: Whether training reports `gradient_norm`, `update_norm` and `parameter_norm`,
         the global norms of the gradient, of the optimizer's update and of the new parameters.
       nonfinite: What a training step does about a loss or a gradient that is not finite, on any
-        device and in any minibatch. What the optimizer makes of finite gradients is not
-        checked.
+        device and in any minibatch. What the optimizer makes of finite ones is not checked.
         `"ignore"` (the default): nothing, at no cost.
         `"report"`: the metrics contain `nonfinite`, a pair whose sum is 1 in such a step and 0 in
         others, and whose count is 1. If it is 0, `metrics["loss"]` is finite.
