@@ -15,6 +15,7 @@ be subnormal becomes zeros, and one with a number that is not finite becomes NaN
 codes and scales say how long the blocks are, and the last block may be shorter.
 """
 
+import math
 from typing import Literal
 
 import jax
@@ -42,8 +43,8 @@ def encode(
       x: `[..., K]` of floating-point numbers.
       block: The length of the blocks, as `block_size` returns it for `K`.
       code: How many bits a code has.
-      key: Rounds up or down at random, so that the mean over keys is the number. If not given,
-        numbers are rounded to the nearest.
+      key: Rounds up or down at random, so that the mean over keys is the number. Arrays with other
+        scales round otherwise by the same key. If not given, numbers are rounded to the nearest.
 
     Returns:
       The codes, `[..., K]` of int8, and the scales, `[..., ceil(K / block)]` of the dtype of `x`.
@@ -60,7 +61,7 @@ def encode(
     if key is None:
         codes = jnp.round(codes)
     else:
-        codes = jnp.floor(codes + jax.random.uniform(key, codes.shape, wide))
+        codes = jnp.floor(codes + _noise(key, scales, codes.shape).astype(wide))
     codes = jnp.where(jnp.isfinite(codes), jnp.clip(codes, -largest, largest), 0)
     codes = codes.reshape(*x.shape[:-1], -1)[..., :size]
     return codes.astype(jnp.int8), scales.astype(x.dtype)
@@ -80,6 +81,26 @@ def _scales(peaks: jax.Array, largest: int, *, covers: bool) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(scales, jnp.uint16) + is_less.astype(jnp.uint16)
         scales = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
     return jnp.where(scales < jnp.finfo(jnp.bfloat16).tiny, 0, scales).astype(peaks.dtype)
+
+
+def _noise(key: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A number in [0, 1) for each element: a hash of its index, of a key and of the scales.
+
+    XLA fuses it with what uses it. `jax.random` would do, but its loop on CPUs holds several arrays
+    of this shape.
+    """
+    peaks = jax.lax.bitcast_convert_type(scales.sum(dtype=jnp.float32), jnp.uint32)
+    start = jax.random.bits(key, (), jnp.uint32) ^ _hash(peaks)
+    rows = jax.lax.iota(jnp.uint32, math.prod(shape[:-1])).reshape(*shape[:-1], 1)
+    columns = jnp.expand_dims(jax.lax.iota(jnp.uint32, shape[-1]), range(len(shape) - 1))
+    return (_hash(rows * shape[-1] + start + columns) >> 8).astype(jnp.float32) * 2**-24
+
+
+def _hash(x: jax.Array) -> jax.Array:
+    """The last step of MurmurHash3 (Appleby, https://github.com/aappleby/smhasher), of uint32."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:

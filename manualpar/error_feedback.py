@@ -122,9 +122,9 @@ class AtRandom(_Reducer):
     """A code that rounds up or down at random.
 
     Attributes:
-      key: A key, the same on all devices. What shares it, as the layers of a scan, the minibatches
-        and the reductions over one axis after the other do, differs by its gradient, which is
-        folded into it, as the device's place is.
+      key: A key, the same on all devices, into which the device's place is folded. The layers of a
+        scan, the minibatches and the reductions over one axis after the other share it. They round
+        otherwise as far as their scales differ, see `block_codec.encode`.
     """
 
     key: jax.Array
@@ -133,15 +133,11 @@ class AtRandom(_Reducer):
         self, x: jax.Array, dim: int, axes: tuple[str, ...]
     ) -> tuple[jax.Array, jax.Array]:
         """As a `Coding` does."""
-        return self.coding.scatter_sum(x, dim, axes, key=self._key(x, axes))
+        return self.coding.scatter_sum(x, dim, axes, key=fold_rng_over_axis(self.key, axes))
 
     def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
         """As a `Coding` does."""
-        return self.coding.mean(x, axes, key=self._key(x, axes))
-
-    def _key(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(x.sum(dtype=jnp.float32), jnp.uint32)
-        return jax.random.fold_in(fold_rng_over_axis(self.key, axes), bits)
+        return self.coding.mean(x, axes, key=fold_rng_over_axis(self.key, axes))
 
 
 @dataclasses.dataclass(eq=False)

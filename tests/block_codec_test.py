@@ -118,6 +118,21 @@ def test_random_rounding_is_right_on_average_and_off_by_a_scale_at_most():
     np.testing.assert_allclose(y.mean(0), x, rtol=0, atol=5 * scale / 2 / 4000**0.5)
 
 
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_random_rounding_has_no_pattern(seed):
+    """Rows, blocks, neighbours and keys round independently of each other."""
+    x = np.full((4, 1024), 0.5, np.float32)
+    x[:, ::256] = 127  # The scale is 1.
+    keys = jax.random.split(jax.random.key(seed), 64)
+    up = np.asarray(jax.vmap(lambda key: encode(x, 256, key=key)[0])(keys), np.float64)
+    up = np.delete(up.reshape(64, 4, 4, 256), 0, -1) * 2 - 1
+    neighbours = [(up[..., step:], up[..., :-step]) for step in (1, 2, 64)]
+    others = [(up, np.roll(up, 1, axis)) for axis in (0, 1, 2)]
+    for one, other in ((up, np.ones_like(up)), *neighbours, *others):
+        assert abs(np.mean(one * other)) < 6 / one.size**0.5
+
+
 @pytest.mark.parametrize("code", LARGEST_CODE)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_sent_block_with_a_number_that_is_not_finite_is_not_finite(bad, code):

@@ -209,6 +209,7 @@ def test_a_step_with_codes_holds_no_more_than_one_without(devices8, name):
     for code in LARGEST_CODE:
         # Biases, whose codes are few, may take a few buffers more.
         assert temporaries(reduce_code=code, **weights) <= 1.005 * exact
+    assert temporaries(reduce_code="int4", stochastic_rounding=True, **weights) <= 1.005 * exact
 
 
 @pytest.mark.parametrize(
