@@ -42,7 +42,7 @@ class BlockCoding:
 
     def feedback(self, *args: Any, **kwargs: Any) -> Feedback | None:
         """What is kept of reductions between steps, see `feedback_of`."""
-        return feedback_of(self, *args, **kwargs)
+        return feedback_of(*args, **kwargs)
 
     def gather(
         self,

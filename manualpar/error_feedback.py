@@ -10,7 +10,7 @@ like the parameters'.
 Residuals are for gradients that are encoded once a step, after all minibatches. What the backward
 pass encodes, or each minibatch, has none to begin with and none to return.
 
-Rounding at random (`AtRandom`) is for all gradients. It takes a key that every step makes anew, for
+Rounding at random (`AtRandom`) is for all gradients. It takes a key that every step makes anew for
 each parameter. A key made of the gradient alone would round equal gradients equally.
 """
 
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
 
-from manualpar.core.collectives import Coding, Wire
+from manualpar.core.collectives import Wire
 from manualpar.core.partitioning import is_box, wire_of
 from manualpar.core.strategy import Strategy
 from manualpar.guards.options import ROUNDING
@@ -114,9 +114,8 @@ class _Reducer:
         return int(self.coding.row_bytes(n))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=["coding"]
-)  # So that a backward pass gets its key as a value.
+# A pytree, so that a backward pass gets its key as a value.
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=["coding"])
 @dataclasses.dataclass(eq=False)
 class AtRandom(_Reducer):
     """A code that rounds up or down at random.
@@ -205,10 +204,9 @@ class Feedback:
 
     def attach(self, local: Any, grads: Any, shards: Any) -> tuple[dict[str, Sender], Any]:
         """The sender of each parameter that has a residual, and both trees with them in boxes."""
-        pairs = zip(
-            jax.tree.leaves(self.infos), jax.tree.leaves(shards, is_leaf=is_box), strict=True
-        )
-        codes = {info.path: wire_of(shard).reduce_code for info, shard in pairs}
+        boxes = jax.tree.leaves(shards, is_leaf=is_box)
+        pairs = zip(jax.tree.leaves(self.infos), boxes, strict=True)
+        codes = {info.path: wire_of(box).reduce_code for info, box in pairs}
         residuals = flatten_dict(local.get("residuals", {}), sep="/")
         senders = {path: Sender(codes[path], each[0]) for path, each in residuals.items()}
 
@@ -228,7 +226,6 @@ class Feedback:
 
 
 def feedback_of(
-    coding: Coding,
     strategy: Strategy,
     infos: Any,
     placements: Any,
