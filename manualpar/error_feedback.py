@@ -132,11 +132,14 @@ class AtRandom(_Reducer):
         self, x: jax.Array, dim: int, axes: tuple[str, ...]
     ) -> tuple[jax.Array, jax.Array]:
         """As a `Coding` does."""
-        return self.coding.scatter_sum(x, dim, axes, key=fold_rng_over_axis(self.key, axes))
+        return self.coding.scatter_sum(x, dim, axes, key=self._key(axes))
 
     def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
         """As a `Coding` does."""
-        return self.coding.mean(x, axes, key=fold_rng_over_axis(self.key, axes))
+        return self.coding.mean(x, axes, key=self._key(axes))
+
+    def _key(self, axes: tuple[str, ...]) -> jax.Array:
+        return fold_rng_over_axis(self.key, axes)
 
 
 @dataclasses.dataclass(eq=False)
