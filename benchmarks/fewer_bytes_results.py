@@ -90,9 +90,7 @@ def draw_losses(lines: Sequence[Line], path: Path) -> None:
     """
     shown = list(dict(settings(lines)).items())
     found = [outcomes(lines, *each) for each in shown]
-    names = [
-        name for name in VARIANTS if any(name == row.variant for rows in found for row in rows)
-    ]
+    names = [row.variant for row in found[-1]]
     title = "Fewer bytes, and what they cost at equal steps"
     size = (6 + 3.6 * len(shown), 1.8 + 0.3 * len(names))
     with pictures.new_figure(path.name, size, title=title) as figure:
