@@ -89,8 +89,8 @@ def _noise(key: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> jax.Arr
     XLA fuses it with what uses it. `jax.random` would do, but its loop on CPUs holds several arrays
     of this shape.
     """
-    peaks = jax.lax.bitcast_convert_type(scales.sum(dtype=jnp.float32), jnp.uint32)
-    start = jax.random.bits(key, (), jnp.uint32) ^ _hash(peaks)
+    salt = jax.lax.bitcast_convert_type(scales.sum(dtype=jnp.float32), jnp.uint32)
+    start = jax.random.bits(key, (), jnp.uint32) ^ _hash(salt)
     rows = jax.lax.iota(jnp.uint32, math.prod(shape[:-1])).reshape(*shape[:-1], 1)
     columns = jnp.expand_dims(jax.lax.iota(jnp.uint32, shape[-1]), range(len(shape) - 1))
     return (_hash(rows * shape[-1] + start + columns) >> 8).astype(jnp.float32) * 2**-24

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.checkpoints import Checkpoints
@@ -20,6 +21,7 @@ from manualpar.guards.replicas import ReplicaSentinel
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
 from manualpar.models import Transformer
 from manualpar.training.cross_entropy import language_model_loss
+from tests.nnx_stacks_test import Stack
 from tests.program_test import BATCHES, Classifier, loss_fn
 from tests.strategies_test import own_shapes
 
@@ -116,6 +118,7 @@ def test_what_is_left_out_comes_later(devices8, name, mesh):
             pytest.param(name, mesh, {}, marks=pytest.mark.slow)
             for name, mesh in (
                 ("dp", MESHES[2]),
+                ("hsdp", REPLICATED[1]),
                 ("hsdp, step", REPLICATED[0]),
                 ("zero2", MESHES[1]),
                 *((name, MESHES[2]) for name in IN_MINIBATCHES),
@@ -147,7 +150,7 @@ def test_random_rounding_differs_between_steps(devices8, name):
 
 
 def test_what_shares_a_key_rounds_otherwise(devices8):
-    """Devices do, and the layers of a scan, whose gradients differ, do."""
+    """The devices, and the layers of a scan, whose scales differ."""
     x = np.full(512, 0.51, np.float32)
     x[::256] = 7  # The scale is 1.
 
@@ -184,6 +187,34 @@ def test_random_rounding_goes_through_scans_and_stages(devices8, sizes, mesh, op
     )
     assert error(nearest, exact) > 0.05
     assert error(at_random, exact) < 0.6 * error(nearest, exact)
+
+
+@pytest.mark.slow
+def test_random_rounding_goes_through_nnx_scans(devices8):
+    exact, nearest, at_random = (
+        mean_gradient(
+            fsdp(
+                Stack(nnx.Rngs(0)),
+                optax.sgd(1e-4),
+                loss_fn,
+                mesh=make_mesh({"data": 8}, devices8),
+                batch=BATCHES[0],
+                min_weight_size=16,
+                **codes,
+            )
+        )[1]
+        for codes in ({}, {"reduce_code": "int4"}, AT_RANDOM)
+    )
+    assert error(nearest, exact) > 0.05
+    assert error(at_random, exact) < 0.6 * error(nearest, exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh"), [("zero1", MESHES[2]), ("hsdp", REPLICATED[0])])
+def test_what_random_rounding_leaves_out_comes_later_too(devices8, name, mesh):
+    _, expected = mean_gradient(build(name, mesh, devices8))
+    _, found = mean_gradient(build(name, mesh, devices8, **(FEEDBACK | AT_RANDOM)))
+    assert error(found, expected) < 0.012
 
 
 def test_a_step_that_is_skipped_leaves_residuals(devices8):
@@ -251,7 +282,10 @@ def test_a_state_is_adopted_with_residuals_or_without(devices8):
 
 @pytest.mark.slow
 def test_what_contexts_leave_out_comes_later_too(devices8):
-    mesh, model = {"data": 4, "context": 2}, Transformer(**SIZES, context_axis="context")
+    mesh, model = (
+        {"data": 4, "context": 2},
+        Transformer(**SIZES, num_kv_heads=1, context_axis="context"),
+    )
     mean = functools.partial(
         mean_update, devices8, mesh, model, context_axis="context", communicate_every="step"
     )

@@ -47,7 +47,7 @@ def cast_to_varying(tree: Any, axes: tuple[str, ...] | frozenset[str]) -> Any:
 
 
 class Coding(Protocol):
-    """How numbers travel in fewer bits, see `manualpar.coded_collectives`."""
+    """How numbers travel in fewer bits, a pytree; see `manualpar.coded_collectives`."""
 
     @property
     def name(self) -> str:
