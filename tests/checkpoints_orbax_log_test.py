@@ -1,13 +1,19 @@
 """Only Orbax is kept off the screen."""
 
+import errno
 import logging
+import os
 import sys
 import types
 
+import jax
+import orbax.checkpoint
 import pytest
 from absl import logging as absl_logging
 
+from manualpar.checkpoints import CheckpointError, Checkpoints
 from manualpar.checkpoints.orbax_log import mute
+from tests.checkpoints_worker import shared_program
 
 
 def record(name, path, message):
@@ -34,6 +40,7 @@ def shown(monkeypatch):
 
     handler = Handler()
     for name in ("absl", "asyncio"):
+        monkeypatch.setattr(logging.getLogger(name), "filters", [])  # What earlier failures left.
         logging.getLogger(name).addHandler(handler)
 
     def show():
@@ -91,6 +98,27 @@ def test_contexts_may_end_in_any_order(shown):
     assert shown() == ["absl", "other", "mine"]
     second.__exit__(None, None, None)
     assert shown()[:4] == list(RECORDS)
+
+
+def test_what_a_failed_save_leaves_behind_is_muted_for_good(shown, tmp_path, monkeypatch):
+    def save(folder, step):
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.save(program, state, step=step, extra={})
+
+    program = shared_program("fsdp")
+    state = program.init(jax.random.key(0))
+    save(tmp_path, 1)
+    assert shown() == EVERYTHING
+    failures = [OSError(errno.EFBIG, os.strerror(errno.EFBIG))]
+
+    def fail_once(self):
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(orbax.checkpoint.AsyncCheckpointer, "wait_until_finished", fail_once)
+    with pytest.raises(CheckpointError, match="2 was not saved: a file is larger"):
+        save(tmp_path, 2)
+    assert shown() == ["absl", "other", "mine"]
 
 
 def test_whoever_asks_sees_it(shown):

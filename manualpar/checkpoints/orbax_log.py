@@ -8,17 +8,16 @@ verbosity to DEBUG (`absl.logging.set_verbosity(1)`) shows the rest.
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from absl import logging as absl_logging
 
 
-@contextlib.contextmanager
-def mute() -> Iterator[None]:
-    """Drops Orbax's messages, from any thread, while the context lasts; others pass.
+def mute() -> contextlib.ExitStack:
+    """Drops Orbax's messages, from any thread, until what it returns is closed; others pass.
 
-    It must last as long as Orbax may be at work, because its threads outlive the calls.
+    It must last as long as Orbax may be at work, because its threads outlive the calls. What a
+    failed call leaves behind may be reported as late as at the end of the process.
     """
 
     def let_through(record: logging.LogRecord) -> bool:
@@ -36,17 +35,17 @@ def mute() -> Iterator[None]:
         if _is_verbose() or not (is_late or by_orbax):
             before(unraisable)
 
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    for logger in loggers:
-        logger.addFilter(let_through)  # Another function each time: one context ends only its own.
-    sys.unraisablehook = hook
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(let_through)
+    def unhook() -> None:
         if sys.unraisablehook is hook:  # Otherwise someone has built on it; it does no harm.
             sys.unraisablehook = before
+
+    muted = contextlib.ExitStack()
+    for logger in (logging.getLogger(name) for name in ("absl", "asyncio")):
+        logger.addFilter(let_through)  # Another function each time: one ends only its own.
+        muted.callback(logger.removeFilter, let_through)
+    sys.unraisablehook = hook
+    muted.callback(unhook)
+    return muted
 
 
 def _is_verbose() -> bool:

@@ -11,8 +11,7 @@ three.
 """
 
 import contextlib
-import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +57,7 @@ class OrbaxFiles:
     def __init__(self) -> None:
         self._made: Any = None
         self._muted = contextlib.ExitStack()
+        self._has_failed = False
 
     def save(
         self, path: Path, program: Program, state: TrainState, *, extra: Mapping[str, JSON]
@@ -79,11 +79,13 @@ class OrbaxFiles:
             extra=ocp.args.JsonSave(extra),
             keys=ocp.args.JsonSave(keys),
         )
-        self._checkpointer().save(path, args=content)
+        with self._checkpointer() as orbax:
+            orbax.save(path, args=content)
 
     def wait(self) -> None:
         """Waits until every process has written its part."""
-        self._checkpointer().wait_until_finished()
+        with self._checkpointer() as orbax:
+            orbax.wait_until_finished()
 
     def read(
         self, path: Path, program: Program, *, report: Callable[[str], None]
@@ -100,11 +102,11 @@ class OrbaxFiles:
             raise ValueError(
                 "its arrays are not in an OCDBT database, which is what is written here"
             )
-        reader = self._checkpointer()
         both = ocp.args.Composite(extra=ocp.args.JsonRestore(), keys=ocp.args.JsonRestore())
-        texts = reader.restore(path, args=both)
+        with self._checkpointer() as orbax:
+            texts = orbax.restore(path, args=both)
+            stored = orbax.metadata(path).item_metadata["state"].tree
         keys = texts["keys"]
-        stored = reader.metadata(path).item_metadata["state"].tree
         held = as_stored(program, stored)
         leaves = leaves_to_read(path, held, stored, keys, report=report)
         if not isinstance(texts["extra"], dict):
@@ -122,7 +124,8 @@ class OrbaxFiles:
         wanted = ocp.args.PyTreeRestore(
             item=nest(leaves, lambda _: 0), restore_args=targets, partial_restore=True
         )
-        plain = reader.restore(path, args=ocp.args.Composite(state=wanted))["state"]
+        with self._checkpointer() as orbax:
+            plain = orbax.restore(path, args=ocp.args.Composite(state=wanted))["state"]
         state = restored_state(held, flatten_dict(plain), keys)
         return as_held(program, state), texts["extra"]
 
@@ -130,13 +133,16 @@ class OrbaxFiles:
         """Waits, and ends Orbax's threads."""
         if self._made is not None:
             try:
-                self._made.close()
+                with self._checkpointer() as orbax:
+                    orbax.close()
             finally:
                 self._made = None
-                gc.collect()  # Failed writes leave objects that report when they are collected.
-                self._muted.close()
+                # Files that were being written when one failed report it whenever they end.
+                if not self._has_failed:
+                    self._muted.close()
 
-    def _checkpointer(self) -> Any:
+    @contextlib.contextmanager
+    def _checkpointer(self) -> Iterator[Any]:
         """Orbax's, made when first needed: importing it takes half a second."""
         if self._made is None:
             import orbax.checkpoint as ocp
@@ -151,7 +157,11 @@ class OrbaxFiles:
                 # So a folder that can't be made is an error here and now, not after a time-out.
                 async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
             )
-        return self._made
+        try:
+            yield self._made
+        except BaseException:
+            self._has_failed = True
+            raise
 
 
 def state_leaves(program: Program) -> list[Leaf]:
