@@ -133,10 +133,22 @@ def test_layouts_over_every_axis_are_ranked_and_written(capsys, monkeypatch):
     assert "meshes fit; the fastest, by a closed form" in capsys.readouterr().out
 
 
+def test_layouts_are_ranked_with_the_codes_of_the_config(capsys, monkeypatch):
+    monkeypatch.setattr(planner_command, "TRACED", 0)
+    codes = ("--config.parallel.gather_code=int8", "--config.parallel.reduce_code=int4")
+    assert plan_command(_command(*SMALL, "--topology=h100:16", "--layouts", *codes)) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "As codes: gathers are in int8; sums of gradients in int4, between replicas" in output
+    found = json.loads(Path("runs/plan-fsdp_lm/001/layouts.json").read_text())["layouts"]
+    sent = {(each["layout"]["gather_code"], each["layout"]["reduce_code"]) for each in found}
+    assert sent == {("int8", "int4")}
+
+
 @pytest.mark.parametrize(
     "layout",
     [
         PodLayout(data=16),
+        PodLayout(data=16, gather_code="int8", reduce_code="int4"),
         PodLayout(replica=2, stage=4, data=2, model=2, num_minibatches=8, chunks=3, keep="inputs"),
         PodLayout(data=4, context=4, remat="none", communicate="step"),
     ],
@@ -154,7 +166,10 @@ def test_the_flags_of_a_layout_make_its_config(layout):
     [
         (['--config.parallel.rules=(("embed", None),)'], "expected 'transformer' and none"),
         (["--config.optimizer.ema_decay=0.9"], "ema_decay is 0.9, expected none"),
-        (["--config.parallel.reduce_code=int4"], "parallel.reduce_code is 'int4', expected none"),
+        (
+            ["--config.parallel.reduce_code=int4", "--config.parallel.error_feedback=True"],
+            "parallel.error_feedback is True, expected none",
+        ),
         (["--config.parallel.regather_axes=('data',)"], "regather_axes is ('data',), expected"),
         (
             ["--config.data.batch_size=1", "--config.data.sequence_length=127"],

@@ -111,6 +111,24 @@ def test_a_step_is_that_of_the_traced_program():
         ("llama3_405b", "h100:16384", X(data=2048, model=8)),
         ("mixtral_8x22b", "h100:1024", X(data=128, expert=8)),
         ("mixtral_8x22b", "h100:1024", X(data=64, expert=4, model=4)),
+        ("llama3_8b", "h100:128", X(replica=16, data=8, gather_code="int8", reduce_code="int4")),
+        (
+            "llama3_70b",
+            "h100:1024",
+            X(
+                data=128,
+                model=8,
+                num_minibatches=8,
+                communicate="step",
+                gather_code="int8",
+                reduce_code="int4",
+            ),
+        ),
+        (
+            "mixtral_8x22b",
+            "h100:1024",
+            X(data=128, expert=8, gather_code="int8", reduce_code="int8"),
+        ),
     ],
     ids=lambda value: value.name if isinstance(value, X) else value,
 )

@@ -63,7 +63,7 @@ DEFAULT_TOPOLOGY = "v5e:16x16"
 COMPILERS = ("auto", "tpu", "none")
 WITHOUT_CLOSED_FORM = (
     *("optimizer.trainable", "optimizer.ema_decay"),
-    *("parallel.frozen_dtype", "parallel.regather_axes"),
+    *("parallel.frozen_dtype", "parallel.regather_axes", "parallel.error_feedback"),
 )
 # Of the fastest layouts so many are traced.
 TRACED = 2
@@ -263,14 +263,15 @@ def _layouts(command: CommandLine, console: rich.console.Console) -> Callable[[P
             "use --sweep."
         )
     fields = flatten_config(config)
-    for field in (*WITHOUT_CLOSED_FORM, *(f"parallel.{name}" for name in CODES)):
+    for field in WITHOUT_CLOSED_FORM:
         if fields[field]:
             raise ValueError(
                 f"--layouts: config.{field} is {fields[field]!r}, expected none, because the "
-                "closed form is that of AdamW on all parameters, sent exactly; use --sweep."
+                "closed form is that of AdamW on all parameters; use --sweep."
             )
     sizes = {"examples": config.data.batch_size, "positions": config.data.sequence_length}
-    plans = rank_layouts(model, topology, **sizes)
+    codes = {name: fields[f"parallel.{name}"] for name in CODES}
+    plans = rank_layouts(model, topology, **sizes, **codes)
     if not plans:
         raise ValueError(
             f"--layouts: no layout on {topology.name} divides and fits, of batch_size="

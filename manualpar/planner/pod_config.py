@@ -36,6 +36,8 @@ def layout_fields(layout: PodLayout) -> Mapping[str, Any]:
         "model.scan_layers": True,
         "parallel.gather_dtype": "bfloat16",
         "parallel.reduce_dtype": "float32",
+        "parallel.gather_code": layout.gather_code,
+        "parallel.reduce_code": layout.reduce_code,
     }
 
 

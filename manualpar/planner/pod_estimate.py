@@ -14,7 +14,9 @@ layout that can be traced gets nearly the same figure there. What is added:
 import dataclasses
 import functools
 from collections.abc import Iterable
+from typing import Literal
 
+from manualpar.block_codec import ROW_BLOCK, Code, coded_bytes
 from manualpar.inspect.communication import Kind, ring_bytes
 from manualpar.inspect.memory import Memory
 from manualpar.models import Transformer
@@ -115,6 +117,11 @@ def _operands(kind: Kind, devices: int) -> float:
     return float(ring_bytes(kind, 1, devices))
 
 
+def _number_bytes(code: Code | Literal[""], exact: int) -> float:
+    """The bytes in which a number travels, in a long row; `exact` are those without a code."""
+    return coded_bytes(ROW_BLOCK, code) / ROW_BLOCK if code else exact
+
+
 class _Step:
     """The parts of a step on a device."""
 
@@ -132,6 +139,8 @@ class _Step:
         self.rate = peak * self.chip.flops_efficiency
         self.attention_rate = peak * self.chip.attention_efficiency
         self.hbm = self.chip.hbm_bandwidth * self.chip.hbm_efficiency
+        self.gathered_bytes = _number_bytes(layout.gather_code, HALF)
+        self.reduced_bytes = _number_bytes(layout.reduce_code, SINGLE)
         self.sharded = tuple(a for a in ("data", "context", "expert") if a in layout.mesh)
         self.rings = rings
 
@@ -247,10 +256,16 @@ class _Step:
         of_experts = 3 * loops if experts else 0
         count = x.tensors * loops + 3 * times - of_experts
         few = tuple(axis for axis in self.sharded if axis != "expert")
-        gathers = self.send("all_gather", self.sharded, HALF * dense, count)
-        gathers += self.send("all_gather", few, HALF * experts, of_experts)
-        scatters = self.send("reduce_scatter", self.sharded, SINGLE * dense, count)
-        scatters += self.send("reduce_scatter", few, SINGLE * experts, of_experts)
+        size = self.gathered_bytes
+        gathers = self.send("all_gather", self.sharded, size * dense, count)
+        gathers += self.send("all_gather", few, size * experts, of_experts)
+        # Sums cannot be taken of codes, which devices exchange. Replicas have theirs.
+        kind: Kind = "reduce_scatter"
+        size = SINGLE
+        if self.layout.reduce_code and self.layout.replica == 1:
+            kind, size = "all_to_all", self.reduced_bytes
+        scatters = self.send(kind, self.sharded, size * dense, count)
+        scatters += self.send(kind, few, size * experts, of_experts)
         return gathers, scatters
 
     def inside(self, *, forward: bool) -> float:
@@ -269,7 +284,12 @@ class _Step:
     def outside(self, stored: float) -> float:
         """What is sent before and after the passes, which nothing hides."""
         layout, x = self.layout, self.x
-        seconds = self.send("all_reduce", ("replica",), SINGLE * stored, x.tensors + 3)
+        size, count = self.reduced_bytes * stored, x.tensors + 3
+        if layout.reduce_code:
+            seconds = self.send("all_to_all", ("replica",), size, count)
+            seconds += self.send("all_gather", ("replica",), size, count)
+        else:
+            seconds = self.send("all_reduce", ("replica",), size, count)
         if layout.communicate != "minibatch":
             times = layout.num_minibatches if layout.communicate == "gather-step" else 1
             seconds += self.gathered(1, stacked=True)[0] + self.gathered(times, stacked=True)[1]

@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
+from manualpar.block_codec import Code
 from manualpar.layers import MoE
 from manualpar.layers.experts import capacity_of
 from manualpar.models import Transformer
@@ -42,6 +43,9 @@ class PodLayout:
       communicate: How often FSDP gathers parameters and scatters gradients.
       keep: What a stage keeps of a chunk for its backward pass: what remat keeps of its layers, or
         its input, from which it is computed again.
+      gather_code: The code in which parameters are gathered; `""` for bfloat16.
+      reduce_code: The code in which gradients are reduced, between replicas only if there are some;
+        `""` for float32.
     """
 
     replica: int = 1
@@ -55,6 +59,8 @@ class PodLayout:
     remat: str = "full"
     communicate: Communicate = "minibatch"
     keep: Keep = "residuals"
+    gather_code: Code | Literal[""] = ""
+    reduce_code: Code | Literal[""] = ""
     # What attention returns is kept, so that no scores are computed again.
     remats: ClassVar[Mapping[str, Mapping[str, float]]] = {
         "none": {},

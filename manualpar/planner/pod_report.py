@@ -8,6 +8,7 @@ import rich.console
 
 from manualpar.planner.plan import Plan
 from manualpar.planner.pod_estimate import PodPlan
+from manualpar.planner.pod_layout import PodLayout
 from manualpar.watching.tables import (
     describe_bytes,
     describe_seconds,
@@ -46,7 +47,18 @@ def print_layouts(console: rich.console.Console, plans: Sequence[PodPlan]) -> No
         "- Attention is one kernel that keeps its scores to itself, in time and in memory.",
         "- What the closed form shares with the roofline is assumed as there; see "
         "manualpar.planner.pod_estimate.",
+        *_describe_codes(fastest[0].layout),
     )
+
+
+def _describe_codes(layout: PodLayout) -> list[str]:
+    """A note on what layouts send as codes; none if they send no codes."""
+    gathers, sums = layout.gather_code, layout.reduce_code
+    parts = [f"gathers are in {gathers}"] if gathers else []
+    parts += (
+        [f"sums of gradients in {sums}, between replicas alone if there are any"] if sums else []
+    )
+    return [f"- As codes: {'; '.join(parts)}. Making and reading them is left out."] * bool(parts)
 
 
 def print_traced(

@@ -13,8 +13,9 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
+from manualpar.block_codec import Code
 from manualpar.models import Transformer
 from manualpar.planner.pod_estimate import PodPlan, estimate_layout
 from manualpar.planner.pod_layout import (
@@ -41,6 +42,8 @@ def rank_layouts(
     examples: int,
     positions: int,
     axes: Iterable[str] = ("replica", "stage", "context", "expert", "model"),
+    gather_code: Code | Literal[""] = "",
+    reduce_code: Code | Literal[""] = "",
 ) -> list[PodPlan]:
     """Estimates the layouts that divide and fit, each with the least remat, the fastest first.
 
@@ -50,6 +53,9 @@ def rank_layouts(
       examples: Examples of a step on all devices.
       positions: Positions of each.
       axes: The axes that may have several devices, besides `data`.
+      gather_code: In what code each of them gathers parameters, and `reduce_code` reduces
+        gradients; `""` for none.
+      reduce_code: See `gather_code`.
     """
     check_closed_form(model)
     plans = []
@@ -57,7 +63,8 @@ def rank_layouts(
     for factors in factorisations(model, topology, axes=axes, **sizes):
         rings: dict[tuple[str, ...], Ring] = {}
         enough: set[Communicate] = set()
-        for run in _runs(model, factors, **sizes):
+        coded = dataclasses.replace(factors, gather_code=gather_code, reduce_code=reduce_code)
+        for run in _runs(model, coded, **sizes):
             if run.communicate in enough:
                 continue
             layout = _with_remat(model, run, topology.chip.hbm_bytes, **sizes)
