@@ -29,7 +29,7 @@ import ml_collections
 
 from manualpar.core.program import Program
 from manualpar.data import evaluation_batches, train_batches
-from manualpar.inspect import bytes_by_axes, trace_collectives
+from manualpar.inspect import bytes_by_axes, trace_collectives, trace_outer_steps
 from manualpar.strategies.local_steps import LocalSteps
 from manualpar.training.config import check_config, complete_config, load_config
 from manualpar.training.devices import simulate_devices
@@ -122,9 +122,7 @@ def bytes_sent(program: Program) -> tuple[float, float]:
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     sums = [(1.0, bytes_by_axes(trace_collectives(traced)))]
     if isinstance(program, LocalSteps):
-        for outer_step in program.outer_steps:
-            outer = outer_step.trace(program.abstract_state)
-            sums.append((1 / program.every, bytes_by_axes(trace_collectives(outer))))
+        sums.append((1 / program.every, bytes_by_axes(trace_outer_steps(program))))
     sent = [(share * float(n), axes) for share, each in sums for axes, n in each.items()]
     # A ring over several axes crosses the slow links with everything that it sends.
     return sum(n for n, _ in sent), sum(n for n, axes in sent if {*axes} & SLOW_AXES)

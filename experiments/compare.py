@@ -35,10 +35,12 @@ from manualpar.guards.options import CODES, ROUNDING
 from manualpar.inspect import (
     compiled_collectives,
     count_by_kind,
+    outer_step_bytes,
     state_bytes,
     total_bytes,
     total_step_bytes,
     trace_collectives,
+    trace_outer_steps,
 )
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.metrics import fetch_metrics
@@ -73,10 +75,7 @@ UNUSED = (
 
 
 class Trial:
-    """A program that is compiled, trained and timed, and holds its state meanwhile.
-
-    Where replicas train alone, what is sent is a step's, without the outer step.
-    """
+    """A program that is compiled, trained and timed, and holds its state meanwhile."""
 
     def __init__(self, strategy: str, program: Program) -> None:
         """Compiles the step."""
@@ -121,7 +120,8 @@ class Trial:
         `state_bytes` are those of parameters and optimizer states on the fullest device,
         `temporary_bytes` what the compiled step holds besides, `bytes_sent` and `collectives` those
         of a device in a step, and `formula_bytes` the prediction for parameters and gradients, and
-        in mode manual for split layers, which is an upper bound where `formula_is_bound`.
+        in mode manual for split layers, which is an upper bound where `formula_is_bound`. Where
+        replicas train alone, both numbers of bytes have a step's share of the outer step.
         `step_ratio` is the median of the times of
         a step divided by those of the first row in the same round.
         """
@@ -133,6 +133,9 @@ class Trial:
             # On one device XLA leaves collectives of a device with itself.
             found = [c for c in compiled_collectives(self.compiled) if c.group_size > 1]
             read_from = "compiled"
+        sent = total_bytes(found)
+        if isinstance(program, LocalSteps):
+            sent += total_bytes(trace_outer_steps(program)) / program.every
         memory = self.compiled.memory_analysis()
         differences = [x - y for x, y in zip(self.losses, reference.losses, strict=True)]
         ratios = [x / y for x, y in zip(self.seconds, first.seconds, strict=True)]
@@ -147,7 +150,7 @@ class Trial:
             "largest_difference": max(map(abs, differences)),
             "state_bytes": state_bytes((state.params, state.opt_state, state.local))[0],
             "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
-            "bytes_sent": float(total_bytes(found)),
+            "bytes_sent": float(sent),
             "formula_bytes": float(_predicted_bytes(program)) if is_predicted else None,
             "formula_is_bound": is_predicted and program.strategy.reshard_after_forward,
             "collectives": count_by_kind(found),
@@ -160,9 +163,12 @@ class Trial:
 
 def _predicted_bytes(program: Program) -> Fraction:
     model = getattr(program.abstract_state.apply_fn, "__self__", None)
-    if program.mode != "manual" or not isinstance(model, Transformer):
-        return total_step_bytes(program)
-    return total_step_bytes(program) + total_bytes(transformer_sends(program, model))
+    predicted = total_step_bytes(program)
+    if isinstance(program, LocalSteps):
+        predicted += sum(outer_step_bytes(program).values(), Fraction(0)) / program.every
+    if program.mode == "manual" and isinstance(model, Transformer):
+        predicted += total_bytes(transformer_sends(program, model))
+    return predicted
 
 
 def compare(
@@ -290,6 +296,12 @@ def _compare(line: CommandLine, console: rich.console.Console) -> Path:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"of the results only the config is in {workdir}") from None
     notes = footnotes(rows, repetitions=config.compare.repetitions)
+    for name, each in experiments:
+        if isinstance(each.program, LocalSteps):
+            notes.append(
+                f"In {name} an outer step follows every {each.program.every} steps. Sent and "
+                "formula have its share; collectives and temporaries are those of a step alone."
+            )
     told = {name: describe_codes(each.program.wire) for name, each in experiments}
     notes += [f"What travels in {name}: {codes}." for name, codes in told.items() if codes]
     *pairs, reference = rows

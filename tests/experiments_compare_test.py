@@ -15,6 +15,7 @@ from configs import compare as compare_config
 from experiments import compare as experiment
 from manualpar.compiler_options import ChosenOptions
 from manualpar.data import train_batches
+from manualpar.inspect import total_bytes, total_step_bytes, trace_collectives
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.strategies import strategy_kinds
 from manualpar.training import experiment as training
@@ -101,6 +102,13 @@ def test_replicas_exchange_every_fragment_when_it_is_due():
         state, metrics = program.step_at(number)(state, batch)
     total, count = metrics["loss"]
     assert trial.losses[-1] == float(total) / float(count)
+    trial.time_step(batches[0])
+    row = trial.row(reference=trial, first=trial)
+    # A device has a fourth of 1,200 parameters and 10 that are whole, and every other step it sends
+    # twice the half of their four bytes; and so of the number of examples, once for each fragment.
+    outer = (300 + 10) * 4 / 2
+    assert row["formula_bytes"] == total_step_bytes(program) + outer
+    assert row["bytes_sent"] == total_bytes(trace_collectives(trial.traced)) + outer + 2 * 4 / 2
 
 
 def check_json(found):

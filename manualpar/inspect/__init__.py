@@ -20,6 +20,7 @@ from manualpar.inspect.formulas import (
     outer_step_bytes,
     step_bytes,
     total_step_bytes,
+    trace_outer_steps,
 )
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import Computation
@@ -51,4 +52,5 @@ __all__ = [
     "total_bytes",
     "total_step_bytes",
     "trace_collectives",
+    "trace_outer_steps",
 ]

@@ -14,7 +14,6 @@ counted. So a sweep traces those programs that it ranks first.
 """
 
 import dataclasses
-import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,8 +25,9 @@ import ml_collections
 from manualpar.compiler_options import Overlap
 from manualpar.core.program import Program
 from manualpar.inspect import state_bytes
-from manualpar.inspect.communication import Collective, read_stage, summed, trace_collectives
+from manualpar.inspect.communication import Collective, read_stage, summed
 from manualpar.inspect.equations import Around
+from manualpar.inspect.formulas import trace_outer_steps
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import CountedProduct, TrafficReader
 from manualpar.inspect.provenance import LAYER_SCOPES, phase_of
@@ -206,9 +206,7 @@ def read_work(
 def _meetings(program: Program) -> dict[str, Any]:
     if not isinstance(program, LocalSteps):
         return {}
-    traced = (step.trace(program.abstract_state) for step in program.outer_steps)
-    sent = itertools.chain.from_iterable(map(trace_collectives, traced))
-    return {"meetings": tuple(sent), "every": program.every}
+    return {"meetings": trace_outer_steps(program), "every": program.every}
 
 
 def has_kernel(config: ml_collections.ConfigDict) -> bool:
