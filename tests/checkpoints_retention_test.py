@@ -1,12 +1,15 @@
 """Which checkpoints stay."""
 
+import contextlib
 import os
+import threading
 
 import pytest
 
 from manualpar.checkpoints.manifest import write_manifest
 from manualpar.checkpoints.retention import (
     Retention,
+    delete_leftovers,
     delete_steps,
     find_leftovers,
     list_steps,
@@ -71,6 +74,30 @@ def test_checkpoints_of_another_course_are_set_aside_not_deleted(tmp_path):
     assert (tmp_path / "3.superseded-2" / "second").exists()
     put(tmp_path, 0, -1)
     assert list_steps(tmp_path) == [0]
+
+
+def test_leftovers_go_while_a_write_that_failed_goes_on(tmp_path):
+    """As tensorstore's threads write when one of them has failed: by name, some files at a time."""
+
+    def write_on(folder):
+        with contextlib.suppress(FileNotFoundError):
+            for number in range(100_000):
+                (folder / f"{number}").touch()
+                (folder / f"{number - 10}").unlink(missing_ok=True)
+                begun.release()
+
+    for step in range(20):
+        folder = tmp_path / f"{step}.unfinished" / "d"
+        folder.mkdir(parents=True)
+        (tmp_path / f"{step}.deleted").mkdir()
+        begun = threading.Semaphore(0)
+        writer = threading.Thread(target=write_on, args=[folder])
+        writer.start()
+        for _ in range(30):
+            begun.acquire()
+        delete_leftovers(tmp_path)
+        writer.join()
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_what_no_save_leaves_is_not_deleted_nor_followed(tmp_path):

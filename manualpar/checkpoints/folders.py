@@ -11,7 +11,6 @@ under its own name.
 """
 
 import itertools
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -86,8 +85,7 @@ class _LocalFolder:
     def make_room(self, step: int, *, after: int) -> None:
         del step, after
         self._path.mkdir(parents=True, exist_ok=True)
-        for leftover in retention.find_leftovers(self._path):
-            shutil.rmtree(leftover)
+        retention.delete_leftovers(self._path)
 
     def unfinished(self, step: int) -> Path:
         return self._path / f"{step}{UNFINISHED}"

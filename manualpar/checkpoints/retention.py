@@ -98,6 +98,19 @@ def delete_steps(folder: Path, steps: list[int]) -> None:
         shutil.rmtree(folder / f"{step}{DELETED}")
 
 
+def delete_leftovers(folder: Path) -> None:
+    """Deletes what `find_leftovers` finds.
+
+    Of a save that failed, some files may still be being written. They are written by name, so that
+    what has been renamed stays as it is while it is deleted.
+    """
+    leftovers = find_leftovers(folder)
+    for path in sorted(leftovers, key=lambda path: not path.name.endswith(DELETED)):
+        if not path.name.endswith(DELETED):
+            path = path.rename(path.with_name(path.name + DELETED))
+        shutil.rmtree(path)
+
+
 def find_leftovers(folder: Path) -> list[Path]:
     """What killed saves and deletions have left in a folder.
 
