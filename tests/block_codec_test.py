@@ -109,7 +109,7 @@ def test_a_row_is_off_by_half_a_scale_and_has_the_bytes_that_it_says(n, code, da
 
 def test_random_rounding_is_right_on_average_and_off_by_a_scale_at_most():
     x = np.random.default_rng(0).normal(size=(300,)).astype(np.float32)
-    each = jax.vmap(lambda key: unpack(pack(x, "int4", key), 300, "int4"))
+    each = jax.jit(jax.vmap(lambda key: unpack(pack(x, "int4", key), 300, "int4")))
     y = np.asarray(each(jax.random.split(jax.random.key(0), 4000)), np.float64)
     scale = np.abs(x).max() / 7 * (1 + 2**-7)
     assert (np.abs(y - x) < scale * (1 + 1e-6)).all()
@@ -125,7 +125,8 @@ def test_random_rounding_has_no_pattern(seed):
     x = np.full((4, 1024), 0.5, np.float32)
     x[:, ::256] = 127  # The scale is 1.
     keys = jax.random.split(jax.random.key(seed), 64)
-    up = np.asarray(jax.vmap(lambda key: encode(x, 256, key=key)[0])(keys), np.float64)
+    encoded, _ = jax.jit(jax.vmap(lambda key: encode(x, 256, key=key)))(keys)
+    up = np.asarray(encoded, np.float64)
     up = np.delete(up.reshape(64, 4, 4, 256), 0, -1) * 2 - 1
     neighbours = [(up[..., step:], up[..., :-step]) for step in (1, 2, 64)]
     others = [(up, np.roll(up, 1, axis)) for axis in (0, 1, 2)]
@@ -138,7 +139,7 @@ def test_random_rounding_has_no_pattern(seed):
 def test_a_sent_block_with_a_number_that_is_not_finite_is_not_finite(bad, code):
     x = np.ones(400, np.float32)
     x[2] = bad
-    y = unpack(pack(x, code), 400, code)
+    y = jax.jit(lambda x: unpack(pack(x, code), 400, code))(x)
     assert np.isnan(y[:200]).all()
     np.testing.assert_allclose(y[200:], 1, rtol=0.01)
 

@@ -104,6 +104,11 @@ def of_one_device():
     return jax.jit(jax.grad(loss))
 
 
+@jax.jit
+def as_decoded(row):
+    return unpack(pack(row, "int8"), row.size, "int8")
+
+
 def as_gathered(program, params):
     """The parameters as the codes of their shards say."""
 
@@ -113,7 +118,7 @@ def as_gathered(program, params):
             if size > 1:
                 padding = [(0, width) for width in place.parameter_padding or [0] * x.ndim]
                 shards = np.split(np.pad(x, padding), size, dim)
-                rows = [unpack(pack(part.ravel(), "int8"), part.size, "int8") for part in shards]
+                rows = [as_decoded(part.ravel()) for part in shards]
                 parts = [np.reshape(row, shards[0].shape) for row in rows]
                 x = np.concatenate(parts, dim)[tuple(map(slice, info.shape))]
         return x

