@@ -122,8 +122,8 @@ class Trial:
         of a device in a step, and `formula_bytes` the prediction for parameters and gradients, and
         in mode manual for split layers, which is an upper bound where `formula_is_bound`. Where
         replicas train alone, both numbers of bytes have a step's share of the outer step.
-        `step_ratio` is the median of the times of
-        a step divided by those of the first row in the same round.
+        `step_ratio` is the median of the times of a step divided by those of the first row in the
+        same round.
         """
         program, state = self.program, self.program.abstract_state
         found: Sequence[Any]

@@ -53,12 +53,14 @@ def print_layouts(console: rich.console.Console, plans: Sequence[PodPlan]) -> No
 
 def _describe_codes(layout: PodLayout) -> list[str]:
     """A note on what layouts send as codes; none if they send no codes."""
-    gathers, sums = layout.gather_code, layout.reduce_code
-    parts = [f"gathers are in {gathers}"] if gathers else []
-    parts += (
-        [f"sums of gradients in {sums}, between replicas alone if there are any"] if sums else []
+    parts = []
+    if code := layout.gather_code:
+        parts.append(f"gathers are in {code}")
+    if code := layout.reduce_code:
+        parts.append(f"sums of gradients in {code}, between replicas alone if there are any")
+    return (
+        [f"- As codes: {'; '.join(parts)}. Making and reading them is left out."] if parts else []
     )
-    return [f"- As codes: {'; '.join(parts)}. Making and reading them is left out."] * bool(parts)
 
 
 def print_traced(
