@@ -138,7 +138,7 @@ def test_layouts_are_ranked_with_the_codes_of_the_config(capsys, monkeypatch):
     codes = ("--config.parallel.gather_code=int8", "--config.parallel.reduce_code=int4")
     assert plan_command(_command(*SMALL, "--topology=h100:16", "--layouts", *codes)) == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert "As codes: gathers are in int8; sums of gradients in int4, between replicas" in output
+    assert "gathered parameters as codes of int8, gradients as codes of int4; grad" in output
     found = json.loads(Path("runs/plan-fsdp_lm/001/layouts.json").read_text())["layouts"]
     sent = {(each["layout"]["gather_code"], each["layout"]["reduce_code"]) for each in found}
     assert sent == {("int8", "int4")}

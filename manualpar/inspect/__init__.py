@@ -20,12 +20,11 @@ from manualpar.inspect.formulas import (
     outer_step_bytes,
     step_bytes,
     total_step_bytes,
-    trace_outer_steps,
 )
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import Computation
 from manualpar.inspect.state_layout import draw_sharding, layout_table, state_bytes
-from manualpar.inspect.step_ledger import Ledger, ledger
+from manualpar.inspect.step_ledger import Ledger, ledger, trace_outer_steps
 
 __all__ = [
     "Change",

@@ -46,7 +46,6 @@ of other collections, what else stages send, and those that the compiler inserts
 that is not elementwise.
 """
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -58,7 +57,7 @@ import jax.numpy as jnp
 from manualpar.core.collectives import AS_STORED, Wire
 from manualpar.core.program import Program
 from manualpar.core.strategy import Sends
-from manualpar.inspect.communication import Collective, ring_bytes, trace_collectives
+from manualpar.inspect.communication import Collective, ring_bytes
 from manualpar.inspect.pipeline_formulas import PipelineForm, Uses
 from manualpar.inspect.provenance import LAYER_SCOPES, OTHER
 from manualpar.purposes import (
@@ -166,17 +165,6 @@ def outer_step_bytes(
                 if gather.is_data and gather.axis_size > 1:
                     totals[gather.axes] += gather.gather_bytes(info.dtype.itemsize)
     return dict(totals)
-
-
-def trace_outer_steps(program: Program) -> tuple[Collective, ...]:
-    """What replicas that train alone send in their outer steps, each fragment's once.
-
-    It is nothing for all other programs.
-    """
-    if not isinstance(program, LocalSteps):
-        return ()
-    traced = (step.trace(program.abstract_state) for step in program.outer_steps)
-    return tuple(itertools.chain.from_iterable(map(trace_collectives, traced)))
 
 
 def _mean_bytes(wire: Wire, n: int, dtype: Any, axes: tuple[str, ...], size: int) -> Fraction:

@@ -13,6 +13,7 @@ algorithms, see `manualpar.inspect.communication.ring_bytes`; operations are tho
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
@@ -34,6 +35,7 @@ from manualpar.inspect.communication import (
     read_stage,
     summed,
     total_bytes,
+    trace_collectives,
 )
 from manualpar.inspect.compiled import Compiled, read_compiled
 from manualpar.inspect.equations import Around
@@ -229,6 +231,12 @@ def ledger(
     compiled = read_compiled(traced.lower().compile(), stage=sending.stage)
     changes = find_changes(collectives, compiled.collectives, root=root)
     return dataclasses.replace(result, compiled=compiled, changes=changes)
+
+
+def trace_outer_steps(program: LocalSteps) -> tuple[Collective, ...]:
+    """What replicas that train alone send in their outer steps, each fragment's once."""
+    traced = (step.trace(program.abstract_state) for step in program.outer_steps)
+    return tuple(itertools.chain.from_iterable(map(trace_collectives, traced)))
 
 
 def describe_codes(wire: Wire) -> str:

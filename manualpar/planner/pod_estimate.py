@@ -15,15 +15,15 @@ layout that can be traced gets nearly the same figure there. What is added:
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Literal
 
-from manualpar.block_codec import ROW_BLOCK, Code, coded_bytes
+from manualpar.block_codec import ROW_BLOCK, coded_bytes
 from manualpar.inspect.communication import Kind, ring_bytes
 from manualpar.inspect.memory import Memory
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import flops_per_token
 from manualpar.planner.hardware import Chip
 from manualpar.planner.pod_layout import (
+    AnyCode,
     DeviceSizes,
     PodLayout,
     check_closed_form,
@@ -118,7 +118,7 @@ def _operands(kind: Kind, devices: int) -> float:
     return float(ring_bytes(kind, 1, devices))
 
 
-def _number_bytes(code: Code | Literal[""], exact: int) -> float:
+def _number_bytes(code: AnyCode, exact: int) -> float:
     """The bytes in which a number travels, in a long row; `exact` are those without a code."""
     return coded_bytes(ROW_BLOCK, code) / ROW_BLOCK if code else exact
 

@@ -25,6 +25,7 @@ from manualpar.models.transformer_fields import size_of_head, size_of_vocabulary
 
 Communicate = Literal["minibatch", "gather-step", "step"]
 Keep = Literal["residuals", "inputs"]
+AnyCode = Code | Literal[""]  # "" for none.
 AXES = ("replica", "stage", "data", "context", "expert", "model")
 
 
@@ -59,8 +60,8 @@ class PodLayout:
     remat: str = "full"
     communicate: Communicate = "minibatch"
     keep: Keep = "residuals"
-    gather_code: Code | Literal[""] = ""
-    reduce_code: Code | Literal[""] = ""
+    gather_code: AnyCode = ""
+    reduce_code: AnyCode = ""
     # What attention returns is kept, so that no scores are computed again.
     remats: ClassVar[Mapping[str, Mapping[str, float]]] = {
         "none": {},

@@ -6,9 +6,11 @@ from typing import Any
 
 import rich.console
 
+from manualpar.core.collectives import Wire
+from manualpar.inspect.step_ledger import describe_codes
+from manualpar.modes.manual import coding_named
 from manualpar.planner.plan import Plan
 from manualpar.planner.pod_estimate import PodPlan
-from manualpar.planner.pod_layout import PodLayout
 from manualpar.watching.tables import (
     describe_bytes,
     describe_seconds,
@@ -39,6 +41,11 @@ def print_layouts(console: rich.console.Console, plans: Sequence[PodPlan]) -> No
     headers = ("mesh", "how", "step", "computing", "exposed", "bubble", "MFU", "memory")
     title = f"{len(plans):,} layouts on {len(fastest):,} meshes fit; the fastest, by a closed form"
     print_table(console, headers, rows, title=title, words=2, most=SHOWN)
+    layout = fastest[0].layout
+    gathers, sums = (
+        coding_named(code) if code else None for code in (layout.gather_code, layout.reduce_code)
+    )
+    codes = describe_codes(Wire(gather_code=gathers, reduce_code=sums))
     print_wrapped(
         console,
         "- Parameters and Adam's averages are float32; products, gathers and activations are "
@@ -47,20 +54,13 @@ def print_layouts(console: rich.console.Console, plans: Sequence[PodPlan]) -> No
         "- Attention is one kernel that keeps its scores to itself, in time and in memory.",
         "- What the closed form shares with the roofline is assumed as there; see "
         "manualpar.planner.pod_estimate.",
-        *_describe_codes(fastest[0].layout),
     )
-
-
-def _describe_codes(layout: PodLayout) -> list[str]:
-    """A note on what layouts send as codes; none if they send no codes."""
-    parts = []
-    if code := layout.gather_code:
-        parts.append(f"gathers are in {code}")
-    if code := layout.reduce_code:
-        parts.append(f"sums of gradients in {code}, between replicas alone if there are any")
-    return (
-        [f"- As codes: {'; '.join(parts)}. Making and reading them is left out."] if parts else []
-    )
+    if codes:
+        print_wrapped(
+            console,
+            f"- What travels: {codes}; gradients between replicas alone, if there are any. Making "
+            "and reading codes is left out.",
+        )
 
 
 def print_traced(

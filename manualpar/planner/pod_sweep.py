@@ -13,12 +13,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from manualpar.block_codec import Code
 from manualpar.models import Transformer
 from manualpar.planner.pod_estimate import PodPlan, estimate_layout
 from manualpar.planner.pod_layout import (
+    AnyCode,
     Communicate,
     Keep,
     PodLayout,
@@ -42,8 +42,8 @@ def rank_layouts(
     examples: int,
     positions: int,
     axes: Iterable[str] = ("replica", "stage", "context", "expert", "model"),
-    gather_code: Code | Literal[""] = "",
-    reduce_code: Code | Literal[""] = "",
+    gather_code: AnyCode = "",
+    reduce_code: AnyCode = "",
 ) -> list[PodPlan]:
     """Estimates the layouts that divide and fit, each with the least remat, the fastest first.
 
@@ -53,9 +53,8 @@ def rank_layouts(
       examples: Examples of a step on all devices.
       positions: Positions of each.
       axes: The axes that may have several devices, besides `data`.
-      gather_code: In what code each of them gathers parameters, and `reduce_code` reduces
-        gradients; `""` for none.
-      reduce_code: See `gather_code`.
+      gather_code: That of every layout, see `PodLayout`.
+      reduce_code: The same.
     """
     check_closed_form(model)
     plans = []

@@ -24,10 +24,9 @@ import ml_collections
 
 from manualpar.compiler_options import Overlap
 from manualpar.core.program import Program
-from manualpar.inspect import state_bytes
+from manualpar.inspect import state_bytes, trace_outer_steps
 from manualpar.inspect.communication import Collective, read_stage, summed
 from manualpar.inspect.equations import Around
-from manualpar.inspect.formulas import trace_outer_steps
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import CountedProduct, TrafficReader
 from manualpar.inspect.provenance import LAYER_SCOPES, phase_of
