@@ -132,7 +132,7 @@ def gradient(program, batch, keys):
     def each(keys):
         run = lambda key: program.step.gradients(state.params, carried, key, batch)[0]  # noqa: E731
         some = jax.vmap(run)(keys)
-        return [jax.tree.map(lambda x: f(x, 0), some) for f in (jnp.mean, jnp.std)]
+        return [jax.tree.map(functools.partial(f, axis=0), some) for f in (jnp.mean, jnp.std)]
 
     return jax.device_get(jax.jit(each)(jax.random.split(jax.random.key(1), keys)))
 
