@@ -306,12 +306,13 @@ def test_replicas_differ_until_they_meet_and_then_are_equal_bit_for_bit(devices8
 
 
 @pytest.mark.slow
-def test_a_replica_leaves_out_its_own_steps_that_are_not_finite(devices8):
+@pytest.mark.parametrize("field", ["inputs", "mask"])
+def test_a_replica_leaves_out_its_own_steps_that_are_not_finite(devices8, field):
     """The others go on, and the one that has done nothing has no weight."""
     program = build(nonfinite="skip", every=1)
     (batch,) = make_batches(1)
     spoilt = Batch(batch.inputs.copy(), batch.labels, np.ones_like(batch.mask))
-    spoilt.inputs[0] = np.nan  # The first replica's.
+    getattr(spoilt, field)[0] = np.nan  # The first replica's.
     state, metrics = train(program, [spoilt])
     assert metrics["nonfinite"] == (1, 2)
     (initial,) = (program.whole(program.init(jax.random.key(0)))["params"],)
