@@ -1,7 +1,5 @@
 """The host counts along, so that no step waits for the counter of the one before."""
 
-import pytest
-
 from manualpar.strategies.counted_steps import CountedStep, OuterStep
 from manualpar.train_state import TrainState
 
@@ -38,7 +36,7 @@ def build(every):
 
 
 def test_the_counter_is_read_of_states_from_elsewhere_alone():
-    step, outer, done = build(3)
+    step, _, done = build(3)
     state, reads = new_state(4), []
     for _ in range(4):
         before = state
@@ -52,6 +50,12 @@ def test_the_counter_is_read_of_states_from_elsewhere_alone():
     met, _ = step(state, None)
     assert state.step.reads == 1  # Another state was trained meanwhile.
     assert done[-2:] == [9, "meet"]
-    with pytest.raises(ValueError, match="have just met, expected a step of training since then"):
-        outer(met)
+
+
+def test_replicas_that_have_just_met_have_nothing_to_exchange():
+    step, outer, done = build(3)
+    met, _ = step(new_state(2), None)
+    assert outer(met) is met
+    assert done == [3, "meet"]
     outer(step(met, None)[0])
+    assert done == [3, "meet", 4, "meet"]

@@ -21,7 +21,11 @@ StepFunction = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 
 class OuterStep:
-    """A jitted outer step that refuses a state that was donated, is another program's, or has met.
+    """A jitted outer step that refuses a state that was donated or is another program's.
+
+    Replicas that have just met have nothing to exchange, and the outer optimizer takes no second
+    step: their state is returned as it is. So a loop may call the outer step as well as
+    `train_step`, which takes it when it is due.
 
     Attributes:
       jitted: The outer step itself.
@@ -35,11 +39,7 @@ class OuterStep:
     def __call__(self, state: TrainState) -> TrainState:
         """Takes the outer step."""
         if state is self._met():
-            raise ValueError(
-                "outer_step: the replicas of this state have just met, expected a step of training "
-                "since then: `train_step` takes outer steps by itself, after every `every` steps. "
-                "Leave the call out."
-            )
+            return state
         check_alive("outer_step", state=state)
         self._check(state)
         met: TrainState = self.jitted(state)

@@ -60,7 +60,8 @@ class LocalSteps(Program):
     def outer_step(self) -> Any:
         """The outer step of the last fragment; of all parameters if they are not divided.
 
-        `train_step` takes it when it is due. Call it to have replicas meet at another time too.
+        `train_step` takes it when it is due. Call it to have replicas meet at another time too; it
+        does nothing if they have just met.
         """
         return self.outer_steps[-1]
 
