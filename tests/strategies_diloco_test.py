@@ -25,6 +25,7 @@ from manualpar.inspect import (
     total_bytes,
     trace_collectives,
 )
+from manualpar.sharding.split_parameter import split
 from tests import all_axes_test
 from tests.one_device import slow_unless
 
@@ -392,6 +393,24 @@ def test_between_two_meetings_only_metrics_cross(devices8):
 def test_mistakes_are_refused_before_anything_compiles(devices8, options, error, words):
     with pytest.raises(error, match=words):
         build(**options)
+
+
+class OverReplicas(nn.Module):
+    """A layer that is split over the axis of the replicas, with one row for two or for all."""
+
+    shared: bool
+
+    @nn.compact
+    def __call__(self, x):
+        init = split(nn.initializers.ones, ("replica", None), shared=self.shared)
+        return nn.Dense(8)(x) + self.param("rows", init, (2 - self.shared, 8)).sum()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_layer_that_is_split_over_the_replicas_is_refused(devices8, shared):
+    words = r"parameter 'rows' of shape \(., 8\) is split over \['replica'\], the replicas' own"
+    with pytest.raises(ValueError, match=words):
+        build(model=OverReplicas(shared))
 
 
 def test_a_loss_that_couples_replicas_is_refused(devices8):

@@ -117,6 +117,14 @@ def diloco(
     )
     inner_options: Any = options | {"mesh": own_mesh, "batch": part}
     one = inner(model, tx, loss_fn, **inner_options)
+    for info, _ in one.parameters:
+        if split := sorted(info.absent_axes & {*axes}):
+            raise ValueError(
+                f"diloco: model: parameter {info.path!r} of shape {info.shape} is split over "
+                f"{split}, the replicas' own axis, expected another axis of the mesh "
+                f"{dict(mesh.shape)}: each replica has a whole model. Name one of {list(own)} in "
+                "the model, or build the mesh with one more axis inside each replica."
+            )
     program = build_local_steps(
         one,
         batch,
