@@ -142,7 +142,7 @@ def gradient(program, batch, keys):
     [
         ("fsdp, minibatch", MESHES[2], {"use_scan": True}),
         *(
-            pytest.param(name, mesh, {}, marks=[pytest.mark.slow, pytest.mark.every_case])
+            pytest.param(name, mesh, {}, marks=pytest.mark.slow)
             for name, mesh in (
                 ("dp", MESHES[2]),
                 ("hsdp", REPLICATED[1]),

@@ -392,7 +392,7 @@ def test_what_cannot_work_is_refused(devices8, name):
         build(make_mesh({"data": 8}, devices8), make(name))
 
 
-# Where an optimizer may stand that refuses extra arguments, as `optax.contrib.sam` does although it
+# Where an optimizer may stand that refuses extra arguments. `optax.contrib.sam` does, although it
 # says that it takes any.
 AROUND = {
     "chain": lambda tx: optax.chain(CLIP, tx, optax.ema(0.9)),
@@ -431,3 +431,9 @@ def test_an_argument_that_one_part_needs_and_another_refuses_is_named(devices8):
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             build(mesh, tx)
+
+
+def test_every_optimizer_of_optax_is_found_and_every_name_exists():
+    assert {"adam", "nadam", "scale_by_factored_rms", "contrib.dog", "contrib.muon"} <= set(MAKERS)
+    assert {*FAST, *SLOW, *CANNOT} >= set(MAKERS)
+    assert {*ARGUMENTS, *BYTES, *CANNOT, *ELEMENTWISE, *FAST} - {*MAKERS, *CHAINS} <= NEW

@@ -1,7 +1,7 @@
 """Which step a state is at, and what replicas do in it: train alone, or meet as well.
 
 A state counts its own steps, so that one that is restored or adopted goes on where it was. Reading
-the counter waits for the device, so that the host counts along: it knows the number of the state
+the counter waits for the device, so the host counts along: it knows the number of the state
 that the latest call returned, and reads that of any other.
 """
 
@@ -38,9 +38,9 @@ class OuterStep:
 
     def __call__(self, state: TrainState) -> TrainState:
         """Takes the outer step."""
+        check_alive("outer_step", state=state)
         if state is self._met():
             return state
-        check_alive("outer_step", state=state)
         self._check(state)
         met: TrainState = self.jitted(state)
         self.remember(met)
