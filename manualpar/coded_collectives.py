@@ -51,6 +51,7 @@ class BlockCoding:
         rounds: Sequence[tuple[str, ...]],
         *,
         is_invariant: bool = False,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         """Gathers shards as codes.
 
@@ -59,6 +60,7 @@ class BlockCoding:
           dim: The dimension along which it is sharded.
           rounds: The mesh axes of each all-gather, in their order: the minor axis first.
           is_invariant: Whether the result is typed as the same on all devices.
+          key: As for `scatter_sum`.
 
         Returns:
           `float32[..., D, ...]`, the whole array as every device decodes it, its own shard too.
@@ -67,7 +69,7 @@ class BlockCoding:
           An all-gather of bytes for each round.
         """
         with jax.named_scope(DECODE_SCOPE):
-            rows = pack(x.reshape(1, -1), self.name)
+            rows = pack(x.reshape(1, -1), self.name, key)
         to = "invarying" if is_invariant else "varying"
         for axes in rounds:
             rows = jax.lax.all_gather(rows, axes, axis=0, tiled=True, to=to)
@@ -121,7 +123,8 @@ class BlockCoding:
         Args:
           x: Each device's own array.
           axes: The mesh axes.
-          key: As for `scatter_sum`. The mean itself is rounded to the nearest.
+          key: As for `scatter_sum`. Each of the two roundings has a key of its own: the second
+            would not be right on average if it knew the first.
 
         Returns:
           The mean, `float32` and not varying over `axes`, and what is lost by this device, of the
@@ -134,8 +137,9 @@ class BlockCoding:
         """
         size = jax.lax.axis_size(axes)
         flat = jnp.pad(x.reshape(-1), (0, -x.size % size))
-        total, lost = self.scatter_sum(flat, 0, axes, key=key)
-        mean = self.gather(total / size, 0, (axes,), is_invariant=True)
+        first, second = (None, None) if key is None else jax.random.split(key)
+        total, lost = self.scatter_sum(flat, 0, axes, key=first)
+        mean = self.gather(total / size, 0, (axes,), is_invariant=True, key=second)
         index = jax.lax.axis_index(axes) * total.size
         own = total - jax.lax.dynamic_slice_in_dim(mean, index, total.size) * size
         own += jax.lax.dynamic_slice_in_dim(lost, index, total.size)

@@ -122,8 +122,8 @@ class AtRandom(_Reducer):
 
     Attributes:
       key: A key, the same on all devices, into which the device's place is folded. The layers of a
-        scan, the minibatches and the reductions over one axis after the other share it. They round
-        otherwise as far as their scales differ, see `block_codec.encode`.
+        scan and the minibatches share it. They round otherwise as far as their scales differ, see
+        `block_codec.encode`.
     """
 
     key: jax.Array
@@ -132,14 +132,16 @@ class AtRandom(_Reducer):
         self, x: jax.Array, dim: int, axes: tuple[str, ...]
     ) -> tuple[jax.Array, jax.Array]:
         """As a `Coding` does."""
-        return self.coding.scatter_sum(x, dim, axes, key=self._key(axes))
+        return self.coding.scatter_sum(x, dim, axes, key=self._key(x, axes))
 
     def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
         """As a `Coding` does."""
-        return self.coding.mean(x, axes, key=self._key(axes))
+        return self.coding.mean(x, axes, key=self._key(x, axes))
 
-    def _key(self, axes: tuple[str, ...]) -> jax.Array:
-        return fold_rng_over_axis(self.key, axes)
+    def _key(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        # Each further reduction of a gradient has fewer numbers. With the key of the one before,
+        # whose result it rounds, it would not be right on average.
+        return fold_rng_over_axis(jax.random.fold_in(self.key, x.size), axes)
 
 
 @dataclasses.dataclass(eq=False)

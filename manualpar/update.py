@@ -10,10 +10,12 @@ sliced before the update, which sends nothing, and gathered after it. Padding is
 and put back after.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -26,6 +28,8 @@ from manualpar.modes.manual import Manual
 from manualpar.purposes import OPTIMIZER_SCOPE
 from manualpar.sharding.layout import Placement, map_in_scopes, map_padded, param_specs, state_specs
 from manualpar.state_arrays import leaf_types
+
+_REFUSED = re.compile(r"got an unexpected keyword argument '(\w+)'")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +91,10 @@ class Update:
 
             value_fn = _with_gradient(evaluate)
             offered = {"value": value, "grad": grads, "value_fn": value_fn}
-            updates, opt_state = tx.update(grads, opt_state, params, **_taken(tx, offered))
+            updates, opt_state = _updates(tx, grads, opt_state, params, offered)
             _check_state(before, opt_state)
-            new_params = optax.apply_updates(params, updates)
+            with explain_optimizer("adding its updates to the parameters"):
+                new_params = optax.apply_updates(params, updates)
             if is_applied is not None:
                 # On what an optimizer sees, so that of whole parameters only a shard is selected.
                 select = functools.partial(jax.lax.select, is_applied)
@@ -144,11 +149,52 @@ def _check_state(before: Any, after: Any) -> None:
         )
 
 
-def _taken(tx: optax.GradientTransformation, offered: dict[str, Any]) -> dict[str, Any]:
-    """The extra arguments that an optimizer takes."""
+def _updates(
+    tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, offered: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Calls the optimizer with those of the extra arguments that all of its parts take.
+
+    A chain hands on all that it is given, and a part of it may refuse some: `optax.contrib.sam`
+    does. Only the call tells.
+    """
     parameters = inspect.signature(tx.update).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return {name: value for name, value in offered.items() if takes_all or name in parameters}
+    taken = {name: value for name, value in offered.items() if takes_all or name in parameters}
+    while True:
+        lost = offered.keys() - taken if takes_all else ()
+        with explain_optimizer("its update", offered, lost=lost):
+            try:
+                updates, state = tx.update(grads, state, params, **taken)
+            except TypeError as error:
+                refused = _REFUSED.search(str(error))
+                if refused is None or refused[1] not in taken:
+                    raise
+                del taken[refused[1]]
+            else:
+                return updates, state
+
+
+@contextlib.contextmanager
+def explain_optimizer(
+    step: str, offered: Iterable[str] = (), *, lost: Collection[str] = ()
+) -> Iterator[None]:
+    """Says in our words that an optimizer cannot be used.
+
+    `step` is what raises. `offered` are the extra arguments that it may take, and `lost` those of
+    them that a part of it refuses.
+    """
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        first_line = str(error).strip().partition("\n")[0].rstrip(".")
+        more = f", {', '.join(offered)}" if offered else ""
+        but = f", of which another part of it refuses {sorted(lost)}" if lost else ""
+        raise kind(
+            f"tx: {step} raises {type(error).__name__} ({first_line}), expected an optimizer "
+            "of the parameters and the gradient of the whole batch that needs no more than these"
+            f"{more}{but}. Leave out the part that needs more, or wrap it and give it that."
+        ) from error
 
 
 def _with_gradient(value_and_grad: Callable[[Any], tuple[Any, Any]]) -> Any:

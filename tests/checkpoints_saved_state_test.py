@@ -12,15 +12,17 @@ import numpy as np
 import optax
 import pytest
 import tensorstore
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from manualpar import Batch, fsdp, make_mesh
+from manualpar import Batch, fsdp, make_mesh, zero
 from manualpar.checkpoints import CheckpointError, Checkpoints
-from manualpar.checkpoints.saved_state import find_differences, nest, state_leaves
+from manualpar.checkpoints.saved_state import find_differences, nest, state_leaves, unpad_whole
 from tests.checkpoints_worker import (
     PROGRAMS,
     Model,
     loss_fn,
+    make_batch,
     make_program,
     shared_program,
     train,
@@ -116,6 +118,40 @@ def test_other_numbers_of_devices_read_and_write_it(name, count, programs, saved
     assert_same(programs["fsdp_pad"], again.state, held)
     _, went_on = train(fewer, restored.state, range(3, 6))
     np.testing.assert_allclose(went_on, losses, rtol=1e-6)
+
+
+def explicit_mesh():
+    return jax.make_mesh((4,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:4])
+
+
+def test_padding_comes_off_an_array_on_explicit_axes():
+    mesh, x = explicit_mesh(), np.arange(8)
+    padded = jax.device_put(x, NamedSharding(mesh, P("data")))
+    whole = unpad_whole(padded, (3,), mesh)
+    np.testing.assert_array_equal(whole, x[:5])
+    assert whole.sharding == NamedSharding(mesh, P())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["manual", "auto", "explicit"])
+@pytest.mark.parametrize("builder", [fsdp, zero])
+def test_a_padded_state_on_explicit_axes_is_saved_and_read(builder, mode, tmp_path):
+    program = builder(
+        Model(),
+        optax.adam(1e-2),
+        loss_fn,
+        mesh=explicit_mesh(),
+        batch=make_batch(0),
+        min_weight_size=1,
+        pad=True,
+        mode=mode,
+    )
+    state = program.init(jax.random.key(0))
+    assert any(any(leaf.padding) for leaf in state_leaves(program))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(program, state, step=0, extra={})
+        restored = checkpoints.restore(program, report=no_report)
+    assert_same(program, restored.state, whole(program, state))
 
 
 def bytes_read():

@@ -100,8 +100,9 @@ def test_first_choices_come_before_second_ones():
 
 
 def test_losses_are_those_of_each_sequence_and_of_its_valid_tokens():
-    routing = route(LOGITS, top_k=2, mask_BS=MASK)
-    got = load_balance_loss(routing, MASK), router_z_loss(LOGITS, MASK)
+    logits = np.where(MASK[..., None], LOGITS, np.nan)
+    routing = route(logits, top_k=2, mask_BS=MASK)
+    got = load_balance_loss(routing, MASK), router_z_loss(logits, MASK)
     for b, valid in enumerate((5, 2, 0)):
         balance = z = 0.0
         if valid:
@@ -181,9 +182,12 @@ def test_what_layers_have_sown_becomes_a_loss_and_metrics():
     counts = jnp.array([[3.0, 1], [0, 4], [9, 9]])
     sown = {
         "losses": {
-            "scanned": {"load_balance": (jnp.array([[1.0, 2, 9], [3, 4, 9]]),)},
+            "scanned": {"load_balance": (jnp.array([[1.0, 2, np.nan], [3, 4, np.nan]]),)},
             "last": {"load_balance": (jnp.array([5.0, 6, 9]),)},
-            "router": {"router_z": (jnp.ones((3, 3)),), "of the user": (jnp.ones(()),)},
+            "router": {
+                "router_z": (jnp.array([[1, 1, np.nan]] * 3),),
+                "of the user": (jnp.ones(()),),
+            },
         },
         "intermediates": {"x": {"choices": (counts,), "dropped": (jnp.array([1.0, 2, 9]),)}},
     }

@@ -156,7 +156,7 @@ ARGUMENTS = {
 
 CANNOT = {
     "lookahead": ("its parameters are pairs, LookaheadParams", "no attribute 'fast'"),
-    "measure_with_ema": ("a part of monitor: what it returns is no update", "tree structure"),
+    "measure_with_ema": ("a part of monitor: what it returns is no update", "adding its updates"),
     "monitor": ("its state has another structure after a step", "measurements"),
     "contrib.differentially_private_aggregate": ("it needs each example's gradient", "batch dim"),
     "contrib.dpsgd": ("it needs each example's gradient", "batch dim"),
@@ -388,8 +388,49 @@ def test_a_step_communicates_no_more_for_adamw_than_for_sgd(devices8):
 @pytest.mark.parametrize("name", [name for name in CANNOT if name in MAKERS])
 def test_what_cannot_work_is_refused(devices8, name):
     _, message = CANNOT[name]
-    with pytest.raises((AttributeError, ValueError), match=message):
+    with pytest.raises(ValueError, match=f"^tx: .*{message}"):
         build(make_mesh({"data": 8}, devices8), make(name))
+
+
+# Where an optimizer may stand that refuses extra arguments. `optax.contrib.sam` does, although it
+# says that it takes any.
+AROUND = {
+    "chain": lambda tx: optax.chain(CLIP, tx, optax.ema(0.9)),
+    "multi_transform": lambda tx: optax.multi_transform(
+        {"kernel": tx, "bias": SGD}, kernel_or_bias
+    ),
+    "masked": lambda tx: optax.masked(tx, is_kernel),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(
+        lambda scale: optax.chain(tx, optax.scale(scale))
+    )(scale=0.5),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 2),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "schedule_free": lambda tx: optax.contrib.schedule_free(tx, LR),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("around", AROUND)
+def test_a_part_of_an_optimizer_may_refuse_extra_arguments(devices8, around):
+    adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
+    tx = AROUND[around](optax.contrib.sam(SGD, adversary))
+    alone = optax.GradientTransformation(*tx)  # Which is given none.
+    expected = optimize_on_one_device(alone, initial_params(), BATCHES, mean_loss)
+    state, losses = train_program(build(make_mesh({"data": 8}, devices8), tx), BATCHES)
+    assert_close((state.params, state.opt_state, losses), expected)
+
+
+def test_an_argument_that_one_part_needs_and_another_refuses_is_named(devices8):
+    sam, mesh = optax.contrib.sam(SGD, SGD), make_mesh({"data": 8}, devices8)
+    build(mesh, optax.chain(CLIP, sam))
+    opaque = optax.contrib.sam(SGD, SGD, opaque_mode=True)
+    for tx, words in (
+        (optax.chain(sam, optax.contrib.reduce_on_plateau()), "part of it refuses .*'value'"),
+        (optax.contrib.sophia(LR), "tx: its update raises ValueError .obj_fn must be provided"),
+        (opaque, "tx: its update raises ValueError .grad_fn must be provided"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            build(mesh, tx)
 
 
 def test_every_optimizer_of_optax_is_found_and_every_name_exists():

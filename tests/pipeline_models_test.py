@@ -176,3 +176,19 @@ def test_collections_that_change_are_refused() -> None:
             num_minibatches=2,
             pipeline=Pipeline(),
         )
+
+
+@pytest.mark.usefixtures("devices8")
+def test_parameters_of_layers_that_are_to_be_kept_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"keep_gathered, which names 'layers/.*', a parameter of"):
+        fsdp(
+            Stack(),
+            optax.sgd(1.0),
+            classification_loss,
+            batch=make_classes(),
+            mesh=make_mesh({"data": 2, "stage": 2}, jax.devices()[:4]),
+            num_minibatches=2,
+            pipeline=Pipeline(),
+            min_weight_size=16,
+            keep_gathered=("layers",),
+        )

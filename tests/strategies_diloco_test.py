@@ -25,6 +25,7 @@ from manualpar.inspect import (
     total_bytes,
     trace_collectives,
 )
+from manualpar.sharding.split_parameter import split
 from tests import all_axes_test
 from tests.one_device import slow_unless
 
@@ -96,10 +97,10 @@ def build(mesh="2x4", inner="fsdp", *, tx=None, every=1, outer_tx=None, model=No
     )
 
 
-def train(program, batches, state=None, first=1):
+def train(program, batches, state=None):
     state = program.init(jax.random.key(0)) if state is None else state
-    for number, batch in enumerate(batches, start=first):
-        state, metrics = program.step_at(number)(state, batch)
+    for batch in batches:
+        state, metrics = program.train_step(state, batch)
     return state, metrics
 
 
@@ -238,6 +239,34 @@ def test_fragments_are_exchanged_at_steps_of_their_own(devices8, inner, mesh, nu
     ReplicaSentinel(program.mesh, program.layout).check(state)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("every", "fragments", "overlap"), [(2, 1, False), (3, 2, False), (3, 2, True)]
+)
+def test_steps_may_be_numbered_restored_or_traced(devices8, every, fragments, overlap):
+    """The state counts, whoever calls: the loop, a loop that goes on, or a scan."""
+    streamed = {"outer_fragments": fragments, "outer_overlap": overlap}
+    program = build(inner="dp", every=every, outer_tx=optax.sgd(0.7, 0.9), **streamed)
+    batches = make_batches(5)
+    state = program.init(jax.random.key(0))
+    for number, batch in enumerate(batches, start=1):
+        state, _ = program.step_at(number)(state, batch)
+    numbered = jax.device_get(state)
+    half, _ = train(program, batches[:2])
+    # Read anew, and the counter with it.
+    restored = jax.tree.map(lambda x: jax.device_put(jax.device_get(x), x.sharding), half)
+    state, _ = train(program, batches[2:], restored)
+    chex.assert_trees_all_equal(jax.device_get(state), numbered)
+    met, _ = train(program, batches[: 4 if every == 3 else 2])
+    assert program.outer_steps[0](met) is met
+    if every == 3:
+        scan = jax.jit(functools.partial(jax.lax.scan, program.train_step))
+        stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
+        state, _ = scan(program.init(jax.random.key(0)), stacked)
+        found = jax.device_get((state.params, state.local))
+        chex.assert_trees_all_close(found, (numbered.params, numbered.local), atol=1e-6)
+
+
 def test_a_fragment_is_sent_alone_and_beside_a_step(devices8):
     program = build(every=4, outer_fragments=2, outer_overlap=True)
     total = outer_step_bytes(program)[("replica",)]
@@ -266,7 +295,7 @@ def test_replicas_differ_until_they_meet_and_then_are_equal_bit_for_bit(devices8
     chex.assert_trees_all_equal(jax.device_get(state.params), before)
     kernel = np.asarray(state.local["params"]["Dense_0"]["kernel"])
     assert (kernel[0] != kernel[1]).any()
-    state, _ = train(program, make_batches(1), state, first=3)
+    state, _ = train(program, make_batches(1), state)
     sentinel.check(state)
     for x, anchor in zip(
         jax.tree.leaves(state.local["params"]), jax.tree.leaves(state.params), strict=True
@@ -278,12 +307,13 @@ def test_replicas_differ_until_they_meet_and_then_are_equal_bit_for_bit(devices8
 
 
 @pytest.mark.slow
-def test_a_replica_leaves_out_its_own_steps_that_are_not_finite(devices8):
+@pytest.mark.parametrize("field", ["inputs", "mask"])
+def test_a_replica_leaves_out_its_own_steps_that_are_not_finite(devices8, field):
     """The others go on, and the one that has done nothing has no weight."""
     program = build(nonfinite="skip", every=1)
     (batch,) = make_batches(1)
     spoilt = Batch(batch.inputs.copy(), batch.labels, np.ones_like(batch.mask))
-    spoilt.inputs[0] = np.nan  # The first replica's.
+    getattr(spoilt, field)[0] = np.nan  # The first replica's.
     state, metrics = train(program, [spoilt])
     assert metrics["nonfinite"] == (1, 2)
     (initial,) = (program.whole(program.init(jax.random.key(0)))["params"],)
@@ -365,6 +395,24 @@ def test_mistakes_are_refused_before_anything_compiles(devices8, options, error,
         build(**options)
 
 
+class OverReplicas(nn.Module):
+    """A layer that is split over the axis of the replicas, with one row for two or for all."""
+
+    shared: bool
+
+    @nn.compact
+    def __call__(self, x):
+        init = split(nn.initializers.ones, ("replica", None), shared=self.shared)
+        return nn.Dense(8)(x) + self.param("rows", init, (2 - self.shared, 8)).sum()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_layer_that_is_split_over_the_replicas_is_refused(devices8, shared):
+    words = r"parameter 'rows' of shape \(., 8\) is split over \['replica'\], the replicas' own"
+    with pytest.raises(ValueError, match=words):
+        build(model=OverReplicas(shared))
+
+
 def test_a_loss_that_couples_replicas_is_refused(devices8):
     def coupled(params, apply_fn, batch, rng):
         loss, metrics = loss_fn(params, apply_fn, batch, rng)
@@ -443,7 +491,7 @@ def test_other_numbers_of_replicas_go_on(devices8, mesh, steps):
     adopted = many.adopt(state)
     chex.assert_trees_all_equal(many.whole(adopted), few.whole(state))
     chex.assert_trees_all_close(
-        many.step_at(1)(many.adopt(state), make_batches(1)[0])[1]["loss"][1],
+        many.train_step(many.adopt(state), make_batches(1)[0])[1]["loss"][1],
         make_batches(1)[0].mask.sum(),
     )
     for own, other in zip(
@@ -477,7 +525,7 @@ def test_other_numbers_of_replicas_go_on(devices8, mesh, steps):
     # The next exchange takes the anchor to where it would have come.
     np.testing.assert_allclose(
         np.asarray(many.outer_step(adopted).params["Dense_1"]["kernel"])[:33],
-        np.asarray(few.outer_step(state).params["Dense_1"]["kernel"])[:33],
+        np.asarray(few.outer_step(few.adopt(state)).params["Dense_1"]["kernel"])[:33],
         rtol=1e-5,
         atol=1e-6,
     )

@@ -65,7 +65,10 @@ def test_masked_examples_leave_no_trace_and_weights_count(mask):
     assert metrics["loss"] == (pytest.approx(expected * weights.sum(), rel=1e-5), weights.sum())
     assert metrics["accuracy"][1] == weights.sum()
 
-    other = batch.replace(inputs=jnp.where(mask[:, None] > 0, batch.inputs, 7.0))
+    other = batch.replace(
+        inputs=jnp.where(mask[:, None] > 0, batch.inputs, 7.0),
+        labels=jnp.where(mask > 0, batch.labels, -100),  # None of the five classes.
+    )
     (_, other_metrics), other_grads = _value_and_grad(params, other)
     chex.assert_trees_all_close((metrics, grads), (other_metrics, other_grads), rtol=1e-5)
 

@@ -1,6 +1,7 @@
 """Evaluation turns training off in every module, whoever tells it to train."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -12,6 +13,7 @@ from flax import nnx
 from optax import sgd
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
+from manualpar.models import Transformer
 from manualpar.user_model.adapter import adapt
 from manualpar.user_model.carried_collections import CarryingApply
 
@@ -160,6 +162,23 @@ def test_statistics_are_those_of_the_state_with_dropout_on_too(fields):
     np.testing.assert_allclose(off, X, rtol=1e-4)  # The mean is 0 and the variance 1.
     on = evaluate(model, True, eval_dropout=True)
     assert set(np.unique(np.round(on, 3))) == {0, 2}
+
+
+def test_a_loss_of_evaluation_has_nothing_of_training_with_dropout_on_too():
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "mlp_size": 8}
+    model = Transformer(vocab_size=8, label_smoothing=0.3, z_loss=0.1, scan_layers=False, **sizes)
+    tokens = np.arange(4)[None]
+    params = model.init(jax.random.key(0), tokens)
+    in_training, evaluated, expected = (
+        jax.jit(functools.partial(apply, train=train))(params, tokens, labels=tokens)[0]
+        for apply, train in (
+            (model.apply, True),
+            (dataclasses.replace(adapt(model), phase="eval_dropout").apply, True),
+            (model.apply, False),
+        )
+    )
+    np.testing.assert_allclose(evaluated, expected, rtol=1e-6)
+    assert (in_training > 1.01 * expected).all()
 
 
 def test_an_nnx_model_has_its_own_switch():

@@ -11,6 +11,7 @@ three.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from manualpar.checkpoints.replica_count import as_held, as_stored
 from manualpar.cluster.agreement import JSON
 from manualpar.core.partitioning import unpad_leaf
 from manualpar.core.program import Program
+from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
 from manualpar.state_arrays import Leaf, leaves_of, list_some, place_leaf, show_array
 from manualpar.storage import AnyPath, BucketPath
 from manualpar.train_state import TrainState
@@ -294,4 +296,13 @@ def unpad_whole(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array
     What is left cannot stay sharded: its shape does not divide, which is why it was padded.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(unpad_leaf, static_argnums=1, out_shardings=replicated)(x, padding)
+    with no_mesh():  # Of one function, so that each shape is compiled once.
+        take_off = jax.jit(_take_off, static_argnums=(1, 2), out_shardings=replicated)
+        whole: jax.Array = take_off(x, padding, mesh)
+    return whole
+
+
+def _take_off(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array:
+    run = functools.partial(unpad_leaf, padding=padding)
+    whole: jax.Array = on_auto_axes(run, mesh=mesh, out_specs=PartitionSpec())(x)
+    return whole

@@ -51,7 +51,7 @@ from manualpar.sharding.splitting import abstract_batch, check_batch
 from manualpar.sharding.trainable import split_trained, trained
 from manualpar.state_transfer import StartsFromArrays, check_has_devices
 from manualpar.train_state import TrainState
-from manualpar.update import Update
+from manualpar.update import Update, explain_optimizer
 from manualpar.user_model.adapter import Model
 from manualpar.user_model.loss_function import LossFn, Metrics
 from manualpar.user_model.study import UserModel, study
@@ -202,12 +202,14 @@ class _States:
 
     def _state(self, variables: dict[str, Any], rng: jax.Array) -> TrainState:
         params = variables["params"]
+        with explain_optimizer("its init"):
+            opt_state = self._tx.init(split_trained(self._placements, params)[0])
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             apply_fn=self._model.apply_fn,
             params=params,
             tx=self._tx,
-            opt_state=self._tx.init(split_trained(self._placements, params)[0]),
+            opt_state=opt_state,
             rng=rng,
             collections={name: tree for name, tree in variables.items() if name != "params"},
             local=self._feedback.zeros() if self._feedback else {},

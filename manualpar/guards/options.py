@@ -122,12 +122,14 @@ class ProgramOptions(TypedDict, total=False):
         they are; a count that is taken from a shape (`seen += x.shape[0]`) is one, so it has to be
         named. In other modes than `"manual"` a model sees the global batch, and nothing differs.
       eval_dropout: Whether `eval_step` leaves dropout on, as Monte Carlo dropout needs it. Batch
-        statistics come from the state in any case. If not (the default), training is turned off
-        wherever a module is told to train: by an argument or a field `train`, `training` or
-        `is_training`, by `deterministic`, by `use_running_average`, and in NNX by `eval()`. A
-        module that draws from `rngs["dropout"]` and cannot be told is refused by its path. With
-        dropout on, masks depend on the device and on `state.rng`, which changes in each step. For
-        several samples of one state give it other keys: `state.replace(rng=key)`.
+        statistics come from the state in any case, and a `Transformer` smooths no labels and adds
+        no z-loss. What else your model does where it is told to train, it does then too. If not
+        (the default), training is turned off wherever a module is told to train: by an argument or
+        a field `train`, `training` or `is_training`, by `deterministic`, by `use_running_average`,
+        and in NNX by `eval()`. A module that draws from `rngs["dropout"]` and cannot be told is
+        refused by its path. With dropout on, masks depend on the device and on `state.rng`, which
+        changes in each step. For several samples of one state give it other keys:
+        `state.replace(rng=key)`.
       compiler_options: XLA's options for the training and the evaluation step, by name, see
         `manualpar.compiler_options`; none if not given.
     """

@@ -251,8 +251,13 @@ def auxiliary_loss(
     total = weight_B.sum()
     count = jnp.where(total == 0, 1, total)
     loss_B = (load_balance * balance_LB + router_z * z_LB).sum(0)
+
+    def weighted_sum(x_B: jax.Array) -> jax.Array:
+        # What has no weight may be NaN.
+        return jnp.where(weight_B == 0, 0, x_B * weight_B).sum()
+
     metrics: Metrics = {
-        name: ((x_LB.mean(0) * weight_B).sum(), total)
+        name: (weighted_sum(x_LB.mean(0)), total)
         for name, x_LB in ((LOAD_BALANCE, balance_LB), (ROUTER_Z, z_LB))
     }
     if choices_LBE is not None and dropped_LB is not None:
@@ -261,7 +266,7 @@ def auxiliary_loss(
         metrics[DROPPED] = ((dropped_LB * counts_B[None]).sum(), choices_E.sum())
         for index in range(len(choices_E)):
             metrics[f"expert_{index}"] = (choices_E[index], choices_E.sum())
-    return (loss_B * weight_B).sum() / count, jax.lax.stop_gradient(metrics)
+    return weighted_sum(loss_B) / count, jax.lax.stop_gradient(metrics)
 
 
 def _sown(sown: Any, name: str, ndim: int) -> jax.Array | None:
@@ -290,4 +295,5 @@ def _mean_over_tokens(x_BSX: jax.Array, mask_BS: jax.Array | None, context: Cont
         return context.total(x_BSX.sum(1)) / (x_BSX.shape[1] * context.size)
     weight_BS1 = mask_BS[..., None].astype(x_BSX.dtype)
     count_B1 = context.total(weight_BS1.sum(1))
-    return context.total((x_BSX * weight_BS1).sum(1)) / jnp.maximum(count_B1, 1)
+    sum_BX = jnp.where(weight_BS1 == 0, 0, x_BSX * weight_BS1).sum(1)  # Padding may be NaN.
+    return context.total(sum_BX) / jnp.maximum(count_B1, 1)

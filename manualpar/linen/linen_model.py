@@ -25,7 +25,13 @@ from flax.errors import InvalidRngError
 
 from manualpar.linen.call_arguments import initial_call
 from manualpar.user_model.adapter import InitArgs, ModelAdapter, register
-from manualpar.user_model.evaluation import DROPOUT_STREAM, EVAL_SWITCHES, SWITCHES, overrule
+from manualpar.user_model.evaluation import (
+    DROPOUT_STREAM,
+    EVAL_SWITCHES,
+    EVALUATION_FIELDS,
+    SWITCHES,
+    overrule,
+)
 from manualpar.user_model.recurrence import varying_linen_carries
 from manualpar.user_model.split_dropout import SplitAttention, key_like
 
@@ -124,6 +130,8 @@ class LinenModel(ModelAdapter):
     def _fields_on_mesh(self, module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
         """The fields of a module that differ on the mesh in a call, by name."""
         fields: dict[str, Any] = self.axis_aliases.resolve(module)
+        if self.phase != "train":
+            fields |= getattr(module, EVALUATION_FIELDS, {})
         switches = SWITCHES[self.phase]
         for name in (field.name for field in dataclasses.fields(module)):
             value = getattr(module, name, None)

@@ -22,7 +22,7 @@ only their differences.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -209,6 +209,9 @@ class Transformer(nn.Module):
     dense_mlp_size: int = 0
     context_axis: str = ""
     context_attention: ContextAttention = "ring"
+
+    # Both are of training alone, see `manualpar.user_model.evaluation`.
+    evaluation_fields: ClassVar[Mapping[str, Any]] = {"label_smoothing": 0.0, "z_loss": 0.0}
 
     @nn.compact
     def __call__(

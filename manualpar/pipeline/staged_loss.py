@@ -84,8 +84,7 @@ class StagedLoss:
                     f"pipeline: parameter {path!r} has {'a' if is_stacked else 'no'} layer in each "
                     "entry of dim 0, and here the scan over layers runs over "
                     f"{'others' if is_stacked else 'it'}; expected the same scan in training and "
-                    "evaluation, and keep_gathered without parameters of layers, because those "
-                    "are gathered by each layer."
+                    "evaluation."
                 )
         check_divides(cut.length, num_stages, chunks)
         self.chunk_layers = cut.length // (num_stages * chunks)

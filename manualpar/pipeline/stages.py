@@ -14,6 +14,8 @@ from manualpar.pipeline.cut import check_divides, find_stacked
 from manualpar.pipeline.executor import PipelineRun
 from manualpar.pipeline.kept import Keep
 from manualpar.pipeline.schedules import ScheduleName
+from manualpar.sharding.axes import axis_tuple
+from manualpar.sharding.layout import path_name
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 KEEPS: tuple[Keep, ...] = get_args(Keep)
@@ -97,7 +99,21 @@ class Pipeline:
     def on_mesh(
         self, mesh: Mesh, strategy: Strategy, placements: Any, num_minibatches: int
     ) -> PipelineRun:
-        """The schedule on a mesh, see `manualpar.core.strategy.Stages`."""
+        """The schedule on a mesh, see `manualpar.core.strategy.Stages`.
+
+        Raises:
+          ValueError: A parameter of layers is to be kept once it is gathered.
+        """
+        for path, place in jax.tree_util.tree_leaves_with_path(placements):
+            gathered = {axis for name in place.names for axis in axis_tuple(name)}
+            gathered &= {*place.mean_axes}
+            is_kept = place.keep and strategy.gather_every == "minibatch"
+            if is_kept and gathered and self.axis in place.split_axes:
+                raise ValueError(
+                    f"{strategy.name}: pipeline= with keep_gathered, which names "
+                    f"{path_name(path)!r}, a parameter of the layers; expected others, such as "
+                    "('head',): a stage gathers a layer's parameters where that layer runs."
+                )
         return PipelineRun(
             axis=self.axis,
             schedule=self.schedule,

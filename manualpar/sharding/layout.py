@@ -36,6 +36,7 @@ class ParameterInfo:
       shared_names: For each dimension the mesh axes whose devices share its entries; `()` if there
         are none.
       trainable: Whether it is trained. One that is not is *frozen*.
+      absent_axes: Axes that a split parameter names and the mesh does not have.
     """
 
     path: str
@@ -46,6 +47,7 @@ class ParameterInfo:
     split_axes: frozenset[str] = frozenset()
     shared_names: Names = ()
     trainable: bool = True
+    absent_axes: frozenset[str] = frozenset()
 
     @property
     def whole_dims(self) -> frozenset[int]:
@@ -261,7 +263,10 @@ def describe_parameters(
         if isinstance(x, SplitParameter):
             axes = frozenset(axis for name in names for axis in axis_tuple(name))
             _, shared = names_on(key, value.shape, x.names, mesh.shape, shared=x.shared)
-            return ParameterInfo(key, value.shape, value.dtype, names, dims, axes, shared)
+            absent = frozenset(x for name in x.names for x in axis_tuple(name)) - {*mesh.shape}
+            return ParameterInfo(
+                key, value.shape, value.dtype, names, dims, axes, shared, absent_axes=absent
+            )
         for dim, name in enumerate(names):
             split = set(axis_tuple(name)) & set(data_axes)
             if split and set(axis_tuple(name)) - split:

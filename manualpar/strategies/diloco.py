@@ -48,12 +48,13 @@ def diloco(
     ```python
     outer_tx = optax.sgd(0.7, momentum=0.9, nesterov=True)
     program = diloco(model, tx, loss_fn, every=50, outer_tx=outer_tx, mesh=mesh, batch=batch)
-    for number, batch in enumerate(batches, start=1):
-        state, metrics = program.step_at(number)(state, batch)
+    for batch in batches:
+        state, metrics = program.train_step(state, batch)
     ```
 
-    `state.params` are the parameters that the replicas last agreed on. `eval_step`, checkpoints and
-    exports see these.
+    `train_step` takes the outer step too when it is due: after every `every` steps that the state
+    has counted. `state.params` are the parameters that the replicas last agreed on. `eval_step`,
+    checkpoints and exports see these.
 
     Args:
       model: As for every builder, as are the other arguments that are not explained here.
@@ -79,8 +80,8 @@ def diloco(
         `"manual"`. With `nonfinite="skip"` each replica leaves out steps of its own.
 
     Returns:
-      The program. Take its steps by `program.step_at`; or, if parameters are not divided, call
-      `program.outer_step(state)` after every `program.every` calls of `train_step`.
+      The program. Inside a function of your own that is traced, `train_step` has both kinds of step
+      in a conditional. `train_step.lower` and `trace` are of the step that replicas take alone.
 
     Raises:
       ValueError: An option does not fit, as for every builder; or the model or the loss sends
@@ -116,6 +117,14 @@ def diloco(
     )
     inner_options: Any = options | {"mesh": own_mesh, "batch": part}
     one = inner(model, tx, loss_fn, **inner_options)
+    for info, _ in one.parameters:
+        if split := sorted(info.absent_axes & {*axes}):
+            raise ValueError(
+                f"diloco: model: parameter {info.path!r} of shape {info.shape} is split over "
+                f"{split}, the replicas' own axis, expected another axis of the mesh "
+                f"{dict(mesh.shape)}: each replica has a whole model. Name one of {list(own)} in "
+                "the model, or build the mesh with one more axis inside each replica."
+            )
     program = build_local_steps(
         one,
         batch,

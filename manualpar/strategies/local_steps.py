@@ -14,18 +14,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from manualpar.core.collectives import Wire
 from manualpar.core.program import Program
-from manualpar.guards.dispatch import GuardedStep, check_alive, check_state
+from manualpar.guards.dispatch import GuardedStep, check_state
 from manualpar.rng import typed_key
 from manualpar.sharding.axes import axes_size, with_axis_types
 from manualpar.sharding.layout import with_shardings
 from manualpar.sharding.mesh_context import OutsideMeshes, no_mesh, on_auto_axes
 from manualpar.state_transfer import Missing, StartsFromArrays, check_has_devices
+from manualpar.strategies.counted_steps import CountedStep, OuterStep, StepFunction
 from manualpar.strategies.local_state import LocalState
 from manualpar.strategies.replica_steps import ReplicaSteps, anchor_step
 from manualpar.train_state import TrainState
-from manualpar.user_model.loss_function import Metrics
-
-StepFunction = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +31,9 @@ class LocalSteps(Program):
     """A program whose replicas take `every` steps alone between two outer steps.
 
     `step` is that of the anchor on all devices, as a program that is replicated over the same axes
-    takes it; what `train_step` runs is `inner.step`.
+    takes it; what `train_step` runs is `inner.step`. After every `every` steps, as the state counts
+    them, `train_step` takes the outer step too, of each fragment at steps of its own. What it
+    traces and lowers is the step that replicas take alone.
 
     Attributes:
       inner: The program of one replica, on a mesh without the replicas' axes. It can be traced.
@@ -58,21 +58,16 @@ class LocalSteps(Program):
 
     @property
     def outer_step(self) -> Any:
-        """The outer step of the last fragment; of all parameters if they are not divided."""
+        """The outer step of the last fragment; of all parameters if they are not divided.
+
+        `train_step` takes it when it is due. Call it to have replicas meet at another time too; it
+        does nothing if they have just met.
+        """
         return self.outer_steps[-1]
 
     def step_at(self, number: int) -> StepFunction:
-        """What a loop calls as step `number`, counted from 1, as it calls `train_step`.
-
-        After every `every` steps it takes the outer step too, for each fragment at steps of its
-        own.
-        """
-        fragment = self._state.fragments.due_at(number, self.every)
-        if fragment is None:
-            return self.train_step
-        if self.streamed_steps:
-            return cast(StepFunction, self.streamed_steps[fragment])
-        return functools.partial(self._train_and_meet, fragment)
+        """What `train_step` does at step `number`, counted from 1, whatever the state counts."""
+        return cast(CountedStep, self.train_step).at(number)
 
     def init_from(
         self, params_or_variables: Any, rng: jax.Array | None = None, *, missing: Missing = "error"
@@ -126,12 +121,6 @@ class LocalSteps(Program):
         with no_mesh():  # Of other replicas no memory can be taken over.
             jitted = jax.jit(on_auto, out_shardings=shardings, donate_argnums=0)
             return jitted(state.replace(local={}), state.local)
-
-    def _train_and_meet(
-        self, fragment: int, state: TrainState, batch: Any
-    ) -> tuple[TrainState, Metrics]:
-        state, metrics = self.train_step(state, batch)
-        return self.outer_steps[fragment](state), metrics
 
 
 def build_local_steps(
@@ -191,7 +180,7 @@ def build_local_steps(
             donate_argnums=0,
             compiler_options=compiler_options,
         )
-        return _OuterStep(jitted, functools.partial(check_state, "outer_step", abstract))
+        return OuterStep(jitted, functools.partial(check_state, "outer_step", abstract))
 
     eval_step = jit(
         anchor.evaluate,
@@ -209,6 +198,13 @@ def build_local_steps(
         check_has_devices("init", mesh)
         return create(typed_key("init", rng))
 
+    outer_steps = tuple(map(jit_outer, range(num_fragments)))
+    streamed_steps = tuple(
+        guard("train_step", jit_step(functools.partial(steps.train_and_meet, fragment)))
+        for fragment in range(num_fragments if overlap else 0)
+    )
+    due_at = functools.partial(state.fragments.due_at, every=every)
+    alone = guard("train_step", jit_step(steps.train))
     infos, placements = [info for info, _ in inner.parameters], jax.tree.leaves(anchor.placements)
     chosen = iter(jax.tree.leaves(state.fragments.index))
     program = LocalSteps(
@@ -226,35 +222,16 @@ def build_local_steps(
         batch_sharding=NamedSharding(given, roles.batch_spec),
         create=state.create,
         init=functools.partial(init, jit(state.create, layout, out_shardings=shardings)),
-        train_step=guard("train_step", jit_step(steps.train)),
+        train_step=cast(Any, CountedStep(alone, outer_steps, streamed_steps, due_at, every)),
         eval_step=guard("eval_step", eval_step),
         step=anchor,
         inner=inner,
         replica_axes=replica_axes,
         every=every,
         fragments=tuple(next(chosen) if place.trainable else None for place in placements),
-        outer_steps=tuple(map(jit_outer, range(num_fragments))),
-        streamed_steps=tuple(
-            guard("train_step", jit_step(functools.partial(steps.train_and_meet, fragment)))
-            for fragment in range(num_fragments if overlap else 0)
-        ),
+        outer_steps=outer_steps,
+        streamed_steps=streamed_steps,
         outer_wire=outer_wire,
         _state=state,
     )
     return program
-
-
-class _OuterStep:
-    """A jitted outer step that refuses a state that was donated or is another program's."""
-
-    def __init__(self, jitted: Any, check: Callable[[Any], None]) -> None:
-        self.jitted, self._check = jitted, check
-
-    def __call__(self, state: TrainState) -> TrainState:
-        check_alive("outer_step", state=state)
-        self._check(state)
-        met: TrainState = self.jitted(state)
-        return met
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.jitted, name)

@@ -114,8 +114,8 @@ class ReplicaSteps:
         own, metrics = self.own.train(own, batch)
         own = jax.tree.map(self._constrain_own, own, self.inner.layout)
         counted = metrics["loss"][1].astype(jnp.float32)
-        if self.own.nonfinite == "skip":  # What has changed nothing has no weight.
-            counted *= 1 - metrics["nonfinite"][0]
+        if self.own.nonfinite == "skip":  # What has changed nothing has no weight; it may be NaN.
+            counted = jnp.where(metrics["nonfinite"][0] > 0, jnp.zeros_like(counted), counted)
         local = {
             "params": split_trained(self._placements, own.params)[0],
             "opt_state": own.opt_state,

@@ -51,7 +51,8 @@ class ParameterShardingOptions(StateShardingOptions, total=False):
       keep_gathered: The names of parameters, or of modules that contain them (`("head",)` for
         `head/kernel`), that are gathered once in each minibatch and kept until the backward pass,
         whatever `reshard_after_forward`. Use it for the last layer, because the backward pass
-        begins with it, and for parameters that are used several times.
+        begins with it, and for parameters that are used several times. With a pipeline, not for
+        those of its layers.
       regather_axes: The first axes of `axis_name`, over which alone parameters are gathered again
         for the backward pass; all if there are none. What came over the others, the slow links, is
         kept from the forward pass: a secondary shard, `1 / D` of the parameters on `D` devices

@@ -124,7 +124,8 @@ def _mean_cross_entropy(
     weights = jnp.ones_like(losses) if batch.mask is None else batch.mask.astype(losses.dtype)
     # The sum of those of all sequences, by which a loss of experts weighs each.
     count = weights.sum(-1).sum()
-    total = (losses * weights).sum()
+    # A label that stands for nothing may be any number, and its loss NaN, which times 0 is NaN.
+    total = jnp.where(weights == 0, 0, losses * weights).sum()
     metrics = {"loss": (total, count), "accuracy": ((correct * weights).sum(), count)}
     # The share of a device may consist of padding alone.
     return total / jnp.where(count > 0, count, 1), metrics

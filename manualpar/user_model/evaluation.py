@@ -24,6 +24,9 @@ SWITCHES: Mapping[Phase, Mapping[str, bool]] = {
     "eval": {**EVAL_SWITCHES, **_STATISTICS},
     "eval_dropout": _STATISTICS,
 }
+# The class attribute with the values that a module's fields have in evaluation, with dropout on
+# too: where `train` stays on, it says more than that dropout does.
+EVALUATION_FIELDS = "evaluation_fields"
 
 
 def signature_of(module: Any, method: Any) -> inspect.Signature:
