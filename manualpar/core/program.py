@@ -24,7 +24,7 @@ from manualpar.core.partitioning import pad_leaf
 from manualpar.core.step import Step
 from manualpar.core.strategy import Mode, Strategy
 from manualpar.guards.dispatch import GuardedStep, check_state
-from manualpar.guards.options import ProgramOptions, check_options, check_wire
+from manualpar.guards.options import ProgramOptions, check_options, check_wire, explain_dtypes
 from manualpar.guards.placing import check_strategy, place_parameter
 from manualpar.modes.manual import mode_named
 from manualpar.rng import typed_key
@@ -147,7 +147,11 @@ def build_program(
       TypeError: A field is of the wrong kind.
     """
     check_options(strategy.name, options)
-    with no_mesh(), explain_shardings(strategy.name, options.get("mode", "manual")):
+    with (
+        no_mesh(),
+        explain_shardings(strategy.name, options.get("mode", "manual")),
+        explain_dtypes(strategy.name, options),
+    ):
         batch, step, states = _design(strategy, model, tx, loss_fn, options)
         program = _assemble(batch, step, states, options)
         loss = on_auto_axes(step.loss_alone, mesh=program.mesh, out_specs=PartitionSpec())
