@@ -129,8 +129,9 @@ class ProgramOptions(TypedDict, total=False):
         wherever a module is told to train: by an argument or a field `train`, `training` or
         `is_training`, by `deterministic`, by `use_running_average`, and in NNX by `eval()`. A
         module that draws from `rngs["dropout"]` and cannot be told is refused by its path. With
-        dropout on, masks depend on the device and on `state.rng`, which changes in each step. For
-        several samples of one state give it other keys: `state.replace(rng=key)`.
+        dropout on, masks depend on the device, in a pipeline on the microbatch, and on `state.rng`,
+        which changes in each step. For several samples of one state give it other keys:
+        `state.replace(rng=key)`.
       compiler_options: XLA's options for the training and the evaluation step, by name, see
         `manualpar.compiler_options`; none if not given.
     """
@@ -256,9 +257,11 @@ def explain_dtypes(strategy: str, options: Mapping[str, Any]) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         said = str(error).strip()
         dtypes = set(_FLOATING.findall(said))
+        if len(dtypes) < 2 or said.startswith(f"{strategy}:"):
+            raise
         given = {name: options.get(name) for name in STORED_OR_GATHERED}
         named = [f"{name}={x!r}" for name, x in given.items() if x and str(jnp.dtype(x)) in dtypes]
-        if not named or len(dtypes) == 1 or said.startswith(f"{strategy}:"):
+        if not named:
             raise
         raise TypeError(
             f"{strategy}: with {' and '.join(named)} the model or the loss combines arrays of the "
