@@ -83,9 +83,10 @@ class Program(StartsFromArrays):
         `abstract_batch`.
       create: What `init` jits: a state made of a key, which lies nowhere.
       init: `init(rng) -> TrainState`. It takes `init_rng, rng = jax.random.split(rng)`. On every
-        mesh the parameters are, bit for bit, those of `model.init({"params": init_rng},
+        mesh the parameters are, bit for bit, those of a jitted `model.init({"params": init_rng},
         batch.inputs, train=False)`, or of a call with the arguments that the option `init_args`
-        returns. No device ever holds more than its own shard.
+        returns. (What is not jitted may round the last bit otherwise.) No device ever holds more
+        than its own shard.
       train_step: `train_step(state, batch) -> (state, metrics)`, jitted. The state is donated, so
         use the returned one. Metrics are `(sum, count)` pairs over the global batch, the same on
         all devices. With the option `nonfinite="skip"` a step may change nothing of the state but
