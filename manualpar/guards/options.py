@@ -26,6 +26,7 @@ CODES = {"gather_code": (None, "int8"), "reduce_code": (None, "int8", "int4")}
 ROUNDING = ("error_feedback", "stochastic_rounding")
 STORED_OR_GATHERED = ("gather_dtype", "param_dtype", "frozen_dtype")
 FLAGS = ("use_scan", "norm_metrics", "axis_by_axis", "eval_dropout", *ROUNDING)
+_FLOATING = re.compile(r"\bb?float\d+\b")
 
 
 class ProgramOptions(TypedDict, total=False):
@@ -269,9 +270,6 @@ def explain_dtypes(strategy: str, options: Mapping[str, Any]) -> Iterator[None]:
             "compute in that of their parameters: give the model a dtype, or cast what it adds of "
             f"its own to the dtype of its activations. (The error is: {' '.join(said.split())})"
         ) from error
-
-
-_FLOATING = re.compile(r"\bb?float\d+\b")
 
 
 def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...]) -> None:
