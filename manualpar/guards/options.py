@@ -255,7 +255,7 @@ def explain_dtypes(strategy: str, options: Mapping[str, Any]) -> Iterator[None]:
     """
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except TypeError as error:
         said = str(error).strip()
         dtypes = set(_FLOATING.findall(said))
         if len(dtypes) < 2 or said.startswith(f"{strategy}:"):
@@ -268,7 +268,7 @@ def explain_dtypes(strategy: str, options: Mapping[str, Any]) -> Iterator[None]:
             f"{strategy}: with {' and '.join(named)} the model or the loss combines arrays of the "
             f"dtypes {' and '.join(sorted(dtypes))}, expected one. Layers that have no dtype "
             "compute in that of their parameters: give the model a dtype, or cast what it adds of "
-            f"its own to the dtype of its activations. (The error is: {' '.join(said.split())})"
+            f"its own to the dtype of its activations. (JAX says: {' '.join(said.split())})"
         ) from error
 
 
