@@ -114,7 +114,8 @@ class StartsFromArrays:
             is not donated.
 
         Returns:
-          The state as this program holds it: the same bits, step and key included.
+          The state as this program holds it: the same bits, step and key included. What error
+          feedback keeps begins with zeros if it is of other devices.
 
         Raises:
           ValueError: The state is of another model or optimizer, or has been donated; each

@@ -169,3 +169,29 @@ def test_other_modes_compute_in_the_gather_dtype_too(devices8, mode):
         losses[each] = metrics["loss"][0]
         assert state.params["first"]["kernel"].dtype == jnp.float32
     np.testing.assert_allclose(losses[mode], losses["manual"], rtol=2e-3)
+
+
+class AddsFloat32(nn.Module):
+    """A loop whose layer adds a table of float32 to what it is given."""
+
+    @nn.compact
+    def __call__(self, x):
+        def layer(dense, x, _):
+            return dense(x) + np.ones((1, WIDTH), np.float32), None
+
+        loop = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return loop(nn.Dense(WIDTH), nn.Dense(WIDTH)(x), None)[0]
+
+
+@pytest.mark.parametrize("option", ["gather_dtype", "param_dtype", "frozen_dtype"])
+def test_an_option_that_makes_a_loop_carry_two_dtypes_is_named(devices8, option):
+    options = {option: "bfloat16", "trainable": ("Dense_0/*",)}
+    with pytest.raises(TypeError, match=f"fsdp: with {option}='bfloat16' the model .* a dtype, or"):
+        fsdp(
+            AddsFloat32(),
+            optax.sgd(1.0),
+            loss_fn,
+            mesh=make_mesh({"data": -1}, devices8),
+            batch=make_batch(),
+            **options,
+        )

@@ -24,7 +24,7 @@ from manualpar.core.partitioning import pad_leaf
 from manualpar.core.step import Step
 from manualpar.core.strategy import Mode, Strategy
 from manualpar.guards.dispatch import GuardedStep, check_state
-from manualpar.guards.options import ProgramOptions, check_options, check_wire
+from manualpar.guards.options import ProgramOptions, check_options, check_wire, explain_dtypes
 from manualpar.guards.placing import check_strategy, place_parameter
 from manualpar.modes.manual import mode_named
 from manualpar.rng import typed_key
@@ -83,9 +83,10 @@ class Program(StartsFromArrays):
         `abstract_batch`.
       create: What `init` jits: a state made of a key, which lies nowhere.
       init: `init(rng) -> TrainState`. It takes `init_rng, rng = jax.random.split(rng)`. On every
-        mesh the parameters are, bit for bit, those of `model.init({"params": init_rng},
+        mesh the parameters are, bit for bit, those of a jitted `model.init({"params": init_rng},
         batch.inputs, train=False)`, or of a call with the arguments that the option `init_args`
-        returns. No device ever holds more than its own shard.
+        returns. (What is not jitted may round the last bit otherwise.) No device ever holds more
+        than its own shard.
       train_step: `train_step(state, batch) -> (state, metrics)`, jitted. The state is donated, so
         use the returned one. Metrics are `(sum, count)` pairs over the global batch, the same on
         all devices. With the option `nonfinite="skip"` a step may change nothing of the state but
@@ -147,7 +148,11 @@ def build_program(
       TypeError: A field is of the wrong kind.
     """
     check_options(strategy.name, options)
-    with no_mesh(), explain_shardings(strategy.name, options.get("mode", "manual")):
+    with (
+        no_mesh(),
+        explain_shardings(strategy.name, options.get("mode", "manual")),
+        explain_dtypes(strategy.name, options),
+    ):
         batch, step, states = _design(strategy, model, tx, loss_fn, options)
         program = _assemble(batch, step, states, options)
         loss = on_auto_axes(step.loss_alone, mesh=program.mesh, out_specs=PartitionSpec())

@@ -3,8 +3,10 @@
 `check_options` refuses what cannot be built, before anything is traced.
 """
 
+import contextlib
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Required, TypedDict
 
 import jax.numpy as jnp
@@ -22,7 +24,9 @@ NONFINITE: tuple[Nonfinite, ...] = ("ignore", "report", "skip")
 WIRE_DTYPES = ("bfloat16", "float32", "float64")
 CODES = {"gather_code": (None, "int8"), "reduce_code": (None, "int8", "int4")}
 ROUNDING = ("error_feedback", "stochastic_rounding")
+STORED_OR_GATHERED = ("gather_dtype", "param_dtype", "frozen_dtype")
 FLAGS = ("use_scan", "norm_metrics", "axis_by_axis", "eval_dropout", *ROUNDING)
+_FLOATING = re.compile(r"\bb?float\d+\b")
 
 
 class ProgramOptions(TypedDict, total=False):
@@ -127,9 +131,9 @@ class ProgramOptions(TypedDict, total=False):
         (the default), training is turned off wherever a module is told to train: by an argument or
         a field `train`, `training` or `is_training`, by `deterministic`, by `use_running_average`,
         and in NNX by `eval()`. A module that draws from `rngs["dropout"]` and cannot be told is
-        refused by its path. With dropout on, masks depend on the device and on `state.rng`, which
-        changes in each step. For several samples of one state give it other keys:
-        `state.replace(rng=key)`.
+        refused by its path. With dropout on, masks depend on the device, in a pipeline on the
+        microbatch, and on `state.rng`, which changes in each step. For several samples of one state
+        give it other keys: `state.replace(rng=key)`.
       compiler_options: XLA's options for the training and the evaluation step, by name, see
         `manualpar.compiler_options`; none if not given.
     """
@@ -240,6 +244,33 @@ def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes,
                 f"{chosen}. Use mode='manual'."
             )
     return (names["frozen_dtype"] or names["param_dtype"], names["param_dtype"]), wire
+
+
+@contextlib.contextmanager
+def explain_dtypes(strategy: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Names the options that give parameters a dtype where JAX refuses it beside another one.
+
+    Raises:
+      TypeError: An operation of the model or the loss has operands of two floating-point dtypes, of
+        which one is an option's; other errors pass.
+    """
+    try:
+        yield
+    except TypeError as error:
+        said = str(error).strip()
+        dtypes = set(_FLOATING.findall(said))
+        if len(dtypes) < 2 or said.startswith(f"{strategy}:"):
+            raise
+        given = {name: options.get(name) for name in STORED_OR_GATHERED}
+        named = [f"{name}={x!r}" for name, x in given.items() if x and str(jnp.dtype(x)) in dtypes]
+        if not named:
+            raise
+        raise TypeError(
+            f"{strategy}: with {' and '.join(named)} the model or the loss combines arrays of the "
+            f"dtypes {' and '.join(sorted(dtypes))}, expected one. Layers that have no dtype "
+            "compute in that of their parameters: give the model a dtype, or cast what it adds of "
+            f"its own to the dtype of its activations. (JAX says: {' '.join(said.split())})"
+        ) from error
 
 
 def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...]) -> None:
