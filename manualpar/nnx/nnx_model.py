@@ -25,7 +25,7 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 from manualpar.nnx.dropout import split_dropout
-from manualpar.nnx.streams import stream_keys, stream_variable
+from manualpar.nnx.streams import call_rngs, keys_by_stream, stream_keys, stream_variable
 from manualpar.nnx.variables import Path, annotate, gathering_variable, path_name
 from manualpar.user_model.adapter import ModelAdapter, register
 from manualpar.user_model.array_box import ArrayBox
@@ -34,6 +34,7 @@ from manualpar.user_model.recurrence import METHOD, vary_like
 
 # The collection of arrays that are attributes of a module without a variable around them.
 CONSTANTS = "constants"
+_NOT_GIVEN: Any = object()
 
 
 @register
@@ -101,25 +102,32 @@ class NNXModel(ModelAdapter):
         self,
         variables: Mapping[str, Any],
         *args: Any,
-        rngs: Any = None,
+        rngs: Any = _NOT_GIVEN,
         mutable: Any = False,
         method: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Calls the module as `flax.linen.Module.apply` does; `rngs` are those of `stream_keys`.
 
-        An argument `train` that the call does not take turns NNX's own switch: `module.train()` or
+        A call that has an argument `rngs` gets them too, as `nnx.Rngs`. So does one that takes any
+        argument, if the module has no random streams that the keys could be for. An argument
+        `train` that the call does not take turns NNX's own switch: `module.train()` or
         `module.eval()`.
 
         Raises:
           ValueError: A variable is missing, or the call makes new ones, sets a parameter that is
             sharded, or asks for random numbers without having been given a key.
         """
-        module = self._merge(variables, rngs)
+        given = {} if rngs is _NOT_GIVEN or rngs is None else keys_by_stream(rngs)
+        module = self._merge(variables, given)
         self._adjust_to_mesh(module, (args, kwargs))
         call = getattr(module, method or "__call__") if not callable(method) else method
-        parameters = _parameters(call)
+        parameters = _parameters_of_call(call)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        known = {collection_of(leaf) for _, leaf in _leaves(self.module)}
+        has_streams = None in known
+        if rngs is not _NOT_GIVEN and ("rngs" in parameters or (takes_any and not has_streams)):
+            kwargs["rngs"] = None if rngs is None else call_rngs(given)
         if "train" in kwargs and "train" not in parameters and not takes_any:
             module.train() if kwargs.pop("train") else module.eval()
         if self.phase == "eval_dropout":
@@ -127,7 +135,6 @@ class NNXModel(ModelAdapter):
         elif self.phase == "eval":
             module.eval()
         asked = [mutable] if isinstance(mutable, str) else [] if mutable is True else mutable or []
-        known = {collection_of(leaf) for _, leaf in _leaves(self.module)}
         sown = [name for name in asked if name not in known]
         types = [nnx.variable_type_from_name(name, allow_register=True) for name in sown]
         bound = functools.partial(call, module) if callable(method) else call
@@ -162,7 +169,7 @@ class NNXModel(ModelAdapter):
                 setattr(cell, METHOD, varying(getattr(cell, METHOD)))
             split_dropout(part)
 
-    def _merge(self, variables: Mapping[str, Any], rngs: Any) -> nnx.Module:
+    def _merge(self, variables: Mapping[str, Any], rngs: Mapping[str, Any]) -> nnx.Module:
         """A module of its own with some variables, its random streams at their beginning."""
         streams = stream_keys(self.module, rngs)
         known = {"params"}
@@ -347,3 +354,13 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
         called = functools.partial(constructor.__init__, None)
     called = functools.partial(called, *partial.args, **partial.keywords)
     return inspect.signature(called).parameters
+
+
+def _parameters_of_call(call: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a module's call; an `nnx.Sequential` hands all on to its first layer."""
+    module = getattr(call, "__self__", None)
+    if not (isinstance(module, nnx.Sequential) and call == module.__call__ and module.layers):
+        return _parameters(call)
+    first = module.layers[0]
+    own = {"rngs": _parameters(call)["rngs"]}
+    return {**_parameters_of_call(getattr(first, "__call__", first)), **own}

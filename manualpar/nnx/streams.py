@@ -19,17 +19,30 @@ from flax import nnx
 from manualpar.nnx.variables import Path, path_name
 
 
-def stream_keys(module: nnx.Module, rngs: Any) -> dict[Path, Any]:
+def keys_by_stream(rngs: Any) -> dict[str, Any]:
+    """Returns keys by the names of streams, from a dict or an `nnx.Rngs`, or one key for all."""
+    if isinstance(rngs, nnx.Rngs):
+        return {name: stream() for name, stream in rngs.items()}
+    return dict(rngs) if isinstance(rngs, Mapping) else {"default": rngs}
+
+
+def call_rngs(given: Mapping[str, Any]) -> nnx.Rngs:
+    """Makes the streams for a call that takes `rngs`; other names fall back as in `stream_keys`."""
+    if len(given) == 1 and "default" not in given:
+        (only,) = given.values()
+        given = {**given, "default": jax.random.fold_in(only, zlib.crc32(b"default"))}
+    return nnx.Rngs(given)
+
+
+def stream_keys(module: nnx.Module, given: Mapping[str, Any]) -> dict[Path, Any]:
     """Finds for each random stream of a module, by path, a key or why it has none, in a sentence.
 
-    `rngs` are keys by the names of streams, one key for all of them, or `None`. A stream takes the
-    key of its name. One without a name of its own (`default`) takes that of its module's
-    `rng_collection`. If there is no such key, it takes the one called `default`, or the only one.
+    `given` are keys by the names of streams. A stream takes the key of its name. One without a name
+    of its own (`default`) takes that of its module's `rng_collection`. If there is no such key, it
+    takes the one called `default`, or the only one.
     """
     nodes = list(nnx.iter_graph(module))
     modules = {path: node for path, node in nodes if isinstance(node, nnx.Module)}
-    given: dict[Any, Any]
-    given = dict(rngs) if isinstance(rngs, Mapping) else {} if rngs is None else {None: rngs}
     keys: dict[Path, Any] = {}
     for path, node in nodes:
         if not isinstance(node, nnx.RngStream):
