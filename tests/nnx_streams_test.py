@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from manualpar import Batch, fsdp, make_mesh
+from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
 from manualpar.user_model.adapter import adapt
 
 X = jnp.ones((16, 32))
@@ -125,3 +125,61 @@ def test_a_program_trains_it_and_evaluates_without_dropout(devices8):
     assert program.eval_step(state, Batch(X, X))["zeros"][0] == 0
     zeros, total = program.train_step(state, Batch(X, X))[1]["zeros"]
     assert 0.4 < zeros / total < 0.6
+
+
+class OwnCell(nnx.RNNCellBase):
+    """A cell that begins with what it has learned, and draws a key as flax's cells do."""
+
+    num_feature_axes = 1
+
+    def __init__(self, rngs, scale=0.0):
+        self.inner = nnx.Linear(10, 6, rngs=rngs)
+        self.first = nnx.Param(jnp.linspace(0.1, 0.6, 6))
+        self.scale = scale
+
+    def initialize_carry(self, input_shape, rngs=None):
+        key, shape = rngs(), (*input_shape[:-1], 6)
+        noise = jax.random.normal(key, shape) if self.scale else jnp.zeros(shape)
+        return self.first[None] + noise
+
+    def __call__(self, carry, x):
+        carry = nnx.tanh(self.inner(jnp.concatenate([carry, x], axis=-1)))
+        return carry, carry
+
+
+def both_ways(rngs):
+    return nnx.Bidirectional(nnx.RNN(OwnCell(rngs)), nnx.RNN(nnx.LSTMCell(4, 6, rngs=rngs)))
+
+
+def recurrent_loss(params, apply_fn, batch, rng):
+    losses = jnp.square(apply_fn({"params": params}, batch.inputs)).mean((1, 2))
+    return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda rngs: nnx.RNN(nnx.OptimizedLSTMCell(4, 6, rngs=rngs), rngs=rngs),
+        pytest.param(both_ways, marks=pytest.mark.slow),
+        pytest.param(lambda rngs: nnx.RNN(OwnCell(rngs)), marks=pytest.mark.slow),
+        pytest.param(lambda rngs: nnx.RNN(nnx.GRUCell(4, 6, rngs=rngs)), marks=pytest.mark.slow),
+    ],
+    ids=["stream of its own", "both ways", "own cell", "gru"],
+)
+def test_a_carry_that_uses_no_key_needs_none(devices8, model):
+    batch = Batch(jax.random.normal(KEY, (16, 3, 4)), jnp.zeros(16))
+    options = {"mesh": make_mesh({"data": 8}), "batch": batch, "min_weight_size": 6}
+    program = fsdp(model, optax.sgd(1.0), recurrent_loss, **options)
+    assert_same_as_one_device(program, batch, jax.random.key(0))
+    adapted = adapt(model)
+    got = adapted.apply(adapted.init(jax.random.key(0)), batch.inputs)
+    plain = model(nnx.Rngs(jax.random.key(0)))(batch.inputs)
+    np.testing.assert_array_equal(got, plain)
+
+
+def test_a_carry_that_is_drawn_needs_a_key():
+    adapted = adapt(lambda rngs: nnx.RNN(OwnCell(rngs, scale=1.0)))
+    variables, x = adapted.init(jax.random.key(0)), jnp.ones((2, 3, 4))
+    with pytest.raises(ValueError, match=r"'rngs' is asked for numbers .* rngs=\{'carry': key\}"):
+        adapted.apply(variables, x)
+    assert adapted.apply(variables, x, rngs={"carry": KEY}).shape == (2, 3, 6)

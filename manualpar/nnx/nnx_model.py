@@ -25,7 +25,13 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 from manualpar.nnx.dropout import split_dropout
-from manualpar.nnx.streams import call_rngs, keys_by_stream, stream_keys, stream_variable
+from manualpar.nnx.streams import (
+    call_rngs,
+    keys_by_stream,
+    mark_keyless,
+    stream_keys,
+    stream_variable,
+)
 from manualpar.nnx.variables import Path, annotate, gathering_variable, path_name
 from manualpar.user_model.adapter import ModelAdapter, register
 from manualpar.user_model.array_box import ArrayBox
@@ -188,7 +194,9 @@ class NNXModel(ModelAdapter):
                 f"model: applied with collections {unknown}, expected only {sorted(known)}, which "
                 f"are those of {type(self.module).__name__}."
             )
-        return nnx.merge(nnx.graphdef(self.module), nnx.from_flat_state(leaves))
+        module = nnx.merge(nnx.graphdef(self.module), nnx.from_flat_state(leaves))
+        mark_keyless(module)
+        return module
 
     def _variable(self, path: Path, leaf: Any, value: Any) -> Any:
         """The leaf at a path with a value."""
@@ -362,5 +370,5 @@ def _parameters_of_call(call: Any) -> Mapping[str, inspect.Parameter]:
     if not (isinstance(module, nnx.Sequential) and call == module.__call__ and module.layers):
         return _parameters(call)
     first = module.layers[0]
-    own = {"rngs": _parameters(call)["rngs"]}
-    return {**_parameters_of_call(getattr(first, "__call__", first)), **own}
+    first = first.__call__ if isinstance(first, nnx.Module) else first
+    return {**_parameters_of_call(first), "rngs": _parameters(call)["rngs"]}

@@ -5,7 +5,8 @@ kept: as in Linen a loss gives keys, `rngs={"dropout": key}`, and the stream of 
 from a key of its own, folded with the module's path from the one of that name.
 
 Invariants: no two streams share a key; a stack's streams have as many keys as it has layers; a
-stream without a key is an error only when it is asked for numbers.
+stream without a key is an error only where its key is used. `nnx.RNN` draws a key for a carry of
+zeros, which does not use it.
 """
 
 import zlib
@@ -74,6 +75,36 @@ def stream_variable(variable: nnx.Variable[Any], key: Any) -> nnx.Variable[Any]:
         return _NoKey.from_metadata(none, {**metadata, "reason": key})
     key = jax.random.split(key, abstract.shape) if abstract.shape else key
     return type(variable).from_metadata(key, metadata)
+
+
+def mark_keyless(module: nnx.Module) -> None:
+    """Lets the streams of a module that were given no key return what must not be used as one."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.RngStream) and isinstance(node.key, _NoKey):
+            object.__setattr__(node, "__class__", _KeylessStream)
+
+
+class _KeylessStream(nnx.RngStream):
+    """A stream that was given no key."""
+
+    def __call__(self) -> Any:
+        """Returns an object that refuses every use."""
+        return _MissingKey(self.key.get_metadata("reason"))
+
+    def fork(self, **kwargs: Any) -> Any:
+        """Returns the stream itself, which has no numbers to begin another with."""
+        del kwargs
+        return self
+
+
+class _MissingKey:
+    """What a stream without a key returns; whoever looks at it gets the reason as an error."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(self._reason)
 
 
 class _NoKey(nnx.RngKey):
