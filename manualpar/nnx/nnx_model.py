@@ -36,7 +36,7 @@ from manualpar.nnx.variables import Path, annotate, gathering_variable, path_nam
 from manualpar.user_model.adapter import ModelAdapter, register
 from manualpar.user_model.array_box import ArrayBox
 from manualpar.user_model.evaluation import required
-from manualpar.user_model.recurrence import METHOD, vary_like
+from manualpar.user_model.recurrence import METHOD, vary_like, with_subclasses
 
 # The collection of arrays that are attributes of a module without a variable around them.
 CONSTANTS = "constants"
@@ -142,7 +142,7 @@ class NNXModel(ModelAdapter):
             module.eval()
         asked = [mutable] if isinstance(mutable, str) else [] if mutable is True else mutable or []
         sown = [name for name in asked if name not in known]
-        types = [nnx.variable_type_from_name(name, allow_register=True) for name in sown]
+        types = [type_ for name in sown for type_ in _types_named(name)]
         bound = functools.partial(call, module) if callable(method) else call
 
         def run(module: nnx.Module) -> Any:
@@ -152,11 +152,12 @@ class NNXModel(ModelAdapter):
 
         out = nnx.capture(run, *types)(module)
         out, *states = out if types else (out,)
-        updates = self._updates(module)
+        made = None if mutable is True else frozenset(sown)
+        captured = [leaf for state in states for leaf in nnx.to_flat_state(state)]
+        kept = _by_collection([*self._kept(module, made), *captured])
+        updates: dict[str, Any] = {name: {} for name in sown} | kept
         if mutable is False:
             return out
-        for name, state in zip(sown, states, strict=True):
-            updates |= {name: {}} | _by_collection(nnx.to_flat_state(state))
         asked = updates if mutable is True else asked
         return out, {name: updates[name] for name in asked if name in updates}
 
@@ -209,21 +210,26 @@ class NNXModel(ModelAdapter):
             return gathering_variable(leaf, box, path=key, loop_dims=dims)
         return type(leaf).from_metadata(value, leaf.get_metadata())
 
-    def _updates(self, module: nnx.Module) -> dict[str, Any]:
-        """The variables of a module after a call, by collection."""
+    def _kept(self, module: nnx.Module, made: frozenset[str] | None) -> list[tuple[Path, Any]]:
+        """The variables of a module after a call that may have changed, and those that it has made.
+
+        `made` are the collections of those that it may make; `None` for any.
+        """
         before = {path for path, _ in _leaves(self.module)}
         kept = []
         for path, leaf in _leaves(module):
-            if "__captures__" in path or collection_of(leaf) == "params":
+            name = collection_of(leaf)
+            if "__captures__" in path or name == "params":
                 continue
-            if path not in before:
+            if path not in before and made is not None and name not in made:
                 raise ValueError(
                     f"model: calling it makes a new variable {path_name(path)!r} of type "
                     f"{type(leaf).__name__}, which a training state has no place for; make it in "
-                    "the module's __init__."
+                    "the module's __init__. If it is for the loss, ask for it where the model is "
+                    f"called: out, made = apply_fn(..., mutable=[{name!r}])."
                 )
             kept.append((path, leaf))
-        return _by_collection(kept)
+        return kept
 
 
 def collection_of(leaf: Any) -> str | None:
@@ -232,12 +238,22 @@ def collection_of(leaf: Any) -> str | None:
         return CONSTANTS
     if isinstance(leaf, nnx.RngState):
         return None
-    if isinstance(leaf, nnx.Param):
+    return _collection_of_type(type(leaf))
+
+
+def _collection_of_type(type_: type[nnx.Variable[Any]]) -> str:
+    if issubclass(type_, nnx.Param):
         return "params"
     try:
-        return nnx.variable_name_from_type(type(leaf))
+        return nnx.variable_name_from_type(type_)
     except ValueError:  # A type that flax has no name of Linen's for.
-        return type(leaf).__name__
+        return type_.__name__
+
+
+def _types_named(collection: str) -> list[type[nnx.Variable[Any]]]:
+    """The types whose variables belong to a collection; a new one if there is none."""
+    found = [x for x in with_subclasses(nnx.Variable) if _collection_of_type(x) == collection]
+    return found or [nnx.variable_type_from_name(collection, allow_register=True)]
 
 
 # What makes a module from a key.

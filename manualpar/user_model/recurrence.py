@@ -36,7 +36,7 @@ def varying_linen_carries(inputs: Any) -> contextlib.AbstractContextManager[None
     def casting(_: str, initialize: Any) -> Any:
         return lambda *args, **kwargs: jax.tree.map(vary, initialize(*args, **kwargs))
 
-    cells = [cell for cell in _with_subclasses(nn.RNNCellBase) if METHOD in vars(cell)]
+    cells = [cell for cell in with_subclasses(nn.RNNCellBase) if METHOD in vars(cell)]
     return replaced_in_thread([(cell, METHOD) for cell in cells], casting)
 
 
@@ -62,5 +62,6 @@ def vary_like(inputs: Any) -> Callable[[jax.Array], jax.Array]:
     return vary
 
 
-def _with_subclasses(base: Any) -> set[Any]:
-    return {base}.union(*(_with_subclasses(below) for below in base.__subclasses__()))
+def with_subclasses(base: Any) -> set[Any]:
+    """A class and all below it."""
+    return {base}.union(*map(with_subclasses, base.__subclasses__()))
