@@ -8,8 +8,9 @@ its count is the weight of this part in the mean over all devices and minibatche
 called like `model.apply`, and `rng` is a key of this device, minibatch and step alone.
 
 - A part may have no valid example at all, and the gradient of 0 / 0 is NaN on that device and then
-  everywhere: a masked loss divides by `jnp.where(count > 0, count, 1)`. (`jnp.maximum(count, 1)` is
-  another loss for a part whose weights add up to less than 1.)
+  everywhere: a masked loss divides by `jnp.maximum(count, 1)` or `jnp.where(count > 0, count, 1)`.
+  The first is another loss for a part whose weights add up to less than 1. Over a context axis the
+  same holds, see `context_check`.
 - A loss may be made of collectives and so be the same on all devices (`jax.lax.pmean(loss, axes)`,
   a ratio of `psum`s): its gradient is that of one device. Metrics are summed over the devices here.
   If a loss has summed them already, their means stay right and their counts do not.
