@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from manualpar import Batch, assert_same_as_one_device, data_parallel, fsdp, make_mesh
@@ -191,10 +192,37 @@ class Loops(nn.Module):
         return jax.lax.cond(x.shape[1] > 2, lambda: 2 * x, lambda: jnp.ones(x.shape))
 
 
+class NNXLoops(nnx.Module):
+    """A module in a scan and a loop from zeros; without FSDP also in a branch that data chooses."""
+
+    def __init__(self, rngs, branch=False):
+        self.up, self.head = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+        self.branch = branch
+
+    def __call__(self, x):
+        over_time = nnx.scan(
+            lambda m, h, x: nnx.tanh(h + m.up(x)), in_axes=(None, nnx.Carry, 1), out_axes=nnx.Carry
+        )
+        h = over_time(self, jnp.zeros((len(x), 8)), x)
+        rounds = nnx.fori_loop(
+            0, 2, lambda _, c: (c[0], c[1] + c[0].up(x)), (self, jnp.zeros(x.shape))
+        )
+        x = rounds[1] + h[:, None]
+        if self.branch:
+            x = nnx.cond(
+                jnp.abs(x).max() >= 0, lambda m, x: m.up(x), lambda m, x: jnp.ones(x.shape), self, x
+            )
+        return self.head(x)
+
+
 @pytest.mark.parametrize(
     ("model", "loss", "build"),
     [
         (nn.Dense(4), ctc, fsdp),
+        pytest.param(NNXLoops, squares, fsdp, marks=pytest.mark.slow),
+        pytest.param(
+            lambda rngs: NNXLoops(rngs, branch=True), squares, data_parallel, marks=pytest.mark.slow
+        ),
         pytest.param(nn.Dense(4), ratio_in_a_loop, fsdp, marks=pytest.mark.slow),
         pytest.param(Loops(), squares, fsdp, marks=pytest.mark.slow),
         pytest.param(Loops(), squares, data_parallel, marks=pytest.mark.slow),

@@ -121,8 +121,8 @@ class NNXModel(ModelAdapter):
         `module.eval()`.
 
         Raises:
-          ValueError: A variable is missing, or the call makes new ones, sets a parameter that is
-            sharded, or asks for random numbers without having been given a key.
+          ValueError: A variable is missing, or the call makes one that `mutable` does not name,
+            sets a parameter that is sharded, or uses random numbers without a key.
         """
         given = {} if rngs is _NOT_GIVEN or rngs is None else keys_by_stream(rngs)
         module = self._merge(variables, given)

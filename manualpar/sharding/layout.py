@@ -263,8 +263,15 @@ def describe_parameters(
         dims = dims_of_loops(path)
         names: Names = (None,) * value.ndim
         if is_box(x):
-            given = {"mesh": mesh, "rules": rules, "all_rules": all_rules}
-            names = mesh_names(key, x, value.shape, loop_dims=dims, **given)
+            names = mesh_names(
+                key,
+                x,
+                value.shape,
+                loop_dims=dims,
+                mesh=mesh,
+                rules=rules,
+                all_rules=all_rules,
+            )
         if isinstance(x, SplitParameter):
             axes = frozenset(axis for name in names for axis in axis_tuple(name))
             _, shared = names_on(key, value.shape, x.names, mesh.shape, shared=x.shared)

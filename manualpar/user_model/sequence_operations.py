@@ -40,8 +40,8 @@ _OF_ONE_NUMBER = frozenset(
 _INTEGRAL = _LINEAR | {"add", "concatenate", "dot_general", "max", "min", "mul", "select_n", "sub"}
 # Whether they are true where a count is not 0, its right side.
 _TESTS = {"gt": True, "ne": True, "eq": False, "le": False}
-# How large a constant may be that keeps a count from being 0. `max` changes no count from 1 on, and
-# a sum changes it by less than what rounding may.
+# How large a constant may be that keeps a count from being 0: `max` with 1 changes no number of
+# tokens, and a sum changes it by a hundred-thousandth at most.
 _LEAST_COUNTS = {"max": 1.0, "add": 1e-5}
 SUMS = frozenset({"psum", "psum_invariant"})
 _COLLECTIVES = SUMS | frozenset(

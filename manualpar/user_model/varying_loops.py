@@ -126,8 +126,9 @@ def _chosen(
     if "operand" in kwargs:
         kwargs = dict(kwargs)
         operands = (kwargs.pop("operand"),)
-    # Here, because the transpose of a cast within a branch would send on some devices alone.
-    operands = cast_to_varying(operands, varying_axes(index))
+    if own := varying_axes(index):
+        # Not in the branches, because the transpose of a cast sends, and only some devices would.
+        operands = cast_to_varying(operands, own)
 
     def choose(branches: Sequence[Any]) -> Any:
         return original(index, *((branches,) if as_list else branches), *operands, **kwargs)
@@ -136,14 +137,14 @@ def _chosen(
         axes = [_traced_axes(branch, *operands) for branch in branches]
         if len({len(some) for some in axes}) > 1:
             return choose(branches)  # JAX says what is wrong.
-        joined = [varying_axes(index).union(*some) for some in zip(*axes, strict=True)]
+        joined = [own.union(*some) for some in zip(*axes, strict=True)]
 
         def casting(branch: Any) -> Any:
             return lambda *operands: _cast(branch(*operands), joined)
 
         return choose([casting(branch) for branch in branches])
 
-    return _retried(lambda: choose(branches), cast_and_choose, at_once=bool(varying_axes(index)))
+    return _retried(lambda: choose(branches), cast_and_choose, at_once=bool(own))
 
 
 def _retried(plain: Callable[[], Any], cast: Callable[[], Any], *, at_once: bool = False) -> Any:
