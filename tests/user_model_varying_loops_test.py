@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from manualpar import Batch, assert_same_as_one_device, data_parallel, fsdp, make_mesh
 from manualpar.core.collectives import varying_axes
+from manualpar.jaxprs import all_equations
 from manualpar.user_model.varying_loops import varying_loops
 
 DATA = frozenset({"data"})
@@ -125,6 +126,23 @@ def test_results_vary_where_data_went_in(devices8, name):
 def test_other_mistakes_are_jaxs_to_explain(devices8, function, message):
     with pytest.raises(TypeError, match=message):
         on_devices(function)
+
+
+def test_devices_that_choose_different_branches_send_nothing_in_them(devices8):
+    """The gradient of what all devices have alike is summed over them outside of the branches."""
+
+    def chosen(x):
+        is_first = jax.lax.axis_index("data") == 0
+        with varying_loops():
+            y = jax.lax.cond(is_first, lambda x: 2 * x, lambda x: 3 * x, x)
+        return jax.lax.psum(y, "data")
+
+    mesh, whole = make_mesh({"data": 8}), PartitionSpec()
+    run = jax.shard_map(jax.grad(chosen), mesh=mesh, in_specs=whole, out_specs=whole)
+    conds = [x for x in all_equations(jax.make_jaxpr(run)(1.0).jaxpr) if x.primitive.name == "cond"]
+    assert conds
+    assert not any("psum" in str(x.params["branches"]) for x in conds)
+    assert jax.jit(run)(1.0) == 2 + 7 * 3
 
 
 def test_other_threads_and_later_calls_have_jaxs_own(devices8):
