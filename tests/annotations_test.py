@@ -1,3 +1,4 @@
+import ast
 import re
 
 import flax.linen as nn
@@ -5,10 +6,12 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from manualpar import make_mesh
+from manualpar import Batch, fsdp, make_mesh
 from manualpar.core.partitioning import ShardedParameter
 from manualpar.sharding.annotations import check_rules, mesh_names
 from manualpar.sharding.axes import axes_size, axis_tuple
@@ -229,7 +232,9 @@ def test_the_rules_in_a_box_come_first(mesh):
 def test_rules_from_outside_do_not_reach_in(mesh):
     with (
         nn.logical_axis_rules((("mlp", "data"),)),
-        pytest.raises(ValueError, match=r"\['mlp'\] are not in rules \[\]\. Add \('mlp', None\)"),
+        pytest.raises(
+            ValueError, match=r"\['mlp'\] are not in rules \[\]\. Write rules=\(\('mlp', None\),\)"
+        ),
     ):
         resolve(logical(("mlp",)), mesh, rules=())
 
@@ -242,8 +247,9 @@ def test_rules_from_outside_do_not_reach_in(mesh):
             (),
             ValueError,
             r"\('embed', 'mpl'\), of which \['mpl'\] are not in rules "
-            r"\['embed', 'mlp', 'heads', 'batch'\]; the nearest is 'mlp'\. Add \('mpl', None\) to "
-            r"rules, or name an axis of the mesh \['data', 'model'\] instead of None\.",
+            r"\['embed', 'mlp', 'heads', 'batch'\]; the nearest is 'mlp'\. Write rules=\(.*"
+            r"\('batch', 'data'\), \('mpl', None\)\), which has all names of the model, and an "
+            r"axis of the mesh \['data', 'model'\] instead of None where a dimension is to be",
         ),
         (("data", None), (), ValueError, r".*, of which \['data'\] are not in rules"),
         (("layers", "embed"), (1,), ValueError, r".*, of which \['layers'\] are not in rules"),
@@ -283,6 +289,56 @@ def test_logical_names_that_are_unknown_or_do_not_fit_are_refused(
 ):
     with pytest.raises(error, match=f"^{WHERE}{message}"):
         resolve(logical(names, (18, 64)), mesh, loop_dims=loop_dims)
+
+
+class Named(nn.Module):
+    """Logical names in two layers, one of which is in a loop with a name of its own."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        def init(*names):
+            return nn.with_logical_partitioning(nn.initializers.ones_init(), names)
+
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return nn.Dense(16, kernel_init=init("embed", "mlp"))(x), None
+
+        options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
+        x, _ = nn.scan(Block, metadata_params={nn.PARTITION_NAME: "layers"}, **options)()(x, None)
+        return nn.Dense(4, kernel_init=init("embed", "vocab"), bias_init=init("vocab"))(x)
+
+
+class NamedNNX(nnx.Module):
+    def __init__(self, rngs):
+        def init(*names):
+            return nnx.with_partitioning(nnx.initializers.ones_init(), names)
+
+        self.up = nnx.Linear(16, 16, kernel_init=init("embed", "mlp"), rngs=rngs)
+        options = {"kernel_init": init("embed", "vocab"), "bias_init": init("vocab")}
+        self.head = nnx.Linear(16, 4, rngs=rngs, **options)
+
+    def __call__(self, x):
+        return self.head(self.up(x))
+
+
+@pytest.mark.parametrize("model", [Named(), NamedNNX])
+@pytest.mark.parametrize("given", [(), (("embed", "data"),)])
+def test_the_message_has_rules_to_paste(mesh, model, given):
+    def loss(params, apply_fn, batch, rng):
+        y = apply_fn({"params": params}, batch.inputs)
+        return y.mean(), {"loss": (y.sum(), y.size)}
+
+    batch = Batch(jnp.ones((8, 16)), jnp.ones(8))
+    options = {"mesh": mesh, "batch": batch, "min_weight_size": 1}
+    with pytest.raises(ValueError, match="which has all") as caught:
+        fsdp(model, optax.sgd(1.0), loss, rules=given, **options)
+    rules = ast.literal_eval(re.search(r"rules=(\(\(.*\)),? which", str(caught.value))[1])
+    assert rules == (
+        *given,
+        *((x, None) for x in ("vocab", "embed", "mlp") if x not in dict(given)),
+    )
+    fsdp(model, optax.sgd(1.0), loss, rules=rules, **options)
 
 
 def test_a_model_with_a_loop(mesh):

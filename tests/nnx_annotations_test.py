@@ -142,7 +142,9 @@ def test_logical_names_under_a_mesh_that_is_set(devices8):
     with jax.set_mesh(make_mesh({"data": 2, "model": 4}, devices8)):
         for mode in ("auto", "manual"):
             assert names(build(LOGICAL, devices8, rules=RULES, mode=mode)) == expected
-        with pytest.raises(ValueError, match=r"If they are logical names, give rules=\(\('hidden'"):
+        with pytest.raises(
+            ValueError, match=r"If they are logical names, write rules=\(\('hidden'"
+        ):
             build(LOGICAL, devices8)
 
 

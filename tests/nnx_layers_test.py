@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from manualpar import Batch, fsdp, make_mesh
+from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
 from manualpar.user_model.adapter import adapt
 from tests.nnx_model_test import in_modes, sent, train, with_params
 from tests.program_test import BATCHES, TOLERANCE, loss_fn
@@ -261,6 +261,40 @@ def test_what_is_sown_is_there_for_the_asking(devices8):
     state, losses = train(program, program.init(jax.random.key(0)), BATCHES[:2])
     np.testing.assert_allclose(losses, expected, **TOLERANCE)
     assert program.eval_step(state, BATCHES[0])["difference"][0] == 0
+
+
+class Penalty(nnx.Variable):
+    """What a call leaves for the loss, as flax's example of a VAE does."""
+
+
+class Leaving(nnx.Module):
+    def __init__(self, rngs):
+        self.body = nnx.Linear(12, 12, rngs=rngs)
+        self.head = nnx.Linear(12, 5, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.body(x)
+        self.body.size = Penalty((x**2).mean())
+        self.sow(Penalty, "sown", x.mean())
+        return self.head(x)
+
+
+def test_a_variable_that_a_call_makes_is_there_for_the_asking(devices8):
+    def loss(params, apply_fn, batch, rng):
+        out, made = apply_fn({"params": params}, batch.inputs, mutable=["Penalty"])
+        size, (mean,) = made["Penalty"]["body"]["size"], made["Penalty"]["sown"]
+        losses = (out**2).mean(-1)
+        total = losses.mean() + size + mean
+        return total, {"loss": (total * len(out), len(out))}
+
+    program = build(Leaving, devices8[:4], loss=loss)
+    assert program.abstract_state.collections == {}
+    assert_same_as_one_device(program, BATCHES[0], jax.random.key(0))
+    adapted = adapt(Leaving)
+    variables, x = adapted.init(jax.random.key(0)), BATCHES[0].inputs
+    assert adapted.apply(variables, x, mutable=True)[1]["Penalty"].keys() == {"body"}
+    with pytest.raises(ValueError, match=r"new variable 'body/size'.*mutable=\['Penalty'\]"):
+        adapted.apply(variables, x, mutable=["batch_stats"])
 
 
 class Told(nnx.Module):

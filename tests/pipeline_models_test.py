@@ -11,7 +11,15 @@ import optax
 import pytest
 from flax import nnx
 
-from manualpar import Batch, Pipeline, fsdp, make_mesh
+from manualpar import (
+    Batch,
+    Pipeline,
+    assert_same_as_one_device,
+    data_parallel,
+    fsdp,
+    make_mesh,
+    zero,
+)
 from manualpar.models.transformer import Transformer
 from manualpar.training.cross_entropy import (
     classification_loss,
@@ -162,6 +170,39 @@ def test_models_train_as_without_stages(
     expected = train(model, loss, batch, {"data": 2} | others, **options)
     got = train(model, loss, batch, {"data": 2} | mesh, pipeline=pipeline, **options)
     chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=2e-6)
+
+
+def still(rngs: nnx.Rngs) -> NNXStack:
+    """The layers of NNX without dropout."""
+    model = NNXStack(rngs)
+    model.eval()
+    return model
+
+
+def still_loss(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
+    logits = apply_fn({"params": params}, batch.inputs)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("devices8")
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (data_parallel, {}),
+        (zero, {"stage": 1}),
+        (fsdp, {"pipeline": Pipeline(chunks=2), "reduce_dtype": "float32"}),
+        (fsdp, {}),  # No parameter is large enough to shard.
+    ],
+)
+def test_layers_that_are_not_sharded_are_spread_all_the_same(build: Any, options: Any) -> None:
+    batch = make_classes()
+    mesh = make_mesh({"data": 2, "stage": 2}, jax.devices()[:4])
+    options = {"pipeline": Pipeline(), "num_minibatches": 3, "mesh": mesh, **options}
+    program = build(still, optax.sgd(1.0), still_loss, batch=batch, **options)
+    assert program.layout.params["layers"]["linear"]["kernel"][0] == "stage"
+    assert_same_as_one_device(program, batch, jax.random.key(0))
 
 
 @pytest.mark.usefixtures("devices8")

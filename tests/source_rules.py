@@ -43,8 +43,10 @@ ORDER = """
     sharding.annotations sharding.trainable
     core.partitioning
     whole_batch collection_sync guards.nonfinite
+    train_state user_model.loss_function
+    user_model.varying_loops
     core.collectives user_model.array_box
-    rng train_state user_model.loss_function
+    rng user_model.thread_patches
     sharding.splitting
     attention_blocks sharding.roles sharding.mesh
     sharding.split_parameter

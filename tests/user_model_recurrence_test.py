@@ -147,19 +147,6 @@ def test_a_scan_from_flaxs_own_carry_trains_as_on_one_device(devices8, name, pro
     )
 
 
-def test_a_loop_of_the_models_own_from_zeros_is_refused(devices8):
-    class FromZeros(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            h = jnp.zeros((len(x), 8))
-            return nn.Dense(4)(jax.lax.scan(lambda h, x: (h + x, None), h, x.swapaxes(0, 1))[0])
-
-    with pytest.raises(TypeError, match=r"has a constant .*jnp.zeros_like\(x, shape=\(...\)\)"):
-        data_parallel(
-            FromZeros(), optax.sgd(0.5), loss_fn, mesh=make_mesh({"data": 8}), batch=BATCH
-        )
-
-
 def test_only_the_calls_own_thread_gets_other_carries(devices8):
     def make_carry():
         return nn.LSTMCell(3).initialize_carry(jax.random.key(0), (2, 3))

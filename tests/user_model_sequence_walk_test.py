@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
 from manualpar.purposes import CONTEXT_SCOPE, SEQUENCE_SCOPE
 from manualpar.user_model import context_check
 from manualpar.user_model.sequence_values import Value
@@ -267,7 +269,11 @@ def test_a_sum_over_the_devices_is_the_same_everywhere() -> None:
 MEANS = {
     "guarded": lambda x, m: (x * m).sum() / where(m.sum()),
     "as one sum": lambda x, m: (x * (m / where(m.sum()))).sum(),
-    "of whole numbers": lambda x, m: (x * m).sum() / jnp.maximum(m.sum(), 1),
+    "at least 1": lambda x, m: (x * m).sum() / jnp.maximum(m.sum(), 1),
+    "of weights": lambda x, m: (x * m).sum() / jnp.maximum(1.0, (m * 0.5).sum()),
+    "at least a little": lambda x, m: (x * m).sum() / jnp.clip(m.sum(), min=1e-6),
+    "a little more": lambda x, m: (x * m).sum() / (m.sum() + 1e-8),
+    "or one": lambda x, m: (x * m).sum() * (1 / (m.sum() + (m.sum() == 0))),
     "with jnp.mean": lambda x, m: x.mean(where=m > 0),
     "with jnp.average": lambda x, m: jnp.average(x, weights=m),
     "zero": lambda x, m: jnp.where(m.sum() == 0, 0.0, (x * m).sum() / where(m.sum())),
@@ -318,10 +324,12 @@ def ints(x: jax.Array) -> jax.Array:
 
 
 NO_MEANS = {
-    "a little more": (lambda x, m: x.sum() / (m.sum() + 1e-8), "add to a part of a sum"),
-    "at least 1": (
-        lambda x, m: x.sum() / jnp.maximum((m * 0.5).sum(), 1),
-        "max to a part of a sum",
+    "one more": (lambda x, m: x.sum() / (m.sum() + 1), "add to a part of a sum"),
+    "a little less": (lambda x, m: x.sum() / (m.sum() - 1e-8), "sub to a part of a sum"),
+    "at least 0": (lambda x, m: x.sum() / jnp.maximum(m.sum(), 0), "max to a part of a sum"),
+    "or one of another": (
+        lambda x, m: x.sum() / (m.sum() + ((2 * m).sum() == 0)),
+        "add to a part of a sum .* and to a count",
     ),
     "of rounded weights": (
         lambda x, m: x.sum() / where(x.sum()) * ints(x).sum(),
@@ -360,3 +368,31 @@ def test_other_quotients_are_refused(name: str) -> None:
     function, expected = NO_MEANS[name]
     with pytest.raises(ValueError, match=expected):
         walk(lambda x, mask, key: function(x.sum(-1), mask))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "guarded",
+    [
+        lambda count: jnp.maximum(count, 1),
+        lambda count: count + 1e-8,
+        lambda count: jnp.clip(count, min=1e-6),
+        where,
+    ],
+)
+@pytest.mark.parametrize("axes", [{"data": 2, "context": 4}, {"data": 8}])
+def test_a_part_without_a_token_counts_for_nothing(devices8, axes, guarded) -> None:
+    def loss(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
+        logits = apply_fn({"params": params}, batch.inputs)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+        total, count = (losses * batch.mask).sum(), batch.mask.sum()
+        return total / guarded(count), {"loss": (total, count)}
+
+    tokens = jax.random.randint(jax.random.key(1), (8, 16), 0, 8)
+    mask = jnp.ones((8, 16)).at[:, 5:].set(0.0).at[2].set(0.0)  # And of a device's one sequence.
+    batch = Batch(tokens, jnp.roll(tokens, 1, 1), mask)
+    options = {"context_axis": "context"} if "context" in axes else {}
+    model = nn.Sequential([nn.Embed(8, 16), nn.tanh, nn.Dense(8)])
+    options = {"mesh": make_mesh(axes), "batch": batch, "min_weight_size": 8, **options}
+    program = fsdp(model, optax.sgd(1.0), loss, **options)
+    assert_same_as_one_device(program, batch, jax.random.key(0))

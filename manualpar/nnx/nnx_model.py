@@ -25,15 +25,22 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 from manualpar.nnx.dropout import split_dropout
-from manualpar.nnx.streams import stream_keys, stream_variable
+from manualpar.nnx.streams import (
+    call_rngs,
+    keys_by_stream,
+    mark_keyless,
+    stream_keys,
+    stream_variable,
+)
 from manualpar.nnx.variables import Path, annotate, gathering_variable, path_name
 from manualpar.user_model.adapter import ModelAdapter, register
 from manualpar.user_model.array_box import ArrayBox
 from manualpar.user_model.evaluation import required
-from manualpar.user_model.recurrence import METHOD, vary_like
+from manualpar.user_model.recurrence import METHOD, vary_like, with_subclasses
 
 # The collection of arrays that are attributes of a module without a variable around them.
 CONSTANTS = "constants"
+_NOT_GIVEN: Any = object()
 
 
 @register
@@ -101,25 +108,32 @@ class NNXModel(ModelAdapter):
         self,
         variables: Mapping[str, Any],
         *args: Any,
-        rngs: Any = None,
+        rngs: Any = _NOT_GIVEN,
         mutable: Any = False,
         method: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Calls the module as `flax.linen.Module.apply` does; `rngs` are those of `stream_keys`.
 
-        An argument `train` that the call does not take turns NNX's own switch: `module.train()` or
+        A call that has an argument `rngs` gets them too, as `nnx.Rngs`. So does one that takes any
+        argument, if the module has no random streams that the keys could be for. An argument
+        `train` that the call does not take turns NNX's own switch: `module.train()` or
         `module.eval()`.
 
         Raises:
-          ValueError: A variable is missing, or the call makes new ones, sets a parameter that is
-            sharded, or asks for random numbers without having been given a key.
+          ValueError: A variable is missing, or the call makes one that `mutable` does not name,
+            sets a parameter that is sharded, or uses random numbers without a key.
         """
-        module = self._merge(variables, rngs)
+        given = {} if rngs is _NOT_GIVEN or rngs is None else keys_by_stream(rngs)
+        module = self._merge(variables, given)
         self._adjust_to_mesh(module, (args, kwargs))
         call = getattr(module, method or "__call__") if not callable(method) else method
-        parameters = _parameters(call)
+        parameters = _parameters_of_call(call)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        known = {collection_of(leaf) for _, leaf in _leaves(self.module)}
+        has_streams = None in known
+        if rngs is not _NOT_GIVEN and ("rngs" in parameters or (takes_any and not has_streams)):
+            kwargs["rngs"] = None if rngs is None else call_rngs(given)
         if "train" in kwargs and "train" not in parameters and not takes_any:
             module.train() if kwargs.pop("train") else module.eval()
         if self.phase == "eval_dropout":
@@ -127,9 +141,8 @@ class NNXModel(ModelAdapter):
         elif self.phase == "eval":
             module.eval()
         asked = [mutable] if isinstance(mutable, str) else [] if mutable is True else mutable or []
-        known = {collection_of(leaf) for _, leaf in _leaves(self.module)}
         sown = [name for name in asked if name not in known]
-        types = [nnx.variable_type_from_name(name, allow_register=True) for name in sown]
+        types = [type_ for name in sown for type_ in _types_named(name)]
         bound = functools.partial(call, module) if callable(method) else call
 
         def run(module: nnx.Module) -> Any:
@@ -139,11 +152,12 @@ class NNXModel(ModelAdapter):
 
         out = nnx.capture(run, *types)(module)
         out, *states = out if types else (out,)
-        updates = self._updates(module)
+        made = None if mutable is True else frozenset(sown)
+        captured = [leaf for state in states for leaf in nnx.to_flat_state(state)]
+        kept = _by_collection([*self._kept(module, made), *captured])
+        updates: dict[str, Any] = {name: {} for name in sown} | kept
         if mutable is False:
             return out
-        for name, state in zip(sown, states, strict=True):
-            updates |= {name: {}} | _by_collection(nnx.to_flat_state(state))
         asked = updates if mutable is True else asked
         return out, {name: updates[name] for name in asked if name in updates}
 
@@ -162,7 +176,7 @@ class NNXModel(ModelAdapter):
                 setattr(cell, METHOD, varying(getattr(cell, METHOD)))
             split_dropout(part)
 
-    def _merge(self, variables: Mapping[str, Any], rngs: Any) -> nnx.Module:
+    def _merge(self, variables: Mapping[str, Any], rngs: Mapping[str, Any]) -> nnx.Module:
         """A module of its own with some variables, its random streams at their beginning."""
         streams = stream_keys(self.module, rngs)
         known = {"params"}
@@ -181,7 +195,9 @@ class NNXModel(ModelAdapter):
                 f"model: applied with collections {unknown}, expected only {sorted(known)}, which "
                 f"are those of {type(self.module).__name__}."
             )
-        return nnx.merge(nnx.graphdef(self.module), nnx.from_flat_state(leaves))
+        module = nnx.merge(nnx.graphdef(self.module), nnx.from_flat_state(leaves))
+        mark_keyless(module)
+        return module
 
     def _variable(self, path: Path, leaf: Any, value: Any) -> Any:
         """The leaf at a path with a value."""
@@ -194,21 +210,26 @@ class NNXModel(ModelAdapter):
             return gathering_variable(leaf, box, path=key, loop_dims=dims)
         return type(leaf).from_metadata(value, leaf.get_metadata())
 
-    def _updates(self, module: nnx.Module) -> dict[str, Any]:
-        """The variables of a module after a call, by collection."""
+    def _kept(self, module: nnx.Module, made: frozenset[str] | None) -> list[tuple[Path, Any]]:
+        """The variables of a module after a call that may have changed, and those that it has made.
+
+        `made` are the collections of those that it may make; `None` for any.
+        """
         before = {path for path, _ in _leaves(self.module)}
         kept = []
         for path, leaf in _leaves(module):
-            if "__captures__" in path or collection_of(leaf) == "params":
+            name = collection_of(leaf)
+            if "__captures__" in path or name == "params":
                 continue
-            if path not in before:
+            if path not in before and made is not None and name not in made:
                 raise ValueError(
                     f"model: calling it makes a new variable {path_name(path)!r} of type "
                     f"{type(leaf).__name__}, which a training state has no place for; make it in "
-                    "the module's __init__."
+                    "the module's __init__. If it is for the loss, ask for it where the model is "
+                    f"called: out, made = apply_fn(..., mutable=[{name!r}])."
                 )
             kept.append((path, leaf))
-        return _by_collection(kept)
+        return kept
 
 
 def collection_of(leaf: Any) -> str | None:
@@ -217,12 +238,22 @@ def collection_of(leaf: Any) -> str | None:
         return CONSTANTS
     if isinstance(leaf, nnx.RngState):
         return None
-    if isinstance(leaf, nnx.Param):
+    return _collection_of_type(type(leaf))
+
+
+def _collection_of_type(type_: type[nnx.Variable[Any]]) -> str:
+    if issubclass(type_, nnx.Param):
         return "params"
     try:
-        return nnx.variable_name_from_type(type(leaf))
+        return nnx.variable_name_from_type(type_)
     except ValueError:  # A type that flax has no name of Linen's for.
-        return type(leaf).__name__
+        return type_.__name__
+
+
+def _types_named(collection: str) -> list[type[nnx.Variable[Any]]]:
+    """The types whose variables belong to a collection; a new one if there is none."""
+    found = [x for x in with_subclasses(nnx.Variable) if _collection_of_type(x) == collection]
+    return found or [nnx.variable_type_from_name(collection, allow_register=True)]
 
 
 # What makes a module from a key.
@@ -347,3 +378,13 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
         called = functools.partial(constructor.__init__, None)
     called = functools.partial(called, *partial.args, **partial.keywords)
     return inspect.signature(called).parameters
+
+
+def _parameters_of_call(call: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a module's call; an `nnx.Sequential` hands all on to its first layer."""
+    module = getattr(call, "__self__", None)
+    if not (isinstance(module, nnx.Sequential) and call == module.__call__ and module.layers):
+        return _parameters(call)
+    first = module.layers[0]
+    first = first.__call__ if isinstance(first, nnx.Module) else first
+    return {**_parameters_of_call(first), "rngs": _parameters(call)["rngs"]}

@@ -104,7 +104,7 @@ def gathering_variable(
     return _gathering_type(type(variable)).from_metadata(box.value, metadata)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # Boxes compare as arrays do.
 class _Use:
     """How a stored array becomes the parameter that a module reads."""
 

@@ -73,11 +73,13 @@ def mesh_names(
     loop_dims: frozenset[int],
     mesh: Mesh,
     rules: Rules,
+    all_rules: str = "",
 ) -> Names:
     """Reads off a parameter's box which mesh axes each of its dimensions is sharded over.
 
     The own rules of an `nn.LogicallyPartitioned` have precedence over `rules`. A loop's own name
     for its dimension (`nn.PARTITION_NAME`) is ignored unless it is a mesh axis or has a rule.
+    `all_rules` is the line that `with_all_names` writes, for the message.
 
     Raises:
       TypeError: The names are not a tuple of names, or the box's own rules not rules.
@@ -101,6 +103,7 @@ def mesh_names(
             )
         names, _ = names_on(where, shape, names, mesh.shape, shared=box.shared)
     is_logical = isinstance(box, nn.LogicallyPartitioned)
+    all_rules = all_rules or with_all_names([(box, loop_dims)], mesh, rules)
     if is_logical:
         rules = (*check_rules(f"model: parameter {path!r}", box.rules or (), mesh), *rules)
     if isinstance(box, AxesOrLogicalNames):
@@ -120,9 +123,10 @@ def mesh_names(
         for dim, name in enumerate(names)
     )
     if is_logical:
-        found = _apply_rules(where, names, mesh, rules)
+        found = _apply_rules(where, names, mesh, rules, all_rules)
     else:
-        found = _check_axes(where, names, mesh, rules, isinstance(box, AxesOrLogicalNames))
+        takes_rules = isinstance(box, AxesOrLogicalNames)
+        found = _check_axes(where, names, mesh, rules, all_rules if takes_rules else "")
     for dim, name in enumerate(found):
         size = axes_size(mesh, axis_tuple(name))
         if name is not None and (dim in loop_dims or shape[dim] % size):
@@ -135,7 +139,28 @@ def mesh_names(
     return found
 
 
-def _apply_rules(where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules) -> Names:
+def with_all_names(boxes: Iterable[tuple[Any, frozenset[int]]], mesh: Mesh, rules: Rules) -> str:
+    """Writes `rules=` with those that are given, and `None` for each logical name without one.
+
+    Args:
+      boxes: The annotations of all parameters, each with the dimensions that loops run over.
+      mesh: The mesh; in an `AxesOrLogicalNames` its axes need no rule.
+      rules: The rules that are given.
+    """
+    missing: dict[str, None] = {}
+    for box, loop_dims in boxes:
+        if isinstance(box, nn.LogicallyPartitioned) and _is_sequence(box.names):
+            known = {name for name, _ in (*rules, *(box.rules or ()))}
+            if isinstance(box, AxesOrLogicalNames):
+                known |= set(mesh.shape)
+            names = [x for dim, x in enumerate(box.names) if dim not in loop_dims]
+            missing |= dict.fromkeys(x for x in names if isinstance(x, str) and x not in known)
+    return f"rules={(*rules, *((name, None) for name in missing))}"
+
+
+def _apply_rules(
+    where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules, all_rules: str
+) -> Names:
     """The mesh axes that logical names mean."""
     if not all(name is None or isinstance(name, str) for name in names):
         raise TypeError(
@@ -147,9 +172,9 @@ def _apply_rules(where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules) -
     unknown = sorted(set(used) - set(known))
     if unknown:
         raise ValueError(
-            f"{where}, of which {unknown} are not in rules {known}{_nearest(unknown, known)}. Add "
-            f"({unknown[0]!r}, None) to rules, or name an axis of the mesh {list(mesh.shape)} "
-            "instead of None."
+            f"{where}, of which {unknown} are not in rules {known}{_nearest(unknown, known)}. "
+            f"Write {all_rules}, which has all names of the model, and an axis of the mesh "
+            f"{list(mesh.shape)} instead of None where a dimension is to be sharded."
         )
     twice = sorted({name for name in used if used.count(name) > 1})
     if twice:
@@ -161,9 +186,9 @@ def _apply_rules(where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules) -
 
 
 def _check_axes(
-    where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules, takes_rules: bool
+    where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules, all_rules: str
 ) -> Names:
-    """The names themselves, which have to be mesh axes."""
+    """The names themselves, which have to be mesh axes; `all_rules` if they may be logical."""
     axes = [axis for name in names for axis in axis_tuple(name)]
     unknown = sorted(set(axes) - set(mesh.shape))
     if unknown:
@@ -172,8 +197,10 @@ def _check_axes(
             f"{_nearest(unknown, mesh.shape)}. Name one of these or nothing, or build the mesh "
             f"with {written_with(mesh, unknown)}: an axis of size 1 shards nothing."
         )
-        if takes_rules:
-            mend = f"{mend} If they are logical names, give rules=(({unknown[0]!r}, None), ...)."
+        if all_rules:
+            mend = (
+                f"{mend} If they are logical names, write {all_rules}, which has all of the model."
+            )
         elif logical:
             mend = (
                 f". Rules have {logical}, but nn.with_partitioning takes no rules: annotate with "

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from manualpar.core.partitioning import choose_shard_dim, is_box
-from manualpar.sharding.annotations import Rules, mesh_names
+from manualpar.sharding.annotations import Rules, mesh_names, with_all_names
 from manualpar.sharding.axes import Names, axes_size, axis_tuple
 from manualpar.sharding.roles import AxisRoles
 from manualpar.sharding.split_parameter import SplitParameter, names_on
@@ -253,13 +253,27 @@ def describe_parameters(
     another for one dim: gradients are reduced over the first and not over the other.
     """
 
+    def dims_of_loops(path: Any) -> frozenset[int]:
+        return loop_dims.get(path_name(path), frozenset())
+
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
+    all_rules = with_all_names([(x, dims_of_loops(path)) for path, x in leaves], mesh, rules)
+
     def info(path: Any, x: Any) -> ParameterInfo:
         key = path_name(path)
         value = x.value if is_box(x) else x
-        dims = loop_dims.get(key, frozenset())
+        dims = dims_of_loops(path)
         names: Names = (None,) * value.ndim
         if is_box(x):
-            names = mesh_names(key, x, value.shape, loop_dims=dims, mesh=mesh, rules=rules)
+            names = mesh_names(
+                key,
+                x,
+                value.shape,
+                loop_dims=dims,
+                mesh=mesh,
+                rules=rules,
+                all_rules=all_rules,
+            )
         if isinstance(x, SplitParameter):
             axes = frozenset(axis for name in names for axis in axis_tuple(name))
             _, shared = names_on(key, value.shape, x.names, mesh.shape, shared=x.shared)

@@ -13,6 +13,7 @@ from manualpar.sharding.axes import naming_unbound_axes
 from manualpar.state_arrays import leaf_types
 from manualpar.user_model.adapter import InitArgs, ModelAdapter
 from manualpar.user_model.evaluation import SWITCHES, overrule, signature_of
+from manualpar.user_model.varying_loops import varying_loops
 
 # Collections that flax and its users sow values into, to be read where the model is applied.
 SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})
@@ -36,7 +37,7 @@ def find_carried_collections(
     def call(variables: Any, rng: jax.Array, batch: Any) -> None:
         args, kwargs = model.initial_call(batch, init_args)
         kwargs = {**kwargs, "rngs": {"params": rng}, "mutable": list(others)}
-        with naming_unbound_axes():
+        with naming_unbound_axes(), varying_loops():
             _, updates = model.apply(variables, *args, **kwargs)
         updated.update({name: leaf_types(tree).keys() for name, tree in updates.items()})
 

@@ -7,7 +7,8 @@ numbers of positions. Nothing in the shapes or the types gives away that it does
 traced twice, on a device's positions and on all of them, and both traces are walked side by side.
 
 Sums over positions are right where they only go into the mean loss and the metrics, which a step
-adds up over the devices. The loss may be `sum / count`, with the count of its metric.
+adds up over the devices. The loss may be `sum / count`, with the count of its metric, which may be
+kept from being 0 as over data axes: a part without a valid position has the weight 0.
 """
 
 import dataclasses
@@ -42,8 +43,8 @@ _ATTENTION = (
 )
 _SUM = (
     "A sum or a mean over positions may go into the loss and the metrics, which are added up over "
-    "the devices: divide by the count of metrics['loss'], kept from being 0 by jnp.where(count > "
-    "0, count, 1) or, if it is of whole numbers, by jnp.maximum(count, 1). For anything else sum "
+    "the devices: divide by the count of metrics['loss'], kept from being 0 by jnp.maximum(count, "
+    "1), jnp.where(count > 0, count, 1) or count + 1e-8. For anything else sum "
     "over the devices too, with manualpar.layers.Context(axis).total or jax.lax.psum, in "
     "nn.BatchNorm with all of program.data_axes as its axis_name"
 )

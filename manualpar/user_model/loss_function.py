@@ -8,25 +8,29 @@ its count is the weight of this part in the mean over all devices and minibatche
 called like `model.apply`, and `rng` is a key of this device, minibatch and step alone.
 
 - A part may have no valid example at all, and the gradient of 0 / 0 is NaN on that device and then
-  everywhere: a masked loss divides by `jnp.where(count > 0, count, 1)`. (`jnp.maximum(count, 1)` is
-  another loss for a part whose weights add up to less than 1.)
+  everywhere: a masked loss divides by `jnp.maximum(count, 1)` or `jnp.where(count > 0, count, 1)`.
+  The first is another loss for a part whose weights add up to less than 1. Over a context axis the
+  same holds, see `context_check`.
 - A loss may be made of collectives and so be the same on all devices (`jax.lax.pmean(loss, axes)`,
   a ratio of `psum`s): its gradient is that of one device. Metrics are summed over the devices here.
   If a loss has summed them already, their means stay right and their counts do not.
 - `params` are boxed where they are sharded. `apply_fn` takes them so; a penalty on parameters reads
   `flax.linen.unbox(params)`, which gathers them.
-- In a `lax.scan` or `lax.cond`, constants that meet data must vary over devices like data:
-  `jnp.zeros_like(x)` and `jnp.zeros_like(x, shape=(2, 3))` do, `jnp.zeros(x.shape)` does not.
+- Constants may meet data in a loop or a conditional, see `varying_loops`.
 """
 
 import difflib
+import linecache
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from manualpar.sharding.axes import naming_unbound_axes
+from manualpar.user_model.varying_loops import MISMATCH, varying_loops
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
 LossFn = Callable[[Any, Callable[..., Any], Any, jax.Array], tuple[jax.Array, Mapping[str, Any]]]
@@ -42,10 +46,10 @@ def call_loss(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Metrics]:
         starts from a constant, or a constant is a cotangent.
     """
     try:
-        with naming_unbound_axes():
+        with naming_unbound_axes(), varying_loops():
             result = loss_fn(*args)
     except (TypeError, ValueError) as error:
-        message = _explain_constant(str(error))
+        message = _explain_constant(error)
         if message is None:
             raise
         raise TypeError(message) from error
@@ -75,8 +79,9 @@ def call_loss(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Metrics]:
     return loss, {name: _check_metric(name, value) for name, value in metrics.items()}
 
 
-def _explain_constant(said: str) -> str | None:
+def _explain_constant(error: Exception) -> str | None:
     """Our words for an error of JAX about a constant among varying arrays; `None` for others."""
+    said = str(error)
     if "argument to VJP function" in said and "{V:" in said:
         return (
             "loss_fn: in the model or the loss function a cotangent that is given to jax.vjp or "
@@ -84,15 +89,31 @@ def _explain_constant(said: str) -> str | None:
             "Make it from the output, jnp.ones_like(y) instead of jnp.ones(()): the numbers are "
             "the same, on one device too."
         )
-    lines = (line.strip() for line in said.splitlines() if "manual axis types" in line)
+    lines = (line.strip() for line in said.splitlines() if MISMATCH in line)
     mismatch = next(lines, None)
     return mismatch and (
-        "loss_fn: in the model or the loss function a loop (jax.lax.scan, nn.scan, while_loop, "
-        "fori_loop) or a jax.lax.cond has a constant where it expected an array that varies over "
-        f"the devices as the batch does: {mismatch} Make the constant from data, "
-        "jnp.zeros_like(x, shape=(...)) instead of jnp.zeros((...)): the numbers are the same, on "
-        "one device too."
+        f"loss_fn: in the model or the loss function{_place(error)} a loop or a conditional has a "
+        "constant where it expected an array that varies over the devices as the batch does: "
+        f"{mismatch} Constants are cast where it is called as jax.lax.scan, jax.lax.while_loop, "
+        "jax.lax.fori_loop, jax.lax.cond or jax.lax.switch. Call it so, or make the constant from "
+        "data, jnp.zeros_like(x, shape=(...)) instead of jnp.zeros((...)): the numbers are the "
+        "same, on one device too. If it is called within a library, build the program with "
+        "mode='auto'."
     )
+
+
+def _place(error: Exception) -> str:
+    """The line from which JAX was called when it raised an error."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in (
+            "jax",
+            "jaxlib",
+            "manualpar",
+        ):
+            text = linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip()
+            place = f", at {Path(frame.f_code.co_filename).name}:{line} ({text}),"
+    return place
 
 
 def _check_metric(name: str, value: Any) -> tuple[jax.Array, jax.Array]:

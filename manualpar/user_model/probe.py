@@ -79,7 +79,7 @@ def find_loop_dims(
             "such as p - lr * g. What a model changes with nn.map_variables (nn.WeightNorm and "
             "nn.SpectralNorm do), or maps functions over, must be whole: use "
             f"replicate={read!r} with fsdp, hsdp or zero. All is whole with data_parallel, if no "
-            "annotation shards it."
+            "annotation shards it and pipeline= spreads no layers."
         ) from error
     return {path: frozenset(dims) for path, dims in notes.items()}
 

@@ -9,9 +9,7 @@ classes are changed, for the time of the call and for the calling thread alone.
 """
 
 import contextlib
-import functools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -19,12 +17,12 @@ import jax
 from jax.sharding import PartitionSpec
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.user_model.thread_patches import replaced_in_thread
 
 METHOD = "initialize_carry"
 
 
-@contextlib.contextmanager
-def varying_linen_carries(inputs: Any) -> Iterator[None]:
+def varying_linen_carries(inputs: Any) -> contextlib.AbstractContextManager[None]:
     """Has Linen's cells make carries of the type that a scan over the inputs needs.
 
     Args:
@@ -33,29 +31,13 @@ def varying_linen_carries(inputs: Any) -> Iterator[None]:
     Communication:
       None.
     """
-    vary, thread = vary_like(inputs), threading.get_ident()
+    vary = vary_like(inputs)
 
-    def casting(initialize: Any) -> Any:
-        @functools.wraps(initialize)
-        def initialize_carry(*args: Any, **kwargs: Any) -> Any:
-            carry = initialize(*args, **kwargs)
-            return jax.tree.map(vary, carry) if threading.get_ident() == thread else carry
+    def casting(_: str, initialize: Any) -> Any:
+        return lambda *args, **kwargs: jax.tree.map(vary, initialize(*args, **kwargs))
 
-        vars(initialize_carry)["has_ended"] = False
-        return initialize_carry
-
-    cells = [cell for cell in _with_subclasses(nn.RNNCellBase) if METHOD in vars(cell)]
-    methods = [casting(vars(cell)[METHOD]) for cell in cells]
-    for cell, method in zip(cells, methods, strict=True):
-        setattr(cell, METHOD, method)
-    try:
-        yield
-    finally:
-        for method in methods:
-            vars(method)["has_ended"] = True
-        for cell in cells:  # On top may be another thread's, which then takes these off as well.
-            while getattr(vars(cell)[METHOD], "has_ended", False):
-                setattr(cell, METHOD, vars(cell)[METHOD].__wrapped__)
+    cells = [cell for cell in with_subclasses(nn.RNNCellBase) if METHOD in vars(cell)]
+    return replaced_in_thread([(cell, METHOD) for cell in cells], casting)
 
 
 def vary_like(inputs: Any) -> Callable[[jax.Array], jax.Array]:
@@ -80,5 +62,6 @@ def vary_like(inputs: Any) -> Callable[[jax.Array], jax.Array]:
     return vary
 
 
-def _with_subclasses(base: Any) -> set[Any]:
-    return {base}.union(*(_with_subclasses(below) for below in base.__subclasses__()))
+def with_subclasses(base: Any) -> set[Any]:
+    """A class and all below it."""
+    return {base}.union(*map(with_subclasses, base.__subclasses__()))

@@ -40,6 +40,9 @@ _OF_ONE_NUMBER = frozenset(
 _INTEGRAL = _LINEAR | {"add", "concatenate", "dot_general", "max", "min", "mul", "select_n", "sub"}
 # Whether they are true where a count is not 0, its right side.
 _TESTS = {"gt": True, "ne": True, "eq": False, "le": False}
+# How large a constant may be that keeps a count from being 0: `max` with 1 changes no number of
+# tokens, and a sum changes it by a hundred-thousandth at most.
+_LEAST_COUNTS = {"max": 1.0, "add": 1e-5}
 SUMS = frozenset({"psum", "psum_invariant"})
 _COLLECTIVES = SUMS | frozenset(
     """
@@ -179,11 +182,15 @@ class SequenceOperations:
         if name in _TESTS and first.kind == "sum" and values[1].kind == "zero":
             is_nonzero = _TESTS[name]
             return Value("test", first.power, None, numbers[0], is_nonzero=is_nonzero)
-        if name == "max":
+        if name in ("max", "add") and len(values) == 2:
             for index, count in enumerate(values):
-                is_count = count.kind == "sum" and count.count is None and count.is_integral
-                if is_count and self._numbers.is_one(numbers[1 - index]):
-                    return Value("guarded", count.power, None, numbers[index])
+                if count.kind == "sum" and count.count is None:
+                    other = self._numbers.constant(numbers[1 - index]) or 0.0
+                    of_zero = values[1 - index]
+                    is_one_if_zero = of_zero.kind == "test" and not of_zero.is_nonzero
+                    is_one_if_zero &= of_zero.count == numbers[index] and name == "add"
+                    if is_one_if_zero or 0 < other <= _LEAST_COUNTS[name]:
+                        return Value("guarded", count.power, None, numbers[index])
         if name == "select_n" and first.kind == "test" and len(values) == 3:
             index = 2 if first.is_nonzero else 1
             chosen, empty = values[index], values[3 - index]

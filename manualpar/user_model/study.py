@@ -196,8 +196,28 @@ def study(
 
     adapted.check(lambda model: trace_loss(variables["params"], lambda params: params, model))
     params, loop_dims = variables["params"], dict[str, frozenset[int]]()
+    stacked = frozenset[str]()
+    if pipeline := options.get("pipeline"):
+        found: list[frozenset[str]] = []
+        paths = [info.path for info in jax.tree.leaves(infos)]
+
+        def find_stacked(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
+            def loss(params: Any) -> Any:
+                return call_loss(loss_fn, params, CarryingApply(adapted, collections), batch, rng)
+
+            closed = jax.make_jaxpr(loss)(own_part(params))
+            found.append(pipeline.stacked(closed, paths, mesh.shape[pipeline.axis]))
+
+        trace(
+            mode, find_stacked, (specs, whole, whole, batch_specs), params, collections, key, batch
+        )
+        stacked = found[0]
+    # A stage has its layers of a stack in a box, whether they are gathered or not.
     boxed = jax.tree.map(
-        lambda x, info: is_box(x) or is_gathered(info), boxed_params, infos, is_leaf=is_box
+        lambda x, info: is_box(x) or is_gathered(info) or info.path in stacked,
+        boxed_params,
+        infos,
+        is_leaf=is_box,
     )
     if any(jax.tree.leaves(boxed)):
         loop_dims = find_loop_dims(
@@ -208,21 +228,8 @@ def study(
             gathers_in_loss=gathers_in_loss and mode.writes_collectives,
         )
     infos = describe(boxed_params, loop_dims)
-    if pipeline := options.get("pipeline"):
-        stacked: list[frozenset[str]] = []
-        paths = [info.path for info in jax.tree.leaves(infos)]
-
-        def find_stacked(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
-            def loss(params: Any) -> Any:
-                return call_loss(loss_fn, params, CarryingApply(adapted, collections), batch, rng)
-
-            closed = jax.make_jaxpr(loss)(own_part(params))
-            stacked.append(pipeline.stacked(closed, paths, mesh.shape[pipeline.axis]))
-
-        trace(
-            mode, find_stacked, (specs, whole, whole, batch_specs), params, collections, key, batch
-        )
-        infos = on_stages(infos, stacked[0], pipeline.axis)
+    if pipeline:
+        infos = on_stages(infos, stacked, pipeline.axis)
     infos = jax.tree.map(
         lambda info: dataclasses.replace(info, trainable=is_trained(info.path, trainable)), infos
     )

@@ -26,7 +26,7 @@ class ValueNumbers:
         # For what only arranges or adds up the numbers of an array, the number of that array.
         self._terms: dict[int, int] = {}
         self._scalars: set[int] = set()
-        self._ones: set[int] = set()
+        self._constants: dict[int, float] = {}
         self._fresh = itertools.count(1)
 
     def fresh(self) -> int:
@@ -40,8 +40,8 @@ class ValueNumbers:
         number = self._of_expression(("literal", str(variable.aval), str(variable.val)))
         if not np.ndim(variable.val):
             self._scalars.add(number)
-            if variable.val == 1:
-                self._ones.add(number)
+            if np.isrealobj(variable.val):
+                self._constants[number] = float(variable.val)
         return number
 
     def set(self, variable: Any, number: int) -> None:
@@ -66,9 +66,9 @@ class ValueNumbers:
         """Whether a value is a single number, maybe broadcast."""
         return number in self._scalars
 
-    def is_one(self, number: int) -> bool:
-        """Whether a value is the constant 1."""
-        return number in self._ones
+    def constant(self, number: int) -> float | None:
+        """The constant that a value is; `None` if it is none."""
+        return self._constants.get(number)
 
     def _of_expression(self, expression: Any) -> int:
         return self._expressions.setdefault(expression, self.fresh())

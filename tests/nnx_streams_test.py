@@ -1,0 +1,185 @@
+"""The keys that calls of NNX models are given, in streams of theirs and as an argument."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
+from manualpar.user_model.adapter import adapt
+
+X = jnp.ones((16, 32))
+KEY = jax.random.key(1)
+
+
+class Told(nnx.Module):
+    """Its dropout has no stream, and its call takes one."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(32, 32, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, deterministic=False)
+
+    def __call__(self, x, *, rngs=None):
+        return self.dropout(self.up(x), rngs=rngs)
+
+
+class Wrapped(nnx.Module):
+    """Its call hands all arguments on."""
+
+    def __init__(self, rngs):
+        self.inner = Told(rngs)
+
+    def __call__(self, x, **kwargs):
+        return self.inner(x, **kwargs)
+
+    def named(self, x, train, rngs):
+        return self.inner(x, rngs=rngs) if train else self.inner.up(x)
+
+
+class Streams(nnx.Module):
+    """Its dropout has a stream, and what its call hands on takes no `rngs`."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(32, 32, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x, **kwargs):
+        return self.dropout(self.up(x, **kwargs))
+
+
+def in_a_row(rngs):
+    return nnx.Sequential(Told(rngs), nnx.Linear(32, 32, rngs=rngs), Told(rngs))
+
+
+def drop_inner(module, x, rngs):
+    return module.inner.dropout(x, rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    ("model", "call", "plain"),
+    [
+        (Told, {}, lambda m, rngs: m(X, rngs=rngs)),
+        (Told, {"train": True}, lambda m, rngs: m(X, rngs=rngs)),
+        (Told, {"train": False}, lambda m, rngs: m.up(X)),
+        (Wrapped, {}, lambda m, rngs: m(X, rngs=rngs)),
+        (Wrapped, {"method": "named", "train": True}, lambda m, rngs: m.inner(X, rngs=rngs)),
+        (Wrapped, {"method": drop_inner}, lambda m, rngs: m.inner.dropout(X, rngs=rngs)),
+        (Wrapped, {"method": lambda m, x: m.inner.up(x)}, lambda m, rngs: m.inner.up(X)),
+        (in_a_row, {"train": True}, lambda m, rngs: m(X, rngs=rngs)),
+    ],
+)
+@pytest.mark.parametrize("form", ["keys", "rngs", "key"])
+def test_a_call_gets_the_rngs_that_its_signature_has(model, call, plain, form):
+    given = {"keys": {"dropout": KEY}, "rngs": nnx.Rngs(dropout=KEY), "key": KEY}[form]
+    adapted = adapt(model)
+    got = adapted.apply(adapted.init(jax.random.key(0)), X, rngs=given, **call)
+    key = nnx.Rngs(dropout=KEY).dropout() if form == "rngs" else KEY
+    expected = plain(model(rngs=nnx.Rngs(jax.random.key(0))), nnx.Rngs(dropout=key))
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_rngs_that_are_not_there_stay_so():
+    adapted = adapt(Told)
+    variables = adapted.init(jax.random.key(0))
+    for given in ({}, {"rngs": None}):
+        with pytest.raises(ValueError, match="no `rngs` argument was provided"):
+            adapted.apply(variables, X, **given)
+    without_default = adapt(Wrapped)
+    args = {"method": lambda m, x, rngs: x if rngs is None else None}
+    variables = without_default.init(jax.random.key(0))
+    assert without_default.apply(variables, X, rngs=None, **args) is X
+
+
+def test_a_model_with_streams_keeps_the_keys_for_them():
+    adapted = adapt(Streams)
+    variables = adapted.init(jax.random.key(0))
+    out = adapted.apply(variables, X, rngs={"dropout": KEY})
+    assert 0.3 < (out == 0).mean() < 0.7
+
+
+def test_a_recurrent_net_takes_the_only_key_for_its_carry():
+    def make(rngs):
+        return nnx.RNN(nnx.GRUCell(4, 6, rngs=rngs))
+
+    adapted = adapt(make)
+    x = jnp.ones((2, 3, 4))
+    got = adapted.apply(adapted.init(jax.random.key(0)), x, rngs={"dropout": KEY})
+    np.testing.assert_array_equal(got, make(nnx.Rngs(jax.random.key(0)))(x))
+
+
+def test_a_program_trains_it_and_evaluates_without_dropout(devices8):
+    def loss(params, apply_fn, batch, rng):
+        y = apply_fn({"params": params}, batch.inputs, train=True, rngs={"dropout": rng})
+        zeros = (y == 0).astype(jnp.float32)
+        count = jnp.float32(y.size)
+        return jnp.square(y).mean(), {
+            "loss": (jnp.square(y).sum(), count),
+            "zeros": (zeros.sum(), count),
+        }
+
+    options = {"mesh": make_mesh({"data": 8}), "batch": Batch(X, X), "min_weight_size": 16}
+    program = fsdp(Told, optax.sgd(0.1), loss, **options)
+    state = program.init(jax.random.key(0))
+    assert program.eval_step(state, Batch(X, X))["zeros"][0] == 0
+    zeros, total = program.train_step(state, Batch(X, X))[1]["zeros"]
+    assert 0.4 < zeros / total < 0.6
+
+
+class OwnCell(nnx.RNNCellBase):
+    """A cell that begins with what it has learned, and draws a key as flax's cells do."""
+
+    num_feature_axes = 1
+
+    def __init__(self, rngs, scale=0.0):
+        self.inner = nnx.Linear(10, 6, rngs=rngs)
+        self.first = nnx.Param(jnp.linspace(0.1, 0.6, 6))
+        self.scale = scale
+
+    def initialize_carry(self, input_shape, rngs=None):
+        key, shape = rngs(), (*input_shape[:-1], 6)
+        noise = jax.random.normal(key, shape) if self.scale else jnp.zeros(shape)
+        return self.first[None] + noise
+
+    def __call__(self, carry, x):
+        carry = nnx.tanh(self.inner(jnp.concatenate([carry, x], axis=-1)))
+        return carry, carry
+
+
+def both_ways(rngs):
+    return nnx.Bidirectional(nnx.RNN(OwnCell(rngs)), nnx.RNN(nnx.LSTMCell(4, 6, rngs=rngs)))
+
+
+def recurrent_loss(params, apply_fn, batch, rng):
+    losses = jnp.square(apply_fn({"params": params}, batch.inputs)).mean((1, 2))
+    return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda rngs: nnx.RNN(nnx.OptimizedLSTMCell(4, 6, rngs=rngs), rngs=rngs),
+        pytest.param(both_ways, marks=pytest.mark.slow),
+        pytest.param(lambda rngs: nnx.RNN(OwnCell(rngs)), marks=pytest.mark.slow),
+        pytest.param(lambda rngs: nnx.RNN(nnx.GRUCell(4, 6, rngs=rngs)), marks=pytest.mark.slow),
+    ],
+    ids=["stream of its own", "both ways", "own cell", "gru"],
+)
+def test_a_carry_that_uses_no_key_needs_none(devices8, model):
+    batch = Batch(jax.random.normal(KEY, (16, 3, 4)), jnp.zeros(16))
+    options = {"mesh": make_mesh({"data": 8}), "batch": batch, "min_weight_size": 6}
+    program = fsdp(model, optax.sgd(1.0), recurrent_loss, **options)
+    assert_same_as_one_device(program, batch, jax.random.key(0))
+    adapted = adapt(model)
+    got = adapted.apply(adapted.init(jax.random.key(0)), batch.inputs)
+    plain = model(nnx.Rngs(jax.random.key(0)))(batch.inputs)
+    np.testing.assert_array_equal(got, plain)
+
+
+def test_a_carry_that_is_drawn_needs_a_key():
+    adapted = adapt(lambda rngs: nnx.RNN(OwnCell(rngs, scale=1.0)))
+    variables, x = adapted.init(jax.random.key(0)), jnp.ones((2, 3, 4))
+    with pytest.raises(ValueError, match=r"'rngs' is asked for numbers .* rngs=\{'carry': key\}"):
+        adapted.apply(variables, x)
+    assert adapted.apply(variables, x, rngs={"carry": KEY}).shape == (2, 3, 6)
