@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from manualpar import fsdp, load_adapters, lora, make_mesh, merge_lora, save_adapters
+from manualpar.storage import draft_of
 from tests.finetuning_lora_test import (
     BATCH,
     SOMEBODYS,
@@ -17,6 +18,7 @@ from tests.finetuning_lora_test import (
     loss_of_logits,
     parameters,
 )
+from tests.watching_durable_files_test import limit_files  # noqa: F401
 
 
 def _program(model, mesh, **options):
@@ -29,7 +31,12 @@ MODEL = lora(Somebodys(), SOMEBODYS, alpha=4)
 
 
 @pytest.mark.slow
-def test_merged_kernels_compute_what_adapters_add_and_files_hold_adapters_alone(tmp_path, devices8):
+def test_merged_kernels_compute_what_adapters_add_and_files_hold_adapters_alone(
+    tmp_path,
+    devices8,
+    monkeypatch,
+    limit_files,  # noqa: F811
+):
     program = _program(MODEL, {"data": 8})
     state = program.init_from(parameters(MODEL))
     logits = MODEL.apply(program.whole(state), BATCH.inputs)
@@ -50,7 +57,18 @@ def test_merged_kernels_compute_what_adapters_add_and_files_hold_adapters_alone(
     )
 
     # Another mesh takes what has been saved, and keeps its own base.
-    folder = save_adapters(program, state, tmp_path / "adapters")
+    monkeypatch.setattr("manualpar.storage.file_lock.DYING_SECONDS", 0.1)
+    with (
+        draft_of(tmp_path / "adapters"),
+        pytest.raises(ValueError, match="adapters is being written by another process"),
+    ):
+        save_adapters(program, state, tmp_path / "adapters")
+    limit_files(1024)
+    with pytest.raises(OSError, match="adapters cannot be written: File too large"):
+        save_adapters(program, state, tmp_path / "adapters")
+    limit_files(2**30)
+    assert not list(tmp_path.iterdir())
+    folder = save_adapters(program, state, str(tmp_path / "adapters"))
     assert sum(file.stat().st_size for file in folder.iterdir()) < 40_000
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # As the umask has it.
     other = _program(MODEL, {"data": 4})

@@ -3,13 +3,11 @@
 `adapters.safetensors` holds the adapters by their paths, in float32, which holds narrower dtypes
 exactly. `adapters.json` says what they belong to: the targets with their ranks, and alpha.
 
-Invariants: a folder gets its name when it is whole. Adapters are whole in the file, so that any
-mesh and any strategy takes them.
+Invariants: a folder gets its name when it is whole, see `manualpar.storage.drafts`. Adapters are
+whole in the file, so that any mesh and any strategy takes them.
 """
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from manualpar.finetuning.merging import adapted_model, is_adapter
 from manualpar.guards.dispatch import check_state
 from manualpar.state_arrays import Leaf, list_some, place_leaf, read_unpadded, show_array
 from manualpar.state_transfer import variable_leaves, variables_of
+from manualpar.storage import draft_of, local_path, publish, sync, writing
 from manualpar.train_state import TrainState
 from manualpar.untrusted import read_object
 
@@ -40,8 +39,8 @@ def save_adapters(program: Program, state: TrainState, directory: Path | str) ->
       The folder.
 
     Raises:
-      ValueError: The model has no adapters, the state is not the program's, or the folder is there
-        already. Nothing has been written.
+      ValueError: The model has no adapters, the state is not the program's, the folder is there
+        already, or another process is writing it. Nothing has been written.
       OSError: The files cannot be written; there is no folder of the name.
 
     Communication:
@@ -51,14 +50,14 @@ def save_adapters(program: Program, state: TrainState, directory: Path | str) ->
     from safetensors.numpy import save
 
     # `import manualpar` loads nothing that processes need to talk to each other.
-    from manualpar.cluster.agreement import first_failure
+    from manualpar.cluster.agreement import failing_together, gather
 
     model = adapted_model("save_adapters", program).low_rank
     check_state("save_adapters", program.abstract_state, state)
-    target = Path(directory).expanduser().absolute()
-    if failure := first_failure("there" if target.exists() else ""):
+    target = local_path(directory, "save_adapters: directory").absolute()
+    if any(gather(target.exists())):
         raise ValueError(
-            f"save_adapters: {target} is {failure} already, expected a new folder. Name another."
+            f"save_adapters: {target} is there already, expected a new folder. Name another."
         )
     arrays = dict(zip(variable_leaves(program), jax.tree.leaves(variables_of(state)), strict=True))
     values = {
@@ -66,23 +65,18 @@ def save_adapters(program: Program, state: TrainState, directory: Path | str) ->
         for leaf, x in arrays.items()
         if is_adapter(leaf.name)
     }
-    failure = ""
-    if jax.process_index() == 0:
-        partial = target.parent / f".{target.name}.partial"
-        description = {"alpha": model.alpha, "targets": dict(model.targets)}
-        try:
-            shutil.rmtree(partial, ignore_errors=True)  # Of a process that was killed.
-            partial.mkdir(parents=True)
-            (partial / ARRAYS_FILE).write_bytes(save(values))  # `save_file` ignores the umask.
-            (partial / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
-            for name in (ARRAYS_FILE, DESCRIPTION_FILE):
-                with (partial / name).open("rb") as file:
-                    os.fsync(file.fileno())
-            partial.rename(target)
-        except OSError as error:
-            failure = f"save_adapters: {target} cannot be written: {error.strerror or error}."
-    if failure := first_failure(failure):
-        raise OSError(failure)
+    with failing_together():
+        if jax.process_index() == 0:
+            description = {"alpha": model.alpha, "targets": dict(model.targets)}
+            texts = {
+                ARRAYS_FILE: save(values),  # `save_file` ignores the umask.
+                DESCRIPTION_FILE: json.dumps(description, indent=2).encode() + b"\n",
+            }
+            with writing("save_adapters", target), draft_of(target) as draft:
+                for name, data in texts.items():
+                    (draft / name).write_bytes(data)
+                    sync(draft / name)
+                publish(draft, target)
     return target
 
 

@@ -10,26 +10,46 @@ from manualpar.storage.copies import (
     user_cache,
     user_path,
 )
+from manualpar.storage.drafts import (
+    FolderError,
+    draft_of,
+    new_number,
+    path_of_draft,
+    publish,
+    sync,
+    writing,
+)
+from manualpar.storage.file_lock import hold_file
+from manualpar.storage.lease import PREFIX as LOCK_PREFIX
 from manualpar.storage.lease import HeldError, hold
 from manualpar.storage.mirror import mirrored
 from manualpar.storage.requests import BucketError, request
 
 __all__ = [
     "CONTEXT",
+    "LOCK_PREFIX",
     "AnyPath",
     "BucketError",
     "BucketPath",
+    "FolderError",
     "HeldError",
     "as_path",
     "copied_files",
     "copied_folder",
+    "draft_of",
     "hold",
+    "hold_file",
     "key_value_store",
     "local_path",
     "mirrored",
+    "new_number",
     "open_for_reading",
     "path_flag",
+    "path_of_draft",
+    "publish",
     "request",
+    "sync",
     "user_cache",
     "user_path",
+    "writing",
 ]

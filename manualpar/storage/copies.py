@@ -15,7 +15,7 @@ from manualpar.storage.bucket_path import AnyPath, BucketPath, as_path, open_for
 COPIED_BYTES = 1 << 24  # In memory at once.
 
 
-def user_path(text: str | AnyPath) -> AnyPath:
+def user_path(text: str | os.PathLike[str] | BucketPath) -> AnyPath:
     """The path that a user names, where `~` is the user's folder; see `as_path`."""
     path = as_path(text)
     return path if isinstance(path, BucketPath) else path.expanduser()
@@ -29,11 +29,13 @@ def path_flag(text: str) -> AnyPath:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def local_path(text: str, name: str) -> Path:
+def local_path(text: str | os.PathLike[str] | BucketPath, name: str) -> Path:
     """A path on a disk; for others a `ValueError` that calls it `name`."""
     path = user_path(text)
     if isinstance(path, BucketPath):
-        raise ValueError(f"{name} is {text!r}, expected a path on a disk; copy it from there then.")
+        raise ValueError(
+            f"{name} is {str(path)!r}, expected a path on a disk; copy it from there then."
+        )
     return path
 
 

@@ -15,15 +15,16 @@ import jax
 
 from manualpar.checkpoints import CheckpointError
 from manualpar.checkpoints.folders import open_folder
-from manualpar.cluster import Cluster, DisagreementError, initialize
+from manualpar.cluster import FAILED_EXIT_CODE, Cluster, DisagreementError, initialize
+from manualpar.cluster.agreement import failing_together
 from manualpar.pretrained import export_hf, load
 from manualpar.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.pretrained.export import SHARD_BYTES, TOKENIZER_FILES
-from manualpar.pretrained.load import failing_together
 from manualpar.storage import AnyPath, BucketPath, path_flag, user_path
 from manualpar.training.command_line import CommandLine, quiet_absl
 from manualpar.training.config import check_config
 from manualpar.training.devices import simulate_devices
+from manualpar.training.ending import exit_code
 from manualpar.training.experiment import prepare
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.saved_run import prepare_saved, restore_saved, saved_config
@@ -171,11 +172,17 @@ def _answer(start: Callable[[], Cluster], work: Callable[[Callable[[str], None]]
             except (UsageError, ValueError, CheckpointError) as error:
                 if cluster.is_main or isinstance(error, DisagreementError):
                     print_error(describe_mistake(error))
-                return USAGE_EXIT_CODE
+                return _code(error)
     except (UsageError, ValueError, OSError) as error:
         print_error(describe_mistake(error))
-        return USAGE_EXIT_CODE
+        return _code(error)
     return 0
+
+
+def _code(error: Exception) -> int:
+    """The exit code for an error that is told in a sentence."""
+    code = exit_code(error)
+    return USAGE_EXIT_CODE if code == FAILED_EXIT_CODE else code
 
 
 def _copy_small_files(source: Path, folder: AnyPath) -> None:
