@@ -264,3 +264,15 @@ def test_damaged_and_dangerous_files_are_refused(made, program, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_hf(program, tmp_path)
+
+
+def test_of_one_file_and_an_index_the_file_is_read_as_by_transformers(made, program, tmp_path):
+    directory, params = made
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    tensors = tensors_of(params)
+    write(tmp_path, {name: x + 1 for name, x in tensors.items()})
+    save_file(tensors, tmp_path / "model.safetensors")
+    both = r"has both model\.safetensors and model\.safetensors\.index\.json: only model\.safe"
+    with pytest.warns(UserWarning, match=both):
+        state = load_hf(program, tmp_path)
+    same_bits(state.params, load_hf(program, directory).params)

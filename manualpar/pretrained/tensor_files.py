@@ -9,6 +9,7 @@ of the process, and a file that gets shorter is an error and does not end the pr
 """
 
 import re
+import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,9 +104,16 @@ def has_tensors(directory: Path) -> bool:
 
 
 def _read_index(directory: Path) -> Mapping[str, str]:
-    """The file of each tensor; `{}` if all are in one file."""
+    """The file of each tensor; `{}` if all are in one file, which counts if there are both."""
     path = directory / INDEX_FILE
     if not path.exists():
+        return {}
+    if (directory / ONE_FILE).exists():
+        warnings.warn(
+            f"load_hf: {directory} has both {ONE_FILE} and {INDEX_FILE}: only {ONE_FILE} is read, "
+            "as by transformers. Delete the one that is not the model.",
+            stacklevel=2,
+        )
         return {}
     try:
         files = read_object(path, follow_links=True).get("weight_map")

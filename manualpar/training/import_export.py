@@ -20,7 +20,7 @@ from manualpar.cluster.agreement import failing_together
 from manualpar.pretrained import export_hf, load
 from manualpar.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.pretrained.export import SHARD_BYTES, TOKENIZER_FILES
-from manualpar.storage import AnyPath, BucketPath, path_flag, user_path
+from manualpar.storage import AnyPath, BucketPath, path_flag, user_path, writing
 from manualpar.training.command_line import CommandLine, quiet_absl
 from manualpar.training.config import check_config
 from manualpar.training.devices import simulate_devices
@@ -73,7 +73,8 @@ def _import(command: CommandLine, say: Callable[[str], None]) -> None:
     with failing_together():
         source = model_directory(command.config.model.from_hf)
         if jax.process_index() == 0:
-            _copy_small_files(source, own)
+            with writing("import_hf", own):
+                _copy_small_files(source, own)
     config = command.config.copy_and_resolve_references().unlock()
     if config.data.tokenizer == config.model.from_hf:
         config.data.tokenizer = ""  # That of the copy.
@@ -186,10 +187,14 @@ def _code(error: Exception) -> int:
 
 
 def _copy_small_files(source: Path, folder: AnyPath) -> None:
-    """Copies the config and the tokenizer of a model."""
+    """Copies the config and the tokenizer of a model, in place of those that are there."""
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG_FILE, *TOKENIZER_FILES):
         if (source / name).exists():
             with open_file(source / name, follow_links=True) as file:
                 (folder / name).write_bytes(file.read())
+        elif isinstance(folder, BucketPath):  # Of another model, whose import has failed.
+            (folder / name).delete()
+        else:
+            (folder / name).unlink(missing_ok=True)
