@@ -17,6 +17,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from manualpar.storage.lease import HeldError
 from manualpar.untrusted import NotAFileError, kind_of, parse_object
@@ -28,11 +29,24 @@ DYING_SECONDS = 3.0
 UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
+class FileLock(NamedTuple):
+    """A lock that this process has.
+
+    Attributes:
+      is_locked: Whether the file system has such locks.
+      check: If somebody has deleted the file, takes the lock of a new one; raises a `HeldError` if
+        another process was faster.
+    """
+
+    is_locked: bool
+    check: Callable[[], None]
+
+
 @contextlib.contextmanager
 def hold_file(
     path: Path, *, folder: Path, report: Callable[[str], None], remains: bool
-) -> Iterator[bool]:
-    """Keeps other processes out while the context lasts; yields whether that is possible.
+) -> Iterator[FileLock]:
+    """Keeps other processes out while the context lasts.
 
     Args:
       path: The lock file, which is created if need be.
@@ -50,11 +64,16 @@ def hold_file(
         while held:
             os.close(held.pop())
 
+    def check() -> None:
+        if held and not _is_same(held[0], path):
+            close()
+            _take(path, folder, held, report)
+
     os.register_at_fork(after_in_child=close)
     try:
         is_locked = _take(path, folder, held, report)
         try:
-            yield is_locked
+            yield FileLock(is_locked, check)
         finally:
             if held:  # Otherwise this is a copy of the process, and the lock is not its own.
                 with contextlib.suppress(OSError):

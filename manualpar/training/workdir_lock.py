@@ -5,10 +5,11 @@ Process 0 takes it for all processes of a run. Reading a workdir takes no lock.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from manualpar.storage import AnyPath, BucketPath, HeldError, hold, hold_file
 from manualpar.usage import UsageError
-from manualpar.watching.durable_files import explained
+from manualpar.watching.durable_files import WriteError, explained
 
 LOCK_FILE = ".lock"
 
@@ -20,7 +21,9 @@ def lock_workdir(
     """Keeps other runs out of a folder, which is created if need be, while the context lasts.
 
     If the file system has no locks, `report` is told so, and nothing is locked. In a bucket there
-    is a lease, see `manualpar.storage.lease`. What it yields raises an error if that was lost.
+    is a lease, see `manualpar.storage.lease`. What it yields raises an error if that was lost. If
+    somebody has deleted the file of a lock, it takes the lock of a new one, and raises a
+    `WriteError` if another run was faster.
 
     Raises:
       UsageError: Another run has the lock; the message says which.
@@ -31,18 +34,34 @@ def lock_workdir(
             if isinstance(workdir, BucketPath):
                 check = stack.enter_context(hold(workdir, report=report))
             else:
-                path, check = workdir / LOCK_FILE, _keeps
-                with explained(path):
-                    workdir.mkdir(parents=True, exist_ok=True)
-                    held = hold_file(path, folder=workdir, report=report, remains=True)
-                    stack.enter_context(held)
+                check = stack.enter_context(_held(workdir, report))
         except HeldError as error:
-            raise UsageError(
-                f"--workdir={workdir} is in use by another run{error}; wait until it ends, end it, "
-                "or name another folder."
-            ) from None
+            raise _in_use(workdir, error) from None
         yield check
 
 
-def _keeps() -> None:
-    """A lock of the kernel's is not lost."""
+@contextlib.contextmanager
+def _held(workdir: Path, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+    path = workdir / LOCK_FILE
+    with contextlib.ExitStack() as stack:
+        with explained(path):
+            workdir.mkdir(parents=True, exist_ok=True)
+            held = stack.enter_context(hold_file(path, folder=workdir, report=report, remains=True))
+
+        def check() -> None:
+            try:
+                with explained(path):
+                    held.check()
+            except HeldError as error:
+                raise WriteError(
+                    f"{path} was deleted while this run had its lock: {_in_use(workdir, error)}"
+                ) from None
+
+        yield check
+
+
+def _in_use(workdir: AnyPath, error: HeldError) -> UsageError:
+    return UsageError(
+        f"--workdir={workdir} is in use by another run{error}; wait until it ends, end it, or name "
+        "another folder."
+    )
