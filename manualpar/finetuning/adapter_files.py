@@ -8,6 +8,7 @@ whole in the file, so that any mesh and any strategy takes them.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from manualpar.state_arrays import Leaf, list_some, place_leaf, read_unpadded, s
 from manualpar.state_transfer import variable_leaves, variables_of
 from manualpar.storage import draft_of, local_path, publish, sync, writing
 from manualpar.train_state import TrainState
-from manualpar.untrusted import read_object
+from manualpar.untrusted import open_file, printable, read_object
 
 ARRAYS_FILE, DESCRIPTION_FILE = "adapters.safetensors", "adapters.json"
+FLOAT32 = "F32"  # As `.safetensors` files call it.
 
 
 def save_adapters(program: Program, state: TrainState, directory: Path | str) -> Path:
@@ -99,26 +101,35 @@ def load_adapters(program: Program, state: TrainState, directory: Path | str) ->
       None. Each device receives its own part.
     """
     require("load_adapters", "safetensors")
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
+    from safetensors import SafetensorError, safe_open
 
     model = adapted_model("load_adapters", program).low_rank
     check_state("load_adapters", program.abstract_state, state)
-    source = Path(directory).expanduser()
+    source = local_path(directory, "load_adapters: directory")
+    leaves = variable_leaves(program)
+    adapters = {_path(leaf): leaf for leaf in leaves if is_adapter(leaf.name)}
     try:
         description = read_object(source / DESCRIPTION_FILE)
-        found: dict[str, Any] = load_file(source / ARRAYS_FILE)
+        open_file(source / ARRAYS_FILE, follow_links=True).close()  # It is no FIFO, for example.
+        with safe_open(source / ARRAYS_FILE, framework="np", backend="pread") as file:
+            differences = _differences(adapters, file)
+            # Not before it is known that they are no larger than the program's.
+            found = {} if differences else {path: file.get_tensor(path) for path in adapters}
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
-            f"load_adapters: {source} cannot be read: {error}; expected a folder of save_adapters."
+            f"load_adapters: {source} cannot be read: {printable(error)}; expected a folder of "
+            "save_adapters."
         ) from error
-    if description.get("alpha") != model.alpha:
+    if (alpha := description.get("alpha")) != model.alpha:
         raise ValueError(
-            f"load_adapters: the adapters in {source} are for alpha={description.get('alpha')}, "
-            f"expected {model.alpha}, the model's: their product is multiplied by alpha / rank."
+            f"load_adapters: the adapters in {source} are for alpha={alpha!r:.100}, expected "
+            f"{model.alpha}, the model's: their product is multiplied by alpha / rank."
         )
-    leaves = variable_leaves(program)
-    _check(source, {_path(leaf): leaf for leaf in leaves if is_adapter(leaf.name)}, found)
+    if differences:
+        raise ValueError(
+            f"load_adapters: the adapters in {source} are not the program's: "
+            f"{'; '.join(list_some(differences))}. Name the same targets and ranks in lora."
+        )
     arrays, structure = jax.tree.flatten(variables_of(state))
     for number, leaf in enumerate(leaves):
         if is_adapter(leaf.name):
@@ -130,17 +141,18 @@ def _path(leaf: Leaf) -> str:
     return leaf.name.partition("/")[2]
 
 
-def _check(source: Path, leaves: dict[str, Leaf], found: dict[str, Any]) -> None:
-    """Refuses adapters that are missing, left over, or of another shape or kind."""
-    lines = [f"{path} is left over" for path in found if path not in leaves]
+def _differences(leaves: Mapping[str, Leaf], file: Any) -> list[str]:
+    """What is missing in a file, left over, or of another shape or kind."""
+    names = set(file.keys())
+    lines = [f"{name} is left over" for name in sorted(names - leaves.keys())]
     for path, leaf in leaves.items():
         expected = show_array(np.float32, leaf.shape)
-        if path not in found:
+        if path not in names:
             lines.append(f"{path} is missing, expected {expected}")
-        elif (x := found[path]).shape != leaf.shape or x.dtype != np.float32:
-            lines.append(f"{path} is {show_array(x.dtype, x.shape)}, expected {expected}")
-    if lines:
-        raise ValueError(
-            f"load_adapters: the adapters in {source} are not the program's: "
-            f"{'; '.join(list_some(lines))}. Name the same targets and ranks in lora."
-        )
+            continue
+        found = file.get_slice(path)
+        shape, code = tuple(found.get_shape()), found.get_dtype()
+        if shape != leaf.shape or code != FLOAT32:
+            got = f"{'float32' if code == FLOAT32 else code}[{','.join(map(str, shape))}]"
+            lines.append(f"{path} is {got}, expected {expected}")
+    return lines

@@ -19,12 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from manualpar.extras import require
-from manualpar.pretrained.tensor_bytes import Place, read_header, read_slice
+from manualpar.pretrained.tensor_bytes import Place, header_bytes, read_header, read_slice
 from manualpar.state_arrays import list_some
-from manualpar.untrusted import open_file, read_object
+from manualpar.untrusted import open_file, printable, read_object
 
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+# A tensor takes about 130 of them, and a second for every 50,000 tensors; the largest model of the
+# families that are known here has 24,000.
+MAX_HEADER_BYTES = 1 << 24
 FILE_NAME = re.compile(r"[\w.=@+-]+\.safetensors")
 
 
@@ -52,12 +55,18 @@ class TensorFiles:
         self.dtypes: dict[str, str] = {}
         self.files: dict[str, str] = {}
         self._places: dict[str, tuple[IO[bytes], Place]] = {}
-        index = _read_index(directory)
+        index, headers = _read_index(directory), 0
         for name in sorted(set(index.values())) if index else [ONE_FILE]:
             path = directory / name
             try:
                 file = open_file(path, follow_links=True)
                 weakref.finalize(self, file.close)
+                headers += header_bytes(file)
+                if headers > MAX_HEADER_BYTES:
+                    raise ValueError(
+                        f"{path}: the headers of the model's files have more than "
+                        f"{MAX_HEADER_BYTES:,} bytes, expected fewer tensors."
+                    )
                 # It checks the header, and its sizes against the length of the file.
                 with safetensors.safe_open(path, framework="np", backend="pread"):
                     places = read_header(file)
@@ -67,14 +76,14 @@ class TensorFiles:
                 raise ValueError(f"{path} {error}.") from None
             except safetensors.SafetensorError as error:
                 raise ValueError(
-                    f"{path} is damaged or cut off ({error}); fetch it again, expected a whole "
-                    ".safetensors file."
+                    f"{path} is damaged or cut off ({printable(error)}); fetch it again, expected "
+                    "a whole .safetensors file."
                 ) from None
             for key, place in places.items():
                 if key in self.files:
                     raise ValueError(
-                        f"{directory}: {key} is in {self.files[key]} and in {name}, expected it in "
-                        "one file."
+                        f"{directory}: {printable(key)} is in {self.files[key]} and in {name}, "
+                        "expected it in one file."
                     )
                 self._places[key] = file, place
                 self.files[key] = name
