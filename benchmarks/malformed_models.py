@@ -39,6 +39,7 @@ DOTS: Mapping[str, Any] = {
 }
 TOO_LARGE = "1e400"  # Written without quotes, and read as infinity.
 INTEGERS = (0, -1, 2**31, 2**63, 10**399, True, 1.5, TOO_LARGE, "4", "\x1b[2J", [], {})
+MANY = 10**6
 # These are what some fields say, and nothing that there is memory for.
 LARGE = 2**31 - 1
 MAY_BE_0 = ("n_shared_experts", "first_k_dense_replace")
@@ -127,7 +128,7 @@ def _files(models: Path) -> Iterator[Case]:
 def _tensors(models: Path) -> Iterator[Case]:
     """Files of tensors that are files."""
     path = _make(models / "many") / "model.safetensors"
-    write_tensors(path, {f"t{number}": [0] for number in range(10**6)})
+    write_tensors(path, {f"t{number}": [0] for number in range(MANY)})
     yield _case(path.parent, "a million tensors", "headers")
     path = _make(models / "escapes") / "model.safetensors"
     write_tensors(path, {ESCAPE: [2]})
@@ -138,7 +139,7 @@ def _tensors(models: Path) -> Iterator[Case]:
     yield _case(path.parent, "a file's name with escapes", "pickled")
     path = _make(models / "index") / "model.safetensors"
     shutil.move(path, path.with_name("a.safetensors"))
-    places = {**dict.fromkeys(map(str, range(10**6)), "a.safetensors"), ESCAPE: "a.safetensors"}
+    places = {**dict.fromkeys(map(str, range(MANY)), "a.safetensors"), ESCAPE: "a.safetensors"}
     index = path.with_name("model.safetensors.index.json")
     index.write_text(json.dumps({"weight_map": places}))
     yield _case(path.parent, "an index of a million", "index")

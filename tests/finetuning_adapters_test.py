@@ -1,11 +1,13 @@
 """Adapters merged into kernels, and saved alone."""
 
 import json
+import os
 
 import jax
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import save_file
 
 from manualpar import fsdp, load_adapters, lora, make_mesh, merge_lora, save_adapters
 from manualpar.storage import draft_of
@@ -101,3 +103,14 @@ def test_merged_kernels_compute_what_adapters_add_and_files_hold_adapters_alone(
     (folder / "adapters.safetensors").write_bytes(data[:100])
     with pytest.raises(ValueError, match="cannot be read"):
         load_adapters(other, begun, folder)
+    (folder / "adapters.safetensors").unlink()
+    os.mkfifo(folder / "adapters.safetensors")
+    with pytest.raises(ValueError, match="cannot be read: is a FIFO, expected a file"):
+        load_adapters(other, begun, str(folder))
+    (folder / "adapters.safetensors").unlink()
+    save_file({"\x1b[2J": np.zeros(1, np.float32)}, folder / "adapters.safetensors")
+    (folder / "adapters.json").write_text(json.dumps(description))
+    with pytest.raises(ValueError, match=r"not the program's: \\x1b\[2J is left over"):
+        load_adapters(other, begun, folder)
+    with pytest.raises(ValueError, match="directory is 's3://bucket/x', expected a path on a disk"):
+        save_adapters(program, state, "s3://bucket/x")

@@ -13,6 +13,7 @@ from manualpar.untrusted import (
     create_file,
     open_file,
     parse_object,
+    printable,
     read_file,
     read_object,
 )
@@ -45,6 +46,10 @@ def test_what_is_not_a_small_shallow_object_is_refused(text, found, monkeypatch)
         monkeypatch.setattr("manualpar.untrusted.MAX_BYTES", 99)
     with pytest.raises(ValueError, match=found):
         parse_object(text)
+
+
+def test_what_could_rule_a_terminal_is_escaped():
+    assert printable("\x1b]0;x\x07 ü\n\u202e\ud800 ok") == r"\x1b]0;x\x07 ü\n\u202e\ud800 ok"
 
 
 def test_an_object_is_read(tmp_path, monkeypatch):

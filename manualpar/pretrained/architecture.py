@@ -9,6 +9,7 @@ Files of transformers 5 have `rope_parameters` and `layer_types`; older ones hav
 """
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from manualpar.models import Transformer
 from manualpar.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.pretrained.families import FAMILIES, UNUSED_KEYS, Family
-from manualpar.storage import AnyPath
+from manualpar.storage import AnyPath, user_path
 from manualpar.untrusted import printable, read_object
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -45,17 +46,17 @@ class Architecture(NamedTuple):
     fields: dict[str, Any]
 
 
-def read_architecture(directory: AnyPath) -> Architecture:
+def read_architecture(directory: AnyPath | os.PathLike[str] | str) -> Architecture:
     """Reads the `config.json` of a directory, which may be in a bucket.
 
     Raises:
       ValueError: There is none, it is no JSON object, or it says what a `Transformer` cannot be;
         the message names the key.
     """
-    return parse_architecture(read_config(directory), where=str(directory / CONFIG_FILE))
+    return parse_architecture(read_config(directory), where=str(user_path(directory) / CONFIG_FILE))
 
 
-def read_config(directory: AnyPath) -> dict[str, Any]:
+def read_config(directory: AnyPath | os.PathLike[str] | str) -> dict[str, Any]:
     """The JSON object in the `config.json` of a directory.
 
     Raises:
