@@ -129,7 +129,7 @@ def _tensors(models: Path) -> Iterator[Case]:
     """Files of tensors that are files."""
     path = _make(models / "many") / "model.safetensors"
     write_tensors(path, {f"t{number}": [0] for number in range(MANY)})
-    yield _case(path.parent, "a million tensors", "headers")
+    yield _case(path.parent, "a million tensors", "header")
     path = _make(models / "escapes") / "model.safetensors"
     write_tensors(path, {ESCAPE: [2]})
     yield _case(path.parent, "a name with escapes", "tensors")

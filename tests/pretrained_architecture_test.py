@@ -1,6 +1,7 @@
 """What a `config.json` says is a model of sizes that there are, or refused by its key."""
 
 import json
+import os
 
 import pytest
 
@@ -39,6 +40,9 @@ def test_a_size_that_no_model_has_is_refused_by_its_key(base):
 def test_a_path_is_a_text_or_a_path(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert read_architecture(str(tmp_path)) == read_architecture(tmp_path)
+    with os.scandir(tmp_path.parent) as entries:  # Whose entries are os.PathLike.
+        (entry,) = [entry for entry in entries if entry.name == tmp_path.name]
+    assert read_architecture(entry) == read_architecture(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ValueError, match=f"{tmp_path} has no config.json"):
         read_architecture(str(tmp_path))

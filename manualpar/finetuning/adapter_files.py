@@ -21,15 +21,15 @@ from manualpar.finetuning.merging import adapted_model, is_adapter
 from manualpar.guards.dispatch import check_state
 from manualpar.state_arrays import Leaf, list_some, place_leaf, read_unpadded, show_array
 from manualpar.state_transfer import variable_leaves, variables_of
-from manualpar.storage import draft_of, local_path, publish, sync, writing
+from manualpar.storage import GivenPath, draft_of, local_path, publish, sync, writing
 from manualpar.train_state import TrainState
-from manualpar.untrusted import open_file, printable, read_object
+from manualpar.untrusted import open_tensors, printable, read_object
 
 ARRAYS_FILE, DESCRIPTION_FILE = "adapters.safetensors", "adapters.json"
 FLOAT32 = "F32"  # As `.safetensors` files call it.
 
 
-def save_adapters(program: Program, state: TrainState, directory: Path | str) -> Path:
+def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> Path:
     """Writes the adapters of a state, and nothing of its base.
 
     Args:
@@ -82,7 +82,7 @@ def save_adapters(program: Program, state: TrainState, directory: Path | str) ->
     return target
 
 
-def load_adapters(program: Program, state: TrainState, directory: Path | str) -> TrainState:
+def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> TrainState:
     """Takes adapters that `save_adapters` has written, on any mesh, into a state.
 
     Args:
@@ -110,7 +110,7 @@ def load_adapters(program: Program, state: TrainState, directory: Path | str) ->
     adapters = {_path(leaf): leaf for leaf in leaves if is_adapter(leaf.name)}
     try:
         description = read_object(source / DESCRIPTION_FILE)
-        open_file(source / ARRAYS_FILE, follow_links=True).close()  # It is no FIFO, for example.
+        open_tensors(source / ARRAYS_FILE)[0].close()  # It is no FIFO, for example.
         with safe_open(source / ARRAYS_FILE, framework="np", backend="pread") as file:
             differences = _differences(adapters, file)
             # Not before it is known that they are no larger than the program's.

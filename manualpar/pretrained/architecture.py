@@ -9,7 +9,6 @@ Files of transformers 5 have `rope_parameters` and `layer_types`; older ones hav
 """
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from manualpar.models import Transformer
 from manualpar.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.pretrained.families import FAMILIES, UNUSED_KEYS, Family
-from manualpar.storage import AnyPath, user_path
+from manualpar.storage import GivenPath, user_path
 from manualpar.untrusted import printable, read_object
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -46,7 +45,7 @@ class Architecture(NamedTuple):
     fields: dict[str, Any]
 
 
-def read_architecture(directory: AnyPath | os.PathLike[str] | str) -> Architecture:
+def read_architecture(directory: GivenPath) -> Architecture:
     """Reads the `config.json` of a directory, which may be in a bucket.
 
     Raises:
@@ -56,7 +55,7 @@ def read_architecture(directory: AnyPath | os.PathLike[str] | str) -> Architectu
     return parse_architecture(read_config(directory), where=str(user_path(directory) / CONFIG_FILE))
 
 
-def read_config(directory: AnyPath | os.PathLike[str] | str) -> dict[str, Any]:
+def read_config(directory: GivenPath) -> dict[str, Any]:
     """The JSON object in the `config.json` of a directory.
 
     Raises:

@@ -36,7 +36,7 @@ from manualpar.pretrained.tensor_names import pieces_of_transformer
 from manualpar.pretrained.tensor_writer import Files, Tensor, create_files, write_tensors
 from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
 from manualpar.state_transfer import plain_leaves, variable_leaves
-from manualpar.storage import AnyPath, new_number, user_path, writing
+from manualpar.storage import AnyPath, GivenPath, local_path, new_number, user_path, writing
 from manualpar.train_state import TrainState
 from manualpar.untrusted import open_file
 
@@ -59,12 +59,12 @@ TOKENIZER_FILES = (
 def export_hf(
     program: Program,
     state: TrainState,
-    directory: AnyPath | str,
+    directory: GivenPath,
     *,
-    like: AnyPath | str | None = None,
+    like: GivenPath | None = None,
     family: str = "",
     dtype: str = "",
-    tokenizer: Path | str | None = None,
+    tokenizer: GivenPath | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> AnyPath:
     """Writes a state of a `Transformer` as a directory that transformers loads.
@@ -258,13 +258,13 @@ def _index(x: jax.Array, entry: tuple[jax.Array, ...]) -> jax.Array:
     return x
 
 
-def _extra_files(source: Path | None, tokenizer: Path | str | None) -> dict[str, Path]:
+def _extra_files(source: Path | None, tokenizer: GivenPath | None) -> dict[str, Path]:
     """The files to copy, by their names there."""
     extras = {}
     if source is not None:
         extras = {name: source / name for name in TOKENIZER_FILES if (source / name).exists()}
     if tokenizer is not None:
-        extras["tokenizer.json"] = Path(tokenizer).expanduser()
+        extras["tokenizer.json"] = local_path(tokenizer, "export_hf: tokenizer")
     for path in extras.values():
         try:
             open_file(path, follow_links=True).close()

@@ -27,7 +27,7 @@ from manualpar.state_transfer import (
     state_with,
     variable_leaves,
 )
-from manualpar.storage import AnyPath
+from manualpar.storage import GivenPath
 from manualpar.train_state import TrainState
 
 
@@ -49,7 +49,7 @@ class Loaded(NamedTuple):
 
 def load_hf(
     program: Program,
-    directory: AnyPath | str,
+    directory: GivenPath,
     rng: jax.Array | None = None,
     *,
     names: Mapping[str, Rule | str] | None = None,
@@ -90,7 +90,7 @@ def load_hf(
 
 def load(
     program: Program,
-    directory: AnyPath | str,
+    directory: GivenPath,
     rng: jax.Array | None = None,
     *,
     names: Mapping[str, Rule | str] | None = None,

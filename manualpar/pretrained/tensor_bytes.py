@@ -34,12 +34,6 @@ class Place(NamedTuple):
     dtype: str
 
 
-def header_bytes(file: IO[bytes]) -> int:
-    """The length of a file's header; 0 if the file is shorter."""
-    length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
-    return length if length <= os.fstat(file.fileno()).st_size - 8 else 0
-
-
 def read_header(file: IO[bytes]) -> dict[str, Place]:
     """The tensors of a file that safetensors has checked, by name."""
     length = int.from_bytes(file.read(8), "little")

@@ -19,15 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from manualpar.extras import require
-from manualpar.pretrained.tensor_bytes import Place, header_bytes, read_header, read_slice
+from manualpar.pretrained.tensor_bytes import Place, read_header, read_slice
 from manualpar.state_arrays import list_some
-from manualpar.untrusted import open_file, printable, read_object
+from manualpar.untrusted import MAX_HEADER_BYTES, open_tensors, printable, read_object
 
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# A tensor takes about 130 of them, and a second for every 50,000 tensors; the largest model of the
-# families that are known here has 24,000.
-MAX_HEADER_BYTES = 1 << 24
 FILE_NAME = re.compile(r"[\w.=@+-]+\.safetensors")
 
 
@@ -55,24 +52,19 @@ class TensorFiles:
         self.dtypes: dict[str, str] = {}
         self.files: dict[str, str] = {}
         self._places: dict[str, tuple[IO[bytes], Place]] = {}
-        index, headers = _read_index(directory), 0
+        index, left = _read_index(directory), MAX_HEADER_BYTES
         for name in sorted(set(index.values())) if index else [ONE_FILE]:
             path = directory / name
             try:
-                file = open_file(path, follow_links=True)
+                file, length = open_tensors(path, most=left)
                 weakref.finalize(self, file.close)
-                headers += header_bytes(file)
-                if headers > MAX_HEADER_BYTES:
-                    raise ValueError(
-                        f"{path}: the headers of the model's files have more than "
-                        f"{MAX_HEADER_BYTES:,} bytes, expected fewer tensors."
-                    )
+                left -= length
                 # It checks the header, and its sizes against the length of the file.
                 with safetensors.safe_open(path, framework="np", backend="pread"):
                     places = read_header(file)
             except FileNotFoundError:
                 raise _no_files(directory, name) from None
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise ValueError(f"{path} {error}.") from None
             except safetensors.SafetensorError as error:
                 raise ValueError(

@@ -1,7 +1,13 @@
 """Paths on `s3://` and `gs://`, beside local ones."""
 
 from manualpar.storage.array_store import CONTEXT, key_value_store
-from manualpar.storage.bucket_path import AnyPath, BucketPath, as_path, open_for_reading
+from manualpar.storage.bucket_path import (
+    AnyPath,
+    BucketPath,
+    GivenPath,
+    as_path,
+    open_for_reading,
+)
 from manualpar.storage.copies import (
     copied_files,
     copied_folder,
@@ -32,6 +38,7 @@ __all__ = [
     "BucketError",
     "BucketPath",
     "FolderError",
+    "GivenPath",
     "HeldError",
     "as_path",
     "copied_files",
