@@ -13,6 +13,7 @@ import pytest
 from configs import fsdp
 from manualpar.data.tokenize import write_token_files
 from manualpar.training.import_export import export_command
+from manualpar.training.workdir_lock import lock_workdir
 from tests.pretrained_export_test import assert_same_files, read
 from tests.pretrained_load_test import CONFIG, llama, tensors_of, write
 from tests.runs import run_here
@@ -69,6 +70,9 @@ def test_a_model_comes_and_goes_with_two_processes_and_is_trained_without_its_fi
     flags = ["--config=configs/fsdp_lm.py", f"--workdir={work}"]
     flags += [f"--config.{name}={value}" for name, value in fields.items()]
     imports = ["-m", "experiments.import_hf", theirs, *flags]
+    with lock_workdir(work, report=print):
+        assert f"{work} is in use by another run: process" in run(*imports, code=2)
+    assert [path.name for path in work.iterdir()] == [".lock"]
     said = run(*TWO, *imports)
     # Each of two processes reads half of everything but the small parameters that both have.
     assert "read 6.67 KiB of 30 tensors" in said

@@ -4,6 +4,7 @@ An imported model is a checkpoint at step 0. Its `config.json` and tokenizer are
 workdir's folder `model`, so that training goes on from there without the directory it came from.
 """
 
+import contextlib
 import resource
 import sys
 import time
@@ -29,6 +30,7 @@ from manualpar.training.experiment import prepare
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.saved_run import prepare_saved, restore_saved, saved_config
 from manualpar.training.workdir import FOLDER, check_folder, open_checkpoints
+from manualpar.training.workdir_lock import lock_workdir
 from manualpar.untrusted import open_file
 from manualpar.usage import (
     USAGE_EXIT_CODE,
@@ -52,8 +54,7 @@ def import_command(command: CommandLine) -> int:
         check_config(config)
         if flags.workdir is None:
             raise UsageError("--workdir is missing, expected the folder to make.")
-        if open_folder(flags.workdir / FOLDER).steps():
-            raise UsageError(f"--workdir={flags.workdir} holds a run, expected a new folder.")
+        _check_new(flags.workdir)
         check_folder(config, flags.workdir)
         simulate_devices(flags.devices, force=flags.force)
         return initialize(
@@ -67,8 +68,20 @@ def import_command(command: CommandLine) -> int:
 
 
 def _import(command: CommandLine, say: Callable[[str], None]) -> None:
-    started = time.perf_counter()
     workdir = command.flags.workdir
+    with contextlib.ExitStack() as stack:
+        with failing_together():
+            if jax.process_index() == 0:
+                try:
+                    stack.enter_context(lock_workdir(workdir, report=say))
+                except UsageError as error:
+                    raise ValueError(str(error)) from None
+                _check_new(workdir)  # Another import may have ended since it was asked first.
+        _import_into(workdir, command, say)
+
+
+def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], None]) -> None:
+    started = time.perf_counter()
     own = workdir / MODEL_FOLDER
     with failing_together():
         source = model_directory(command.config.model.from_hf)
@@ -184,6 +197,11 @@ def _code(error: Exception) -> int:
     """The exit code for an error that is told in a sentence."""
     code = exit_code(error)
     return USAGE_EXIT_CODE if code == FAILED_EXIT_CODE else code
+
+
+def _check_new(workdir: AnyPath) -> None:
+    if open_folder(workdir / FOLDER).steps():
+        raise ValueError(f"--workdir={workdir} holds a run, expected a new folder.")
 
 
 def _copy_small_files(source: Path, folder: AnyPath) -> None:
