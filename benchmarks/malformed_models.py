@@ -7,7 +7,7 @@ file is opened only if it is one, and names out of files do not reach a terminal
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,24 @@ DOTS: Mapping[str, Any] = {
     "first_k_dense_replace": 1,
 }
 TOO_LARGE = "1e400"  # Written without quotes, and read as infinity.
-INTEGERS = (0, -1, 2**31, 2**63, 10**399, True, 1.5, TOO_LARGE, "4", "\x1b[2J", [], {})
+INTEGERS: tuple[Any, ...] = (
+    0,
+    -1,
+    2**31,
+    2**63,
+    10**399,
+    True,
+    1.5,
+    TOO_LARGE,
+    "4",
+    "\x1b[2J",
+    [],
+    {},
+)
 MANY = 10**6
 # These are what some fields say, and nothing that there is memory for.
 LARGE = 2**31 - 1
+FLOATS: tuple[Any, ...] = (0, -1, 10**399, TOO_LARGE, True, "x", [])
 MAY_BE_0 = ("n_shared_experts", "first_k_dense_replace")
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 
@@ -90,32 +104,36 @@ def write_tensors(path: Path, shapes: Mapping[str, list[int]]) -> None:
 def _configs(models: Path) -> Iterator[Case]:
     for base in (LLAMA, DOTS):
         fields = [key for key, value in base.items() if type(value) is int]
-        wrong = {(key, repr(value)[:20]): (key, value, key) for key in fields for value in INTEGERS}
-        for value in (0, -1, 10**399, TOO_LARGE, True, "x", []):
-            wrong["rms_norm_eps", repr(value)[:20]] = ("rms_norm_eps", value, "rms_norm_eps")
-        wrong |= {(key, "large"): (key, LARGE, "") for key in fields}
+        wrong: dict[str, tuple[str, Any, str]] = {
+            f"{key} {value!r:.20}": (key, value, key) for key in fields for value in INTEGERS
+        }
+        for value in FLOATS:
+            wrong[f"rms_norm_eps {value!r:.20}"] = ("rms_norm_eps", value, "rms_norm_eps")
+        wrong |= {f"{key} large": (key, LARGE, "") for key in fields}
         scaled = {"rope_type": "linear", "factor": 10**399}
-        wrong["rope_scaling", "large"] = ("rope_scaling", scaled, "rope_scaling.factor")
-        wrong["escape", ""] = (ESCAPE, 1, "\\x1b]0;owned")
+        wrong["rope_scaling large"] = ("rope_scaling", scaled, "rope_scaling.factor")
+        wrong["a key with escapes"] = (ESCAPE, 1, "\\x1b]0;owned")
         for number, (name, (key, value, names)) in enumerate(wrong.items()):
             if value == 0 and type(value) is int and key in MAY_BE_0:
                 continue
             directory = _make(models / f"{base['model_type']}_{number}", {**base, key: value})
-            yield _case(directory, " ".join(name), names)
+            yield _case(directory, name, names)
 
 
 def _files(models: Path) -> Iterator[Case]:
     """What has the name of a file is none."""
     index = "model.safetensors.index.json"
-    kinds = {
+
+    def make_fifo_behind_link(path: Path) -> None:
+        os.mkfifo(f"{path}.fifo")
+        path.symlink_to(f"{path.name}.fifo")
+
+    kinds: dict[str, Callable[[Path], None]] = {
         "a FIFO": os.mkfifo,
         "a folder": Path.mkdir,
         "a link to itself": lambda path: path.symlink_to(path.name),
         "a device": lambda path: path.symlink_to("/dev/zero"),
-        "a FIFO behind a link": lambda path: (
-            os.mkfifo(f"{path}.fifo"),
-            path.symlink_to(f"{path.name}.fifo"),
-        ),
+        "a FIFO behind a link": make_fifo_behind_link,
     }
     for number, (kind, make) in enumerate(kinds.items()):
         for name in ("config.json", "tokenizer.json", "model.safetensors", index):
