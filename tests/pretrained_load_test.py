@@ -287,6 +287,10 @@ def test_names_out_of_files_are_escaped_and_headers_bounded(made, program, tmp_p
     )
     write(tmp_path, tensors)
     (tmp_path / "model.safetensors").unlink()
+    lengths = [
+        int.from_bytes(path.read_bytes()[:8], "little") for path in tmp_path.glob("model-*s")
+    ]
+    monkeypatch.setattr("manualpar.pretrained.tensor_files.MAX_HEADER_BYTES", max(lengths) + 1)
     with pytest.raises(ValueError, match=r"model-2\.safetensors has a header of"):
         load_hf(program, tmp_path)
     (tmp_path / "model-1.safetensors").unlink()
