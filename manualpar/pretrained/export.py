@@ -106,7 +106,8 @@ def export_hf(
       that one whole, and one device a file. And with adapters, what merging them needs.
     """
     check_state("export_hf", program.abstract_state, state)
-    is_first, number = jax.process_index() == 0, from_first(new_number())
+    is_first = jax.process_index() == 0
+    number = from_first(new_number())
     with contextlib.ExitStack() as owner:
         with failing_together():
             require("export_hf", "safetensors")

@@ -1,6 +1,6 @@
 """A folder that is written beside the one that it becomes, by one process at a time.
 
-A draft of `models/tuned` is `models/.tuned.NUMBER.partial`, where no two drafts have one number.
+A draft of `models/tuned` is `models/.tuned.NUMBER.partial`, and no two drafts have one number.
 Whoever holds the lock on `models/.tuned.lock` owns it, and nobody else renames or deletes it. A
 draft without an owner was left by a process that was killed; the next one deletes it.
 """
@@ -21,7 +21,7 @@ from manualpar.storage.file_lock import hold_file
 from manualpar.storage.lease import HeldError
 from manualpar.storage.requests import BucketError
 
-# Renaming a folder to a name that is taken, or the disk is full.
+# The errors of a name that is taken, and of a full disk.
 TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR})
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
