@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.malformed_cases import CONFIGS, Case, field_cases, flag_cases, fsdp_case, size_cases
+from benchmarks.malformed_models import model_cases
 
 
 def make_cases(folder: Path) -> list[Case]:
@@ -24,6 +25,7 @@ def make_cases(folder: Path) -> list[Case]:
         _token_folder_cases,
         _workdir_cases,
         _other_command_cases,
+        model_cases,
     )
     return [case for make in makers for case in make(folder)]
 

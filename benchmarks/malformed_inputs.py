@@ -5,8 +5,9 @@ python -m benchmarks.malformed_inputs [--only CLASS] [--list] [--jobs 2]
 An answer survives if the command ends with exit code 2, or 6 where a file is damaged, having
 written to standard error one line, which begins with `error: ` and names what is wrong; if there is
 no traceback, if nothing was compiled, and if it kept within the bounds below. The inputs are those
-of `malformed_cases` and `malformed_files`. Each runs in a fork of one interpreter that has imported
-everything, so that an answer takes a moment. Exit code 1 if any falls short.
+of `malformed_cases`, `malformed_files` and `malformed_models`. Each runs in a fork of one
+interpreter that has imported everything, so that an answer takes a moment. Exit code 1 if any falls
+short.
 """
 
 import argparse

@@ -19,8 +19,13 @@ from manualpar.training.import_export import import_command
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "fsdp_lm.py"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Runs the command line of the process."""
     argv = sys.argv
     if len(argv) > 1 and not argv[1].startswith("-"):
         argv = [argv[0], f"--config.model.from_hf={argv[1]}", *argv[2:]]
     app.run(import_command, argv=argv, flags_parser=flags_parser(__doc__ or "", DEFAULT_CONFIG))
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 
 from manualpar.sharding.layout import path_name
 from manualpar.train_state import is_key
+from manualpar.untrusted import printable
 
 SHOWN = 5  # How many differences an error lists.
 
@@ -90,10 +91,10 @@ def leaf_types(tree: Any) -> dict[str, str]:
 
 
 def list_some(lines: Iterable[str]) -> list[str]:
-    """The first of some lines, and how many more there are."""
+    """The first of some lines, which may hold names of other people's, and how many more."""
     lines = list(lines)
     rest = len(lines) - SHOWN
-    return lines if rest <= 0 else [*lines[:SHOWN], f"and {rest} more"]
+    return [*map(printable, lines[:SHOWN]), *([f"and {rest} more"] if rest > 0 else [])]
 
 
 def place_leaf(function: str, leaf: Leaf, x: Any) -> jax.Array:

@@ -7,6 +7,8 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from manualpar.untrusted import printable
+
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130  # Ctrl-C.
 OUR_FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "experiments")
@@ -45,6 +47,4 @@ class OneSentenceParser(argparse.ArgumentParser):
 
 def print_error(error: object) -> None:
     """Prints an error to standard error, without a traceback, unprintable characters escaped."""
-    lines = f"error: {error}".split("\n")
-    shown = ("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines)
-    print("\n".join(shown), file=sys.stderr)
+    print("\n".join(map(printable, f"error: {error}".split("\n"))), file=sys.stderr)

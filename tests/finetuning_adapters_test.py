@@ -1,13 +1,16 @@
 """Adapters merged into kernels, and saved alone."""
 
 import json
+import os
 
 import jax
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import save_file
 
 from manualpar import fsdp, load_adapters, lora, make_mesh, merge_lora, save_adapters
+from manualpar.storage import draft_of
 from tests.finetuning_lora_test import (
     BATCH,
     SOMEBODYS,
@@ -17,6 +20,7 @@ from tests.finetuning_lora_test import (
     loss_of_logits,
     parameters,
 )
+from tests.watching_durable_files_test import limit_files  # noqa: F401
 
 
 def _program(model, mesh, **options):
@@ -29,7 +33,12 @@ MODEL = lora(Somebodys(), SOMEBODYS, alpha=4)
 
 
 @pytest.mark.slow
-def test_merged_kernels_compute_what_adapters_add_and_files_hold_adapters_alone(tmp_path, devices8):
+def test_merged_kernels_compute_what_adapters_add_and_files_hold_adapters_alone(
+    tmp_path,
+    devices8,
+    monkeypatch,
+    limit_files,  # noqa: F811
+):
     program = _program(MODEL, {"data": 8})
     state = program.init_from(parameters(MODEL))
     logits = MODEL.apply(program.whole(state), BATCH.inputs)
@@ -50,7 +59,18 @@ def test_merged_kernels_compute_what_adapters_add_and_files_hold_adapters_alone(
     )
 
     # Another mesh takes what has been saved, and keeps its own base.
-    folder = save_adapters(program, state, tmp_path / "adapters")
+    monkeypatch.setattr("manualpar.storage.file_lock.DYING_SECONDS", 0.1)
+    with (
+        draft_of(tmp_path / "adapters"),
+        pytest.raises(ValueError, match="adapters is being written by another process"),
+    ):
+        save_adapters(program, state, tmp_path / "adapters")
+    limit_files(1024)
+    with pytest.raises(OSError, match="adapters cannot be written: File too large"):
+        save_adapters(program, state, tmp_path / "adapters")
+    limit_files(2**30)
+    assert not list(tmp_path.iterdir())
+    folder = save_adapters(program, state, str(tmp_path / "adapters"))
     assert sum(file.stat().st_size for file in folder.iterdir()) < 40_000
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # As the umask has it.
     other = _program(MODEL, {"data": 4})
@@ -83,3 +103,14 @@ def test_merged_kernels_compute_what_adapters_add_and_files_hold_adapters_alone(
     (folder / "adapters.safetensors").write_bytes(data[:100])
     with pytest.raises(ValueError, match="cannot be read"):
         load_adapters(other, begun, folder)
+    (folder / "adapters.safetensors").unlink()
+    os.mkfifo(folder / "adapters.safetensors")
+    with pytest.raises(ValueError, match="cannot be read: is a FIFO, expected a file"):
+        load_adapters(other, begun, str(folder))
+    (folder / "adapters.safetensors").unlink()
+    save_file({"\x1b[2J": np.zeros(1, np.float32)}, folder / "adapters.safetensors")
+    (folder / "adapters.json").write_text(json.dumps(description))
+    with pytest.raises(ValueError, match=r"not the program's: \\x1b\[2J is left over"):
+        load_adapters(other, begun, folder)
+    with pytest.raises(ValueError, match="directory is 's3://bucket/x', expected a path on a disk"):
+        save_adapters(program, state, "s3://bucket/x")

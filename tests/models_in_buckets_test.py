@@ -10,12 +10,12 @@ import pytest
 from manualpar import make_mesh
 from manualpar.generation.evaluate_command import evaluate_command
 from manualpar.generation.generate_command import generate_command
-from manualpar.pretrained import export_hf, load_hf, read_architecture
-from manualpar.storage import BucketError, requests
+from manualpar.pretrained import export, export_hf, load_hf, read_architecture
+from manualpar.storage import BucketError, lease, requests
 from manualpar.training.command_line import parse_command_line
 from manualpar.training.import_export import export_command, import_command
 from manualpar.training.main import run_command
-from tests.pretrained_export_test import assert_same_files, read
+from tests.pretrained_export_test import assert_same_files, during, read
 from tests.pretrained_load_test import CONFIG, llama, program_of, tensors_of, write
 from tests.s3_server import Proxy, download, upload
 from tests.training_imported_model_test import CONFIG_FILE, make_tokenizer
@@ -110,6 +110,7 @@ def test_an_export_that_is_cut_off_anywhere_is_no_model_and_goes_with_the_next(
     program = program_of(llama(directory), make_mesh({"data": 8}))
     state = load_hf(program, directory)
     monkeypatch.setattr(requests, "WAITS", (0.01,))
+    monkeypatch.setattr(lease, "_is_dead", lambda owner: True)  # As if this process were killed.
     options = {"like": directory, "max_shard_bytes": 4000}
     with Proxy(s3_port) as proxy:
         use_s3(port=proxy.port)
@@ -129,3 +130,39 @@ def test_an_export_that_is_cut_off_anywhere_is_no_model_and_goes_with_the_next(
     assert_same_files(read(download(target, tmp_path / "out")), tensors)
     with pytest.raises(ValueError, match=r"s3://.*out is not empty, expected a new directory"):
         export_hf(program, state, target, **options)
+
+
+@server
+def test_of_two_exports_to_one_folder_one_is_whole_and_the_other_says_so(
+    theirs, bucket_folder, tmp_path, monkeypatch, devices8
+):
+    del devices8
+    directory, tensors = theirs
+    program = program_of(llama(directory), make_mesh({"data": 8}))
+    state = load_hf(program, directory)
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.2)
+    target = bucket_folder / "out"
+    errors = during(monkeypatch, lambda: export_hf(program, state, target, max_shard_bytes=4000))
+    export_hf(program, state, target, like=directory)
+    assert "out is being written by another process: process " in str(errors.pop())
+    assert_same_files(read(download(target, tmp_path / "out")), tensors)
+
+    # The first was cut off for so long that the second takes over.
+    monkeypatch.setattr(lease, "_is_dead", lambda owner: True)
+    target = bucket_folder / "late"
+    during(monkeypatch, lambda: export_hf(program, state, target, dtype="bfloat16"))
+    with pytest.raises(BucketError, match="late was written by another export in the meantime"):
+        export_hf(program, state, target)
+    found = read(download(target, tmp_path / "late"))
+    assert_same_files(found, {name: x.astype(jnp.bfloat16) for name, x in tensors.items()})
+    assert set(target.names()) == {"config.json", "model.safetensors"}
+    # Of a server that locks nothing, a file that another one replaces is found at the end.
+    target, finish = bucket_folder / "mixed", export._write_rest
+
+    def replace(*args):
+        (target / "model.safetensors").write_bytes(b"another one's")
+        finish(*args)
+
+    monkeypatch.setattr(export, "_write_rest", replace)
+    with pytest.raises(BucketError, match="mixed was written by another export in the meantime"):
+        export_hf(program, state, target)

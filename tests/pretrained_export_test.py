@@ -34,6 +34,23 @@ def read(directory):
     return {k: x for path in directory.glob("*.safetensors") for k, x in load_file(path).items()}
 
 
+def during(monkeypatch, other):
+    """Calls `other` once while an export writes; its error goes into the list that is returned."""
+    errors, write = [], export.write_tensors
+
+    def write_beside(*args):
+        monkeypatch.setattr(export, "write_tensors", write)
+        try:
+            other()
+        except ValueError as error:
+            errors.append(error)
+        write(*args)
+
+    monkeypatch.setattr("manualpar.storage.file_lock.DYING_SECONDS", 0.1)
+    monkeypatch.setattr(export, "write_tensors", write_beside)
+    return errors
+
+
 def current_umask():
     mask = os.umask(0)
     os.umask(mask)
@@ -47,7 +64,7 @@ def assert_same_files(found, expected):
         assert found[name].tobytes() == x.tobytes(), name
 
 
-def test_what_was_loaded_is_written_again_bit_for_bit(source, tmp_path):
+def test_what_was_loaded_is_written_again_bit_for_bit(source, tmp_path, monkeypatch):
     directory, tensors = source
     model = llama(directory, split_axis="model", vocab_multiple=8)
     program = program_of(model, make_mesh({"data": 4, "model": 2}), pad=True)
@@ -68,7 +85,10 @@ def test_what_was_loaded_is_written_again_bit_for_bit(source, tmp_path):
     modes = {path.stat().st_mode & 0o777 for path in target.iterdir()}
     assert modes == {0o666 & ~current_umask()}
     # What is written can be loaded again, and a family is found without another directory.
+    at_once = during(monkeypatch, lambda: export_hf(program, state, tmp_path / "again"))
     again = export_hf(program, load_hf(program, target), tmp_path / "again", tokenizer=__file__)
+    assert "again is being written by another process: process" in str(at_once.pop())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "out"]
     assert_same_files(read(again), {k: x.astype(np.float32) for k, x in tensors.items()})
     assert json.loads((again / "config.json").read_text())["torch_dtype"] == "float32"
     half = export_hf(program, load_hf(program, again), tmp_path / "half", dtype="bfloat16")
@@ -114,7 +134,7 @@ def test_an_export_that_fails_or_is_refused_leaves_nothing_under_its_name(
     state = load_hf(program, directory)
     for other in (None, [0, 0]):  # Process 1 sees no folder, or another one of that name.
         monkeypatch.setattr(export, "gather", lambda found, other=other: [found, other])
-        with pytest.raises(ValueError, match=r"process 1 does not see .*\.out\.partial, which"):
+        with pytest.raises(ValueError, match=r"process 1 does not see .*\.out\..*\.partial, which"):
             export_hf(program, state, tmp_path / "out", like=directory)
         assert not list(tmp_path.iterdir())
     monkeypatch.undo()
@@ -127,9 +147,9 @@ def test_an_export_that_fails_or_is_refused_leaves_nothing_under_its_name(
 
     monkeypatch.setattr(tensor_writer, "write_slice", fail)
     options = {"like": directory, "max_shard_bytes": 2000}
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(OSError, match=r"export_hf: .*/out cannot be written: no space left"):
         export_hf(program, state, tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.iterdir())
     monkeypatch.undo()
     (tmp_path / "out").mkdir()
     assert_same_files(read(export_hf(program, state, tmp_path / "out", **options)), tensors)

@@ -264,3 +264,49 @@ def test_damaged_and_dangerous_files_are_refused(made, program, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_hf(program, tmp_path)
+
+
+def test_names_out_of_files_are_escaped_and_headers_bounded(made, program, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    tensors = tensors_of(made[1])
+    shown = re.escape(r"\x1b[2J\n is float32[1], expected no such")
+
+    def refused(match, name="\x1b[2J\n"):
+        save_file({**tensors, name: np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=match) as caught:
+            load_hf(program, tmp_path)
+        assert str(caught.value).isprintable()
+
+    refused(shown)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"\x1b[2J": 1}))
+    refused(r"config\.json: \\x1b\[2J is 1, expected no such key")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr("manualpar.pretrained.tensor_files.MAX_HEADER_BYTES", 1500)
+    refused(
+        r"model\.safetensors has a header of 3,\d+ bytes, expected at most 1,500: fewer tensors"
+    )
+    write(tmp_path, tensors)
+    (tmp_path / "model.safetensors").unlink()
+    lengths = [
+        int.from_bytes(path.read_bytes()[:8], "little") for path in tmp_path.glob("model-*s")
+    ]
+    monkeypatch.setattr("manualpar.pretrained.tensor_files.MAX_HEADER_BYTES", max(lengths) + 1)
+    with pytest.raises(ValueError, match=r"model-2\.safetensors has a header of"):
+        load_hf(program, tmp_path)
+    (tmp_path / "model-1.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "\x1b[2J.bin").touch()
+    with pytest.raises(ValueError, match=r"has pickled weights \(\\x1b\[2J.bin\)"):
+        load_hf(program, tmp_path)
+
+
+def test_of_one_file_and_an_index_the_file_is_read_as_by_transformers(made, program, tmp_path):
+    directory, params = made
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    tensors = tensors_of(params)
+    write(tmp_path, {name: x + 1 for name, x in tensors.items()})
+    save_file(tensors, tmp_path / "model.safetensors")
+    both = r"has both model\.safetensors and model\.safetensors\.index\.json: only model\.safe"
+    with pytest.warns(UserWarning, match=both):
+        state = load_hf(program, tmp_path)
+    same_bits(state.params, load_hf(program, directory).params)

@@ -52,8 +52,8 @@ ORDER = """
     sharding.split_parameter
     sharding.axes sharding.mesh_context sharding.mesh_order sharding.zigzag
     sharding.torus
-    storage
-    block_codec compiler_options extras jaxprs metrics purposes untrusted usage core sharding guards
+    storage usage
+    block_codec compiler_options extras jaxprs metrics purposes untrusted core sharding guards
 """
 RANKS = {
     unit: rank

@@ -13,10 +13,12 @@ import pytest
 from configs import fsdp
 from manualpar.data.tokenize import write_token_files
 from manualpar.training.import_export import export_command
+from manualpar.training.workdir_lock import lock_workdir
 from tests.pretrained_export_test import assert_same_files, read
 from tests.pretrained_load_test import CONFIG, llama, tensors_of, write
 from tests.runs import run_here
 from tests.training_imported_model_test import make_tokenizer
+from tests.watching_durable_files_test import limit_files  # noqa: F401
 
 # As into a bucket, where each process puts whole files.
 IN_TURN = """
@@ -68,6 +70,9 @@ def test_a_model_comes_and_goes_with_two_processes_and_is_trained_without_its_fi
     flags = ["--config=configs/fsdp_lm.py", f"--workdir={work}"]
     flags += [f"--config.{name}={value}" for name, value in fields.items()]
     imports = ["-m", "experiments.import_hf", theirs, *flags]
+    with lock_workdir(work, report=print):
+        assert f"{work} is in use by another run: process" in run(*imports, code=2)
+    assert [path.name for path in work.iterdir()] == [".lock"]
     said = run(*TWO, *imports)
     # Each of two processes reads half of everything but the small parameters that both have.
     assert "read 6.67 KiB of 30 tensors" in said
@@ -94,7 +99,12 @@ def test_a_model_comes_and_goes_with_two_processes_and_is_trained_without_its_fi
 
 
 @pytest.mark.slow
-def test_a_model_takes_the_tokenizer_of_its_token_files_along(tmp_path, devices8):
+def test_a_model_takes_the_tokenizer_of_its_token_files_along(
+    tmp_path,
+    devices8,
+    limit_files,  # noqa: F811
+    capsys,
+):
     del devices8
     tokenizer, tokens = tmp_path / "t.json", tmp_path / "tokens"
     make_tokenizer(tokenizer, 20)
@@ -116,7 +126,14 @@ def test_a_model_takes_the_tokenizer_of_its_token_files_along(tmp_path, devices8
     }
     flags = [f"--config.{name}={value}" for name, value in fields.items()]
     assert run_here(tmp_path / "run", *flags, config="fsdp_lm.py") == 0
-    assert export_command(["", f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]) == 0
+    export = ["", f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]
+    limit_files(4000)
+    assert export_command(export) == 6
+    error = capsys.readouterr().err
+    assert f"error: export_hf: {tmp_path / 'out'} cannot be written: File too large." in error
+    assert not list(tmp_path.glob("*out*")) + list(tmp_path.glob(".*out*"))
+    limit_files(2**30)
+    assert export_command(export) == 0
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
 
 

@@ -33,7 +33,7 @@ def no_report(line):
 
 
 def test_the_second_is_refused_and_told_who_is_there(tmp_path, monkeypatch):
-    monkeypatch.setattr("manualpar.training.workdir_lock.DYING_SECONDS", 0.1)
+    monkeypatch.setattr("manualpar.storage.file_lock.DYING_SECONDS", 0.1)
     workdir = tmp_path / "new" / "run"
     for _ in range(2):  # The file that the first leaves is nobody's.
         with lock_workdir(workdir, report=no_report):
@@ -72,7 +72,7 @@ with lock_workdir(Path(sys.argv[1]), report=print):
 
 @pytest.mark.slow
 def test_the_dead_and_their_orphans_hold_nothing(tmp_path, monkeypatch):
-    patience = "manualpar.training.workdir_lock.DYING_SECONDS"
+    patience = "manualpar.storage.file_lock.DYING_SECONDS"
     monkeypatch.setattr(patience, 0.1)
     arguments = [sys.executable, "-W", "ignore", "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:

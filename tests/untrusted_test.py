@@ -12,7 +12,9 @@ from manualpar.untrusted import (
     NotAFileError,
     create_file,
     open_file,
+    open_tensors,
     parse_object,
+    printable,
     read_file,
     read_object,
 )
@@ -45,6 +47,10 @@ def test_what_is_not_a_small_shallow_object_is_refused(text, found, monkeypatch)
         monkeypatch.setattr("manualpar.untrusted.MAX_BYTES", 99)
     with pytest.raises(ValueError, match=found):
         parse_object(text)
+
+
+def test_what_could_rule_a_terminal_is_escaped():
+    assert printable("\x1b]0;x\x07 ü\n\u202e\ud800 ok") == r"\x1b]0;x\x07 ü\n\u202e\ud800 ok"
 
 
 def test_an_object_is_read(tmp_path, monkeypatch):
@@ -83,6 +89,22 @@ def test_only_files_are_opened(tmp_path, monkeypatch):
     for path, kind in others(tmp_path.relative_to(tmp_path)):
         with pytest.raises(NotAFileError, match=f"^is {kind}, expected a file$"):
             open_file(path)
+
+
+def test_a_file_of_tensors_has_a_header_of_some_length(tmp_path):
+    (tmp_path / "link").symlink_to("file")
+    for length, found in ((7, 7), (93, 0), (2**64 - 1, 0)):  # The file is shorter.
+        (tmp_path / "file").write_bytes(length.to_bytes(8, "little") + bytes(84))
+        file, header = open_tensors(tmp_path / "link")
+        with file:
+            assert (header, file.tell()) == (found, 0)
+    (tmp_path / "file").write_bytes((80).to_bytes(8, "little") + bytes(84))
+    with pytest.raises(ValueError, match=r"^has a header of 80 bytes, expected at most 79: fewer"):
+        open_tensors(tmp_path / "file", most=79)
+    (tmp_path / "file").unlink()
+    os.mkfifo(tmp_path / "file")
+    with pytest.raises(NotAFileError, match="is a FIFO"):
+        open_tensors(tmp_path / "link")
 
 
 def test_a_fifo_that_takes_the_place_of_a_file_is_not_waited_for(tmp_path, monkeypatch):

@@ -25,8 +25,8 @@ def _console(width: int = 120) -> rich.console.Console:
 def test_a_line_is_neither_wrapped_nor_read_as_markup():
     console = _console()
     path = "/a/long/path" * 30 + "/[bold]"
-    print_line(console, f"results: {path}")
-    assert console.file.getvalue() == f"results: {path}\n"
+    print_line(console, f"results: {path}\n\x1b[2J")
+    assert console.file.getvalue() == f"results: {path}\n\\x1b[2J\n"
 
 
 @pytest.mark.parametrize(

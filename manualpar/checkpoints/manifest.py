@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from manualpar.storage import sync
 from manualpar.untrusted import NotAFileError, kind_of, open_file, parse_object, read_file
 from manualpar.watching.durable_files import replace_file
 
@@ -51,14 +52,14 @@ def write_manifest(folder: Path, *, step: int, metrics: Mapping[str, float]) -> 
     files = {}
     for path, mode in _entries(folder):
         if stat.S_ISDIR(mode):
-            sync_folder(path)
+            sync(path)
         elif path != folder / MANIFEST:  # Which is about to be replaced.
             with open_file(path) as file:
                 size, digest = os.fstat(file.fileno()).st_size, _hash(file)
                 os.fsync(file.fileno())
             files[path.relative_to(folder).as_posix()] = (size, digest)
     replace_file(folder / MANIFEST, manifest_text(Manifest(step, finite(metrics), files)))
-    sync_folder(folder)
+    sync(folder)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -131,15 +132,6 @@ def compare(name: str, expected: tuple[int, str], *, size: int, digest: str) -> 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics that JSON can hold."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-
-
-def sync_folder(folder: Path) -> None:
-    """Forces the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _hash(file: Any) -> str:

@@ -19,7 +19,8 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from manualpar.checkpoints.manifest import DamagedError, read_manifest, sync_folder
+from manualpar.checkpoints.manifest import DamagedError, read_manifest
+from manualpar.storage import sync
 from manualpar.untrusted import kind_of
 
 UNFINISHED = ".unfinished"
@@ -88,7 +89,7 @@ def put_in_place(folder: Path, step: int, *, after: int) -> None:
             names = (folder / f"{other}{SUPERSEDED}-{number}" for number in itertools.count(1))
             os.rename(folder / str(other), next(n for n in names if not os.path.lexists(n)))
     os.rename(folder / f"{step}{UNFINISHED}", folder / str(step))
-    sync_folder(folder)
+    sync(folder)
 
 
 def delete_steps(folder: Path, steps: list[int]) -> None:

@@ -5,12 +5,16 @@ are collective: every process calls them in the same order, from the thread that
 training steps, because another order in another process would be a deadlock.
 """
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from manualpar.storage import FolderError
 
 JSON = Any
 
@@ -40,3 +44,19 @@ def from_first(value: JSON) -> JSON:
 def first_failure(failure: str) -> str:
     """The first failure of any process, `''` if all are well; communicates as `gather`."""
     return next(filter(None, gather(failure)), "")
+
+
+@contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """Within, an error of one process becomes one of all, so that none waits for another.
+
+    Communication:
+      That of `gather`, at the end.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        gather([str(error), isinstance(error, OSError)])
+        raise
+    for failure, is_of_files in filter(None, gather(None)):
+        raise FolderError(failure) if is_of_files else ValueError(failure)

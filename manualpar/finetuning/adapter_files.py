@@ -3,13 +3,12 @@
 `adapters.safetensors` holds the adapters by their paths, in float32, which holds narrower dtypes
 exactly. `adapters.json` says what they belong to: the targets with their ranks, and alpha.
 
-Invariants: a folder gets its name when it is whole. Adapters are whole in the file, so that any
-mesh and any strategy takes them.
+Invariants: a folder gets its name when it is whole, see `manualpar.storage.drafts`. Adapters are
+whole in the file, so that any mesh and any strategy takes them.
 """
 
 import json
-import os
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,15 @@ from manualpar.finetuning.merging import adapted_model, is_adapter
 from manualpar.guards.dispatch import check_state
 from manualpar.state_arrays import Leaf, list_some, place_leaf, read_unpadded, show_array
 from manualpar.state_transfer import variable_leaves, variables_of
+from manualpar.storage import GivenPath, draft_of, local_path, publish, sync, writing
 from manualpar.train_state import TrainState
-from manualpar.untrusted import read_object
+from manualpar.untrusted import open_tensors, printable, read_object
 
 ARRAYS_FILE, DESCRIPTION_FILE = "adapters.safetensors", "adapters.json"
+FLOAT32 = "F32"  # As `.safetensors` files call it.
 
 
-def save_adapters(program: Program, state: TrainState, directory: Path | str) -> Path:
+def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> Path:
     """Writes the adapters of a state, and nothing of its base.
 
     Args:
@@ -40,8 +41,8 @@ def save_adapters(program: Program, state: TrainState, directory: Path | str) ->
       The folder.
 
     Raises:
-      ValueError: The model has no adapters, the state is not the program's, or the folder is there
-        already. Nothing has been written.
+      ValueError: The model has no adapters, the state is not the program's, the folder is there
+        already, or another process is writing it. Nothing has been written.
       OSError: The files cannot be written; there is no folder of the name.
 
     Communication:
@@ -51,14 +52,14 @@ def save_adapters(program: Program, state: TrainState, directory: Path | str) ->
     from safetensors.numpy import save
 
     # `import manualpar` loads nothing that processes need to talk to each other.
-    from manualpar.cluster.agreement import first_failure
+    from manualpar.cluster.agreement import failing_together, gather
 
     model = adapted_model("save_adapters", program).low_rank
     check_state("save_adapters", program.abstract_state, state)
-    target = Path(directory).expanduser().absolute()
-    if failure := first_failure("there" if target.exists() else ""):
+    target = local_path(directory, "save_adapters: directory").absolute()
+    if any(gather(target.exists())):
         raise ValueError(
-            f"save_adapters: {target} is {failure} already, expected a new folder. Name another."
+            f"save_adapters: {target} is there already, expected a new folder. Name another."
         )
     arrays = dict(zip(variable_leaves(program), jax.tree.leaves(variables_of(state)), strict=True))
     values = {
@@ -66,27 +67,22 @@ def save_adapters(program: Program, state: TrainState, directory: Path | str) ->
         for leaf, x in arrays.items()
         if is_adapter(leaf.name)
     }
-    failure = ""
-    if jax.process_index() == 0:
-        partial = target.parent / f".{target.name}.partial"
-        description = {"alpha": model.alpha, "targets": dict(model.targets)}
-        try:
-            shutil.rmtree(partial, ignore_errors=True)  # Of a process that was killed.
-            partial.mkdir(parents=True)
-            (partial / ARRAYS_FILE).write_bytes(save(values))  # `save_file` ignores the umask.
-            (partial / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
-            for name in (ARRAYS_FILE, DESCRIPTION_FILE):
-                with (partial / name).open("rb") as file:
-                    os.fsync(file.fileno())
-            partial.rename(target)
-        except OSError as error:
-            failure = f"save_adapters: {target} cannot be written: {error.strerror or error}."
-    if failure := first_failure(failure):
-        raise OSError(failure)
+    with failing_together():
+        if jax.process_index() == 0:
+            description = {"alpha": model.alpha, "targets": dict(model.targets)}
+            texts = {
+                ARRAYS_FILE: save(values),  # `save_file` ignores the umask.
+                DESCRIPTION_FILE: json.dumps(description, indent=2).encode() + b"\n",
+            }
+            with writing("save_adapters", target), draft_of(target) as draft:
+                for name, data in texts.items():
+                    (draft / name).write_bytes(data)
+                    sync(draft / name)
+                publish(draft, target)
     return target
 
 
-def load_adapters(program: Program, state: TrainState, directory: Path | str) -> TrainState:
+def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> TrainState:
     """Takes adapters that `save_adapters` has written, on any mesh, into a state.
 
     Args:
@@ -105,26 +101,35 @@ def load_adapters(program: Program, state: TrainState, directory: Path | str) ->
       None. Each device receives its own part.
     """
     require("load_adapters", "safetensors")
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
+    from safetensors import SafetensorError, safe_open
 
     model = adapted_model("load_adapters", program).low_rank
     check_state("load_adapters", program.abstract_state, state)
-    source = Path(directory).expanduser()
+    source = local_path(directory, "load_adapters: directory")
+    leaves = variable_leaves(program)
+    adapters = {_path(leaf): leaf for leaf in leaves if is_adapter(leaf.name)}
     try:
         description = read_object(source / DESCRIPTION_FILE)
-        found: dict[str, Any] = load_file(source / ARRAYS_FILE)
+        open_tensors(source / ARRAYS_FILE)[0].close()  # It is no FIFO, for example.
+        with safe_open(source / ARRAYS_FILE, framework="np", backend="pread") as file:
+            differences = _differences(adapters, file)
+            # Not before it is known that they are no larger than the program's.
+            found = {} if differences else {path: file.get_tensor(path) for path in adapters}
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
-            f"load_adapters: {source} cannot be read: {error}; expected a folder of save_adapters."
+            f"load_adapters: {source} cannot be read: {printable(error)}; expected a folder of "
+            "save_adapters."
         ) from error
-    if description.get("alpha") != model.alpha:
+    if (alpha := description.get("alpha")) != model.alpha:
         raise ValueError(
-            f"load_adapters: the adapters in {source} are for alpha={description.get('alpha')}, "
-            f"expected {model.alpha}, the model's: their product is multiplied by alpha / rank."
+            f"load_adapters: the adapters in {source} are for alpha={alpha!r:.100}, expected "
+            f"{model.alpha}, the model's: their product is multiplied by alpha / rank."
         )
-    leaves = variable_leaves(program)
-    _check(source, {_path(leaf): leaf for leaf in leaves if is_adapter(leaf.name)}, found)
+    if differences:
+        raise ValueError(
+            f"load_adapters: the adapters in {source} are not the program's: "
+            f"{'; '.join(list_some(differences))}. Name the same targets and ranks in lora."
+        )
     arrays, structure = jax.tree.flatten(variables_of(state))
     for number, leaf in enumerate(leaves):
         if is_adapter(leaf.name):
@@ -136,17 +141,18 @@ def _path(leaf: Leaf) -> str:
     return leaf.name.partition("/")[2]
 
 
-def _check(source: Path, leaves: dict[str, Leaf], found: dict[str, Any]) -> None:
-    """Refuses adapters that are missing, left over, or of another shape or kind."""
-    lines = [f"{path} is left over" for path in found if path not in leaves]
+def _differences(leaves: Mapping[str, Leaf], file: Any) -> list[str]:
+    """What is missing in a file, left over, or of another shape or kind."""
+    names = set(file.keys())
+    lines = [f"{name} is left over" for name in sorted(names - leaves.keys())]
     for path, leaf in leaves.items():
         expected = show_array(np.float32, leaf.shape)
-        if path not in found:
+        if path not in names:
             lines.append(f"{path} is missing, expected {expected}")
-        elif (x := found[path]).shape != leaf.shape or x.dtype != np.float32:
-            lines.append(f"{path} is {show_array(x.dtype, x.shape)}, expected {expected}")
-    if lines:
-        raise ValueError(
-            f"load_adapters: the adapters in {source} are not the program's: "
-            f"{'; '.join(list_some(lines))}. Name the same targets and ranks in lora."
-        )
+            continue
+        found = file.get_slice(path)
+        shape, code = tuple(found.get_shape()), found.get_dtype()
+        if shape != leaf.shape or code != FLOAT32:
+            got = f"{'float32' if code == FLOAT32 else code}[{','.join(map(str, shape))}]"
+            lines.append(f"{path} is {got}, expected {expected}")
+    return lines

@@ -9,14 +9,15 @@ Files of transformers 5 have `rope_parameters` and `layer_types`; older ones hav
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from manualpar.models import Transformer
 from manualpar.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.pretrained.families import FAMILIES, UNUSED_KEYS, Family
-from manualpar.storage import AnyPath
-from manualpar.untrusted import read_object
+from manualpar.storage import GivenPath, user_path
+from manualpar.untrusted import printable, read_object
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # The names of activations there and here.
@@ -28,7 +29,8 @@ ROPE_FACTORS = {
     "high_freq_factor": "rope_high_factor",
     "original_max_position_embeddings": "rope_original_length",
 }
-LARGEST = 2**31  # No size of a model is as large.
+LARGEST = 2**31  # No size of a model is as large, and no model as deep as `DEEPEST`.
+DEEPEST = 10_000
 
 
 class Architecture(NamedTuple):
@@ -43,17 +45,17 @@ class Architecture(NamedTuple):
     fields: dict[str, Any]
 
 
-def read_architecture(directory: AnyPath) -> Architecture:
+def read_architecture(directory: GivenPath) -> Architecture:
     """Reads the `config.json` of a directory, which may be in a bucket.
 
     Raises:
       ValueError: There is none, it is no JSON object, or it says what a `Transformer` cannot be;
         the message names the key.
     """
-    return parse_architecture(read_config(directory), where=str(directory / CONFIG_FILE))
+    return parse_architecture(read_config(directory), where=str(user_path(directory) / CONFIG_FILE))
 
 
-def read_config(directory: AnyPath) -> dict[str, Any]:
+def read_config(directory: GivenPath) -> dict[str, Any]:
     """The JSON object in the `config.json` of a directory.
 
     Raises:
@@ -101,6 +103,11 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
         fields[field] = _value(keys, key, field, family)
     fields["num_kv_heads"] = fields["num_kv_heads"] or fields["num_heads"]
     fields["head_size"] = fields["head_size"] or fields["hidden_size"] // fields["num_heads"]
+    if not fields["head_size"]:
+        heads = fields["num_heads"]
+        raise keys.refuse(
+            "hidden_size", fields["hidden_size"], f"at least 1 for each of {heads} heads"
+        )
     if "attention_scale" in fields:
         fields["attention_scale"] = fields["attention_scale"] ** -0.5
     activation = keys.take(family.activation_key, next(iter(ACTIVATIONS)))
@@ -137,7 +144,9 @@ def _value(keys: "_Keys", key: str, field: str, family: Family) -> Any:
         return keys.check(key, value, bool, lambda x: True, "true or false")
     if isinstance(default, float):
         return keys.check(key, value, float, lambda x: x > 0, "more than 0")
-    return keys.check(key, value, int, lambda x: x < LARGEST, f"an integer from 1 to {LARGEST:,}")
+    # Lists of all layers are made of it.
+    most = DEEPEST if field == "num_layers" else LARGEST - 1
+    return keys.check(key, value, int, lambda x: 0 < x <= most, f"an integer from 1 to {most:,}")
 
 
 def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +161,8 @@ def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str,
     more: dict[str, Any] = {}
     if family == "dots1":
         dense = keys.take("first_k_dense_replace", 0)
-        shared = keys.take("n_shared_experts", None) or 0
+        shared = keys.take("n_shared_experts", None)
+        shared = 0 if shared is None else shared
         keys.check("n_shared_experts", shared, int, lambda x: 0 <= x < LARGEST, "a number")
         more["shared_experts_size"] = shared * fields["mlp_size"]
     else:
@@ -171,6 +181,7 @@ def _windows(keys: "_Keys", family: Family, num_layers: int) -> dict[str, Any]:
     pattern = keys.take("sliding_window_pattern", keys.take("_sliding_window_pattern", None))
     types = keys.take("layer_types", None)
     asked = keys.take("use_sliding_window", family.defaults.get("use_sliding_window", False))
+    asked = keys.check("use_sliding_window", asked or False, bool, lambda x: True, "true or false")
     first = keys.take("max_window_layers", family.defaults.get("max_window_layers", 0)) or 0
     window = keys.get("sliding_window", 0)
     if family.windows != "none":
@@ -289,14 +300,15 @@ class _Keys:
     def refuse(self, key: str, got: Any, expected: str) -> ValueError:
         shown = repr(got)
         shown = shown if len(shown) < 200 else f"{shown[:200]}..."
-        return ValueError(f"{self.where}: {key} is {shown}, expected {expected}.")
+        return ValueError(f"{self.where}: {printable(key)} is {shown}, expected {expected}.")
 
     def check(
         self, key: str, value: Any, kind: type, allows: Callable[[Any], bool], expected: str
     ) -> Any:
         kinds = (int, float) if kind is float else kind
         is_of_kind = isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
-        if not is_of_kind or not allows(value):
+        # Neither infinity nor an integer of hundreds of digits is a float.
+        if not is_of_kind or not abs(value) <= sys.float_info.max or not allows(value):
             raise self.refuse(key, value, expected)
         return kind(value)
 

@@ -8,7 +8,7 @@ time.
 
 from pathlib import Path
 
-from manualpar.storage import AnyPath, BucketPath, copied_folder, user_cache, user_path
+from manualpar.storage import BucketPath, GivenPath, copied_folder, user_cache, user_path
 
 CONFIG_FILE = "config.json"
 WEIGHTS = (".safetensors",)
@@ -16,7 +16,7 @@ WEIGHTS = (".safetensors",)
 SMALL_FILES = (".json", ".jinja", ".model", ".txt")
 
 
-def model_directory(directory: AnyPath | str, *, weights: bool = True) -> Path:
+def model_directory(directory: GivenPath, *, weights: bool = True) -> Path:
     """The directory itself, or the copy of one in a bucket.
 
     Args:

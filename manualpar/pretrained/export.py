@@ -20,14 +20,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from manualpar.cluster.agreement import gather
+from manualpar.cluster.agreement import failing_together, from_first, gather
 from manualpar.core.program import Program
 from manualpar.extras import require
 from manualpar.finetuning.merging import given_variables, is_adapter
 from manualpar.guards.dispatch import check_state
 from manualpar.pretrained.architecture import read_architecture, read_config
 from manualpar.pretrained.directory import CONFIG_FILE, model_directory
-from manualpar.pretrained.load import failing_together
 from manualpar.pretrained.model_config import architecture_of, write_config
 from manualpar.pretrained.sources import check_same_model, transformer_of
 from manualpar.pretrained.target import Target, open_target
@@ -37,7 +36,7 @@ from manualpar.pretrained.tensor_names import pieces_of_transformer
 from manualpar.pretrained.tensor_writer import Files, Tensor, create_files, write_tensors
 from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
 from manualpar.state_transfer import plain_leaves, variable_leaves
-from manualpar.storage import AnyPath, user_path
+from manualpar.storage import AnyPath, GivenPath, local_path, new_number, user_path, writing
 from manualpar.train_state import TrainState
 from manualpar.untrusted import open_file
 
@@ -60,12 +59,12 @@ TOKENIZER_FILES = (
 def export_hf(
     program: Program,
     state: TrainState,
-    directory: AnyPath | str,
+    directory: GivenPath,
     *,
-    like: AnyPath | str | None = None,
+    like: GivenPath | None = None,
     family: str = "",
     dtype: str = "",
-    tokenizer: Path | str | None = None,
+    tokenizer: GivenPath | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> AnyPath:
     """Writes a state of a `Transformer` as a directory that transformers loads.
@@ -96,8 +95,10 @@ def export_hf(
 
     Raises:
       ValueError: No family is the same model, `like` is another one, or there is something in the
-        way; or a process does not see what the first writes. Nothing has been written.
-      OSError: The files cannot be written; the directory is as it was.
+        way; another process is writing the directory, or a process does not see what the first
+        writes. Nothing has been written.
+      OSError: The files cannot be written, because the disk is full for example. On a disk the
+        directory is as it was; in a bucket the next export deletes what this one has left.
 
     Communication:
       None within a process, and none to a disk but a few bytes that say whether all processes are
@@ -105,30 +106,37 @@ def export_hf(
       that one whole, and one device a file. And with adapters, what merging them needs.
     """
     check_state("export_hf", program.abstract_state, state)
-    with failing_together():
-        require("export_hf", "safetensors")
-        target = open_target(user_path(directory))
-        source = None if like is None else model_directory(like)
-        config, tensors = _plan(program, source, family=family, dtype=dtype)
-        files = _divide(tensors, max_shard_bytes)
-        target.check_free()
-        extras = _extra_files(source, tokenizer)
-        if jax.process_index() == 0:
-            target.begin()
-            if target.folder is not None:
-                create_files(target.folder, files)
-    if target.folder is not None:
-        _check_shared(target.folder)
-    arrays = {leaf.name: x for leaf, x in given_variables(program, state)}
-    if target.folder is not None:
+    is_first = jax.process_index() == 0
+    number = from_first(new_number())
+    with contextlib.ExitStack() as owner:
         with failing_together():
-            write_tensors(target.folder, files, arrays)
-    else:
-        _write_in_turn(target, files, arrays)
-    with failing_together():
-        if jax.process_index() == 0:
-            _write_rest(target, config, files, extras)
-            target.finish()
+            require("export_hf", "safetensors")
+            target = open_target(user_path(directory), number)
+            source = None if like is None else model_directory(like)
+            config, tensors = _plan(program, source, family=family, dtype=dtype)
+            files = _divide(tensors, max_shard_bytes)
+            target.check_free()
+            extras = _extra_files(source, tokenizer)
+            if is_first:
+                with writing("export_hf", target.path):
+                    owner.enter_context(target.owned())
+                    if target.folder is not None:
+                        create_files(target.folder, files)
+        if target.folder is not None:
+            _check_shared(target.folder)
+        arrays = {leaf.name: x for leaf, x in given_variables(program, state)}
+        if target.folder is not None:
+            with failing_together(), writing("export_hf", target.path):
+                write_tensors(target.folder, files, arrays)
+        else:
+            _write_in_turn(target, files, arrays)
+        with failing_together(), writing("export_hf", target.path):
+            if is_first:
+                _write_rest(target, config, files, extras)
+            target.check_files()
+        with failing_together(), writing("export_hf", target.path):
+            if is_first:
+                target.finish()
     return target.path
 
 
@@ -213,8 +221,6 @@ def _check_shared(folder: Path) -> None:
     others = gather(found)
     unlike = [number for number, other in enumerate(others) if other != others[0]]
     if unlike:
-        if jax.process_index() == 0:
-            shutil.rmtree(folder)
         raise ValueError(
             f"export_hf: process {unlike[0]} does not see {folder}, which process 0 has made; "
             "expected a directory on a file system that all processes share, because each writes "
@@ -253,13 +259,13 @@ def _index(x: jax.Array, entry: tuple[jax.Array, ...]) -> jax.Array:
     return x
 
 
-def _extra_files(source: Path | None, tokenizer: Path | str | None) -> dict[str, Path]:
+def _extra_files(source: Path | None, tokenizer: GivenPath | None) -> dict[str, Path]:
     """The files to copy, by their names there."""
     extras = {}
     if source is not None:
         extras = {name: source / name for name in TOKENIZER_FILES if (source / name).exists()}
     if tokenizer is not None:
-        extras["tokenizer.json"] = Path(tokenizer).expanduser()
+        extras["tokenizer.json"] = local_path(tokenizer, "export_hf: tokenizer")
     for path in extras.values():
         try:
             open_file(path, follow_links=True).close()

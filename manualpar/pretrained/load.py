@@ -7,14 +7,13 @@ been compared with the program's. The optimizer's state is made from the paramet
 error in one process is one in all of them.
 """
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 
-from manualpar.cluster.agreement import first_failure
+from manualpar.cluster.agreement import failing_together
 from manualpar.core.program import Program
 from manualpar.pretrained.directory import model_directory
 from manualpar.pretrained.slices import ShardReader
@@ -28,7 +27,7 @@ from manualpar.state_transfer import (
     state_with,
     variable_leaves,
 )
-from manualpar.storage import AnyPath
+from manualpar.storage import GivenPath
 from manualpar.train_state import TrainState
 
 
@@ -50,7 +49,7 @@ class Loaded(NamedTuple):
 
 def load_hf(
     program: Program,
-    directory: AnyPath | str,
+    directory: GivenPath,
     rng: jax.Array | None = None,
     *,
     names: Mapping[str, Rule | str] | None = None,
@@ -91,7 +90,7 @@ def load_hf(
 
 def load(
     program: Program,
-    directory: AnyPath | str,
+    directory: GivenPath,
     rng: jax.Array | None = None,
     *,
     names: Mapping[str, Rule | str] | None = None,
@@ -116,19 +115,3 @@ def load(
     seconds = time.perf_counter() - started
     state = state_with(program, leaves, placed, key)
     return Loaded(state, len(sources.files.shapes), reader.bytes_read, seconds)
-
-
-@contextlib.contextmanager
-def failing_together() -> Iterator[None]:
-    """Within, an error of one process becomes one of all, so that none waits for another.
-
-    Communication:
-      That of `first_failure`, at the end.
-    """
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        first_failure(str(error))
-        raise
-    if failure := first_failure(""):
-        raise ValueError(failure)

@@ -110,15 +110,6 @@ def write_slice(file: int, place: Place, index: Sequence[slice], value: np.ndarr
             part, at = part[count:], at + count
 
 
-def sync(path: Path) -> None:
-    """Waits until a file or a folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Where each dim of a slice begins and ends."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))

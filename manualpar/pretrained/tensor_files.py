@@ -9,6 +9,7 @@ of the process, and a file that gets shorter is an error and does not end the pr
 """
 
 import re
+import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 from manualpar.extras import require
 from manualpar.pretrained.tensor_bytes import Place, read_header, read_slice
 from manualpar.state_arrays import list_some
-from manualpar.untrusted import open_file, read_object
+from manualpar.untrusted import MAX_HEADER_BYTES, open_tensors, printable, read_object
 
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -51,29 +52,30 @@ class TensorFiles:
         self.dtypes: dict[str, str] = {}
         self.files: dict[str, str] = {}
         self._places: dict[str, tuple[IO[bytes], Place]] = {}
-        index = _read_index(directory)
+        index, left = _read_index(directory), MAX_HEADER_BYTES
         for name in sorted(set(index.values())) if index else [ONE_FILE]:
             path = directory / name
             try:
-                file = open_file(path, follow_links=True)
+                file, length = open_tensors(path, most=left)
                 weakref.finalize(self, file.close)
+                left -= length
                 # It checks the header, and its sizes against the length of the file.
                 with safetensors.safe_open(path, framework="np", backend="pread"):
                     places = read_header(file)
             except FileNotFoundError:
                 raise _no_files(directory, name) from None
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise ValueError(f"{path} {error}.") from None
             except safetensors.SafetensorError as error:
                 raise ValueError(
-                    f"{path} is damaged or cut off ({error}); fetch it again, expected a whole "
-                    ".safetensors file."
+                    f"{path} is damaged or cut off ({printable(error)}); fetch it again, expected "
+                    "a whole .safetensors file."
                 ) from None
             for key, place in places.items():
                 if key in self.files:
                     raise ValueError(
-                        f"{directory}: {key} is in {self.files[key]} and in {name}, expected it in "
-                        "one file."
+                        f"{directory}: {printable(key)} is in {self.files[key]} and in {name}, "
+                        "expected it in one file."
                     )
                 self._places[key] = file, place
                 self.files[key] = name
@@ -103,9 +105,16 @@ def has_tensors(directory: Path) -> bool:
 
 
 def _read_index(directory: Path) -> Mapping[str, str]:
-    """The file of each tensor; `{}` if all are in one file."""
+    """The file of each tensor; `{}` if all are in one file, which counts if there are both."""
     path = directory / INDEX_FILE
     if not path.exists():
+        return {}
+    if (directory / ONE_FILE).exists():
+        warnings.warn(
+            f"load_hf: {directory} has both {ONE_FILE} and {INDEX_FILE}: only {ONE_FILE} is read, "
+            "as by transformers. Delete the one that is not the model.",
+            stacklevel=2,
+        )
         return {}
     try:
         files = read_object(path, follow_links=True).get("weight_map")

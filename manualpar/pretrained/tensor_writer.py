@@ -32,10 +32,10 @@ from manualpar.pretrained.tensor_bytes import (
     bounds_of,
     create_file,
     make_header,
-    sync,
     write_slice,
 )
 from manualpar.pretrained.tensor_names import Piece
+from manualpar.storage import sync
 
 # Devices whose memory is the host's.
 ON_HOST = "cpu"

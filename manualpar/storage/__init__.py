@@ -1,7 +1,13 @@
 """Paths on `s3://` and `gs://`, beside local ones."""
 
 from manualpar.storage.array_store import CONTEXT, key_value_store
-from manualpar.storage.bucket_path import AnyPath, BucketPath, as_path, open_for_reading
+from manualpar.storage.bucket_path import (
+    AnyPath,
+    BucketPath,
+    GivenPath,
+    as_path,
+    open_for_reading,
+)
 from manualpar.storage.copies import (
     copied_files,
     copied_folder,
@@ -10,26 +16,47 @@ from manualpar.storage.copies import (
     user_cache,
     user_path,
 )
+from manualpar.storage.drafts import (
+    FolderError,
+    draft_of,
+    new_number,
+    path_of_draft,
+    publish,
+    sync,
+    writing,
+)
+from manualpar.storage.file_lock import hold_file
+from manualpar.storage.lease import PREFIX as LOCK_PREFIX
 from manualpar.storage.lease import HeldError, hold
 from manualpar.storage.mirror import mirrored
 from manualpar.storage.requests import BucketError, request
 
 __all__ = [
     "CONTEXT",
+    "LOCK_PREFIX",
     "AnyPath",
     "BucketError",
     "BucketPath",
+    "FolderError",
+    "GivenPath",
     "HeldError",
     "as_path",
     "copied_files",
     "copied_folder",
+    "draft_of",
     "hold",
+    "hold_file",
     "key_value_store",
     "local_path",
     "mirrored",
+    "new_number",
     "open_for_reading",
     "path_flag",
+    "path_of_draft",
+    "publish",
     "request",
+    "sync",
     "user_cache",
     "user_path",
+    "writing",
 ]

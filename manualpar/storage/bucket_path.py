@@ -204,9 +204,10 @@ class BucketPath:
 
 
 AnyPath = Path | BucketPath
+GivenPath = str | os.PathLike[str] | BucketPath  # As callers name one.
 
 
-def as_path(text: str | os.PathLike[str] | BucketPath) -> AnyPath:
+def as_path(text: GivenPath) -> AnyPath:
     """The local path, or the path in a bucket, that a text names.
 
     Raises:

@@ -10,12 +10,18 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from manualpar.storage.bucket_path import AnyPath, BucketPath, as_path, open_for_reading
+from manualpar.storage.bucket_path import (
+    AnyPath,
+    BucketPath,
+    GivenPath,
+    as_path,
+    open_for_reading,
+)
 
 COPIED_BYTES = 1 << 24  # In memory at once.
 
 
-def user_path(text: str | AnyPath) -> AnyPath:
+def user_path(text: GivenPath) -> AnyPath:
     """The path that a user names, where `~` is the user's folder; see `as_path`."""
     path = as_path(text)
     return path if isinstance(path, BucketPath) else path.expanduser()
@@ -29,11 +35,13 @@ def path_flag(text: str) -> AnyPath:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def local_path(text: str, name: str) -> Path:
+def local_path(text: GivenPath, name: str) -> Path:
     """A path on a disk; for others a `ValueError` that calls it `name`."""
     path = user_path(text)
     if isinstance(path, BucketPath):
-        raise ValueError(f"{name} is {text!r}, expected a path on a disk; copy it from there then.")
+        raise ValueError(
+            f"{name} is {str(path)!r}, expected a path on a disk; copy it from there then."
+        )
     return path
 
 

@@ -39,11 +39,19 @@ class HeldError(Exception):
 
 
 @contextlib.contextmanager
-def hold(folder: BucketPath, *, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+def hold(
+    folder: BucketPath, *, report: Callable[[str], None], remains: bool = True
+) -> Iterator[Callable[[], None]]:
     """Keeps others out of a folder while the context lasts; yields `check`.
 
-    `check` raises a `BucketError` if the lock has been lost. `report` is told of a lock that is
-    taken over, and of a server on which there can be none.
+    `check` raises a `BucketError` if the lock has been lost.
+
+    Args:
+      folder: The folder.
+      report: Called with a sentence if a lock is taken over, or if the server can have none.
+      remains: Whether a lock that is free is left there. Without one two processes may get a lock
+        at one time, if a third gives up its own then; the one of the lower number finds out by
+        `check`. So whatever decides that the folder is free has to be looked at again within.
 
     Raises:
       HeldError: Another process has it.
@@ -83,7 +91,12 @@ def hold(folder: BucketPath, *, report: Callable[[str], None]) -> Iterator[Calla
         ended.set()
         thread.join()
         with contextlib.suppress(BucketError):  # The lease ends by itself.
-            lock.write_bytes(_text(owner, is_free=True))
+            if remains:
+                lock.write_bytes(_text(owner, is_free=True))
+            else:
+                for each in _numbers(folder):
+                    if 0 < each <= number:
+                        (folder / f"{PREFIX}{each}").delete()
 
 
 def _acquire(folder: BucketPath, owner: dict[str, Any], report: Callable[[str], None]) -> int:
@@ -113,12 +126,11 @@ def _acquire(folder: BucketPath, owner: dict[str, Any], report: Callable[[str], 
 
 def _wait_for_end(lock: BucketPath) -> None:
     """Returns if nobody writes a lock for the time of a lease; otherwise a `HeldError`."""
-    text, until = lock.read_bytes(), time.monotonic() + LEASE_SECONDS
+    found, until = _read(lock), time.monotonic() + LEASE_SECONDS
     while time.monotonic() < until:
         time.sleep(POLL_SECONDS)
-        now = lock.read_bytes()
-        if now != text:
-            found = _parse(now)
+        before, found = found, _read(lock)
+        if found != before:
             if found.get("is_free"):
                 return
             raise HeldError(_show(found))
@@ -135,13 +147,14 @@ def _text(owner: dict[str, Any], **more: object) -> bytes:
 
 
 def _read(lock: BucketPath) -> dict[str, Any]:
-    return _parse(lock.read_bytes())
-
-
-def _parse(text: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        return parse_object(text)
-    return {}  # Whoever wrote it, it is a lock.
+    try:
+        return parse_object(lock.read_bytes())
+    except FileNotFoundError:
+        return {"is_free": True}  # Its owner has deleted it.
+    except BucketError:
+        raise
+    except ValueError:
+        return {}  # Whoever wrote it, it is a lock.
 
 
 def _show(owner: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from manualpar.checkpoints import CheckpointError
 from manualpar.cluster import FAILED_EXIT_CODE, LOST_PROCESS_EXIT_CODE, Cluster
 from manualpar.data import DamagedDataError
 from manualpar.guards.replicas import ReplicaError
-from manualpar.storage import BucketError
+from manualpar.storage import BucketError, FolderError
 from manualpar.training.recorder import NonFiniteError
 from manualpar.training.trainer import StoppedError
 from manualpar.usage import USAGE_EXIT_CODE, UsageError, print_error
@@ -35,7 +35,9 @@ EXIT_CODES: Mapping[type[Exception], int] = {
     UsageError: USAGE_EXIT_CODE,
     ReplicaError: 3,
     NonFiniteError: 5,
-    **dict.fromkeys((CheckpointError, DamagedDataError, WriteError, BucketError), FILES_EXIT_CODE),
+    **dict.fromkeys(
+        (CheckpointError, DamagedDataError, WriteError, BucketError, FolderError), FILES_EXIT_CODE
+    ),
 }
 # Errors that every process raises, after the same step.
 AGREED_ERRORS = (UsageError, StoppedError, NonFiniteError, ReplicaError)

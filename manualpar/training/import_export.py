@@ -4,6 +4,7 @@ An imported model is a checkpoint at step 0. Its `config.json` and tokenizer are
 workdir's folder `model`, so that training goes on from there without the directory it came from.
 """
 
+import contextlib
 import resource
 import sys
 import time
@@ -15,19 +16,21 @@ import jax
 
 from manualpar.checkpoints import CheckpointError
 from manualpar.checkpoints.folders import open_folder
-from manualpar.cluster import Cluster, DisagreementError, initialize
+from manualpar.cluster import FAILED_EXIT_CODE, Cluster, DisagreementError, initialize
+from manualpar.cluster.agreement import failing_together
 from manualpar.pretrained import export_hf, load
 from manualpar.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.pretrained.export import SHARD_BYTES, TOKENIZER_FILES
-from manualpar.pretrained.load import failing_together
-from manualpar.storage import AnyPath, BucketPath, path_flag, user_path
+from manualpar.storage import AnyPath, BucketPath, path_flag, user_path, writing
 from manualpar.training.command_line import CommandLine, quiet_absl
 from manualpar.training.config import check_config
 from manualpar.training.devices import simulate_devices
+from manualpar.training.ending import exit_code
 from manualpar.training.experiment import prepare
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.saved_run import prepare_saved, restore_saved, saved_config
 from manualpar.training.workdir import FOLDER, check_folder, open_checkpoints
+from manualpar.training.workdir_lock import lock_workdir
 from manualpar.untrusted import open_file
 from manualpar.usage import (
     USAGE_EXIT_CODE,
@@ -51,8 +54,7 @@ def import_command(command: CommandLine) -> int:
         check_config(config)
         if flags.workdir is None:
             raise UsageError("--workdir is missing, expected the folder to make.")
-        if open_folder(flags.workdir / FOLDER).steps():
-            raise UsageError(f"--workdir={flags.workdir} holds a run, expected a new folder.")
+        _check_new(flags.workdir)
         check_folder(config, flags.workdir)
         simulate_devices(flags.devices, force=flags.force)
         return initialize(
@@ -66,13 +68,26 @@ def import_command(command: CommandLine) -> int:
 
 
 def _import(command: CommandLine, say: Callable[[str], None]) -> None:
-    started = time.perf_counter()
     workdir = command.flags.workdir
+    with contextlib.ExitStack() as stack:
+        with failing_together():
+            if jax.process_index() == 0:
+                try:
+                    stack.enter_context(lock_workdir(workdir, report=say))
+                except UsageError as error:
+                    raise ValueError(str(error)) from None
+                _check_new(workdir)  # Another import may have ended since it was asked first.
+        _import_into(workdir, command, say)
+
+
+def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], None]) -> None:
+    started = time.perf_counter()
     own = workdir / MODEL_FOLDER
     with failing_together():
         source = model_directory(command.config.model.from_hf)
         if jax.process_index() == 0:
-            _copy_small_files(source, own)
+            with writing("import_hf", own):
+                _copy_small_files(source, own)
     config = command.config.copy_and_resolve_references().unlock()
     if config.data.tokenizer == config.model.from_hf:
         config.data.tokenizer = ""  # That of the copy.
@@ -171,18 +186,33 @@ def _answer(start: Callable[[], Cluster], work: Callable[[Callable[[str], None]]
             except (UsageError, ValueError, CheckpointError) as error:
                 if cluster.is_main or isinstance(error, DisagreementError):
                     print_error(describe_mistake(error))
-                return USAGE_EXIT_CODE
+                return _code(error)
     except (UsageError, ValueError, OSError) as error:
         print_error(describe_mistake(error))
-        return USAGE_EXIT_CODE
+        return _code(error)
     return 0
 
 
+def _code(error: Exception) -> int:
+    """The exit code for an error that is told in a sentence."""
+    code = exit_code(error)
+    return USAGE_EXIT_CODE if code == FAILED_EXIT_CODE else code
+
+
+def _check_new(workdir: AnyPath) -> None:
+    if open_folder(workdir / FOLDER).steps():
+        raise ValueError(f"--workdir={workdir} holds a run, expected a new folder.")
+
+
 def _copy_small_files(source: Path, folder: AnyPath) -> None:
-    """Copies the config and the tokenizer of a model."""
+    """Copies the config and the tokenizer of a model, in place of those that are there."""
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG_FILE, *TOKENIZER_FILES):
         if (source / name).exists():
             with open_file(source / name, follow_links=True) as file:
                 (folder / name).write_bytes(file.read())
+        elif isinstance(folder, BucketPath):  # Of another model, whose import has failed.
+            (folder / name).delete()
+        else:
+            (folder / name).unlink(missing_ok=True)

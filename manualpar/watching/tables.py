@@ -11,6 +11,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from manualpar.untrusted import printable
+
 UNKNOWN = "-"
 
 
@@ -55,8 +57,12 @@ def _three_digits(value: float | None, units: Sequence[str], step: int) -> str:
 
 
 def print_line(console: rich.console.Console, text: str) -> None:
-    """Prints a line as it is: no markup, no colour, no wrapping that would break a path."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    """Prints a line as it is: no markup, no colour, no wrapping that would break a path.
+
+    Unprintable characters are escaped, because names out of files may hold them.
+    """
+    shown = "\n".join(printable(line.expandtabs()) for line in text.split("\n"))
+    console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_wrapped(console: rich.console.Console, *paragraphs: str) -> None:
