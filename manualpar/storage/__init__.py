@@ -12,14 +12,17 @@ from manualpar.storage.copies import (
 )
 from manualpar.storage.lease import HeldError, hold
 from manualpar.storage.mirror import mirrored
-from manualpar.storage.requests import BucketError, request
+from manualpar.storage.requests import BucketError, ContentError, request
+from manualpar.storage.services import Version
 
 __all__ = [
     "CONTEXT",
     "AnyPath",
     "BucketError",
     "BucketPath",
+    "ContentError",
     "HeldError",
+    "Version",
     "as_path",
     "copied_files",
     "copied_folder",
