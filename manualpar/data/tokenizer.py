@@ -191,14 +191,20 @@ def load_tokenizer(path: str) -> Tokenizer:
     )
 
 
-def special_tokens(fields: dict[str, Any]) -> dict[str, str]:
-    """The texts of the tokens that a `tokenizer_config.json` names, by the names of its fields.
+def special_tokens(
+    fields: dict[str, Any], names: tuple[str, ...] = ("bos_token", "eos_token")
+) -> dict[str, str]:
+    """Returns the texts of the tokens that a `tokenizer_config.json` names, by their fields.
+
+    Args:
+      fields: What it holds.
+      names: The fields to look at.
 
     Raises:
       ValueError: A field is neither a text, nor an object with one, nor null.
     """
     found = {}
-    for name in ("bos_token", "eos_token"):
+    for name in names:
         value = fields.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
