@@ -21,6 +21,7 @@ from manualpar.data.document_files import Part, line_error, lines_of
 from manualpar.data.packing import LEARNED
 from manualpar.data.token_parts import Encoded, TextPart, batches, split_of_content
 from manualpar.data.tokenizer import FileTokenizer, Tokenizer
+from manualpar.data.tokenizer_check import guarded
 from manualpar.extras import require
 from manualpar.untrusted import parse_object
 
@@ -138,7 +139,7 @@ class Chats:
         """
         self._check(messages)
         text = self._template.prompt(messages)
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        tokens: list[int] = self._encode(text).ids
         return tokens
 
     def example(self, messages: Any) -> np.ndarray:
@@ -159,7 +160,7 @@ class Chats:
         return made
 
     def _example(self, text: str, spans: Sequence[Span]) -> np.ndarray:
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._encode(text)
         tokens = np.array(encoding.ids, np.uint32)
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         for start, stop in spans:
@@ -174,6 +175,13 @@ class Chats:
         if not (tokens[1:] & LEARNED).any():
             raise ValueError("has no answer to learn; expected a message of the assistant with one")
         return tokens
+
+    def _encode(self, text: str) -> Any:
+        _utf8(text)
+        try:
+            return guarded(lambda: self._tokenizer.encode(text, add_special_tokens=False))
+        except ValueError as error:
+            raise ValueError(f"has a text that the tokenizer cannot encode ({error})") from error
 
     def _check(self, messages: Any) -> None:
         if not isinstance(messages, list) or not messages:

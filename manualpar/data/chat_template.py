@@ -111,9 +111,10 @@ class ChatTemplate:
     def _start(self) -> None:
         found = [importlib.util.find_spec(module) for module in ("jinja2", "markupsafe")]
         folders = [str(pathlib.Path(str(spec.origin)).parent.parent) for spec in found if spec]
+        limits = [str(chat_renderer.CPU_SECONDS), str(chat_renderer.MEMORY_BYTES)]
         self._owner = os.getpid()
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", chat_renderer.__file__, *folders],
+            [sys.executable, "-I", "-S", chat_renderer.__file__, *limits, *folders],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
