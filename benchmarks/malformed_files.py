@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.malformed_cases import CONFIGS, Case, field_cases, flag_cases, fsdp_case, size_cases
+from benchmarks.malformed_programs import program_cases
 
 
 def make_cases(folder: Path) -> list[Case]:
@@ -21,6 +22,7 @@ def make_cases(folder: Path) -> list[Case]:
         _config_file_cases,
         _text_cases,
         _tokenizer_cases,
+        program_cases,
         _token_folder_cases,
         _workdir_cases,
         _other_command_cases,

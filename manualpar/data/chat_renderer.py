@@ -110,7 +110,8 @@ def _said(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it nests too deep, or calls itself without end"
     if isinstance(error, MemoryError):
-        return f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"
+        memory, _ = resource.getrlimit(resource.RLIMIT_AS)
+        return f"it needs more than {memory >> 20} MiB of memory"
     said = " ".join(str(error)[: 4 * SAID_CHARACTERS].split()) or type(error).__name__
     return said if len(said) <= SAID_CHARACTERS else f"{said[:SAID_CHARACTERS]} ..."
 
@@ -185,10 +186,13 @@ def receive(file: BinaryIO) -> Any:
     return marshal.loads(data)
 
 
-def answer(action: Callable[[], Any]) -> tuple[bool, Any]:
-    """Returns whether it went well, and what `action` returns, or why it is refused."""
+def answer(action: Callable[[], Any], seconds: float) -> tuple[bool, Any]:
+    """Returns whether it went well, and what `action` returns, or why it is refused.
+
+    It ends the process if `action` computes for longer than `seconds`.
+    """
     # The default action of its signal ends the process, within any operation.
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         return True, action()
     except Refused as error:
@@ -201,25 +205,24 @@ def answer(action: Callable[[], Any]) -> tuple[bool, Any]:
 
 def main() -> None:
     """Answers requests until there are no more."""
-    global CPU_SECONDS, MEMORY_BYTES
-    CPU_SECONDS, MEMORY_BYTES = float(sys.argv[1]), int(sys.argv[2])
+    seconds, memory = float(sys.argv[1]), int(sys.argv[2])
     sys.path += sys.argv[3:]  # Where Jinja is.
     import jinja2.sandbox  # noqa: F401  # Before the limits, which are the template's.
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # It ends with the process that runs it.
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, answers = sys.stdin.buffer, os.fdopen(sys.stdout.fileno(), "wb", BUFFER_BYTES)
     with contextlib.suppress(EOFError, BrokenPipeError):
         source, tokens = receive(requests)
         renderers: list[Renderer] = []
-        send(answers, answer(lambda: renderers.append(Renderer(source, tokens))))
+        send(answers, answer(lambda: renderers.append(Renderer(source, tokens)), seconds))
         answers.flush()
         while renderers:
             kind, chats = receive(requests)
             render = getattr(renderers[0], kind)
             for messages in chats:
-                send(answers, answer(functools.partial(render, messages)))
+                send(answers, answer(functools.partial(render, messages), seconds))
             answers.flush()
 
 
