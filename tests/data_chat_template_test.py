@@ -40,17 +40,24 @@ def test_a_template_that_does_not_end_is_refused(impatient, name):
     assert text.endswith("stands in model/tokenizer_config.json") or text.startswith("is no Jinja")
 
 
-def test_after_a_chat_that_is_refused_others_are_rendered(impatient):
-    source = "{% if messages|length == 1 %}{{ 'a' * 10**10 }}{% endif %}"
-    source += "{% if messages|length == 2 %}{% for a in range(9999) %}{% for b in range(9999) %}"
-    source += "{% endfor %}{% endfor %}{% endif %}" + PLAIN
-    template = ChatTemplate(source, {})
-    three = [*CHAT[:1]] * 3
-    answers = template.render_all([three, CHAT[:1], three, [CHAT[0]] * 2, three])
-    text = "user: a\n" * 3
-    assert [answers[n] for n in (0, 2, 4)] == [(text, [])] * 3
-    assert "MiB of memory" in str(answers[1])
-    assert "does not end within 0.2 s" in str(answers[3])
+@pytest.mark.parametrize(
+    ("hostile", "said"),
+    [
+        ("{{ 'a' * 10**10 }}", "MiB of memory"),
+        (
+            "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+            "0.2 s of",
+        ),
+    ],
+)
+def test_one_chat_of_many_is_refused_at_once(impatient, hostile, said):
+    template = ChatTemplate(f"{{% if messages|length == 1 %}}{hostile}{{% endif %}}{PLAIN}", {})
+    three, text = CHAT[:1] * 3, "user: a\n" * 3
+    answers = template.render_all([three, three, *[CHAT[:1]] * 999])
+    assert answers[:2] == [(text, [])] * 2
+    assert len(answers) == 1001
+    (error,) = set(answers[2:])
+    assert said in str(error)
     assert template.render(three) == (text, [])
 
 

@@ -7,7 +7,7 @@ is complete. So templates are compiled and rendered in this process, which the s
 `CPU_SECONDS` of computing, and gives no more than `MEMORY_BYTES`. It imports nothing but Jinja.
 
 It reads requests from standard input, and answers to standard output: first a template, and then
-lists of chats, each of which gets an answer of its own. `manualpar.data.chat_template` runs it.
+lists of chats, each of which gets an answer of its own, up to one that is refused. `manualpar.data.chat_template` runs it.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, ClassVar, NoReturn
 
 CPU_SECONDS = 2.0
@@ -30,7 +30,7 @@ MAX_CHARACTERS, MAX_GROWTH = 1 << 22, 8
 SAID_CHARACTERS = 300  # Of a message that a template writes.
 # Noncharacters of Unicode, which no text has: where what is learned begins and ends.
 BEGIN, END = "\ufdd0", "\ufdd1"
-Messages = Sequence[Mapping[str, Any]]
+Messages = list[dict[str, Any]]
 Span = tuple[int, int]
 Rendered = tuple[str, list[Span]]
 LENGTH_BYTES = 8
@@ -222,7 +222,10 @@ def main() -> None:
             kind, chats = receive(requests)
             render = getattr(renderers[0], kind)
             for messages in chats:
-                send(answers, answer(functools.partial(render, messages), seconds))
+                is_fine, rendered = answer(functools.partial(render, messages), seconds)
+                send(answers, (is_fine, rendered))
+                if not is_fine:
+                    break  # Others might take as long.
             answers.flush()
 
 

@@ -79,7 +79,7 @@ class ChatTemplate:
         return _unwrapped(self.render_all([messages])[0])
 
     def render_all(self, chats: Sequence[Messages]) -> list[Rendered | ValueError]:
-        """Renders chats as `render` does; the errors are among what it returns."""
+        """Renders chats as `render` does, up to one that is refused; those behind get its error."""
         return self._answers("render", chats)
 
     def prompt(self, messages: Messages) -> str:
@@ -93,20 +93,24 @@ class ChatTemplate:
             while left := chats[len(answers) :]:
                 if self._process is None or self._owner != os.getpid():  # A pipe has one user.
                     self._start()
+                why = ""
                 try:
                     self._send([kind, list(map(list, left[:count]))])
                     for _ in left[:count]:
                         is_fine, answer = self._receive()
-                        answers.append(answer if is_fine else self._refusal(answer))
+                        if not is_fine:
+                            why = answer
+                            break
+                        answers.append(answer)
                 except _EndedError as error:
                     if count == 1:
                         why = f"is refused by the chat's template ({error})"
-                        answers.append(self._refusal(why))
                     count = 1  # Answers before the one that has ended it may be lost with it.
+                if why:
+                    where = f"; the template stands in {self._name}" if self._name else ""
+                    refusal = ValueError(f"{why}{where}")
+                    answers += [refusal] * (len(chats) - len(answers))
         return answers
-
-    def _refusal(self, why: str) -> ValueError:
-        return ValueError(f"{why}; the template stands in {self._name}" if self._name else why)
 
     def _start(self) -> None:
         found = [importlib.util.find_spec(module) for module in ("jinja2", "markupsafe")]
