@@ -155,8 +155,10 @@ class Chats:
         good = [number for number, error in enumerate(made) if error is None]
         rendered = self._template.render_all([chats[number] for number in good])
         for number, answer in zip(good, rendered, strict=True):
-            is_error = isinstance(answer, ValueError)
-            made[number] = answer if is_error else _attempt(self._example, *answer)
+            if isinstance(answer, ValueError):
+                made[number] = answer
+            else:
+                made[number] = _attempt(self._example, *answer)
         return made
 
     def _example(self, text: str, spans: Sequence[Span]) -> np.ndarray:

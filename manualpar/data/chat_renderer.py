@@ -7,7 +7,8 @@ is complete. So templates are compiled and rendered in this process, which the s
 `CPU_SECONDS` of computing, and gives no more than `MEMORY_BYTES`. It imports nothing but Jinja.
 
 It reads requests from standard input, and answers to standard output: first a template, and then
-lists of chats, each of which gets an answer of its own, up to one that is refused. `manualpar.data.chat_template` runs it.
+lists of chats, each of which gets an answer of its own, up to one that is refused.
+`manualpar.data.chat_template` runs it.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO, ClassVar, NoReturn
+from typing import IO, Any, ClassVar, NoReturn
 
 CPU_SECONDS = 2.0
 MEMORY_BYTES = 3 << 28
@@ -162,7 +163,7 @@ def _environment() -> Any:
     return environment
 
 
-def send(file: BinaryIO, message: Any) -> None:
+def send(file: IO[bytes], message: Any) -> None:
     """Writes what consists of lists, objects, texts and numbers, into the file's buffer.
 
     Raises:
@@ -173,7 +174,7 @@ def send(file: BinaryIO, message: Any) -> None:
     file.write(data)
 
 
-def receive(file: BinaryIO) -> Any:
+def receive(file: IO[bytes]) -> Any:
     """Reads what `send` has written.
 
     Raises:

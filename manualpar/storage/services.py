@@ -1,8 +1,8 @@
-"""What the services of S3 and of Google are asked in their own words, behind one face.
+"""Requests that are made here and not by fsspec, for S3 and for Google's service.
 
-fsspec has a function for most requests. Two of them are made here, because fsspec's do not say
-enough: a part of an object, of one version of it and with what the server says about the part; and
-one page of a list, so that lists which do not end can be told.
+fsspec has a function for most requests. Two of them do not say enough: reading an object, which is
+to be of one version and to come with what the server says about it; and listing, which is done page
+by page here, so that a list that does not end is noticed.
 """
 
 import dataclasses
@@ -130,7 +130,7 @@ def read_part(
         raise
     body = answer["Body"]
     try:
-        sent = int(answer["ContentLength"])
+        sent = int(answer.get("ContentLength", 0))
         is_range = answer["ResponseMetadata"]["HTTPStatusCode"] == PARTIAL_CONTENT
         # A whole object in place of a small part may not fit into memory.
         is_wanted = length is None or sent <= length
