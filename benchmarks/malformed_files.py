@@ -11,6 +11,7 @@ import numpy as np
 
 from benchmarks.malformed_cases import CONFIGS, Case, field_cases, flag_cases, fsdp_case, size_cases
 from benchmarks.malformed_models import model_cases
+from benchmarks.malformed_programs import program_cases
 
 
 def make_cases(folder: Path) -> list[Case]:
@@ -22,6 +23,7 @@ def make_cases(folder: Path) -> list[Case]:
         _config_file_cases,
         _text_cases,
         _tokenizer_cases,
+        program_cases,
         _token_folder_cases,
         _workdir_cases,
         _other_command_cases,

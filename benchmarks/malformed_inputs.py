@@ -15,6 +15,7 @@ import dataclasses
 import importlib
 import os
 import resource
+import runpy
 import signal
 import sys
 import tempfile
@@ -114,13 +115,24 @@ def _answer(case: Case, folder: Path, paths: dict[str, Path]) -> None:
 
         jax.monitoring.register_event_duration_secs_listener(note)
         sys.argv = [case.module, *case.arguments]
-        code = _call(importlib.import_module(case.module).main)
+        code = _call(_main_of(case.module))
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code & 255)
+
+
+def _main_of(module: str) -> Callable[[], int | None]:
+    """What a command runs: its `main`, or else the file, as `python -m` does."""
+    found = importlib.import_module(module)
+
+    def run() -> None:
+        runpy.run_path(str(found.__file__), run_name="__main__")
+
+    main: Callable[[], int | None] = getattr(found, "main", run)
+    return main
 
 
 def _call(main: Callable[[], int | None]) -> int:

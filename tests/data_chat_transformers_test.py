@@ -25,7 +25,15 @@ LLAMA = """{{- bos_token }}
     {{- '<|im_start|>assistant\\n\\n' }}
 {%- endif %}
 """
-TEMPLATES = {"plain": CHATML, "marked": MARKED, "llama": LLAMA}
+# What templates ask for besides messages.
+ASKING = (
+    "{%- if strftime_now is defined %}{{ strftime_now('%d %B %Y, %j') }}{% else %}26 Jul 2024"
+    "{% endif %}{% if tools is none %} no tools{% endif %}{% if tools is defined %} defined"
+    "{% endif %}{% if not documents %} no documents{% endif %}{% if documents is not none %} some"
+    "{% endif %}{% if builtin_tools is defined %} builtin{% endif %} {{ unk_token }}{{ pad_token }}"
+    "{% if sep_token is defined %} sep{% endif %}\n" + CHATML
+)
+TEMPLATES = {"asking": ASKING, "plain": CHATML, "marked": MARKED, "llama": LLAMA}
 CHATS = (
     CHAT,
     CHAT[1:3],
@@ -62,6 +70,8 @@ def _expected(tokenizer, chat, *, marked):
 def test_tokens_and_masks_are_those_of_transformers(tmp_path, name):
     transformers = pytest.importorskip("transformers", reason="pip install -e '.[interop]'")
     config = {"bos_token": "<|endoftext|>"} if name == "llama" else {}
+    if name == "asking":
+        config = {"unk_token": "<|endoftext|>", "pad_token": "<|im_end|>"}
     directory = write_chat_tokenizer(tmp_path / "t", TEMPLATES[name], **config)
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
     ours = load_tokenizer(directory)

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -99,6 +100,45 @@ def test_a_model_is_imported_trained_asked_and_exported_there(
     config = json.loads((exported / "config.json").read_bytes())
     (exported / "config.json").write_bytes(json.dumps(config | {"rope_theta": 7.0}).encode())
     assert read_architecture(exported).fields["rope_base"] == 7.0
+
+
+@server
+def test_a_model_that_changes_while_it_is_loaded_is_never_half_of_each(
+    theirs, bucket_folder, tmp_path, s3_port, use_s3, devices8
+):
+    del devices8
+    directory, tensors = theirs
+    program = program_of(llama(directory), make_mesh({"data": 8}))
+    newer = [tmp_path / str(number) for number in range(1, 6)]
+    for number, folder in enumerate(newer, 1):
+        shutil.copytree(directory, folder)
+        write(folder, {name: tensor + number for name, tensor in tensors.items()})
+    upload(directory, bucket_folder)
+    import botocore.session
+
+    client = botocore.session.get_session().create_client("s3")  # Not by way of the proxy.
+    changes = []
+
+    def change(method, path, number):
+        # The first half has been copied.
+        if method == "GET" and "model-2.safetensors" in path and changes:
+            for file in changes.pop(0).glob("*.safetensors"):
+                key = str((bucket_folder / file.name).key)
+                client.put_object(Bucket=bucket_folder.bucket, Key=key, Body=file.read_bytes())
+
+    with Proxy(s3_port, change) as proxy:
+        use_s3(port=proxy.port)
+        changes[:] = newer[:1]
+        state = load_hf(program, bucket_folder)
+        chex.assert_trees_all_equal(state.params, load_hf(program, newer[0]).params)
+        upload(newer.pop(), bucket_folder)
+        changes[:] = newer
+        with pytest.raises(BucketError, match=r"s3://bucket/.*model-\d.safetensors changed after"):
+            load_hf(program, bucket_folder)
+    use_s3()
+    (bucket_folder / "model-1.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=r"s3:/bucket/.*/model-1.safetensors"):
+        load_hf(program, bucket_folder)
 
 
 @server

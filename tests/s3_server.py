@@ -92,12 +92,14 @@ class Proxy:
 
     `number` counts the requests that change something, from one; for others it is 0. What `fault`
     returns decides: None passes the request on; a number is the status to answer with; "cut" ends
-    the connection; a function is called after the request has been carried out, before its answer.
+    the connection; a function is called after the request has been carried out, before its answer;
+    a triple of a status, headers and a body is the answer. `heard` are the headers of requests.
     """
 
     def __init__(self, port, fault=lambda method, path, number: None):
         self.fault = fault
         self.changes = []  # Method and path of each.
+        self.heard = []
         lock = threading.Lock()
         proxy = self
 
@@ -114,6 +116,7 @@ class Proxy:
                 body = self.body()
                 number = 0
                 with lock:
+                    proxy.heard.append((self.command, self.path, dict(self.headers)))
                     if self.command in CHANGES:
                         proxy.changes.append((self.command, self.path))
                         number = len(proxy.changes)
@@ -124,6 +127,9 @@ class Proxy:
                     return
                 if isinstance(what, int):
                     self.reply(what, [], b"")
+                    return
+                if isinstance(what, tuple):
+                    self.reply(*what)
                     return
                 upstream = http.client.HTTPConnection("127.0.0.1", port)
                 headers = {

@@ -1,5 +1,6 @@
 """Paths in buckets, without a server; `storage_server_test` asks one."""
 
+import dataclasses
 import io
 import os
 import pathlib
@@ -7,7 +8,18 @@ import pathlib
 import pytest
 
 from manualpar.data.places import find_in_bucket
-from manualpar.storage import BucketPath, as_path, copied_folder, open_for_reading
+from manualpar.storage import (
+    BucketError,
+    BucketPath,
+    ContentError,
+    Version,
+    as_path,
+    bucket_path,
+    copied_files,
+    copied_folder,
+    open_for_reading,
+)
+from manualpar.storage.services import Page, Part
 
 
 def test_a_path_is_local_unless_it_says_otherwise(tmp_path):
@@ -82,12 +94,14 @@ def ranges(monkeypatch):
     """Every object holds `LINES`; the ranges that have been read."""
     read = []
 
-    def read_bytes(self, start=0, stop=None):
-        read.append((start, stop or len(LINES)))
-        return LINES[start:stop]
+    def read_part(scheme, bucket, key, *, limits, version):
+        start, stop = limits or (0, len(LINES))
+        read.append((start, stop))
+        data = LINES[start:stop]
+        return Part(data, len(data), version.tag, limits is not None, len(LINES))
 
-    monkeypatch.setattr(BucketPath, "read_bytes", read_bytes)
-    monkeypatch.setattr(BucketPath, "version", lambda self: (len(LINES), "1"))
+    monkeypatch.setattr(bucket_path, "read_part", read_part)
+    monkeypatch.setattr(BucketPath, "version", lambda self: Version(len(LINES), "1"))
     monkeypatch.setattr("manualpar.storage.bucket_path.BLOCK_BYTES", 100)
     return read
 
@@ -97,10 +111,159 @@ def test_a_folder_is_copied_in_pieces(ranges, monkeypatch, tmp_path):
     monkeypatch.setattr("manualpar.storage.copies.COPIED_BYTES", 1000)
     folder = copied_folder(as_path("s3://bucket/x"), tmp_path)
     assert {(folder / name).read_bytes() for name in ("x", "y/z")} == {LINES}
+    assert str(folder).endswith("s3:/bucket/x"), "messages about files name the bucket"
     assert max(stop - start for start, stop in ranges) <= 1000
     ranges.clear()
     assert copied_folder(as_path("s3://bucket/x"), tmp_path) == folder
     assert not ranges
+    # As a server that once sent nothing has left it.
+    (folder / "x").write_bytes(b"")
+    copied_folder(as_path("s3://bucket/x"), tmp_path)
+    assert (folder / "x").read_bytes() == LINES
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """Objects by key, with what is to happen before a request for one of them is answered."""
+    there, before = {}, []
+
+    def version(self):
+        if self.key not in there:
+            raise FileNotFoundError(f"{self} does not exist")
+        return Version(len(there[self.key]), f"tag of {there[self.key]}")
+
+    def read_part(scheme, bucket, key, *, limits, version):
+        wrong = before.pop(0)() if before else None
+        data, tag = there[key], f"tag of {there[key]}"
+        if wrong is not None:
+            return wrong
+        if version and version.tag != tag:
+            raise ContentError(f"s3://{bucket}/{key} changed while it was read")
+        start, stop = limits or (0, len(data))
+        return Part(data[start:stop], len(data[start:stop]), tag, limits is not None, len(data))
+
+    def list_page(scheme, bucket, prefix, *, delimiter, token):
+        keys = sorted(key for key in there if key.startswith(prefix) and key > token)
+        return Page({key: len(there[key]) for key in keys[:1]}, [], not keys[1:], keys[0])
+
+    monkeypatch.setattr(BucketPath, "version", version)
+    monkeypatch.setattr(bucket_path, "read_part", read_part)
+    monkeypatch.setattr(bucket_path, "list_page", list_page)
+    return there, before
+
+
+MODEL = BucketPath("s3", "bucket", "model")
+EMPTY = Part(b"", 0, "", False, None)
+
+
+def test_a_folder_that_changes_while_it_is_copied_is_copied_anew(server, tmp_path):
+    there, before = server
+
+    def put(state):
+        there.update({f"model/{name}": f"{name} {state}".encode() for name in "abc"})
+
+    put(1)
+    # After the first file, and once more after the last one.
+    before += [lambda: None, lambda: put(2)]
+    copy = copied_folder(MODEL, tmp_path / "cache")
+    assert {path.read_bytes() for path in copy.iterdir()} == {b"a 2", b"b 2", b"c 2"}
+    before += [lambda: None, lambda: None, lambda: there.update({"model/a": b"another"})]
+    put(3)
+    copy = copied_folder(MODEL, tmp_path / "cache")
+    assert {path.read_bytes() for path in copy.iterdir()} == {b"another", b"b 3", b"c 3"}
+    before += [lambda: put(4), lambda: put(5), lambda: None, lambda: put(6), lambda: put(7)]
+    put(0)
+    with pytest.raises(ContentError, match=r"s3://bucket/model/\w changed (after|while)"):
+        copied_folder(MODEL, tmp_path / "cache")
+    before.clear()
+    copy = copied_folder(MODEL, tmp_path / "cache")
+    assert {path.read_bytes() for path in copy.iterdir()} == set(there.values())
+
+
+def test_small_files_of_two_states_are_not_copied(server):
+    there, before = server
+    there.update({"model/a": b"a 1", "model/b": b"b 1"})
+    before += [lambda: None, lambda: there.update({"model/a": b"a 2"})]
+    copy = copied_files(MODEL, ("a", "b", "none"))
+    assert sorted(path.read_bytes() for path in copy.iterdir()) == [b"a 2", b"b 1"]
+    assert copied_files(MODEL / "a", ("a",)).read_bytes() == b"a 2"
+
+
+def test_a_wrong_answer_is_asked_for_again_once(server, tmp_path):
+    there, before = server
+    there["model/a"] = b"content"
+    file = MODEL / "a"
+    for read in (
+        lambda: file.read_bytes(),
+        lambda: file.read_bytes(0, 7),
+        lambda: (copied_folder(MODEL, tmp_path) / "a").read_bytes(),
+    ):
+        before[:] = [lambda: dataclasses.replace(EMPTY, is_range=True)]
+        assert read() == b"content"
+    before[:] = [lambda: EMPTY] * 9
+    with pytest.raises(ContentError, match="s3://bucket/model/a: the server sent 0 bytes, exp"):
+        copied_folder(MODEL, tmp_path / "new")
+    assert {path.suffix for path in (tmp_path / "new").rglob("*") if path.is_file()} == {".lock"}
+
+
+def test_a_server_without_ranges_is_told(server):
+    there, before = server
+    there["model/a"] = b"content"
+    before[:] = [lambda: Part(b"", 7, "", False, None)] * 9
+    with pytest.raises(
+        BucketError, match=r"s3://.*/a: the server answers a request for 2 bytes of"
+    ):
+        (MODEL / "a").read_bytes(1, 3)
+
+
+@pytest.mark.parametrize(
+    "token", [lambda n: "same", lambda n: f"{n % 3}", lambda n: f"{n}"], ids=["same", "ring", "new"]
+)
+def test_a_list_that_does_not_end_is_told(monkeypatch, token):
+    asked = []
+
+    def list_page(*args, **options):
+        asked.append(options["token"])
+        return Page({"model/a": 1}, [], False, token(len(asked)))
+
+    monkeypatch.setattr(bucket_path, "list_page", list_page)
+    for read in (MODEL.names, MODEL.files, (MODEL / "*").glob):
+        with pytest.raises(BucketError, match=r"s3://bucket/model.* does not end \(after"):
+            read()
+    monkeypatch.setattr(bucket_path, "MOST_PAGES", 50)
+    with pytest.raises(BucketError, match=r"does not end"):
+        MODEL.files()
+    assert len(asked) < 500
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("*", "a.txt"),
+        ("*/b.*", "x/b.txt y/b.md"),
+        ("x/*", "x/b.txt"),
+        ("**/*.txt", "a.txt x/b.txt x/z/c.txt"),
+        ("x/**", "x/b.txt x/z/c.txt"),
+        ("[xw]/?/*.txt", "x/z/c.txt"),
+        ("y*/**/b.md", "y/b.md"),
+    ],
+)
+def test_a_pattern_finds_what_a_disk_gives(monkeypatch, pattern, found):
+    keys = ("m/a.txt", "m/x/b.txt", "m/x/z/c.txt", "m/y/b.md")
+
+    def list_page(scheme, bucket, prefix, *, delimiter, token):
+        below = [key for key in keys if key.startswith(prefix)]
+        rests = [key.removeprefix(prefix) for key in below]
+        folders = {f"{prefix}{rest.split('/')[0]}/" for rest in rests if delimiter and "/" in rest}
+        direct = [
+            key for key, rest in zip(below, rests, strict=True) if not (delimiter and "/" in rest)
+        ]
+        return Page(dict.fromkeys(direct, 1), sorted(folders), True, "")
+
+    monkeypatch.setattr(bucket_path, "list_page", list_page)
+    root = BucketPath("s3", "bucket", "m")
+    paths = (root / pattern).glob()
+    assert sorted(str(path.relative_to(root)) for path in paths) == found.split()
 
 
 def test_a_pattern_leaves_hidden_files_out_as_on_a_disk(monkeypatch):

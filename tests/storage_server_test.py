@@ -1,10 +1,11 @@
 """Objects on a server of S3, through `BucketPath`."""
 
 import json
+import urllib.parse
 
 import pytest
 
-from manualpar.storage import BucketError, as_path, open_for_reading, requests
+from manualpar.storage import BucketError, as_path, copied_folder, open_for_reading, requests
 from tests.s3_server import SECRET, Proxy
 
 pytestmark = pytest.mark.slow
@@ -104,3 +105,85 @@ def test_a_refused_request_does_not_repeat_what_was_signed(s3_port, use_s3, buck
     shown = json.dumps([str(raised.value), repr(raised.value.__cause__)])
     assert SECRET not in shown
     assert raised.value.__suppress_context__
+
+
+def test_what_is_copied_is_asked_for_by_its_tag(s3_port, use_s3, bucket_folder, tmp_path):
+    for name in ("x", "empty"):
+        (bucket_folder / name).write_bytes(b"12345" if name == "x" else b"")
+    with Proxy(s3_port) as proxy:
+        use_s3(port=proxy.port)
+        copy = copied_folder(bucket_folder, tmp_path)
+        (bucket_folder / "x").read_bytes()
+    assert {path.name: path.read_bytes() for path in copy.iterdir()} == {
+        "x": b"12345",
+        "empty": b"",
+    }
+    gets = [heard for method, path, heard in proxy.heard if method == "GET" and "list" not in path]
+    assert len(gets) == 2
+    assert all(heard.get("If-Match") for heard in gets)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed(s3_port, use_s3, bucket_folder, status):
+    path = bucket_folder / "x"
+    path.write_bytes(b"1")
+
+    def redirect(method, path, number):
+        return status, [("Location", f"http://localhost:{other.port}{path}")], b""
+
+    with Proxy(s3_port) as other, Proxy(s3_port, redirect) as proxy:
+        use_s3(port=proxy.port)
+        for ask in (path.read_bytes, path.parent.files, lambda: path.write_bytes(b"2")):
+            with pytest.raises(BucketError, match=rf"sends requests on to another .* \({status}\)"):
+                ask()
+        assert not other.heard
+        assert len(proxy.heard) == 3
+
+
+def test_a_server_that_ignores_ranges_or_sends_nothing(s3_port, use_s3, bucket_folder, tmp_path):
+    path = bucket_folder / "x"
+    path.write_bytes(b"12345")
+    tag = ("ETag", path.version().tag)
+    answers = []
+
+    def answer(method, path, number):
+        is_read = method == "GET" and "list-type" not in path
+        return answers.pop(0) if is_read and answers else None
+
+    with Proxy(s3_port, answer) as proxy:
+        use_s3(port=proxy.port)
+        answers[:] = [(200, [tag], b"12345")]
+        with pytest.raises(
+            BucketError, match=r"a request for 2 bytes of the object with all of it"
+        ):
+            path.read_bytes(1, 3)
+        answers[:] = [(200, [tag], b"")]
+        assert (copied_folder(bucket_folder, tmp_path) / "x").read_bytes() == b"12345"
+        answers[:] = [(200, [("ETag", '"another"')], b"54321")] * 2
+        with pytest.raises(BucketError, match=r"/x changed after reading began \(its ETag"):
+            path.read_bytes()
+        answers[:] = [412] * 2
+        with pytest.raises(BucketError, match=r"/x changed after reading began"):
+            path.read_bytes()
+
+
+def test_a_list_in_pages_and_one_that_does_not_end(s3_port, use_s3, bucket_folder):
+    page = (
+        "<ListBucketResult><IsTruncated>{}</IsTruncated><NextContinuationToken>{}"
+        "</NextContinuationToken><Contents><Key>{}/{}</Key><Size>3</Size></Contents>"
+        "</ListBucketResult>"
+    )
+    pages = []
+
+    def answer(method, path, number):
+        token = dict(urllib.parse.parse_qsl(path)).get("continuation-token", "0")
+        body = pages[int(token)].format(bucket_folder.key, token)
+        return 200, [("Content-Type", "application/xml")], body.encode()
+
+    with Proxy(s3_port, answer) as proxy:
+        use_s3(port=proxy.port)
+        pages[:] = [page.format("true", 1, "{}", "{}"), page.format("false", "", "{}", "{}")]
+        assert bucket_folder.files() == {"0": 3, "1": 3}
+        pages[1] = page.format("true", 1, "{}", "{}")
+        with pytest.raises(BucketError, match=r"that the server sends does not end \(after 2"):
+            bucket_folder.names()

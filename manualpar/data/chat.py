@@ -10,18 +10,22 @@ What others have written into a message cannot become a special token: a chat wh
 messages spell one out is refused.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
+from manualpar.data.chat_renderer import Span
 from manualpar.data.chat_template import BEGIN, END, ChatTemplate, load_template
 from manualpar.data.document_files import Part, line_error, lines_of
 from manualpar.data.packing import LEARNED
-from manualpar.data.token_parts import DOCUMENTS_AT_ONCE, Encoded, TextPart, split_of_content
+from manualpar.data.token_parts import Encoded, TextPart, batches, split_of_content
 from manualpar.data.tokenizer import FileTokenizer, Tokenizer
+from manualpar.data.tokenizer_check import guarded
 from manualpar.extras import require
 from manualpar.untrusted import parse_object
+
+T = TypeVar("T")
 
 
 class ChatEncoder:
@@ -41,19 +45,15 @@ class ChatEncoder:
     def encode(self, part: Part | TextPart) -> Iterator[list[Encoded]]:
         """See `Encoder`."""
         assert isinstance(part, Part)
-        batch: list[Encoded] = []
-        for place, line in lines_of(part):
-            try:
-                tokens = self.example(parse_object(line))
-            except ValueError as error:
-                if str(error).startswith("config."):
-                    raise
-                raise line_error(part, place, error) from error
-            batch.append((split_of_content(tokens.tobytes(), self._held_out), tokens, None))
-            if len(batch) == DOCUMENTS_AT_ONCE:
-                yield batch
-                batch = []
-        if batch:
+        for lines in batches(lines_of(part)):
+            batch: list[Encoded] = []
+            made = self._examples([_parsed(line) for _, line in lines])
+            for (place, _), tokens in zip(lines, made, strict=True):
+                if isinstance(tokens, ValueError):
+                    if str(tokens).startswith("config."):
+                        raise tokens
+                    raise line_error(part, place, tokens) from tokens
+                batch.append((split_of_content(tokens.tobytes(), self._held_out), tokens, None))
             yield batch
 
     def example(self, fields: Mapping[str, Any]) -> np.ndarray:
@@ -62,10 +62,31 @@ class ChatEncoder:
         Raises:
           ValueError: The line is no example; the message completes a sentence about it.
         """
-        if "messages" in fields:
+        (made,) = self._examples([fields])
+        if isinstance(made, ValueError):
+            raise made
+        return made
+
+    def _examples(
+        self, lines: Sequence[Mapping[str, Any] | ValueError]
+    ) -> list[np.ndarray | ValueError]:
+        """The examples of lines, each with its error in place of it."""
+        made: dict[int, np.ndarray | ValueError] = {}
+        chats: dict[int, Any] = {}
+        for number, line in enumerate(lines):
+            if isinstance(line, ValueError):
+                made[number] = line
+            elif "messages" in line:
+                chats[number] = line["messages"]
+            else:
+                made[number] = _attempt(self._of_texts, line)
+        if chats:
             if self._chats is None:
                 self._chats = Chats(self._tokenizer, self._template_path)
-            return self._chats.example(fields["messages"])
+            made |= zip(chats, self._chats.examples(list(chats.values())), strict=True)
+        return [made[number] for number in range(len(lines))]
+
+    def _of_texts(self, fields: Mapping[str, Any]) -> np.ndarray:
         if "prompt" in fields and "completion" in fields:
             return self._completion(fields["prompt"], fields["completion"])
         there = ", ".join(map(repr, list(fields)[:8])) or "no field"
@@ -118,14 +139,30 @@ class Chats:
         """
         self._check(messages)
         text = self._template.prompt(messages)
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        tokens: list[int] = self._encode(text).ids
         return tokens
 
     def example(self, messages: Any) -> np.ndarray:
         """The example `uint32[N]` of messages; raises as `prompt`, and without an answer."""
-        self._check(messages)
-        text, spans = self._template.render(messages)
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        (made,) = self.examples([messages])
+        if isinstance(made, ValueError):
+            raise made
+        return made
+
+    def examples(self, chats: Sequence[Any]) -> list[np.ndarray | ValueError]:
+        """The examples of chats, or why there is none; see `example`."""
+        made: list[Any] = [_attempt(self._check, messages) for messages in chats]
+        good = [number for number, error in enumerate(made) if error is None]
+        rendered = self._template.render_all([chats[number] for number in good])
+        for number, answer in zip(good, rendered, strict=True):
+            if isinstance(answer, ValueError):
+                made[number] = answer
+            else:
+                made[number] = _attempt(self._example, *answer)
+        return made
+
+    def _example(self, text: str, spans: Sequence[Span]) -> np.ndarray:
+        encoding = self._encode(text)
         tokens = np.array(encoding.ids, np.uint32)
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         for start, stop in spans:
@@ -140,6 +177,13 @@ class Chats:
         if not (tokens[1:] & LEARNED).any():
             raise ValueError("has no answer to learn; expected a message of the assistant with one")
         return tokens
+
+    def _encode(self, text: str) -> Any:
+        _utf8(text)
+        try:
+            return guarded(lambda: self._tokenizer.encode(text, add_special_tokens=False))
+        except ValueError as error:
+            raise ValueError(f"has a text that the tokenizer cannot encode ({error})") from error
 
     def _check(self, messages: Any) -> None:
         if not isinstance(messages, list) or not messages:
@@ -159,6 +203,18 @@ class Chats:
                             f"has a message {number} whose {field} spells out the special token "
                             f"{token!r}, which only a template may write"
                         )
+
+
+def _parsed(line: bytes) -> dict[str, Any] | ValueError:
+    return _attempt(parse_object, line)
+
+
+def _attempt(action: Callable[..., T], *arguments: Any) -> T | ValueError:
+    """Returns what `action` returns, or the error that it raises."""
+    try:
+        return action(*arguments)
+    except ValueError as error:
+        return error
 
 
 def _kind(value: Any) -> str:

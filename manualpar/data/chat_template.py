@@ -1,10 +1,12 @@
 """The template of a tokenizer's chats: messages become one text, and what is learned is marked.
 
-A template is a Jinja program that came with somebody's model. It runs in Jinja's immutable sandbox:
-it sees the messages and the names of a few tokens, and reaches nothing else, the date neither. Its
+A template is a Jinja program that came with somebody's model. It runs in a process of its own, in
+Jinja's immutable sandbox: it sees the messages, the names of special tokens and the date, reaches
+nothing else, and has `chat_renderer.CPU_SECONDS` for a chat and `chat_renderer.MEMORY_BYTES`. Its
 dialect is that of `transformers`: blocks take their line with them, loops may be left,
-`raise_exception` refuses messages, and what stands between `{% generation %}` and
-`{% endgeneration %}` is what the model is to write.
+`raise_exception` refuses messages, `strftime_now` writes the date, `tools` and `documents` are
+none, and what stands between `{% generation %}` and `{% endgeneration %}` is what the model is to
+write.
 
 A template without these marks is rendered several times for a chat, up to each turn of the
 assistant: once with the turn, and once with the prompt to write in its place. The assistant writes
@@ -12,82 +14,179 @@ what the first text has behind the second. A template whose earlier text changes
 cannot be taken apart like this, and is refused.
 """
 
-import json
+import contextlib
+import importlib.util
+import os
 import pathlib
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from manualpar.data import chat_renderer
+from manualpar.data.chat_renderer import (
+    BEGIN,
+    END,
+    Messages,
+    Rendered,
+    Span,
+    receive,
+    send,
+)
 from manualpar.data.tokenizer import TEMPLATE, TOKENIZER_CONFIG, special_tokens
 from manualpar.extras import require
 from manualpar.storage import AnyPath, BucketPath, user_path
 from manualpar.untrusted import read_file, read_object
 
-# Noncharacters of Unicode, which no text has: where what is learned begins and ends.
-BEGIN, END = "\ufdd0", "\ufdd1"
-Messages = Sequence[Mapping[str, Any]]
-Span = tuple[int, int]
+# The special tokens that templates see, by their names in a tokenizer's configuration.
+TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+__all__ = ["BEGIN", "END", "ChatTemplate", "load_template"]
 
 
 class ChatTemplate:
-    """Renders chats."""
+    """Renders chats, in a process that ends with this object."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, tokens: Mapping[str, str], name: str = "") -> None:
         """Compiles a template.
 
         Args:
           source: Its text.
           tokens: The texts of special tokens by name, such as `bos_token`.
+          name: Where it stands, for messages about chats.
 
         Raises:
           ValueError: It is no template; the message completes a sentence about the template.
         """
         require("config.data.source='chat'", "jinja2")
-        import jinja2
-
-        environment = _environment()
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"is no Jinja template (line {error.lineno}: {error})") from error
-        self._tokens = dict(tokens)
-        self.has_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
+        self._source, self._tokens, self._name = source, dict(tokens), name
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        with self._lock:
+            self._start()
 
     def render(self, messages: Messages) -> tuple[str, list[Span]]:
-        """The text of a chat, and the parts of it that the assistant wrote, ascending.
+        """Renders a chat; returns its text, and the parts that the assistant wrote, ascending.
 
         Raises:
-          ValueError: The template refuses the messages, or does not say what the assistant wrote.
+          ValueError: The template refuses the messages, does not say what the assistant wrote, or
+            does not end within its limits.
         """
-        if self.has_marks:
-            return _without_marks(self._render(messages))
-        text, spans = self._render(messages), []
-        for index, message in enumerate(messages):
-            if message.get("role") == "assistant":
-                before = self._render(messages[:index], prompt=True) if index else ""
-                after = self._render(messages[: index + 1])
-                if not (after.startswith(before) and text.startswith(after)):
-                    raise ValueError(
-                        f"has a message {index + 1} of the assistant that the chat's template "
-                        "renders otherwise in the midst of a chat than at its end; expected a "
-                        "template with {% generation %} marks for such chats"
-                    )
-                spans.append((len(before), len(after)))
-        return text, spans
+        return _unwrapped(self.render_all([messages])[0])
+
+    def render_all(self, chats: Sequence[Messages]) -> list[Rendered | ValueError]:
+        """Renders chats as `render` does, up to one that is refused; those behind get its error."""
+        return self._answers("render", chats)
 
     def prompt(self, messages: Messages) -> str:
-        """The text of a chat up to where the assistant is to write; raises as `render`."""
-        return _without_marks(self._render(messages, prompt=True))[0]
+        """Renders a chat up to where the assistant is to write; raises as `render`."""
+        return _unwrapped(self._answers("prompt", [messages])[0])[0]
 
-    def _render(self, messages: Messages, *, prompt: bool = False) -> str:
-        values = {"messages": list(messages), "add_generation_prompt": prompt, **self._tokens}
+    def _answers(self, kind: str, chats: Sequence[Messages]) -> list[Rendered | ValueError]:
+        answers: list[Rendered | ValueError] = []
+        count = len(chats)  # Asked for at once.
+        with self._lock:
+            while left := chats[len(answers) :]:
+                if self._process is None or self._owner != os.getpid():  # A pipe has one user.
+                    self._start()
+                why = ""
+                try:
+                    self._send([kind, list(map(list, left[:count]))])
+                    for _ in left[:count]:
+                        is_fine, answer = self._receive()
+                        if not is_fine:
+                            why = answer
+                            break
+                        answers.append(answer)
+                except _EndedError as error:
+                    if count == 1:
+                        why = f"is refused by the chat's template ({error})"
+                    count = 1  # Answers before the one that has ended it may be lost with it.
+                if why:
+                    where = f"; the template stands in {self._name}" if self._name else ""
+                    refusal = ValueError(f"{why}{where}")
+                    answers += [refusal] * (len(chats) - len(answers))
+        return answers
+
+    def _start(self) -> None:
+        found = [importlib.util.find_spec(module) for module in ("jinja2", "markupsafe")]
+        folders = [str(pathlib.Path(str(spec.origin)).parent.parent) for spec in found if spec]
+        limits = [str(chat_renderer.CPU_SECONDS), str(chat_renderer.MEMORY_BYTES)]
+        self._owner = os.getpid()
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", chat_renderer.__file__, *limits, *folders],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=chat_renderer.BUFFER_BYTES,
+        )
+        weakref.finalize(self, _end, self._process, self._owner)
         try:
-            return self._template.render(**values)
-        except RecursionError as error:
-            raise ValueError("is refused by the chat's template (it does not end)") from error
-        except Exception as error:  # Whatever the template's program raises.
-            said = " ".join(str(error).split())
-            raise ValueError(f"is refused by the chat's template ({said})") from error
+            self._send([self._source, self._tokens])
+            is_fine, answer = self._receive()
+        except _EndedError as error:
+            raise ValueError(f"is no Jinja template that can be compiled ({error})") from None
+        if not is_fine:
+            raise ValueError(answer)
+
+    def _send(self, message: Any) -> None:
+        with self._connected() as process:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # Reading says why it has ended.
+                send(process.stdin, message)
+                process.stdin.flush()
+
+    def _receive(self) -> Any:
+        with self._connected() as process:
+            assert process.stdout is not None
+            try:
+                return receive(process.stdout)
+            except EOFError:
+                process.wait()
+                raise _EndedError(process.returncode) from None
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator["subprocess.Popen[bytes]"]:
+        """The process; if something goes wrong, an interrupt too, it does not answer any more."""
+        process = self._process
+        assert process is not None
+        try:
+            yield process
+        except BaseException:
+            self._process = None
+            _end(process, self._owner)
+            raise
+
+
+def _unwrapped(answer: Rendered | ValueError) -> Rendered:
+    if isinstance(answer, ValueError):
+        raise answer
+    return answer
+
+
+class _EndedError(Exception):
+    """The process of a template has ended."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(
+            f"it does not end within {chat_renderer.CPU_SECONDS:g} s of computing"
+            if -code == signal.SIGPROF
+            else f"it ends the process that renders it, with code {code}"
+        )
+
+
+def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
+    if os.getpid() == owner:  # And not a fork of it.
+        process.kill()
+        process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            assert pipe is not None
+            pipe.close()
 
 
 def load_template(path: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplate:
@@ -100,13 +199,15 @@ def load_template(path: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplate:
     Raises:
       ValueError: There is none, or it is no template.
     """
-    source, tokens = "", {}
+    source, tokens, place = "", {}, path
     for file in tokenizer:
         if file.name == TOKENIZER_CONFIG:
             fields = read_object(file, follow_links=True)
-            source, tokens = _template_of(fields), special_tokens(fields)
+            source, tokens = _template_of(fields), special_tokens(fields, TOKENS)
+            place = path or str(file)
         elif file.name == TEMPLATE:
             source = _read(file, f"config.data.tokenizer: {file}")
+            place = path or str(file)
     if path:
         source = _read(user_path(path), f"config.data.template is {path!r}, which")
     if not source:
@@ -116,9 +217,11 @@ def load_template(path: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplate:
             "Jinja template."
         )
     try:
-        return ChatTemplate(source, tokens)
+        return ChatTemplate(source, tokens, place)
     except ValueError as error:
-        named = f"config.data.template is {path!r}, which" if path else "the chat_template"
+        named = (
+            f"config.data.template is {path!r}, which" if path else f"{place}: the chat_template"
+        )
         raise ValueError(f"{named} {error}.") from error
 
 
@@ -138,48 +241,3 @@ def _read(path: AnyPath, named: str) -> str:
         return read_file(path, follow_links=True).decode()
     except (OSError, ValueError) as error:
         raise ValueError(f"{named} cannot be read ({error}); expected a Jinja template.") from error
-
-
-def _without_marks(text: str) -> tuple[str, list[Span]]:
-    """The text without `BEGIN` and `END`, and where these were."""
-    plain, spans = "", []
-    for piece in re.split(f"({BEGIN}[^{BEGIN}{END}]*{END})", text):
-        if piece.startswith(BEGIN):
-            spans.append((len(plain), len(plain) + len(piece) - 2))
-        plain += piece.strip(BEGIN + END)
-    return plain, spans
-
-
-def _environment() -> Any:
-    import jinja2.ext
-    import jinja2.nodes
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """The block `generation`, whose text comes out between marks."""
-
-        tags: ClassVar[set[str]] = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call = self.call_method("_mark")
-            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Any) -> str:
-            return f"{BEGIN}{caller()}{END}"
-
-    def refuse(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, **options: Any) -> str:
-        return json.dumps(value, **{"ensure_ascii": False, **options})
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    return environment

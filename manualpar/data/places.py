@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from manualpar.data.dataset import DamagedDataError
-from manualpar.storage import AnyPath, BucketPath
+from manualpar.storage import AnyPath, BucketPath, ContentError, Version
 
 
 def find_in_bucket(
@@ -46,9 +46,9 @@ def _is_hidden(name: str) -> bool:
 def state_of(path: AnyPath) -> tuple[int, int]:
     """The size of a file that exists, and a number that changes with its content."""
     if isinstance(path, BucketPath):
-        size, version = path.version()
-        digest = hashlib.blake2b(version.encode(), digest_size=8).digest()
-        return size, int.from_bytes(digest, "big") >> 1
+        version = path.version()
+        digest = hashlib.blake2b(version.tag.encode(), digest_size=8).digest()
+        return version.size, int.from_bytes(digest, "big") >> 1
     found = os.stat(path)
     return found.st_size, found.st_mtime_ns
 
@@ -57,27 +57,32 @@ class BucketArray:
     """An array in an object of a bucket, of which slices are read."""
 
     def __init__(self, path: BucketPath, dtype: str) -> None:
-        """Asks for the size alone."""
-        self._path, self._dtype = path, np.dtype(dtype)
-        self._length = path.size() // self._dtype.itemsize
+        """Asks for the version alone, of which everything is read."""
+        self._path, self._dtype, self._version = path, np.dtype(dtype), path.version()
+        self._length = self._version.size // self._dtype.itemsize
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(self._length)
-        data = read_range(self._path, start * self._dtype.itemsize, stop * self._dtype.itemsize)
-        return np.frombuffer(data, self._dtype)
+        start, stop = start * self._dtype.itemsize, stop * self._dtype.itemsize
+        return np.frombuffer(read_range(self._path, start, stop, self._version), self._dtype)
 
 
-def read_range(path: BucketPath, start: int, stop: int) -> bytes:
-    """Bytes of an object.
+def read_range(path: BucketPath, start: int, stop: int, version: Version | None = None) -> bytes:
+    """Reads bytes of an object, of any version of it by default.
 
     Raises:
-      DamagedDataError: It cannot be read any more, or is shorter than it was.
+      DamagedDataError: It cannot be read any more, is shorter than it was, or of another version.
     """
     try:
-        data = path.read_bytes(start, stop)
+        data = path.read_bytes(start, stop, version=version)
+    except ContentError as error:
+        raise DamagedDataError(
+            f"config.data.path: {error}; files of a corpus must stay as they are while it is in "
+            "use."
+        ) from None
     except OSError as error:
         raise DamagedDataError(
             f"config.data.path: {error}; it could be read when the run began."

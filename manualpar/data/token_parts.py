@@ -14,8 +14,8 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from manualpar.data.document_files import Document, Part, read_part
 from manualpar.data.text import TextFile
 from manualpar.data.tokenizer import Tokenizer
 from manualpar.data.tokens import DTYPES, LENGTHS, lengths_file
+
+Label = TypeVar("Label")
+Content = TypeVar("Content", bound=Document)
 
 # A tokenizer gets so much at once.
 DOCUMENTS_AT_ONCE, BYTES_AT_ONCE = 64, 2**23
@@ -137,7 +140,7 @@ class DocumentEncoder:
     def encode(self, part: Part | TextPart) -> Iterator[list[Encoded]]:
         """See `Encoder`."""
         bos = np.array([self._tokenizer.bos_token], np.int32)
-        for batch in _batches(self._documents(part)):
+        for batch in batches(self._documents(part)):
             texts = [document for _, document in batch if isinstance(document, bytes)]
             encoded = iter(self._tokenizer.encode_documents(texts))
             yield [
@@ -173,13 +176,12 @@ def split_of_content(content: bytes, held_out: float) -> str:
     return "eval" if place < held_out else "test" if place < 2 * held_out else "train"
 
 
-def _batches(
-    documents: Iterator[tuple[str, Document]],
-) -> Iterator[list[tuple[str, Document]]]:
-    collected: list[tuple[str, Document]] = []
+def batches(documents: Iterable[tuple[Label, Content]]) -> Iterator[list[tuple[Label, Content]]]:
+    """Yields documents, each with something about it, some at a time."""
+    collected: list[tuple[Label, Content]] = []
     size = 0
-    for split, document in documents:
-        collected.append((split, document))
+    for label, document in documents:
+        collected.append((label, document))
         size += len(document)
         if len(collected) == DOCUMENTS_AT_ONCE or size >= BYTES_AT_ONCE:
             yield collected

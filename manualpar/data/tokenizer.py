@@ -3,6 +3,7 @@
 Every tokenizer has a token BOS that no text contains; it begins each document.
 """
 
+import functools
 import hashlib
 import os
 import pathlib
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from manualpar.data.tokenizer_check import check_tokenizer, guarded
 from manualpar.extras import require
 from manualpar.storage import BucketPath, copied_files, user_path
 from manualpar.untrusted import read_object
@@ -94,9 +96,10 @@ class FileTokenizer:
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """The tokens of each document, `int32[N]` without BOS; the cores share the documents."""
         texts = [data.decode(errors="replace") for data in documents]
+        encode = functools.partial(self._tokenizer.encode_batch_fast, add_special_tokens=False)
         try:
-            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # The library raises nothing more special.
+            encoded = guarded(lambda: encode(texts))
+        except ValueError as error:
             raise ValueError(
                 f"config.data.tokenizer cannot encode a text ({error}); expected a tokenizer that "
                 "has tokens for everything, or one for what is unknown."
@@ -109,7 +112,8 @@ class FileTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens, without special ones."""
-        return str(self._tokenizer.decode(list(map(int, tokens)), skip_special_tokens=True))
+        numbers = list(map(int, tokens))
+        return str(guarded(lambda: self._tokenizer.decode(numbers, skip_special_tokens=True)))
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
@@ -154,9 +158,13 @@ def load_tokenizer(path: str) -> Tokenizer:
     import tokenizers
 
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # The library raises nothing more special.
+        tokenizer = guarded(lambda: tokenizers.Tokenizer.from_file(str(file)))
+    except ValueError as error:
         raise refuse(f"cannot be read ({error}); {expected}") from error
+    try:
+        check_tokenizer(tokenizer)
+    except ValueError as error:
+        raise refuse(f"{error}; {expected}") from error
     for kind, name in named.items():
         if tokenizer.token_to_id(name) is None:
             raise refuse(f"has no token {name!r}, the {kind} of its {TOKENIZER_CONFIG}")
@@ -180,7 +188,10 @@ def load_tokenizer(path: str) -> Tokenizer:
     if named:
         digest.update(f"{bos_token} {end_token}".encode())
     # With its configuration it says itself whether a prompt begins with BOS.
-    begins = not files or tokenizer.encode("a").ids[:1] == [bos_token]
+    try:
+        begins = not files or guarded(lambda: tokenizer.encode("a")).ids[:1] == [bos_token]
+    except ValueError as error:
+        raise refuse(f"cannot encode a text ({error}); {expected}") from error
     return FileTokenizer(
         tokenizer,
         bos_token=bos_token,
@@ -191,14 +202,20 @@ def load_tokenizer(path: str) -> Tokenizer:
     )
 
 
-def special_tokens(fields: dict[str, Any]) -> dict[str, str]:
-    """The texts of the tokens that a `tokenizer_config.json` names, by the names of its fields.
+def special_tokens(
+    fields: dict[str, Any], names: tuple[str, ...] = ("bos_token", "eos_token")
+) -> dict[str, str]:
+    """Returns the texts of the tokens that a `tokenizer_config.json` names, by their fields.
+
+    Args:
+      fields: What it holds.
+      names: The fields to look at.
 
     Raises:
       ValueError: A field is neither a text, nor an object with one, nor null.
     """
     found = {}
-    for name in ("bos_token", "eos_token"):
+    for name in names:
         value = fields.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):

@@ -4,7 +4,7 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 import jax
@@ -17,6 +17,7 @@ from manualpar.storage import AnyPath, open_for_reading, path_flag, user_path
 from manualpar.training.command_line import quiet_absl, users_mistakes
 from manualpar.training.devices import describe_mesh, simulate_devices
 from manualpar.training.ending import ending_all
+from manualpar.untrusted import parse_object
 from manualpar.usage import (
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,
@@ -123,13 +124,55 @@ def _objects(file: TextIO, path: str) -> Iterator[dict[str, Any]]:
         text = line.rstrip("\n")
         if not text:
             continue
+        if not (path.endswith(".jsonl") or text.startswith("{")):
+            yield {"prompt": text}
+            continue
         try:
-            value = json.loads(text) if path.endswith(".jsonl") or text.startswith("{") else None
+            yield parse_object(text, allow_nan=True)
         except ValueError as error:
-            raise UsageError(f"{path}, line {number}: it is not JSON: {error}.") from error
-        if value is not None and not isinstance(value, dict):
-            raise UsageError(f"{path}, line {number}: expected a JSON object.")
-        yield {"prompt": text} if value is None else value
+            raise UsageError(f"{path}, line {number}: it {error}.") from error
+
+
+def check_lines(
+    where: str,
+    lines: Sequence[Mapping[str, Any]],
+    *,
+    texts: Collection[str],
+    added: Collection[str],
+) -> None:
+    """Refuses lines that hold something else than texts, or fields that results would replace.
+
+    Args:
+      where: What messages call the file.
+      lines: The lines.
+      texts: Names of fields that are texts where they are there.
+      added: Names of fields that the output adds to each line.
+
+    Raises:
+      UsageError: A line is refused; the message says which.
+    """
+    for number, line in enumerate(lines, 1):
+        for name in texts:
+            if not isinstance(line.get(name, ""), str):
+                raise UsageError(
+                    f"{where}, line {number}: {name!r} is of type {type(line[name]).__name__}, "
+                    "expected a text."
+                )
+        if taken := sorted(line.keys() & set(added)):
+            raise UsageError(
+                f"{where}, line {number}: it has a field {taken[0]!r}, which the output adds to "
+                "each line; give the field another name, so that it is not lost."
+            )
+
+
+def output_line(fields: Mapping[str, Any]) -> str:
+    """The line of JSON of an object that may hold anything that JSON can."""
+    line = json.dumps(fields, ensure_ascii=False) + "\n"
+    try:
+        line.encode()
+    except UnicodeEncodeError:  # Half of a surrogate pair, which only an escape can spell.
+        return json.dumps(fields) + "\n"
+    return line
 
 
 def _parse_mesh(text: str) -> dict[str, int]:

@@ -8,7 +8,9 @@ from typing import Any
 
 from manualpar.data import TokenSplit
 from manualpar.generation.command_flags import (
+    check_lines,
     model_flags,
+    output_line,
     read_lines,
     run_command,
     show,
@@ -70,6 +72,7 @@ def _text(trained: Trained, generator: Generator, path: AnyPath, length: int) ->
         lines = read_lines(str(path))
         if missing := [index for index, line in enumerate(lines, 1) if "text" not in line]:
             raise UsageError(f"--text={path}, line {missing[0]}: there is no 'text'.")
+        check_lines(f"--text={path}", lines, texts=("text",), added=())
         texts = [line["text"] for line in lines]
     else:
         try:
@@ -109,6 +112,12 @@ def _completions(
     trained: Trained, generator: Generator, flags: argparse.Namespace, length: int
 ) -> None:
     lines = read_lines(str(flags.completions))
+    check_lines(
+        f"--completions={flags.completions}",
+        lines,
+        texts=("context", "completion"),
+        added=Score._fields,
+    )
     pairs = []
     for number, line in enumerate(lines, 1):
         if not {"context", "completion"} <= line.keys():
@@ -120,8 +129,7 @@ def _completions(
         pairs.append((generator.encode(line["context"]), completion))
     scores = score_completions(generator, trained.state, pairs, max_length=length)
     text = "".join(
-        json.dumps({**line, **score._asdict()}, ensure_ascii=False) + "\n"
-        for line, score in zip(lines, scores, strict=True)
+        output_line({**line, **score._asdict()}) for line, score in zip(lines, scores, strict=True)
     )
     if flags.output:
         write_output(flags.output, text)

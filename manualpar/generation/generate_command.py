@@ -1,13 +1,14 @@
 """The command that answers prompts: one on the terminal as it comes, or many as JSONL."""
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from manualpar.data.chat import Chats
 from manualpar.generation.command_flags import (
+    check_lines,
     model_flags,
+    output_line,
     read_lines,
     run_command,
     show,
@@ -17,6 +18,9 @@ from manualpar.generation.generator import Answer, Generator, Prompt
 from manualpar.generation.stored_run import Trained
 from manualpar.storage import path_flag
 from manualpar.usage import UsageError
+
+# What a line of answers has besides the fields of its prompt.
+ADDED = ("text", "ending", "tokens")
 
 
 def generate_command(argv: Sequence[str], description: str) -> int:
@@ -57,6 +61,7 @@ def _answer_all(
     trained: Trained, generator: Generator, flags: argparse.Namespace, options: dict[str, Any]
 ) -> None:
     lines = read_lines(flags.prompts)
+    check_lines(f"--prompts={flags.prompts}", lines, texts=(), added=ADDED)
     answers = generator.generate(trained.state, _prompts(trained, flags, lines), **options)
     text = "".join(map(_line, lines, answers))
     if flags.output:
@@ -79,7 +84,7 @@ def _prompts(
         if messages is None and flags.chat:
             messages = [{"role": "user", "content": line["prompt"]}]
         if messages is None:
-            prompts.append(line["prompt"])
+            prompts.append(_prompt(line["prompt"], where))
             continue
         chats = chats or Chats(trained.tokenizer, trained.template)
         try:
@@ -89,6 +94,14 @@ def _prompts(
     return prompts
 
 
+def _prompt(value: Any, where: str) -> Prompt:
+    is_number = [type(token) is int for token in value] if isinstance(value, list) else [False]
+    if isinstance(value, str) or all(is_number):
+        return value
+    raise UsageError(
+        f"{where}'prompt' is of type {type(value).__name__}, expected a text, or a list of tokens."
+    )
+
+
 def _line(asked: dict[str, Any], answer: Answer) -> str:
-    found = {"text": answer.text, "ending": answer.ending, "tokens": answer.tokens}
-    return json.dumps({**asked, **found}, ensure_ascii=False) + "\n"
+    return output_line({**asked, **{name: getattr(answer, name) for name in ADDED}})

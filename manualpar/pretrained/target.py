@@ -23,6 +23,7 @@ from manualpar.storage import (
     AnyPath,
     BucketError,
     BucketPath,
+    Version,
     draft_of,
     hold,
     path_of_draft,
@@ -114,7 +115,7 @@ class BucketTarget:
         self.folder: Path | None = None
         self._target, self._number = path, number.encode()
         self._check_lock: Callable[[], None] | None = None  # Process 0 has it.
-        self._versions: dict[str, tuple[int, str]] = {}
+        self._versions: dict[str, Version] = {}
 
     def check_free(self) -> None:
         """See `Target`."""

@@ -29,7 +29,8 @@ from manualpar.storage.file_lock import hold_file
 from manualpar.storage.lease import PREFIX as LOCK_PREFIX
 from manualpar.storage.lease import HeldError, hold
 from manualpar.storage.mirror import mirrored
-from manualpar.storage.requests import BucketError, request
+from manualpar.storage.requests import BucketError, ContentError, request
+from manualpar.storage.services import Version
 
 __all__ = [
     "CONTEXT",
@@ -37,9 +38,11 @@ __all__ = [
     "AnyPath",
     "BucketError",
     "BucketPath",
+    "ContentError",
     "FolderError",
     "GivenPath",
     "HeldError",
+    "Version",
     "as_path",
     "copied_files",
     "copied_folder",

@@ -2,12 +2,13 @@
 
 import argparse
 import atexit
+import contextlib
 import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from manualpar.storage.bucket_path import (
@@ -17,8 +18,11 @@ from manualpar.storage.bucket_path import (
     as_path,
     open_for_reading,
 )
+from manualpar.storage.requests import ContentError, twice
+from manualpar.storage.services import Version
 
 COPIED_BYTES = 1 << 24  # In memory at once.
+NAME_BYTES = 255  # The most that file systems take.
 
 
 def user_path(text: GivenPath) -> AnyPath:
@@ -46,17 +50,28 @@ def local_path(text: GivenPath, name: str) -> Path:
 
 
 def copied_files(path: BucketPath, names: tuple[str, ...]) -> Path:
-    """A local copy of a small file, or of a folder with files of those names.
+    """Copies a small file, or a folder with files of those names, to a disk; returns the copy.
 
     It lasts as long as the process.
+
+    Raises:
+      ContentError: The files change while they are copied.
     """
-    folder = Path(tempfile.mkdtemp(prefix="copied-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for each in (path, *(path / name for name in names)):
-        if each.is_file():
-            (folder / each.name).write_bytes(each.read_bytes())
-    copy = folder / path.name
-    return copy if copy.exists() else folder
+    temporary = Path(tempfile.mkdtemp(prefix="copied-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    copy = temporary / _address(path)
+
+    def copy_all() -> None:
+        whole = _versions((path, *(path / name for name in names)))
+        for each, version in whole.items():
+            target = copy if each == path else copy / each.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(each.read_bytes(version=version))
+        _check_same(whole, _versions(whole))
+
+    twice(copy_all)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    return copy
 
 
 def user_cache() -> Path:
@@ -67,25 +82,75 @@ def user_cache() -> Path:
 def copied_folder(
     path: BucketPath, cache: Path, *, keep: Callable[[str], bool] = lambda name: True
 ) -> Path:
-    """A local copy of a folder, made once for each state of its files; each is there whole.
+    """Copies a folder once for each state of its files; returns the copy, which is whole.
+
+    Every file is read of the version that the server had when copying began, and when it ends no
+    file may have another one, so that no copy holds files of two states. A folder that changes
+    meanwhile is copied once more. The copy has the address of the folder in its path, because
+    messages about files name it.
 
     Args:
       path: The folder.
       cache: The folder of copies. Of the processes that ask it for one, one copies at a time.
       keep: Which files are copied, by their paths from the folder.
+
+    Raises:
+      ContentError: The folder changes again while it is copied, or what the server sends is not
+        what it says that there is.
     """
-    files = list(filter(keep, path.files()))
-    versions = [(name, (path / name).version()[1]) for name in files]
-    key = hashlib.blake2b(repr((str(path), versions)).encode(), digest_size=8).hexdigest()
-    folder = cache / "buckets" / key
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(f"{folder}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for name in files:
-            if not (folder / name).exists():
-                draft = folder / f"{name}.draft"
-                draft.parent.mkdir(parents=True, exist_ok=True)
-                with open_for_reading(path / name) as source, draft.open("wb") as copy:
-                    shutil.copyfileobj(source, copy, COPIED_BYTES)
-                draft.replace(folder / name)
-    return folder
+
+    def versions() -> dict[BucketPath, Version]:
+        return _versions(path / name for name in filter(keep, path.files()))
+
+    def copy() -> Path:
+        files = versions()
+        state = [(str(file.relative_to(path)), version.tag) for file, version in files.items()]
+        key = hashlib.blake2b(repr((str(path), state)).encode(), digest_size=8).hexdigest()
+        folder = cache / "buckets" / key / _address(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(cache / "buckets" / f"{key}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for file, version in files.items():
+                _copy(file, version, folder / file.relative_to(path))
+        _check_same(files, versions())
+        return folder
+
+    return twice(copy)
+
+
+def _copy(file: BucketPath, version: Version, copy: Path) -> None:
+    """Copies an object, unless that has been done."""
+    if copy.exists() and copy.stat().st_size == version.size:
+        return
+    draft = copy.with_name(f"{copy.name}.draft")
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open_for_reading(file, version=version) as source, draft.open("wb") as target:
+            shutil.copyfileobj(source, target, COPIED_BYTES)
+        draft.replace(copy)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _versions(files: Iterable[BucketPath]) -> dict[BucketPath, Version]:
+    """The versions of those files that are there."""
+    found = {}
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            found[file] = file.version()
+    return found
+
+
+def _check_same(before: dict[BucketPath, Version], now: dict[BucketPath, Version]) -> None:
+    """Refuses a set of files that has changed while it was copied."""
+    if changed := [file for file in before | now if before.get(file) != now.get(file)]:
+        raise ContentError(
+            f"{changed[0]} changed while it and the files beside it were copied: wait until nobody "
+            "writes there"
+        )
+
+
+def _address(path: BucketPath) -> Path:
+    """The address as a relative path of folders, `s3:/bucket/key`."""
+    parts = (f"{path.scheme}:", path.bucket, *path.parts)
+    return Path(*(os.fsdecode(part.encode()[:NAME_BYTES]) for part in parts))

@@ -52,6 +52,11 @@ ENDPOINTS = {
     "s3": "AWS_ENDPOINT_URL, which is for servers other than Amazon's",
     "gs": "STORAGE_EMULATOR_HOST, which is for servers other than Google's",
 }
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+ADDRESSES = {
+    "s3": "set AWS_ENDPOINT_URL to the address that answers, or AWS_REGION to the bucket's region",
+    "gs": "set STORAGE_EMULATOR_HOST to the address that answers",
+}
 
 
 class BucketError(OSError, ValueError):
@@ -59,6 +64,19 @@ class BucketError(OSError, ValueError):
 
     It is a `ValueError` as well because commands show those as one sentence.
     """
+
+
+class ContentError(BucketError):
+    """What was read is not the content that the object has, or had when reading began."""
+
+
+def twice(action: Callable[[], T]) -> T:
+    """Calls `action`, and once more if what it reads does not agree; see `ContentError`."""
+    try:
+        return action()
+    except ContentError as error:
+        logging.warning("%s; reading it once more", error)
+    return action()
 
 
 def request(path: Any, action: Callable[[], T]) -> T:
@@ -78,6 +96,8 @@ def request(path: Any, action: Callable[[], T]) -> T:
             return action()
         except FileExistsError:
             raise FileExistsError(f"{path} exists") from None
+        except BucketError:
+            raise
         except Exception as error:
             if not is_passing(error) or wait is None:
                 raise _explained(path, error) from None
@@ -88,15 +108,21 @@ def request(path: Any, action: Callable[[], T]) -> T:
 
 def is_passing(error: BaseException) -> bool:
     """Whether a request that failed so may succeed later."""
+    # Whatever wraps the server's answer says less than its status.
+    for status in filter(None, map(_status, _causes(error))):
+        return status >= 500 or status in PASSING
     for cause in _causes(error):
-        if status := _status(cause):
-            return status >= 500 or status in PASSING
         kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(cause).__mro__}
         if isinstance(cause, ConnectionError | TimeoutError) or kinds & NETWORK:
             return True
         if TENSORSTORE_PASSING.match(str(cause)):
             return True
     return False
+
+
+def has_status(error: BaseException, status: int) -> bool:
+    """Whether the server has answered with a status of HTTP, such as 412."""
+    return any(_status(cause) == status for cause in _causes(error))
 
 
 def describe(error: BaseException) -> str:
@@ -122,6 +148,11 @@ def _explained(path: Any, error: Exception) -> OSError:
     elif isinstance(error, PermissionError) or statuses & {401, 403}:
         what = f"access is refused ({_named(codes)})"
         text = f"{what}: check {credentials}, and what they allow in this bucket"
+    elif redirects := statuses & REDIRECTS:
+        text = (
+            f"the server sends requests on to another address ({min(redirects)}), and they are not "
+            f"sent there because they are signed for this one: {ADDRESSES[path.scheme]}"
+        )
     elif is_passing(error):
         tries = f"in each of {len(WAITS) + 1} tries"
         text = f"{describe(error)}, {tries}: check the network, and {endpoint}"

@@ -1,0 +1,234 @@
+"""The process that renders the template of chats: a program of its own, within limits.
+
+A template is a program that somebody else wrote. Jinja's sandbox keeps it from reaching anything,
+but not from running for ever or filling the memory, and one operation is enough for that:
+`'a' * 10**10`, or printing a list that holds itself twice, forty times. No list of such operations
+is complete. So templates are compiled and rendered in this process, which the system ends after
+`CPU_SECONDS` of computing, and gives no more than `MEMORY_BYTES`. It imports nothing but Jinja.
+
+It reads requests from standard input, and answers to standard output: first a template, and then
+lists of chats, each of which gets an answer of its own, up to one that is refused.
+`manualpar.data.chat_template` runs it.
+"""
+
+import contextlib
+import datetime
+import functools
+import json
+import marshal
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from typing import IO, Any, ClassVar, NoReturn
+
+CPU_SECONDS = 2.0
+MEMORY_BYTES = 3 << 28
+# Of a text, and as many times the bytes of the chat more.
+MAX_CHARACTERS, MAX_GROWTH = 1 << 22, 8
+SAID_CHARACTERS = 300  # Of a message that a template writes.
+# Noncharacters of Unicode, which no text has: where what is learned begins and ends.
+BEGIN, END = "\ufdd0", "\ufdd1"
+Messages = list[dict[str, Any]]
+Span = tuple[int, int]
+Rendered = tuple[str, list[Span]]
+LENGTH_BYTES = 8
+BUFFER_BYTES = 1 << 18
+
+
+class Refused(Exception):  # noqa: N818  # A judgement, and no mistake in here.
+    """The message completes a sentence about a template, or about a chat."""
+
+
+class Renderer:
+    """Renders chats with one template."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        """Compiles a template; `tokens` are the texts of special tokens by name."""
+        import jinja2
+
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise Refused(f"is no Jinja template (line {error.lineno}: {error})") from None
+        except Exception as error:
+            raise Refused(f"is no Jinja template ({_said(error)})") from None
+        self._tokens = dict(tokens)
+        self._has_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
+
+    def render(self, messages: Messages) -> Rendered:
+        """The text of a chat, and the parts of it that the assistant wrote, ascending."""
+        now = datetime.datetime.now()  # One time for all texts of a chat.
+        if self._has_marks:
+            return _without_marks(self._render(messages, now))
+        text, spans = self._render(messages, now), []
+        for index, message in enumerate(messages):
+            if message.get("role") == "assistant":
+                before = self._render(messages[:index], now, prompt=True) if index else ""
+                is_last = index + 1 == len(messages)
+                after = text if is_last else self._render(messages[: index + 1], now)
+                if not (after.startswith(before) and text.startswith(after)):
+                    raise Refused(
+                        f"has a message {index + 1} of the assistant that the chat's template "
+                        "renders otherwise in the midst of a chat than at its end; expected a "
+                        "template with {% generation %} marks for such chats"
+                    )
+                spans.append((len(before), len(after)))
+        return text, spans
+
+    def prompt(self, messages: Messages) -> Rendered:
+        """The text of a chat up to where the assistant is to write."""
+        return _without_marks(self._render(messages, datetime.datetime.now(), prompt=True))
+
+    def _render(self, messages: Messages, now: datetime.datetime, *, prompt: bool = False) -> str:
+        def strftime_now(form: str) -> str:
+            return now.strftime(form)
+
+        try:
+            text: str = self._template.render(
+                messages=list(messages),
+                add_generation_prompt=prompt,
+                tools=None,
+                documents=None,
+                strftime_now=strftime_now,
+                **self._tokens,
+            )
+        except Exception as error:  # Whatever the template's program raises.
+            raise Refused(f"is refused by the chat's template ({_said(error)})") from None
+        if len(text) > MAX_CHARACTERS:
+            most = MAX_CHARACTERS + MAX_GROWTH * len(marshal.dumps(messages))
+            if len(text) > most:
+                raise Refused(
+                    "is refused by the chat's template (it makes a text of "
+                    f"{len(text):,} characters, expected at most {most:,})"
+                )
+        return text
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it nests too deep, or calls itself without end"
+    if isinstance(error, MemoryError):
+        memory, _ = resource.getrlimit(resource.RLIMIT_AS)
+        return f"it needs more than {memory >> 20} MiB of memory"
+    said = " ".join(str(error)[: 4 * SAID_CHARACTERS].split()) or type(error).__name__
+    return said if len(said) <= SAID_CHARACTERS else f"{said[:SAID_CHARACTERS]} ..."
+
+
+def _without_marks(text: str) -> Rendered:
+    """The text without `BEGIN` and `END`, and where these were."""
+    pieces, spans, length = [], [], 0
+    for piece in re.split(f"({BEGIN}[^{BEGIN}{END}]*{END})", text):
+        if piece.startswith(BEGIN):
+            spans.append((length, length + len(piece) - 2))
+        pieces.append(piece.strip(BEGIN + END))
+        length += len(pieces[-1])
+    return "".join(pieces), spans
+
+
+def _environment() -> Any:
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """The block `generation`, whose text comes out between marks."""
+
+        tags: ClassVar[set[str]] = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("_mark")
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return f"{BEGIN}{caller()}{END}"
+
+    def refuse(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    return environment
+
+
+def send(file: IO[bytes], message: Any) -> None:
+    """Writes what consists of lists, objects, texts and numbers, into the file's buffer.
+
+    Raises:
+      ValueError: It holds something else.
+    """
+    data = marshal.dumps(message)
+    file.write(len(data).to_bytes(LENGTH_BYTES, "big"))
+    file.write(data)
+
+
+def receive(file: IO[bytes]) -> Any:
+    """Reads what `send` has written.
+
+    Raises:
+      EOFError: It ends before.
+    """
+    length = int.from_bytes(file.read(LENGTH_BYTES), "big")
+    data = file.read(length)
+    if not length or len(data) < length:
+        raise EOFError
+    return marshal.loads(data)
+
+
+def answer(action: Callable[[], Any], seconds: float) -> tuple[bool, Any]:
+    """Returns whether it went well, and what `action` returns, or why it is refused.
+
+    It ends the process if `action` computes for longer than `seconds`.
+    """
+    # The default action of its signal ends the process, within any operation.
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        return True, action()
+    except Refused as error:
+        return False, str(error)
+    except Exception as error:
+        return False, f"is refused by the chat's template ({_said(error)})"
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def main() -> None:
+    """Answers requests until there are no more."""
+    seconds, memory = float(sys.argv[1]), int(sys.argv[2])
+    sys.path += sys.argv[3:]  # Where Jinja is.
+    import jinja2.sandbox  # noqa: F401  # Before the limits, which are the template's.
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # It ends with the process that runs it.
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    requests, answers = sys.stdin.buffer, os.fdopen(sys.stdout.fileno(), "wb", BUFFER_BYTES)
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        source, tokens = receive(requests)
+        renderers: list[Renderer] = []
+        send(answers, answer(lambda: renderers.append(Renderer(source, tokens)), seconds))
+        answers.flush()
+        while renderers:
+            kind, chats = receive(requests)
+            render = getattr(renderers[0], kind)
+            for messages in chats:
+                is_fine, rendered = answer(functools.partial(render, messages), seconds)
+                send(answers, (is_fine, rendered))
+                if not is_fine:
+                    break  # Others might take as long.
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main()
