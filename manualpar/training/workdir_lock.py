@@ -23,7 +23,7 @@ from pathlib import Path
 from manualpar.storage import AnyPath, BucketPath, HeldError, hold
 from manualpar.untrusted import NotAFileError, kind_of, parse_object
 from manualpar.usage import UsageError
-from manualpar.watching.durable_files import explained
+from manualpar.watching.durable_files import WriteError, explained, is_in_place
 
 LOCK_FILE = ".lock"
 LONGEST_OWNER = 4096
@@ -40,7 +40,9 @@ def lock_workdir(
     """Keeps other runs out of a folder, which is created if need be, while the context lasts.
 
     If the file system has no locks, `report` is told so, and nothing is locked. In a bucket there
-    is a lease, see `manualpar.storage.lease`. What it yields raises an error if that was lost.
+    is a lease, see `manualpar.storage.lease`. What it yields raises an error if that was lost. If
+    somebody has deleted the file of a lock, it takes the lock of a new one, and raises a
+    `WriteError` if another run was faster.
 
     Raises:
       UsageError: Another run has the lock; the message says which.
@@ -54,12 +56,23 @@ def lock_workdir(
             raise _in_use(workdir, str(error)) from None
         return
     path = workdir / LOCK_FILE
-    with explained(path):
-        workdir.mkdir(parents=True, exist_ok=True)
-        if os.path.lexists(path) and not stat.S_ISREG(mode := os.lstat(path).st_mode):
-            raise NotAFileError(f"is {kind_of(mode)}, expected a file")
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    held = [descriptor]
+    held: list[int] = []
+
+    def take() -> None:
+        with explained(path):
+            if os.path.lexists(path) and not stat.S_ISREG(mode := os.lstat(path).st_mode):
+                raise NotAFileError(f"is {kind_of(mode)}, expected a file")
+            held.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666))
+            _lock(held[-1], workdir, report)
+
+    def check() -> None:
+        if is_in_place(path, os.fstat(held[-1])):
+            return
+        close()
+        try:
+            take()
+        except UsageError as error:
+            raise WriteError(f"{path} was deleted while this run had its lock: {error}") from error
 
     def close() -> None:
         while held:
@@ -68,13 +81,14 @@ def lock_workdir(
     os.register_at_fork(after_in_child=close)
     try:
         with explained(path):
-            _lock(descriptor, workdir, report)
+            workdir.mkdir(parents=True, exist_ok=True)
+        take()
         try:
-            yield lambda: None
+            yield check
         finally:
             if held:  # Otherwise this is a copy of the process, and the lock is not its own.
                 with contextlib.suppress(OSError):
-                    os.ftruncate(descriptor, 0)
+                    os.ftruncate(held[-1], 0)
     finally:
         close()
 
