@@ -196,6 +196,14 @@ def faults() -> Iterator[Fault]:
             yield _inside("hang", phase, who, (LOST,), hung)
         yield _inside("hang holding Python's lock", "in a step", who, codes, silent)
         yield _inside("exit with code 0", "in a step", who, codes, lost)
+        nonsense = rf"process {who} on .* was lost: it sent what no process of this run sends"
+        yield _inside("say nonsense", "in a step", who, codes, nonsense)
+        # A process without memory may still be able to say so, or be ended by the C++ below.
+        memory = rf"process {who} on .* (failed: |was lost: its connection closed)"
+        for kind in ("raise MemoryError", "raise RESOURCE_EXHAUSTED"):
+            yield _inside(kind, "in a step", who, (LOST,), memory)
+        for room in (0, 50, 100, 150, 200, 250, 300):
+            yield _inside(f"leave MiB {room}", "starting", who, codes, memory)
     yield from _differences()
     yield from _killed_early()
     yield from _strangers()

@@ -9,18 +9,21 @@ import ctypes
 import importlib.metadata
 import json
 import os
+import resource
 import runpy
 import signal
 import sys
 import time
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 LATE_SECONDS = 4.0
 HANGS = "this process hangs now"
 
 
-def act(what: str) -> None:
-    """Does to this process what is asked for."""
+def act(what: str, cluster: Any = None) -> None:
+    """Does to this process, one of the cluster, what is asked for."""
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "stop":
@@ -34,6 +37,17 @@ def act(what: str) -> None:
         ctypes.PyDLL(None).sleep(10_000)  # Unlike CDLL it lets no other thread run.
     elif what == "exit with code 0":
         os._exit(0)
+    elif what == "raise MemoryError":
+        raise MemoryError
+    elif what == "raise RESOURCE_EXHAUSTED":
+        import jax
+
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
+    elif what.startswith("leave MiB "):
+        limit_memory(int(what.split()[-1]) << 20)
+    elif what == "say nonsense":
+        cluster._channel.send({"kind": ["beat"], "progress": None})
+        time.sleep(10_000)
     elif what == "late":
         time.sleep(LATE_SECONDS)
     elif what.startswith("version "):
@@ -48,6 +62,13 @@ def act(what: str) -> None:
         sources.make_fingerprint = lambda *parts: make(*parts, "other")
     else:
         raise AssertionError(what)
+
+
+def limit_memory(room: int) -> None:
+    """Lets this process have so many bytes more than it has now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+    limit = pages * resource.getpagesize() + room
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def main() -> None:
@@ -66,7 +87,7 @@ def main() -> None:
             enter(self, phase)
             times[phase] += 1
             if phase == fault["phase"] and times[phase] == fault["at"]:
-                act(fault["do"])
+                act(fault["do"], self)
 
         Cluster.enter = disturbed  # type: ignore[method-assign]
     runpy.run_module("experiments.fsdp", run_name="__main__")

@@ -67,6 +67,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         self._has_failed = False
         self._hub: Hub | None = None
         self._channel: Channel | None = None
+        self._ends, self._has_flushed = threading.Event(), threading.Event()
 
     @property
     def is_main(self) -> bool:
@@ -190,6 +191,8 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     ) -> None:
         """Joins the hub on one of the hosts, in process 0 its own; only `initialize` calls it."""
         self._hub = hub
+        # It waits from now on, because a process without memory cannot start a thread at its end.
+        threading.Thread(target=self._flush_at_end, name="cluster-flush", daemon=True).start()
         self._channel = Channel(
             hosts, port, terms, gate=self._gate, pace=self._pace, on_loss=self._end_because_of
         )
@@ -200,20 +203,23 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
             time.sleep(OWN_ERROR_SECONDS)
         if self._has_failed:
             return  # The main thread reports its own error and ends the process.
-        if loss.process == self.process_id:
+        is_own_failure = loss.is_failure and loss.process == self.process_id
+        if is_own_failure:
+            announce(str(loss))
+        elif loss.process == self.process_id:
             announce(f"this process was taken for lost by the others: {loss}")
         else:
             announce(f"{loss}; process {self.process_id} ends too")
         if loss.process in (None, self.process_id):
             faulthandler.dump_traceback()  # Where the main thread stands.
-        # Another thread may hold the streams' locks, so this one does not wait for them.
-        flushing = threading.Thread(target=_flush, daemon=True)
-        flushing.start()
-        flushing.join(FLUSH_SECONDS)
-        os._exit(LOST_PROCESS_EXIT_CODE)
+        self._ends.set()
+        self._has_flushed.wait(FLUSH_SECONDS)
+        os._exit(FAILED_EXIT_CODE if is_own_failure else LOST_PROCESS_EXIT_CODE)
 
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # Closed, or nobody reads it any more.
-            stream.flush()
+    def _flush_at_end(self) -> None:
+        """Flushes the streams in a thread of its own, because another may hold their locks."""
+        self._ends.wait()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # Closed, or nobody reads it any more.
+                stream.flush()
+        self._has_flushed.set()

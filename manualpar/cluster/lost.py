@@ -10,9 +10,11 @@ first steps compile and a save waits for the one before it. It is allowed `FIRST
 """
 
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from manualpar.cluster.facts import name_processes
 
@@ -21,6 +23,7 @@ FIRST_SECONDS = 600.0
 # Outside the phases that are watched: nothing is expected of a process then.
 UNWATCHED = ""
 CLOSED = "its connection closed"
+NONSENSE = "it sent what no process of this run sends"
 SILENT = "it has been silent for {:g} s"  # It is stopped, or behind a broken network.
 
 
@@ -65,6 +68,22 @@ class Progress:
     stuck: float = 0.0  # How long it has been in this phase.
     step: int | None = None  # Its last step; `None` before the first.
     step_age: float = 0.0  # How long ago it came to that step.
+
+
+def parse_progress(said: Mapping[str, Any]) -> Progress:
+    """Reads the progress that another process has sent; raises a `ValueError` if it is none."""
+    names = [field.name for field in dataclasses.fields(Progress)]
+    if sorted(said) != sorted(names):
+        raise ValueError(f"the fields are {sorted(said)}, expected {sorted(names)}")
+    progress = Progress(**said)
+    expected = dataclasses.replace(Progress(), step=0 if progress.step is not None else None)
+    for name in names:
+        value = getattr(progress, name)
+        if type(value) is not type(getattr(expected, name)):
+            raise ValueError(f"{name} is {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}")
+    return progress
 
 
 class Pace:
