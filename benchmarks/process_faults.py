@@ -51,6 +51,7 @@ CONFIG = (
 )
 # What runtimes print that nobody can read. That Gloo is connected is no such thing.
 RAW = re.compile(r"^[EFW]\d{4} |external/|\*\*\* |@ +0x|Gloo.*(fail|clos|reset|error|time)", re.I)
+RUN_FOLDER = "the run's folder"  # Stands for its path in what a worker does.
 LOST, STOPPED, ABORTED = 4, 75, -signal.SIGABRT
 
 
@@ -106,7 +107,8 @@ class Run:
         self.popens: list[subprocess.Popen[bytes]] = []
         self.outputs: list[Path] = []
         run = [*CONFIG, f"--config.training.num_steps={fault.steps}"]
-        shared = {"FAULTS": json.dumps(fault.faults), "FAULTS_FLAGS": json.dumps(fault.flags)}
+        faults = json.dumps(fault.faults).replace(RUN_FOLDER, str(folder / "run"))
+        shared = {"FAULTS": faults, "FAULTS_FLAGS": json.dumps(fault.flags)}
         workdir = f"--workdir={folder / 'run'}"
         command = [sys.executable, "-m", WORKER, *run, workdir]
         if fault.launches:
@@ -235,6 +237,9 @@ def _differences() -> Iterator[Fault]:
         what = {"process": 1, "phase": "", "at": 0, "do": f"version {package}"}
         says = rf"{package} is \S+ in process 0 and 0.0.1 in process 1"
         yield Fault("differ", f"another {package}", (2,), says, faults=what)
+    what = {"process": 1, "phase": "", "at": 0, "do": f"hide {RUN_FOLDER}"}
+    says = "process 1 on .* does not find in .*checkpoints what process 0"
+    yield Fault("differ", "another file system (needs root)", (6,), says, faults=what)
     what = {"process": 1, "phase": "", "at": 0, "do": "data"}
     yield Fault("differ", "other data", (2,), "the data's fingerprint is .* in", faults=what)
     for name, says, variables in (

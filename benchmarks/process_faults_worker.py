@@ -48,6 +48,14 @@ def act(what: str, cluster: Any = None) -> None:
     elif what == "say nonsense":
         cluster._channel.send({"kind": ["beat"], "progress": None})
         time.sleep(10_000)
+    elif what.startswith("hide "):
+        # A file system of its own where the others have the folder; root alone may do that.
+        libc, folder = ctypes.CDLL(None, use_errno=True), what.removeprefix("hide ").encode()
+        os.makedirs(folder, exist_ok=True)
+        if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None):
+            raise OSError(ctypes.get_errno(), "no namespace")
+        if libc.mount(b"tmpfs", folder, b"tmpfs", 0, None):
+            raise OSError(ctypes.get_errno(), "no file system")
     elif what == "late":
         time.sleep(LATE_SECONDS)
     elif what.startswith("version "):
@@ -83,10 +91,11 @@ def main() -> None:
             act(fault["do"])
         enter, times = Cluster.enter, Counter[str]()
 
-        def disturbed(self: Cluster, phase: str) -> None:
-            enter(self, phase)
+        def disturbed(self: Cluster, phase: str, **limits: Any) -> None:
+            enter(self, phase, **limits)
             times[phase] += 1
-            if phase == fault["phase"] and times[phase] == fault["at"]:
+            # "saving" goes on with the folder.
+            if phase.startswith(fault["phase"]) and times[phase] == fault["at"]:
                 act(fault["do"], self)
 
         Cluster.enter = disturbed  # type: ignore[method-assign]

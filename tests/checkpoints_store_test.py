@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from manualpar.checkpoints import CheckpointError, Checkpoints
+from manualpar.checkpoints import CheckpointError, Checkpoints, store
+from manualpar.checkpoints.folders import open_folder
 from manualpar.checkpoints.saved_state import OrbaxFiles
 from tests.checkpoints_worker import shared_program, state_of_step, train
 
@@ -302,6 +303,40 @@ def fail_to_sync(monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("manualpar.checkpoints.manifest.os.fsync", fsync)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_process_that_sees_another_folder_is_named_before_anything_is_saved(
+    process, is_shared, tmp_path, monkeypatch
+):
+    """Two processes in one: what one of them gathers comes from a list."""
+    mine = tmp_path / "mine"
+    with Checkpoints(mine) as checkpoints:
+        theirs = open_folder(mine if is_shared or process == 0 else tmp_path / "theirs")
+        failure = "" if is_shared else "checkpoints cannot be saved: process 1 on hB does not"
+        if process:
+            mark = theirs.mark()
+            monkeypatch.setattr(store, "from_first", lambda value: [mark, "", "hA"])
+            monkeypatch.setattr(store, "first_failure", lambda failure: failure)
+        else:
+            monkeypatch.setattr(store, "from_first", lambda value: value)
+            monkeypatch.setattr(store, "first_failure", lambda own: own or failure)
+        monkeypatch.setattr("manualpar.checkpoints.folders.SEEN_SECONDS", 0.1)
+        monkeypatch.setattr(store.jax, "process_count", lambda: 2)
+        monkeypatch.setattr(store.jax, "process_index", lambda: process)
+        if is_shared:
+            checkpoints.check_shared()
+        else:
+            with pytest.raises(CheckpointError, match=r"cannot be saved: process 1 on .* does not"):
+                checkpoints.check_shared()
+        if process and is_shared:
+            theirs.unmark(mark)
+        elif process:
+            assert not mine.exists()
+        monkeypatch.undo()
+    if mine.exists():
+        assert list(mine.iterdir()) == []
 
 
 def test_the_folder_cannot_be_listed(tmp_path):

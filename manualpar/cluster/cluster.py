@@ -105,14 +105,20 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         with on_sigterm(first, lambda: os._exit(TERMINATED_EXIT_CODE)):
             yield
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: str, *, limit: float = 0.0, varies: bool = False) -> None:
         """Says what this process does next, so that the others notice when it hangs.
 
         Every process enters the same number of phases in the same order. A process that is behind
         for `timeout_seconds` longer than any phase has taken so far is lost. A call costs a
         microsecond. A phase is such as `"in a step"`; `UNWATCHED` is not watched.
+
+        Args:
+          phase: What it does.
+          limit: How many seconds the phase may take the first times; 0 for ten minutes longer than
+            any phase so far, and for ever if all processes are in it.
+          varies: Whether `limit` always counts, however long phases have taken so far.
         """
-        self._pace.enter(phase)
+        self._pace.enter(phase, limit=limit, varies=varies)
 
     def agree(self, facts: Facts) -> None:
         """Compares facts with those of the other processes, and waits until all have called it.
