@@ -32,6 +32,6 @@ def test_a_process_that_cannot_even_print_its_error_tells_the_others_and_ends(mo
     monkeypatch.setattr(ending.traceback, "print_exception", refuse)
     monkeypatch.setattr(ending.os, "_exit", end)
     cluster, error = TwoProcesses(), MemoryError()
-    with pytest.raises(Ended, match="^1$"), ending.ending_all(cluster):
+    with pytest.raises(Ended, match=r"^1$"), ending.ending_all(cluster):
         raise error
     assert cluster.told == [error]

@@ -332,7 +332,7 @@ def test_a_file_that_an_editor_has_replaced_is_missed_and_left_as_it_is(tmp_path
         writer.write(1, "train", {"loss": 1.0})
         (tmp_path / "new").write_text("theirs\n")
         (tmp_path / "new").replace(tmp_path / "metrics.jsonl")
-        with pytest.raises(WriteError, match="metrics.jsonl was replaced by another file while"):
+        with pytest.raises(WriteError, match=r"metrics\.jsonl was replaced by another file while"):
             writer.place()
     assert (tmp_path / "metrics.jsonl").read_text() == "theirs\n"
 

@@ -39,8 +39,8 @@ SHORT_OF_MEMORY_SECONDS = 2.0
 
 
 NO_MEMORY = (
-    "it cannot get memory; give it more (see `ulimit -v` and the job's limit), or make the model or "
-    "the batch smaller"
+    "it cannot get memory; give it more (`ulimit -v`, the job's limit), or make the model or the "
+    "batch smaller"
 )
 
 
