@@ -428,7 +428,9 @@ def test_every_process_goes_through_the_same_phases_and_is_watched_no_more_at_th
     for profile in (range(0), range(90, 91)):
         run = Run(num_steps=2, eval_every_steps=2, save_every=1, profile=profile)
         phases = []
-        run.cluster.enter = lambda phase, *, into=phases, **_: into.append(phase.split(" in run")[0])
+        run.cluster.enter = lambda phase, *, into=phases, **_: into.append(
+            phase.split(" in run")[0]
+        )
         run()
         entered.append(phases)
     step = ["reading a batch", "in a step", "between two steps"]
