@@ -310,6 +310,18 @@ def _signals() -> Iterator[Fault]:
         yield Fault("signal", name, codes, says, faults=what, launches=True, act=term)
     yield Fault("signal", "SIGTERM to a process", (STOPPED,), "", act=send(15))
 
+    def send_until_the_end(run: Run) -> None:
+        """As Slurm does with `--kill-on-bad-exit=1`."""
+        send(15)(run)
+        run.wait_for("stopped after step")
+        while any(popen.poll() is None for popen in run.popens):
+            for popen in run.popens:
+                popen.send_signal(signal.SIGTERM)
+            time.sleep(0.01)
+
+    name = "SIGTERM to all, again and again, once all is saved"
+    yield Fault("signal", name, (STOPPED,), "", act=send_until_the_end)
+
 
 def judge(fault: Fault, run: Run, codes: list[int | None], seconds: float) -> Outcome:
     """Says what is not as it should be."""

@@ -65,6 +65,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         self._gate = StopGate()
         self._pace = Pace()
         self._has_failed = False
+        self._has_nothing_to_lose = False
         self._hub: Hub | None = None
         self._channel: Channel | None = None
         self._ends, self._has_flushed = threading.Event(), threading.Event()
@@ -95,15 +96,33 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     def stop_on_sigterm(self) -> Iterator[None]:
         """Within, the first SIGTERM asks all processes to stop; the second ends this one at once.
 
-        Call it in the main thread. The second ends the process with `TERMINATED_EXIT_CODE`.
+        Call it in the main thread. The second ends the process with `TERMINATED_EXIT_CODE`. After
+        `nothing_to_lose`, SIGTERM changes nothing. One of several processes can only end then, so
+        it ignores SIGTERM afterwards too.
         """
 
         def first() -> None:
             announce("SIGTERM: stopping after this step; a second SIGTERM ends this process")
             self.request_stop()
 
-        with on_sigterm(first, lambda: os._exit(TERMINATED_EXIT_CODE)):
+        def second() -> None:
+            os._exit(TERMINATED_EXIT_CODE)
+
+        with on_sigterm(
+            first,
+            second,
+            is_over=lambda: self._has_nothing_to_lose,
+            stays_over=self.num_processes > 1,
+        ):
             yield
+
+    def nothing_to_lose(self) -> None:
+        """Says that all is saved, and this process only has to end, with a code that says so.
+
+        Schedulers send SIGTERM to the processes that are left when the first one has ended. That
+        must not change the exit code any more.
+        """
+        self._has_nothing_to_lose = True
 
     def enter(self, phase: str, *, limit: float = 0.0, varies: bool = False) -> None:
         """Says what this process does next, so that the others notice when it hangs.

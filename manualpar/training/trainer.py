@@ -246,6 +246,8 @@ class Trainer:
         if stops:
             self.recorder.drain()
             self._wait_for_checkpoint()
+            if saves:
+                self.cluster.nothing_to_lose()
             raise StoppedError(step, is_saved=saves)
 
     def _is_due(self, step: int) -> bool:
