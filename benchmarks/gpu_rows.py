@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.compiled_steps import Counts
+from benchmarks.results import plain
 from benchmarks.turns import Estimate
 
 # Has the path of the file, in the process that measures.
@@ -89,7 +90,7 @@ class RowLog:
         self._append({"batch_size": size})
 
     def _append(self, entry: dict[str, Any]) -> None:
-        text = json.dumps(entry) + "\n"
+        text = json.dumps(entry, default=plain) + "\n"
         with self.path.open("a", encoding="utf-8") as file:
             file.write(text)
         self._take(json.loads(text))

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import json
 import sys
+from fractions import Fraction
 
 import jax
 import numpy as np
@@ -133,7 +134,9 @@ def test_one_that_fails_leaves_the_others(tmp_path, monkeypatch):
     options, said = _options(torch=True, rounds=1), []
     workload = gpu_steps.make_model_workload(options, 1)
     kept, log = [], RowLog(tmp_path / "rows")
-    log.end(Row("manual dp", (2.0,), losses=(5.0,)))  # By a process before this one.
+    # By a process before this one.
+    counts = Counts(1, 2, Fraction(3, 2), {"all_reduce": 1}, 4.0, 5.0, 6, 7, 8.0)
+    log.end(Row("manual dp", (2.0,), counts=counts, losses=(5.0,)))
     found = gpu_steps.measure(
         options, workload, tmp_path / "f", said.append, log=log, keep=kept.append
     )
