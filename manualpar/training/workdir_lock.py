@@ -50,8 +50,8 @@ def lock_workdir(
     """
     if isinstance(workdir, BucketPath):
         try:
-            with hold(workdir, report=report) as check:
-                yield check
+            with hold(workdir, report=report) as check_lease:
+                yield check_lease
         except HeldError as error:
             raise _in_use(workdir, str(error)) from None
         return
@@ -63,10 +63,14 @@ def lock_workdir(
             if os.path.lexists(path) and not stat.S_ISREG(mode := os.lstat(path).st_mode):
                 raise NotAFileError(f"is {kind_of(mode)}, expected a file")
             held.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666))
-            _lock(held[-1], workdir, report)
+            try:
+                _lock(held[-1], workdir, report)
+            except BaseException:
+                close()
+                raise
 
     def check() -> None:
-        if is_in_place(path, os.fstat(held[-1])):
+        if held and is_in_place(path, os.fstat(held[-1])):
             return
         close()
         try:
