@@ -81,9 +81,10 @@ CHOICES: tuple[Choice, ...] = (
             ),
             "true",
         ),
-        "v5p:2x2x4: 54.2 to 38.0 ms, and 32 layers of 4,096 445.4 to 348.6; with asynchronous fused "
-        "gathers, which libtpu 0.0.52 refuses, in place of offloaded ones: v5p:2x2x4 38.8, v5p:2x4x4 "
-        "55.5 to 38.6, v5p:4x4x8 58.0 to 35.2, v5p:2x2x4 with layers split over 4 70.5 to 63.3",
+        "v5p:2x2x4: 54.2 to 38.0 ms, and 32 layers of 4,096 445.4 to 348.6; with asynchronous "
+        "fused gathers, which libtpu 0.0.52 refuses, in place of offloaded ones: v5p:2x2x4 38.8, "
+        "v5p:2x4x4 55.5 to 38.6, v5p:4x4x8 58.0 to 35.2, v5p:2x2x4 with layers split over 4 70.5 "
+        "to 63.3",
         beside=("model",),
     ),
     Choice(

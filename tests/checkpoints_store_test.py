@@ -223,6 +223,12 @@ def test_going_on_from_an_earlier_one_sets_the_later_aside(program, state, tmp_p
     assert names == {"1", "4", "5", "3.superseded-1", "5.superseded-1"}
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_limit_is_a_positive_number(seconds, tmp_path):
+    with pytest.raises(ValueError, match=r"seconds=.*, expected a positive, finite number"):
+        Checkpoints(tmp_path, seconds=seconds)
+
+
 def test_wrong_arguments(tmp_path, program):
     for name, value in (("keep", 0), ("keep", True), ("keep_every_steps", -1)):
         with pytest.raises(ValueError, match=f"{name}={value}, expected an integer, at least"):

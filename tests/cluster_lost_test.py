@@ -1,5 +1,8 @@
 """Who is hung, on clocks that are turned by hand."""
 
+import dataclasses
+import json
+
 import pytest
 
 from manualpar.cluster.lost import (
@@ -9,6 +12,7 @@ from manualpar.cluster.lost import (
     Pace,
     Progress,
     find_hung,
+    parse_progress,
 )
 
 TIMEOUT = 10.0
@@ -122,6 +126,13 @@ def test_a_first_save_that_nobody_comes_out_of_has_a_limit():
         None,
         "none has made progress for 2001 s, all are saving in /runs/1",
     )
+
+
+def test_what_a_process_says_of_itself_is_understood():
+    pace = Pace()
+    pace.enter("saving", limit=600)  # Whole numbers too.
+    pace.at_step(3)
+    assert parse_progress(json.loads(json.dumps(dataclasses.asdict(pace.progress())))).limit == 600
 
 
 def test_a_disk_may_become_slower_than_it_was_up_to_the_limit():

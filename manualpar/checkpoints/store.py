@@ -69,8 +69,8 @@ class Checkpoints:
     def __post_init__(self) -> None:
         path = as_path(self.folder)
         self.folder = path if isinstance(path, BucketPath) else path.absolute()
-        if not self.seconds > 0:
-            raise ValueError(f"seconds={self.seconds!r}, expected a positive number.")
+        if not 0 < self.seconds < float("inf"):
+            raise ValueError(f"seconds={self.seconds!r}, expected a positive, finite number.")
         self._place = open_folder(self.folder, self.seconds)
         self._retention = Retention(
             self.keep, self.keep_every_steps, self.best_metric, self.best_mode

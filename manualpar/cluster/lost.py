@@ -113,7 +113,7 @@ class Pace:
             earlier.count + 1,
             phase,
             not varies and self._completed[phase] >= KNOWN_AFTER,
-            limit,
+            float(limit),
             longest,
         )
 
