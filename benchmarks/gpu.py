@@ -20,6 +20,10 @@ One table, whose rows train the same model on the same tokens from the same para
 - PyTorch's FSDP2, compiled as torchtitan does it, with its flash kernel, in a process for each
   device, if PyTorch is installed. Nothing is computed again there, so `--remat` is to be none.
 
+A row that takes longer than `--row_seconds`, or whose process crashes, says so, and the others go
+on in a new process (`benchmarks.gpu_rows`). A row whose losses differ from the first's says so too.
+The exit code is 1 after any of these. The JSON file is written after each row.
+
 `--devices` takes more than one; then FSDP is over all of them, and there is no plain jit. Rows are
 measured one after another, so that one has the memory to itself, and the first again at the end.
 With a batch size of 0 the batch is the largest power of two for which FSDP's step fits.
@@ -37,6 +41,7 @@ compiler removes collectives of one device. 2026-11-22, jax 0.10.2, `--tiny` on 
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import os
 import re
@@ -50,10 +55,11 @@ from typing import Any
 
 import jax
 
+from benchmarks.gpu_rows import LOG_VARIABLE, Row, RowLog, watch
 from benchmarks.gpu_steps import (
     CONTENDERS,
+    DIFFERENT,
     PLAIN,
-    Row,
     largest_batch,
     make_model_workload,
     measure,
@@ -64,6 +70,7 @@ from benchmarks.turns import table
 INSTALL = "pip install 'manualpar[torch,train]'"
 ROOT = Path(__file__).parent.parent
 ALLOWED = 1.02
+SUITE_SECONDS = 7200.0
 COUNTED = ("flops", "accessed", "temporaries")
 # Those that an axis of size 1 is to cost nothing; others have another attention or loss.
 HELD_AGAINST_PLAIN = ("manual fsdp", "manual fsdp, kept", "manual dp")
@@ -141,7 +148,7 @@ def report_rows(words: str, rows: Sequence[Row], *, tokens: int) -> list[str]:
             [
                 row.name,
                 f"{1e3 * step:.2f}",
-                "1" if row is rows[0] or not row.ratio else row.ratio.show("{:.3f}".format),
+                "1" if row is rows[0] else row.ratio.show("{:.3f}".format) if row.ratio else "",
                 f"{tokens / step:,.0f}",
                 "" if row.mfu is None else f"{row.mfu:.1%}",
                 *numbers,
@@ -174,9 +181,17 @@ def run_suite(files: Sequence[str]) -> str:
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not slow", *files]
-    ran = subprocess.run(
-        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, text=True
-    )
+    try:
+        ran = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=SUITE_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return f"Tests: ended, because they took longer than {SUITE_SECONDS:g} s"
     lines = [line for line in ran.stdout.splitlines() if line.strip()]
     failed = [line for line in lines if re.match(r"(FAILED|ERROR) ", line)]
     return "; ".join([f"Tests: {lines[-1].strip('= ') if lines else 'none ran'}", *failed[:20]])
@@ -234,6 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--unrolled", action="store_true", help="layers that are not scanned")
     parser.add_argument("--memory_share", type=float, default=0.85, help="of the device's")
     parser.add_argument("--seconds", type=float, default=2.0, help="that a block takes")
+    parser.add_argument("--row_seconds", type=float, default=1800.0, help="that a row may take")
     parser.add_argument("--torch", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--torch_backend", default="inductor", help="of torch.compile")
     parser.add_argument("--suite", nargs="*", default=["tests"], help="files of tests to run")
@@ -250,6 +266,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if parser.parse_args(argv).tiny:
         parser.set_defaults(**TINY)
     options = parser.parse_args(argv)
+    if LOG_VARIABLE not in os.environ:
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu",
+            *(sys.argv[1:] if argv is None else argv),
+        ]
+        with tempfile.TemporaryDirectory() as folder:
+            path, show = Path(folder) / "rows.jsonl", functools.partial(print, "  ", flush=True)
+            return watch(command, path, seconds=options.row_seconds, report=show)
     if options.torch and importlib.util.find_spec("torch") is None:
         parser.error(f"PyTorch is not installed; {INSTALL}, or --no-torch to go without")
     if options.torch and options.remat != "none":
@@ -268,37 +294,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     conditions = note_conditions("benchmarks.gpu", argv)
     lines = introduction(conditions, options)
     print("\n".join(lines), flush=True)
+    log = RowLog.read(Path(os.environ[LOG_VARIABLE]))
     try:
-        options.batch_size = options.batch_size or largest_batch(options)
+        options.batch_size = options.batch_size or log.batch_size or largest_batch(options)
     except ValueError as error:
         parser.error(str(error))
-    workload = make_model_workload(options, options.batch_size)
-    with tempfile.TemporaryDirectory() as folder:
-        files = Path(folder) / "given.npz"
-        rows = measure(options, workload, files, lambda text: print(f"  {text}", flush=True))
-    tokens = workload.batch.inputs.size // options.devices
-    part = report_rows(workload.words, rows, tokens=tokens)
-    data: dict[str, Any] = {
+    log.note_batch_size(options.batch_size)
+    facts: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
         "devices": options.devices,
         "batch_size": options.batch_size,
-        "rows": [
-            {**dataclasses.asdict(row), "ratio": row.ratio and row.ratio._asdict()} for row in rows
-        ],
-        "excesses": excesses(rows),
     }
+
+    def write(rows: Sequence[Row], lines: Sequence[str] = (), **more: Any) -> None:
+        shown = [
+            {**dataclasses.asdict(row), "ratio": row.ratio and row.ratio._asdict()} for row in rows
+        ]
+        write_results(
+            conditions,
+            lines=lines,
+            data={**facts, "rows": shown, "excesses": excesses(rows), **more},
+            output=options.output if lines else None,
+            json_output=options.json,
+        )
+
+    workload = make_model_workload(options, options.batch_size)
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder) / "given.npz"
+        show = functools.partial(print, "  ", flush=True)
+        rows = measure(options, workload, files, show, log=log, keep=write)
+    tokens = workload.batch.inputs.size // options.devices
+    part = report_rows(workload.words, rows, tokens=tokens)
+    suite = {}
     if options.suite:
-        data["suite"] = run_suite(options.suite)
-        part += [data["suite"], ""]
+        suite["suite"] = run_suite(options.suite)
+        part += [suite["suite"], ""]
     print("\n".join(part), flush=True)
-    write_results(
-        conditions,
-        lines=lines + part,
-        data=data,
-        output=options.output,
-        json_output=options.json,
-    )
-    return 1 if excesses(rows) else 0
+    write(rows, lines + part, **suite)
+    is_wrong = not rows[0].seconds or any(row.problem.startswith(DIFFERENT) for row in rows)
+    return 1 if excesses(rows) or is_wrong else 0
 
 
 if __name__ == "__main__":

@@ -18,10 +18,11 @@ import jax
 import numpy as np
 import optax
 
-from benchmarks.compiled_steps import CompiledStep, Counts, count, mean_loss, of_program
+from benchmarks.compiled_steps import CompiledStep, count, mean_loss, of_program
+from benchmarks.gpu_rows import Row, RowLog
 from benchmarks.plain_step import plain_step
 from benchmarks.process_group import ProcessGroup
-from benchmarks.turns import Block, Estimate, estimate, ratios
+from benchmarks.turns import Block, estimate, ratios
 from benchmarks.workloads import ADAMW, Workload
 from manualpar import Batch, data_parallel, fsdp, make_mesh
 from manualpar.core.program import Program
@@ -34,6 +35,7 @@ from manualpar.watching.throughput import peak_flops
 PLAIN, TORCH, AGAIN = "plain jit", "PyTorch FSDP2, compiled", "the first, again"
 LOGITS = "manual fsdp, whole logits"
 NARROW = {"gather_dtype": "bfloat16", "reduce_dtype": "float32"}
+DIFFERENT = "not the same training: its losses are"
 LARGEST_BATCH = 2**12
 SHAPE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "mlp_size")
 
@@ -73,29 +75,6 @@ CONTENDERS: Mapping[str, Contender] = {
         if kind
     },
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """What was found out about one step.
-
-    Attributes:
-      name: Whose it is.
-      seconds: Of a step, by round.
-      ratio: Of a step's time to that of the first contender in the same round.
-      counts: What was counted of it; `None` of PyTorch's.
-      memory: The most that PyTorch held on a device, in bytes; `None` of the others.
-      mfu: The share of the peak that the model's own operations are; `None` where no peak is known.
-      problem: Why there is nothing else, or "".
-    """
-
-    name: str
-    seconds: tuple[float, ...] = ()
-    ratio: Estimate | None = None
-    counts: Counts | None = None
-    memory: int | None = None
-    mfu: float | None = None
-    problem: str = ""
 
 
 def make_model_workload(options: argparse.Namespace, batch_size: int) -> Workload:
@@ -208,39 +187,53 @@ def start_torch(options: argparse.Namespace, workload: Workload, files: Path) ->
 
 
 def measure(
-    options: argparse.Namespace, workload: Workload, files: Path, report: Callable[[str], None]
+    options: argparse.Namespace,
+    workload: Workload,
+    files: Path,
+    report: Callable[[str], None],
+    *,
+    log: RowLog,
+    keep: Callable[[list[Row]], None],
 ) -> list[Row]:
-    """Compiles and times all steps, one contender at a time.
+    """Compiles and times all steps that are not in `log` yet, one contender at a time.
 
-    Raises:
-      RuntimeError: Losses differ: it is not the same training.
+    `keep` is called with all rows so far after each of them. A row whose losses are not those of
+    the first is no training of the same model; its `problem` says so.
     """
-    rows: dict[str, Row] = {}
-    losses: dict[str, Sequence[float]] = {}
     chosen = [name for name in CONTENDERS if name in options.contenders]
     names = [PLAIN, *chosen] if options.devices == 1 else chosen
+    in_order = (*names, AGAIN, TORCH)
     # PyTorch is the first, because JAX keeps what memory it once had.
     for name in [*([TORCH] if options.torch else []), *names, AGAIN]:
+        if name in log.rows:
+            continue
+        log.begin(name)
         try:
             if name == TORCH:
-                row, losses[name] = _measure_torch(options, workload, files)
+                row = _measure_torch(options, workload, files)
             else:
-                own = names[0] if name == AGAIN else name
-                row, losses[name] = _measure(options, workload, own)
+                row = _measure(options, workload, names[0] if name == AGAIN else name)
         except (ValueError, RuntimeError) as error:  # It cannot run, or does not fit.
-            if name == names[0]:
-                raise
             row = Row(name, problem=_reason(error))
-        rows[name] = dataclasses.replace(row, name=name)
+        log.end(dataclasses.replace(row, name=name))
         compiled = f", compiled in {row.counts.compile_seconds:.1f} s" if row.counts else ""
         step = f"{1e3 * statistics.median(row.seconds):.2f} ms a step" if row.seconds else ""
         report(f"{name}: {step}{compiled}{row.problem}")
         gc.collect()  # The next one needs the memory.
-    expected = losses[names[0]]
-    for name, values in losses.items():
-        if not np.allclose(values, expected, rtol=1e-2):  # In bfloat16; another would be far.
-            raise RuntimeError(f"the losses of {name} are {values}, expected {expected}.")
-    return _finished([rows[name] for name in (*names, AGAIN, TORCH) if name in rows], options)
+        keep([log.rows[name] for name in in_order if name in log.rows])
+    return _finished(
+        [_compared(log.rows[one], log) for one in in_order if one in log.rows], options
+    )
+
+
+def _compared(row: Row, log: RowLog) -> Row:
+    """The row, with a problem if its losses are not those of the first row that has any."""
+    first = next((one for one in log.rows.values() if one.losses and one.name != TORCH), None)
+    # In bfloat16; another model would be far off.
+    if first is None or not row.losses or np.allclose(row.losses, first.losses, rtol=1e-2):
+        return row
+    here, there = ([round(x, 4) for x in one.losses] for one in (row, first))
+    return dataclasses.replace(row, problem=f"{DIFFERENT} {here}, those of {first.name} {there}")
 
 
 def _reason(error: Exception) -> str:
@@ -250,24 +243,20 @@ def _reason(error: Exception) -> str:
     return lines[-1 if is_process else 0].strip()[:200]
 
 
-def _measure(
-    options: argparse.Namespace, workload: Workload, name: str
-) -> tuple[Row, Sequence[float]]:
-    """A step's row and its first losses; the state is gone when this returns or raises."""
+def _measure(options: argparse.Namespace, workload: Workload, name: str) -> Row:
+    """A step's row; the state is gone when this returns or raises."""
     step = _step(workload, name, options.devices)
-    losses = step.losses(3)
-    return Row(name, _rounds(options, step.block), counts=step.counts), losses
+    losses = tuple(map(float, step.losses(3)))
+    return Row(name, _rounds(options, step.block), counts=step.counts, losses=losses)
 
 
-def _measure_torch(
-    options: argparse.Namespace, workload: Workload, files: Path
-) -> tuple[Row, Sequence[float]]:
-    """PyTorch's row and its first losses."""
+def _measure_torch(options: argparse.Namespace, workload: Workload, files: Path) -> Row:
+    """PyTorch's row."""
     with start_torch(options, workload, files) as group:
         losses = group.ask("losses", steps=3)[0]["losses"]
         seconds = _rounds(options, group.block)
         held = max(answer["peak"] for answer in group.ask("memory"))
-    return Row(TORCH, seconds, memory=held), losses
+    return Row(TORCH, seconds, memory=held, losses=tuple(map(float, losses)))
 
 
 def _step(workload: Workload, name: str, devices: int) -> CompiledStep:
@@ -295,7 +284,8 @@ def _finished(rows: Sequence[Row], options: argparse.Namespace) -> list[Row]:
     for row in rows:
         if row.seconds:
             mfu = peak and flops / options.devices / statistics.median(row.seconds) / peak
-            ratio = estimate(ratios(row.seconds, rows[0].seconds))
+            first = rows[0].seconds
+            ratio = estimate(ratios(row.seconds, first)) if first else None
             row = dataclasses.replace(row, mfu=mfu, ratio=ratio)
         finished.append(row)
     return finished

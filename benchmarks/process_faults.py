@@ -24,11 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.process_faults_worker import HANGS
-from benchmarks.process_strangers import STRANGERS, disturb
+from benchmarks.process_fault_cases import RUN_FOLDER, Fault, faults
 from benchmarks.results import note_conditions, write_results
 from benchmarks.turns import table
 
@@ -51,39 +50,6 @@ CONFIG = (
 )
 # What runtimes print that nobody can read. That Gloo is connected is no such thing.
 RAW = re.compile(r"^[EFW]\d{4} |external/|\*\*\* |@ +0x|Gloo.*(fail|clos|reset|error|time)", re.I)
-LOST, STOPPED, ABORTED = 4, 75, -signal.SIGABRT
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """Something that happens to a run.
-
-    Attributes:
-      kind: Its class, by which the results are counted.
-      name: What happens.
-      codes: The exit codes that are right, of the processes that nothing happens to, or of the
-        launcher.
-      says: What they say, a regular expression.
-      victim: The process that it happens to, whose own end does not count.
-      faults: What the worker of each process does, by its number; see the worker.
-      flags: What each process has on its command line besides.
-      environment: What each process has in its environment besides.
-      act: What is done to the processes from outside.
-      launches: Whether the launcher starts them; then `act` gets it alone.
-      steps: After how many steps the run ends.
-    """
-
-    kind: str
-    name: str
-    codes: Sequence[int]
-    says: str
-    victim: int | None = None
-    faults: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    flags: Mapping[int, list[str]] = dataclasses.field(default_factory=dict)
-    environment: Mapping[int, Mapping[str, str]] = dataclasses.field(default_factory=dict)
-    act: Callable[["Run"], None] | None = None
-    launches: bool = False
-    steps: int = 100_000
 
 
 @dataclasses.dataclass
@@ -106,7 +72,8 @@ class Run:
         self.popens: list[subprocess.Popen[bytes]] = []
         self.outputs: list[Path] = []
         run = [*CONFIG, f"--config.training.num_steps={fault.steps}"]
-        shared = {"FAULTS": json.dumps(fault.faults), "FAULTS_FLAGS": json.dumps(fault.flags)}
+        faults = json.dumps(fault.faults).replace(RUN_FOLDER, str(folder / "run"))
+        shared = {"FAULTS": faults, "FAULTS_FLAGS": json.dumps(fault.flags)}
         workdir = f"--workdir={folder / 'run'}"
         command = [sys.executable, "-m", WORKER, *run, workdir]
         if fault.launches:
@@ -175,127 +142,6 @@ class Run:
             finally:
                 popen.wait()
         return codes
-
-
-def faults() -> Iterator[Fault]:
-    """All faults."""
-    phases = ("reading a batch", "in a step", "between two steps", "evaluating", "saving")
-    early = ("preparing", "starting")
-    for who in (1, 0):
-        lost = rf"process {who} on \S+ \(pid \d+\) was lost: its connection closed"
-        silent = rf"process {who} on .* was lost: it has been silent"
-        hung = rf"process {who} on .* was lost: it has made no progress|the processes stand still"
-        codes = (LOST, ABORTED) if who == 0 else (LOST,)
-        for phase in (*early, *phases):
-            yield _inside("kill", phase, who, codes, lost)
-        for phase in ("in a step", "saving"):
-            yield _inside("stop", phase, who, codes, silent)
-        for phase in (*early, *phases[:2], *phases[3:]):
-            yield _inside("raise", phase, who, (LOST,), rf"process {who} on .* failed: .*a mistake")
-        for phase in phases:
-            yield _inside("hang", phase, who, (LOST,), hung)
-        yield _inside("hang holding Python's lock", "in a step", who, codes, silent)
-        yield _inside("exit with code 0", "in a step", who, codes, lost)
-    yield from _differences()
-    yield from _killed_early()
-    yield from _strangers()
-    yield from _signals()
-
-
-def _inside(kind: str, phase: str, who: int, codes: Sequence[int], says: str) -> Fault:
-    """A fault that a process makes itself when it enters a phase."""
-    at = 1 if phase in ("preparing", "starting") else 5
-    what = {"process": who, "phase": phase, "at": at, "do": kind}
-    return Fault(kind, f"{phase} (process {who})", codes, says, victim=who, faults=what)
-
-
-def _differences() -> Iterator[Fault]:
-    """Processes that are not of one run."""
-    for name, says, more in (
-        ("seed", r"config.seed is 42 in process 0 and 3 in process 1", ["--config.seed=3"]),
-        ("model", r"config.model.hidden_size is 16 in", ["--config.model.hidden_size=32"]),
-        ("optimizer", r"learning_rate is .* in", ["--config.optimizer.learning_rate=1e-5"]),
-        ("steps", r"num_steps is 100000 in", ["--config.training.num_steps=60"]),
-        ("evaluations", r"eval_every_steps is 5 in", ["--config.training.eval_every_steps=7"]),
-        ("checkpoints", r"every_steps is 5 in", ["--config.checkpoint.every_steps=30"]),
-        ("mesh", r"parallel.mesh is .* in", ["--config.parallel.mesh={'data': 4}"]),
-        ("strategy", r"parallel.strategy is .* in", ["--config.parallel.strategy=dp"]),
-        ("folder", r"--workdir is .* in process 0 and \S*other", ["--workdir=/tmp/other"]),
-    ):
-        yield Fault("differ", f"another {name}", (2,), says, flags={1: more})
-    for package in ("jax", "jaxlib", "flax"):
-        what = {"process": 1, "phase": "", "at": 0, "do": f"version {package}"}
-        says = rf"{package} is \S+ in process 0 and 0.0.1 in process 1"
-        yield Fault("differ", f"another {package}", (2,), says, faults=what)
-    what = {"process": 1, "phase": "", "at": 0, "do": "data"}
-    yield Fault("differ", "other data", (2,), "the data's fingerprint is .* in", faults=what)
-    for name, says, variables in (
-        ("number of devices", "number of devices is 2 in", {"JAX_NUM_CPU_DEVICES": "4"}),
-        ("number of processes", "num_processes is 2 in", {"MANUALPAR_NUM_PROCESSES": "3"}),
-        ("setting of jax", "jax_enable_x64 is False in", {"JAX_ENABLE_X64": "1"}),
-    ):
-        yield Fault("differ", f"another {name}", (2,), says, environment={1: variables})
-
-
-def _killed_early() -> Iterator[Fault]:
-    """A process that is killed while it starts, by the time since the launcher has started it."""
-    for who in (1, 0):
-        says = (
-            rf"process {who} (on \S+ \(pid \d+\) )?(was lost: its connection closed|"
-            rf"was ended by SIGKILL|of 2 not connected|is not there)"
-        )
-        for seconds in (0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0):
-
-            def act(run: Run, who: int = who, seconds: float = seconds) -> None:
-                while len(run.children()) < 2:
-                    time.sleep(0.01)
-                victim = run.children()[who]
-                time.sleep(seconds)
-                os.kill(victim, signal.SIGKILL)
-
-            name = f"killed after {seconds:g} s (process {who})"
-            yield Fault("kill while starting", name, (137, 134), says, launches=True, act=act)
-
-
-def _strangers() -> Iterator[Fault]:
-    """Strangers that talk to the port where the processes meet, one of which comes late."""
-    for name in STRANGERS:
-
-        def act(run: Run, name: str = name) -> None:
-            disturb(name, run.port, until=lambda: "mesh: " in run.text(0))
-
-        late = {"process": 1, "phase": "", "at": 0, "do": "late"}
-        says = "test accuracy|" if name else ""
-        yield Fault("stranger", name, (0,), says, faults=late, act=act, steps=10)
-
-
-def _signals() -> Iterator[Fault]:
-    """Signals to the launcher and to a process."""
-
-    def send(*numbers: int, after: str = "step      5/") -> Callable[[Run], None]:
-        def act(run: Run) -> None:
-            run.wait_for(after)
-            for number in numbers:
-                os.kill(run.popens[0].pid, number)
-                time.sleep(0.5)
-
-        return act
-
-    yield Fault(
-        "signal", "SIGTERM to the launcher", (STOPPED,), "is saved", launches=True, act=send(15)
-    )
-    yield Fault(
-        "signal", "SIGINT to the launcher", (130,), "interrupted", launches=True, act=send(2)
-    )
-    twice = (STOPPED, 137, 143)
-    yield Fault("signal", "SIGTERM twice", twice, "SIGTERM", launches=True, act=send(15, 15))
-    for who in (1, 0):
-        what = {"process": who, "phase": "in a step", "at": 12, "do": "hang"}
-        says = "killed, because|was lost|stand still"
-        name = f"SIGTERM to the launcher while process {who} hangs"
-        codes, term = (LOST, 134, 137), send(15, after=HANGS)
-        yield Fault("signal", name, codes, says, faults=what, launches=True, act=term)
-    yield Fault("signal", "SIGTERM to a process", (STOPPED,), "", act=send(15))
 
 
 def judge(fault: Fault, run: Run, codes: list[int | None], seconds: float) -> Outcome:

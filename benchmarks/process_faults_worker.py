@@ -9,18 +9,21 @@ import ctypes
 import importlib.metadata
 import json
 import os
+import resource
 import runpy
 import signal
 import sys
 import time
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 LATE_SECONDS = 4.0
 HANGS = "this process hangs now"
 
 
-def act(what: str) -> None:
-    """Does to this process what is asked for."""
+def act(what: str, cluster: Any = None) -> None:
+    """Does to this process, one of the cluster, what is asked for."""
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "stop":
@@ -34,6 +37,25 @@ def act(what: str) -> None:
         ctypes.PyDLL(None).sleep(10_000)  # Unlike CDLL it lets no other thread run.
     elif what == "exit with code 0":
         os._exit(0)
+    elif what == "raise MemoryError":
+        raise MemoryError
+    elif what == "raise RESOURCE_EXHAUSTED":
+        import jax
+
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
+    elif what.startswith("leave MiB "):
+        limit_memory(int(what.split()[-1]) << 20)
+    elif what == "say nonsense":
+        cluster._channel.send({"kind": ["beat"], "progress": None})
+        time.sleep(10_000)
+    elif what.startswith("hide "):
+        # A file system of its own where the others have the folder; root alone may do that.
+        libc, folder = ctypes.CDLL(None, use_errno=True), what.removeprefix("hide ").encode()
+        os.makedirs(folder, exist_ok=True)
+        if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None):
+            raise OSError(ctypes.get_errno(), "no namespace")
+        if libc.mount(b"tmpfs", folder, b"tmpfs", 0, None):
+            raise OSError(ctypes.get_errno(), "no file system")
     elif what == "late":
         time.sleep(LATE_SECONDS)
     elif what.startswith("version "):
@@ -50,6 +72,13 @@ def act(what: str) -> None:
         raise AssertionError(what)
 
 
+def limit_memory(room: int) -> None:
+    """Lets this process have so many bytes more than it has now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+    limit = pages * resource.getpagesize() + room
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
 def main() -> None:
     """Runs the experiment."""
     process = int(os.environ["MANUALPAR_PROCESS_ID"])
@@ -62,11 +91,12 @@ def main() -> None:
             act(fault["do"])
         enter, times = Cluster.enter, Counter[str]()
 
-        def disturbed(self: Cluster, phase: str) -> None:
-            enter(self, phase)
+        def disturbed(self: Cluster, phase: str, **limits: Any) -> None:
+            enter(self, phase, **limits)
             times[phase] += 1
-            if phase == fault["phase"] and times[phase] == fault["at"]:
-                act(fault["do"])
+            # "saving" goes on with the folder.
+            if phase.startswith(fault["phase"]) and times[phase] == fault["at"]:
+                act(fault["do"], self)
 
         Cluster.enter = disturbed  # type: ignore[method-assign]
     runpy.run_module("experiments.fsdp", run_name="__main__")

@@ -96,12 +96,12 @@ def write_results(
         write_section(output, "\n".join(lines))
     if json_output:
         whole = {"conditions": dataclasses.asdict(conditions), **data}
-        text = json.dumps(whole, indent=2, default=_plain, allow_nan=False)
+        text = json.dumps(whole, indent=2, default=plain, allow_nan=False)
         json_output.write_text(f"{text}\n", encoding="utf-8")
 
 
-def _plain(x: Any) -> Any:
-    """A value that JSON does not know."""
+def plain(x: Any) -> Any:
+    """Turns a value that JSON does not know into one that it knows; for `json.dumps`."""
     if isinstance(x, Fraction):
         return int(x) if x.denominator == 1 else float(x)
     if dataclasses.is_dataclass(x) and not isinstance(x, type):

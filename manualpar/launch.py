@@ -8,7 +8,9 @@ and a second one kills them. When one ends with an error the others have `--grac
 themselves, which they do with a sentence that names it; then they get SIGTERM, and two seconds
 later SIGKILL. After a SIGTERM to the launcher they have as long to save and end before SIGKILL.
 
-All of them listen on the loopback alone, and share a token that nobody else knows.
+They meet on the loopback alone, and share a token that nobody else knows. But the collectives of
+CPUs (gloo) listen in every process at the address that the name of this host stands for, and jax
+0.10.2 has no setting for that; see docs/clusters.md.
 
 The exit code is that of the first process that failed, 128 more than the signal if a signal ended
 it; else 0. A mistake on the command line ends with 2, a command that cannot be started with 127.

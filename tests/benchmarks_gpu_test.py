@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import sys
+from fractions import Fraction
 
 import jax
 import numpy as np
@@ -11,10 +13,17 @@ import pytest
 
 from benchmarks import gpu, gpu_steps
 from benchmarks.compiled_steps import Counts
+from benchmarks.gpu_rows import LOG_VARIABLE, Row, RowLog, watch
 from benchmarks.turns import Estimate
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 ROWS = ("manual fsdp", gpu_steps.LOGITS, "manual fsdp, attention cudnn")
+
+
+@pytest.fixture(autouse=True)
+def measuring(tmp_path, monkeypatch):
+    """The command measures here, in place of a process that it would start."""
+    monkeypatch.setenv(LOG_VARIABLE, str(tmp_path / "rows.jsonl"))
 
 
 def _options(**changes):
@@ -32,6 +41,7 @@ def test_the_command_runs_on_a_cpu(devices8, tmp_path, capsys):
     rows = {row["name"]: row for row in data["rows"]}
     torch = [gpu_steps.TORCH] if HAS_TORCH else []
     assert list(rows) == [gpu_steps.PLAIN, *ROWS, gpu_steps.AGAIN, *torch]
+    assert rows[ROWS[0]]["losses"]
     assert shown.count("| manual fsdp") == 3
     assert "because there is no accelerator" in shown
     assert rows[gpu_steps.PLAIN]["ratio"]["median"] == 1
@@ -110,12 +120,11 @@ def test_what_is_above_two_percent_is_said(monkeypatch):
     assert "Nothing is above 2%." in text
 
 
-@pytest.mark.slow
 def test_one_that_fails_leaves_the_others(tmp_path, monkeypatch):
     def measure(options, workload, name):
         if "attention" in name:
             raise ValueError("it cannot run\nTraceback of no interest")
-        return gpu_steps.Row(name, (1.0,)), [5.0]
+        return Row(name, (1.0,), losses=(6.0 if "kept" in name else 5.0,))
 
     def fail(*args):
         raise RuntimeError("process 0 of w has ended:\nTraceback\nOutOfMemoryError: too much\n")
@@ -124,12 +133,64 @@ def test_one_that_fails_leaves_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_steps, "_measure_torch", fail)
     options, said = _options(torch=True, rounds=1), []
     workload = gpu_steps.make_model_workload(options, 1)
-    found = gpu_steps.measure(options, workload, tmp_path / "f", said.append)
+    kept, log = [], RowLog(tmp_path / "rows")
+    # By a process before this one.
+    counts = Counts(1, 2, Fraction(3, 2), {"all_reduce": 1}, 4.0, 5.0, 6, 7, 8.0)
+    log.end(Row("manual dp", (2.0,), counts=counts, losses=(5.0,)))
+    found = gpu_steps.measure(
+        options, workload, tmp_path / "f", said.append, log=log, keep=kept.append
+    )
     rows = {row.name: row for row in found}
     assert rows[gpu_steps.TORCH].problem == "OutOfMemoryError: too much"
     assert rows["manual fsdp, attention cudnn"].problem == "it cannot run"
     assert rows[gpu_steps.AGAIN].seconds == rows[gpu_steps.PLAIN].seconds == (1.0,)
     assert f"{gpu_steps.PLAIN}: 1000.00 ms a step" in said  # At once, should a later one crash.
+    assert not any(text.startswith("manual dp") for text in said)
+    assert rows["manual dp"].ratio.median == 2
+    assert rows["manual fsdp, kept"].problem == (
+        "not the same training: its losses are [6.0], those of manual dp [5.0]"
+    )
+    assert [len(some) for some in kept] == list(range(2, len(rows) + 1))
+    assert RowLog.read(log.path) == log
+    shown = "\n".join(gpu.report_rows("a model", found, tokens=512))
+    assert "manual fsdp, kept: not the same training" in shown
+
+
+# Measures three rows, the second of which hangs and the third of which crashes.
+HANGS = """
+import json, os, signal, sys, time
+path = os.environ["BENCHMARKS_GPU_ROWS"]
+row = dict(name="", seconds=[1.0], ratio=None, counts=None, memory=None, mfu=None, losses=[],
+           problem="")
+there = open(path).read() if os.path.exists(path) else ""
+def put(entry):
+    with open(path, "a") as file:
+        file.write(json.dumps(entry) + chr(10))
+for name in ("first", "hangs", "crashes", "last"):
+    if f'"name": "{name}"' in there:
+        continue
+    put({"begun": name})
+    if name == "hangs":
+        time.sleep(600)
+    if name == "crashes":
+        os.kill(os.getpid(), signal.SIGABRT)
+    put({"row": row | {"name": name}})
+"""
+
+
+def test_a_row_that_hangs_or_crashes_is_recorded_and_the_rest_goes_on(tmp_path):
+    path, said = tmp_path / "watched.jsonl", []
+    code = watch([sys.executable, "-c", HANGS], path, seconds=1.0, report=said.append)
+    assert code == 1
+    log = RowLog.read(path)
+    assert {name: row.problem for name, row in log.rows.items()} == {
+        "first": "",
+        "hangs": "ended, because it took longer than 1 s",
+        "crashes": "its process ended with -6",
+        "last": "",
+    }
+    assert log.rows["last"].seconds == (1.0,)
+    assert [sentence.partition(":")[0] for sentence in said] == ["hangs", "crashes"]
 
 
 def test_the_batch_fills_the_memory(monkeypatch):

@@ -44,6 +44,15 @@ def test_what_is_not_known_keeps_its_text():
     assert explain(KeyError()) == "KeyError: "
 
 
+def test_a_save_that_takes_too_long_is_told_what_governs_it():
+    error = RuntimeError("the barrier")
+    error.__cause__ = TimeoutError("ChainedFuture completed 3/4 futures")
+    assert str(cannot_write(Path("/run/7"), error)).startswith(
+        "checkpoint /run/7 was not saved: it was not written in time; see that all processes can "
+        "write there, or give a slow disk more time (config.watch.stall_seconds"
+    )
+
+
 def run_worker(folder, size, *before):
     """Saves a small, two large and a small state in a process of its own."""
     done = subprocess.run(

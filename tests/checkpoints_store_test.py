@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from manualpar.checkpoints import CheckpointError, Checkpoints
+from manualpar.checkpoints import CheckpointError, Checkpoints, store
+from manualpar.checkpoints.folders import open_folder
 from manualpar.checkpoints.saved_state import OrbaxFiles
 from tests.checkpoints_worker import shared_program, state_of_step, train
 
@@ -222,6 +223,12 @@ def test_going_on_from_an_earlier_one_sets_the_later_aside(program, state, tmp_p
     assert names == {"1", "4", "5", "3.superseded-1", "5.superseded-1"}
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_limit_is_a_positive_number(seconds, tmp_path):
+    with pytest.raises(ValueError, match=r"seconds=.*, expected a positive, finite number"):
+        Checkpoints(tmp_path, seconds=seconds)
+
+
 def test_wrong_arguments(tmp_path, program):
     for name, value in (("keep", 0), ("keep", True), ("keep_every_steps", -1)):
         with pytest.raises(ValueError, match=f"{name}={value}, expected an integer, at least"):
@@ -302,6 +309,40 @@ def fail_to_sync(monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("manualpar.checkpoints.manifest.os.fsync", fsync)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_process_that_sees_another_folder_is_named_before_anything_is_saved(
+    process, is_shared, tmp_path, monkeypatch
+):
+    """Two processes in one: what one of them gathers comes from a list."""
+    mine = tmp_path / "mine"
+    with Checkpoints(mine) as checkpoints:
+        theirs = open_folder(mine if is_shared or process == 0 else tmp_path / "theirs")
+        failure = "" if is_shared else "checkpoints cannot be saved: process 1 on hB does not"
+        if process:
+            mark = theirs.mark()
+            monkeypatch.setattr(store, "from_first", lambda value: [mark, "", "hA"])
+            monkeypatch.setattr(store, "first_failure", lambda failure: failure)
+        else:
+            monkeypatch.setattr(store, "from_first", lambda value: value)
+            monkeypatch.setattr(store, "first_failure", lambda own: own or failure)
+        monkeypatch.setattr("manualpar.checkpoints.folders.SEEN_SECONDS", 0.1)
+        monkeypatch.setattr(store.jax, "process_count", lambda: 2)
+        monkeypatch.setattr(store.jax, "process_index", lambda: process)
+        if is_shared:
+            checkpoints.check_shared()
+        else:
+            with pytest.raises(CheckpointError, match=r"cannot be saved: process 1 on .* does not"):
+                checkpoints.check_shared()
+        if process and is_shared:
+            theirs.unmark(mark)
+        elif process:
+            assert not mine.exists()
+        monkeypatch.undo()
+    if mine.exists():
+        assert list(mine.iterdir()) == []
 
 
 def test_the_folder_cannot_be_listed(tmp_path):

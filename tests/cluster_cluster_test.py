@@ -166,6 +166,26 @@ def test_alone_sigterm_is_a_request_to_stop(capfd):
     assert "a second SIGTERM ends this process" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_after_all_is_saved_a_sigterm_changes_nothing(num_processes, capfd):
+    """Schedulers send it to those that are left when the first process has ended."""
+    before = signal.getsignal(signal.SIGTERM)
+    cluster = Cluster(num_processes=num_processes)
+    try:
+        with cluster.stop_on_sigterm():
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not cluster.should_stop(1):
+                pass
+            cluster.nothing_to_lose()
+            os.kill(os.getpid(), signal.SIGTERM)
+        # Several processes can only end now. One may be a notebook's.
+        is_ignored = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        assert is_ignored == (num_processes > 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capfd.readouterr().err.count("SIGTERM: stopping") == 1
+
+
 def test_alone_an_error_is_ones_own():
     cluster = Cluster()
     error = jax.errors.JaxRuntimeError("Connection reset")

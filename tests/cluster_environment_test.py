@@ -66,3 +66,19 @@ def test_who_the_processes_are(given, environment, place):
 def test_what_does_not_fit_is_refused(given, environment, message):
     with pytest.raises(ValueError, match=message):
         find_assignment(*given, environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "evidence"),
+    [
+        (SLURM, "SLURM_NTASKS=2"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE=4"),
+        ({"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "3"}, "JOB_COMPLETION_INDEX=3"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_HOSTNAMES=a,b"),
+        ({"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, "TPU_PROCESS_ADDRESSES=a:1,b:1"),
+        ({"MEGASCALE_NUM_SLICES": "2"}, "MEGASCALE_NUM_SLICES=2"),
+    ],
+)
+def test_what_says_that_there_are_several_is_kept_for_an_error(environment, evidence):
+    assert find_assignment(None, None, None, environment).evidence == evidence
+    assert find_assignment("auto", None, None, environment).evidence == "--coordinator_address=auto"

@@ -3,6 +3,9 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
+import json
+import re
 import resource
 import socket
 import threading
@@ -13,7 +16,7 @@ import pytest
 from manualpar.cluster import DisagreementError
 from manualpar.cluster.channel import Channel, knock
 from manualpar.cluster.hub import MAX_STRANGERS, Hub
-from manualpar.cluster.lost import Pace
+from manualpar.cluster.lost import Pace, Progress
 from manualpar.cluster.messages import Terms
 from manualpar.cluster.startup import listen, split_address
 from manualpar.cluster.stopping import StopGate
@@ -170,6 +173,111 @@ def test_no_stranger_stops_the_hub(connect):
     meeting.join(1)
     meeting.end()
     assert not meeting.lost
+
+
+def beat(**changes):
+    """A beat whose progress has other fields."""
+    progress = dataclasses.asdict(Progress()) | changes
+    return framed(json.dumps({"kind": "beat", "progress": progress}).encode())
+
+
+NONSENSE = [
+    framed(b"null"),
+    framed(b"[" * 4000),
+    b"\xff" * 8,  # Longer than any message.
+    framed(b"{}"),
+    framed(b'{"kind":[]}'),
+    framed(b'{"kind":"no such kind","value":1}'),
+    framed(b'{"kind":"failed"}'),
+    framed(b'{"kind":"held","value":"many"}'),
+    framed(b'{"kind":"held","value":true}'),
+    framed(b'{"kind":"facts","value":[]}'),
+    framed(b'{"kind":"facts","value":{"seed":1}}'),
+    framed(b'{"kind":"beat"}'),
+    framed(b'{"kind":"beat","progress":{}}'),
+    beat(count="1"),
+    beat(stuck=None),
+    beat(step=1.5),
+    beat(more=1),
+    beat(longest=10**400),
+    framed(beat()[4:].replace(b"0.0", b"1e999")),  # Python takes it for infinity.
+]
+
+
+@pytest.mark.parametrize("said", NONSENSE)
+def test_a_process_that_talks_nonsense_is_lost_in_a_sentence(said, capfd):
+    meeting = Meeting(2)
+    meeting.join(0)
+
+    async def talk():
+        _, writer, _ = await knock(
+            ["127.0.0.1"], meeting.port, dataclasses.replace(meeting.terms, process=1)
+        )
+        writer.write(said)
+        assert meeting.channels[0].is_over.wait(HANG_SECONDS)
+        writer.close()
+
+    asyncio.run(talk())
+    meeting.hub.thread.join(HANG_SECONDS)
+    assert re.fullmatch(
+        r"process 1 on \S+ \(pid \d+\) was lost: it sent what no process of this run sends",
+        str(meeting.lost[0]),
+    )
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b'{"kind":"stop"}', b'{"kind":"lost"}', b'{"kind":[]}', b'{"kin":1}', b"null", b"[" * 99],
+)
+def test_a_hub_that_talks_nonsense_is_lost_in_a_sentence(said, capfd):
+    lost, admitted = [], b'{"kind":"admitted","host":"h","pid":7}'
+    with listen("127.0.0.1:0") as listener:
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(framed(b'{"challenge":"c"}'))
+                connection.recv(4096)
+                connection.sendall(framed(admitted) + framed(said))
+                while connection.recv(4096):
+                    pass
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        channel = Channel(
+            ["127.0.0.1"],
+            listener.getsockname()[1],
+            Terms(1, 2, "", 30.0, HANG_SECONDS),
+            gate=StopGate(),
+            pace=Pace(),
+            on_loss=lost.append,
+        )
+        assert channel.is_over.wait(HANG_SECONDS)
+        thread.join(HANG_SECONDS)
+    (loss,) = lost
+    assert str(loss) == (
+        "process 0 on h (pid 7) was lost: it sent what no process of this run sends"
+    )
+    assert not capfd.readouterr().err
+
+
+def test_a_process_that_cannot_get_memory_says_so_and_ends_all(monkeypatch):
+    """Its main thread may wait for a thread that had no memory to begin with."""
+    monkeypatch.setattr("manualpar.cluster.channel.SHORT_OF_MEMORY_SECONDS", 0.3)
+    meeting = Meeting(2, timeout_seconds=1.0)
+    meeting.join_all()
+
+    def refuse(*_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("manualpar.cluster.channel.mmap.mmap", refuse)
+    for channel in meeting.channels.values():
+        assert channel.is_over.wait(HANG_SECONDS)
+    for loss in meeting.lost.values():
+        assert loss.is_failure
+        assert "failed: it cannot get memory; give it more" in str(loss)
+    assert set(meeting.lost) == {0, 1}
 
 
 def test_a_crowd_of_strangers_keeps_nobody_out(connect):

@@ -1,5 +1,8 @@
 """Who is hung, on clocks that are turned by hand."""
 
+import dataclasses
+import json
+
 import pytest
 
 from manualpar.cluster.lost import (
@@ -9,6 +12,7 @@ from manualpar.cluster.lost import (
     Pace,
     Progress,
     find_hung,
+    parse_progress,
 )
 
 TIMEOUT = 10.0
@@ -22,8 +26,8 @@ class Watched:
         self.pace = Pace(get_time=lambda: clock[0])
         self.since = clock[0]
 
-    def enter(self, phase):
-        self.pace.enter(phase)
+    def enter(self, phase, **limits):
+        self.pace.enter(phase, **limits)
         self.since = self.clock[0]
 
     def progress(self):
@@ -38,11 +42,11 @@ class Run:
         self.clock = [100.0]
         self.processes = [Watched(self.clock) for _ in range(count)]
 
-    def go_on(self, phase, seconds=0.0, *, but=()):
+    def go_on(self, phase, seconds=0.0, *, but=(), **limits):
         """All but some enter a phase, and time passes."""
         for number, process in enumerate(self.processes):
             if number not in but:
-                process.enter(phase)
+                process.enter(phase, **limits)
         self.clock[0] += seconds
 
     def train(self, steps, seconds=1.0):
@@ -110,6 +114,37 @@ def test_what_has_hardly_been_done_may_take_much_longer(times):
     process, reason = run.hung()
     assert process == 2
     assert "(saving)" in reason
+
+
+def test_a_first_save_that_nobody_comes_out_of_has_a_limit():
+    run = Run()
+    run.train(10)
+    run.go_on("saving in /runs/1", 2000.0, limit=2000.0)
+    assert run.hung() is None
+    run.clock[0] += 1.1
+    assert run.hung() == (
+        None,
+        "none has made progress for 2001 s, all are saving in /runs/1",
+    )
+
+
+def test_what_a_process_says_of_itself_is_understood():
+    pace = Pace()
+    pace.enter("saving", limit=600)  # Whole numbers too.
+    pace.at_step(3)
+    assert parse_progress(json.loads(json.dumps(dataclasses.asdict(pace.progress())))).limit == 600
+
+
+def test_a_disk_may_become_slower_than_it_was_up_to_the_limit():
+    run, waiting = Run(), {"limit": 2000.0, "varies": True}
+    for _ in range(2 * KNOWN_AFTER):
+        run.train(2)
+        run.go_on("waiting for the disk", 1.0, **waiting)
+    run.train(2)
+    run.go_on("waiting for the disk", 2000.0, **waiting)
+    assert run.hung() is None, "a slow disk was taken for a process that hangs"
+    run.clock[0] += 1.1
+    assert run.hung() is not None
 
 
 def test_all_that_compile_for_hours_are_not_hung():

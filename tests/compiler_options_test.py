@@ -27,7 +27,7 @@ OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
         (V5E, [256], GATHER),
         (V5E, [257], ""),
         (V5E, [4, 64], ""),
-        (V5P, [128], "xla_enable_async_all_gather"),
+        (V5P, [128], f"{OFFLOAD}_all_gather"),
         (V5P, [16], f"{OFFLOAD}_nd_reduce_scatter"),
         (V5P, [129], ""),
         (V6E, [8], f"{OFFLOAD}_all_reduce"),
@@ -101,10 +101,38 @@ def test_options_that_the_compiler_refuses_are_left_out_and_it_is_said(devices8)
     assert str(kept).startswith(
         "the compiler's own (TPU v5 lite, gradients over 8 devices; refused: "
     )
-    assert f"No such compile option: '{WINDOWS}'" in str(kept)
+    assert str(kept).count(f"No such compile option: '{WINDOWS}'") == 1
+    assert str(kept).count("No such compile option: 'xla_tpu_rwb_fusion'") == 1
     known = ChosenOptions({"xla_cpu_enable_fast_math": False}, "why")
     assert keep_if_known(known, devices8[0]) == known
     assert keep_if_known(ChosenOptions(), devices8[0]) == ChosenOptions()
+
+
+def test_an_option_that_is_refused_takes_no_other_with_it(devices8):
+    fast, width = {"xla_cpu_enable_fast_math": False}, {"xla_cpu_prefer_vector_width": "256"}
+    kept = keep_if_known(ChosenOptions(fast | {WINDOWS: "true"} | width, "why"), devices8[0])
+    assert kept.options == fast | width
+    assert kept.why.startswith(f"why; refused: {WINDOWS} (")
+
+
+def test_of_two_that_are_refused_together_the_first_stays(devices8, monkeypatch):
+    """As newer compilers for v5p refuse two options, of which they take each alone."""
+
+    def refuse(options, device):
+        return "unsafe together" if {"a", "b"} <= options.keys() else ""
+
+    monkeypatch.setattr("manualpar.compiler_options._refusal", refuse)
+    kept = keep_if_known(ChosenOptions({"a": "1", "b": "1", "c": "1"}, "why"), devices8[0])
+    assert kept == ChosenOptions({"a": "1", "c": "1"}, "why; refused: b (unsafe together)")
+
+
+def test_no_choice_has_what_a_compiler_calls_unsafe():
+    """libtpu 0.0.52 says of both on v5p: might lead to incorrect results, hang."""
+    pair = {
+        "xla_enable_async_all_gather",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+    }
+    assert not any(pair <= choice.options.keys() for choice in CHOICES)
 
 
 def test_a_step_is_compiled_with_them(devices8):

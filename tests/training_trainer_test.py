@@ -106,6 +106,7 @@ class FakeCheckpoints:
     def __init__(self, log) -> None:
         self.saved: list[tuple[int, dict]] = []
         self.folder = Path("run") / "checkpoints"
+        self.longest_save = 600.0
         self._log = log
 
     def save(self, program, state, *, step, extra, metrics):
@@ -427,21 +428,24 @@ def test_every_process_goes_through_the_same_phases_and_is_watched_no_more_at_th
     for profile in (range(0), range(90, 91)):
         run = Run(num_steps=2, eval_every_steps=2, save_every=1, profile=profile)
         phases = []
-        run.cluster.enter = phases.append
+        run.cluster.enter = lambda phase, *, into=phases, **_: into.append(
+            phase.split(" in run")[0]
+        )
         run()
         entered.append(phases)
     step = ["reading a batch", "in a step", "between two steps"]
+    save = ["waiting for the checkpoint that was saved last", "saving"]
     evaluation = ["evaluating"] * 3  # Two batches.
     test = ["evaluating"] * 3
     assert entered[0] == [
         *evaluation,
         "between two steps",
         *step,
-        "saving",
+        *save,
         *step,
         *evaluation,
         "between two steps",
-        "saving",
+        *save,
         *test,
         "finishing",
         "",

@@ -56,6 +56,25 @@ def test_the_second_is_refused_and_told_who_is_there(tmp_path, monkeypatch):
                 pass
 
 
+def test_a_lock_whose_file_was_deleted_is_taken_again_or_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr("manualpar.storage.file_lock.DYING_SECONDS", 0.1)
+    in_use = "is in use by another run"
+    with lock_workdir(tmp_path, report=no_report) as check:
+        check()
+        (tmp_path / LOCK_FILE).unlink()
+        check()
+        with pytest.raises(UsageError, match=in_use), lock_workdir(tmp_path, report=no_report):
+            pass
+        (tmp_path / LOCK_FILE).unlink()
+        lost = rf"{LOCK_FILE} was deleted while this run had its lock: .* {in_use}: process"
+        with lock_workdir(tmp_path, report=no_report):
+            for _ in range(2):
+                with pytest.raises(WriteError, match=lost):
+                    check()
+            owner = (tmp_path / LOCK_FILE).read_bytes()
+        assert owner, "who has the lock was wiped out"
+
+
 # Holds the lock, as do, if it is inherited, a copy of the process and a program that it starts.
 HOLDER = """
 import os, subprocess, sys, time

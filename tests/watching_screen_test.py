@@ -165,6 +165,17 @@ def test_the_time_that_remains_counts_the_steps_of_this_run_alone(first_step, se
     assert remaining == pytest.approx(seconds * (960 - first_step), abs=1)
 
 
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_RANK", "PMI_RANK"])
+def test_under_mpirun_there_are_plain_lines(variable, monkeypatch):
+    """It gives a process a terminal that nobody sees."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert make_console().is_terminal
+    monkeypatch.setenv(variable, "0")
+    console = make_console()
+    assert not console.is_terminal
+    assert console.width == LOG_WIDTH
+
+
 def test_only_process_0_shows_something(capsys):
     for process in (0, 1):
         console = make_console(process=process)

@@ -62,19 +62,22 @@ def test_a_first_step_that_never_ends_is_reported_as_soon_as_any_other():
     assert watched.said() == ["stall: no step for 10 s, since the start, the first step included."]
 
 
-def test_a_pause_does_not_count():
+def test_work_between_steps_counts_anew_and_is_named():
     watched = Watched()
     watched.detector.beat(1)
     watched.now += 9
-    with watched.detector.pause(), watched.detector.pause():
-        assert watched.after(1000) == 10
+    with watched.detector.during("saving in /runs/1"):
+        assert watched.after(9) == 1
+        watched.after(1)
+        assert watched.said() == ["stall: no step for 10 s, after step 1, while saving in /runs/1."]
     assert watched.after(9) == 1
     assert watched.said() == []
     watched.after(1)
     assert watched.said() == ["stall: no step for 10 s, after step 1."]
-    with pytest.raises(KeyError), watched.detector.pause():
+    with pytest.raises(KeyError), watched.detector.during("saving"):
         raise KeyError
-    assert watched.after(9) == 1, "a pause that failed went on"
+    watched.after(10)
+    assert watched.said() == ["stall: no step for 10 s, after step 1."]
 
 
 def _wait_for_ever(released: threading.Event) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -95,7 +96,7 @@ def test_an_event_file_that_takes_no_more_is_a_sentence_and_ends_the_run(tmp_pat
     with RunWriter(tmp_path, config={}) as writer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (60, before[1]))
         try:
-            with pytest.raises(WriteError, match="/events: File too large; name another folder"):
+            with pytest.raises(WriteError, match=r"/events\.out\S+: File too large; name another"):
                 writer.write(1, "train", {"loss": 1.0})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -298,6 +299,42 @@ def test_a_full_disk_is_one_sentence_that_names_the_file(tmp_path):
             writer.write(1, "train", {"loss": 1.0}, throughput={"seconds": 1.0})
         writer.write(2, "train", {"loss": 1.0})
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "throughput.jsonl", "events.out.*", ""])
+def test_files_that_are_gone_are_missed_before_anything_is_written_to_them(tmp_path, name):
+    """A deleted file that is open takes every line, and they are gone with the process."""
+    folder = tmp_path / "run"
+    numbers = {"loss": 1.0}, {"seconds": 1.0}
+    with RunWriter(folder, config={}) as writer:
+        writer.write(1, "train", numbers[0], throughput=numbers[1])
+        place = writer.place()
+        if name:
+            (path,) = folder.glob(name)
+            path.unlink()
+        else:
+            shutil.rmtree(folder)
+        what = (
+            rf"{path} was deleted while this run was writing to it; start the same command again"
+            if name
+            else rf"{folder}/metrics.jsonl was deleted with its folder .*; name another folder"
+        )
+        with pytest.raises(WriteError, match=f"^the results cannot be written: {what}"):
+            writer.write(2, "train", numbers[0], throughput=numbers[1])
+    if name:  # Whatever was written is there, so that the run can go on.
+        with RunWriter(folder, config={}, place=place, step=1) as writer:
+            writer.write(2, "train", numbers[0], throughput=numbers[1])
+        assert [record["step"] for record in read_metrics(folder)] == [1, 2]
+
+
+def test_a_file_that_an_editor_has_replaced_is_missed_and_left_as_it_is(tmp_path):
+    with RunWriter(tmp_path, config={}) as writer:
+        writer.write(1, "train", {"loss": 1.0})
+        (tmp_path / "new").write_text("theirs\n")
+        (tmp_path / "new").replace(tmp_path / "metrics.jsonl")
+        with pytest.raises(WriteError, match=r"metrics\.jsonl was replaced by another file while"):
+            writer.place()
+    assert (tmp_path / "metrics.jsonl").read_text() == "theirs\n"
 
 
 def test_a_folder_that_takes_nothing_is_one_sentence(tmp_path):

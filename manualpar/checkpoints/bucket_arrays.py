@@ -39,7 +39,7 @@ from manualpar.untrusted import parse_object
 # tensorstore puts chunks together into objects of about this size, and hashing holds one of them.
 OBJECT_BYTES = 1 << 26
 POLL_SECONDS = 0.2
-# The longest that process 0 waits for the parts of the others after it has written its own.
+# Process 0 waits so long at least for the parts of the others after it has written its own.
 WAIT_SECONDS = 3600.0
 PARALLEL = 8
 HANDLERS = {
@@ -117,19 +117,19 @@ class BucketArrays:
         self._background.shutdown()
 
 
-def complete(path: BucketPath, *, processes: int) -> Files:
+def complete(path: BucketPath, *, processes: int, seconds: float) -> Files:
     """Waits for the parts of all processes and makes one checkpoint of them, without a manifest.
 
     Returns its files. Process 0 calls it, when its own part is written.
     """
     files: Files = {}
-    until = time.monotonic() + WAIT_SECONDS
+    until = time.monotonic() + seconds
     for process in range(processes):
         part = path / _part_name(process)
         while not part.is_file():
             if time.monotonic() > until:
                 raise BucketError(
-                    f"{path}: process {process} has not written its part in {WAIT_SECONDS:.0f} s"
+                    f"{path}: process {process} has not written its part in {seconds:.0f} s"
                 )
             time.sleep(POLL_SECONDS)
         found = parse_object(part.read_bytes())

@@ -48,4 +48,10 @@ def explain(error: BaseException) -> str:
 
 def cannot_write(path: AnyPath, error: BaseException) -> CheckpointError:
     """The error for a checkpoint that was not saved."""
+    if any(isinstance(cause, TimeoutError) for cause in causes(error)):
+        return CheckpointError(
+            f"checkpoint {path} was not saved: it was not written in time; see that all processes "
+            "can write there, or give a slow disk more time (config.watch.stall_seconds, of which "
+            "a save may take twice as much)."
+        )
     return CheckpointError(f"checkpoint {path} was not saved: {explain(error)}.")

@@ -11,6 +11,8 @@ under its own name.
 """
 
 import itertools
+import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -24,12 +26,29 @@ from manualpar.checkpoints.retention import SUPERSEDED, UNFINISHED
 from manualpar.checkpoints.saved_state import OrbaxFiles
 from manualpar.storage import AnyPath, BucketPath
 
+# How long a new file of another host may be invisible, on NFS for example.
+SEEN_SECONDS = 10.0
+
 
 class Folder(Protocol):
-    """A folder of checkpoints. Except for `verify`, process 0 alone calls the methods."""
+    """A folder of checkpoints. Process 0 alone calls most of the methods.
+
+    All processes call `arrays`, `unfinished`, `has_mark` and `verify`.
+    """
+
+    seconds: float  # How long the writing of a checkpoint may take before it is an error.
 
     def arrays(self) -> OrbaxFiles | BucketArrays:
         """What writes and reads the arrays of a checkpoint."""
+
+    def mark(self) -> str:
+        """Makes something to look for and returns its name; '' if all see the same anyway."""
+
+    def has_mark(self, name: str) -> bool:
+        """Whether this process finds what process 0 has made."""
+
+    def unmark(self, name: str) -> None:
+        """Deletes what `mark` has made."""
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, ascending."""
@@ -62,19 +81,41 @@ class Folder(Protocol):
         """Checks one part of a checkpoint's files; a `DamagedError` for the first that differs."""
 
 
-def open_folder(path: AnyPath) -> Folder:
-    """The folder of checkpoints at a path; nothing is created."""
-    return _BucketFolder(path) if isinstance(path, BucketPath) else _LocalFolder(path)
+def open_folder(path: AnyPath, seconds: float = 600.0) -> Folder:
+    """The folder of checkpoints at a path; nothing is created.
+
+    The writing of a checkpoint may take `seconds`, in a bucket an hour at least.
+    """
+    if isinstance(path, BucketPath):
+        return _BucketFolder(path, max(seconds, bucket_arrays.WAIT_SECONDS))
+    return _LocalFolder(path, seconds)
 
 
 class _LocalFolder:
     """A folder on a file system that all processes share; see `retention`."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, seconds: float) -> None:
+        self._path, self.seconds = path, seconds
 
     def arrays(self) -> OrbaxFiles:
-        return OrbaxFiles()
+        return OrbaxFiles(self.seconds)
+
+    def mark(self) -> str:
+        # If this process is killed, the next save deletes it like half a checkpoint.
+        name = f"0{UNFINISHED}-{secrets.token_hex(8)}"
+        (self._path / name).mkdir(parents=True)
+        return name
+
+    def has_mark(self, name: str) -> bool:
+        until = time.monotonic() + SEEN_SECONDS
+        while not (self._path / name).is_dir():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def unmark(self, name: str) -> None:
+        (self._path / name).rmdir()
 
     def steps(self) -> list[int]:
         return retention.list_steps(self._path)
@@ -110,11 +151,20 @@ class _LocalFolder:
 class _BucketFolder:
     """A folder in a bucket: `12/manifest.json` says that the checkpoint of step 12 is complete."""
 
-    def __init__(self, path: BucketPath) -> None:
-        self._path = path
+    def __init__(self, path: BucketPath, seconds: float) -> None:
+        self._path, self.seconds = path, seconds
 
     def arrays(self) -> BucketArrays:
         return BucketArrays()
+
+    def mark(self) -> str:
+        return ""
+
+    def has_mark(self, name: str) -> bool:
+        raise AssertionError("there is none")
+
+    def unmark(self, name: str) -> None:
+        raise AssertionError("there is none")
 
     def steps(self) -> list[int]:
         return sorted(step for step in self._numbers() if self._is_complete(str(step)))
@@ -139,7 +189,7 @@ class _BucketFolder:
     def complete(self, step: int, *, after: int, metrics: Mapping[str, float]) -> None:
         del after
         path, processes = self.unfinished(step), jax.process_count()
-        files = bucket_arrays.complete(path, processes=processes)
+        files = bucket_arrays.complete(path, processes=processes, seconds=self.seconds)
         text = manifest.manifest_text(Manifest(step, manifest.finite(metrics), files))
         (path / MANIFEST).write_bytes(text.encode())
         bucket_arrays.delete_parts(path, processes=processes)

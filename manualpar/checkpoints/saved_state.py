@@ -12,6 +12,7 @@ three.
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,9 @@ def read_extra(path: AnyPath) -> dict[str, JSON]:
 class OrbaxFiles:
     """Writes in the background and reads; raises whatever Orbax and tensorstore raise."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
+        """Makes nothing yet; an error ends the writing of a save that takes more `seconds`."""
+        self._seconds = seconds
         self._made: Any = None
         self._muted = contextlib.ExitStack()
         self._has_failed = False
@@ -157,7 +160,10 @@ class OrbaxFiles:
                     keys=ocp.JsonCheckpointHandler(),
                 ),
                 # So a folder that can't be made is an error here and now, not after a time-out.
-                async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+                async_options=ocp.options.AsyncOptions(
+                    create_directories_asynchronously=False,
+                    timeout_secs=max(1, math.ceil(self._seconds)),
+                ),
             )
         try:
             yield self._made

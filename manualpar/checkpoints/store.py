@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -61,18 +62,29 @@ class Checkpoints:
     best_metric: str = ""  # The metric by which the best one is kept as well; '' for none.
     best_mode: Literal["min", "max"] = "min"  # Whether small or large values are better.
     asynchronous: bool = True  # Whether `save` returns before everything is on the disk.
+    # How long the writing of a save may take, because a process whose disk hangs holds up all. In a
+    # bucket it may take an hour at least.
+    seconds: float = 600.0
 
     def __post_init__(self) -> None:
         path = as_path(self.folder)
         self.folder = path if isinstance(path, BucketPath) else path.absolute()
-        self._place = open_folder(self.folder)
+        if not 0 < self.seconds < float("inf"):
+            raise ValueError(f"seconds={self.seconds!r}, expected a positive, finite number.")
+        self._place = open_folder(self.folder, self.seconds)
         self._retention = Retention(
             self.keep, self.keep_every_steps, self.best_metric, self.best_mode
         )
         self._arrays = self._place.arrays()
+        self._is_shared = False  # Whether all processes are known to see the same folder.
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, concurrent.futures.Future[str]] | None = None
         self._current: int | None = None  # The step that was saved or restored last.
+
+    @property
+    def longest_save(self) -> float:
+        """The seconds after which a save that has not been written is an error."""
+        return self._place.seconds
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, ascending, as process 0 sees them."""
@@ -90,6 +102,38 @@ class Checkpoints:
     def latest_step(self) -> int | None:
         """The newest of `steps`, or None."""
         return max(self.steps(), default=None)
+
+    def check_shared(self) -> None:
+        """Checks that all processes see the folder that process 0 sees, and creates it.
+
+        The first save does so too; a run that checks it before has not trained in vain.
+
+        Raises:
+          CheckpointError: A process does not see it, or it cannot be written to.
+        """
+        if self._is_shared or jax.process_count() == 1:
+            return
+        mark, failure, host = "", "", socket.gethostname()
+        if jax.process_index() == 0:
+            try:
+                mark = self._place.mark()
+            except OSError as error:
+                failure = f"checkpoints in {self.folder} cannot be saved: {explain(error)}."
+        mark, failure, first_host = from_first([mark, failure, host])
+        if mark:
+            if not self._place.has_mark(mark):
+                failure = (
+                    f"checkpoints cannot be saved: process {jax.process_index()} on {host} does "
+                    f"not find in {self.folder} what process 0 on {first_host} has written there; "
+                    "name a folder on a file system that all hosts share, by its whole path."
+                )
+            failure = first_failure(failure)
+            if jax.process_index() == 0:
+                with contextlib.suppress(OSError):  # The next save deletes it.
+                    self._place.unmark(mark)
+        if failure:
+            raise CheckpointError(failure)
+        self._is_shared = True
 
     def save(
         self,
@@ -129,6 +173,7 @@ class Checkpoints:
         self.wait()
         if step == self._current:
             return
+        self.check_shared()
         path = self.folder / str(step)
         after = step - 1 if self._current is None else min(step - 1, self._current)
         failure = self._make_room(step, after=after) if jax.process_index() == 0 else ""

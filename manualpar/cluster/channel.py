@@ -8,6 +8,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import mmap
 import os
 import queue
 import socket
@@ -17,12 +18,30 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from manualpar.cluster.facts import DisagreementError, Facts, announce
-from manualpar.cluster.lost import CLOSED, SILENT, Loss, Pace
-from manualpar.cluster.messages import Hello, Message, Terms, beats, make_hello, receive, send
+from manualpar.cluster.lost import CLOSED, NONSENSE, SILENT, Loss, Pace
+from manualpar.cluster.messages import (
+    Hello,
+    Message,
+    NonsenseError,
+    Terms,
+    beats,
+    make_hello,
+    receive,
+    send,
+)
 from manualpar.cluster.stopping import StopGate
 
 CONNECT_SECONDS = 5.0
 KNOCK_SECONDS = 0.1
+# A process is short of memory if it cannot get so much for so long, whatever its threads wait for.
+LEAST_MEMORY_BYTES = 2**20
+SHORT_OF_MEMORY_SECONDS = 2.0
+
+
+NO_MEMORY = (
+    "it cannot get memory; give it more (`ulimit -v`, the job's limit), or make the model or the "
+    "batch smaller"
+)
 
 
 class Channel:
@@ -101,11 +120,18 @@ class Channel:
             try:
                 while True:
                     self._handle(await receive(reader))
+            except (NonsenseError, KeyError, TypeError, ValueError):
+                lose_hub(NONSENSE)
             finally:
                 lose_hub(CLOSED)
 
-        hearing = asyncio.create_task(hear())
+        hearing, short = asyncio.create_task(hear()), 0.0
         async for awake in beats(self._end, terms.timeout_seconds):
+            before, short = short, 0.0 if _can_get_memory() else short + awake
+            if before <= SHORT_OF_MEMORY_SECONDS < short:
+                # The hub tells all, this process too. Its main thread may wait for ever for a
+                # thread that had no memory to begin with.
+                send(self._writer, {"kind": "failed", "error": NO_MEMORY})
             self._pace.watch(awake)
             progress = dataclasses.asdict(self._pace.progress())
             send(self._writer, {"kind": "beat", "progress": progress})
@@ -140,10 +166,20 @@ class Channel:
             self._finish(Loss(**message))
         elif kind == "end":
             self._finish(None)
+        else:
+            raise NonsenseError
 
     def _finish(self, loss: Loss | None) -> None:
         if not self._end.done():
             self._end.set_result(loss)
+
+
+def _can_get_memory() -> bool:
+    try:
+        mmap.mmap(-1, LEAST_MEMORY_BYTES).close()
+    except (MemoryError, OSError):
+        return False
+    return True
 
 
 async def knock(

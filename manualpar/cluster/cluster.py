@@ -65,8 +65,10 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         self._gate = StopGate()
         self._pace = Pace()
         self._has_failed = False
+        self._has_nothing_to_lose = False
         self._hub: Hub | None = None
         self._channel: Channel | None = None
+        self._ends, self._has_flushed = threading.Event(), threading.Event()
 
     @property
     def is_main(self) -> bool:
@@ -94,24 +96,48 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     def stop_on_sigterm(self) -> Iterator[None]:
         """Within, the first SIGTERM asks all processes to stop; the second ends this one at once.
 
-        Call it in the main thread. The second ends the process with `TERMINATED_EXIT_CODE`.
+        Call it in the main thread. The second ends the process with `TERMINATED_EXIT_CODE`. After
+        `nothing_to_lose`, SIGTERM changes nothing. One of several processes can only end then, so
+        it ignores SIGTERM afterwards too.
         """
 
         def first() -> None:
             announce("SIGTERM: stopping after this step; a second SIGTERM ends this process")
             self.request_stop()
 
-        with on_sigterm(first, lambda: os._exit(TERMINATED_EXIT_CODE)):
+        def second() -> None:
+            os._exit(TERMINATED_EXIT_CODE)
+
+        with on_sigterm(
+            first,
+            second,
+            is_over=lambda: self._has_nothing_to_lose,
+            stays_over=self.num_processes > 1,
+        ):
             yield
 
-    def enter(self, phase: str) -> None:
+    def nothing_to_lose(self) -> None:
+        """Says that all is saved, and this process only has to end, with a code that says so.
+
+        Schedulers send SIGTERM to the processes that are left when the first one has ended. That
+        must not change the exit code any more.
+        """
+        self._has_nothing_to_lose = True
+
+    def enter(self, phase: str, *, limit: float = 0.0, varies: bool = False) -> None:
         """Says what this process does next, so that the others notice when it hangs.
 
         Every process enters the same number of phases in the same order. A process that is behind
         for `timeout_seconds` longer than any phase has taken so far is lost. A call costs a
         microsecond. A phase is such as `"in a step"`; `UNWATCHED` is not watched.
+
+        Args:
+          phase: What it does.
+          limit: How many seconds the phase may take the first times; 0 for ten minutes longer than
+            any phase so far, and for ever if all processes are in it.
+          varies: Whether `limit` always counts, however long phases have taken so far.
         """
-        self._pace.enter(phase)
+        self._pace.enter(phase, limit=limit, varies=varies)
 
     def agree(self, facts: Facts) -> None:
         """Compares facts with those of the other processes, and waits until all have called it.
@@ -190,6 +216,8 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     ) -> None:
         """Joins the hub on one of the hosts, in process 0 its own; only `initialize` calls it."""
         self._hub = hub
+        # It waits from now on, because a process without memory cannot start a thread at its end.
+        threading.Thread(target=self._flush_at_end, name="cluster-flush", daemon=True).start()
         self._channel = Channel(
             hosts, port, terms, gate=self._gate, pace=self._pace, on_loss=self._end_because_of
         )
@@ -200,20 +228,23 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
             time.sleep(OWN_ERROR_SECONDS)
         if self._has_failed:
             return  # The main thread reports its own error and ends the process.
-        if loss.process == self.process_id:
+        is_own_failure = loss.is_failure and loss.process == self.process_id
+        if is_own_failure:
+            announce(str(loss))
+        elif loss.process == self.process_id:
             announce(f"this process was taken for lost by the others: {loss}")
         else:
             announce(f"{loss}; process {self.process_id} ends too")
         if loss.process in (None, self.process_id):
             faulthandler.dump_traceback()  # Where the main thread stands.
-        # Another thread may hold the streams' locks, so this one does not wait for them.
-        flushing = threading.Thread(target=_flush, daemon=True)
-        flushing.start()
-        flushing.join(FLUSH_SECONDS)
-        os._exit(LOST_PROCESS_EXIT_CODE)
+        self._ends.set()
+        self._has_flushed.wait(FLUSH_SECONDS)
+        os._exit(FAILED_EXIT_CODE if is_own_failure else LOST_PROCESS_EXIT_CODE)
 
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # Closed, or nobody reads it any more.
-            stream.flush()
+    def _flush_at_end(self) -> None:
+        """Flushes the streams in a thread of its own, because another may hold their locks."""
+        self._ends.wait()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # Closed, or nobody reads it any more.
+                stream.flush()
+        self._has_flushed.set()

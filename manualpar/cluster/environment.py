@@ -29,6 +29,8 @@ class Assignment:
     # Whether this process is to see all devices of its host. Otherwise JAX chooses: in Slurm and
     # Open MPI one device a process.
     sees_all_devices: bool
+    # What says that there are several processes, if JAX is to find them.
+    evidence: str = dataclasses.field(default="", compare=False)
 
 
 def find_assignment(
@@ -43,7 +45,11 @@ def find_assignment(
       ValueError: Only some of what is needed is given, or it does not fit together.
     """
     sees_all = "JAX_LOCAL_DEVICE_IDS" not in environment
-    found_by_jax = Assignment(None, None, None, sees_all and _is_alone_on_host(environment))
+    evidence = "--coordinator_address=auto" if coordinator_address == AUTO else ""
+    evidence = evidence or _evidence(environment)
+    found_by_jax = Assignment(
+        None, None, None, sees_all and _is_alone_on_host(environment), evidence
+    )
     if coordinator_address == AUTO:
         if num_processes is not None or process_id is not None:
             raise ValueError(
@@ -69,7 +75,7 @@ def find_assignment(
         if (address or jax_address, count, process) == (None, "1", None):
             return None
         return _check(variables | {COORDINATOR_VARIABLE: address or jax_address}, sees_all)
-    if _is_known_cluster(environment):
+    if evidence:
         return found_by_jax
     if jax_address:
         raise ValueError(
@@ -115,21 +121,23 @@ def _check(given: Mapping[str, str | int | None], sees_all: bool) -> Assignment:
     return Assignment(str(address), count, process, sees_all)
 
 
-def _is_known_cluster(environment: Mapping[str, str]) -> bool:
-    """Whether the environment is that of several processes that JAX can find."""
+def _evidence(environment: Mapping[str, str]) -> str:
+    """The variable that says that this is one of several processes that JAX can find, or ''."""
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
     in_slurm = all(name in environment for name in slurm)
     in_open_mpi = "OMPI_MCA_orte_hnp_uri" in environment
-    # An indexed job; one of a single pod says so with --num_processes=1.
-    in_kubernetes = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys()
-    tpu_hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
-    return (
-        (in_slurm and _number(environment, "SLURM_NTASKS") > 1)
-        or (in_open_mpi and _number(environment, "OMPI_COMM_WORLD_SIZE") > 1)
-        or in_kubernetes
-        or "," in (tpu_hosts or "")
-        or _number(environment, "MEGASCALE_NUM_SLICES") > 1
-    )
+    tpu_hosts = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+    tpu = next((name for name in tpu_hosts if environment.get(name)), "")
+    found = {
+        "SLURM_NTASKS": in_slurm and _number(environment, "SLURM_NTASKS") > 1,
+        "OMPI_COMM_WORLD_SIZE": in_open_mpi and _number(environment, "OMPI_COMM_WORLD_SIZE") > 1,
+        # An indexed job; one of a single pod says so with --num_processes=1.
+        "JOB_COMPLETION_INDEX": {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"}
+        <= environment.keys(),
+        tpu: "," in environment.get(tpu, ""),
+        "MEGASCALE_NUM_SLICES": _number(environment, "MEGASCALE_NUM_SLICES") > 1,
+    }
+    return next((f"{name}={environment[name]}" for name, is_there in found.items() if is_there), "")
 
 
 def _is_alone_on_host(environment: Mapping[str, str]) -> bool:

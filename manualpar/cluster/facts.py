@@ -43,7 +43,7 @@ def describe_differences(facts: Mapping[int, Facts]) -> list[str]:
 
 def announce(sentence: str) -> None:
     """Writes a sentence to standard error, past all buffers and their locks."""
-    os.write(2, f"{sentence}\n".encode())
+    os.write(2, f"{sentence}\n".encode(errors="backslashreplace"))
 
 
 def name_processes(processes: list[int]) -> str:

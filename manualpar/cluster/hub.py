@@ -24,13 +24,23 @@ from collections.abc import Iterable
 from typing import Any
 
 from manualpar.cluster.facts import announce, describe_differences, name_processes
-from manualpar.cluster.lost import CLOSED, SILENT, Loss, Progress, find_hung
+from manualpar.cluster.lost import (
+    CLOSED,
+    NONSENSE,
+    SILENT,
+    Loss,
+    Progress,
+    find_hung,
+    parse_progress,
+)
 from manualpar.cluster.messages import (
     MAX_HELLO_BYTES,
     TOKEN_VARIABLE,
     Message,
+    NonsenseError,
     Terms,
     beats,
+    check_said,
     read_hello,
     receive,
     send,
@@ -136,10 +146,13 @@ class Hub:
                 send(writer, answer)
                 process = message["process"] if answer["kind"] == "admitted" else None
             while process is not None:
-                message = await receive(reader)
-                if not self._end.done():
-                    self._members[process].silence = 0.0
-                    self._handle(process, message)
+                try:
+                    message = await receive(reader)
+                    if not self._end.done():
+                        self._members[process].silence = 0.0
+                        self._handle(process, message)
+                except NonsenseError:  # `_run` closes the connection, so that process 0's is last.
+                    self._lose(process, NONSENSE)
         except OSError:
             pass  # It has closed, or does not speak as a process does.
         finally:
@@ -175,10 +188,14 @@ class Hub:
         return {"kind": "admitted", "host": socket.gethostname(), "pid": os.getpid()}
 
     def _handle(self, process: int, message: Message) -> None:
-        """Does what a process asks for."""
+        """Does what a process asks for; raises a `NonsenseError` if it is not understood."""
+        check_said(message)
         kind = message["kind"]
         if kind == "beat":
-            self._members[process].progress = Progress(**message["progress"])
+            try:
+                self._members[process].progress = parse_progress(message["progress"])
+            except ValueError:
+                raise NonsenseError from None
         elif kind == "failed":
             self._lose(process, message["error"], is_failure=True)
         elif kind == "stop":

@@ -6,13 +6,16 @@ the lowest count is behind, and sooner or later the others wait for it in a coll
 when it has been there for `timeout_seconds` longer than any phase has taken so far in any process.
 
 A phase that was completed fewer than `KNOWN_AFTER` times may become slower than it was, because the
-first steps compile and a save waits for the one before it. It is allowed `FIRST_SECONDS` instead.
+first steps compile. It is allowed `FIRST_SECONDS` instead, or a limit of its own. A phase that
+takes another time whenever it runs, such as waiting for a disk, always has a limit of its own.
 """
 
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from manualpar.cluster.facts import name_processes
 
@@ -21,6 +24,7 @@ FIRST_SECONDS = 600.0
 # Outside the phases that are watched: nothing is expected of a process then.
 UNWATCHED = ""
 CLOSED = "its connection closed"
+NONSENSE = "it sent what no process of this run sends"
 SILENT = "it has been silent for {:g} s"  # It is stopped, or behind a broken network.
 
 
@@ -61,10 +65,27 @@ class Progress:
     count: int = 0  # How many phases it has entered.
     phase: str = UNWATCHED  # The one that it is in.
     is_known: bool = False  # Whether it has completed that phase `KNOWN_AFTER` times.
+    limit: float = 0.0  # How long the phase may take while it is not known; 0 for the usual.
     longest: float = 0.0  # How long its longest phase has taken so far.
     stuck: float = 0.0  # How long it has been in this phase.
     step: int | None = None  # Its last step; `None` before the first.
     step_age: float = 0.0  # How long ago it came to that step.
+
+
+def parse_progress(said: Mapping[str, Any]) -> Progress:
+    """Reads the progress that another process has sent; raises a `ValueError` if it is none."""
+    names = [field.name for field in dataclasses.fields(Progress)]
+    if sorted(said) != sorted(names):
+        raise ValueError(f"the fields are {sorted(said)}, expected {sorted(names)}")
+    progress = Progress(**said)
+    expected = dataclasses.replace(Progress(), step=0 if progress.step is not None else None)
+    for name in names:
+        value = getattr(progress, name)
+        if type(value) is not type(getattr(expected, name)):
+            raise ValueError(f"{name} is {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}")
+    return progress
 
 
 class Pace:
@@ -79,8 +100,8 @@ class Pace:
         self._stuck = (0, 0.0)
         self._progress = Progress()
 
-    def enter(self, phase: str) -> None:
-        """Leaves the phase that this process is in for another."""
+    def enter(self, phase: str, *, limit: float = 0.0, varies: bool = False) -> None:
+        """Leaves the phase that this process is in for another; see `Cluster.enter`."""
         now, earlier = self._get_time(), self._progress
         longest = earlier.longest
         if earlier.phase != UNWATCHED:
@@ -89,7 +110,11 @@ class Pace:
         self._entered_at = now
         # In one assignment, because another thread reads it.
         self._progress = Progress(
-            earlier.count + 1, phase, self._completed[phase] >= KNOWN_AFTER, longest
+            earlier.count + 1,
+            phase,
+            not varies and self._completed[phase] >= KNOWN_AFTER,
+            float(limit),
+            longest,
         )
 
     def at_step(self, step: int) -> None:
@@ -128,12 +153,15 @@ def find_hung(
     behind = {process: one for process, one in processes.items() if one.count == lowest}
     all_equal = len(behind) == len(processes)
     # A process that is ahead has shown that the phase ends. Otherwise it may only be a long one.
-    first = float("inf") if all_equal else max(FIRST_SECONDS, timeout_seconds)
+    first = float("inf") if all_equal else longest + max(FIRST_SECONDS, timeout_seconds)
+
+    def allowed(one: Progress) -> float:
+        return longest + timeout_seconds if one.is_known else one.limit or first
+
     overdue = [
         process
         for process, one in sorted(behind.items())
-        if one.phase != UNWATCHED
-        and one.stuck > longest + (timeout_seconds if one.is_known else first)
+        if one.phase != UNWATCHED and one.stuck > allowed(one)
     ]
     if not overdue or (all_equal and len(overdue) < len(processes)):
         return None

@@ -18,6 +18,7 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator
+from types import NoneType
 from typing import Any
 
 from manualpar.untrusted import parse_object
@@ -29,6 +30,22 @@ MAX_HELLO_BYTES = 4096
 MAX_NAME_CHARACTERS = 255
 
 Message = dict[str, Any]
+# What a process says once it is admitted: the fields of each kind of message, and their types.
+SAID: dict[str, dict[str, type]] = {
+    "beat": {"progress": dict},
+    "failed": {"error": str},
+    "stop": {},
+    "facts": {"value": dict},
+    "held": {"value": int},
+    "done": {"value": NoneType},
+}
+
+
+class NonsenseError(ConnectionError):
+    """The other end sends what no process of a run sends."""
+
+    def __init__(self) -> None:
+        super().__init__("what answers there is no process of this run")
 
 
 def send(writer: asyncio.StreamWriter, message: Message) -> None:
@@ -42,7 +59,8 @@ async def receive(reader: asyncio.StreamReader, *, max_bytes: int = MAX_MESSAGE_
     """Waits for the next message.
 
     Raises:
-      ConnectionError: The connection has ended, or the other end is no process of this run.
+      ConnectionResetError: The connection has ended.
+      NonsenseError: The other end is no process of this run.
       OSError: The connection has failed in another way.
     """
     try:
@@ -53,7 +71,17 @@ async def receive(reader: asyncio.StreamReader, *, max_bytes: int = MAX_MESSAGE_
     except EOFError:
         raise ConnectionResetError("the connection was closed") from None
     except ValueError:
-        raise ConnectionError("what answers there is no process of this run") from None
+        raise NonsenseError from None
+
+
+def check_said(message: Message) -> None:
+    """Raises a `NonsenseError` if no process says this to the hub."""
+    kind = message.get("kind")
+    fields = SAID.get(kind) if isinstance(kind, str) else None
+    if fields is None or any(type(message.get(name)) is not fields[name] for name in fields):
+        raise NonsenseError
+    if kind == "facts" and any(type(value) is not str for value in message["value"].values()):
+        raise NonsenseError
 
 
 async def beats(end: asyncio.Future[Any], timeout_seconds: float) -> AsyncIterator[float]:

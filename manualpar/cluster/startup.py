@@ -14,13 +14,14 @@ import os
 import secrets
 import socket
 import time
+import warnings
 from collections.abc import Mapping
 
 import jax
 
 from manualpar.cluster.agreement import from_first
 from manualpar.cluster.cluster import Cluster
-from manualpar.cluster.environment import Assignment, find_assignment
+from manualpar.cluster.environment import MEND, Assignment, find_assignment
 from manualpar.cluster.facts import Facts, announce
 from manualpar.cluster.hub import Hub
 from manualpar.cluster.messages import TOKEN_VARIABLE, Terms
@@ -139,31 +140,69 @@ def _start_jax(
     timeout_seconds: float,
     start_timeout_seconds: float,
 ) -> None:
-    """Has JAX introduce the processes to each other, and show each other their devices."""
+    """Has JAX introduce the processes to each other, and show each other their devices.
+
+    Raises:
+      ValueError: JAX does not find the processes by itself.
+      ConnectionError: They have not met in time, or cannot.
+      RuntimeError: jax already has its devices.
+    """
     jax.config.update("jax_enable_preemption_service", False)
     is_given = own.coordinator_address is not None
     jax_timeout = math.ceil(timeout_seconds) + JAX_EXTRA_SECONDS
     try:
-        jax.distributed.initialize(
-            own.coordinator_address,
-            own.num_processes,
-            own.process_id,
-            # An empty list restricts nothing, and keeps JAX from choosing one device a process.
-            local_device_ids=[] if own.sees_all_devices else None,
-            cluster_detection_method="deactivate" if is_given else None,
-            initialization_timeout=math.ceil(start_timeout_seconds),
-            heartbeat_timeout_seconds=jax_timeout,
-            shutdown_timeout_seconds=jax_timeout,
-            coordinator_bind_address=bind_address,
-        )
+        with warnings.catch_warnings():
+            # Without the package `kubernetes` JAX warns in several lines; the error says it too.
+            warnings.filterwarnings("ignore", "Kubernetes environment detected")
+            jax.distributed.initialize(
+                own.coordinator_address,
+                own.num_processes,
+                own.process_id,
+                # An empty list restricts nothing, and keeps JAX from choosing one device a process.
+                local_device_ids=[] if own.sees_all_devices else None,
+                cluster_detection_method="deactivate" if is_given else None,
+                initialization_timeout=math.ceil(start_timeout_seconds),
+                heartbeat_timeout_seconds=jax_timeout,
+                shutdown_timeout_seconds=jax_timeout,
+                coordinator_bind_address=bind_address,
+            )
+    except jax.errors.JaxRuntimeError as error:
+        raise _not_met(own, start_timeout_seconds, error) from error
+    except Exception as error:  # Whatever JAX's search for a cluster raises.
+        if is_given or "must be called before" in str(error):
+            raise
+        raise ValueError(
+            f"initialize: {own.evidence} says that this is one of several processes, but JAX does "
+            f"not find the others ({_in_one_line(error)}). {MEND}, in every process. (In "
+            "Kubernetes, JAX finds them itself if jax[k8s] is installed and the pods may be read; "
+            "--num_processes=1 makes each process a run of its own.)"
+        ) from error
+    try:
         jax.devices()
     except jax.errors.JaxRuntimeError as error:
-        who = f"all {own.num_processes} processes" if is_given else "the processes"
+        raise _not_met(own, start_timeout_seconds, error) from error
+    except RuntimeError as error:
+        if "Unable to find address for" not in str(error):
+            raise
+        name = socket.gethostname()
         raise ConnectionError(
-            f"initialize: not {who} met at {own.coordinator_address or 'the coordinator'} within "
-            f"{start_timeout_seconds:g} s; see that all were started, with the same address, which "
-            f"the others can reach ({' '.join(str(error).split())[:300]})"
+            "initialize: the collectives of CPUs (gloo) listen at the address that the name of "
+            f"this host, {name}, stands for, and that is none of this host's "
+            f"({_in_one_line(error)}); mend the line of {name} in /etc/hosts"
         ) from error
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _not_met(own: Assignment, seconds: float, error: Exception) -> ConnectionError:
+    who = f"all {own.num_processes} processes" if own.coordinator_address else "the processes"
+    return ConnectionError(
+        f"initialize: not {who} met at {own.coordinator_address or 'the coordinator'} within "
+        f"{seconds:g} s; see that all were started, with the same address, which the others can "
+        f"reach ({' '.join(str(error).split())[:300]})"
+    )
 
 
 def _meet_before_jax(cluster: Cluster, terms: Terms, address: str, listen_at: str) -> str | None:

@@ -48,8 +48,16 @@ class StopGate:
 
 
 @contextlib.contextmanager
-def on_sigterm(first: Callable[[], None], second: Callable[[], None]) -> Iterator[None]:
+def on_sigterm(
+    first: Callable[[], None],
+    second: Callable[[], None],
+    *,
+    is_over: Callable[[], bool] = lambda: False,
+    stays_over: bool = False,
+) -> Iterator[None]:
     """Within, a thread calls `first` for the first SIGTERM and `second` for every later one.
+
+    Once `is_over`, SIGTERM does nothing any more; with `stays_over` not even afterwards.
 
     Python would run a signal handler in the main thread, which may stand in a compilation or a
     collective, and would run it once for two signals in a row. So Python's C handler writes each
@@ -64,7 +72,7 @@ def on_sigterm(first: Callable[[], None], second: Callable[[], None]) -> Iterato
     def listen() -> None:
         while data := reader.recv(64):
             for number in data:
-                if number == signal.SIGTERM:
+                if number == signal.SIGTERM and not is_over():
                     (calls.pop() if calls else second)()
             if earlier_writer != -1:
                 with contextlib.suppress(BlockingIOError):  # Full: its reader is awake anyway.
@@ -78,7 +86,8 @@ def on_sigterm(first: Callable[[], None], second: Callable[[], None]) -> Iterato
         yield
     finally:
         # None stands for a handler in C, which Python cannot put back.
-        signal.signal(signal.SIGTERM, earlier if earlier is not None else signal.SIG_DFL)
+        after = earlier if earlier is not None else signal.SIG_DFL
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if stays_over and is_over() else after)
         signal.set_wakeup_fd(earlier_writer, warn_on_full_buffer=False)
         writer.close()
         thread.join()

@@ -65,7 +65,7 @@ def hold_file(
             os.close(held.pop())
 
     def check() -> None:
-        if held and not _is_same(held[0], path):
+        if not held or not _is_same(held[0], path):
             close()
             _take(path, folder, held, report)
 
@@ -75,10 +75,10 @@ def hold_file(
         try:
             yield FileLock(is_locked, check)
         finally:
-            if held:  # Otherwise this is a copy of the process, and the lock is not its own.
+            if held:  # Otherwise this is a copy of the process, or the lock is lost.
                 with contextlib.suppress(OSError):
                     os.ftruncate(held[0], 0)
-                    if not remains:
+                    if not remains and _is_same(held[0], path):
                         path.unlink()
     finally:
         close()
@@ -90,19 +90,24 @@ def _take(path: Path, folder: Path, held: list[int], report: Callable[[str], Non
     while True:
         if os.path.lexists(path) and not stat.S_ISREG(mode := os.lstat(path).st_mode):
             raise NotAFileError(f"is {kind_of(mode)}, expected a file")
-        held.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666))
-        is_locked = _lock(held[0], folder, until, report)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            is_locked = _lock(descriptor, folder, until, report)
+        except BaseException:
+            os.close(descriptor)
+            raise
         # Its last owner may have deleted it before it was locked here.
-        if not is_locked or _is_same(held[0], path):
+        if not is_locked or _is_same(descriptor, path):
             break
-        os.close(held.pop())
+        os.close(descriptor)
+    held.append(descriptor)
     owner = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "since": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-    os.ftruncate(held[0], 0)
-    os.write(held[0], json.dumps(owner).encode())
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, json.dumps(owner).encode())
     return is_locked
 
 

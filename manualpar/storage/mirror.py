@@ -77,7 +77,7 @@ def mirrored(
 ) -> Iterator[tuple[Path, Callable[[], None]]]:
     """A local folder to write results of `folder` into, and `publish`.
 
-    Of a local folder it is itself, and `publish` does nothing.
+    Of a local folder it is itself, and `publish` is `check`.
 
     Args:
       folder: Where the results are to be.
@@ -89,7 +89,7 @@ def mirrored(
       BucketError: They cannot be read or written.
     """
     if not isinstance(folder, BucketPath):
-        yield folder, lambda: None
+        yield folder, check
         return
     with tempfile.TemporaryDirectory(prefix="results-") as local:
         if not is_main:

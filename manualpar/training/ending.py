@@ -72,14 +72,16 @@ def end_all(cluster: Cluster, error: Exception) -> None:
         print_error(sentence)
         os._exit(LOST_PROCESS_EXIT_CODE)
     code = exit_code(error)
-    if code == FAILED_EXIT_CODE:
-        traceback.print_exception(error)
-    else:
-        print_error(error)
-    cluster.failed(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    with contextlib.ExitStack() as stack:
+        # Whatever fails on the way, such as printing without memory.
+        stack.callback(os._exit, code)
+        stack.callback(cluster.failed, error)
+        if code == FAILED_EXIT_CODE:
+            traceback.print_exception(error)
+        else:
+            print_error(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def exit_code(error: Exception) -> int:

@@ -65,7 +65,7 @@ def run_command(command: CommandLine) -> int:
     except OSError as error:
         print_error(f"--workdir={flags.workdir} cannot be read: {error}")
         return FILES_EXIT_CODE
-    with cluster, cluster.stop_on_sigterm():
+    with cluster.stop_on_sigterm(), cluster:
         return _run(command, cluster, changes=changes, started=started)
 
 
@@ -82,6 +82,7 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
             for change in changes:
                 print_line(console, change)
             result = run(experiment, workdir, cluster=cluster, console=console)
+            cluster.nothing_to_lose()
     except KeyboardInterrupt:
         print_error(f"interrupted; {remains}{goes_on}")
         return INTERRUPTED_EXIT_CODE

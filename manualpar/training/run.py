@@ -100,6 +100,8 @@ def run(
         _describe(experiment, cluster=cluster, console=console)
         checkpoints = stack.enter_context(open_checkpoints(experiment.config, workdir))
         stack.enter_context(ending_all(cluster))
+        if experiment.config.checkpoint.every_steps:
+            checkpoints.check_shared()
         try:
             target = Target(workdir, folder, publish)
             return _run(experiment, target, checkpoints, cluster=cluster, console=console)

@@ -33,6 +33,7 @@ from manualpar.watching.writers import RunWriter
 # So many rollbacks without a new checkpoint between them, and it is not the data.
 MAX_ROLLBACKS = 3
 BETWEEN_STEPS = "between two steps"
+EXTRA_SECONDS = 30.0
 
 Hook = Callable[[TrainState, Position], None]
 
@@ -179,7 +180,7 @@ class Trainer:
         if config.training.on_nonfinite != "rollback" or not config.checkpoint.every_steps:
             return None
         self.cluster.enter("going back to a checkpoint")
-        with self.recorder.leave_out(), self.detector.pause():
+        with self.recorder.leave_out(), self.detector.during("going back to a checkpoint"):
             self.checkpoints.wait()
             if self.checkpoints.latest_step() is None:
                 return None
@@ -198,7 +199,7 @@ class Trainer:
             self.cluster.enter("comparing replicas")
             jax.block_until_ready(state)
             try:
-                with self.recorder.leave_out(), self.detector.pause():
+                with self.recorder.leave_out(), self.detector.during("comparing replicas"):
                     sentinel.check(state)
             except ReplicaError as error:
                 self.recorder.drain()
@@ -244,12 +245,23 @@ class Trainer:
             self.save(state, position)
         if stops:
             self.recorder.drain()
-            self.checkpoints.wait()
+            self._wait_for_checkpoint()
+            if saves:
+                self.cluster.nothing_to_lose()
             raise StoppedError(step, is_saved=saves)
 
     def _is_due(self, step: int) -> bool:
         every: int = self.experiment.config.checkpoint.every_steps
         return every > 0 and step % every == 0
+
+    def _wait_for_checkpoint(self) -> None:
+        """Waits until the checkpoint that was saved last is on disk, however slow the disk is."""
+        work = f"waiting for the checkpoint that was saved last in {self.checkpoints.folder}"
+        # The checkpoint's own limit comes first, because its error says more.
+        limit = self.checkpoints.longest_save + EXTRA_SECONDS
+        self.cluster.enter(work, limit=limit, varies=True)
+        with self.recorder.leave_out(), self.detector.during(work):
+            self.checkpoints.wait()
 
     def save(self, state: TrainState, position: Position) -> None:
         """Saves a state once everything that is reported of it is on disk.
@@ -260,9 +272,11 @@ class Trainer:
           CheckpointError: This checkpoint or the one before it cannot be written.
           NonFiniteError: A step up to this one was not finite; nothing is saved.
         """
-        self.cluster.enter("saving")
         self.recorder.drain()
-        with self.recorder.leave_out(), self.detector.pause():
+        self._wait_for_checkpoint()
+        work = f"saving in {self.checkpoints.folder}"
+        self.cluster.enter(work, limit=self.checkpoints.longest_save)
+        with self.recorder.leave_out(), self.detector.during(work):
             extra = {
                 "position": position.examples,
                 "config": self.experiment.config.to_dict(),

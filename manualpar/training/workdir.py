@@ -165,6 +165,11 @@ def _compare(
         ) from error
 
 
+def _longest_save(stall_seconds: float) -> float:
+    """How long a save may take: so long that a stall is reported first; a week without reports."""
+    return max(2 * stall_seconds, 600.0) if stall_seconds else 7 * 24 * 3600.0
+
+
 def open_checkpoints(config: ml_collections.ConfigDict, workdir: AnyPath) -> Checkpoints:
     """The checkpoints of a workdir, kept as the config says."""
     checkpoint = config.checkpoint
@@ -174,6 +179,7 @@ def open_checkpoints(config: ml_collections.ConfigDict, workdir: AnyPath) -> Che
         keep_every_steps=checkpoint.keep_every_steps,
         best_metric=checkpoint.best_metric,
         best_mode="max" if checkpoint.best_metric in LARGE_IS_GOOD else "min",
+        seconds=_longest_save(config.watch.stall_seconds),
     )
 
 

@@ -2,6 +2,8 @@
 
 A killed process loses its buffers, and a full disk may take only half of what it is given.
 So lines are appended without a buffer, and a file is replaced by renaming a new one over it.
+A file that is kept open takes lines even after somebody has deleted it. So it is looked for under
+its name before each line.
 """
 
 import contextlib
@@ -52,10 +54,34 @@ def replace_file(path: Path, text: str | bytes) -> None:
         draft.replace(path)
 
 
+def is_in_place(path: Path, opened: os.stat_result) -> bool:
+    """Returns whether a path still leads to the file that was opened there."""
+    try:
+        return os.path.samestat(os.stat(path), opened)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def check_in_place(path: Path, opened: os.stat_result) -> None:
+    """Raises a `WriteError` if a path no longer leads to the file that was opened there."""
+    with explained(path):
+        if is_in_place(path, opened):
+            return
+        what = "was replaced by another file" if os.path.lexists(path) else "was deleted"
+        mend = "start the same command again to go on from the latest checkpoint"
+        if not path.parent.is_dir():
+            what, mend = "was deleted with its folder", "name another folder with --workdir"
+    raise WriteError(
+        f"the results cannot be written: {path} {what} while this run was writing to it; {mend}."
+    )
+
+
 class LineFile:
     """A file of JSON lines to append to, without a buffer. It holds a line whole or not at all.
 
-    Every method raises `WriteError` if the disk refuses.
+    Every method raises `WriteError` if the disk refuses. `append` and `sync` also raise it if the
+    file was deleted or replaced. A deleted one is written again first, if its folder is still
+    there, so that its lines are not lost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,6 +99,7 @@ class LineFile:
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes a line, or nothing if the disk does not take all of it."""
         data = json.dumps(record, allow_nan=False).encode() + b"\n"
+        self._check_in_place()
         with explained(self._path):
             before = os.fstat(self._file.fileno()).st_size
             try:
@@ -85,6 +112,7 @@ class LineFile:
 
     def sync(self) -> int:
         """Waits until everything is on disk; returns the size in bytes."""
+        self._check_in_place()
         with explained(self._path):
             os.fsync(self._file.fileno())
             return os.fstat(self._file.fileno()).st_size
@@ -92,3 +120,14 @@ class LineFile:
     def close(self) -> None:
         """Closes the file; nothing is left to write."""
         self._file.close()
+
+    def _check_in_place(self) -> None:
+        with explained(self._path):
+            opened = os.fstat(self._file.fileno())
+        try:
+            check_in_place(self._path, opened)
+        except WriteError:
+            if self._path.parent.is_dir() and not os.path.lexists(self._path):
+                self._file.seek(0)
+                replace_file(self._path, self._file.read())
+            raise

@@ -5,6 +5,7 @@ number does, and a number that does not fit is left out whole; the files have it
 """
 
 import io
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from manualpar.watching.tables import describe_bytes, print_line
 
+# The variables of processes that Open MPI, or MPICH and its relatives, have started.
+MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 # Tables in a log file get room; a terminal has the width it has.
 LOG_WIDTH = 120
 
@@ -49,7 +52,11 @@ def make_console(*, process: int = 0) -> rich.console.Console:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A text that the terminal cannot show must not end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
-    console = rich.console.Console(highlight=False, quiet=process != 0)
+    # `mpirun` gives processes terminals of their own, and passes on what they print there.
+    is_piped = any(name in os.environ for name in MPI_RANKS)
+    console = rich.console.Console(
+        highlight=False, quiet=process != 0, force_terminal=False if is_piped else None
+    )
     if not console.is_terminal:
         console.width = LOG_WIDTH
     return console

@@ -33,7 +33,7 @@ class StallDetector:
     num_processes: int = 0  # To name those that have made no step.
     get_time: Callable[[], float] = time.monotonic
     _step: int | None = None
-    _pauses: int = 0
+    _work: list[str] = dataclasses.field(default_factory=list)
     _reports: int = 0
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     _stopped: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -52,15 +52,16 @@ class StallDetector:
             self._write(f"stall: over after {silence:.0f} s, at step {step}.\n")
 
     @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Does not count the time within, and counts anew afterwards."""
+    def during(self, work: str) -> Iterator[None]:
+        """Counts anew within, and again afterwards; a report says that `work` is under way."""
         with self._lock:
-            self._pauses += 1
+            self._work.append(work)
+            self._heard_at, self._reports = self.get_time(), 0
         try:
             yield
         finally:
             with self._lock:
-                self._pauses -= 1
+                self._work.pop()
                 self._heard_at, self._reports = self.get_time(), 0
 
     def check(self) -> float:
@@ -69,8 +70,7 @@ class StallDetector:
             return math.inf
         with self._lock:
             step, allowed = self._step, self.seconds
-            if self._pauses:
-                return allowed
+            work = f", while {self._work[-1]}" if self._work else ""
             silence = self.get_time() - self._heard_at
             due = allowed * 2**self._reports
             if silence < due:
@@ -79,7 +79,7 @@ class StallDetector:
                 self._reports += 1
             wait = allowed * 2**self._reports - silence
         since = "since the start, the first step included" if step is None else f"after step {step}"
-        stall = f"stall: no step for {silence:.0f} s, {since}."
+        stall = f"stall: no step for {silence:.0f} s, {since}{work}."
         self._write("\n".join(["", stall, *thread_stacks(), ""]))
         if self.others is not None:
             # This comes last, because what hangs the run may hang this question too, or fail it.

@@ -38,7 +38,13 @@ from tensorboardX.proto.summary_pb2 import Summary
 
 from manualpar.storage import AnyPath
 from manualpar.untrusted import open_file, parse_object, read_file
-from manualpar.watching.durable_files import LineFile, WriteError, explained, replace_file
+from manualpar.watching.durable_files import (
+    LineFile,
+    WriteError,
+    check_in_place,
+    explained,
+    replace_file,
+)
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
@@ -73,7 +79,8 @@ class RunWriter:
     """Writes a run's files into its folder. Use it as a context manager.
 
     Process 0 writes them. On the other processes every method does nothing. Every method raises
-    `WriteError` if the disk is full, or the folder cannot be written to.
+    `WriteError` if the disk is full, or the folder cannot be written to, or if one of the files was
+    deleted or replaced.
     """
 
     def __init__(
@@ -120,6 +127,9 @@ class RunWriter:
         self._events_path = workdir.absolute() / "events"
         with explained(self._events_path):
             self._events = EventsWriter(str(self._events_path), f".{number:04d}")
+            there = workdir.absolute().glob("events.out.tfevents.*")
+            self._events_path = max(there, key=lambda path: path.stat().st_mtime_ns)
+            self._events_opened = os.stat(self._events_path)
         if place is not None:
             self._forget_events(place, step)
         publish()
@@ -189,6 +199,7 @@ class RunWriter:
 
     def _write_event(self, event: Event) -> None:
         event.wall_time = time.time()
+        check_in_place(self._events_path, self._events_opened)
         with explained(self._events_path):
             self._events.write_event(event)
             self._events.flush()
