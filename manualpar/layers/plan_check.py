@@ -23,9 +23,10 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.layers.boundaries import leave
 from manualpar.layers.dense import SplitDense
 from manualpar.layers.plan_calls import PlannedCalls, StyleOf, overridden, replace_features
-from manualpar.layers.plan_styles import Row
+from manualpar.layers.plan_styles import PerDevice, Row
 from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.user_model.paired_programs import (
     CASTS,
@@ -72,7 +73,8 @@ _MENDS: Mapping[Reason, str] = {
     "random": "Have nn.Dropout draw them",
     "reduction": "A norm, a mean or a softmax needs all of it: put it behind a Row",
     "reshape": "A device's part lies apart in it. Keep the split dim in front of those that it is "
-    "merged with: heads before their features, as in reshape(..., -1, head_size)",
+    "merged with: heads before their features, as in reshape(..., -1, head_size), or give the module "
+    "that says how many heads there are the style PerDevice('num_heads')",
     "size": _WHOLE_SIZE,
     "sum": "Have a Row be a product, and a bias, alone",
     "two dims": "Combine no two split dims: one has to be whole, behind a Row",
@@ -104,7 +106,7 @@ def check_on_shards(
         def in_scope(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
             module = context.module
             style = style_of("/".join(module.path)) if module.scope is not None else None
-            if style is None:
+            if style is None or isinstance(style, PerDevice):
                 return intercept(next_fun, args, kwargs, context)
             if isinstance(module, _PRODUCTS):
                 with jax.named_scope(_PLANNED_SCOPE):
@@ -155,7 +157,8 @@ class _WholeCalls:
     def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
         style = self._style_of("/".join(module.path)) if module.scope is not None else None
-        if style is None or "param" in vars(module):
+        is_whole = style is None or isinstance(style, PerDevice)
+        if is_whole or "param" in vars(module):
             return next_fun(*args, **kwargs)
         devices = jax.lax.axis_size(self._axis)
 
@@ -172,8 +175,13 @@ class _WholeCalls:
             if dim is not None:
                 shape[dim] = each(shape[dim])
             like = nn.unbox(module.get_variable("params", name))
-            zeros = jnp.zeros(shape, like.dtype)
-            return cast_to_varying(zeros, varying_axes(like) - {self._axis})
+            if isinstance(style, Row) and name == "bias":  # Zeros on shards too.
+                zeros = jnp.zeros(shape, like.dtype)
+                return cast_to_varying(zeros, varying_axes(like) - {self._axis})
+            # Made of the shard, so that what nn.scan takes out of a loop is the same on shards.
+            entry = like[(0,) * like.ndim]
+            is_varying = self._axis in varying_axes(entry)
+            return jnp.broadcast_to(leave(entry, self._axis) if is_varying else entry, shape)
 
         with overridden(module, param=param), replace_features(module, style, each):
             return next_fun(*args, **kwargs)
