@@ -1,12 +1,12 @@
 """Models that say how many heads they have, in the form of transformers' Flax models."""
 
 import dataclasses
+from contextlib import AbstractContextManager
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -24,6 +24,7 @@ from manualpar import (
     tensor_parallel,
 )
 from manualpar.layers import split_cross_entropy
+from manualpar.layers.plan_sizes import local_sizes
 
 VOCAB = 16
 random = nn.initializers.normal(0.3)
@@ -33,9 +34,9 @@ random = nn.initializers.normal(0.3)
 class Config:
     """The names of transformers."""
 
-    hidden_size: int = 32
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 4
+    hidden_size: int = 48
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 8
     intermediate_size: int = 32
     scan: bool = False
     remat: bool = False
@@ -58,14 +59,14 @@ class BertSelfAttention(nn.Module):
         self.output = dense(self.config.hidden_size)
 
     def _split_heads(self, x: jax.Array) -> jax.Array:
-        return x.reshape(x.shape[:2] + (self.config.num_attention_heads, self.head_dim))
+        return x.reshape((*x.shape[:2], self.config.num_attention_heads, self.head_dim))
 
     def __call__(self, x_BSD: jax.Array, mask: jax.Array) -> jax.Array:
         q, k, v = (self._split_heads(f(x_BSD)) for f in (self.query, self.key, self.value))
         bias = jnp.where(mask, 0.0, -1e9)
         weights = nn.dot_product_attention_weights(q, k, bias=bias)
         y = jnp.einsum("...hqk,...khd->...qhd", weights, v)
-        return self.output(y.reshape(y.shape[:2] + (-1,)))
+        return self.output(y.reshape((*y.shape[:2], -1)))
 
 
 class Conv1D(nn.Module):
@@ -77,7 +78,9 @@ class Conv1D(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.param("kernel", random, (self.features, x.shape[-1]))
         bias = self.param("bias", random, (self.features,))
-        return jax.lax.dot_general(x, kernel.T, (((x.ndim - 1,), (0,)), ((), ()))) + bias[None, None]
+        return (
+            jax.lax.dot_general(x, kernel.T, (((x.ndim - 1,), (0,)), ((), ()))) + bias[None, None]
+        )
 
 
 class GPT2Attention(nn.Module):
@@ -95,10 +98,10 @@ class GPT2Attention(nn.Module):
     def __call__(self, x_BSD: jax.Array, mask: jax.Array) -> jax.Array:
         q, k, v = self.parts(self.c_attn(x_BSD))
         y = nn.dot_product_attention(q, k, v, mask=mask)
-        return self.c_proj(y.reshape(y.shape[:2] + (self.embed_dim,)))
+        return self.c_proj(y.reshape((*y.shape[:2], self.embed_dim)))
 
     def parts(self, qkv: jax.Array) -> list[jax.Array]:
-        shape = qkv.shape[:2] + (self.num_heads, self.head_dim)
+        shape = (*qkv.shape[:2], self.num_heads, self.head_dim)
         return [x.reshape(shape) for x in jnp.split(qkv, 3, axis=2)]
 
 
@@ -106,7 +109,7 @@ class NeoXAttention(GPT2Attention):
     """Makes query, key and value of a head, one head after the other."""
 
     def parts(self, qkv: jax.Array) -> list[jax.Array]:
-        x = qkv.reshape(qkv.shape[:2] + (self.num_heads, 3 * self.head_dim))
+        x = qkv.reshape((*qkv.shape[:2], self.num_heads, 3 * self.head_dim))
         return jnp.split(x, 3, axis=-1)
 
 
@@ -128,7 +131,7 @@ class LlamaAttention(nn.Module):
         self.o_proj = dense(self.embed_dim)
 
     def _split_heads(self, x: jax.Array, num_heads: int) -> jax.Array:
-        return x.reshape(x.shape[:2] + (num_heads, self.head_dim))
+        return x.reshape((*x.shape[:2], num_heads, self.head_dim))
 
     def __call__(self, x_BSD: jax.Array, mask: jax.Array) -> jax.Array:
         q = self._split_heads(self.q_proj(x_BSD), self.num_heads)
@@ -136,7 +139,7 @@ class LlamaAttention(nn.Module):
         v = self._split_heads(self.v_proj(x_BSD), self.num_key_value_heads)
         k, v = (jnp.repeat(x, self.num_key_value_groups, axis=2) for x in (k, v))
         y = nn.dot_product_attention(q, k, v, mask=mask)
-        return self.o_proj(y.reshape(y.shape[:2] + (self.embed_dim,)))
+        return self.o_proj(y.reshape((*y.shape[:2], self.embed_dim)))
 
 
 class CompactAttention(nn.Module):
@@ -166,12 +169,12 @@ class Block(nn.Module):
     def __call__(self, x_BSD: jax.Array, mask: jax.Array) -> tuple[jax.Array, None]:
         config = self.config
         if self.kind == "Compact":
-            attention: Any = CompactAttention(8, config.hidden_size, name="attention")
+            attention: Any = CompactAttention(16, config.hidden_size, name="attention")
         else:
             attention = KINDS[self.kind](config, name="attention")
         x_BSD = x_BSD + attention(nn.LayerNorm(name="norm")(x_BSD), mask)
         if self.kind == "GPT2":
-            up, down = (Conv1D(n, name=f"c_{n}") for n in (64, 32))
+            up, down = (Conv1D(n, name=f"c_{n}") for n in (64, 48))
             return x_BSD + down(nn.gelu(up(x_BSD))), None
         return x_BSD, None
 
@@ -215,7 +218,7 @@ PLANS: Any = {
         "*/output": Row(),
         "h*/attention": PerDevice("config.num_attention_heads"),
     },
-    "GPT2": {"*/c_64": TRANSPOSED, "*/c_32": Row(-1)},
+    "GPT2": {"*/c_64": TRANSPOSED, "*/c_48": Row(-1)},
     "NeoX": {
         "*/c_attn": TRANSPOSED,
         "*/c_proj": Row(-1),
@@ -248,18 +251,137 @@ def loss_fn(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
     return losses.mean(), {"loss": (losses.sum(), losses.size)}
 
 
-@pytest.mark.parametrize(("axes", "sequence", "changes"), [
-    (D24, False, {}),
-    (D24, True, {"remat": True}),
-    (D42, False, {"scan": True}),
-    (D42, True, {"scan": True, "remat": True}),
-])
-@pytest.mark.parametrize("kind", PLANS)
+ALL = {"scan": True, "remat": True}
+CASES: dict[tuple[str, str], Any] = {
+    ("Bert", "plain"): (D24, False, {}),
+    ("Bert", "sequence scan remat"): (D42, True, ALL),
+    ("GPT2", "plain"): (D24, False, {}),
+    ("NeoX", "scan"): (D42, False, {"scan": True}),
+    ("NeoX", "sequence remat"): (D24, True, {"remat": True}),
+    ("Llama", "sequence"): (D24, True, {}),
+    ("Llama", "scan remat"): (D42, False, ALL),
+    ("Compact", "sequence scan"): (D42, True, {"scan": True}),
+    ("Compact", "remat"): (D24, False, {"remat": True}),
+}
+FAST = ("Llama", "sequence")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case == FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_a_model_that_says_how_many_heads_it_has_is_that_of_one_device(
-    devices8: list[jax.Device], kind: str, axes: Any, sequence: bool, changes: Any
+    devices8: list[jax.Device], case: tuple[str, str]
 ) -> None:
     del devices8
-    model = tensor_parallel(Model(kind, Config(**changes)), {**AROUND, **PLANS[kind]}, sequence=sequence)
-    batch = make_batch()
-    program = fsdp(model, optax.sgd(1.0), loss_fn, mesh=make_mesh(axes), batch=batch, min_weight_size=16)
+    axes, sequence, changes = CASES[case]
+    plan, batch = {**AROUND, **PLANS[case[0]]}, make_batch()
+    model = tensor_parallel(Model(case[0], Config(**changes)), plan, sequence=sequence)
+    options: Any = {"mesh": make_mesh(axes), "batch": batch, "min_weight_size": 16}
+    program = fsdp(model, optax.sgd(1.0), loss_fn, **options)
     assert_same_as_one_device(program, batch, jax.random.key(0))
+
+
+def refused(kind: str, expected: str, change: Any, **fields: Any) -> tuple[Any, ...]:
+    plan = {key: style for key, style in {**PLANS[kind], **change}.items() if style is not None}
+    return Model(kind, Config(**fields)), {**AROUND, **plan}, expected
+
+
+KEYS_WHOLE = {"*/[qkv]_proj": None, "*/q_proj": Column()}
+HEADS = "num_heads", "num_key_value_heads"
+AT = "h*/attention"
+REFUSED = {
+    "no style, from the config": refused(
+        "Bert",
+        r"'h_0/attention' .* cannot reshape .*style PerDevice\('config.num_attention_heads'\), by",
+        {AT: None},
+    ),
+    "no style, from setup": refused("Llama", r"the style PerDevice\('num_heads'\), by", {AT: None}),
+    "heads merged to what is whole": refused(
+        "Llama",
+        r"Name in PerDevice the other numbers, such as 'embed_dim'",
+        {AT: PerDevice(*HEADS)},
+    ),
+    "one product for all": refused("GPT2", "applies split along dim 2 of ", PLANS["NeoX"]),
+    "heads do not divide": refused(
+        "Bert",
+        "num_attention_heads is 2, which does not divide over the 4 devices",
+        {},
+        num_attention_heads=2,
+    ),
+    "key heads do not divide": refused(
+        "Llama",
+        "num_key_value_heads is 2, which does not divide",
+        {},
+        num_attention_heads=12,
+        num_key_value_heads=2,
+    ),
+    "key heads whole": refused(
+        "Llama", "q, k, v num_heads must match", {**KEYS_WHOLE, AT: PerDevice("num_heads")}
+    ),
+    "groups for key heads": refused(
+        "Llama",
+        "h_0/attention' .*reshape along dim 3 of",
+        {**KEYS_WHOLE, AT: PerDevice("num_heads", "embed_dim", "num_key_value_groups")},
+        num_key_value_heads=4,
+    ),
+    "no such number": refused(
+        "Bert",
+        "no number num_heads, .* such as head_dim, config.hidden_size",
+        {AT: PerDevice("num_heads")},
+    ),
+    "no number": refused("Bert", "no number query, expected", {AT: PerDevice("query")}),
+    "no such module": refused(
+        "Bert", r"'h\*/attn' .* matches no module, .*'h_1/attention'", {"h*/attn": PerDevice("x")}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_numbers_that_do_not_fit_are_refused(name: str) -> None:
+    model, plan, expected = REFUSED[name]
+    mesh = abstract_mesh(D24, num_devices=8)
+    with pytest.raises(ValueError, match=expected):
+        data_parallel(
+            tensor_parallel(model, plan), optax.sgd(1.0), loss_fn, mesh=mesh, batch=make_batch()
+        )
+
+
+def test_a_share_is_taken_back() -> None:
+    attention = CompactAttention(8, 16)
+    style = PerDevice("num_heads", "features")
+    with local_sizes("here", attention, style, 4):
+        heads = attention.num_heads
+        with local_sizes("here", attention, style, 4):  # A method that another one calls.
+            assert attention.num_heads == 2
+        assert (heads, 16 // heads, 16 / heads, 17 % heads, attention.features) == (2, 2, 2, 1, 4)
+        share: Any = 3 * (heads * 3)
+        assert (share, share.whole) == (18, 72)
+    assert type(attention.num_heads) is int
+    with pytest.raises(RuntimeError):
+        raise_within(local_sizes("here", attention, style, 4))
+    assert attention == CompactAttention(8, 16)
+
+
+def test_names_that_cannot_be_given_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"names=\(\), expected names"):
+        PerDevice()
+    fixed: Any = Fixed()
+    with pytest.raises(ValueError, match="cannot be set in a copy of a Fixed"):
+        raise_within(local_sizes("here", BertSelfAttention(fixed), PerDevice("config.heads"), 4))
+
+
+def raise_within(context: AbstractContextManager[None]) -> None:
+    with context:
+        raise RuntimeError
+
+
+class Fixed:
+    """A config that computes what it is asked for."""
+
+    def __getattr__(self, name: str) -> int:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return 8
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        del name, value

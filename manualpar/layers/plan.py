@@ -226,7 +226,11 @@ def _split_params(planned: TensorParallel, params: Any) -> Any:
         return x if isinstance(x, PlannedParameter) else _split_param(planned, path_name(path), x)
 
     boxed = jax.tree_util.tree_map_with_path(box, params, is_leaf=is_box)
-    parents = {"/".join(parts[:n]) for parts in (m.split("/") for m in modules) for n in range(len(parts) + 1)}
+    parents = {
+        "/".join(parts[:n])
+        for parts in (m.split("/") for m in modules)
+        for n in range(len(parts) + 1)
+    }
     for key, style in planned.plan:
         fitting, kind = modules, "module that has parameters of its own"
         if isinstance(style, PerDevice):

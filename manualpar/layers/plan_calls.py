@@ -17,7 +17,7 @@ from jax.extend.core import get_opaque_trace_state
 from manualpar.core.collectives import varying_axes
 from manualpar.layers.boundaries import enter, has_lost_types, leave
 from manualpar.layers.chunks import LayerOverlap
-from manualpar.layers.plan_sizes import forget_shares, local_sizes, numbers_of_heads
+from manualpar.layers.plan_sizes import forget_shares, local_sizes, numbers_to_name
 from manualpar.layers.plan_styles import Column, PerDevice, Row, Style, Vocab
 from manualpar.layers.ring import enter_ring, gather_matmul, matmul_scatter, whole_sequence
 from manualpar.layers.vocabulary import split_lookup
@@ -219,7 +219,13 @@ class PlannedCalls:
             return self._call_unplanned(where, module, style, next_fun, args, kwargs)
 
     def _call_unplanned(
-        self, where: str, module: nn.Module, style: Style | None, next_fun: Any, args: Any, kwargs: Any
+        self,
+        where: str,
+        module: nn.Module,
+        style: Style | None,
+        next_fun: Any,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         try:
             return next_fun(*args, **kwargs)
@@ -232,9 +238,10 @@ class PlannedCalls:
         except (AssertionError, IndexError, TypeError, ValueError) as error:
             if _is_ours(error):
                 raise
-            mend = self._mend(module, style, str(error))
+            what = str(error).partition("\n")[0].rstrip(".")
             raise ValueError(
-                f"{where} cannot compute with what the plan splits: {error} {mend}"
+                f"{where} cannot compute with what the plan splits: {what}. "
+                f"{self._mend(module, style, what)}"
             ) from error
 
     def _mend(self, module: nn.Module, style: Style | None, error: str) -> str:
@@ -246,17 +253,18 @@ class PlannedCalls:
                 "layers; or say sequence=False."
             )
         if isinstance(style, PerDevice):
-            others = numbers_in(module, error)
+            others = numbers_to_name(module, error)
             such = f", such as {', '.join(map(repr, others))}," if others else ""
             return (
-                f"Name in PerDevice the other numbers that it reshapes by{such} or have it write "
-                "-1 in their place."
+                f"Name in PerDevice the other numbers{such} that count what the plan splits, or "
+                "have the module write -1, or the size of its input, in their place."
             )
-        heads = numbers_of_heads(module)
-        per_device = f"{PerDevice(*heads)} in the plan" if heads else "PerDevice"
+        heads = numbers_to_name(module, error, ("head", "heads"))
+        per_device = f"{PerDevice(*heads)}" if heads else "PerDevice"
         return (
             "Where it says how many heads or features there are, as in a reshape, have it take "
-            f"those of its input, or give it this device's number by the style {per_device}."
+            f"those of its input; or give it the style {per_device}, by which it gets this "
+            "device's share of the number."
         )
 
 

@@ -73,8 +73,8 @@ _MENDS: Mapping[Reason, str] = {
     "random": "Have nn.Dropout draw them",
     "reduction": "A norm, a mean or a softmax needs all of it: put it behind a Row",
     "reshape": "A device's part lies apart in it. Keep the split dim in front of those that it is "
-    "merged with: heads before their features, as in reshape(..., -1, head_size), or give the module "
-    "that says how many heads there are the style PerDevice('num_heads')",
+    "merged with: heads before their features, as in reshape(..., -1, head_size); or give the "
+    "module that says how many heads there are the style PerDevice('num_heads')",
     "size": _WHOLE_SIZE,
     "sum": "Have a Row be a product, and a bias, alone",
     "two dims": "Combine no two split dims: one has to be whole, behind a Row",

@@ -76,15 +76,15 @@ def local_sizes(where: str, module: nn.Module, style: PerDevice, devices: int) -
                 continue
             if not isinstance(whole, int):
                 raise ValueError(
-                    f"{where}: {name} is {whole}, expected a number that the module has when it is "
-                    "called: a field, an attribute that setup sets, or one of these with an "
-                    f"attribute behind a dot{_such_as(numbers_of_heads(module))}."
+                    f"{where}: the module has no number {name}, expected one that it "
+                    "has in a call: a field, an attribute that setup sets, or an entry of one, "
+                    f"such as {', '.join(_numbers(module))}."
                 )
             if whole % devices:
                 raise ValueError(
                     f"{where}: {name} is {whole}, which does not divide over the {devices} devices "
-                    f"of the axis, expected a multiple of {devices}. Use fewer devices along it, or "
-                    "leave this module and those in it out of the plan."
+                    f"of the axis, expected a multiple of {devices}. Use fewer devices along it, "
+                    "or leave this module and those in it out of the plan."
                 )
             field, _, rest = name.partition(".")
             before, share = getattr(module, field), LocalSize(whole // devices, whole)
@@ -110,31 +110,38 @@ def forget_shares(module: nn.Module) -> None:
             object.__setattr__(module, field.name, tuple(whole))
 
 
-def numbers_of_heads(module: nn.Module) -> list[str]:
-    """Names the numbers of a module, or of its config, that count heads by their names."""
-    return [name for name in _numbers(module) if name.endswith(("head", "heads"))]
+def numbers_to_name(module: nn.Module, error: str, suffixes: tuple[str, ...] = ("",)) -> list[str]:
+    """Names the whole numbers of a module, or of its config, to which a failed reshape goes.
 
+    Args:
+      module: The module that reshapes.
+      error: What JAX says, "cannot reshape array of shape (4, 8, 2) into shape (4, 8, 8)".
+      suffixes: Ends of names.
 
-def numbers_in(module: nn.Module, text: str) -> list[str]:
-    """Names the whole numbers of a module, or of its config, that stand in a text."""
-    in_text = set(re.findall(r"\d+", text))
-    found = _numbers(module).items()
-    return [name for name, n in found if str(n) in in_text and not isinstance(n, LocalSize)]
+    Returns:
+      The names, those of the module's own if it has some.
+    """
+    before, _, after = error.partition(" into ")
+    made = {int(n) for n in re.findall(r"\d+", after)} - {
+        int(n) for n in re.findall(r"\d+", before)
+    }
+    found = [
+        name
+        for name, number in _numbers(module).items()
+        if number in made and not isinstance(number, LocalSize) and name.endswith(suffixes)
+    ]
+    return [name for name in found if "." not in name] or found
 
 
 def _numbers(module: nn.Module) -> dict[str, int]:
     found: dict[str, int] = {}
-    owners = {"": module} | {f"{name}.": value for name, value in vars(module).items()}
-    for prefix, owner in owners.items():
-        if not isinstance(owner, nn.Module) or owner is module:
-            values = owner if isinstance(owner, Mapping) else getattr(owner, "__dict__", {})
-            numbers = {k: v for k, v in values.items() if type(v) in (int, LocalSize)}
-            found |= {f"{prefix}{name}": value for name, value in numbers.items()}
+    for name, value in {"": module, **vars(module)}.items():
+        is_config = not isinstance(value, nn.Module | int)
+        if not name or (is_config and not name.startswith("_")):
+            entries = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+            prefix = f"{name}." if name else ""
+            found |= {f"{prefix}{k}": v for k, v in entries.items() if type(v) in (int, LocalSize)}
     return found
-
-
-def _such_as(names: list[str]) -> str:
-    return f", such as {', '.join(names)}" if names else ""
 
 
 def _look_up(owner: Any, name: str) -> Any:
