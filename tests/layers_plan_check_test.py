@@ -133,6 +133,14 @@ OF_A_SEQUENCE = {
         lambda x, tokens: jax.nn.dot_product_attention(*[heads(x)] * 3).reshape(x.shape),
         r"dims \[3, 4\] are both split|dims \[2, 4\]|both split",
     ),
+    "a mask of all": (
+        lambda x, tokens: jnp.where(jnp.ones((1, 8, 1), bool), x, 0),
+        r"Incompatible shapes for broadcasting: .*\. With sequence=True modules",
+    ),
+    "a quarter": (
+        lambda x, tokens: x + 8 % (x.shape[1] // 4),
+        "cannot compute with what the plan splits: .*zero. With sequence=True modules",
+    ),
     "first token": (lambda x, tokens: x + x[:, :1], "slice along dim 1"),
 }
 

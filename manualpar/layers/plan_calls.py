@@ -235,7 +235,7 @@ class PlannedCalls:
                 f"name it: {error} Give it the style Row, if it contracts them, or put a Row "
                 "before it."
             ) from error
-        except (AssertionError, IndexError, TypeError, ValueError) as error:
+        except (ArithmeticError, AssertionError, IndexError, TypeError, ValueError) as error:
             if _is_ours(error):
                 raise
             what = str(error).partition("\n")[0].rstrip(".")
