@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Column, Row, Vocab, abstract_mesh, data_parallel, tensor_parallel
+from manualpar.layers import MoE, SplitDense, enter
 from manualpar.layers.plan import PlannedModel
 from manualpar.sharding.split_parameter import SplitParameter
 
@@ -151,6 +152,24 @@ def test_between_layers_a_sequence_is_split(name: str) -> None:
     check(Net(before=before))
     with pytest.raises(ValueError, match=f"module 'Net.*{expected}"):
         check(Net(before=before), sequence=True)
+
+
+def experts(x: jax.Array, tokens: jax.Array) -> jax.Array:
+    del tokens
+    options: Any = {"num_experts": 4, "mlp_size": 8, "axis": None, "num_shared": 1}
+    return x + nn.remat(MoE)(**options, model_axis="model", sequence=True)(x)
+
+
+def dense(x: jax.Array, tokens: jax.Array) -> jax.Array:
+    del tokens
+    y = SplitDense((8, 16), (None, "model"))(enter(x, "model", 1))
+    return x + SplitDense((16, 8), ("model", None), sequence_dim=1)(y)
+
+
+def test_layers_that_split_sequences_themselves_are_compared_or_refused() -> None:
+    check(Net(before=experts), sequence=True)
+    with pytest.raises(ValueError, match=r"fails: enter: x of shape .*Say verify=False"):
+        check(Net(before=dense), sequence=True)
 
 
 class Product(nn.Module):

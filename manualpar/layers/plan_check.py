@@ -20,6 +20,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.errors import FlaxError
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
@@ -27,6 +28,7 @@ from manualpar.layers.boundaries import leave
 from manualpar.layers.dense import SplitDense
 from manualpar.layers.plan_calls import PlannedCalls, StyleOf, overridden, replace_features
 from manualpar.layers.plan_styles import PerDevice, Row
+from manualpar.linen.linen_model import replace_fields
 from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.user_model.paired_programs import (
     CASTS,
@@ -56,6 +58,7 @@ _LINEAR = frozenset(
     add broadcast_in_dim convert_element_type jit name neg reduce_sum reshape squeeze sub transpose
     """.split()  # noqa: SIM905
 )
+_WHOLE_SEQUENCES = {"sequence": False, "sequence_dim": None, "sequence_parallel": False}
 _WHOLE_SIZE = (
     "Put it behind a Row; a size or a position has to be that of an array that is not split, such "
     "as the tokens"
@@ -125,8 +128,19 @@ def check_on_shards(
         return jax.make_jaxpr(call)(list(itertools.compress(leaves, is_array)))
 
     axis, devices = calls.axis, jax.lax.axis_size(calls.axis)
-    if devices > 1:
-        _compare(trace(calls), trace(_WholeCalls(style_of, axis)), axis, devices, "")
+    if devices == 1:
+        return
+    shards = trace(calls)
+    try:
+        whole = trace(_WholeCalls(style_of, axis))
+    except (FlaxError, TypeError, ValueError) as error:
+        raise ValueError(
+            "tensor_parallel: the model runs on shards, and the call of one device to compare it "
+            f"with fails: {error} Code that calls enter, leave or split_lookup with a sequence_dim "
+            "cannot be compared. Say verify=False, and compare with "
+            "manualpar.assert_same_as_one_device."
+        ) from error
+    _compare(shards, whole, axis, devices, "")
 
 
 def _with_scoped_parameters(module: nn.Module, function: Callable[..., Any]) -> Any:
@@ -157,8 +171,10 @@ class _WholeCalls:
     def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
         style = self._style_of("/".join(module.path)) if module.scope is not None else None
-        is_whole = style is None or isinstance(style, PerDevice)
-        if is_whole or "param" in vars(module):
+        if style is None or isinstance(style, PerDevice):
+            with replace_fields(module, _without_sequence(module)):
+                return next_fun(*args, **kwargs)
+        if "param" in vars(module):  # It calls itself.
             return next_fun(*args, **kwargs)
         devices = jax.lax.axis_size(self._axis)
 
@@ -185,6 +201,13 @@ class _WholeCalls:
 
         with overridden(module, param=param), replace_features(module, style, each):
             return next_fun(*args, **kwargs)
+
+
+def _without_sequence(module: nn.Module) -> dict[str, Any]:
+    """The fields by which a layer of ours, such as `MoE`, splits sequences, with other values."""
+    if type(module).__module__.split(".")[0] != __name__.split(".")[0]:
+        return {}
+    return {name: value for name, value in _WHOLE_SEQUENCES.items() if hasattr(module, name)}
 
 
 def _compare(
