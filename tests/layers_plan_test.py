@@ -171,7 +171,7 @@ def check_exact(
         (make_batch()),
     )
     state = program.init(jax.random.key(0))
-    init = jax.jit(lambda key: model.init({"params": key}, batch.inputs)["params"])
+    init = jax.jit(lambda key: nn.unbox(model.init({"params": key}, batch.inputs)["params"]))
     params = init(jax.random.split(jax.random.key(0))[0])
     before = program.whole(state)["params"]
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(params))
