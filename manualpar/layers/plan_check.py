@@ -29,7 +29,7 @@ from manualpar.layers.dense import SplitDense
 from manualpar.layers.plan_calls import PlannedCalls, StyleOf, overridden, replace_features
 from manualpar.layers.plan_styles import PerDevice, Row
 from manualpar.linen.linen_model import replace_fields
-from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE
+from manualpar.purposes import CONTEXT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.user_model.paired_programs import (
     CASTS,
     check_same_operation,
@@ -47,7 +47,8 @@ from manualpar.user_model.shard_operations import (
 )
 
 _PLANNED_SCOPE = "planned_module"
-_OURS = frozenset({_PLANNED_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE})
+# In the scope of a context axis stands attention, which computes each head for itself.
+_OURS = frozenset({_PLANNED_SCOPE, CONTEXT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE})
 # Modules that are known to be right under any style; others are looked into.
 _PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.Embed, SplitDense)
 _ROW_SCOPE = "planned_row"
@@ -71,6 +72,9 @@ _MENDS: Mapping[Reason, str] = {
     "loop": "Scan over dims that are whole",
     "mixed": "Split both, or neither",
     "pad": "Pad dims that are whole",
+    "parts": "The parts are on different devices. Have one product for each part, such as query, "
+    "key and value, or split each head into its parts, as in reshape(..., num_heads, 3 * "
+    "head_size); or leave the modules before and behind it out of the plan",
     "product": "Give the module that contracts it the style Row",
     "program": "Have the code not depend on sizes of what is split",
     "random": "Have nn.Dropout draw them",
