@@ -121,14 +121,16 @@ def numbers_to_name(module: nn.Module, error: str, suffixes: tuple[str, ...] = (
     Returns:
       The names, those of the module's own if it has some.
     """
-    before, _, after = error.partition(" into ")
-    made = {int(n) for n in re.findall(r"\d+", after)} - {
-        int(n) for n in re.findall(r"\d+", before)
-    }
+    shapes = [part.split(", ") for part in re.findall(r"shape \(([-\d, ]+)\)", error)]
+    if len(shapes) < 2:
+        return []
+    # The dims in front of the split one are those of before.
+    same = [a == b for a, b in zip(*shapes, strict=False)][:-1]
+    made = set(shapes[1][same.index(False) if False in same else len(same) :])
     found = [
         name
         for name, number in _numbers(module).items()
-        if number in made and not isinstance(number, LocalSize) and name.endswith(suffixes)
+        if str(number) in made and not isinstance(number, LocalSize) and name.endswith(suffixes)
     ]
     return [name for name in found if "." not in name] or found
 
