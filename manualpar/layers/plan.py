@@ -3,7 +3,8 @@
 A *plan* says which modules compute with shards of their parameters. Its keys are globs on module
 paths and its values are styles: `Column` modules compute some of the outputs on each device, `Row`
 modules take some of the inputs and their products are summed, `Vocab` modules are embeddings of
-which each device has some rows. As in Megatron-LM (Shoeybi et al.,
+which each device has some rows. A module whose own code says how many heads there are is
+`PerDevice`. As in Megatron-LM (Shoeybi et al.,
 https://arxiv.org/abs/1909.08053), a column is followed by a row, and what lies between them, such
 as attention's heads, is computed in parallel.
 
