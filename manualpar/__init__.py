@@ -25,7 +25,7 @@ from manualpar.finetuning.lora import lora
 from manualpar.finetuning.merging import merge_lora
 from manualpar.finetuning.quantized import quantized
 from manualpar.layers.plan import tensor_parallel
-from manualpar.layers.plan_styles import Column, Row, Vocab
+from manualpar.layers.plan_styles import Column, PerDevice, Row, Vocab
 from manualpar.metrics import print_metrics
 from manualpar.parameter_average import ema_params, params_ema
 from manualpar.pipeline import Pipeline
@@ -43,6 +43,7 @@ from manualpar.whole_batch import gather_examples
 __all__ = [
     "Batch",
     "Column",
+    "PerDevice",
     "Pipeline",
     "Program",
     "Row",

@@ -249,6 +249,12 @@ def test_it_computes_in_the_dtype_of_its_input():
     assert {v.dtype for v in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
 
 
+def test_its_input_may_be_a_numpy_array():
+    layer, x = moe(capacity_factor=None), np.asarray(_input())
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    assert jax.eval_shape(lambda variables: layer.apply(variables, x), variables).shape == x.shape
+
+
 def _trace_gradients(layer, *token_axes):
     mesh, tokens = make_mesh(DATA_EXPERT), P(*token_axes)
     boxed = jax.eval_shape(layer.init, jax.random.key(0), _input())["params"]

@@ -12,8 +12,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Column, Row, Vocab, abstract_mesh, data_parallel, tensor_parallel
+from manualpar.layers import MoE, SplitDense, enter
 from manualpar.layers.plan import PlannedModel
+from manualpar.models import Transformer
 from manualpar.sharding.split_parameter import SplitParameter
+from manualpar.training.cross_entropy import language_model_loss
 
 PLAN = {"embed": Vocab(), "up": Column(), "down": Row()}
 
@@ -98,7 +101,7 @@ WRONG = {
     "summed up": (lambda x: jnp.cumsum(x, -1), "cumsum along dim 2"),
     "turned": (lambda x: x[..., ::-1], "rev along dim 2"),
     "shifted": (lambda x: jnp.roll(x, 1, -1), "slice along dim 2"),
-    "halves": (lambda x: jnp.tile(nn.glu(x), 2), "split along dim 2"),
+    "halves": (lambda x: jnp.tile(nn.glu(x), 2), "split along dim 2 .*parts"),
     "features before heads": (
         lambda x: flat(x.reshape(*x.shape[:2], 4, -1) ** 2),
         r"reshape along dim 2 .* It makes \[2, 8, 4, 8\] .*reshape\(..., -1, head_size\)",
@@ -133,6 +136,14 @@ OF_A_SEQUENCE = {
         lambda x, tokens: jax.nn.dot_product_attention(*[heads(x)] * 3).reshape(x.shape),
         r"dims \[3, 4\] are both split|dims \[2, 4\]|both split",
     ),
+    "a mask of all": (
+        lambda x, tokens: jnp.where(jnp.ones((1, 8, 1), bool), x, 0),
+        r"Incompatible shapes for broadcasting: .*\. With sequence=True modules",
+    ),
+    "a quarter": (
+        lambda x, tokens: x + 8 % (x.shape[1] // 4),
+        "cannot compute with what the plan splits: .*zero. With sequence=True modules",
+    ),
     "first token": (lambda x, tokens: x + x[:, :1], "slice along dim 1"),
 }
 
@@ -143,6 +154,37 @@ def test_between_layers_a_sequence_is_split(name: str) -> None:
     check(Net(before=before))
     with pytest.raises(ValueError, match=f"module 'Net.*{expected}"):
         check(Net(before=before), sequence=True)
+
+
+def experts(x: jax.Array, tokens: jax.Array) -> jax.Array:
+    del tokens
+    options: Any = {"num_experts": 4, "mlp_size": 8, "axis": None, "num_shared": 1}
+    return x + nn.remat(MoE)(**options, model_axis="model", sequence=True)(x)
+
+
+def dense(x: jax.Array, tokens: jax.Array) -> jax.Array:
+    del tokens
+    y = SplitDense((8, 16), (None, "model"))(enter(x, "model", 1))
+    return x + SplitDense((16, 8), ("model", None), sequence_dim=1)(y)
+
+
+def test_layers_that_split_sequences_themselves_are_compared_or_refused() -> None:
+    check(Net(before=experts), sequence=True)
+    with pytest.raises(ValueError, match=r"fails: enter: x of shape .*Say verify=False"):
+        check(Net(before=dense), sequence=True)
+
+
+@pytest.mark.slow
+def test_attention_over_a_context_axis_is_not_refused() -> None:
+    batch = Batch(*(jax.ShapeDtypeStruct((8, 8), "int32") for _ in range(2)))
+    fields: Any = {"vocab_size": 16, "num_layers": 1, "hidden_size": 16, "mlp_size": 32}
+    context: Any = {"context_axis": "context", "context_attention": "gather"}
+    model = Transformer(**fields, num_heads=8, **context)
+    columns = dict.fromkeys(["*/query", "*/key", "*/value"], Column(-2))
+    planned = tensor_parallel(model, {**columns, "*/out": Row(-3)})
+    mesh = abstract_mesh({"data": 2, "context": 2, "model": 2}, num_devices=8)
+    options: Any = {"mesh": mesh, "batch": batch, "context_axis": "context"}
+    data_parallel(planned, optax.sgd(1.0), language_model_loss, **options)
 
 
 class Product(nn.Module):

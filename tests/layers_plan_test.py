@@ -26,7 +26,7 @@ from manualpar import (
     zero,
 )
 from manualpar.inspect import trace_collectives
-from manualpar.layers import split_cross_entropy
+from manualpar.layers import MoE, split_cross_entropy
 from manualpar.models.transformer import Transformer
 from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE, purpose_of
 
@@ -110,6 +110,18 @@ class InSetup(nn.Module):
         return self.table.attend(x_BSD)
 
 
+class WithExperts(nn.Module):
+    """Has experts that know of the axis, and split sequences themselves."""
+
+    @nn.compact
+    def __call__(self, tokens_BS: jax.Array) -> jax.Array:
+        x_BSD = nn.Embed(VOCAB, 16, name="embed")(tokens_BS)
+        x_BSD += nn.Dense(16, name="down")(nn.gelu(nn.Dense(32, name="up")(nn.LayerNorm()(x_BSD))))
+        options: Any = {"axis": None, "model_axis": "model", "sequence": True}
+        x_BSD += MoE(num_experts=4, mlp_size=8, **options)(nn.LayerNorm()(x_BSD))
+        return nn.Dense(VOCAB, name="head")(x_BSD)
+
+
 ATTENTION = {
     "*/attention/query": Column(-2),
     "*/attention/key": Column(-2, shared=True),
@@ -159,7 +171,7 @@ def check_exact(
         (make_batch()),
     )
     state = program.init(jax.random.key(0))
-    init = jax.jit(lambda key: model.init({"params": key}, batch.inputs)["params"])
+    init = jax.jit(lambda key: nn.unbox(model.init({"params": key}, batch.inputs)["params"]))
     params = init(jax.random.split(jax.random.key(0))[0])
     before = program.whole(state)["params"]
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(params))
@@ -214,6 +226,12 @@ CASES = {
         PLAN_OF_OURS,
         D18,
         {},
+    ),
+    "experts": (
+        WithExperts(),
+        {"embed": Vocab(), "up": Column(), "down": Row(), "head": Column()},
+        D24,
+        {"sequence": True},
     ),
     "hsdp": (
         LanguageModel(),

@@ -7,7 +7,7 @@ from manualpar.layers.experts import MoE
 from manualpar.layers.head_loss import head_cross_entropy, head_logits
 from manualpar.layers.plan import TensorParallel, tensor_parallel
 from manualpar.layers.plan_rules import DerivedPlan, plan_from_rules
-from manualpar.layers.plan_styles import Column, Row, Vocab
+from manualpar.layers.plan_styles import Column, PerDevice, Row, Vocab
 from manualpar.layers.ring import enter_ring, gather_matmul, matmul_scatter, whole_sequence
 from manualpar.layers.routing import auxiliary_loss
 from manualpar.layers.vocabulary import split_argmax, split_cross_entropy, split_lookup
@@ -18,6 +18,7 @@ __all__ = [
     "Context",
     "DerivedPlan",
     "MoE",
+    "PerDevice",
     "Row",
     "SplitDense",
     "TensorParallel",

@@ -158,6 +158,7 @@ class MoE(nn.Module):
           axis sums for each sequence, see `places`, `load_balance_loss` and `router_z_loss`.
         """
         _check(self, x_BSD, mask_BS)
+        x_BSD = jnp.asarray(x_BSD)  # Traced indices do not index a NumPy array.
         context = Context(self.context_axis)
         with context.scope():
             return self._compute(x_BSD, mask_BS, context)

@@ -3,7 +3,8 @@
 A *plan* says which modules compute with shards of their parameters. Its keys are globs on module
 paths and its values are styles: `Column` modules compute some of the outputs on each device, `Row`
 modules take some of the inputs and their products are summed, `Vocab` modules are embeddings of
-which each device has some rows. As in Megatron-LM (Shoeybi et al.,
+which each device has some rows. A module whose own code says how many heads there are is
+`PerDevice`. As in Megatron-LM (Shoeybi et al.,
 https://arxiv.org/abs/1909.08053), a column is followed by a row, and what lies between them, such
 as attention's heads, is computed in parallel.
 
@@ -43,7 +44,7 @@ from manualpar.core.partitioning import is_box
 from manualpar.layers.chunks import LAYER_OVERLAPS, LayerOverlap
 from manualpar.layers.plan_calls import PlannedCalls
 from manualpar.layers.plan_check import check_on_shards
-from manualpar.layers.plan_styles import Column, Plan, Row, Style, Vocab
+from manualpar.layers.plan_styles import Column, PerDevice, Plan, Row, Style, Vocab
 from manualpar.linen.linen_model import LinenModel
 from manualpar.sharding.axes import is_axis_bound
 from manualpar.sharding.layout import path_name
@@ -100,7 +101,7 @@ def tensor_parallel(
         raise TypeError(
             f"tensor_parallel: model is {model!r}, expected an instance of a flax.linen.Module."
         )
-    styles = (Column, Row, Vocab)
+    styles = (Column, Row, Vocab, PerDevice)
     if not isinstance(plan, Mapping) or not all(
         isinstance(key, str) and isinstance(style, styles) for key, style in plan.items()
     ):
@@ -226,12 +227,20 @@ def _split_params(planned: TensorParallel, params: Any) -> Any:
         return x if isinstance(x, PlannedParameter) else _split_param(planned, path_name(path), x)
 
     boxed = jax.tree_util.tree_map_with_path(box, params, is_leaf=is_box)
+    parents = {
+        "/".join(parts[:n])
+        for parts in (m.split("/") for m in modules)
+        for n in range(len(parts) + 1)
+    }
     for key, style in planned.plan:
-        if not fnmatch.filter(modules, key):
-            near = difflib.get_close_matches(key, sorted(modules), n=3, cutoff=0.0)
+        fitting, kind = modules, "module that has parameters of its own"
+        if isinstance(style, PerDevice):
+            fitting, kind = parents, "module"
+        if not fnmatch.filter(fitting, key):
+            near = difflib.get_close_matches(key, sorted(fitting), n=3, cutoff=0.0)
             raise ValueError(
-                f"tensor_parallel: the plan's key {key!r} ({style}) matches no module that has "
-                f"parameters of its own, expected one, such as {', '.join(map(repr, near))}."
+                f"tensor_parallel: the plan's key {key!r} ({style}) matches no {kind}, expected "
+                f"one, such as {', '.join(map(repr, near))}."
             )
     return boxed
 
@@ -240,7 +249,7 @@ def _split_param(planned: TensorParallel, path: str, x: Any) -> Any:
     """A parameter as the plan has it: in a box if it is split."""
     module, _, name = path.rpartition("/")
     style = planned.style_of(module)
-    if style is None:
+    if style is None or isinstance(style, PerDevice):
         return x
     value = x
     if isinstance(x, nn.LogicallyPartitioned):  # The plan takes the place of its rules.

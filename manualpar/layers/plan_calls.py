@@ -17,7 +17,8 @@ from jax.extend.core import get_opaque_trace_state
 from manualpar.core.collectives import varying_axes
 from manualpar.layers.boundaries import enter, has_lost_types, leave
 from manualpar.layers.chunks import LayerOverlap
-from manualpar.layers.plan_styles import Column, Row, Style, Vocab
+from manualpar.layers.plan_sizes import forget_shares, local_sizes, numbers_to_name
+from manualpar.layers.plan_styles import Column, PerDevice, Row, Style, Vocab
 from manualpar.layers.ring import enter_ring, gather_matmul, matmul_scatter, whole_sequence
 from manualpar.layers.vocabulary import split_lookup
 from manualpar.linen.linen_model import replace_fields
@@ -45,14 +46,20 @@ class PlannedCalls:
             return next_fun(*args, **kwargs)
         path = "/".join(module.path)
         style = self._style_of(path)
-        if style is None:
-            return self._call_unplanned(module, path, next_fun, args, kwargs)
+        # A module in nn.remat or nn.scan calls the same one without it, which computes.
+        is_lifted = type(module).__module__ == "flax.linen.transforms"
+        is_within = method == "setup" or (is_lifted and method in vars(type(module)))
+        if isinstance(style, PerDevice) and not is_within:
+            return self._call_with_local_sizes(module, path, style, next_fun, args, kwargs)
+        forget_shares(module)
+        kind = type(module).__name__
+        if style is None or isinstance(style, PerDevice):
+            where = f"tensor_parallel: module {path or kind!r} ({kind})"
+            return self._call_unplanned(where, module, None, next_fun, args, kwargs)
         if "param" in vars(module):  # It calls itself.
             return next_fun(*args, **kwargs)
         with self._on_shards(module, style):
-            # A module in nn.remat or nn.scan calls the same one without it, which computes.
-            is_lifted = type(module).__module__ == "flax.linen.transforms"
-            if method == "setup" or (is_lifted and method in vars(type(module))):
+            if is_within:
                 return next_fun(*args, **kwargs)
             where = f"tensor_parallel: module {path!r} ({style})"
             run = {Column: self._column, Row: self._row, Vocab: self._vocab}[type(style)]
@@ -204,24 +211,61 @@ class PlannedCalls:
         with overridden(module, param=param), replace_features(module, style, local):
             yield
 
-    def _call_unplanned(
-        self, module: nn.Module, path: str, next_fun: Any, args: Any, kwargs: Any
+    def _call_with_local_sizes(
+        self, module: nn.Module, path: str, style: PerDevice, next_fun: Any, args: Any, kwargs: Any
     ) -> Any:
-        kind = type(module).__name__
-        where = f"tensor_parallel: module {path or kind!r} ({kind})"
+        where = f"tensor_parallel: module {path!r} ({style})"
+        with local_sizes(where, module, style, jax.lax.axis_size(self.axis)):
+            return self._call_unplanned(where, module, style, next_fun, args, kwargs)
+
+    def _call_unplanned(
+        self,
+        where: str,
+        module: nn.Module,
+        style: Style | None,
+        next_fun: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         try:
             return next_fun(*args, **kwargs)
-        except (AssertionError, TypeError) as error:
-            raise ValueError(
-                f"{where} cannot compute with what the plan splits: {error} Where it says how many "
-                "heads or features there are, as in a reshape, have it take those of its input."
-            ) from error
         except ScopeParamShapeError as error:
             raise ValueError(
                 f"{where} gets a part of the features that it was made for, and the plan does not "
                 f"name it: {error} Give it the style Row, if it contracts them, or put a Row "
                 "before it."
             ) from error
+        except (ArithmeticError, AssertionError, IndexError, TypeError, ValueError) as error:
+            if _is_ours(error):
+                raise
+            what = str(error).partition("\n")[0].rstrip(".")
+            raise ValueError(
+                f"{where} cannot compute with what the plan splits: {what}. "
+                f"{self._mend(module, style, what)}"
+            ) from error
+
+    def _mend(self, module: nn.Module, style: Style | None, error: str) -> str:
+        """What to do about an error that a module raises on shards."""
+        if self._sequence and "reshape" not in error:
+            return (
+                "With sequence=True modules outside of the plan get a part of the positions: make "
+                "masks and positions of the tokens, where the model begins, and give them to the "
+                "layers; or say sequence=False."
+            )
+        if isinstance(style, PerDevice):
+            others = numbers_to_name(module, error)
+            such = f", such as {', '.join(map(repr, others))}," if others else ""
+            return (
+                f"Name in PerDevice the other numbers{such} that count what the plan splits, or "
+                "have the module write -1, or the size of its input, in their place."
+            )
+        heads = numbers_to_name(module, error, ("head", "heads"))
+        per_device = f"{PerDevice(*heads)}" if heads else "PerDevice"
+        return (
+            "Where it says how many heads or features there are, as in a reshape, have it take "
+            f"those of its input; or give it the style {per_device}, by which it gets this "
+            "device's share of the number."
+        )
 
 
 @contextlib.contextmanager
@@ -246,6 +290,15 @@ def replace_features(
     if -style.dim <= len(features):
         features[style.dim] = size(features[style.dim])
     return replace_fields(module, {"features": tuple(features)})
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether an error is a sentence of this package already."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    name = frame.tb_frame.f_globals.get("__name__", "") if frame is not None else ""
+    return isinstance(error, ValueError) and name.split(".")[0] == __name__.split(".")[0]
 
 
 def _is_activation(x: Any) -> bool:

@@ -20,13 +20,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.errors import FlaxError
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.layers.boundaries import leave
 from manualpar.layers.dense import SplitDense
 from manualpar.layers.plan_calls import PlannedCalls, StyleOf, overridden, replace_features
-from manualpar.layers.plan_styles import Row
-from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE
+from manualpar.layers.plan_styles import PerDevice, Row
+from manualpar.linen.linen_model import replace_fields
+from manualpar.purposes import CONTEXT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.user_model.paired_programs import (
     CASTS,
     check_same_operation,
@@ -44,7 +47,8 @@ from manualpar.user_model.shard_operations import (
 )
 
 _PLANNED_SCOPE = "planned_module"
-_OURS = frozenset({_PLANNED_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE})
+# In the scope of a context axis stands attention, which computes each head for itself.
+_OURS = frozenset({_PLANNED_SCOPE, CONTEXT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE})
 # Modules that are known to be right under any style; others are looked into.
 _PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.Embed, SplitDense)
 _ROW_SCOPE = "planned_row"
@@ -55,6 +59,7 @@ _LINEAR = frozenset(
     add broadcast_in_dim convert_element_type jit name neg reduce_sum reshape squeeze sub transpose
     """.split()  # noqa: SIM905
 )
+_WHOLE_SEQUENCES = {"sequence": False, "sequence_dim": None, "sequence_parallel": False}
 _WHOLE_SIZE = (
     "Put it behind a Row; a size or a position has to be that of an array that is not split, such "
     "as the tokens"
@@ -67,12 +72,16 @@ _MENDS: Mapping[Reason, str] = {
     "loop": "Scan over dims that are whole",
     "mixed": "Split both, or neither",
     "pad": "Pad dims that are whole",
+    "parts": "The parts are on different devices. Have one product for each part, such as query, "
+    "key and value, or split each head into its parts, as in reshape(..., num_heads, 3 * "
+    "head_size); or leave the modules before and behind it out of the plan",
     "product": "Give the module that contracts it the style Row",
     "program": "Have the code not depend on sizes of what is split",
     "random": "Have nn.Dropout draw them",
     "reduction": "A norm, a mean or a softmax needs all of it: put it behind a Row",
     "reshape": "A device's part lies apart in it. Keep the split dim in front of those that it is "
-    "merged with: heads before their features, as in reshape(..., -1, head_size)",
+    "merged with: heads before their features, as in reshape(..., -1, head_size); or give the "
+    "module that says how many heads there are the style PerDevice('num_heads')",
     "size": _WHOLE_SIZE,
     "sum": "Have a Row be a product, and a bias, alone",
     "two dims": "Combine no two split dims: one has to be whole, behind a Row",
@@ -104,7 +113,7 @@ def check_on_shards(
         def in_scope(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
             module = context.module
             style = style_of("/".join(module.path)) if module.scope is not None else None
-            if style is None:
+            if style is None or isinstance(style, PerDevice):
                 return intercept(next_fun, args, kwargs, context)
             if isinstance(module, _PRODUCTS):
                 with jax.named_scope(_PLANNED_SCOPE):
@@ -123,8 +132,19 @@ def check_on_shards(
         return jax.make_jaxpr(call)(list(itertools.compress(leaves, is_array)))
 
     axis, devices = calls.axis, jax.lax.axis_size(calls.axis)
-    if devices > 1:
-        _compare(trace(calls), trace(_WholeCalls(style_of, axis)), axis, devices, "")
+    if devices == 1:
+        return
+    shards = trace(calls)
+    try:
+        whole = trace(_WholeCalls(style_of, axis))
+    except (FlaxError, TypeError, ValueError) as error:
+        raise ValueError(
+            "tensor_parallel: the model runs on shards, and the call of one device to compare it "
+            f"with fails: {error} Code that calls enter, leave or split_lookup with a sequence_dim "
+            "cannot be compared. Say verify=False, and compare with "
+            "manualpar.assert_same_as_one_device."
+        ) from error
+    _compare(shards, whole, axis, devices, "")
 
 
 def _with_scoped_parameters(module: nn.Module, function: Callable[..., Any]) -> Any:
@@ -155,7 +175,10 @@ class _WholeCalls:
     def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
         style = self._style_of("/".join(module.path)) if module.scope is not None else None
-        if style is None or "param" in vars(module):
+        if style is None or isinstance(style, PerDevice):
+            with replace_fields(module, _without_sequence(module)):
+                return next_fun(*args, **kwargs)
+        if "param" in vars(module):  # It calls itself.
             return next_fun(*args, **kwargs)
         devices = jax.lax.axis_size(self._axis)
 
@@ -172,11 +195,23 @@ class _WholeCalls:
             if dim is not None:
                 shape[dim] = each(shape[dim])
             like = nn.unbox(module.get_variable("params", name))
-            zeros = jnp.zeros(shape, like.dtype)
-            return cast_to_varying(zeros, varying_axes(like) - {self._axis})
+            if isinstance(style, Row) and name == "bias":  # Zeros on shards too.
+                zeros = jnp.zeros(shape, like.dtype)
+                return cast_to_varying(zeros, varying_axes(like) - {self._axis})
+            # Made of the shard, so that what nn.scan takes out of a loop is the same on shards.
+            entry = like[(0,) * like.ndim]
+            is_varying = self._axis in varying_axes(entry)
+            return jnp.broadcast_to(leave(entry, self._axis) if is_varying else entry, shape)
 
         with overridden(module, param=param), replace_features(module, style, each):
             return next_fun(*args, **kwargs)
+
+
+def _without_sequence(module: nn.Module) -> dict[str, Any]:
+    """The fields by which a layer of ours, such as `MoE`, splits sequences, with other values."""
+    if type(module).__module__.split(".")[0] != __name__.split(".")[0]:
+        return {}
+    return {name: value for name, value in _WHOLE_SEQUENCES.items() if hasattr(module, name)}
 
 
 def _compare(

@@ -194,7 +194,7 @@ def _look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
     # In explicit mode a gather needs the sharding of its result: that of the indices.
     names = jax.typeof(indices).sharding.spec
     spec = PartitionSpec(*names, None) if any(names) else None
-    rows = table.at[indices]
+    rows = jnp.asarray(table).at[indices]
     return rows.get(mode="fill", wrap_negative_indices=False, out_sharding=spec)
 
 

@@ -57,6 +57,7 @@ _MENDS: Mapping[Reason, str] = {
     "loop": _ATTENTION,
     "mixed": _POSITIONS,
     "pad": _POSITIONS,
+    "parts": _POSITIONS,
     "product": _ATTENTION,
     "program": f"The code depends on the length of a sequence. {_POSITIONS}. What knows of the "
     f"axis by itself stands in jax.named_scope({CONTEXT_SCOPE!r})",

@@ -23,6 +23,7 @@ Reason = Literal[
     "loop",
     "mixed",
     "pad",
+    "parts",
     "product",
     "program",
     "random",
@@ -130,8 +131,9 @@ def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None
         dims = dims if isinstance(dims, tuple) else (dims,)
         for dim in set(ins or outs) & set(dims):
             is_reduction = name.startswith(("arg", "reduce"))
+            reason: Reason = "reduction" if is_reduction else "size"
             x = whole.invars[0] if ins else whole.outvars[0]
-            _refuse_dim(name, dim, x, "reduction" if is_reduction else "size")
+            _refuse_dim(name, dim, x, "parts" if name == "split" else reason)
     elif name in _RULES:
         _RULES[name](shards, whole, ins, outs)
     elif name.startswith("reduce_window"):
