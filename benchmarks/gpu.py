@@ -266,6 +266,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if parser.parse_args(argv).tiny:
         parser.set_defaults(**TINY)
     options = parser.parse_args(argv)
+    if options.torch and importlib.util.find_spec("torch") is None:
+        parser.error(f"PyTorch is not installed; {INSTALL}, or --no-torch to go without")
+    if options.torch and options.remat != "none":
+        parser.error(f"--remat is {options.remat}, expected none beside PyTorch, or --no-torch")
     if LOG_VARIABLE not in os.environ:
         command = [
             sys.executable,
@@ -276,10 +280,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             path, show = Path(folder) / "rows.jsonl", functools.partial(print, "  ", flush=True)
             return watch(command, path, seconds=options.row_seconds, report=show)
-    if options.torch and importlib.util.find_spec("torch") is None:
-        parser.error(f"PyTorch is not installed; {INSTALL}, or --no-torch to go without")
-    if options.torch and options.remat != "none":
-        parser.error(f"--remat is {options.remat}, expected none beside PyTorch, or --no-torch")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs some, too.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # JAX takes 75% at most else.
     if jax.default_backend() == "cpu" and not options.tiny:
