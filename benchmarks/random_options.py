@@ -1,0 +1,388 @@
+"""Draws the programs of `random_programs`: each a description, from its number alone.
+
+Four numbers in a row have the model, the loss, the batches and the optimizer in common, so that they
+share what one device says of these. A description holds plain values, and nothing but it decides
+what a program is.
+"""
+
+import math
+import random
+from typing import Any
+
+SHARE = 4
+OPTIMIZERS = (
+    "sgd sgd momentum adamw adamw_masked adam_bf16 lamb lars adafactor muon lion rmsprop adagrad"
+    " multisteps schedule_free schedule apply_if_finite partition inject clip_adaptive linear"
+    " prodigy dowg nadamw noise centralize adan"
+).split()
+# What may be trained of each model; the first globs name nothing that `quantized` encodes.
+TRAINABLE = {
+    "mlp": (["*bias"], ["*head*"], ["*kernel"]),
+    "conv": (["*bias"], ["*kernel"], ["head/*"]),
+    "text": (["*bias", "*scale"], ["*kernel"], ["*up*", "*out*"]),
+    "rnn": (["*bias"], ["*kernel"], ["head/*"]),
+    "transformer": (["*scale"], ["*kernel", "*embedding"], ["*embedding"], ["*attention/*"]),
+    "nnx_mlp": (["*bias"], ["*kernel"], ["head/*"]),
+    "nnx_text": (["*bias", "*scale"], ["*kernel"], ["*embed*", "*up*"]),
+}
+Row = dict[str, Any]
+
+
+def draw(number: int) -> Row:
+    """Returns the description of the program with a number."""
+    row: Row = {"number": number}
+    _draw_model(random.Random(f"model {number // SHARE}"), row)
+    _draw_program(random.Random(f"program {number}"), row)
+    return row
+
+
+def _draw_model(r: random.Random, row: Row) -> None:
+    kind = r.choice(
+        "mlp mlp mlp mlp conv text text text rnn transformer transformer transformer"
+        " transformer transformer nnx_mlp nnx_mlp nnx_text".split()
+    )
+    row["model"], row["data_seed"] = kind, r.randrange(10**6)
+    row["batch"], row["length"] = r.choice((8, 8, 12, 24)), 8
+    row["loss"] = r.choice(("mean", "mean", "masked", "masked", "weights"))
+    row["loss_extras"] = extras = {}
+    extras["decay"] = r.choice((0, 0, 0, 0.01))
+    row["tx"], row["ema"] = r.choice(OPTIMIZERS), r.random() < 0.15
+    row["fields"] = fields = {}
+    dropout = r.choice((0.0,) * 7 + (0.25,))
+    if kind != "transformer":
+        extras["smoothing"], extras["z"] = r.random() < 0.15, r.random() < 0.15
+    if kind == "mlp":
+        fields.update(
+            width=r.choice((6, 8, 9, 16)),
+            depth=r.choice((1, 2, 4)),
+            act=r.choice(("relu", "gelu", "tanh")),
+            bias=r.random() < 0.7,
+            norm=r.choice(("layer", "layer", "none", "batch", "synced")),
+            scan=r.random() < 0.5,
+            remat=r.random() < 0.4,
+            dropout=dropout,
+            annotated=r.random() < 0.15,
+            counts=r.random() < 0.15,
+            penalty=r.random() < 0.15,
+            odd=r.random() < 0.12,
+        )
+        extras["penalty"] = fields["penalty"]
+    elif kind == "conv":
+        fields.update(
+            channels=r.choice((4, 6, 8)),
+            norm=r.choice(("none", "group", "batch", "synced")),
+            dropout=dropout,
+        )
+    elif kind == "text":
+        fields.update(
+            depth=r.choice((1, 2, 2, 2, 4)),
+            tied=r.random() < 0.5,
+            bias=r.random() < 0.6,
+            scan=r.random() < 0.5,
+            remat=r.random() < 0.4,
+            dropout=dropout,
+        )
+    elif kind == "rnn":
+        fields.update(cell=r.choice(("lstm", "gru", "simple")), width=r.choice((6, 8)))
+    elif kind == "nnx_mlp":
+        fields.update(
+            width=r.choice((6, 8, 16)),
+            depth=r.choice((2, 4)),
+            norm=r.choice(("none", "none", "batch", "synced")),
+            scan=r.random() < 0.5,
+            dropout=dropout,
+        )
+    elif kind == "nnx_text":
+        fields.update(tied=r.random() < 0.5, lora=r.random() < 0.4)
+    else:
+        _draw_transformer(r, row, dropout)
+    _draw_tuning(r, row)
+
+
+def _draw_transformer(r: random.Random, row: Row, dropout: float) -> None:
+    fields = row["fields"]
+    fields.update(vocab_size=24, num_layers=r.choice((2, 2, 2, 2, 4)), hidden_size=16, num_heads=4)
+    fields.update(mlp_size=r.choice((16, 24)), scan_layers=r.random() < 0.75, dropout_rate=dropout)
+
+    def maybe(share: float, **values: Any) -> bool:
+        chosen = r.random() < share
+        if chosen:
+            fields.update(values)
+        return chosen
+
+    maybe(0.4, num_kv_heads=r.choice((1, 2)))
+    maybe(0.3, tied_head=True)
+    maybe(0.2, norm_offset=True, scale_embedding=True)
+    maybe(0.2, post_norms=True)
+    maybe(0.2, query_key_norm=True)
+    maybe(0.2, qkv_bias=True)
+    maybe(0.15, rope_scaling=r.choice(("linear", "llama3")), rope_factor=2.0)
+    maybe(0.15, logit_soft_cap=10.0)
+    maybe(0.15, attention_soft_cap=5.0)
+    maybe(0.15, label_smoothing=0.1)
+    maybe(0.15, z_loss=0.01)
+    maybe(0.4, remat=r.choice(("full", "dots")))
+    if maybe(0.25, attention_window=3) and fields["num_layers"] == 4:
+        maybe(0.5, global_every=2, local_rope_base=5000.0)
+    row["with_labels"] = r.random() < 0.5 or bool(
+        fields.get("label_smoothing") or fields.get("z_loss")
+    )
+    row["packed"] = r.random() < 0.35
+    if not row["packed"]:
+        maybe(0.2, bos_token=0)
+    if r.random() < 0.4:
+        fields.update(num_experts=4, experts_per_token=r.choice((1, 2, 3)))
+        fields["capacity_factor"] = r.choice((0.0, 0.6, 1.0, 1.25, 2.0))
+        maybe(0.3, expert_gates="sigmoid")
+        maybe(0.3, normalize_gates=False)
+        maybe(0.2, gate_scale=2.5)
+        maybe(0.2, router_bias=True)
+        if fields["experts_per_token"] < 3:
+            maybe(0.2, expert_groups=2, expert_groups_per_token=1)
+        if maybe(0.3, shared_experts_size=8):
+            maybe(0.5, shared_gate=True)
+        if not fields.get("global_every"):
+            maybe(0.2, dense_layers=1)
+    elif r.random() < 0.2:
+        fields["activation"] = "gelu"
+    maybe(0.3, context_axis="context", context_attention=r.choice(("ring", "ulysses", "gather")))
+    if fields.get("context_axis"):
+        row["length"] = 16
+        fields["num_kv_heads"] = r.choice((0, 2))
+    if maybe(0.45, split_axis="model"):
+        row["split_logits"] = True
+        row["loss_extras"]["decay"] = 0
+        maybe(0.5, sequence_parallel=True)
+        if fields.get("sequence_parallel"):
+            maybe(0.3, overlap="ring")
+    if fields.get("num_experts"):
+        maybe(0.5, expert_axis="expert")
+
+
+def _draw_tuning(r: random.Random, row: Row) -> None:
+    """Adapters, bases in int8, plans and what is trained."""
+    kind, fields = row["model"], row["fields"]
+    if kind == "text" or (kind == "mlp" and not fields["annotated"] and r.random() < 0.3):
+        if r.random() < 0.5:
+            row["plan"] = {"sequence": kind == "text" and r.random() < 0.4}
+            if row["plan"]["sequence"] and r.random() < 0.3:
+                row["plan"]["overlap"] = "ring"
+            row["split_logits"] = bool(fields.get("tied"))
+            fields.update({"places": False} if row["plan"]["sequence"] else {})
+            row["loss_extras"]["decay"] = 0  # Of a device's own shards.
+    targets = {
+        "mlp": ["*/up", "*/down"],
+        "text": ["*/query", "*/value", "*/up", "*/out"],
+        "transformer": ["*/query", "*/value", "*/out"],
+    }.get(kind)
+    if targets and r.random() < 0.25:
+        chosen = r.sample(targets, r.choice((1, 2)))
+        row["lora"] = {"targets": {name: r.choice((1, 2, 3)) for name in chosen}, "alpha": 4.0}
+    if targets and r.random() < (0.5 if "lora" in row else 0.1):
+        row["quantized"] = r.choice((4, 8, 64))
+    if ("quantized" in row and "lora" not in row) or r.random() < 0.12:
+        fitting = TRAINABLE[kind][: 1 if "quantized" in row else None]
+        row["trainable"] = [*r.choice(fitting), *(["*lora*"] if "lora" in row else [])]
+    if fields.get("odd"):
+        row["trainable"] = ["*kernel", "*bias", "gain", "idle"]
+        row.pop("quantized", None)
+        row.pop("lora", None)
+    if "trainable" in row or "lora" in row:
+        row["frozen_dtype"] = r.choice((None, None, None, "bfloat16"))
+
+
+def _draw_program(r: random.Random, row: Row) -> None:
+    fields, options = row["fields"], {}
+    row["strategy"] = r.choice(
+        "data_parallel zero1 zero2 fsdp fsdp fsdp fsdp hsdp hsdp diloco".split()
+    )
+    row["mode"] = r.choice(("manual",) * 8 + ("auto", "explicit"))
+    if row["strategy"] == "diloco" and r.random() < 0.95:
+        row["mode"] = "manual"
+    row["options"] = options
+    mesh: dict[str, int] = {}
+    left = 8
+
+    def axis(name: str, *sizes: int) -> int:
+        nonlocal left
+        fitting = [size for size in sizes if size <= left]
+        mesh[name] = r.choice(fitting or [1])
+        left //= mesh[name]
+        return mesh[name]
+
+    splits = fields.get("split_axis") or row.get("plan") is not None or fields.get("annotated")
+    if splits and r.random() < 0.85:
+        axis("model", 2, 2, 4)
+    if fields.get("context_axis") and r.random() < 0.8:
+        axis("context", 2, 2, 4, 1)
+        options["context_axis"] = "context"
+    scanned = fields.get("scan") or fields.get("scan_layers")
+    layers: int = fields.get("depth") or fields.get("num_layers") or 1
+    layers -= fields.get("dense_layers", 0)
+    can_cut = row["mode"] == "manual" and scanned and row["strategy"] != "zero2"
+    has_statistics = fields.get("norm") in ("batch", "synced") or fields.get("counts")
+    can_cut = can_cut and not row["loss_extras"]["decay"] and not has_statistics
+    if can_cut and r.random() < 0.45:
+        groups = layers // (fields.get("global_every") or 1)
+        stages = axis("stage", *[n for n in (2, 4) if groups % n == 0 or r.random() < 0.05])
+        row["pipeline"] = {
+            "schedule": r.choice(("1f1b", "gpipe")),
+            "chunks": 2 if layers % (2 * stages) == 0 and r.random() < 0.4 else 1,
+            "keep": r.choice(("residuals", "inputs")),
+        }
+    names = []
+    if fields.get("expert_axis") and r.random() < 0.8:
+        axis("expert", 2, 2, 4)
+        names.append("expert")
+    if row["strategy"] in ("hsdp", "diloco"):
+        axis("replica", 1, 2, 2, 4)
+    whole = math.prod(mesh.get(name, 1) for name in ("expert", "replica"))
+    sizes = [n for n in (1, 2, 3, 4, 6, 8) if row["batch"] % (n * whole) == 0 and n <= left]
+    axis("data", *(sizes + sizes[1:] * 2 or [1]))
+    names.append("data")
+    if left >= 2 and r.random() < 0.25 and row["batch"] % (2 * whole * mesh["data"]) == 0:
+        axis("minor", 2)
+        names.append("minor")
+    row["mesh"] = mesh
+    if names != ["data"]:
+        options["axis_name"] = names
+        options["axis_by_axis"] = row["mode"] == "manual" and r.random() < 0.4
+    share = row["batch"] // (whole * mesh["data"] * mesh.get("minor", 1))
+    options["num_minibatches"] = r.choice([m for m in (1, 1, 1, 2, 2, 3, 4) if share % m == 0])
+    if options["num_minibatches"] > 1 and "pipeline" not in row:
+        options["use_scan"] = r.random() < (0.8 if row["length"] > 1 else 0.5)
+    _draw_strategy(r, row, names)
+    _draw_wire(r, row)
+    options["norm_metrics"] = r.random() < 0.2
+    options["nonfinite"] = r.choice(("ignore",) * 5 + ("report", "skip"))
+    row["nan_at"] = options["nonfinite"] != "ignore" and r.random() < 0.5
+    options["eval_dropout"] = r.random() < 0.03
+    if fields.get("annotated"):
+        axis_of = "model" if "model" in mesh else None
+        options["rules"] = [["features", None], ["hidden", r.choice((axis_of, None))]]
+    if fields.get("counts"):
+        options["sync_collections"] = {"stats": "sum", "stats/largest": "max"}
+    if fields.get("norm") == "synced":
+        options["axis_aliases"] = {"batch": [*(["replica"] if row["strategy"] == "hsdp" else []), *names]}
+    row["evaluates"], row["given"] = r.random() < 0.45, r.random() < 0.5
+    if row["strategy"] != "diloco" and r.random() < 0.25:
+        row["trip"] = _draw_trip(r, row)
+
+
+def _draw_strategy(r: random.Random, row: Row, names: list[str]) -> None:
+    options, strategy = row["options"], row["strategy"]
+    if strategy == "diloco":
+        row["diloco"] = {
+            "every": r.choice((1, 2, 3)),
+            "outer": r.choice(("mean", "nesterov")),
+            "inner": r.choice(("data_parallel", "zero1", "zero2", "fsdp", "fsdp")),
+        }
+        if r.random() < 0.2:
+            row["diloco"]["outer_code"] = r.choice(("int8", "int4"))
+        if r.random() < 0.2:
+            row["diloco"]["outer_fragments"] = r.randint(1, row["diloco"]["every"])
+        if r.random() < 0.15:
+            row["diloco"]["outer_overlap"] = True
+    inner = row["diloco"]["inner"] if strategy == "diloco" else strategy
+    if inner == "data_parallel":
+        return
+    if r.random() < 0.9:
+        options["min_weight_size"] = r.choice((0, 1, 30, 64, 100))
+    options["pad"] = r.random() < 0.35
+    if r.random() < 0.08:
+        options["replicate"] = [_name_in(row)]
+    if inner not in ("fsdp", "hsdp"):
+        return
+    options["reshard_after_forward"] = r.random() < 0.75
+    every = r.choice(("minibatch",) * 4 + ("step", "gather-step"))
+    if "pipeline" in row and every == "gather-step":
+        every = "step"
+    options["communicate_every"] = every
+    if r.random() < 0.12:
+        options["keep_gathered"] = [_name_in(row)]
+    can = len(names) > 1 and every == "minibatch" and row["mode"] == "manual"
+    if can and "pipeline" not in row and r.random() < 0.4:
+        options["regather_axes"] = names[:1]
+        options["reshard_after_forward"] = True
+
+
+def _name_in(row: Row) -> str:
+    """The name of a module or a parameter that a model has."""
+    fields, kind = row["fields"], row["model"]
+    if kind == "transformer":
+        return "final_norm" if fields.get("tied_head") else "head"
+    tied = kind == "text" or kind == "nnx_text"
+    return "embed" if tied and fields.get("tied") else "head"
+
+
+def _draw_wire(r: random.Random, row: Row) -> None:
+    """Dtypes and codes of what is stored and sent."""
+    options = row["options"]
+    if "frozen_dtype" in row:
+        options["frozen_dtype"] = row.pop("frozen_dtype")
+    if r.random() < 0.1:
+        options["gather_dtype"] = "bfloat16"
+    if r.random() < 0.06:
+        options["param_dtype"] = "bfloat16"
+    if row["mode"] != "manual":
+        return
+    if r.random() < 0.08:
+        options["reduce_dtype"] = r.choice(("bfloat16", "float32"))
+    if r.random() < 0.12:
+        options["gather_code"] = "int8"
+    if r.random() < 0.2:
+        options["reduce_code"] = r.choice(("int8", "int4"))
+        once = row["strategy"] in ("data_parallel", "zero1", "hsdp")
+        once |= options.get("communicate_every") == "step"
+        options["error_feedback"] = once and row["strategy"] != "diloco" and r.random() < 0.6
+        options["stochastic_rounding"] = r.random() < 0.3
+
+
+def _draw_trip(r: random.Random, row: Row) -> Row:
+    """Another program that the state goes to, on a mesh with the same model axes or with none."""
+    kept = {name: row["mesh"][name] for name in ("model",) if name in row["mesh"]}
+    if r.random() < 0.5 or row["fields"].get("sequence_parallel"):
+        kept = {}
+    room = 8 // math.prod(kept.values())
+    size = r.choice([n for n in (1, 2, 4, 8) if n <= room and row["batch"] % n == 0])
+    strategy = r.choice(("data_parallel", "zero1", "zero2", "fsdp", "fsdp"))
+    options: Row = {}
+    if strategy != "data_parallel":
+        options = {"min_weight_size": r.choice((1, 64)), "pad": r.random() < 0.5}
+    return {
+        "kind": r.choice(("adopt", "checkpoint", "init_from", "bytes", "checkpoint")),
+        "strategy": strategy,
+        "mesh": {**kept, "data": size},
+        "options": options,
+        "step": r.random() < 0.4,
+    }
+
+
+def features_of(row: Row) -> list[str]:
+    """Returns the words by which results are counted."""
+    fields, options = row["fields"], row["options"]
+    codes = {options.get("gather_code"), options.get("reduce_code")}
+    codes.add(row.get("diloco", {}).get("outer_code"))
+    has = {
+        "NNX": row["model"].startswith("nnx"),
+        "LoRA": "lora" in row,
+        "int8 base": "quantized" in row,
+        "packed": bool(row.get("packed")) or "bos_token" in fields,
+        "plan": row.get("plan") is not None,
+        "split layers": "split_axis" in fields,
+        "experts": "num_experts" in fields,
+        "dropout": bool(fields.get("dropout") or fields.get("dropout_rate")),
+        "int4": "int4" in codes,
+        "int8": "int8" in codes,
+        "pipeline": "pipeline" in row,
+        "context": "context_axis" in options,
+        "minibatches": options["num_minibatches"] > 1,
+        "masked loss": row["loss"] == "masked",
+        "bfloat16": "bfloat16" in options.values(),
+        "frozen": "trainable" in row,
+        "NaN": bool(row["nan_at"]),
+        "trip": "trip" in row,
+        f"trip by {row.get('trip', {}).get('kind')}": "trip" in row,
+    }
+    named = [f"model {row['model']}", row["strategy"], f"mode {row['mode']}", f"tx {row['tx']}"]
+    return [*named, *(name for name, is_so in has.items() if is_so)]
