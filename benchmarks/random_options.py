@@ -156,7 +156,8 @@ def _draw_transformer(r: random.Random, row: Row, dropout: float) -> None:
         if fields.get("sequence_parallel"):
             maybe(0.3, overlap="ring")
     if fields.get("num_experts"):
-        maybe(0.5, expert_axis="expert")
+        if maybe(0.5, expert_axis="expert"):
+            row["loss_extras"]["decay"] = 0  # It would be of a device's own experts.
 
 
 def _draw_tuning(r: random.Random, row: Row) -> None:
@@ -187,6 +188,8 @@ def _draw_tuning(r: random.Random, row: Row) -> None:
         row["trainable"] = ["*kernel", "*bias", "gain", "idle"]
         row.pop("quantized", None)
         row.pop("lora", None)
+    if "lora" in row or "quantized" in row:
+        row["loss_extras"]["decay"] = 0  # One device has other parameters.
     if "trainable" in row or "lora" in row:
         row["frozen_dtype"] = r.choice((None, None, None, "bfloat16"))
 
