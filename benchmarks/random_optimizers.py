@@ -1,11 +1,22 @@
-"""The optimizers of `random_programs`, by name."""
+"""The optimizers of `random_programs`, and what they do on one device.
+
+A program's optimizer is wrapped by `recording`, which keeps the gradients that it is given. So they
+are compared with one device's, and the update is compared with the one that optax makes of these
+gradients on one device: neither difference grows by way of the other.
+"""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
+
+from benchmarks.random_comparison import Arrays, WrongError
+from benchmarks.random_reference import flatten, unflatten
+from manualpar import params_ema
 
 LR = 0.02
 # How far an update may be off, in parts of the largest one of its leaf, where it is more than a few
@@ -35,7 +46,7 @@ def _labels(params: Any) -> Any:
 
 
 _CLIP = optax.clip_by_global_norm(0.1)
-_OPTIMIZERS: Mapping[str, Callable[[], Any]] = {
+OPTIMIZERS: Mapping[str, Callable[[], Any]] = {
     "sgd": lambda: optax.sgd(1.0),
     "momentum": lambda: optax.chain(_CLIP, optax.sgd(LR, momentum=0.9, nesterov=True)),
     "adamw": lambda: optax.chain(_CLIP, optax.adamw(LR)),
@@ -69,4 +80,91 @@ _OPTIMIZERS: Mapping[str, Callable[[], Any]] = {
 
 def make_optimizer(name: str) -> Any:
     """Returns an optimizer by name."""
-    return _OPTIMIZERS[name]()
+    return OPTIMIZERS[name]()
+
+
+EMA = 0.9
+
+
+class Recorded(NamedTuple):
+    """The state of an optimizer that keeps the last gradient."""
+
+    gradient: Any
+    inner: Any
+
+
+def recording(tx: Any) -> Any:
+    """Returns an optimizer that keeps the gradients that it is given."""
+
+    def init(params: Any) -> Recorded:
+        return Recorded(jax.tree.map(jnp.zeros_like, params), tx.init(params))
+
+    def update(grads: Any, state: Recorded, params: Any = None) -> Any:
+        updates, inner = tx.update(grads, state.inner, params)
+        return updates, Recorded(grads, inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+class OneDevice:
+    """An optimizer on one device, given the gradients that a program's optimizer was given.
+
+    Attributes:
+      average: The average of parameters, in float64; `None` before the first update.
+    """
+
+    def __init__(self, name: str, share: Callable[..., Any], *, has_average: bool) -> None:
+        self._name, self._share, self._has_average = name, share, has_average
+        self._tx = share("tx", (), lambda: make_optimizer(name))
+        self.restart()
+
+    @property
+    def tx(self) -> Any:
+        """The optimizer, with the average of parameters if that was drawn."""
+        return optax.chain(self._tx, params_ema(EMA)) if self._has_average else self._tx
+
+    def restart(self) -> None:
+        """Begins with a new state."""
+        self._state: Any = None
+        self.average: dict[str, np.ndarray] | None = None
+
+    def updated(self, params: Arrays, grads: Arrays) -> dict[str, np.ndarray]:
+        """The trained parameters after an update."""
+        tree = unflatten({path: np.asarray(params[path]) for path in grads})
+        gradient = unflatten({path: np.asarray(g) for path, g in grads.items()})
+        if self._state is None:
+            init = self._share("tx init", sorted(grads), lambda: jax.jit(self._tx.init))
+            self._state = init(tree)
+        tx = self._tx
+
+        def run(grads: Any, state: Any, params: Any) -> Any:
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        update = self._share("update", sorted(grads), lambda: jax.jit(run))
+        new, self._state = update(gradient, self._state, tree)
+        return flatten(jax.device_get(new))
+
+    def check(self, what: str, params: Arrays, grads: Arrays, after: Arrays) -> None:
+        """Takes a step, and compares the program's."""
+        self.compare(what, params, after, self.updated(params, grads))
+        before = self.average or {path: np.float64(params[path]) for path in grads}
+        self.average = {
+            path: EMA * x + (1 - EMA) * np.float64(after[path]) for path, x in before.items()
+        }
+
+    def compare(self, what: str, params: Arrays, after: Arrays, expected: Arrays) -> None:
+        """Raises WrongError if trained parameters after an update are others."""
+        loose = LOOSE.get(self._name, 1e-5)
+        for path, new in expected.items():
+            ulp = float(jnp.finfo(after[path].dtype).eps)
+            got, old, e = (np.asarray(x, np.float64) for x in (after[path], params[path], new))
+            if np.isnan(e).all() and np.isnan(got).all():
+                continue  # DoWG of a gradient of zeros, on one device too.
+            moved = np.abs(e - old)
+            scale = moved.max(initial=0) if loose > 1e-5 else moved
+            if not (np.abs(got - e) <= 2 * ulp * np.abs(e) + loose * scale + 1e-12).all():
+                off, far = np.abs(got - e).max(), moved.max()
+                raise WrongError(
+                    f"{what} update: {path} is off {off:.3g}, optax moves it {far:.3g}"
+                )

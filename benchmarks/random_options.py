@@ -1,207 +1,36 @@
-"""Draws the programs of `random_programs`: each a description, from its number alone.
+"""Draws programs for `random_programs`: each a description, from its number alone.
 
-Four numbers in a row have the model, the loss, the batches and the optimizer in common, so that they
-share what one device says of these. A description holds plain values, and nothing but it decides
-what a program is.
+Four numbers in a row have the model, the loss, the batches and the optimizer in common, so that
+they share what one device says of these. A description holds plain values, and nothing but it
+decides what a program is.
 """
 
 import math
 import random
 from typing import Any
 
+from benchmarks.random_model_options import draw_model, weighted
+
 SHARE = 4
-OPTIMIZERS = (
-    "sgd sgd momentum adamw adamw_masked adam_bf16 lamb lars adafactor muon lion rmsprop adagrad"
-    " multisteps schedule_free schedule apply_if_finite partition inject clip_adaptive linear"
-    " prodigy dowg nadamw noise centralize adan"
-).split()
-# What may be trained of each model; the first globs name nothing that `quantized` encodes.
-TRAINABLE = {
-    "mlp": (["*bias"], ["*head*"], ["*kernel"]),
-    "conv": (["*bias"], ["*kernel"], ["head/*"]),
-    "text": (["*bias", "*scale"], ["*kernel"], ["*up*", "*out*"]),
-    "rnn": (["*bias"], ["*kernel"], ["head/*"]),
-    "transformer": (["*scale"], ["*kernel", "*embedding"], ["*embedding"], ["*attention/*"]),
-    "nnx_mlp": (["*bias"], ["*kernel"], ["head/*"]),
-    "nnx_text": (["*bias", "*scale"], ["*kernel"], ["*embed*", "*up*"]),
-}
+STRATEGIES = {"data_parallel": 1, "zero1": 1, "zero2": 1, "fsdp": 4, "hsdp": 2, "diloco": 1}
 Row = dict[str, Any]
 
 
 def draw(number: int) -> Row:
     """Returns the description of the program with a number."""
     row: Row = {"number": number}
-    _draw_model(random.Random(f"model {number // SHARE}"), row)
+    draw_model(random.Random(f"model {number // SHARE}"), row)
     _draw_program(random.Random(f"program {number}"), row)
     return row
 
 
-def _draw_model(r: random.Random, row: Row) -> None:
-    kind = r.choice(
-        "mlp mlp mlp mlp conv text text text rnn transformer transformer transformer"
-        " transformer transformer nnx_mlp nnx_mlp nnx_text".split()
-    )
-    row["model"], row["data_seed"] = kind, r.randrange(10**6)
-    row["batch"], row["length"] = r.choice((8, 8, 12, 24)), 8
-    row["loss"] = r.choice(("mean", "mean", "masked", "masked", "weights"))
-    row["loss_extras"] = extras = {}
-    extras["decay"] = r.choice((0, 0, 0, 0.01))
-    row["tx"], row["ema"] = r.choice(OPTIMIZERS), r.random() < 0.15
-    row["fields"] = fields = {}
-    dropout = r.choice((0.0,) * 7 + (0.25,))
-    if kind != "transformer":
-        extras["smoothing"], extras["z"] = r.random() < 0.15, r.random() < 0.15
-    if kind == "mlp":
-        fields.update(
-            width=r.choice((6, 8, 9, 16)),
-            depth=r.choice((1, 2, 4)),
-            act=r.choice(("relu", "gelu", "tanh")),
-            bias=r.random() < 0.7,
-            norm=r.choice(("layer", "layer", "none", "batch", "synced")),
-            scan=r.random() < 0.5,
-            remat=r.random() < 0.4,
-            dropout=dropout,
-            annotated=r.random() < 0.15,
-            counts=r.random() < 0.15,
-            penalty=r.random() < 0.15,
-            odd=r.random() < 0.12,
-        )
-        extras["penalty"] = fields["penalty"]
-    elif kind == "conv":
-        fields.update(
-            channels=r.choice((4, 6, 8)),
-            norm=r.choice(("none", "group", "batch", "synced")),
-            dropout=dropout,
-        )
-    elif kind == "text":
-        fields.update(
-            depth=r.choice((1, 2, 2, 2, 4)),
-            tied=r.random() < 0.5,
-            bias=r.random() < 0.6,
-            scan=r.random() < 0.5,
-            remat=r.random() < 0.4,
-            dropout=dropout,
-        )
-    elif kind == "rnn":
-        fields.update(cell=r.choice(("lstm", "gru", "simple")), width=r.choice((6, 8)))
-    elif kind == "nnx_mlp":
-        fields.update(
-            width=r.choice((6, 8, 16)),
-            depth=r.choice((2, 4)),
-            norm=r.choice(("none", "none", "batch", "synced")),
-            scan=r.random() < 0.5,
-            dropout=dropout,
-        )
-    elif kind == "nnx_text":
-        fields.update(tied=r.random() < 0.5, lora=r.random() < 0.4)
-    else:
-        _draw_transformer(r, row, dropout)
-    _draw_tuning(r, row)
-
-
-def _draw_transformer(r: random.Random, row: Row, dropout: float) -> None:
-    fields = row["fields"]
-    fields.update(vocab_size=24, num_layers=r.choice((2, 2, 2, 2, 4)), hidden_size=16, num_heads=4)
-    fields.update(mlp_size=r.choice((16, 24)), scan_layers=r.random() < 0.75, dropout_rate=dropout)
-
-    def maybe(share: float, **values: Any) -> bool:
-        chosen = r.random() < share
-        if chosen:
-            fields.update(values)
-        return chosen
-
-    maybe(0.4, num_kv_heads=r.choice((1, 2)))
-    maybe(0.3, tied_head=True)
-    maybe(0.2, norm_offset=True, scale_embedding=True)
-    maybe(0.2, post_norms=True)
-    maybe(0.2, query_key_norm=True)
-    maybe(0.2, qkv_bias=True)
-    maybe(0.15, rope_scaling=r.choice(("linear", "llama3")), rope_factor=2.0)
-    maybe(0.15, logit_soft_cap=10.0)
-    maybe(0.15, attention_soft_cap=5.0)
-    maybe(0.15, label_smoothing=0.1)
-    maybe(0.15, z_loss=0.01)
-    maybe(0.4, remat=r.choice(("full", "dots")))
-    if maybe(0.25, attention_window=3) and fields["num_layers"] == 4:
-        maybe(0.5, global_every=2, local_rope_base=5000.0)
-    row["with_labels"] = r.random() < 0.5 or bool(
-        fields.get("label_smoothing") or fields.get("z_loss")
-    )
-    row["packed"] = r.random() < 0.35
-    if not row["packed"]:
-        maybe(0.2, bos_token=0)
-    if r.random() < 0.4:
-        fields.update(num_experts=4, experts_per_token=r.choice((1, 2, 3)))
-        fields["capacity_factor"] = r.choice((0.0, 0.6, 1.0, 1.25, 2.0))
-        maybe(0.3, expert_gates="sigmoid")
-        maybe(0.3, normalize_gates=False)
-        maybe(0.2, gate_scale=2.5)
-        maybe(0.2, router_bias=True)
-        if fields["experts_per_token"] < 3:
-            maybe(0.2, expert_groups=2, expert_groups_per_token=1)
-        if maybe(0.3, shared_experts_size=8):
-            maybe(0.5, shared_gate=True)
-        if not fields.get("global_every"):
-            maybe(0.2, dense_layers=1)
-    elif r.random() < 0.2:
-        fields["activation"] = "gelu"
-    maybe(0.3, context_axis="context", context_attention=r.choice(("ring", "ulysses", "gather")))
-    if fields.get("context_axis"):
-        row["length"] = 16
-        fields["num_kv_heads"] = r.choice((0, 2))
-    if maybe(0.45, split_axis="model"):
-        row["split_logits"] = True
-        row["loss_extras"]["decay"] = 0
-        maybe(0.5, sequence_parallel=True)
-        if fields.get("sequence_parallel"):
-            maybe(0.3, overlap="ring")
-    if fields.get("num_experts"):
-        if maybe(0.5, expert_axis="expert"):
-            row["loss_extras"]["decay"] = 0  # It would be of a device's own experts.
-
-
-def _draw_tuning(r: random.Random, row: Row) -> None:
-    """Adapters, bases in int8, plans and what is trained."""
-    kind, fields = row["model"], row["fields"]
-    if kind == "text" or (kind == "mlp" and not fields["annotated"] and r.random() < 0.3):
-        if r.random() < 0.5:
-            row["plan"] = {"sequence": kind == "text" and r.random() < 0.4}
-            if row["plan"]["sequence"] and r.random() < 0.3:
-                row["plan"]["overlap"] = "ring"
-            row["split_logits"] = bool(fields.get("tied"))
-            fields.update({"places": False} if row["plan"]["sequence"] else {})
-            row["loss_extras"]["decay"] = 0  # Of a device's own shards.
-    targets = {
-        "mlp": ["*/up", "*/down"],
-        "text": ["*/query", "*/value", "*/up", "*/out"],
-        "transformer": ["*/query", "*/value", "*/out"],
-    }.get(kind)
-    if targets and r.random() < 0.25:
-        chosen = r.sample(targets, r.choice((1, 2)))
-        row["lora"] = {"targets": {name: r.choice((1, 2, 3)) for name in chosen}, "alpha": 4.0}
-    if targets and r.random() < (0.5 if "lora" in row else 0.1):
-        row["quantized"] = r.choice((4, 8, 64))
-    if ("quantized" in row and "lora" not in row) or r.random() < 0.12:
-        fitting = TRAINABLE[kind][: 1 if "quantized" in row else None]
-        row["trainable"] = [*r.choice(fitting), *(["*lora*"] if "lora" in row else [])]
-    if fields.get("odd"):
-        row["trainable"] = ["*kernel", "*bias", "gain", "idle"]
-        row.pop("quantized", None)
-        row.pop("lora", None)
-    if "lora" in row or "quantized" in row:
-        row["loss_extras"]["decay"] = 0  # One device has other parameters.
-    if "trainable" in row or "lora" in row:
-        row["frozen_dtype"] = r.choice((None, None, None, "bfloat16"))
-
-
 def _draw_program(r: random.Random, row: Row) -> None:
     fields, options = row["fields"], {}
-    row["strategy"] = r.choice(
-        "data_parallel zero1 zero2 fsdp fsdp fsdp fsdp hsdp hsdp diloco".split()
-    )
+    row["strategy"] = weighted(r, STRATEGIES)
     row["mode"] = r.choice(("manual",) * 8 + ("auto", "explicit"))
     if row["strategy"] == "diloco" and r.random() < 0.95:
         row["mode"] = "manual"
+    row["typed_mesh"] = r.random() < (0.5 if row["mode"] == "explicit" else 0.05)
     row["options"] = options
     mesh: dict[str, int] = {}
     left = 8
@@ -224,6 +53,7 @@ def _draw_program(r: random.Random, row: Row) -> None:
     layers -= fields.get("dense_layers", 0)
     can_cut = row["mode"] == "manual" and scanned and row["strategy"] != "zero2"
     has_statistics = fields.get("norm") in ("batch", "synced") or fields.get("counts")
+    has_statistics = has_statistics or row["loss"] == "coupled"
     can_cut = can_cut and not row["loss_extras"]["decay"] and not has_statistics
     if can_cut and r.random() < 0.45:
         groups = layers // (fields.get("global_every") or 1)
@@ -266,7 +96,9 @@ def _draw_program(r: random.Random, row: Row) -> None:
     if fields.get("counts"):
         options["sync_collections"] = {"stats": "sum", "stats/largest": "max"}
     if fields.get("norm") == "synced":
-        options["axis_aliases"] = {"batch": [*(["replica"] if row["strategy"] == "hsdp" else []), *names]}
+        options["axis_aliases"] = {
+            "batch": [*(["replica"] if row["strategy"] == "hsdp" else []), *names]
+        }
     row["evaluates"], row["given"] = r.random() < 0.45, r.random() < 0.5
     if row["strategy"] != "diloco" and r.random() < 0.25:
         row["trip"] = _draw_trip(r, row)
@@ -335,8 +167,8 @@ def _draw_wire(r: random.Random, row: Row) -> None:
         options["gather_code"] = "int8"
     if r.random() < 0.2:
         options["reduce_code"] = r.choice(("int8", "int4"))
-        once = row["strategy"] in ("data_parallel", "zero1", "hsdp")
-        once |= options.get("communicate_every") == "step"
+        once = "pipeline" not in row and row["strategy"] in ("data_parallel", "zero1", "hsdp")
+        once |= "pipeline" not in row and options.get("communicate_every") == "step"
         options["error_feedback"] = once and row["strategy"] != "diloco" and r.random() < 0.6
         options["stochastic_rounding"] = r.random() < 0.3
 
@@ -349,11 +181,16 @@ def _draw_trip(r: random.Random, row: Row) -> Row:
     room = 8 // math.prod(kept.values())
     size = r.choice([n for n in (1, 2, 4, 8) if n <= room and row["batch"] % n == 0])
     strategy = r.choice(("data_parallel", "zero1", "zero2", "fsdp", "fsdp"))
+    kinds = ["adopt", "checkpoint", "init_from", "bytes", "checkpoint"]
+    if row.get("has_family"):
+        kinds += ["files"] * 5
+    if "lora" in row:
+        kinds += ["adapters", "adapters"]
     options: Row = {}
     if strategy != "data_parallel":
         options = {"min_weight_size": r.choice((1, 64)), "pad": r.random() < 0.5}
     return {
-        "kind": r.choice(("adopt", "checkpoint", "init_from", "bytes", "checkpoint")),
+        "kind": r.choice(kinds),
         "strategy": strategy,
         "mesh": {**kept, "data": size},
         "options": options,

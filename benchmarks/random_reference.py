@@ -10,66 +10,16 @@ rounding: `noise`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from benchmarks.random_models import Plain
-from manualpar.layers import split_argmax, split_cross_entropy
-from manualpar.layers.vocabulary import vocabulary_axes
+from benchmarks.random_tasks import Plain, make_loss
 
 Tree = Any
-
-
-def make_loss(row: Mapping[str, Any], *, is_plain: bool) -> Callable[..., Any]:
-    """Returns the loss function of a description; the plain one knows no split vocabulary."""
-    kind, extras = row["loss"], row["loss_extras"]
-
-    def loss_fn(params: Any, apply_fn: Any, batch: Any, rng: Any) -> Any:
-        call: dict[str, Any] = {"train": True, "rngs": {"dropout": rng}}
-        sown: Any = {}
-        if row.get("with_labels"):
-            call["labels"] = batch.labels
-        wanted = ["intermediates"] if extras.get("penalty") else []
-        wanted += ["losses"] if extras.get("balance") else []
-        if wanted:
-            out, sown = apply_fn({"params": params}, batch.inputs, mutable=wanted, **call)
-        else:
-            out = apply_fn({"params": params}, batch.inputs, **call)
-        if row.get("with_labels"):
-            losses, correct = out
-        elif is_plain or not row.get("split_logits"):
-            losses = optax.softmax_cross_entropy_with_integer_labels(out, batch.labels)
-            correct = out.argmax(-1) == batch.labels
-        else:
-            losses = split_cross_entropy(out, batch.labels)
-            correct = split_argmax(out, vocabulary_axes(out, batch.labels)) == batch.labels
-        if extras.get("smoothing") and not row.get("with_labels") and not row.get("split_logits"):
-            losses = 0.9 * losses - 0.1 * jax.nn.log_softmax(out).mean(-1)
-        if extras.get("z") and not row.get("with_labels") and not row.get("split_logits"):
-            losses = losses + 0.01 * jnp.square(jax.nn.logsumexp(out, axis=-1))
-        if extras.get("penalty"):
-            losses = losses + 0.1 * sown["intermediates"]["squares"][0]
-        correct = correct.astype(losses.dtype)
-        if kind == "mean":
-            loss, count = losses.mean(), losses.size
-            metrics = {"loss": (losses.sum(), count), "accuracy": (correct.sum(), count)}
-        else:
-            count = batch.mask.sum()
-            total = (losses * batch.mask).sum()
-            loss = total / jnp.where(count > 0, count, 1)
-            metrics = {"loss": (total, count), "accuracy": ((correct * batch.mask).sum(), count)}
-        if extras.get("decay"):
-            squares = [jnp.square(x).sum() for x in jax.tree.leaves(nn.unbox(params))]
-            loss = loss + extras["decay"] * sum(squares)
-        return loss, metrics
-
-    return loss_fn
 
 
 @dataclasses.dataclass
@@ -147,7 +97,7 @@ class Reference:
                     call["train"] = train
                     call.pop("rngs") if not train else None
                     given = {**collections, **variables}
-                    names = [*collections, *mutable] if train else list(mutable)
+                    names = [*collections, *mutable]
                     out, new = self._plain.apply(given, *args, mutable=names, **call)
                     updates.update({k: v for k, v in new.items() if k in collections})
                     return (out, new) if mutable else out
@@ -200,4 +150,3 @@ def perturb(params: Mapping[str, Any], size: float, seed: int) -> dict[str, Any]
         return (x.astype(np.float64) * (1 + size * signs)).astype(x.dtype)
 
     return {path: off(np.asarray(x)) for path, x in params.items()}
-

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.random_comparison import WrongError, check_same_bits
 from benchmarks.random_reference import flatten, unflatten
 
 
@@ -19,6 +20,7 @@ def check_replicas(check: Any, program: Any) -> None:
     of_replicas = check.row["diloco"]
     number = program.mesh.shape["replica"]
     state = check.begin(program)
+    allowance = check.allowance(program.inner, adds_residuals=False)
     outer_tx = check.outer_tx()
     optimizers = [check.one_device() for _ in range(number)]
     common = check.whole(program, state)[0]
@@ -43,11 +45,13 @@ def check_replicas(check: Any, program: Any) -> None:
             mine = common | {path: x[replica] for path, x in own.items()}
             its = {path: x[replica] for path, x in grads.items()}
             piece = jax.tree.map(lambda x, part=part: x[part], batch)
-            expected = check.replica_answer(program, mine, collections, piece, part)
+            units = np.arange(len(part))[:, None], 1
+            expected = check.answer(mine, collections, piece, units=units)
             named = f"{what} of replica {replica}"
-            if not check.is_random and not check.has_statistics:
-                args = mine, collections, piece, its, expected
-                check.compare_gradients(named, program, state, *args)
+            if not check.has_dropout and not check.has_statistics:
+                moved_params = allowance.moved(mine)
+                noisy = check.answer(moved_params, collections, piece, units=units)
+                allowance.check_gradients(named, its, expected, noisy)
             new = optimizers[replica].updated(mine, its)
             moved.append(new)
             counts.append(expected.metrics["loss"][1])
@@ -57,10 +61,10 @@ def check_replicas(check: Any, program: Any) -> None:
                 optimizers[replica].compare(named, mine, got, new)
         seen += counts
         total, count = map(float, metrics["loss"])
-        if not check.is_random and not check.has_statistics and not check.is_rough:
+        if not check.has_dropout and not check.has_statistics and not allowance.is_rough:
             off = abs(total - sum(totals))
             if off > 1e-4 * max(abs(total), 1) or abs(count - sum(counts)) > 1e-3:
-                raise check.wrong(f"{what}: loss is {total, count}, {sum(totals), sum(counts)}")
+                raise WrongError(f"{what}: loss is {total, count}, {sum(totals), sum(counts)}")
         if not meets:
             continue
         weights = seen / seen.sum() if seen.sum() else np.full(number, 1 / number)
@@ -81,12 +85,12 @@ def check_replicas(check: Any, program: Any) -> None:
                 allowed = far / 3
             else:
                 allowed = 1e-3 * far + 4e-7 * np.abs(e).max(initial=0)
-            if check.is_low:
+            if allowance.is_low:
                 allowed += 0.05 * far + 2.0**-7 * np.abs(e).max(initial=0)
             if not off <= allowed:
-                raise check.wrong(f"{what} outer: {path} is off {off:.3g} of {far:.3g}")
+                raise WrongError(f"{what} outer: {path} is off {off:.3g} of {far:.3g}")
         frozen = {p: x for p, x in common.items() if p not in trained}
-        check.same(f"{what}, frozen", frozen, {p: found[p] for p in frozen})
+        check_same_bits(f"{what}, frozen", frozen, {p: found[p] for p in frozen})
         common = found
     check.evaluate(program, state)
 
