@@ -157,7 +157,8 @@ def _draw_wire(r: random.Random, row: Row) -> None:
         options["frozen_dtype"] = row.pop("frozen_dtype")
     if r.random() < 0.1:
         options["gather_dtype"] = "bfloat16"
-    if r.random() < 0.06:
+    # In bfloat16 the decays that `inject_hyperparams` holds are 1, and its updates NaN.
+    if r.random() < 0.06 and row["tx"] != "inject":
         options["param_dtype"] = "bfloat16"
     if row["mode"] != "manual":
         return

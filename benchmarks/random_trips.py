@@ -53,7 +53,7 @@ def travel(check: Any, program: Any, state: Any, optimizer: Any, number: int) ->
                 raise WrongError(f"{what}: the optimizer's {path} is not the same bits")
     else:
         optimizer.restart()
-    if "lora" in check.row:
+    if "lora" in check.row and not check.row["nan_at"]:
         _check_merged(check, other, moved)
     if trip["step"] and not check.row["nan_at"]:
         own, check.options = check.options, options
