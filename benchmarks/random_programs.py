@@ -41,6 +41,9 @@ ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": "8",
     "XLA_FLAGS": XLA_FLAGS,
+    # The last frame says whose sentence an error is.
+    "JAX_TRACEBACK_FILTERING": "off",
+    "FLAX_FILTER_FRAMES": "0",
 }
 
 
