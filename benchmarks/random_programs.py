@@ -122,11 +122,13 @@ class _Worker:
             env={**os.environ, **ENVIRONMENT},
         )
         self._answers: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         self._answers.get(timeout=300)  # It has imported everything.
 
     def _read(self) -> None:
-        for line in self.process.stdout or ():
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
             if line.startswith("answer "):
                 self._answers.put(line.removeprefix("answer "))
         self._answers.put(None)
@@ -148,7 +150,8 @@ class _Worker:
     def end(self) -> None:
         """Ends the process."""
         self.process.kill()
-        self.process.wait()
+        self._reader.join()
+        self.process.communicate()
 
 
 def _work() -> int:
