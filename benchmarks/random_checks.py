@@ -142,9 +142,9 @@ class Check:
         arguments = self.model, recording(self.one_device().tx), make_loss(row, is_plain=False)
         if strategy != "diloco":
             return BUILDERS[strategy](*arguments, **options)
-        own = {k: v for k, v in row["diloco"].items() if k != "outer"}
+        own: dict[str, Any] = {k: v for k, v in row["diloco"].items() if k != "outer"}
         own |= {"inner": BUILDERS[own["inner"]], "outer_tx": self.outer_tx()}
-        return manualpar.diloco(*arguments, **own, **options)
+        return manualpar.diloco(*arguments, **own | options)
 
     # What one device says.
 
@@ -363,7 +363,7 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _with_nan(batch: Batch) -> Batch | None:
+def _with_nan(batch: Any) -> Any:
     """The batch with a NaN in one example, if something in it can be NaN."""
     for name in ("inputs", "mask"):
         x = getattr(batch, name)
@@ -378,6 +378,6 @@ def _residuals(state: Any, params: Mapping[str, Any]) -> dict[str, Any]:
     """What codes have left out of the mean of devices' gradients, by the parameter's path."""
     residuals = flatten(jax.device_get(state.local.get("residuals", {})))
     return {
-        path: np.float64(r)[(slice(None), *map(slice, params[path].shape))].mean(0)
+        path: np.asarray(r, np.float64)[(slice(None), *map(slice, params[path].shape))].mean(0)
         for path, r in residuals.items()
     }

@@ -34,7 +34,8 @@ def draw_model(r: random.Random, row: Row) -> None:
     row["loss_extras"] = extras = {}
     extras["decay"] = r.choice((0, 0, 0, 0.01))
     row["tx"], row["ema"] = r.choice(["sgd", *OPTIMIZERS]), r.random() < 0.15
-    row["fields"] = fields = {}
+    fields: Row = {}
+    row["fields"] = fields
     dropout = r.choice((0.0,) * 7 + (0.25,))
     if kind != "transformer":
         extras["smoothing"], extras["z"] = r.random() < 0.15, r.random() < 0.15

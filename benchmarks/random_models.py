@@ -52,7 +52,7 @@ class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         """Returns logits."""
-        kernel = nn.initializers.lecun_normal()
+        kernel: Any = nn.initializers.lecun_normal()
         if self.annotated:
             kernel = nn.with_logical_partitioning(kernel, ("features", "hidden"))
         x = nn.Dense(self.width, use_bias=self.bias, kernel_init=kernel, name="first")(x)
@@ -176,5 +176,5 @@ class Recurrent(nn.Module):
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         """Returns logits."""
         cells: Any = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "simple": nn.SimpleCell}
-        x = nn.RNN(cells[self.cell](self.width), name="rnn")(x)
-        return nn.Dense(CLASSES, name="head")(x[:, -1])
+        out: Any = nn.RNN(cells[self.cell](self.width), name="rnn")(x)
+        return nn.Dense(CLASSES, name="head")(out[:, -1])

@@ -47,7 +47,7 @@ class XMlp(nnx.Module):
             def make(rngs: nnx.Rngs) -> _XLayer:
                 return _XLayer(width, dropout, rngs=rngs)
 
-            self.layers = make(rngs)
+            self.layers: Any = make(rngs)
         else:
             self.layers = nnx.List([_XLayer(width, dropout, rngs=rngs) for _ in range(depth)])
         self.head = nnx.Linear(width, CLASSES, rngs=rngs)
@@ -124,7 +124,7 @@ def run_plainly(
         module = nnx.merge(graph, nnx.from_flat_state(flat))
         module.train() if train else module.eval()
         module.set_attributes(axis_name=None, raise_if_not_found=False)
-        out = module(*args)  # type: ignore[operator]
+        out = module(*args)
         updates = {k: v for k, v in collections(module).items() if k != "params"}
         return (out, updates) if mutable is not False else out
 

@@ -148,7 +148,7 @@ class OneDevice:
     def check(self, what: str, params: Arrays, grads: Arrays, after: Arrays) -> None:
         """Takes a step, and compares the program's."""
         self.compare(what, params, after, self.updated(params, grads))
-        before = self.average or {path: np.float64(params[path]) for path in grads}
+        before = self.average or {p: np.asarray(params[p], np.float64) for p in grads}
         self.average = {
             path: EMA * x + (1 - EMA) * np.float64(after[path]) for path, x in before.items()
         }

@@ -25,7 +25,8 @@ def draw(number: int) -> Row:
 
 
 def _draw_program(r: random.Random, row: Row) -> None:
-    fields, options = row["fields"], {}
+    fields: Row = row["fields"]
+    options: Row = {}
     row["strategy"] = weighted(r, STRATEGIES)
     row["mode"] = r.choice(("manual",) * 8 + ("auto", "explicit"))
     if row["strategy"] == "diloco" and r.random() < 0.95:
