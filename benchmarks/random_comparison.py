@@ -81,7 +81,7 @@ class Allowance:
     def _allowed(self, path: str, noise: float, expected: Answer, total: float) -> float:
         spread = expected.spread[path]
         if self.has_coded_weights:
-            allowed = 3 * noise + 0.02 * total
+            allowed = 6 * noise + 0.02 * total
         elif self.is_low:
             allowed = 4 * noise + 2**-6 * spread + 2**-9 * total
         else:
