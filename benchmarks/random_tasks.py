@@ -159,7 +159,7 @@ def _among_all(out: Any, labels: Any, *, is_plain: bool) -> tuple[jax.Array, jax
     mean = every.mean(0, keepdims=True)
     scores = out @ (targets - mean).T
     score = (out * (own - mean)).sum(-1)
-    return jax.nn.logsumexp(scores, axis=-1) - score, scores.max(-1) == score
+    return jax.nn.logsumexp(scores, axis=-1) - score, score >= scores.max(-1) - 1e-4
 
 
 def make_loss(row: Mapping[str, Any], *, is_plain: bool) -> Callable[..., Any]:
