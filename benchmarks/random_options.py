@@ -161,6 +161,9 @@ def _draw_wire(r: random.Random, row: Row) -> None:
     # In bfloat16 the decays that `inject_hyperparams` holds are 1, and its updates NaN.
     if r.random() < 0.06 and row["tx"] != "inject":
         options["param_dtype"] = "bfloat16"
+    if row["model"] == "text" and row["fields"]["scan"]:  # JAX refuses such a carry, see limits.
+        for name in ("frozen_dtype", "gather_dtype", "param_dtype"):
+            options.pop(name, None)
     if row["mode"] != "manual":
         return
     if r.random() < 0.08:
