@@ -187,7 +187,7 @@ def _draw_trip(r: random.Random, row: Row) -> Row:
     size = r.choice([n for n in (1, 2, 4, 8) if n <= room and row["batch"] % n == 0])
     strategy = r.choice(("data_parallel", "zero1", "zero2", "fsdp", "fsdp"))
     kinds = ["adopt", "checkpoint", "init_from", "bytes", "checkpoint"]
-    if row.get("has_family"):
+    if row.get("has_family") and "lora" not in row:
         kinds += ["files"] * 5
     if "lora" in row:
         kinds += ["adapters", "adapters"]
