@@ -84,7 +84,7 @@ def _draw_program(r: random.Random, row: Row) -> None:
     share = row["batch"] // (whole * mesh["data"] * mesh.get("minor", 1))
     options["num_minibatches"] = r.choice([m for m in (1, 1, 1, 2, 2, 3, 4) if share % m == 0])
     if options["num_minibatches"] > 1 and "pipeline" not in row:
-        options["use_scan"] = r.random() < (0.8 if row["length"] > 1 else 0.5)
+        options["use_scan"] = r.random() < 0.8
     _draw_strategy(r, row, names)
     _draw_wire(r, row)
     options["norm_metrics"] = r.random() < 0.2
