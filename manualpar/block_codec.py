@@ -10,9 +10,10 @@ Invariants: a scale has the 8 significant bits of bfloat16, whatever its dtype, 
 to bfloat16 changes nothing, and the product with a code is exact in float32. A finite number is off
 by at most half the scale of its block, or less than the scale if it is rounded at random, but for
 the rounding of one product; one beyond `LARGEST` counts as that, so that none overflows. What has
-been decoded, encoded again to the nearest, has the same codes and scales. A block whose scale would
-be subnormal becomes zeros, and one with a number that is not finite becomes NaN. The shapes of
-codes and scales say how long the blocks are, and the last block may be shorter.
+been decoded in float32, encoded again to the nearest, has the same codes and scales; in bfloat16
+products are rounded, and a few codes are one off. A block whose scale would be subnormal becomes
+zeros, and one with a number that is not finite becomes NaN. The shapes of codes and scales say how
+long the blocks are, and the last block may be shorter.
 """
 
 import math

@@ -3,6 +3,7 @@
 import json
 import os
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -52,6 +53,8 @@ def test_merged_kernels_compute_what_adapters_add_and_files_hold_adapters_alone(
     assert (
         merged["layers"]["up"]["kernel"].sharding == state.params["layers"]["up"]["kernel"].sharding
     )
+    on_host = state.replace(params=jax.device_get(state.params))  # As `from_bytes` leaves it.
+    chex.assert_trees_all_equal(merge_lora(program, on_host), merged)
     plain = _program(Somebodys(), {"data": 8})
     params = plain.whole(plain.init_from(merged))
     np.testing.assert_allclose(

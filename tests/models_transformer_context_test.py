@@ -1,10 +1,11 @@
 """A transformer whose sequences are split over a mesh axis is the one-device model, every leaf."""
 
+import jax
 import numpy as np
 import optax
 import pytest
 
-from manualpar import Batch, fsdp, make_mesh
+from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
 from manualpar.training.cross_entropy import language_model_loss
 from tests import models_transformer_layer_test as split_layers
 from tests.models_transformer_layer_test import BOS, EXPERTS
@@ -95,3 +96,13 @@ def test_sequences_that_nobody_splits_are_refused(devices8):
     loss = language_model_loss
     with pytest.raises(ValueError, match="Build the program with context_axis='context'"):
         fsdp(SMALL, optax.sgd(1.0), loss, mesh=mesh, batch=_batch(), min_weight_size=16)
+
+
+@pytest.mark.slow
+def test_where_xla_divides_work_sequences_divide_no_examples(devices8):
+    """Two devices along the batch have three examples each, and four share each sequence."""
+    batch = jax.tree.map(lambda x: x[2:], _batch())
+    model = SMALL.clone(num_layers=1, scan_layers=False)
+    options = {"batch": batch, "mode": "auto", "num_minibatches": 3, "use_scan": True}
+    program = _build("fsdp", model, MESHES["2x4"], **options)
+    assert_same_as_one_device(program, batch, jax.random.key(0))

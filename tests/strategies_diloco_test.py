@@ -383,6 +383,11 @@ def test_between_two_meetings_only_metrics_cross(devices8):
         ),
         ({"outer_tx": optax.contrib.reduce_on_plateau()}, TypeError, "there is no loss"),
         ({"outer_tx": 0.7}, TypeError, "outer_tx is 0.7, expected an optax"),
+        (
+            {"tx": optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()},
+            ValueError,
+            "tx cannot be traced where values differ between replicas",
+        ),
         ({"outer_code": "int2"}, ValueError, "outer_code='int2', expected one of"),
         ({"mode": "auto"}, ValueError, "mode='auto', expected 'manual'"),
         ({"replica_axis": "pod"}, ValueError, r"names \['pod'\]"),

@@ -118,7 +118,7 @@ class Step:
         def first_minibatch(boxes: Any, collections: Any, batch: Any, rng: jax.Array) -> Metrics:
             boxes = cast_to_varying(boxes, self.mode.varying_axes)
             if self.pipeline is None:
-                parts = self.mode.split(batch, self.num_minibatches)
+                parts = self.mode.split(batch, self.num_minibatches, self.roles)
                 batch = jax.tree.map(lambda x: x[0], parts)
             return self.loss(boxes, collections, batch, rng)[1]
 
@@ -163,7 +163,7 @@ class Step:
             lambda params, *args: loss(self._map(_unbox_kept, params), *args),
             boxes,
             collections,
-            mode.split(mode.arrange(batch, self.roles), self.num_minibatches),
+            mode.split(mode.arrange(batch, self.roles), self.num_minibatches, self.roles),
             mode.fold(rng),
             schedule=self.pipeline or self.schedule,
             reduce=scatter if scatters_each else lambda grads: grads,

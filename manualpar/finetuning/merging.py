@@ -61,8 +61,10 @@ def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax
     Each device holds its shards of all of them. Communication is that of `merge_lora`.
     """
     adapter, leaves = program.step.model.adapter, variable_leaves(program)
-    arrays = jax.tree.leaves(variables_of(state))
-    by_name = {leaf.name: x for leaf, x in zip(leaves, arrays, strict=True)}
+    by_name = {  # What is on the host, as flax's `from_bytes` leaves it, goes to the devices.
+        leaf.name: jax.device_put(x, leaf.abstract.sharding)
+        for leaf, x in zip(leaves, jax.tree.leaves(variables_of(state)), strict=True)
+    }
     paddings = {leaf.name: leaf.padding for leaf in leaves}
     plain, encodings = plain_leaves(program, leaves)
     for name, each in encodings.items():

@@ -79,21 +79,24 @@ class GlobalArrays(Manual):
         del roles
         return batch
 
-    def split(self, batch: Any, num_minibatches: int) -> Any:
+    def split(self, batch: Any, num_minibatches: int, roles: AxisRoles) -> Any:
         """Splits a batch so that every device's examples stay where they are.
 
         Each minibatch has an equal part of every device's examples.
         """
-        devices = axes_size(self.mesh, self.data_axes)
+        axes = roles.batch_dims[0]  # Those of sequences divide no examples.
+        devices = axes_size(self.mesh, axes)
         check_minibatches(batch, num_minibatches, devices=devices)
 
         def split(x: Any) -> jax.Array:
             if not x.ndim:
                 return jnp.broadcast_to(x, (num_minibatches,))
             part, rest = x.shape[0] // devices // num_minibatches, x.shape[1:]
-            x = self._reshape(x, (devices, num_minibatches, part, *rest), self.data_axes)
+            names = roles.batch_spec[1 : x.ndim]
+            shape = (devices, num_minibatches, part, *rest)
+            x = self._reshape(x, shape, axes, None, None, *names)
             x = jnp.swapaxes(x, 0, 1)
-            return self._reshape(x, (num_minibatches, devices * part, *rest), None, self.data_axes)
+            return self._reshape(x, (num_minibatches, devices * part, *rest), None, axes, *names)
 
         return jax.tree.map(split, batch)
 

@@ -143,8 +143,9 @@ class Manual:
         """A device's part of a batch, its sequences in zig-zag order if an axis splits them."""
         return batch if roles.context_axis is None else to_zigzag(batch, roles.context_axis)
 
-    def split(self, batch: Any, num_minibatches: int) -> Any:
+    def split(self, batch: Any, num_minibatches: int, roles: AxisRoles) -> Any:
         """Splits `[B, ...]` leaves into `[M, B/M, ...]`, `M` minibatches; repeats scalars."""
+        del roles
         return split_minibatches(batch, num_minibatches)
 
     def box(self, place: Placement, x: jax.Array, *, as_state: bool = False) -> Any:

@@ -199,7 +199,14 @@ def _check_alone(program: LocalSteps) -> None:
             f"diloco: outer_tx does not take an outer step ({error}), expected an optimizer of "
             "gradients and parameters: between replicas there is no loss."
         ) from error
-    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    try:
+        traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    except AssertionError as error:  # JAX types no zeros like what `jax.eval_shape` returned.
+        raise ValueError(
+            "diloco: tx cannot be traced where values differ between replicas (JAX fails an "
+            f"assertion, {error}), expected an optimizer that asks for no abstract values there, "
+            "as optax.MultiSteps does. Use num_minibatches= to accumulate gradients."
+        ) from error
     for eqn in all_equations(traced.jaxpr.jaxpr):
         named = (eqn.params.get("axis_name"), *(eqn.params.get("axes") or ()))
         scope = str(eqn.source_info.name_stack)

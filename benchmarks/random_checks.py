@@ -1,0 +1,384 @@
+"""Builds a program of `random_programs`, runs it, and compares it with one device.
+
+What is compared: the initial parameters bit for bit; in each step the loss, the metrics, the
+gradient of every leaf, the optimizer's update, other variables, and frozen parameters bit for bit;
+evaluation, also with averaged parameters; and what arrives when the state goes to another program.
+Dropout draws other masks on other devices: there the same step is taken twice and has to give the
+same bits, evaluation is compared, and gradients are not.
+"""
+
+import dataclasses
+import fnmatch
+import functools
+import json
+import math
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import manualpar
+from benchmarks.random_comparison import Allowance, WrongError, check_same_bits, ulps
+from benchmarks.random_optimizers import OneDevice, recording
+from benchmarks.random_reference import Answer, Reference, flatten, unflatten
+from benchmarks.random_tasks import make_batches, make_loss, make_model
+from benchmarks.random_trips import travel
+from manualpar import Batch, Pipeline, make_mesh
+
+STEPS = 2
+BUILDERS: Mapping[str, Any] = {
+    "data_parallel": manualpar.data_parallel,
+    "zero1": functools.partial(manualpar.zero, stage=1),
+    "zero2": functools.partial(manualpar.zero, stage=2),
+    "fsdp": manualpar.fsdp,
+    "hsdp": manualpar.hsdp,
+}
+
+
+@dataclasses.dataclass
+class Shared:
+    """What programs of one model, loss and optimizer have in common: they come in a row."""
+
+    key: str = ""
+    made: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def of(self, row: Mapping[str, Any], name: str, parts: Any, make: Callable[[], Any]) -> Any:
+        """Returns what was made under a name for these parts of a description, or makes it."""
+        names = ("model", "data_seed", "fields", "loss", "loss_extras", "batch", "tx")
+        key = json.dumps([row.get(name) for name in names])
+        if key != self.key:
+            self.key, self.made = key, {}
+        own = name + json.dumps(parts)
+        if own not in self.made:
+            self.made[own] = make()
+        return self.made[own]
+
+
+def run(row: Mapping[str, Any], shared: Shared) -> tuple[str, str]:
+    """Returns how a program ended, and the words for it."""
+    try:
+        check = Check(row, shared)
+        check()
+    except WrongError as wrong:
+        return "wrong", str(wrong)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        kind, file = type(error).__name__, last.filename.rpartition("/")[2]
+        words = f"{kind} at {file}:{last.lineno}: {error}"[:1500]
+        # What JAX's types of shardings refuse is documented to be refused in its words.
+        is_sharding = row["mode"] == "explicit" and kind == "ShardingTypeError"
+        is_ours = "/manualpar/" in last.filename and kind in ("ValueError", "TypeError")
+        return "refused" if is_ours or is_sharding else "crash", words
+    return "exact", "; ".join(check.notes)
+
+
+class Check:
+    """The comparison of one program."""
+
+    def __init__(self, row: Mapping[str, Any], shared: Shared) -> None:
+        self.row = row
+        self.notes: list[str] = []
+        self.options: dict[str, Any] = dict(row["options"])
+        self.batches = [Batch(**batch) for batch in make_batches(row, STEPS + 1)]
+        self.model, self.plain = make_model(row)
+        self.share = functools.partial(shared.of, row)
+        self.has_dropout = any(row["fields"].get(n) for n in ("dropout", "dropout_rate"))
+        self.has_statistics = row["fields"].get("norm") in ("batch", "synced")
+
+    def __call__(self) -> None:
+        """Raises WrongError at the first difference, or what the program raises."""
+        program = self.build(self.row["strategy"], self.options, self.row["mesh"])
+        if self.row["strategy"] == "diloco":
+            from benchmarks.random_replicas import check_replicas
+
+            check_replicas(self, program)
+            return
+        state = self.begin(program)
+        if self.has_dropout:
+            self._check_repeats(program)
+        optimizer = self.one_device()
+        for number in range(STEPS):
+            state = self.step(program, state, number, optimizer)
+        if self.row["evaluates"] and not self._has_met_nan():
+            self.evaluate(program, state)
+            if self.row["ema"] and optimizer.average:
+                self._check_average(program, state, optimizer.average)
+        if self.row.get("trip"):
+            travel(self, program, state, optimizer, STEPS)
+
+    # Building.
+
+    def one_device(self) -> OneDevice:
+        """The optimizer on one device."""
+        return OneDevice(self.row["tx"], self.share, has_average=self.row["ema"])
+
+    def outer_tx(self) -> Any:
+        """The optimizer of outer steps."""
+        if self.row["diloco"]["outer"] == "nesterov":
+            return optax.sgd(0.7, momentum=0.9, nesterov=True)
+        return optax.sgd(1.0)
+
+    def build(self, strategy: str, drawn: Mapping[str, Any], axes: Mapping[str, int]) -> Any:
+        """The program under a strategy, with options as a description has them."""
+        row = self.row
+        options: dict[str, Any] = {k: _tuples(v) for k, v in drawn.items() if v is not None}
+        if "axis_aliases" in options:
+            options["axis_aliases"] = {k: tuple(v) for k, v in drawn["axis_aliases"].items()}
+        if row.get("trainable"):
+            options["trainable"] = tuple(row["trainable"])
+        if row.get("pipeline") and "stage" in axes:
+            options["pipeline"] = Pipeline(**row["pipeline"])
+        if row["mode"] != "manual":
+            options["mode"] = row["mode"]
+        mesh = make_mesh(axes)
+        if row.get("typed_mesh"):
+            types = (jax.sharding.AxisType.Explicit,) * len(axes)
+            mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+        options |= {"mesh": mesh, "batch": self.batches[0]}
+        arguments = self.model, recording(self.one_device().tx), make_loss(row, is_plain=False)
+        if strategy != "diloco":
+            return BUILDERS[strategy](*arguments, **options)
+        own: dict[str, Any] = {k: v for k, v in row["diloco"].items() if k != "outer"}
+        own |= {"inner": BUILDERS[own["inner"]], "outer_tx": self.outer_tx()}
+        return manualpar.diloco(*arguments, **own | options)
+
+    # What one device says.
+
+    def whole(self, program: Any, state: Any) -> tuple[dict[str, Any], Any]:
+        """The parameters by path, and the other collections."""
+        variables = program.whole(state)
+        return flatten(variables.pop("params")), variables
+
+    def trained(self, params: Mapping[str, Any]) -> set[str]:
+        """The paths of the parameters that are trained."""
+        globs = self.row.get("trainable")
+        if globs is None:
+            globs = ["*lora_a", "*lora_b"] if "lora" in self.row else ["*"]
+        return {path for path in params if any(fnmatch.fnmatchcase(path, g) for g in globs)}
+
+    def answer(
+        self,
+        params: Any,
+        collections: Any,
+        batch: Any,
+        *,
+        units: tuple[np.ndarray, int],
+        train: bool = True,
+    ) -> Answer:
+        """What one device says of units of examples, so many devices' one after another."""
+        dtype = self.options.get("gather_dtype")
+        parts = [self.row.get(n) for n in ("lora", "quantized", "trainable", "with_labels")]
+        reference: Reference = self.share(
+            "reference", [*parts, dtype], lambda: Reference(self.row, self.plain, dtype)
+        )
+        args = self.trained(params), collections, batch, *units
+        return reference(params, *args, train=train)
+
+    def units(self, program: Any) -> tuple[np.ndarray, int]:
+        """The numbers of the examples that a program's model sees together; and devices."""
+        size, minibatches = self.row["batch"], program.num_minibatches
+        devices = math.prod(program.mesh.shape[a] for a in program.data_axes if a != "context")
+        numbers = np.arange(size).reshape(devices, minibatches, -1)
+        norm, is_manual = self.row["fields"].get("norm"), self.row["mode"] == "manual"
+        if norm == "batch" and is_manual:
+            return numbers.reshape(devices * minibatches, -1), devices
+        if norm in ("batch", "synced") or self.row["loss"] == "coupled":
+            return numbers.transpose(1, 0, 2).reshape(minibatches, -1), 1
+        return np.arange(size)[:, None], devices
+
+    def allowance(self, program: Any, *, adds_residuals: bool) -> Allowance:
+        """What a program may be off by."""
+        options = self.options
+        dtypes = [options.get(f"{n}_dtype") for n in ("gather", "param", "reduce", "frozen")]
+        axes = [a for a in program.mesh.axis_names if program.mesh.shape[a] > 1]
+        # Each minibatch, over each axis, to scatter and once more to gather what was summed.
+        reductions = 2 * program.num_minibatches * max(1, len(program.data_axes))
+        return Allowance(
+            is_low="bfloat16" in dtypes,
+            has_coded_weights=bool(options.get("gather_code")),
+            code=None if adds_residuals else options.get("reduce_code"),
+            reductions=reductions,
+            is_random=bool(options.get("stochastic_rounding")),
+            is_split=bool({"context", "expert", "model", "stage"} & {*axes}),
+            has_statistics=self.has_statistics,
+        )
+
+    # What is compared.
+
+    def begin(self, program: Any) -> Any:
+        """The state that a program begins with, compared with plain flax."""
+        plain = self._plain_variables()
+        is_wrapped = "lora" in self.row or "quantized" in self.row
+        is_low = self.allowance(program, adds_residuals=False).is_low
+        if self.row["given"] and not is_wrapped and not is_low:
+            state = program.init_from(plain)
+        else:
+            state = program.init(jax.random.key(7))
+        params, collections = self.whole(program, state)
+        self._check_initial(params, collections, is_low=is_low)
+        return state
+
+    def _plain_variables(self) -> Any:
+        init_rng, _ = jax.random.split(jax.random.key(7))
+        init = jax.jit(self.plain.init)
+        return self.share(
+            "init", (), lambda: jax.device_get(init(init_rng, self.batches[0].inputs))
+        )
+
+    def _check_initial(self, params: Any, collections: Any, *, is_low: bool) -> None:
+        made = dict(self._plain_variables())
+        expected, trained = flatten(made.pop("params")), self.trained(params)
+        plain = flatten(self.plain.to_plain(unflatten(params)))
+        for path, e in expected.items():
+            if path not in params:  # It is in codes: half a step off, and rounded products.
+                step = np.abs(e).max() / 127
+                off = np.abs(np.asarray(plain[path], np.float32) - e).max()
+                if not off <= (1.0 if is_low else 0.52) * step + 1e-30:
+                    raise WrongError(f"init: {path} in codes is off by {off / step:.3g} steps")
+                continue
+            stored = self.options.get("param_dtype")
+            stored = stored if path in trained else self.options.get("frozen_dtype") or stored
+            if stored and jnp.issubdtype(e.dtype, jnp.floating):
+                e = e.astype(stored)
+            if not np.array_equal(np.asarray(e), np.asarray(params[path])):
+                off = ulps(e, params[path])
+                if not off <= 4:
+                    raise WrongError(f"init: {path} is not the same bits, but {off:.3g} ulps off")
+                # Compiled with few optimizations, XLA may round otherwise beside other outputs.
+                self.notes.append(f"init: {path} is {off:.2g} ulps off")
+        wanted, found = flatten(made), flatten(collections)
+        sown = ("intermediates", "losses")
+        wanted = {p: x for p, x in wanted.items() if p.partition("/")[0] not in sown}
+        check_same_bits("init", wanted, found)
+
+    def _check_repeats(self, program: Any) -> None:
+        ends = []
+        for _ in range(2):
+            state, metrics = program.train_step(program.init(jax.random.key(7)), self.batches[0])
+            ends.append((flatten(program.whole(state)), jax.device_get(metrics)))
+        if not all(jax.tree.leaves(jax.tree.map(np.array_equal, *ends))):
+            raise WrongError("dropout: the same step from the same state gave other bits")
+
+    def _has_met_nan(self) -> bool:
+        met = self.row["nan_at"] and self.options["nonfinite"] == "report"
+        return met or bool(self.options.get("eval_dropout"))
+
+    def step(self, program: Any, state: Any, number: int, optimizer: OneDevice) -> Any:
+        """Takes a step and compares everything in it; returns the new state."""
+        batch, what = self.batches[number], f"step {number}"
+        broken = _with_nan(batch) if self.row["nan_at"] and number == 1 else None
+        params, collections = self.whole(program, state)
+        residuals = _residuals(state, params)
+        state, metrics = program.train_step(state, broken or batch)
+        metrics = {name: tuple(map(float, pair)) for name, pair in metrics.items()}
+        after, variables = self.whole(program, state)
+        if broken is not None:
+            if metrics["nonfinite"][0] != 1:
+                raise WrongError(f"{what}: nonfinite is {metrics['nonfinite']} with a NaN")
+            if self.options["nonfinite"] == "skip":
+                check_same_bits(f"{what} with a NaN", params, after)
+            return state
+        if self.options.get("nonfinite", "ignore") != "ignore" and metrics["nonfinite"] != (0, 1):
+            raise WrongError(f"{what}: nonfinite is {metrics['nonfinite']}, and all is finite")
+        trained = self.trained(params)
+        frozen = {path: x for path, x in params.items() if path not in trained}
+        check_same_bits(f"{what}, frozen", frozen, after)
+        grads = {
+            path: np.asarray(g)[tuple(map(slice, params[path].shape))]
+            for path, g in flatten(jax.device_get(state.opt_state.gradient)).items()
+        }
+        if set(grads) != trained:
+            raise WrongError(f"{what}: gradients of {sorted(set(grads) ^ trained)}")
+        if not all(np.isfinite(np.float32(g)).all() for g in grads.values()):
+            raise WrongError(f"{what}: a gradient is not finite")
+        allowance = self.allowance(program, adds_residuals=bool(residuals))
+        units = self.units(program)
+        expected = self.answer(params, collections, batch, units=units)
+        if not self.has_dropout:
+            kept = _residuals(state, params)
+            sums = {p: g + kept[p] - residuals[p] if p in kept else g for p, g in grads.items()}
+            noisy = self.answer(allowance.moved(params), collections, batch, units=units)
+            allowance.check_gradients(what, sums, expected, noisy)
+            self._check_variables(what, program, collections, variables, expected, allowance)
+        allowance.check_metrics(what, metrics, expected.metrics, has_dropout=self.has_dropout)
+        if self.options.get("norm_metrics"):
+            allowance.check_norms(what, metrics, grads, after)
+        optimizer.check(what, params, grads, after)
+        return state
+
+    def _check_variables(
+        self,
+        what: str,
+        program: Any,
+        before: Any,
+        after: Any,
+        expected: Answer,
+        allowance: Allowance,
+    ) -> None:
+        rtol = 0.05 if allowance.is_rough else 1e-5
+        old, found = flatten(before), flatten(after)
+        if set(old) != set(found):
+            raise WrongError(f"{what}: variables are {sorted(found)}, expected {sorted(old)}")
+        for path, each in expected.variables.items():
+            x = np.asarray(each, np.float64)
+            if path.endswith("seen"):
+                value = old[path] + (x - old[path]).sum(0)
+            elif path.endswith("largest"):
+                value = x.max(0)
+            elif program.num_minibatches > 1 and path.startswith("batch_stats"):
+                continue
+            else:
+                value = x.mean(0)
+            if not np.allclose(found[path], value, rtol=rtol, atol=rtol * np.abs(value).max()):
+                raise WrongError(
+                    f"{what}: the variable {path} is {found[path]}, expected {value}"[:300]
+                )
+
+    def evaluate(self, program: Any, state: Any) -> None:
+        """Compares an evaluation."""
+        params, collections = self.whole(program, state)
+        batch = self.batches[STEPS]
+        metrics = jax.device_get(program.eval_step(state, batch))
+        metrics = {name: tuple(map(float, pair)) for name, pair in metrics.items()}
+        units = np.arange(self.row["batch"])[:, None], 1
+        if self.row["loss"] == "coupled":
+            units = np.arange(self.row["batch"])[None], 1
+        expected = self.answer(params, collections, batch, units=units, train=False)
+        allowance = self.allowance(program, adds_residuals=False)
+        allowance.check_metrics("evaluation", metrics, expected.metrics)
+
+    def _check_average(self, program: Any, state: Any, average: Mapping[str, Any]) -> None:
+        found, _ = self.whole(program, manualpar.ema_params(state))
+        for path, e in average.items():
+            x = np.float64(found[path])
+            ulp = float(jnp.finfo(found[path].dtype).eps)
+            if not np.allclose(x, e, rtol=4 * ulp, atol=4 * ulp * np.abs(e).max(initial=0)):
+                raise WrongError(f"average: {path} is off {np.abs(x - e).max():.3g}")
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _with_nan(batch: Any) -> Any:
+    """The batch with a NaN in one example, if something in it can be NaN."""
+    for name in ("inputs", "mask"):
+        x = getattr(batch, name)
+        if isinstance(x, np.ndarray) and x.dtype.kind == "f":
+            x = x.copy()
+            x.reshape(-1)[3] = np.nan
+            return batch.replace(**{name: x})
+    return None
+
+
+def _residuals(state: Any, params: Mapping[str, Any]) -> dict[str, Any]:
+    """What codes have left out of the mean of devices' gradients, by the parameter's path."""
+    residuals = flatten(jax.device_get(state.local.get("residuals", {})))
+    return {
+        path: np.asarray(r, np.float64)[(slice(None), *map(slice, params[path].shape))].mean(0)
+        for path, r in residuals.items()
+    }

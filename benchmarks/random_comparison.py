@@ -1,0 +1,138 @@
+"""What a program of `random_programs` may differ from one device by.
+
+In float32 a gradient may be off by several times the difference that parameters make which are off
+by a few roundings, and by a few roundings of what each device contributes. In bfloat16 it is the
+same with larger roundings. A code may leave out, on each device, half a unit of its blocks (a unit
+if it rounds at random), and a unit is at most the largest number there divided by the largest code.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.random_reference import Answer, perturb
+
+LARGEST_CODE = {"int8": 127, "int4": 7}
+Arrays = Mapping[str, np.ndarray]
+
+
+class WrongError(Exception):
+    """A difference from one device, in words."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Allowance:
+    """What is allowed in a program.
+
+    Attributes:
+      is_low: Whether something is stored, gathered or reduced in bfloat16.
+      has_coded_weights: Whether parameters are gathered as codes.
+      code: The code of gradients, if what it leaves out is not added here.
+      reductions: How often a device's gradient is encoded in a step.
+      is_random: Whether codes round at random.
+      is_split: Whether devices contribute other sums than those of examples.
+      has_statistics: Whether a layer divides by the deviation of a few examples.
+    """
+
+    is_low: bool = False
+    has_coded_weights: bool = False
+    code: str | None = None
+    reductions: int = 1
+    is_random: bool = False
+    is_split: bool = False
+    has_statistics: bool = False
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether the loss itself is off by more than float32's rounding."""
+        return self.is_low or self.has_coded_weights
+
+    def moved(self, params: Arrays) -> dict[str, Any]:
+        """Parameters that are off by as much as the program's may be where it computes."""
+        if not self.has_coded_weights:
+            return perturb(params, 2.0**-8 if self.is_low else 2.0**-20, 0)
+        random, moved = np.random.default_rng(0), {}
+        for path, x in params.items():
+            moved[path] = x
+            if x.dtype.kind == "f" and x.ndim and not path.endswith("_scales"):
+                step = np.abs(x).max(initial=0) / 127
+                moved[path] = (x + random.uniform(-0.5, 0.5, x.shape) * step).astype(x.dtype)
+        return moved
+
+    def check_gradients(self, what: str, grads: Arrays, expected: Answer, noisy: Answer) -> None:
+        """Raises WrongError if a gradient is off by more than is allowed; it names the worst."""
+        noises = {p: float(np.linalg.norm(noisy.grads[p] - e)) for p, e in expected.grads.items()}
+        total = math.sqrt(sum(float(np.square(g).sum()) for g in expected.grads.values()))
+        total += math.hypot(*noises.values())
+        worst, words = 1.0, ""
+        for path, e in expected.grads.items():
+            g = np.asarray(grads[path], np.float64)
+            off, norm = float(np.linalg.norm(g - e)), float(np.linalg.norm(e))
+            allowed = self._allowed(path, noises[path], expected, total)
+            if not off <= allowed * worst:
+                worst = off / (allowed or 1e-300)
+                ratio = float(np.vdot(e, g) / norm**2) if norm else math.inf
+                words = f"{path} ratio {ratio:.5g}, off {off / (norm or 1):.3g} of its norm"
+        if words:
+            raise WrongError(f"{what} gradient: {words} ({worst:.3g} x allowed)")
+
+    def _allowed(self, path: str, noise: float, expected: Answer, total: float) -> float:
+        spread = expected.spread[path]
+        if self.has_coded_weights and self.has_statistics:
+            return math.inf  # Two examples that are normalised are -1 and 1, or 1 and -1.
+        if self.has_coded_weights:
+            allowed = 6 * noise + 0.02 * total
+        elif self.is_low:
+            allowed = 4 * noise + 2**-6 * spread + 2**-9 * total
+        else:
+            allowed = 6 * noise + 5e-6 * spread + 2e-7 * total
+        if self.code:
+            step = 1.05 * expected.contributions[path] / LARGEST_CODE[self.code]
+            step *= self.reductions * (2 if self.is_random else 1) * (4 if self.is_split else 1)
+            allowed += step * math.sqrt(expected.grads[path].size)
+            # Sums over other devices cancel what each contributes, as of biases of keys.
+            allowed += 0.02 * total if self.is_split else 0
+        return allowed
+
+    def check_metrics(
+        self, what: str, metrics: Any, expected: Mapping[str, Any], *, has_dropout: bool = False
+    ) -> None:
+        """Raises WrongError if the sum or the count of a metric is off."""
+        rtol = 0.05 if self.is_rough else 2e-5
+        for name, (total, count) in expected.items():
+            if name == "accuracy" and (self.is_rough or has_dropout):
+                continue
+            got = metrics[name]
+            if got[1] == 0 == count:
+                continue
+            allowed = rtol * max(abs(total), abs(count)) + 1e-6
+            allowed = 0.7 * abs(total) if has_dropout else allowed
+            if abs(got[1] - count) > 1e-5 * abs(count) or not abs(got[0] - total) <= allowed:
+                raise WrongError(f"{what}: metric {name} is {got}, one device's {(total, count)}")
+
+    def check_norms(self, what: str, metrics: Any, grads: Arrays, after: Arrays) -> None:
+        """Raises WrongError if a norm that the program reports is another."""
+        for name, arrays in (("gradient_norm", grads), ("parameter_norm", after)):
+            squares = (float(np.square(np.float64(arrays[path])).sum()) for path in grads)
+            norm = math.sqrt(sum(squares))
+            if not abs(metrics[name][0] - norm) <= (0.01 if self.is_low else 1e-4) * norm + 1e-9:
+                raise WrongError(f"{what}: {name} is {metrics[name]}, expected {norm}")
+
+
+def check_same_bits(what: str, expected: Arrays, found: Arrays) -> None:
+    """Raises WrongError if an array has another dtype or other bits."""
+    for path, e in expected.items():
+        x = found[path]
+        if e.dtype != x.dtype or np.asarray(e).tobytes() != np.asarray(x).tobytes():
+            raise WrongError(f"{what}: {path} is not the same bits, but {ulps(e, x):.3g} ulps off")
+
+
+def ulps(x: Any, y: Any) -> float:
+    """How far arrays are apart, in units of the last place of the largest number."""
+    eps = float(jnp.finfo(x.dtype).eps) if jnp.issubdtype(x.dtype, jnp.floating) else 1.0
+    x, y = (np.asarray(a, np.float64) for a in (x, y))
+    return float(np.abs(x - y).max(initial=0) / (eps * np.abs(x).max(initial=0) or 1))

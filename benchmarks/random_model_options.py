@@ -1,0 +1,187 @@
+"""Draws the models, losses and optimizers of `random_programs`, and how models are tuned."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.random_optimizers import OPTIMIZERS
+
+MODELS = {"mlp": 4, "conv": 1, "text": 3, "rnn": 1, "transformer": 5, "nnx_mlp": 2, "nnx_text": 1}
+# What may be trained of each model; the first globs name nothing that `quantized` encodes.
+TRAINABLE = {
+    "mlp": (["*bias"], ["*head*"], ["*kernel"]),
+    "conv": (["*bias"], ["*kernel"], ["head/*"]),
+    "text": (["*bias", "*scale"], ["*kernel"], ["*up*", "*out*"]),
+    "rnn": (["*bias"], ["*kernel"], ["head/*"]),
+    "transformer": (["*scale"], ["*kernel", "*embedding"], ["*embedding"], ["*attention/*"]),
+    "nnx_mlp": (["*bias"], ["*kernel"], ["head/*"]),
+    "nnx_text": (["*bias", "*scale"], ["*kernel"], ["*embed*", "*up*"]),
+}
+Row = dict[str, Any]
+
+
+def weighted(r: random.Random, weights: Mapping[str, int]) -> str:
+    """Draws a name as often as its weight says."""
+    return r.choices(list(weights), list(weights.values()))[0]
+
+
+def draw_model(r: random.Random, row: Row) -> None:
+    """Draws what programs with the same model have in common."""
+    kind = weighted(r, MODELS)
+    row["model"], row["data_seed"] = kind, r.randrange(10**6)
+    row["batch"], row["length"] = r.choice((8, 8, 12, 24)), 8
+    row["loss"] = r.choice(("mean", "mean", "masked", "masked", "weights"))
+    row["loss_extras"] = extras = {}
+    extras["decay"] = r.choice((0, 0, 0, 0.01))
+    row["tx"], row["ema"] = r.choice(["sgd", *OPTIMIZERS]), r.random() < 0.15
+    fields: Row = {}
+    row["fields"] = fields
+    dropout = r.choice((0.0,) * 7 + (0.25,))
+    if kind != "transformer":
+        extras["smoothing"], extras["z"] = r.random() < 0.15, r.random() < 0.15
+    if kind == "mlp":
+        fields.update(
+            width=r.choice((6, 8, 9, 16)),
+            depth=r.choice((1, 2, 4)),
+            act=r.choice(("relu", "gelu", "tanh")),
+            bias=r.random() < 0.7,
+            norm=r.choice(("layer", "layer", "none", "batch", "synced")),
+            scan=r.random() < 0.5,
+            remat=r.random() < 0.4,
+            dropout=dropout,
+            annotated=r.random() < 0.15,
+            counts=r.random() < 0.15,
+            penalty=r.random() < 0.15,
+            odd=r.random() < 0.12,
+        )
+        if r.random() < 0.12 and fields["norm"] != "batch":
+            row["loss"] = "coupled"
+        extras["penalty"] = fields["penalty"]
+    elif kind == "conv":
+        fields.update(
+            channels=r.choice((4, 6, 8)),
+            norm=r.choice(("none", "group", "batch", "synced")),
+            dropout=dropout,
+        )
+    elif kind == "text":
+        fields.update(
+            depth=r.choice((1, 2, 2, 2, 4)),
+            tied=r.random() < 0.5,
+            bias=r.random() < 0.6,
+            scan=r.random() < 0.5,
+            remat=r.random() < 0.4,
+            dropout=dropout,
+        )
+    elif kind == "rnn":
+        fields.update(cell=r.choice(("lstm", "gru", "simple")), width=r.choice((6, 8)))
+    elif kind == "nnx_mlp":
+        fields.update(
+            width=r.choice((6, 8, 16)),
+            depth=r.choice((2, 4)),
+            norm=r.choice(("none", "none", "batch", "synced")),
+            scan=r.random() < 0.5,
+            dropout=dropout,
+        )
+    elif kind == "nnx_text":
+        fields.update(tied=r.random() < 0.5, lora=r.random() < 0.4)
+    else:
+        _draw_transformer(r, row, dropout)
+    _draw_tuning(r, row)
+
+
+def _draw_transformer(r: random.Random, row: Row, dropout: float) -> None:
+    fields = row["fields"]
+    fields.update(vocab_size=24, num_layers=r.choice((2, 2, 2, 2, 4)), hidden_size=16, num_heads=4)
+    fields.update(mlp_size=r.choice((16, 24)), scan_layers=r.random() < 0.75, dropout_rate=dropout)
+
+    def maybe(share: float, **values: Any) -> bool:
+        chosen = r.random() < share
+        if chosen:
+            fields.update(values)
+        return chosen
+
+    maybe(0.4, num_kv_heads=r.choice((1, 2)))
+    maybe(0.3, tied_head=True)
+    row["with_labels"], row["packed"] = r.random() < 0.5, r.random() < 0.35
+    if r.random() < 0.25:  # As other people's models are, which files are written for.
+        row["has_family"] = True
+        maybe(0.3, qkv_bias=True)
+        if maybe(0.5, split_axis="model"):
+            row["split_logits"], row["loss_extras"]["decay"] = True, 0
+        return
+    maybe(0.2, norm_offset=True, scale_embedding=True)
+    maybe(0.2, post_norms=True)
+    maybe(0.2, query_key_norm=True)
+    maybe(0.2, qkv_bias=True)
+    maybe(0.15, rope_scaling=r.choice(("linear", "llama3")), rope_factor=2.0)
+    maybe(0.15, logit_soft_cap=10.0)
+    maybe(0.15, attention_soft_cap=5.0)
+    maybe(0.15, label_smoothing=0.1)
+    maybe(0.15, z_loss=0.01)
+    maybe(0.4, remat=r.choice(("full", "dots")))
+    if maybe(0.25, attention_window=3) and fields["num_layers"] == 4:
+        maybe(0.5, global_every=2, local_rope_base=5000.0)
+    row["with_labels"] |= bool(fields.get("label_smoothing") or fields.get("z_loss"))
+    if not row["packed"]:
+        maybe(0.2, bos_token=0)
+    if r.random() < 0.4:
+        fields.update(num_experts=4, experts_per_token=r.choice((1, 2, 3)))
+        fields["capacity_factor"] = r.choice((0.0, 0.6, 1.0, 1.25, 2.0))
+        maybe(0.3, expert_gates="sigmoid")
+        maybe(0.3, normalize_gates=False)
+        maybe(0.2, gate_scale=2.5)
+        maybe(0.2, router_bias=True)
+        if fields["experts_per_token"] < 3:
+            maybe(0.2, expert_groups=2, expert_groups_per_token=1)
+        if maybe(0.3, shared_experts_size=8):
+            maybe(0.5, shared_gate=True)
+        if not fields.get("global_every"):
+            maybe(0.2, dense_layers=1)
+    elif r.random() < 0.2:
+        fields["activation"] = "gelu"
+    maybe(0.3, context_axis="context", context_attention=r.choice(("ring", "ulysses", "gather")))
+    if fields.get("context_axis"):
+        row["length"] = 16
+        fields["num_kv_heads"] = r.choice((0, 2))
+    if maybe(0.45, split_axis="model"):
+        row["split_logits"] = True
+        row["loss_extras"]["decay"] = 0
+        maybe(0.5, sequence_parallel=True)
+        if fields.get("sequence_parallel"):
+            maybe(0.3, overlap="ring")
+    if fields.get("num_experts") and maybe(0.5, expert_axis="expert"):
+        row["loss_extras"]["decay"] = 0  # It would be of a device's own experts.
+
+
+def _draw_tuning(r: random.Random, row: Row) -> None:
+    """Adapters, bases in int8, plans and what is trained."""
+    kind, fields = row["model"], row["fields"]
+    may_split = kind == "text" or (kind == "mlp" and not fields["annotated"] and r.random() < 0.3)
+    if may_split and r.random() < 0.5:
+        row["plan"] = plan = {"sequence": kind == "text" and r.random() < 0.4}
+        if plan["sequence"]:
+            fields["places"] = False
+            plan["overlap"] = r.choice(("none", "none", "ring"))
+        row["split_logits"] = bool(fields.get("tied")) or plan["sequence"]
+        row["loss_extras"]["decay"] = 0  # Of a device's own shards.
+    targets = {
+        "mlp": ["*/up", "*/down"],
+        "text": ["*/query", "*/value", "*/up", "*/out"],
+        "transformer": ["*/query", "*/value", "*/out"],
+    }.get(kind)
+    if targets and r.random() < 0.25:
+        chosen = r.sample(targets, r.choice((1, 2)))
+        row["lora"] = {"targets": {name: r.choice((1, 2, 3)) for name in chosen}, "alpha": 4.0}
+    if targets and r.random() < (0.5 if "lora" in row else 0.1):
+        row["quantized"] = r.choice((4, 8, 64))
+    if ("quantized" in row and "lora" not in row) or r.random() < 0.12:
+        fitting = TRAINABLE[kind][: 1 if "quantized" in row else None]
+        row["trainable"] = [*r.choice(fitting), *(["*lora*"] if "lora" in row else [])]
+    if fields.get("odd"):
+        row["trainable"] = ["*kernel", "*bias", "gain", "idle"]
+        row.pop("quantized", None)
+        row.pop("lora", None)
+    if "lora" in row or "quantized" in row:
+        row["loss_extras"]["decay"] = 0  # One device has other parameters.
+    if "trainable" in row or "lora" in row:
+        row["frozen_dtype"] = r.choice((None, None, None, "bfloat16"))

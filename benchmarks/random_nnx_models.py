@@ -1,0 +1,131 @@
+"""Small NNX models for `random_programs`, and how one device runs them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from benchmarks.random_models import CLASSES, FEATURES, VOCABULARY
+
+
+class _XLayer(nnx.Module):
+    def __init__(self, width: int, rate: float, *, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, width + 4, rngs=rngs)
+        self.down = nnx.Linear(width + 4, width, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.dropout(self.down(nnx.gelu(self.up(self.norm(x)))))
+
+
+class XMlp(nnx.Module):
+    """NNX: residual layers, a list or a scan of them."""
+
+    def __init__(
+        self,
+        width: int = 8,
+        depth: int = 2,
+        norm: str = "none",
+        scan: bool = False,
+        dropout: float = 0.0,
+        *,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.first = nnx.Linear(FEATURES, width, rngs=rngs)
+        axis = "batch" if norm == "synced" else None
+        self.norm = norm
+        if norm != "none":
+            self.batch = nnx.BatchNorm(width, axis_name=axis, rngs=rngs)
+        self.scan = scan
+        if scan:
+
+            @nnx.split_rngs(splits=depth)
+            @nnx.vmap(in_axes=(0,), out_axes=0)
+            def make(rngs: nnx.Rngs) -> _XLayer:
+                return _XLayer(width, dropout, rngs=rngs)
+
+            self.layers: Any = make(rngs)
+        else:
+            self.layers = nnx.List([_XLayer(width, dropout, rngs=rngs) for _ in range(depth)])
+        self.head = nnx.Linear(width, CLASSES, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns logits."""
+        x = self.first(x)
+        if self.norm != "none":
+            x = self.batch(x)
+        if self.scan:
+
+            @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            def run(x: jax.Array, layer: _XLayer) -> jax.Array:
+                return layer(x)
+
+            x = run(x, self.layers)
+        else:
+            for layer in self.layers:
+                x = layer(x)
+        return self.head(x)
+
+
+class XText(nnx.Module):
+    """NNX: attention over embedded tokens; the head may be the embedding."""
+
+    def __init__(
+        self, width: int = 16, tied: bool = False, lora: bool = False, *, rngs: nnx.Rngs
+    ) -> None:
+        self.embed = nnx.Embed(VOCABULARY, width, rngs=rngs)
+        self.norm = nnx.RMSNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, width, decode=False, rngs=rngs)
+        self.up = nnx.Linear(width, 2 * width, rngs=rngs)
+        self.down = nnx.Linear(2 * width, width, rngs=rngs)
+        self.tied, self.lora = tied, lora
+        if lora:
+            self.low = nnx.LoRA(width, 2, 2 * width, rngs=rngs)
+        if not tied:
+            self.head = nnx.Linear(width, VOCABULARY, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Returns logits."""
+        x = self.embed(tokens)
+        x = x + self.attention(self.norm(x), mask=nnx.make_causal_mask(tokens))
+        h = self.up(x) + self.low(x) if self.lora else self.up(x)
+        x = x + self.down(nnx.gelu(h))
+        return self.embed.attend(x) if self.tied else self.head(x)
+
+
+def run_plainly(
+    make: Callable[[nnx.Rngs], nnx.Module],
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns the functions `init` and `apply` of a model, as Linen's modules have them."""
+
+    def collections(module: nnx.Module) -> dict[str, Any]:
+        found: dict[str, Any] = {"params": {}}
+        for path, variable in nnx.to_flat_state(nnx.state(module)):
+            name = "params" if isinstance(variable, nnx.Param) else "batch_stats"
+            if isinstance(variable, nnx.Param | nnx.BatchStat):
+                found.setdefault(name, {})[tuple(map(str, path))] = variable[...]
+        return {name: unflatten_dict(flat) for name, flat in found.items()}
+
+    def init(key: jax.Array, inputs: Any) -> Any:
+        del inputs
+        return collections(make(nnx.Rngs(key)))
+
+    def apply(variables: Any, *args: Any, train: bool, mutable: Any = False, **_: Any) -> Any:
+        module = make(nnx.Rngs(0))
+        graph, state = nnx.split(module)
+        given = {path: x for tree in variables.values() for path, x in flatten_dict(tree).items()}
+        flat = [
+            (path, v.replace(given.get(tuple(map(str, path)), v.get_value())))
+            for path, v in nnx.to_flat_state(state)
+        ]
+        module = nnx.merge(graph, nnx.from_flat_state(flat))
+        module.train() if train else module.eval()
+        module.set_attributes(axis_name=None, raise_if_not_found=False)
+        out = module(*args)
+        updates = {k: v for k, v in collections(module).items() if k != "params"}
+        return (out, updates) if mutable is not False else out
+
+    return init, apply

@@ -1,0 +1,152 @@
+"""One device's answer for `random_programs`, in plain flax, jax and optax.
+
+A batch is taken apart into *units*: single examples if none of them meets another in the model, or
+else those that do. The reference computes each unit by itself and adds up in float64, so it rounds
+less than a program, and knows how much each device has contributed.
+
+A second call with parameters that are off by a few roundings says how much of a difference is
+rounding: `noise`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.random_tasks import Plain, make_loss
+
+Tree = Any
+
+
+@dataclasses.dataclass
+class Answer:
+    """What one device says of a batch.
+
+    Attributes:
+      grads: The gradient of each trained parameter by path, in float64.
+      contributions: The sum over devices of the largest magnitude that each contributes, by path.
+      spread: The same of norms.
+      metrics: Sums and counts.
+      variables: The other variables of each unit, by path, with the units in dim 0.
+    """
+
+    grads: dict[str, np.ndarray]
+    contributions: dict[str, float]
+    spread: dict[str, float]
+    metrics: dict[str, tuple[float, float]]
+    variables: dict[str, np.ndarray]
+
+
+class Reference:
+    """The answers of one device for a model, a loss and a set of trained parameters."""
+
+    def __init__(self, row: Mapping[str, Any], plain: Plain, gather_dtype: str | None) -> None:
+        self._plain, self._loss = plain, make_loss(row, is_plain=True)
+        self._gather_dtype = gather_dtype
+        self._run = {
+            train: jax.jit(functools.partial(self._units, train=train)) for train in (True, False)
+        }
+
+    def __call__(
+        self,
+        params: Tree,
+        trained: set[str],
+        collections: Tree,
+        batch: Any,
+        units: np.ndarray,
+        devices: int,
+        *,
+        train: bool = True,
+    ) -> Answer:
+        """Computes an answer; `units` are the numbers of examples, those of a device in a row."""
+        own = {p: x for p, x in params.items() if p in trained}
+        frozen = {p: x for p, x in params.items() if p not in trained}
+        parts = jax.tree.map(lambda x: x[units], batch)
+        grads, metrics, variables = jax.device_get(
+            self._run[train](own, frozen, collections, parts)
+        )
+        counts = np.asarray(metrics["loss"][1], np.float64)
+        total = counts.sum() or 1.0
+        answer = Answer({}, {}, {}, {}, {})
+        for path, g in grads.items():
+            g = np.asarray(g, np.float64) / total
+            each = g.reshape(devices, -1, *g.shape[1:]).sum(1)
+            answer.grads[path] = g.sum(0)
+            flat = each.reshape(devices, -1)
+            answer.contributions[path] = float(np.abs(flat).max(1, initial=0).sum())
+            answer.spread[path] = float(np.linalg.norm(flat, axis=1).sum())
+        for name, (value, count) in metrics.items():
+            answer.metrics[name] = tuple(float(np.float64(x).sum()) for x in (value, count))  # type: ignore[assignment]
+        answer.variables = variables
+        return answer
+
+    def _units(
+        self, own: Tree, frozen: Tree, collections: Tree, parts: Any, *, train: bool
+    ) -> tuple[Any, Any, Any]:
+        def one(batch: Any) -> Any:
+            def loss(own: Tree) -> Any:
+                cast = {path: self._cast(x, is_frozen=False) for path, x in own.items()}
+                cast |= {path: self._cast(x, is_frozen=True) for path, x in frozen.items()}
+                updates: dict[str, Any] = {}
+
+                def apply(variables: Any, *args: Any, mutable: Any = (), **call: Any) -> Any:
+                    call["train"] = train
+                    call.pop("rngs") if not train else None
+                    given = {**collections, **variables}
+                    names = [*collections, *mutable]
+                    out, new = self._plain.apply(given, *args, mutable=names, **call)
+                    updates.update({k: v for k, v in new.items() if k in collections})
+                    return (out, new) if mutable else out
+
+                tree = self._plain.to_plain(unflatten(cast))
+                value, metrics = self._loss(tree, apply, batch, jax.random.key(0))
+                count = metrics["loss"][1]
+                return value * count, (metrics, flatten(updates))
+
+            grads, (metrics, updates) = jax.grad(loss, has_aux=True)(own)
+            return grads, jax.tree.map(jnp.asarray, metrics), updates
+
+        return jax.lax.map(one, parts)
+
+    def _cast(self, x: Any, *, is_frozen: bool) -> Any:
+        dtype = self._gather_dtype
+        if not dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        if is_frozen and jnp.dtype(x.dtype).itemsize <= jnp.dtype(dtype).itemsize:
+            return x
+        return x.astype(dtype)
+
+
+def flatten(tree: Tree) -> dict[str, Any]:
+    """Returns the leaves of nested dicts by path; what is masked is left out."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {"/".join(str(getattr(k, "key", k)) for k in path): x for path, x in leaves}
+
+
+def unflatten(flat: Mapping[str, Any]) -> Tree:
+    """Returns the nested dicts of `flatten`."""
+    tree: dict[str, Any] = {}
+    for path, x in flat.items():
+        *above, last = path.split("/")
+        inner = tree
+        for name in above:
+            inner = inner.setdefault(name, {})
+        inner[last] = x
+    return tree
+
+
+def perturb(params: Mapping[str, Any], size: float, seed: int) -> dict[str, Any]:
+    """Returns parameters that are off by `size` times themselves, up or down."""
+    random = np.random.default_rng(seed)
+
+    def off(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        signs = random.integers(0, 2, x.shape) * 2 - 1
+        return (x.astype(np.float64) * (1 + size * signs)).astype(x.dtype)
+
+    return {path: off(np.asarray(x)) for path, x in params.items()}

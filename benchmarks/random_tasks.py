@@ -1,0 +1,210 @@
+"""The model, the batches and the loss of a program of `random_programs`.
+
+`make_model` returns a model as builders take it, wrapped by plans, int8 bases and adapters as a
+description says, and `Plain`: the same model without any of that, with a function that turns the
+program's parameters into its own. Nothing of the package computes in `Plain`, but for
+`Transformer`, which is a plain Linen module outside of a mesh.
+"""
+
+import dataclasses
+import fnmatch
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from benchmarks.random_models import (
+    CLASSES,
+    FEATURES,
+    VOCABULARY,
+    ConvNet,
+    Mlp,
+    Recurrent,
+    TextModel,
+)
+from benchmarks.random_nnx_models import XMlp, XText, run_plainly
+from manualpar import Column, Row, Vocab, gather_examples, lora, quantized, tensor_parallel
+from manualpar.layers import split_argmax, split_cross_entropy
+from manualpar.layers.vocabulary import vocabulary_axes
+from manualpar.models.transformer import Transformer
+
+Tree = Any
+
+KINDS: Mapping[str, Any] = {
+    "mlp": Mlp,
+    "conv": ConvNet,
+    "text": TextModel,
+    "rnn": Recurrent,
+    "transformer": Transformer,
+    "nnx_mlp": XMlp,
+    "nnx_text": XText,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """A model on one device.
+
+    Attributes:
+      init: `init(key, inputs)` returns the variables by collection.
+      apply: As `flax.linen.Module.apply`.
+      to_plain: The parameters of this model, from those of the program.
+    """
+
+    init: Callable[[jax.Array, Any], Any]
+    apply: Callable[..., Any]
+    to_plain: Callable[[Tree], Tree]
+
+
+def make_model(row: Mapping[str, Any]) -> tuple[Any, Plain]:
+    """Returns the model that a description asks for, as builders take it, and the plain one."""
+    kind, fields = KINDS[row["model"]], dict(row["fields"])
+    if row["model"].startswith("nnx"):
+
+        def make(rngs: nnx.Rngs) -> nnx.Module:
+            module: nnx.Module = kind(**fields, rngs=rngs)
+            return module
+
+        return make, Plain(*run_plainly(make), lambda params: params)
+    module: nn.Module = kind(**fields)
+    bare = module
+    if "norm" in fields and fields["norm"] == "synced":
+        bare = kind(**{**fields, "norm": "batch"})
+    model: Any = module
+    if plan := row.get("plan"):
+        model = tensor_parallel(module, plan_of(row), **plan)
+    if row.get("quantized"):
+        model = quantized(model, {"*kernel": row["quantized"]})
+    if targets := row.get("lora"):
+        model = lora(model, targets["targets"], alpha=targets["alpha"])
+
+    def init(key: jax.Array, inputs: Any) -> Any:
+        return nn.unbox(bare.init({"params": key}, inputs, train=False))
+
+    return model, Plain(init, bare.apply, lambda params: _plain_params(row, params))
+
+
+def plan_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the plan of a model: heads and hidden features are split."""
+    if row["model"] == "mlp":
+        return {"*/up": Column(), "*/down": Row()}
+    plan: dict[str, Any] = {f"*/attention/{name}": Column(-2) for name in ("query", "key", "value")}
+    plan |= {"*/attention/out": Row(-3), "*/up": Column(), "*/down": Row()}
+    if row["fields"]["tied"] or row["plan"]["sequence"]:
+        plan["embed"] = Vocab()
+        plan |= {} if row["fields"]["tied"] else {"head": Column()}
+    return plan
+
+
+def _plain_params(row: Mapping[str, Any], params: Tree) -> Tree:
+    """Kernels that are decoded and merged, as the formulas say."""
+    flat = flatten_dict(params, sep="/")
+    for path in [path for path in flat if path.endswith("_codes")]:
+        codes, scales = flat.pop(path), flat.pop(path.replace("_codes", "_scales"))
+        block = -(-codes.shape[-1] // scales.shape[-1])
+        each = jnp.repeat(scales, block, axis=-1)[..., : codes.shape[-1]]
+        flat[path.removesuffix("_codes")] = codes.astype(scales.dtype) * each
+    if targets := row.get("lora"):
+        for path in [path for path in flat if path.endswith("lora_a")]:
+            module = path.rpartition("/")[0]
+            a, b = flat.pop(path), flat.pop(f"{module}/lora_b")
+            rank = next(r for g, r in targets["targets"].items() if fnmatch.fnmatchcase(module, g))
+            kernel = flat[f"{module}/kernel"]
+            multiply = functools.partial(jnp.tensordot, axes=1)
+            if a.ndim + b.ndim - 2 > kernel.ndim:  # The layers of a scan come first in both.
+                multiply = jax.vmap(multiply)
+            product = multiply(a, b)
+            flat[f"{module}/kernel"] = kernel + product * (targets["alpha"] / rank)
+    return unflatten_dict(flat, sep="/")
+
+
+def make_batches(row: Mapping[str, Any], number: int) -> list[dict[str, np.ndarray | Any]]:
+    """Returns batches: `inputs`, `labels` and maybe `mask`, as NumPy arrays."""
+    random = np.random.default_rng(row["data_seed"])
+    size, length, kind = row["batch"], row["length"], row["model"]
+    shapes = {"mlp": (FEATURES,), "nnx_mlp": (FEATURES,), "conv": (6, 6, 3), "rnn": (5, 4)}
+    batches = []
+    for _ in range(number):
+        if kind in shapes:
+            inputs: Any = random.normal(size=(size, *shapes[kind])).astype(np.float32)
+            labels = random.integers(0, CLASSES, size)
+        else:
+            tokens = random.integers(0, VOCABULARY, (size, length + 1))
+            inputs, labels = tokens[:, :-1].astype(np.int32), tokens[:, 1:]
+            if row.get("packed"):
+                borders = random.random((size, length)) < 0.3
+                inputs = {"tokens": inputs, "documents": borders.cumsum(1).astype(np.int32)}
+        batch = {"inputs": inputs, "labels": labels.astype(np.int32)}
+        if row["loss"] == "masked":
+            mask = random.random(labels.shape) > 0.3
+            mask[size // 4 : size // 2 + 1] = False  # Some devices have nothing.
+            batch["mask"] = mask.astype(np.float32)
+        elif row["loss"] == "weights":
+            batch["mask"] = random.uniform(0.2, 3, labels.shape).astype(np.float32)
+        batches.append(batch)
+    return batches
+
+
+def _among_all(out: Any, labels: Any, *, is_plain: bool) -> tuple[jax.Array, jax.Array]:
+    """The loss of finding the own label among those of all examples, less the mean of all rows."""
+    own = jax.nn.one_hot(labels, out.shape[-1])
+    every, targets = (x if is_plain else gather_examples(x) for x in (out, own))
+    mean = every.mean(0, keepdims=True)
+    scores = out @ (targets - mean).T
+    score = (out * (own - mean)).sum(-1)
+    return jax.nn.logsumexp(scores, axis=-1) - score, score >= scores.max(-1) - 1e-4
+
+
+def make_loss(row: Mapping[str, Any], *, is_plain: bool) -> Callable[..., Any]:
+    """Returns the loss function of a description; the plain one knows no split vocabulary."""
+    kind, extras = row["loss"], row["loss_extras"]
+
+    def loss_fn(params: Any, apply_fn: Any, batch: Any, rng: Any) -> Any:
+        call: dict[str, Any] = {"train": True, "rngs": {"dropout": rng}}
+        sown: Any = {}
+        if row.get("with_labels"):
+            call["labels"] = batch.labels
+        wanted = ["intermediates"] if extras.get("penalty") else []
+        wanted += ["losses"] if extras.get("balance") else []
+        if wanted:
+            out, sown = apply_fn({"params": params}, batch.inputs, mutable=wanted, **call)
+        else:
+            out = apply_fn({"params": params}, batch.inputs, **call)
+        if kind == "coupled":
+            losses, correct = _among_all(out, batch.labels, is_plain=is_plain)
+        elif row.get("with_labels"):
+            losses, correct = out
+        elif is_plain or not row.get("split_logits"):
+            losses = optax.softmax_cross_entropy_with_integer_labels(out, batch.labels)
+            correct = out.argmax(-1) == batch.labels
+        else:
+            losses = split_cross_entropy(out, batch.labels)
+            correct = split_argmax(out, vocabulary_axes(out, batch.labels)) == batch.labels
+        if extras.get("smoothing") and not row.get("with_labels") and not row.get("split_logits"):
+            losses = 0.9 * losses - 0.1 * jax.nn.log_softmax(out).mean(-1)
+        if extras.get("z") and not row.get("with_labels") and not row.get("split_logits"):
+            losses = losses + 0.01 * jnp.square(jax.nn.logsumexp(out, axis=-1))
+        if extras.get("penalty"):
+            losses = losses + 0.1 * sown["intermediates"]["squares"][0]
+        correct = correct.astype(losses.dtype)
+        if batch.mask is None:
+            loss, count = losses.mean(), losses.size
+            metrics = {"loss": (losses.sum(), count), "accuracy": (correct.sum(), count)}
+        else:
+            count = batch.mask.sum()
+            total = (losses * batch.mask).sum()
+            loss = total / jnp.where(count > 0, count, 1)
+            metrics = {"loss": (total, count), "accuracy": ((correct * batch.mask).sum(), count)}
+        if extras.get("decay"):
+            squares = [jnp.square(x).sum() for x in jax.tree.leaves(nn.unbox(params))]
+            loss = loss + extras["decay"] * sum(squares)
+        return loss, metrics
+
+    return loss_fn
