@@ -11,6 +11,8 @@ from manualpar.untrusted import printable
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130  # Ctrl-C.
+# It stands in what JAX notes about the traceback of an error that one of its functions passes on.
+JAX_NOTE = "JAX_TRACEBACK_FILTERING"
 OUR_FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "experiments")
 LIBRARIES = tuple(
     map(Path, {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
@@ -29,7 +31,8 @@ def describe_mistake(error: Exception) -> str:
             where = ""
         elif frame.filename[0] != "<" and not _is_inside(frame.filename, *LIBRARIES):
             where = f"{frame.filename}:{frame.lineno}, in {frame.name}"
-    notes = "; ".join(filter(None, (*getattr(error, "__notes__", ()), where)))
+    ours = [note for note in getattr(error, "__notes__", ()) if JAX_NOTE not in note]
+    notes = "; ".join(filter(None, (*ours, where)))
     return f"{error} ({notes})" if notes else str(error)
 
 
