@@ -95,7 +95,8 @@ class Allowance:
             step *= self.reductions * (2 if self.is_random else 1) * (4 if self.is_split else 1)
             allowed += step * math.sqrt(expected.grads[path].size)
             # Sums over other devices cancel what each contributes, as of biases of keys.
-            allowed += 0.02 * total if self.is_split else 0
+            share = 0.1 if self.has_statistics else 0.02
+            allowed += share * total if self.is_split else 0
         return allowed
 
     def check_metrics(
