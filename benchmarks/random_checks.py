@@ -195,6 +195,7 @@ class Check:
         options = self.options
         dtypes = [options.get(f"{n}_dtype") for n in ("gather", "param", "reduce", "frozen")]
         axes = [a for a in program.mesh.axis_names if program.mesh.shape[a] > 1]
+        is_coupled = self.has_statistics or self.row["loss"] == "coupled"
         # Each minibatch, over each axis, to scatter and once more to gather what was summed.
         reductions = 2 * program.num_minibatches * max(1, len(program.data_axes))
         return Allowance(
@@ -203,7 +204,7 @@ class Check:
             code=None if adds_residuals else options.get("reduce_code"),
             reductions=reductions,
             is_random=bool(options.get("stochastic_rounding")),
-            is_split=bool({"context", "expert", "model", "stage"} & {*axes}),
+            is_split=bool({"context", "expert", "model", "stage"} & {*axes}) or is_coupled,
             has_statistics=self.has_statistics,
         )
 

@@ -95,7 +95,8 @@ class Allowance:
             step *= self.reductions * (2 if self.is_random else 1) * (4 if self.is_split else 1)
             allowed += step * math.sqrt(expected.grads[path].size)
             # Sums over other devices cancel what each contributes, as of biases of keys.
-            allowed += 0.02 * total if self.is_split else 0
+            share = 0.1 if self.has_statistics else 0.02
+            allowed += share * total if self.is_split else 0
         return allowed
 
     def check_metrics(
@@ -107,7 +108,7 @@ class Allowance:
             if name == "accuracy" and (self.is_rough or has_dropout):
                 continue
             got = metrics[name]
-            if got[1] == 0 == count:
+            if got[1] == 0 == count or (math.isnan(got[0]) and math.isnan(total)):
                 continue
             allowed = rtol * max(abs(total), abs(count)) + 1e-6
             allowed = 0.7 * abs(total) if has_dropout else allowed

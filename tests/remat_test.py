@@ -348,3 +348,38 @@ def test_nobody_is_sent_the_gradient_of_a_constant(devices8):
     # Of the very first kernel the value is needed for no gradient; in a loop none is the first.
     one_by_one["all_gather"] += 1
     assert in_a_loop == one_by_one
+
+
+class Watching(nn.Module):
+    """Keeps a number whose derivative is infinite."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(WIDTH)(x)
+        root = self.variable("stats", "root", jnp.zeros, ())
+        if not self.is_initializing():
+            root.value = jnp.sqrt(jnp.square(x - x).sum())
+        return nn.Dense(WIDTH)(x)
+
+
+@pytest.mark.parametrize("watches", ["a variable", "a metric"])
+def test_what_is_only_watched_has_no_part_in_gradients(devices8, watches):
+    """Its derivative may be infinite, and times a gradient of zero that is NaN."""
+
+    def watching_loss(params, apply_fn, batch, rng):
+        loss, metrics = loss_fn(params, apply_fn, batch, rng)
+        if watches == "a metric":
+            metrics["root"] = jnp.sqrt(jnp.square(loss - loss)), 1
+        return loss, metrics
+
+    program = fsdp(
+        Watching() if watches == "a variable" else nn.Dense(WIDTH),
+        optax.sgd(0.1),
+        watching_loss,
+        mesh=make_mesh({"data": 2}, devices8[:2]),
+        batch=make_batch(),
+        min_weight_size=1,
+        sync_collections={"stats": "max"} if watches == "a variable" else {},
+    )
+    state, _ = program.train_step(program.init(jax.random.key(0)), make_batch())
+    chex.assert_tree_all_finite(state.params)

@@ -190,6 +190,9 @@ class Step:
     ) -> tuple[jax.Array, Metrics, Any]:
         """The user's loss, with its value among the metrics."""
         loss, metrics, collections = self.model.train_loss(params, collections, minibatch, rng)
+        # Otherwise their derivatives are computed in the backward pass, of a remat too, and
+        # multiplied by zeros: where such a derivative is infinite the gradient would be NaN.
+        metrics, collections = jax.lax.stop_gradient((metrics, collections))
         count = metrics["loss"][1].astype(jnp.float32)
         objective = jax.lax.stop_gradient(loss).astype(jnp.float32) * count
         return loss, {**metrics, OBJECTIVE: (objective, count)}, collections
