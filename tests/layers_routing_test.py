@@ -182,12 +182,9 @@ def test_what_layers_have_sown_becomes_a_loss_and_metrics():
     counts = jnp.array([[3.0, 1], [0, 4], [9, 9]])
     sown = {
         "losses": {
-            "scanned": {"load_balance": (jnp.array([[1.0, 2, np.nan], [3, 4, np.nan]]),)},
+            "scanned": {"load_balance": (jnp.array([[1.0, 2, 9], [3, 4, 9]]),)},
             "last": {"load_balance": (jnp.array([5.0, 6, 9]),)},
-            "router": {
-                "router_z": (jnp.array([[1, 1, np.nan]] * 3),),
-                "of the user": (jnp.ones(()),),
-            },
+            "router": {"router_z": (jnp.ones((3, 3)),), "of the user": (jnp.ones(()),)},
         },
         "intermediates": {"x": {"choices": (counts,), "dropped": (jnp.array([1.0, 2, 9]),)}},
     }

@@ -251,13 +251,8 @@ def auxiliary_loss(
     total = weight_B.sum()
     count = jnp.where(total == 0, 1, total)
     loss_B = (load_balance * balance_LB + router_z * z_LB).sum(0)
-
-    def weighted_sum(x_B: jax.Array) -> jax.Array:
-        # What has no weight may be NaN.
-        return jnp.where(weight_B == 0, 0, x_B * weight_B).sum()
-
     metrics: Metrics = {
-        name: (weighted_sum(x_LB.mean(0)), total)
+        name: ((x_LB.mean(0) * weight_B).sum(), total)
         for name, x_LB in ((LOAD_BALANCE, balance_LB), (ROUTER_Z, z_LB))
     }
     if choices_LBE is not None and dropped_LB is not None:
@@ -266,7 +261,7 @@ def auxiliary_loss(
         metrics[DROPPED] = ((dropped_LB * counts_B[None]).sum(), choices_E.sum())
         for index in range(len(choices_E)):
             metrics[f"expert_{index}"] = (choices_E[index], choices_E.sum())
-    return weighted_sum(loss_B) / count, jax.lax.stop_gradient(metrics)
+    return (loss_B * weight_B).sum() / count, jax.lax.stop_gradient(metrics)
 
 
 def _sown(sown: Any, name: str, ndim: int) -> jax.Array | None:
