@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from manualpar.block_codec import decode, encode
-from manualpar.sharding.axes import axes_size, axis_tuple
+from manualpar.sharding.axes import axes_size, axis_tuple, with_axis_types
 from manualpar.sharding.mesh_context import no_mesh, on_auto_axes
 from manualpar.state_arrays import Leaf
 
@@ -111,10 +111,13 @@ def _encoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[[jax.A
 
 @functools.lru_cache
 def _decoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[..., jax.Array]:
+    # `run` sees automatic axes, whatever the mesh has.
+    mesh = with_axis_types(plain.sharding.mesh, AxisType.Auto)
+    sharding = NamedSharding(mesh, plain.sharding.spec)
 
     def run(of_codes: jax.Array, of_scales: jax.Array) -> jax.Array:
         of_codes = _resize(of_codes, plain.shape)
-        of_codes = jax.lax.with_sharding_constraint(of_codes, plain.sharding)
+        of_codes = jax.lax.with_sharding_constraint(of_codes, sharding)
         count = -(-plain.shape[-1] // block)
         of_scales = _resize(of_scales, (*plain.shape[:-1], count))
         return _resize(decode(of_codes, of_scales), codes.shape)
