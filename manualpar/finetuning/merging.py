@@ -61,7 +61,8 @@ def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax
     Each device holds its shards of all of them. Communication is that of `merge_lora`.
     """
     adapter, leaves = program.step.model.adapter, variable_leaves(program)
-    by_name: dict[str, Any] = {  # What is on the host, as flax's `from_bytes` leaves it, goes to the devices.
+    # What is on the host, as flax's `from_bytes` leaves it, goes to the devices.
+    by_name: dict[str, Any] = {
         leaf.name: x if isinstance(x, jax.Array) else jax.device_put(x, leaf.abstract.sharding)
         for leaf, x in zip(leaves, jax.tree.leaves(variables_of(state)), strict=True)
     }
