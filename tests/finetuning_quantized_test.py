@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from manualpar import (
+    Batch,
     Pipeline,
     fsdp,
     lora,
@@ -290,3 +291,19 @@ def test_checkpoints_hold_codes_and_go_from_mesh_to_mesh(tmp_path, devices8):
     assert expected.keys() == found.keys()
     for path, x in expected.items():
         np.testing.assert_array_equal(found[path], x, err_msg=path)
+
+
+def test_adapters_are_merged_on_typed_meshes(devices8):
+    """Decoding takes automatic axes, whatever the mesh has."""
+    axis_types = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=axis_types, devices=devices8[:2])
+
+    def loss_fn(params, apply_fn, batch, rng):
+        losses = jnp.square(apply_fn({"params": params}, batch.inputs)).mean(-1)
+        return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+    model = lora(quantized(nn.Sequential([nn.Dense(8)]), BLOCKS), {"layers_0": 2}, alpha=4)
+    batch = Batch(np.ones((4, 8), np.float32), np.ones(4))
+    program = fsdp(model, optax.sgd(1.0), loss_fn, mesh=mesh, batch=batch, min_weight_size=1)
+    merged = merge_lora(program, program.init(jax.random.key(0)))
+    assert merged["layers_0"]["kernel"].shape == (8, 8)
