@@ -216,6 +216,11 @@ def test_a_server_without_ranges_is_told(server):
         (MODEL / "a").read_bytes(1, 3)
 
 
+def list_with(monkeypatch, list_page):
+    monkeypatch.setattr(bucket_path, "list_page", list_page)
+    monkeypatch.setattr(bucket_path, "file_system", lambda scheme: None)  # s3fs may be missing.
+
+
 @pytest.mark.parametrize(
     "token", [lambda n: "same", lambda n: f"{n % 3}", lambda n: f"{n}"], ids=["same", "ring", "new"]
 )
@@ -226,7 +231,7 @@ def test_a_list_that_does_not_end_is_told(monkeypatch, token):
         asked.append(options["token"])
         return Page({"model/a": 1}, [], False, token(len(asked)))
 
-    monkeypatch.setattr(bucket_path, "list_page", list_page)
+    list_with(monkeypatch, list_page)
     for read in (MODEL.names, MODEL.files, (MODEL / "*").glob):
         with pytest.raises(BucketError, match=r"s3://bucket/model.* does not end \(after"):
             read()
@@ -260,7 +265,7 @@ def test_a_pattern_finds_what_a_disk_gives(monkeypatch, pattern, found):
         ]
         return Page(dict.fromkeys(direct, 1), sorted(folders), True, "")
 
-    monkeypatch.setattr(bucket_path, "list_page", list_page)
+    list_with(monkeypatch, list_page)
     root = BucketPath("s3", "bucket", "m")
     paths = (root / pattern).glob()
     assert sorted(str(path.relative_to(root)) for path in paths) == found.split()

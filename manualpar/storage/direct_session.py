@@ -6,9 +6,8 @@ for a list would be believed. Here a redirect is an error. If it names a region,
 is the answer: botocore then sends the request there itself, and signs it anew.
 """
 
+import functools
 from typing import Any
-
-from aiobotocore.httpsession import AIOHTTPSession
 
 from manualpar.storage.requests import REDIRECTS
 
@@ -24,11 +23,16 @@ class RedirectError(OSError):
         self.status = status
 
 
-class DirectSession(AIOHTTPSession):  # type: ignore[misc, unused-ignore]  # An optional package.
-    """The session of aiobotocore; `AioConfig(http_session_cls=DirectSession)` uses it."""
+@functools.cache
+def direct_session() -> type:
+    """Returns the class of such sessions; `AioConfig(http_session_cls=...)` takes it."""
+    from aiobotocore.httpsession import AIOHTTPSession
 
-    async def _get_session(self, proxy_url: str | None) -> "_Direct":
-        return _Direct(await super()._get_session(proxy_url))
+    class DirectSession(AIOHTTPSession):  # type: ignore[misc, unused-ignore]  # Optional.
+        async def _get_session(self, proxy_url: str | None) -> _Direct:
+            return _Direct(await super()._get_session(proxy_url))
+
+    return DirectSession
 
 
 class _Direct:

@@ -70,13 +70,13 @@ def file_system(scheme: str) -> Any:
     # A list that was kept would not show what other processes have written since.
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme == "s3":
-        from manualpar.storage.direct_session import DirectSession
+        from manualpar.storage.direct_session import direct_session
 
         options["config_kwargs"] = {
             "connect_timeout": CONNECT_SECONDS,
             "read_timeout": READ_SECONDS,
             "retries": {"total_max_attempts": 1},
-            "http_session_cls": DirectSession,
+            "http_session_cls": direct_session(),
         }
     files = fsspec.filesystem(scheme, **options)
     files.retries = 1  # `request` repeats, and says so.
