@@ -24,7 +24,7 @@ from benchmarks.results import note_conditions, write_results
 from manualpar import Batch, Program, fsdp, lora, make_mesh, quantized
 from manualpar.inspect import state_bytes
 from manualpar.models import Transformer
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.models.cross_entropy import language_model_loss
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES, POSITIONS, HELD_OUT = 16, 128, 8

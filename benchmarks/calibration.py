@@ -41,7 +41,7 @@ from benchmarks.published_rows import FIGURES
 from benchmarks.results import note_conditions, write_results
 from manualpar.planner.hardware import FITTED_ATTENTION, FITTED_PRODUCTS, SAME_PRODUCTS
 from manualpar.planner.pod_estimate import PodPlan, estimate_layout
-from manualpar.watching.tables import describe_share, print_table
+from manualpar.system.reports.tables import describe_share, print_table
 
 RESULTS = Path(__file__).parent / "calibration.json"
 Shares = Mapping[str, float]  # By names such as "products v5p", "attention torus".

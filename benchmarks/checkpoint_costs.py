@@ -22,10 +22,10 @@ import jax
 
 from benchmarks.loop_blocks import SAVED_AFTER, Bench
 from benchmarks.turns import Estimate, estimate, ratios, take_turns
-from manualpar.checkpoints import Checkpoints
-from manualpar.checkpoints.manifest import read_manifest, verify_files
+from manualpar.training.checkpoints import Checkpoints
+from manualpar.training.checkpoints.manifest import read_manifest, verify_files
+from manualpar.training.watching.writers import PLACED_FILES
 from manualpar.training.workdir import FOLDER, restore
-from manualpar.watching.writers import PLACED_FILES
 
 ROOT = Path(__file__).parent.parent
 # What is written in the background shall have come to its end before the block does.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manualpar.checkpoints import manifest
+from manualpar.training.checkpoints import manifest
 from manualpar.training.workdir import FOLDER
 
 STEPS = (20, 40)  # Those that have a checkpoint.

@@ -39,19 +39,19 @@ from benchmarks.checkpoint_fault_cases import (
     cases,
     put,
 )
-from manualpar.checkpoints import CheckpointError
-from manualpar.train_state import TrainState
+from manualpar.core.state.train_state import TrainState
+from manualpar.system.storage.durable_files import WriteError
+from manualpar.training.checkpoints import CheckpointError
 from manualpar.training.config import load_config
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.recorder import parse_state
+from manualpar.training.watching.report import page_html
+from manualpar.training.watching.run_record import make_charts, read_run
+from manualpar.training.watching.writers import RunWriter
 from manualpar.training.workdir import check_folder, open_checkpoints, restore
 from manualpar.training.workdir_lock import lock_workdir
 from manualpar.usage import UsageError
-from manualpar.watching.durable_files import WriteError
-from manualpar.watching.report import page_html
-from manualpar.watching.run_record import make_charts, read_run
-from manualpar.watching.writers import RunWriter
 
 CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
 MOST_SECONDS = 60  # Nothing of this takes a hundredth of it, unless it waits for something.

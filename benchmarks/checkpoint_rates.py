@@ -32,8 +32,8 @@ import optax
 from benchmarks.results import note_conditions, write_results
 from benchmarks.turns import Estimate, estimate, table
 from manualpar import Batch, Program, fsdp, make_mesh
-from manualpar.checkpoints import Checkpoints
 from manualpar.inspect import state_bytes
+from manualpar.training.checkpoints import Checkpoints
 
 PARTS = ("blocked", "background", "restore")
 WIDTH = 1024

@@ -26,7 +26,7 @@ from benchmarks.results import note_conditions, write_results
 from benchmarks.turns import table
 from manualpar import Batch, Program, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.inspect import ledger, total_bytes
-from manualpar.training.cross_entropy import classification_loss
+from manualpar.models.cross_entropy import classification_loss
 from manualpar.training.devices import simulate_devices
 
 FLAT: Mapping[str, Any] = {

@@ -27,13 +27,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.results import note_conditions, write_results
-from manualpar.core.collectives import cast_to_varying
+from manualpar.core.mesh.mesh import make_mesh
+from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.layers import enter, enter_ring, gather_matmul, leave, matmul_scatter, whole_sequence
 from manualpar.planner.compiled_plan import CompiledStep, schedule_of
 from manualpar.planner.schedule import Schedule
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import ENVIRONMENT
-from manualpar.sharding.mesh import make_mesh
 
 TOPOLOGIES = ("v5e:4x4", "v5p:2x2x4", "v5p:4x4x4")
 SEQUENCE_DIM = 1

@@ -28,7 +28,7 @@ from typing import Any
 import ml_collections
 
 from benchmarks.results import note_conditions, write_results
-from manualpar.compiler_options import Overlap
+from manualpar.core.mesh.compiler_options import Overlap
 from manualpar.planner.plan import Plan
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import compile_for_tpu

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
-from manualpar.core.program import Program
-from manualpar.guards.dispatch import MAX_STEPS_AHEAD
+from manualpar.core.program.guarded_step import MAX_STEPS_AHEAD
+from manualpar.core.program.program import Program
+from manualpar.core.state.metrics import fetch_metrics
+from manualpar.core.state.train_state import Batch
 from manualpar.inspect import compiled_collectives, count_by_kind, state_bytes, total_bytes
-from manualpar.metrics import fetch_metrics
-from manualpar.train_state import Batch
 
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", re.MULTILINE)
 

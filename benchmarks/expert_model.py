@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from manualpar.core.mesh.axes import is_axis_bound
+from manualpar.core.state.train_state import Batch
 from manualpar.layers import MoE, SplitDense, auxiliary_loss, enter, leave, split_lookup
-from manualpar.sharding.axes import is_axis_bound
-from manualpar.train_state import Batch
 
 VOCABULARY, WIDTH, LAYERS = 64, 32, 2
 

@@ -27,10 +27,10 @@ from typing import Any
 import jax
 import ml_collections
 
-from manualpar.core.program import Program
+from manualpar.core.program.program import Program
 from manualpar.data import evaluation_batches, train_batches
 from manualpar.inspect import bytes_by_axes, trace_collectives, trace_outer_steps
-from manualpar.strategies.local_steps import LocalSteps
+from manualpar.strategies.diloco.program import LocalSteps
 from manualpar.training.config import check_config, complete_config, load_config
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import Experiment, prepare

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import rich.console
 
 from benchmarks.fewer_bytes import VARIANTS, Line
-from manualpar.watching import pictures
-from manualpar.watching.pictures import Bar
-from manualpar.watching.tables import UNKNOWN, describe_bytes, print_table
+from manualpar.system.reports import pictures
+from manualpar.system.reports.pictures import Bar
+from manualpar.system.reports.tables import UNKNOWN, describe_bytes, print_table
 
 EXACT = "exact"
 TITLES = {"digits": "digits", "lm": "language model"}

@@ -25,9 +25,9 @@ from manualpar import Batch, Program, fsdp, lora, make_mesh, quantized
 from manualpar.inspect.step_ledger import ledger
 from manualpar.inspect.trained_parts import trained_parts
 from manualpar.models import Transformer
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.models.cross_entropy import language_model_loss
+from manualpar.system.reports.tables import describe_bytes, describe_flops
 from manualpar.training.devices import simulate_devices
-from manualpar.watching.tables import describe_bytes, describe_flops
 
 EXAMPLES, POSITIONS, VOCABULARY = 16, 128, 2048
 HEADER = (

@@ -110,10 +110,10 @@ def _ours(flags: argparse.Namespace) -> dict[str, Any]:
     import optax
 
     from manualpar import Batch, fsdp, make_mesh
-    from manualpar.generation import Generator
     from manualpar.models import Transformer
-    from manualpar.pretrained import load_hf, read_architecture
-    from manualpar.training.cross_entropy import language_model_loss
+    from manualpar.models.cross_entropy import language_model_loss
+    from manualpar.models.generation import Generator
+    from manualpar.models.pretrained import load_hf, read_architecture
     from manualpar.training.devices import simulate_devices
 
     single = flags.side == "ours, 1 device"
@@ -160,8 +160,8 @@ def _sent(generator: Any, state: Any, flags: argparse.Namespace) -> float:
     """The bytes that a device sends for a token of each row."""
     import jax
 
-    from manualpar.generation.drawing import Drawing
     from manualpar.inspect import trace_collectives
+    from manualpar.models.generation.drawing import Drawing
 
     steps, drawing = generator.steps, Drawing().as_arrays()
     tokens, lengths = generator.pad([[0] * flags.prompt] * flags.rows, flags.prompt)

@@ -25,12 +25,12 @@ from benchmarks.process_group import ProcessGroup
 from benchmarks.turns import Block, estimate, ratios
 from benchmarks.workloads import ADAMW, Workload
 from manualpar import Batch, data_parallel, fsdp, make_mesh
-from manualpar.core.program import Program
+from manualpar.core.program.program import Program
 from manualpar.layers.attention import ATTENTION_KINDS
 from manualpar.models import Transformer
+from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.transformer_fields import flops_per_token
-from manualpar.training.cross_entropy import language_model_loss
-from manualpar.watching.throughput import peak_flops
+from manualpar.training.watching.throughput import peak_flops
 
 PLAIN, TORCH, AGAIN = "plain jit", "PyTorch FSDP2, compiled", "the first, again"
 LOGITS = "manual fsdp, whole logits"

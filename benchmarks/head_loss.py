@@ -42,7 +42,7 @@ from manualpar import Batch, data_parallel, make_mesh
 from manualpar.layers import head_cross_entropy
 from manualpar.layers.head_loss import default_chunk
 from manualpar.models import Transformer
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.models.cross_entropy import language_model_loss
 from manualpar.training.devices import simulate_devices
 from manualpar.training.optimizer import adamw
 

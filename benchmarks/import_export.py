@@ -33,11 +33,11 @@ import numpy as np
 import optax
 
 from manualpar import Batch, Program, fsdp, make_mesh
-from manualpar.cluster import initialize
 from manualpar.models import Transformer
-from manualpar.pretrained import export_hf, load, read_architecture
-from manualpar.pretrained.tensor_names import pieces_of_transformer
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.models.cross_entropy import language_model_loss
+from manualpar.models.pretrained import export_hf, load, read_architecture
+from manualpar.models.pretrained.tensor_names import pieces_of_transformer
+from manualpar.system.cluster import initialize
 
 GIB = 1 << 30
 HIDDEN, INSIDE, HEADS, VOCABULARY = 2048, 5632, 16, 32_000
@@ -137,7 +137,12 @@ def measure(work: str, directory: Path, processes: int) -> list[dict[str, float]
     command.append(f"--directory={directory}")
     devices = {"JAX_NUM_CPU_DEVICES": "8"}
     if processes > 1:
-        launch = [sys.executable, "-m", "manualpar.launch", f"--processes={processes}"]
+        launch = [
+            sys.executable,
+            "-m",
+            "manualpar.launch",
+            f"--processes={processes}",
+        ]
         command = [*launch, f"--devices-per-process={8 // processes}", "--", *command]
         devices = {}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | devices)

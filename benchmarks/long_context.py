@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.results import note_conditions, write_results
+from manualpar.core.mesh.mesh import make_mesh
 from manualpar.inspect import total_bytes, trace_collectives
 from manualpar.inspect.communication import count_by_kind
 from manualpar.layers import Context
-from manualpar.layers.blockwise_attention import ATTENDED
-from manualpar.layers.context import CONTEXT_ATTENTIONS, ContextAttention
-from manualpar.sharding.mesh import make_mesh
+from manualpar.layers.attention.blockwise_attention import ATTENDED
+from manualpar.layers.attention.context import CONTEXT_ATTENTIONS, ContextAttention
 from manualpar.training.devices import simulate_devices
 
 QUERY_HEADS, KEY_HEADS, HEAD_SIZE = 8, 2, 32

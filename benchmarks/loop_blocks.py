@@ -18,22 +18,22 @@ from typing import Any, Literal, NamedTuple, Self
 import jax
 import rich.console
 
-from manualpar.checkpoints import Checkpoints
-from manualpar.cluster import Cluster
+from manualpar.core.program.guarded_step import MAX_STEPS_AHEAD
+from manualpar.core.state.train_state import Batch, TrainState
 from manualpar.data import train_batches
-from manualpar.guards.dispatch import MAX_STEPS_AHEAD
 from manualpar.inspect import state_bytes
-from manualpar.train_state import Batch, TrainState
+from manualpar.system.cluster import Cluster
+from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.config import load_config
 from manualpar.training.experiment import prepare
 from manualpar.training.recorder import Recorder
 from manualpar.training.trainer import Trainer
+from manualpar.training.watching.profiling import StepProfiler
+from manualpar.training.watching.screen import TrainingProgress
+from manualpar.training.watching.stalls import StallDetector
+from manualpar.training.watching.throughput import Throughput
+from manualpar.training.watching.writers import RunWriter
 from manualpar.training.workdir import START, Position
-from manualpar.watching.profiling import StepProfiler
-from manualpar.watching.screen import TrainingProgress
-from manualpar.watching.stalls import StallDetector
-from manualpar.watching.throughput import Throughput
-from manualpar.watching.writers import RunWriter
 
 SAVED_AFTER = 1  # Of the steps of a block that saves.
 

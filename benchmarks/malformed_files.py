@@ -358,7 +358,13 @@ def _other_command_cases(folder: Path) -> Iterator[Case]:
         (["--devices-per-process=1000000", *one], "--devices-per-process"),
         (["--processes=1", "--"], "command"),
     ):
-        yield Case("launch", " ".join(arguments), "manualpar.launch", tuple(arguments), names)
+        yield Case(
+            "launch",
+            " ".join(arguments),
+            "manualpar.launch",
+            tuple(arguments),
+            names,
+        )
     text, out = f"--input={folder / 'good.txt'}", f"--output={folder / 'new'}"
     for arguments, names in (
         ([], "--input"),

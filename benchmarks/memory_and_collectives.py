@@ -21,7 +21,7 @@ import optax
 from manualpar import Batch, Program, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.inspect import count_by_kind, state_bytes, total_bytes, trace_collectives
 from manualpar.models import Classifier
-from manualpar.training.cross_entropy import classification_loss
+from manualpar.models.cross_entropy import classification_loss
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 STRATEGIES: dict[str, functools.partial[Program]] = {

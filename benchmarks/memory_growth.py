@@ -30,14 +30,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 import rich.console
 
-from manualpar.cluster import initialize
+from manualpar.commands.command_line import parse_command_line
+from manualpar.core.state.train_state import TrainState
 from manualpar.data import train_batch
-from manualpar.train_state import TrainState
-from manualpar.training.command_line import parse_command_line
+from manualpar.system.cluster import initialize
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.run import run
-from manualpar.watching.stalls import StallDetector
+from manualpar.training.watching.stalls import StallDetector
 
 CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
 SMALL = {"model.hidden_size": 16, "model.num_layers": 1, "data.batch_size": 32}

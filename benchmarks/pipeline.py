@@ -37,12 +37,12 @@ from benchmarks.pipeline_hops import TPU_VOCAB_SIZE, measure_hops
 from benchmarks.results import Conditions, note_conditions, write_results
 from benchmarks.turns import Estimate, estimate, ratios, table, take_turns
 from manualpar import Batch, Pipeline, fsdp, make_mesh
-from manualpar.core.program import Program
+from manualpar.core.program.program import Program
+from manualpar.core.tracing.jaxprs import all_equations, scan_sizes
 from manualpar.inspect import ledger
-from manualpar.jaxprs import all_equations, scan_sizes
+from manualpar.layers.pipeline.schedules import make_table
 from manualpar.models import Transformer
-from manualpar.pipeline.schedules import make_table
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.models.cross_entropy import language_model_loss
 from manualpar.training.devices import simulate_devices
 
 PARTS = ("tables", "memory", "time", "tpu")

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from benchmarks.turns import table
+from manualpar.core.tracing.scopes import PIPELINE_SCOPE
 from manualpar.inspect.compiled import ticks_of
 from manualpar.inspect.hlo import HloModule, Instruction, parse_module, trip_count
 from manualpar.planner.compiled_plan import schedule_of
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import compile_step
-from manualpar.purposes import PIPELINE_SCOPE
 from manualpar.training.config import load_config
 
 CONFIG = Path(__file__).parents[1] / "configs" / "pp_lm.py"

@@ -11,7 +11,7 @@ import jax
 import optax
 
 from benchmarks.workloads import Workload
-from manualpar.train_state import Batch
+from manualpar.core.state.train_state import Batch
 
 
 def plain_step(workload: Workload) -> tuple[Any, Callable[[], Any]]:

@@ -34,12 +34,12 @@ from benchmarks.results import note_conditions, write_results
 from benchmarks.turns import Block, estimate, table, take_turns
 from benchmarks.workloads import make_workload
 from manualpar import Program, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.core.collectives import gather_invariant
+from manualpar.core.parameters.collectives import gather_invariant
 from manualpar.planner.hardware import Chip, Network
 from manualpar.planner.roofline import estimate as estimate_step
 from manualpar.planner.step_work import read_work
 from manualpar.planner.topology import Topology
-from manualpar.watching.throughput import Throughput
+from manualpar.training.watching.throughput import Throughput
 
 PARTS = ("steps", "memory")
 DEVICES = 8

@@ -84,7 +84,7 @@ def main() -> None:
     process = int(os.environ["MANUALPAR_PROCESS_ID"])
     fault = json.loads(os.environ["FAULTS"])
     sys.argv += json.loads(os.environ["FAULTS_FLAGS"]).get(str(process), [])
-    from manualpar.cluster import Cluster
+    from manualpar.system.cluster import Cluster
 
     if fault and fault["process"] == process:
         if not fault["phase"]:

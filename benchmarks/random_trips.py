@@ -16,7 +16,7 @@ import numpy as np
 import manualpar
 from benchmarks.random_comparison import WrongError, check_same_bits
 from benchmarks.random_reference import flatten, unflatten
-from manualpar.checkpoints import Checkpoints
+from manualpar.training.checkpoints import Checkpoints
 
 # Options that a program needs to take the state of another, beside those that are drawn for it.
 SHARED = "param_dtype frozen_dtype gather_dtype rules sync_collections axis_aliases nonfinite"
@@ -77,7 +77,7 @@ def _move(check: Any, program: Any, state: Any, other: Any, folder: Path) -> Any
         data = flax.serialization.to_bytes(state)
         return flax.serialization.from_bytes(program.init(jax.random.key(0)), data)
     if kind == "files":
-        from manualpar.pretrained import export_hf, load_hf
+        from manualpar.models.pretrained import export_hf, load_hf
 
         export_hf(program, state, folder / "model")
         return load_hf(other, folder / "model")

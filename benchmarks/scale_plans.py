@@ -23,9 +23,14 @@ from manualpar.planner.pod_layout import PodLayout
 from manualpar.planner.pod_report import fastest_of_each_mesh, layout_values
 from manualpar.planner.pod_sweep import rank_layouts
 from manualpar.planner.topology import parse_topology
+from manualpar.system.reports.tables import (
+    describe_bytes,
+    describe_seconds,
+    describe_share,
+    print_table,
+)
 from manualpar.training.config import load_config
 from manualpar.training.task import make_task
-from manualpar.watching.tables import describe_bytes, describe_seconds, describe_share, print_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "scale_plans.json"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = "manualpar.pipeline"
+PACKAGE = "manualpar.layers.pipeline"
 MODULES = ("schedule_table", "schedule_check", "schedules")  # Each imports those before it.
 TESTS = ("tests/pipeline_schedule_check_test.py", "tests/pipeline_schedules_test.py")
 TIMEOUT = 30  # Seconds of computing.

@@ -28,8 +28,8 @@ from manualpar.planner.step_work import read_work
 from manualpar.planner.sweep import throughput_of
 from manualpar.planner.topology import Topology, parse_topology
 from manualpar.planner.vocabulary import prepare_planned
+from manualpar.system.reports.tables import describe_bytes, describe_seconds, print_table
 from manualpar.training.config import complete_config, load_config
-from manualpar.watching.tables import describe_bytes, describe_seconds, print_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).with_suffix(".json")

@@ -37,11 +37,11 @@ import optax
 from benchmarks.expert_model import LAYERS, VOCABULARY, WIDTH, ExpertModel, expert_loss
 from benchmarks.results import note_conditions, write_results
 from manualpar import Pipeline, Program, fsdp, hsdp, make_mesh, zero
+from manualpar.core.model.loss_function import LossFn
+from manualpar.core.parameters.placement import path_name
+from manualpar.core.state.train_state import Batch
 from manualpar.models import Transformer
-from manualpar.sharding.layout import path_name
-from manualpar.train_state import Batch
-from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
-from manualpar.user_model.loss_function import LossFn
+from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
 
 DEVICES, BATCH, LENGTH = 8, 16, 16
 Sizes = Mapping[str, int]

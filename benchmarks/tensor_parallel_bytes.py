@@ -40,7 +40,7 @@ from manualpar import Batch, data_parallel, make_mesh
 from manualpar.inspect import compiled_collectives, ring_bytes, total_bytes, trace_collectives
 from manualpar.inspect.communication import Kind, count_by_kind
 from manualpar.models import Transformer
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.models.cross_entropy import language_model_loss
 from manualpar.training.devices import simulate_devices
 
 EXAMPLES, POSITIONS = 16, 32

@@ -16,11 +16,11 @@ import numpy as np
 import optax
 
 from manualpar import Column, Row, tensor_parallel
+from manualpar.core.model.loss_function import LossFn
+from manualpar.core.state.train_state import Batch
 from manualpar.models import Classifier, Transformer
-from manualpar.train_state import Batch
-from manualpar.training.cross_entropy import classification_loss, language_model_loss
+from manualpar.models.cross_entropy import classification_loss, language_model_loss
 from manualpar.training.optimizer import adamw
-from manualpar.user_model.loss_function import LossFn
 
 NAMES = ("classifier", "lm", "lm-scanned", "mlp", "lm-wide")
 FEATURES, CLASSES = 784, 10

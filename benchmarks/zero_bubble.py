@@ -27,13 +27,13 @@ import numpy as np
 import rich.console
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
+from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.inspect.products import flops_of
-from manualpar.jaxprs import all_equations
-from manualpar.layers.context import Context
+from manualpar.layers.attention.context import Context
+from manualpar.layers.pipeline.schedules import make_table
 from manualpar.models.rotary import rotary_angles
 from manualpar.models.transformer_layer import Layer, LayerConfig
-from manualpar.pipeline.schedules import make_table
-from manualpar.watching.tables import describe_share, print_table
+from manualpar.system.reports.tables import describe_share, print_table
 
 # What F, Bi and W take: equal; two layers as they are measured below; with the F computed again.
 EQUAL = (1.0, 1.0, 1.0)

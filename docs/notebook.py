@@ -13,7 +13,7 @@ from pathlib import Path
 
 from docs.run import read_blocks
 from manualpar.extras import require
-from manualpar.untrusted import read_file
+from manualpar.system.storage.untrusted import read_file
 from manualpar.usage import OneSentenceParser
 
 # The first lines of a page say how to run it as one.

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manualpar.untrusted import read_file
+from manualpar.system.storage.untrusted import read_file
 from manualpar.usage import OneSentenceParser
 
 ROOT = Path(__file__).parents[1]

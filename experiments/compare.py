@@ -27,11 +27,21 @@ import rich.console
 from absl import app
 
 from experiments.comparison import PICTURE, Row, draw, footnotes, markdown, print_rows
-from manualpar.core.program import Program
-from manualpar.core.strategy import MODES
+from manualpar.commands.command_line import (
+    CommandLine,
+    answer,
+    flags_parser,
+    results_folder,
+    users_mistakes,
+    write_json,
+)
+from manualpar.core.model.options import CODES, ROUNDING
+from manualpar.core.modes.strategy import MODES
+from manualpar.core.program.program import Program
+from manualpar.core.state.metrics import fetch_metrics
+from manualpar.core.state.train_state import Batch
 from manualpar.data import train_batch
 from manualpar.extras import require
-from manualpar.guards.options import CODES, ROUNDING
 from manualpar.inspect import (
     compiled_collectives,
     count_by_kind,
@@ -43,26 +53,16 @@ from manualpar.inspect import (
     trace_outer_steps,
 )
 from manualpar.inspect.step_ledger import describe_codes
-from manualpar.metrics import fetch_metrics
 from manualpar.models import Transformer
 from manualpar.models.transformer_sends import transformer_sends
 from manualpar.strategies import Field, strategy_kinds
-from manualpar.strategies.local_steps import LocalSteps
-from manualpar.train_state import Batch
-from manualpar.training.command_line import (
-    CommandLine,
-    answer,
-    flags_parser,
-    results_folder,
-    users_mistakes,
-    write_json,
-)
+from manualpar.strategies.diloco.program import LocalSteps
+from manualpar.system.reports.tables import print_line
 from manualpar.training.config import FIELDS, nearest
 from manualpar.training.devices import describe_mesh, simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.fit import check_fits
-from manualpar.watching.tables import print_line
-from manualpar.watching.writers import CONFIG_FILE, check_workdir
+from manualpar.training.watching.writers import CONFIG_FILE, check_workdir
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "compare.py"
 ONE_DEVICE = "one device"

@@ -12,9 +12,9 @@ import jax
 import rich.console
 
 from manualpar.strategies import strategy_kinds
-from manualpar.watching import pictures
-from manualpar.watching.pictures import Bar
-from manualpar.watching.tables import UNKNOWN, describe_bytes, print_table, print_wrapped
+from manualpar.system.reports import pictures
+from manualpar.system.reports.pictures import Bar
+from manualpar.system.reports.tables import UNKNOWN, describe_bytes, print_table, print_wrapped
 
 Row = dict[str, Any]
 

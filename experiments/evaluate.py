@@ -9,7 +9,7 @@ python -m experiments.evaluate --hf=<directory> --completions=<.jsonl with "cont
 
 import sys
 
-from manualpar.generation.evaluate_command import evaluate_command
+from manualpar.commands.evaluate_command import evaluate_command
 
 if __name__ == "__main__":
     sys.exit(evaluate_command(sys.argv[1:], __doc__ or ""))

@@ -9,7 +9,7 @@ A model that was imported keeps its config, its tokenizer and the dtypes of its 
 
 import sys
 
-from manualpar.training.import_export import export_command
+from manualpar.commands.import_export import export_command
 
 if __name__ == "__main__":
     sys.exit(export_command(sys.argv))

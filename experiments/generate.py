@@ -11,7 +11,7 @@ One prompt is answered on the terminal, as it comes; several are answered in bat
 
 import sys
 
-from manualpar.generation.generate_command import generate_command
+from manualpar.commands.generate_command import generate_command
 
 if __name__ == "__main__":
     sys.exit(generate_command(sys.argv[1:], __doc__ or ""))

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from absl import app
 
-from manualpar.training.command_line import flags_parser
-from manualpar.training.import_export import import_command
+from manualpar.commands.command_line import flags_parser
+from manualpar.commands.import_export import import_command
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "fsdp_lm.py"
 

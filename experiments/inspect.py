@@ -16,9 +16,9 @@ from pathlib import Path
 
 from absl import app
 
+from manualpar.commands.command_line import flags_parser
+from manualpar.commands.inspect_command import inspect_command, inspect_syntax
 from manualpar.planner.hardware import chip_named
-from manualpar.training.command_line import flags_parser
-from manualpar.training.inspection import inspect_command, inspect_syntax
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from absl import app
 
-from manualpar.training.command_line import flags_parser
-from manualpar.training.main import run_command
+from manualpar.commands.command_line import flags_parser
+from manualpar.commands.train_command import run_command
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "long_lm.py"
 

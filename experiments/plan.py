@@ -9,8 +9,8 @@ from pathlib import Path
 
 from absl import app
 
-from manualpar.planner.command import PLANNING, plan_command
-from manualpar.training.command_line import flags_parser
+from manualpar.commands.command_line import flags_parser
+from manualpar.commands.plan_command import PLANNING, plan_command
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "fsdp_lm.py"
 

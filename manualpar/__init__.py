@@ -2,43 +2,43 @@
 
 # These register themselves: the modes in which XLA writes collectives, the adapters of Linen's and
 # of NNX's models, what refuses models and traced steps, and how flax writes a state.
-import manualpar.coded_collectives
-import manualpar.guards.divergence
-import manualpar.linen.linen_model
-import manualpar.modes.global_arrays
-import manualpar.nnx.nnx_model
-import manualpar.state_serialization
-import manualpar.user_model.context_check
-import manualpar.user_model.trainable_check  # noqa: F401
-from manualpar.by_hand import (
+import manualpar.core.checks.collectives_check
+import manualpar.core.checks.context_check
+import manualpar.core.checks.trainable_check
+import manualpar.core.model.linen.linen_model
+import manualpar.core.model.nnx.nnx_model
+import manualpar.core.modes.global_arrays
+import manualpar.core.parameters.coded_collectives
+import manualpar.core.state.state_serialization  # noqa: F401
+from manualpar.core.mesh.mesh import abstract_mesh, make_mesh
+from manualpar.core.mesh.rng import fold_rng_over_axis
+from manualpar.core.modes.gradients import sync_gradients, sync_metrics
+from manualpar.core.parameters.collectives import gather_array_with_mean_grads
+from manualpar.core.parameters.sharded_parameter import ShardedParameter
+from manualpar.core.program.gather_examples import gather_examples
+from manualpar.core.program.inside_shard_map import (
     accumulate_gradients,
     gather_params,
     shard_module_params,
     shard_params,
 )
-from manualpar.core.collectives import gather_array_with_mean_grads
-from manualpar.core.gradients import sync_gradients, sync_metrics
-from manualpar.core.partitioning import ShardedParameter
-from manualpar.core.program import Program
-from manualpar.finetuning.adapter_files import load_adapters, save_adapters
-from manualpar.finetuning.lora import lora
-from manualpar.finetuning.merging import merge_lora
-from manualpar.finetuning.quantized import quantized
-from manualpar.layers.plan import tensor_parallel
-from manualpar.layers.plan_styles import Column, PerDevice, Row, Vocab
-from manualpar.metrics import print_metrics
-from manualpar.parameter_average import ema_params, params_ema
-from manualpar.pipeline import Pipeline
-from manualpar.rng import fold_rng_over_axis
-from manualpar.same_as_one_device import assert_same_as_one_device
-from manualpar.sharding.mesh import abstract_mesh, make_mesh
+from manualpar.core.program.parameter_average import ema_params, params_ema
+from manualpar.core.program.program import Program
+from manualpar.core.state.metrics import print_metrics
+from manualpar.core.state.train_state import Batch, TrainState
+from manualpar.inspect.same_as_one_device import assert_same_as_one_device
+from manualpar.layers.pipeline import Pipeline
+from manualpar.layers.tensor_parallel.plan import tensor_parallel
+from manualpar.layers.tensor_parallel.plan_styles import Column, PerDevice, Row, Vocab
+from manualpar.models.finetuning.adapter_files import load_adapters, save_adapters
+from manualpar.models.finetuning.lora import lora
+from manualpar.models.finetuning.merging import merge_lora
+from manualpar.models.finetuning.quantized import quantized
 from manualpar.strategies.data_parallel import data_parallel
-from manualpar.strategies.diloco import diloco
+from manualpar.strategies.diloco.builder import diloco
 from manualpar.strategies.fsdp import fsdp
 from manualpar.strategies.hsdp import hsdp
 from manualpar.strategies.zero import zero
-from manualpar.train_state import Batch, TrainState
-from manualpar.whole_batch import gather_examples
 
 __all__ = [
     "Batch",

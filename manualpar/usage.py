@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from manualpar.untrusted import printable
+from manualpar.system.storage.untrusted import printable
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130  # Ctrl-C.

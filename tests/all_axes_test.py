@@ -18,7 +18,7 @@ from manualpar import (
     zero,
 )
 from manualpar.models import Transformer
-from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
+from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
 from tests.transformer_families import GEMMA, QWEN
 
 TOKENS = np.random.default_rng(0).integers(0, 32, (8, 17), dtype=np.int32)

@@ -12,9 +12,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, fsdp, make_mesh
-from manualpar.core.partitioning import ShardedParameter
-from manualpar.sharding.annotations import check_rules, mesh_names
-from manualpar.sharding.axes import axes_size, axis_tuple
+from manualpar.core.mesh.axes import axes_size, axis_tuple
+from manualpar.core.parameters.annotations import check_rules, mesh_names
+from manualpar.core.parameters.sharded_parameter import ShardedParameter
 
 RULES = (("embed", None), ("mlp", "model"), ("heads", ("data", "model")), ("batch", "data"))
 

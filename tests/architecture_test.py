@@ -55,14 +55,20 @@ def test_the_code_keeps_the_rule(check: Check, folders: tuple[str, ...]):
 BROKEN = [
     (
         find_upward_imports,
-        "manualpar.core.program",
+        "manualpar.core.program.program",
         "from manualpar.strategies.fsdp import fsdp",
         "may not import",
     ),
-    (find_upward_imports, "manualpar.sharding.mesh", "import manualpar.rng", "mesh may not import"),
     (
         find_upward_imports,
-        "manualpar.core.gradients",
+        "manualpar.core.mesh.mesh",
+        "import manualpar.core.state.metrics",
+        "mesh may not import",
+    ),
+    (find_upward_imports, "manualpar.core.tricks.one", "", "no place in WINGS or CORE"),
+    (
+        find_upward_imports,
+        "manualpar.core.modes.gradients",
         "from manualpar.core import program",
         "may not import",
     ),
@@ -70,55 +76,55 @@ BROKEN = [
     (find_upward_imports, "manualpar.training.trainer", "import configs.fsdp", "may not import"),
     (
         find_upward_imports,
-        "manualpar.core.collectives",
-        "def f():\n    from manualpar.core.gradients import sync_gradients",
-        "manualpar.core.collectives:2",
+        "manualpar.core.parameters.collectives",
+        "def f():\n    from manualpar.core.modes.gradients import sync_gradients",
+        "manualpar.core.parameters.collectives:2",
     ),
     (find_upward_imports, "manualpar.models.dense", "from . import ring", "relative import"),
-    (find_upward_imports, "manualpar.tricks", "", "no place in ORDER"),
-    (find_private_jax, "manualpar.sharding.mesh", "from jax._src import core", "jax._src"),
+    (find_upward_imports, "manualpar.tricks", "", "no place in WINGS"),
+    (find_private_jax, "manualpar.core.mesh.mesh", "from jax._src import core", "jax._src"),
     (
         find_private_jax,
-        "manualpar.sharding.mesh",
+        "manualpar.core.mesh.mesh",
         "import jax\njax._src.core.f()",
         ":2: uses jax._src",
     ),
-    (find_private_jax, "manualpar.sharding.mesh", "from jax import _src", "jax._src"),
+    (find_private_jax, "manualpar.core.mesh.mesh", "from jax import _src", "jax._src"),
     (
         find_private_jax,
-        "manualpar.core.program",
+        "manualpar.core.program.program",
         "from jax.experimental.shard_map import shard_map",
         "jax.experimental.shard_map",
     ),
     (
         find_unchecked_shard_maps,
-        "manualpar.core.program",
+        "manualpar.core.program.program",
         "import jax\njax.shard_map(f, mesh=mesh, in_specs=a, out_specs=b)",
         ":2: shard_map without",
     ),
     (
         find_unchecked_shard_maps,
-        "manualpar.core.program",
+        "manualpar.core.program.program",
         "from jax import shard_map as smap\nsmap(f, mesh=mesh, check_vma=check)",
         ":2: shard_map without",
     ),
     (
         find_unchecked_shard_maps,
-        "manualpar.core.program",
+        "manualpar.core.program.program",
         "from functools import partial\n@partial(jax.shard_map, mesh=mesh)\ndef f(): ...",
         ":2: shard_map without",
     ),
     (
         find_unchecked_shard_maps,
-        "manualpar.layers.unchecked",
+        "manualpar.layers.attention.unchecked",
         "# Far away.\n\njax.shard_map(f, check_vma=False)",
         ":3: check_vma=False without saying why",
     ),
     (
         find_unchecked_shard_maps,
-        "manualpar.layers.context",
+        "manualpar.layers.attention.context",
         "# Pallas kernels have no types yet.\njax.shard_map(f, check_vma=False)",
-        ":2: check_vma=False outside manualpar.layers.unchecked",
+        ":2: check_vma=False outside manualpar.layers.attention.unchecked",
     ),
     (
         find_import_effects,
@@ -138,7 +144,7 @@ BROKEN = [
     (find_import_effects, "manualpar", "def f():\n    global a\n    a = 1", "global a"),
     (
         find_stray_collectives,
-        "manualpar.core.program",
+        "manualpar.core.program.program",
         "import jax\ndef f(x):\n    return jax.lax.psum(x, 'data')",
         ":3: jax.lax.psum outside",
     ),
@@ -154,22 +160,32 @@ BROKEN = [
         "from jax.lax import all_gather",
         "all_gather",
     ),
-    (find_undocumented, "manualpar.rng", "import jax", "no module docstring"),
-    (find_undocumented, "manualpar.rng", "'''Rng.'''\nclass A: ...", "A has no docstring"),
-    (find_undocumented, "manualpar.rng", "def fold() -> None: ...", "fold has no docstring"),
+    (find_undocumented, "manualpar.core.mesh.rng", "import jax", "no module docstring"),
     (
         find_undocumented,
-        "manualpar.rng",
+        "manualpar.core.mesh.rng",
+        "'''Rng.'''\nclass A: ...",
+        "A has no docstring",
+    ),
+    (
+        find_undocumented,
+        "manualpar.core.mesh.rng",
+        "def fold() -> None: ...",
+        "fold has no docstring",
+    ),
+    (
+        find_undocumented,
+        "manualpar.core.mesh.rng",
         "def f(a, b: int, *c, **d) -> int:\n    '''F.'''",
         "f leaves a, c, d unannotated",
     ),
     (
         find_undocumented,
-        "manualpar.rng",
+        "manualpar.core.mesh.rng",
         "class A:\n    '''A.'''\n    def m(self, x: int):\n        '''M.'''",
         "A.m leaves the result unannotated",
     ),
-    (find_misshapen_files, "manualpar.sharding.mesh", "\n" * 401, "401 lines"),
+    (find_misshapen_files, "manualpar.core.mesh.mesh", "\n" * 401, "401 lines"),
     (find_misshapen_files, "manualpar.training.utils", "", "says nothing"),
     (find_misshapen_files, "manualpar.mesh_helpers", "", "says nothing"),
 ]
@@ -184,32 +200,39 @@ def test_the_check_speaks(check: Check, module: str, source: str, expected: str)
 SOUND = [
     (
         "manualpar",
-        "from manualpar.strategies.fsdp import fsdp\nfrom manualpar.rng import fold_rng_over_axis",
+        "from manualpar.strategies.fsdp import fsdp\n"
+        "from manualpar.core.mesh.rng import fold_rng_over_axis",
     ),
     (
         "manualpar.training.trainer",
-        "from manualpar.metrics import Metrics\nimport manualpar.sharding.mesh",
+        "from manualpar.core.state.metrics import Metrics\nimport manualpar.core.mesh.mesh",
     ),
-    ("manualpar.core.program", "from manualpar.core import gradients\nimport jax.numpy as jnp"),
+    (
+        "manualpar.core.program.program",
+        "from manualpar.core.modes import gradients\nimport jax.numpy as jnp",
+    ),
     ("experiments.fsdp", "import manualpar\nfrom manualpar import Batch\nfrom absl import flags"),
     (
-        "manualpar.core.program",
+        "manualpar.core.program.program",
         "import jax\nstep = jax.shard_map(\n    f,\n    mesh=mesh,\n    check_vma=True,\n)",
     ),
     (
-        "manualpar.layers.unchecked",
+        "manualpar.layers.attention.unchecked",
         "jax.shard_map(\n    f,\n    # Pallas kernels have no types yet.\n    check_vma=False,\n)",
     ),
-    ("manualpar.sharding.mesh", "import os\nimport jax\ndef _f():\n    jax.config.update('a', 1)"),
+    ("manualpar.core.mesh.mesh", "import os\nimport jax\ndef _f():\n    jax.config.update('a', 1)"),
     (
-        "manualpar.sharding.mesh",
+        "manualpar.core.mesh.mesh",
         "import os\nHOME = os.environ.get('HOME')\nUSER = os.environ['USER']",
     ),
-    ("manualpar.core.collectives", "import jax\ndef _f(x):\n    return jax.lax.psum(x, 'data')"),
-    ("manualpar.core.collectives", "from jax.lax import ppermute"),
-    ("manualpar.core.program", "import jax\nindex = jax.lax.axis_index('data')"),
     (
-        "manualpar.rng",
+        "manualpar.core.parameters.collectives",
+        "import jax\ndef _f(x):\n    return jax.lax.psum(x, 'data')",
+    ),
+    ("manualpar.core.parameters.collectives", "from jax.lax import ppermute"),
+    ("manualpar.core.program.program", "import jax\nindex = jax.lax.axis_index('data')"),
+    (
+        "manualpar.core.mesh.rng",
         "class A:\n    '''A.'''\n    def __init__(self, x: int):\n        self._f = lambda y: y\n"
         "    def _f(self, x): ...\n    @classmethod\n    def g(cls) -> int:\n        '''G.'''",
     ),
@@ -277,8 +300,8 @@ def _closure(*starts: str) -> dict[str, str]:
 
 def test_the_core_knows_no_adapter():
     """NNX, the modes in which XLA writes collectives, and a check register themselves."""
-    closure = _closure("manualpar.core.program", "manualpar.strategies.fsdp")
-    assert "manualpar.modes.manual" in closure
-    rooms = ("manualpar.nnx", "manualpar.modes.global_arrays", "manualpar.training")
-    rooms += ("manualpar.pipeline", "manualpar.user_model.context_check")
+    closure = _closure("manualpar.core.program.program", "manualpar.strategies.fsdp")
+    assert "manualpar.core.modes.manual" in closure
+    rooms = ("manualpar.core.model.nnx", "manualpar.core.modes.global_arrays", "manualpar.training")
+    rooms += ("manualpar.layers.pipeline", "manualpar.core.checks.context_check")
     assert not [module for module in closure if module.startswith(rooms)]

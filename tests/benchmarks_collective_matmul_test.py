@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.collective_matmul import FORMS, make_program
+from manualpar.core.mesh.mesh import make_mesh
 from manualpar.inspect import count_by_kind, total_bytes, trace_collectives
-from manualpar.sharding.mesh import make_mesh
 
 
 def test_the_forms_send_the_same_bytes(devices8: list[jax.Device]) -> None:

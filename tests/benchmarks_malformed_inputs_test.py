@@ -6,7 +6,7 @@ from benchmarks.malformed_cases import Case, field_cases
 from benchmarks.malformed_files import make_cases
 from benchmarks.malformed_inputs import Answer, shortcomings
 from configs import fsdp
-from manualpar.training.command_line import parse_command_line
+from manualpar.commands.command_line import parse_command_line
 from manualpar.training.config import FIELDS, MODEL_FIELDS, check_config
 from manualpar.usage import UsageError
 

@@ -48,8 +48,8 @@ def test_no_collective_is_overlooked():
     # Not called there but given rules; where they are called they are found.
     names = [(path, name) for path, _, name in missed]
     assert names == [
-        ("manualpar/core/collectives.py", "_gather"),
-        ("manualpar/core/collectives.py", "_gather_with_mean_grads"),
+        ("manualpar/core/parameters/collectives.py", "_gather"),
+        ("manualpar/core/parameters/collectives.py", "_gather_with_mean_grads"),
     ], missed
 
 

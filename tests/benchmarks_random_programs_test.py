@@ -9,8 +9,8 @@ import pytest
 from benchmarks.random_checks import Shared, run
 from benchmarks.random_options import draw, features_of
 from benchmarks.random_programs import run_all, sentence_class
-from manualpar.core.program import Program
-from manualpar.core.step import Step
+from manualpar.core.program.program import Program
+from manualpar.core.program.step import Step
 
 TINY = {
     "number": -1,

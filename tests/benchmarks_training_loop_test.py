@@ -14,7 +14,7 @@ import pytest
 from benchmarks import checkpoint_costs, training_loop
 from benchmarks.loop_blocks import SAVED_AFTER, Bench
 from benchmarks.turns import estimate, ratios, table, take_turns
-from manualpar.checkpoints import Checkpoints
+from manualpar.training.checkpoints import Checkpoints
 
 ROOT = Path(__file__).parent.parent
 

@@ -7,7 +7,7 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 from benchmarks.zero_bubble import EQUAL, bound, bubble, fill, least_time, split_backward
-from manualpar.pipeline.schedules import make_table
+from manualpar.layers.pipeline.schedules import make_table
 
 
 def test_the_least_bubble_is_the_bound_if_s_weights_may_wait():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from manualpar.block_codec import (
+from manualpar.core.parameters.block_codec import (
     BITS,
     LARGEST,
     LARGEST_CODE,

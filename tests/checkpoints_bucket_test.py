@@ -17,10 +17,10 @@ import jax
 import numpy as np
 import pytest
 
-from manualpar.checkpoints import CheckpointError, Checkpoints
-from manualpar.checkpoints.bucket_arrays import chunk_shape
-from manualpar.checkpoints.saved_state import read_extra
-from manualpar.storage import CONTEXT, requests
+from manualpar.system.storage import CONTEXT, requests
+from manualpar.training.checkpoints import CheckpointError, Checkpoints
+from manualpar.training.checkpoints.bucket_arrays import chunk_shape
+from manualpar.training.checkpoints.saved_state import read_extra
 from tests.checkpoints_worker import Model, make_program, shared_program, state_of_step
 from tests.cluster_processes import ROOT, free_port
 from tests.s3_server import SECRET, Proxy, download, environment_of, upload

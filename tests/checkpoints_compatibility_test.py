@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from manualpar.checkpoints import check_resumable
-from manualpar.checkpoints.compatibility import ADDED, REMOVED, RENAMED
+from manualpar.training.checkpoints import check_resumable
+from manualpar.training.checkpoints.compatibility import ADDED, REMOVED, RENAMED
 
 SAVED = {
     "seed": 0,

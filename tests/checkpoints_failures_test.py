@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from manualpar.checkpoints.failures import CheckpointError, cannot_write, explain
+from manualpar.training.checkpoints.failures import CheckpointError, cannot_write, explain
 
 ROOT = Path(__file__).parents[1]
 

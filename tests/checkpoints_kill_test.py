@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from manualpar.checkpoints import Checkpoints
+from manualpar.training.checkpoints import Checkpoints
 from tests.checkpoints_worker import Model, make_program, shared_program
 
 ROOT = Path(__file__).parents[1]

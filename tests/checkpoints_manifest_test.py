@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from manualpar.checkpoints.manifest import (
+from manualpar.training.checkpoints.manifest import (
     MANIFEST,
     DamagedError,
     Manifest,

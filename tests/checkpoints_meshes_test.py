@@ -13,11 +13,11 @@ import optax
 import pytest
 
 from manualpar import Batch, Pipeline, Program, fsdp, make_mesh
-from manualpar.checkpoints import Checkpoints
+from manualpar.core.mesh.axes import axis_tuple
+from manualpar.core.state.state_arrays import leaves_of, read_unpadded
 from manualpar.models import Transformer
-from manualpar.sharding.axes import axis_tuple
-from manualpar.state_arrays import leaves_of, read_unpadded
-from manualpar.training.cross_entropy import mixture_of_experts_loss
+from manualpar.models.cross_entropy import mixture_of_experts_loss
+from manualpar.training.checkpoints import Checkpoints
 
 DATA_AXES = ("replica", "data", "expert")
 # 20 hidden features divide by no 8, but by 2 and by 4.

@@ -11,8 +11,8 @@ import orbax.checkpoint
 import pytest
 from absl import logging as absl_logging
 
-from manualpar.checkpoints import CheckpointError, Checkpoints
-from manualpar.checkpoints.orbax_log import mute
+from manualpar.training.checkpoints import CheckpointError, Checkpoints
+from manualpar.training.checkpoints.orbax_log import mute
 from tests.checkpoints_worker import shared_program
 
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from manualpar.checkpoints.manifest import write_manifest
-from manualpar.checkpoints.retention import (
+from manualpar.training.checkpoints.manifest import write_manifest
+from manualpar.training.checkpoints.retention import (
     Retention,
     delete_leftovers,
     delete_steps,

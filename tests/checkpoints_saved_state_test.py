@@ -16,8 +16,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, fsdp, make_mesh, zero
-from manualpar.checkpoints import CheckpointError, Checkpoints
-from manualpar.checkpoints.saved_state import find_differences, nest, state_leaves, unpad_whole
+from manualpar.training.checkpoints import CheckpointError, Checkpoints
+from manualpar.training.checkpoints.saved_state import (
+    find_differences,
+    nest,
+    state_leaves,
+    unpad_whole,
+)
 from tests.checkpoints_worker import (
     PROGRAMS,
     Model,

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from manualpar.checkpoints import CheckpointError, Checkpoints, store
-from manualpar.checkpoints.folders import open_folder
-from manualpar.checkpoints.saved_state import OrbaxFiles
+from manualpar.training.checkpoints import CheckpointError, Checkpoints, store
+from manualpar.training.checkpoints.folders import open_folder
+from manualpar.training.checkpoints.saved_state import OrbaxFiles
 from tests.checkpoints_worker import shared_program, state_of_step, train
 
 
@@ -149,7 +149,7 @@ def test_one_that_cannot_be_deleted_is_told_apart(program, state, tmp_path, monk
         checkpoints.save(program, state, step=1, extra={})
         checkpoints.wait()
         with monkeypatch.context() as patch:
-            patch.setattr("manualpar.checkpoints.retention.shutil.rmtree", rmtree)
+            patch.setattr("manualpar.training.checkpoints.retention.shutil.rmtree", rmtree)
             checkpoints.save(program, state, step=2, extra={})
             with pytest.raises(CheckpointError, match="2 was saved, but no older one deleted: per"):
                 checkpoints.wait()
@@ -282,7 +282,7 @@ def test_an_exception_in_the_context_is_the_one_that_is_seen(
     assert Checkpoints(tmp_path).steps() == [1]  # What was being written still arrived.
     fail_to_sync(monkeypatch)
     # Other processes may be anywhere: nothing may wait for them then.
-    monkeypatch.setattr("manualpar.checkpoints.store.first_failure", ask_others_once())
+    monkeypatch.setattr("manualpar.training.checkpoints.store.first_failure", ask_others_once())
     with pytest.raises(KeyError, match="in training") as caught:
         save_and_raise(2)
     (note,) = caught.value.__notes__
@@ -308,7 +308,7 @@ def fail_to_sync(monkeypatch):
     def fsync(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("manualpar.checkpoints.manifest.os.fsync", fsync)
+    monkeypatch.setattr("manualpar.training.checkpoints.manifest.os.fsync", fsync)
 
 
 @pytest.mark.parametrize("process", [0, 1])
@@ -328,7 +328,7 @@ def test_a_process_that_sees_another_folder_is_named_before_anything_is_saved(
         else:
             monkeypatch.setattr(store, "from_first", lambda value: value)
             monkeypatch.setattr(store, "first_failure", lambda own: own or failure)
-        monkeypatch.setattr("manualpar.checkpoints.folders.SEEN_SECONDS", 0.1)
+        monkeypatch.setattr("manualpar.training.checkpoints.folders.SEEN_SECONDS", 0.1)
         monkeypatch.setattr(store.jax, "process_count", lambda: 2)
         monkeypatch.setattr(store.jax, "process_index", lambda: process)
         if is_shared:

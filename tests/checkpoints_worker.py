@@ -17,8 +17,8 @@ import numpy as np
 import optax
 
 from manualpar import Batch, Program, TrainState, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.checkpoints import CheckpointError, Checkpoints
-from manualpar.storage import AnyPath, as_path
+from manualpar.system.storage import AnyPath, as_path
+from manualpar.training.checkpoints import CheckpointError, Checkpoints
 
 NUM_CLASSES = 6
 PROGRAMS = ("dp", "zero1", "zero2", "hsdp", "fsdp", "fsdp_pad", "zero1_pad")

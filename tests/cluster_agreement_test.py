@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from manualpar.checkpoints import Checkpoints
-from manualpar.cluster.agreement import first_failure, from_first, gather
+from manualpar.system.cluster.agreement import first_failure, from_first, gather
+from manualpar.training.checkpoints import Checkpoints
 from tests.checkpoints_worker import shared_program, train
 from tests.cluster_processes import lines_of_ours
 

@@ -7,7 +7,7 @@ import signal
 import jax
 import pytest
 
-from manualpar.cluster import (
+from manualpar.system.cluster import (
     FAILED_EXIT_CODE,
     LOST_PROCESS_EXIT_CODE,
     TERMINATED_EXIT_CODE,

@@ -1,6 +1,6 @@
 import pytest
 
-from manualpar.cluster.environment import Assignment, find_assignment
+from manualpar.system.cluster.environment import Assignment, find_assignment
 
 OURS = {
     "MANUALPAR_COORDINATOR_ADDRESS": "a:1",

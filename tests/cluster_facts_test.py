@@ -1,5 +1,5 @@
-from manualpar.cluster.facts import DisagreementError, describe_differences
-from manualpar.state_arrays import SHOWN
+from manualpar.core.state.state_arrays import SHOWN
+from manualpar.system.cluster.facts import DisagreementError, describe_differences
 
 
 def test_what_is_the_same_is_no_difference():

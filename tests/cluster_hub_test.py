@@ -13,13 +13,13 @@ import time
 
 import pytest
 
-from manualpar.cluster import DisagreementError
-from manualpar.cluster.channel import Channel, knock
-from manualpar.cluster.hub import MAX_STRANGERS, Hub
-from manualpar.cluster.lost import Pace, Progress
-from manualpar.cluster.messages import Terms
-from manualpar.cluster.startup import listen, split_address
-from manualpar.cluster.stopping import StopGate
+from manualpar.system.cluster import DisagreementError
+from manualpar.system.cluster.channel import Channel, knock
+from manualpar.system.cluster.failure_detector import Pace, Progress
+from manualpar.system.cluster.hub import MAX_STRANGERS, Hub
+from manualpar.system.cluster.messages import Terms
+from manualpar.system.cluster.startup import listen, split_address
+from manualpar.system.cluster.stopping import StopGate
 from tests.cluster_messages_test import framed
 
 HANG_SECONDS = 60
@@ -264,14 +264,14 @@ def test_a_hub_that_talks_nonsense_is_lost_in_a_sentence(said, capfd):
 
 def test_a_process_that_cannot_get_memory_says_so_and_ends_all(monkeypatch):
     """Its main thread may wait for a thread that had no memory to begin with."""
-    monkeypatch.setattr("manualpar.cluster.channel.SHORT_OF_MEMORY_SECONDS", 0.3)
+    monkeypatch.setattr("manualpar.system.cluster.channel.SHORT_OF_MEMORY_SECONDS", 0.3)
     meeting = Meeting(2, timeout_seconds=1.0)
     meeting.join_all()
 
     def refuse(*_):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("manualpar.cluster.channel.mmap.mmap", refuse)
+    monkeypatch.setattr("manualpar.system.cluster.channel.mmap.mmap", refuse)
     for channel in meeting.channels.values():
         assert channel.is_over.wait(HANG_SECONDS)
     for loss in meeting.lost.values():

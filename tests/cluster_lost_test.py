@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from manualpar.cluster.lost import (
+from manualpar.system.cluster.failure_detector import (
     FIRST_SECONDS,
     KNOWN_AFTER,
     UNWATCHED,

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from manualpar.cluster.messages import Hello, make_hello, read_hello, receive
-from manualpar.cluster.startup import listen
+from manualpar.system.cluster.messages import Hello, make_hello, read_hello, receive
+from manualpar.system.cluster.startup import listen
 
 HELLO = Hello(1, 2, "node7", 1234)
 

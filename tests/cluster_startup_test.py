@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from manualpar.cluster import initialize
+from manualpar.system.cluster import initialize
 from tests.cluster_processes import free_port
 
 

@@ -1,6 +1,6 @@
 import threading
 
-from manualpar.cluster.stopping import StopGate
+from manualpar.system.cluster.stopping import StopGate
 
 
 def test_a_call_waits_while_the_processes_agree():

@@ -1,4 +1,4 @@
-"""One process of a run, for the tests of `manualpar.cluster`: trains a small model for some steps.
+"""One process of a run, for the tests of `system/cluster`: trains a small model for some steps.
 
 Its argument is a JSON object: `strategy`, `mesh`, `steps`, and optionally `devices` (of this
 process), `timeout`, `fail` (process and step of an error), `ahead` (the step before which process 0
@@ -20,11 +20,11 @@ import optax
 from jax.experimental import multihost_utils
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh
-from manualpar.cluster import LOST_PROCESS_EXIT_CODE, initialize
-from manualpar.guards.replicas import ReplicaSentinel
+from manualpar.core.mesh.mesh_order import describe_links
+from manualpar.core.state.metrics import mean_metrics
 from manualpar.inspect import draw_sharding, layout_table
-from manualpar.metrics import mean_metrics
-from manualpar.sharding.mesh_order import describe_links
+from manualpar.system.cluster import LOST_PROCESS_EXIT_CODE, initialize
+from manualpar.training.replicas import ReplicaSentinel
 
 BUILDERS = {"dp": data_parallel, "fsdp": fsdp, "hsdp": hsdp}
 

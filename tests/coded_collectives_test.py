@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
-from manualpar.block_codec import pack, unpack
-from manualpar.coded_collectives import BlockCoding
+from manualpar.core.parameters.block_codec import pack, unpack
+from manualpar.core.parameters.coded_collectives import BlockCoding
 from manualpar.inspect import trace_collectives
 from tests.one_device import slow_unless
 

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.memory_and_collectives import ScannedClassifier
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.block_codec import LARGEST_CODE, pack, unpack
-from manualpar.guards.replicas import ReplicaSentinel
+from manualpar.core.mesh.axes import axes_size, axis_tuple
+from manualpar.core.parameters.block_codec import LARGEST_CODE, pack, unpack
 from manualpar.inspect import (
     bytes_by_axes,
     of_parameters,
@@ -22,8 +22,8 @@ from manualpar.inspect import (
 )
 from manualpar.inspect.compiled import compiled_collectives
 from manualpar.models import Transformer
-from manualpar.sharding.axes import axes_size, axis_tuple
-from manualpar.training.cross_entropy import classification_loss, language_model_loss
+from manualpar.models.cross_entropy import classification_loss, language_model_loss
+from manualpar.training.replicas import ReplicaSentinel
 from tests.one_device import slow_unless
 from tests.program_test import Classifier, loss_fn, make_batch
 from tests.strategies_test import own_shapes

@@ -5,7 +5,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import gather_array_with_mean_grads, gather_examples, make_mesh
-from manualpar.core.collectives import (
+from manualpar.core.mesh.axes import axes_size, axis_tuple
+from manualpar.core.parameters.collectives import (
     AS_STORED,
     Wire,
     cast_to_varying,
@@ -14,7 +15,6 @@ from manualpar.core.collectives import (
     scatter_mean,
     varying_axes,
 )
-from manualpar.sharding.axes import axes_size, axis_tuple
 
 AXIS_NAMES = ("data", ("data", "model"), ("model", "data"))
 BOTH = ("data", "model")

@@ -6,7 +6,12 @@ import optax
 import pytest
 
 from manualpar import data_parallel, make_mesh
-from manualpar.compiler_options import CHOICES, ChosenOptions, choose_options, keep_if_known
+from manualpar.core.mesh.compiler_options import (
+    CHOICES,
+    ChosenOptions,
+    choose_options,
+    keep_if_known,
+)
 from manualpar.planner.hardware import CHIPS
 from tests.program_test import Classifier, loss_fn, make_batch
 
@@ -121,7 +126,7 @@ def test_of_two_that_are_refused_together_the_first_stays(devices8, monkeypatch)
     def refuse(options, device):
         return "unsafe together" if {"a", "b"} <= options.keys() else ""
 
-    monkeypatch.setattr("manualpar.compiler_options._refusal", refuse)
+    monkeypatch.setattr("manualpar.core.mesh.compiler_options._refusal", refuse)
     kept = keep_if_known(ChosenOptions({"a": "1", "b": "1", "c": "1"}, "why"), devices8[0])
     assert kept == ChosenOptions({"a": "1", "c": "1"}, "why; refused: b (unsafe together)")
 

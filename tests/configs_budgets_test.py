@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from manualpar.commands.command_line import NamedConfig
+from manualpar.commands.inspect_command import read_ledger
 from manualpar.inspect.budgets import Verdict, check_budget, read_budgets
-from manualpar.training.command_line import NamedConfig
 from manualpar.training.config import load_config
-from manualpar.training.inspection import read_ledger
 
 FOLDER = Path(__file__).parent.parent / "configs"
 BUDGETS = FOLDER / "budgets.toml"

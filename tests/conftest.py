@@ -17,7 +17,7 @@ import hypothesis
 import jax
 import pytest
 
-from manualpar.storage import BucketPath
+from manualpar.system.storage import BucketPath
 from tests import compiling
 from tests.cluster_processes import Processes
 from tests.runs import run_here

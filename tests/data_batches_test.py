@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from manualpar.core.state.train_state import Batch
 from manualpar.data.batches import (
     abstract_batch,
     evaluation_batches,
@@ -25,7 +26,6 @@ from manualpar.data.batches import (
 )
 from manualpar.data.dataset import ArraySplit
 from manualpar.data.sources import load_dataset, load_digits
-from manualpar.train_state import Batch
 
 
 def _numbered(num_examples: int) -> ArraySplit:

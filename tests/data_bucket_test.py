@@ -11,7 +11,7 @@ from manualpar.data.sources import load_dataset
 from manualpar.data.token_processes import make_parts
 from manualpar.data.tokenize import main as tokenize
 from manualpar.data.tokens import load_tokens
-from manualpar.storage import BucketError, requests
+from manualpar.system.storage import BucketError, requests
 from tests.s3_server import Proxy, upload
 
 server = pytest.mark.slow

@@ -103,7 +103,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, monkeypatch, line):
 
 def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(document_files, "MAX_BYTES", 1000)
-    monkeypatch.setattr("manualpar.untrusted.MAX_BYTES", 1000)
+    monkeypatch.setattr("manualpar.system.storage.untrusted.MAX_BYTES", 1000)
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "a"}\n{"text": "' + "b" * 5000 + '"}\n')
     with pytest.raises(DamagedDataError, match=r"line 2: has more than 1,000 bytes"):

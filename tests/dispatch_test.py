@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from manualpar import Batch, TrainState, data_parallel, make_mesh
-from manualpar.guards.dispatch import MAX_STEPS_AHEAD, GuardedStep, check_alive
+from manualpar.core.program.guarded_step import MAX_STEPS_AHEAD, GuardedStep, check_alive
 
 
 class Metric:

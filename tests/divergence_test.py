@@ -14,7 +14,7 @@ from manualpar import (
     gather_examples,
     make_mesh,
 )
-from manualpar.guards.divergence import check_traced_steps
+from manualpar.core.checks.collectives_check import check_traced_steps
 
 BATCH = Batch(
     inputs=jax.ShapeDtypeStruct((16, 8), jnp.float32), labels=jax.ShapeDtypeStruct((16,), jnp.int32)

@@ -48,7 +48,7 @@ def test_pages_lead_to_files_that_exist():
 
 
 def test_pages_name_files_and_what_is_in_them():
-    """In running text: `manualpar/update.py`, and `box` (`modes/manual.py`)."""
+    """In running text: `manualpar/core/modes/remat.py`, and `box` (`core/modes/manual.py`)."""
     places = (ROOT, ROOT / "manualpar", ROOT / ".ci")
     for page in _pages():
         text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())

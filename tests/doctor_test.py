@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-import manualpar.doctor
-from manualpar.doctor import main
+from manualpar.commands import doctor
+from manualpar.commands.doctor import main
 
 ROOT = Path(__file__).parents[1]
 CONFIG = f"--config={ROOT / 'configs' / 'fsdp.py'}"
@@ -38,7 +38,7 @@ def test_a_config_that_does_not_run_is_said_to_and_so_is_a_wrong_step(capsys, mo
     def wrong(*args, **kwargs):
         raise AssertionError("layers_0/kernel: off by 1.0")
 
-    monkeypatch.setattr(manualpar.doctor, "assert_same_as_one_device", wrong)
+    monkeypatch.setattr(doctor, "assert_same_as_one_device", wrong)
     code, facts, _ = _report(capsys, CONFIG, "--config.data.batch_size=3")
     assert code == 2
     assert facts["a step over all devices"].startswith("fails: layers_0/kernel: off by 1.0")

@@ -15,13 +15,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.checkpoints import Checkpoints
-from manualpar.coded_collectives import BlockCoding
-from manualpar.error_feedback import AtRandom
-from manualpar.guards.replicas import ReplicaSentinel
+from manualpar.core.parameters.coded_collectives import BlockCoding
+from manualpar.core.program.error_feedback import AtRandom
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
 from manualpar.models import Transformer
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.models.cross_entropy import language_model_loss
+from manualpar.training.checkpoints import Checkpoints
+from manualpar.training.replicas import ReplicaSentinel
 from tests.nnx_stacks_test import Stack
 from tests.program_test import BATCHES, Classifier, loss_fn
 from tests.strategies_test import own_shapes

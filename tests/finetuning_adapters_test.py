@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from manualpar import fsdp, load_adapters, lora, make_mesh, merge_lora, save_adapters
-from manualpar.storage import draft_of
+from manualpar.system.storage import draft_of
 from tests.finetuning_lora_test import (
     BATCH,
     SOMEBODYS,
@@ -62,7 +62,7 @@ def test_merged_kernels_compute_what_adapters_add_and_files_hold_adapters_alone(
     )
 
     # Another mesh takes what has been saved, and keeps its own base.
-    monkeypatch.setattr("manualpar.storage.file_lock.DYING_SECONDS", 0.1)
+    monkeypatch.setattr("manualpar.system.storage.file_lock.DYING_SECONDS", 0.1)
     with (
         draft_of(tmp_path / "adapters"),
         pytest.raises(ValueError, match="adapters is being written by another process"),

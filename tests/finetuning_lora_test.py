@@ -24,9 +24,9 @@ from manualpar import (
     tensor_parallel,
     zero,
 )
+from manualpar.core.parameters.placement import path_name
 from manualpar.models import Transformer
-from manualpar.sharding.layout import path_name
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.models.cross_entropy import language_model_loss
 from tests.one_device import slow_unless
 
 D8, D24 = {"data": 8}, {"data": 2, "model": 4}

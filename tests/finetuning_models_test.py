@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from manualpar import Batch, data_parallel, ema_params, fsdp, lora, make_mesh, params_ema, zero
-from manualpar.finetuning.lora import ADAPTERS
+from manualpar.models.finetuning.lora import ADAPTERS
 from tests.finetuning_lora_test import by_path
 
 D8 = {"data": 8}

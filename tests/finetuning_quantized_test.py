@@ -20,10 +20,10 @@ from manualpar import (
     quantized,
     tensor_parallel,
 )
-from manualpar.block_codec import decode, encode
-from manualpar.checkpoints import Checkpoints
+from manualpar.core.parameters.block_codec import decode, encode
 from manualpar.models import Transformer
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.models.cross_entropy import language_model_loss
+from manualpar.training.checkpoints import Checkpoints
 from tests.finetuning_lora_test import (
     ALL_OF_OURS,
     BATCH,

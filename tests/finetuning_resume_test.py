@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.tree_util import DictKey
 
-from manualpar.checkpoints.saved_state import stored_arrays
+from manualpar.training.checkpoints.saved_state import stored_arrays
 from manualpar.training.saved_run import prepare_saved, saved_config
 from manualpar.training.workdir import open_checkpoints
 from tests.data_document_files_test import write_documents

@@ -8,13 +8,13 @@ import jax
 import pytest
 
 from manualpar import make_mesh
+from manualpar.commands import command_flags
+from manualpar.commands.command_line import parse_command_line
+from manualpar.commands.evaluate_command import evaluate_command
+from manualpar.commands.generate_command import generate_command
+from manualpar.commands.train_command import run_command
 from manualpar.data.sources import load_dataset
-from manualpar.generation import command_flags
-from manualpar.generation.evaluate_command import evaluate_command
-from manualpar.generation.generate_command import generate_command
-from manualpar.generation.stored_run import Trained
-from manualpar.training.command_line import parse_command_line
-from manualpar.training.main import run_command
+from manualpar.training.stored_run import Trained
 from tests.data_chat_test import write_chat_tokenizer
 
 CONFIG = Path(__file__).parent.parent / "configs" / "fsdp_lm.py"

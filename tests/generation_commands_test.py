@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from experiments import evaluate, generate
-from manualpar.generation import evaluate_command as evaluating
-from manualpar.generation import generate_command as generating
-from manualpar.generation.command_flags import output_line, read_lines
-from manualpar.generation.evaluate_command import evaluate_command, summary
-from manualpar.generation.generate_command import generate_command
-from manualpar.generation.generator import Answer
-from manualpar.generation.scoring import Score
-from manualpar.training.command_line import parse_command_line
-from manualpar.training.main import run_command
+from manualpar.commands import evaluate_command as evaluating
+from manualpar.commands import generate_command as generating
+from manualpar.commands.command_flags import output_line, read_lines
+from manualpar.commands.command_line import parse_command_line
+from manualpar.commands.evaluate_command import evaluate_command, summary
+from manualpar.commands.generate_command import generate_command
+from manualpar.commands.train_command import run_command
+from manualpar.models.generation.generator import Answer
+from manualpar.models.generation.scoring import Score
 from manualpar.usage import UsageError
 from tests.cluster_processes import free_port, lines_of_ours
 from tests.compiling import ENVIRONMENT

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from manualpar.generation.drawing import Drawing, draw_tokens, keep_likeliest
+from manualpar.models.generation.drawing import Drawing, draw_tokens, keep_likeliest
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.05, 0.3, 0.15], np.float32))
 draw = jax.jit(draw_tokens)

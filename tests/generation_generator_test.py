@@ -11,13 +11,13 @@ import pytest
 
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.data.tokenizer import ByteTokenizer
-from manualpar.generation import Generator
 from manualpar.models import Classifier, Transformer
-from manualpar.training.cross_entropy import (
+from manualpar.models.cross_entropy import (
     classification_loss,
     language_model_loss,
     mixture_of_experts_loss,
 )
+from manualpar.models.generation import Generator
 from tests.transformer_families import GEMMA
 
 SIZES = {"vocab_size": 64, "num_layers": 2, "hidden_size": 16, "num_heads": 4, "mlp_size": 16}
@@ -161,7 +161,7 @@ class _Fixed:
         return self.decode(params, collections, (0, len(tokens)), drawing)
 
     def decode(self, params, collections, rows, drawing):
-        from manualpar.generation.cached_steps import Drawn
+        from manualpar.models.generation.cached_steps import Drawn
 
         place, number = rows
         token = np.full(number, self._tokens[place % len(self._tokens)])
@@ -170,7 +170,7 @@ class _Fixed:
 
 def _generator(text, monkeypatch, **options):
     steps = _Fixed(list(text) if isinstance(text, bytes) else text)
-    monkeypatch.setattr("manualpar.generation.generator.CachedSteps", lambda program: steps)
+    monkeypatch.setattr("manualpar.models.generation.generator.CachedSteps", lambda program: steps)
     return Generator(None, ByteTokenizer(), **options), steps
 
 

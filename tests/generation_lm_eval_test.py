@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from manualpar.data import load_tokenizer
-from manualpar.generation import Generator
-from manualpar.generation.lm_eval_model import lm_eval_model
-from manualpar.generation.stored_run import load_directory
+from manualpar.models.generation import Generator
+from manualpar.models.generation.lm_eval_model import lm_eval_model
+from manualpar.training.stored_run import load_directory
 
 pytestmark = pytest.mark.slow
 

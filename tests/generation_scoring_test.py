@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from manualpar.generation import Generator
-from manualpar.generation.scoring import cut_windows, score_completions, score_documents
 from manualpar.models import Transformer
+from manualpar.models.generation import Generator
+from manualpar.models.generation.scoring import cut_windows, score_completions, score_documents
 from tests.generation_generator_test import FAMILIES, SIZES, _program, _state
 
 

@@ -20,9 +20,9 @@ from manualpar import (
     sync_gradients,
     sync_metrics,
 )
-from manualpar.collection_sync import sync_collections
-from manualpar.sharding.axes import axes_size
-from manualpar.sharding.layout import strip_boxes
+from manualpar.core.mesh.axes import axes_size
+from manualpar.core.modes.collection_sync import sync_collections
+from manualpar.core.parameters.placement import strip_boxes
 
 PARAMS = {
     "w": jax.random.normal(jax.random.key(0), (4, 8)),

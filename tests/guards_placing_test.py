@@ -8,10 +8,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from manualpar import abstract_mesh
-from manualpar.core.program import build_program
-from manualpar.core.strategy import Sends, Strategy
-from manualpar.guards.placing import place_parameter
-from manualpar.sharding.layout import ParameterInfo, Placement, replicate
+from manualpar.core.modes.strategy import Sends, Strategy
+from manualpar.core.parameters.placement import ParameterInfo, Placement, replicate
+from manualpar.core.program.placement_check import place_parameter
+from manualpar.core.program.program import build_program
 from tests.program_test import BATCHES, Classifier, loss_fn
 
 PLAIN = Strategy("own", place=replicate, sends=lambda minibatches, keep: Sends(uses=minibatches))

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
-from manualpar.core.strategy import MODES
+from manualpar.core.modes.strategy import MODES
 from manualpar.inspect import (
     Collective,
     CompiledCollective,

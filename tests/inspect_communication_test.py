@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, gather_array_with_mean_grads, make_mesh
-from manualpar.core.collectives import cast_to_varying
+from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.inspect import (
     bytes_by_axes,
     count_by_kind,

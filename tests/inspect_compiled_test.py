@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
-from manualpar.core.collectives import cast_to_varying
+from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.inspect import (
     compiled_collectives,
     count_by_kind,

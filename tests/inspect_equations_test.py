@@ -8,6 +8,7 @@ from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
+from manualpar.core.tracing.tick_scopes import ticks_scope
 from manualpar.inspect import (
     compiled_collectives,
     count_by_kind,
@@ -17,7 +18,6 @@ from manualpar.inspect import (
 )
 from manualpar.inspect.compiled import Reading
 from manualpar.inspect.hlo import parse_module
-from manualpar.pipeline.tick_scopes import ticks_scope
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Program, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.core.program import build_program
-from manualpar.core.strategy import Sends, Strategy
+from manualpar.core.modes.strategy import Sends, Strategy
+from manualpar.core.parameters.placement import Placement
+from manualpar.core.program.program import build_program
 from manualpar.inspect import (
     bytes_by_axes,
     count_by_kind,
@@ -26,7 +27,6 @@ from manualpar.inspect import (
     total_step_bytes,
     trace_collectives,
 )
-from manualpar.sharding.layout import Placement
 from tests.one_device import slow_unless
 
 SIZES = (16, 32, 64, 8)  # Of the inputs and of each layer's outputs.

@@ -5,6 +5,7 @@ from fractions import Fraction
 import jax.numpy as jnp
 import pytest
 
+from manualpar.core.tracing.scopes import CAST_SCOPE, EXPERT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.inspect import count_by_kind, total_bytes
 from manualpar.inspect.layer_formulas import (
     Activations,
@@ -14,7 +15,6 @@ from manualpar.inspect.layer_formulas import (
     head_sends,
     lookup_sends,
 )
-from manualpar.purposes import CAST_SCOPE, EXPERT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE
 
 SHAPE, N = (3, 8, 5), 4
 A = 3 * 8 * 5 * 2  # Bytes, of 2 an element.

@@ -11,7 +11,7 @@ from manualpar import Batch, Pipeline, abstract_mesh, data_parallel, fsdp, hsdp,
 from manualpar.inspect import state_bytes
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.models import Classifier, Transformer
-from manualpar.training.cross_entropy import classification_loss, language_model_loss
+from manualpar.models.cross_entropy import classification_loss, language_model_loss
 
 
 def mlp(builder, *, devices=8, axes=None, examples=256, size=128, layers=2, **options):

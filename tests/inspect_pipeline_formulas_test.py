@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from manualpar import Batch, Pipeline, Program, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar.core.tracing.scopes import PIPELINE_SCOPE
 from manualpar.inspect import (
     bytes_by_axes,
     ledger,
@@ -21,7 +22,6 @@ from manualpar.inspect import (
 )
 from manualpar.inspect.communication import summed
 from manualpar.inspect.pipeline_formulas import pipeline_sends
-from manualpar.purposes import PIPELINE_SCOPE
 
 LAYERS, WIDTH, VOCABULARY, EXAMPLES = 4, 16, 16, 48
 

@@ -1,13 +1,6 @@
 import pytest
 
-from manualpar.inspect.provenance import (
-    OTHER,
-    compiled_scopes,
-    module_of,
-    phase_of,
-    purpose_in,
-)
-from manualpar.purposes import (
+from manualpar.core.tracing.scopes import (
     CAST_SCOPE,
     COUNT_SCOPE,
     GATHER_SCOPE,
@@ -15,6 +8,13 @@ from manualpar.purposes import (
     REDUCE_SCOPE,
     REGATHER,
     TENSOR_SCOPE,
+)
+from manualpar.inspect.provenance import (
+    OTHER,
+    compiled_scopes,
+    module_of,
+    phase_of,
+    purpose_in,
 )
 
 IN_BACKWARD = "transpose(jvp(minibatch_0))/jvp()"

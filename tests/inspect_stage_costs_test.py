@@ -6,10 +6,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from manualpar import abstract_mesh
-from manualpar.core.gradients import accumulate
+from manualpar.core.modes.gradients import accumulate
 from manualpar.inspect.stage_costs import stage_costs
-from manualpar.pipeline.executor import PipelineRun
-from manualpar.pipeline.schedule_table import Costs
+from manualpar.layers.pipeline.executor import PipelineRun
+from manualpar.layers.pipeline.schedule_table import Costs
 
 B, INTO, D, OUT, L = 2, 3, 4, 7, 8  # Examples, inputs, features, outputs, layers.
 

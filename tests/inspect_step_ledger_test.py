@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, abstract_mesh, data_parallel, fsdp, make_mesh
+from manualpar.core.mesh.axes import is_axis_bound
+from manualpar.core.tracing.scopes import CAST_SCOPE, TENSOR_SCOPE
 from manualpar.inspect import (
     ledger,
     of_parameters,
@@ -21,8 +23,6 @@ from manualpar.inspect import (
     trace_collectives,
 )
 from manualpar.inspect.communication import as_number
-from manualpar.purposes import CAST_SCOPE, TENSOR_SCOPE
-from manualpar.sharding.axes import is_axis_bound
 from tests.scopes_test import make, trace
 from tests.strategies_test import Linear, build
 

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from manualpar.jaxprs import all_equations
+from manualpar.core.tracing.jaxprs import all_equations
 
 X = jnp.arange(8.0)
 

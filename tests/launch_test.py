@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from manualpar import launch
+from manualpar.system.cluster import launch
 
 ROOT = Path(__file__).parent.parent
 HANG_SECONDS = 60
-# `python -m manualpar.launch`, but without the package's __init__, which imports jax.
+# `python -m manualpar.launch`, but without the rooms' `__init__`, which import jax.
 MAIN = f"""
 import sys, types
-package = types.ModuleType("manualpar")
-package.__path__ = [{str(ROOT / "manualpar")!r}]
-sys.modules["manualpar"] = package
-from manualpar.launch import main
+for name in ("manualpar", "manualpar.system", "manualpar.system.cluster"):
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = [{str(ROOT)!r} + "/" + name.replace(".", "/")]
+from manualpar.system.cluster.launch import main
 sys.exit(main())
 """
 

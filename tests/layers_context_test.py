@@ -9,10 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
+from manualpar.core.tracing.scopes import CONTEXT_SCOPE, purpose_of
 from manualpar.inspect import trace_collectives
-from manualpar.layers import Context, blockwise_attention
-from manualpar.layers.blockwise_attention import ATTENDED
-from manualpar.purposes import CONTEXT_SCOPE, purpose_of
+from manualpar.layers import Context
+from manualpar.layers.attention import blockwise_attention
+from manualpar.layers.attention.blockwise_attention import ATTENDED
 
 B, N, H = 2, 8, 4
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar.layers import attention as choice
-from manualpar.layers import cudnn_attention
+from manualpar.layers.attention import cudnn_attention
+from manualpar.layers.attention import kinds as choice
 from manualpar.training.config import load_config
 from manualpar.training.experiment import prepare
 

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from manualpar.core.mesh.mesh import make_mesh
+from manualpar.core.parameters.split_parameter import SplitParameter
+from manualpar.core.tracing.jaxprs import all_equations
+from manualpar.core.tracing.scopes import SEQUENCE_SCOPE, TENSOR_SCOPE, purpose_of
 from manualpar.inspect import trace_collectives
-from manualpar.jaxprs import all_equations
 from manualpar.layers import SplitDense, enter, enter_ring
-from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE, purpose_of
-from manualpar.sharding.mesh import make_mesh
-from manualpar.sharding.split_parameter import SplitParameter
 
 B, S, D, N, H = 2, 8, 6, 8, 3
 FORMS = [(None, "none"), (1, "none"), (1, "ring")]

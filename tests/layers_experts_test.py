@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from manualpar.core.mesh.axes import axis_tuple, with_axis_types
+from manualpar.core.mesh.mesh import make_mesh
+from manualpar.core.tracing.scopes import EXPERT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.inspect import count_by_kind, trace_collectives
-from manualpar.layers import expert_exchange
-from manualpar.layers.expert_exchange import has_ragged_all_to_all
-from manualpar.layers.experts import MoE, all_to_all_bytes, capacity_of
-from manualpar.layers.routing import auxiliary_loss
-from manualpar.purposes import EXPERT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE
-from manualpar.sharding.axes import axis_tuple, with_axis_types
-from manualpar.sharding.mesh import make_mesh
+from manualpar.layers.moe import expert_exchange
+from manualpar.layers.moe.expert_exchange import has_ragged_all_to_all
+from manualpar.layers.moe.moe import MoE, all_to_all_bytes, capacity_of
+from manualpar.layers.moe.routing import auxiliary_loss
 
 SOWN = ("losses", "intermediates")
 B, S, D = 8, 8, 4

@@ -12,11 +12,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, abstract_mesh, fsdp, make_mesh
-from manualpar.jaxprs import all_equations
+from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.layers import enter, head_cross_entropy
 from manualpar.layers.head_loss import CHUNK_ELEMENTS, FEWEST_COLUMNS, default_chunk
 from manualpar.models import Transformer
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.models.cross_entropy import language_model_loss
 from tests.one_device import slow_unless
 
 B, S, D, V = 4, 3, 5, 48

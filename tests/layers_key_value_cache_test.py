@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from manualpar.layers.attention import attention
-from manualpar.layers.blockwise_attention import Scoring
-from manualpar.layers.key_value_cache import (
+from manualpar.layers.attention.blockwise_attention import Scoring
+from manualpar.layers.attention.key_value_cache import (
     Past,
     Prompts,
     append,

@@ -12,11 +12,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Column, Row, Vocab, abstract_mesh, data_parallel, tensor_parallel
+from manualpar.core.parameters.split_parameter import SplitParameter
 from manualpar.layers import MoE, SplitDense, enter
-from manualpar.layers.plan import PlannedModel
+from manualpar.layers.tensor_parallel.plan import PlannedModel
 from manualpar.models import Transformer
-from manualpar.sharding.split_parameter import SplitParameter
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.models.cross_entropy import language_model_loss
 
 PLAN = {"embed": Vocab(), "up": Column(), "down": Row()}
 

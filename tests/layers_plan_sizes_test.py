@@ -24,7 +24,7 @@ from manualpar import (
     tensor_parallel,
 )
 from manualpar.layers import split_cross_entropy
-from manualpar.layers.plan_sizes import local_sizes
+from manualpar.layers.tensor_parallel.plan_sizes import local_sizes
 
 VOCAB = 16
 random = nn.initializers.normal(0.3)

@@ -25,10 +25,10 @@ from manualpar import (
     tensor_parallel,
     zero,
 )
+from manualpar.core.tracing.scopes import SEQUENCE_SCOPE, TENSOR_SCOPE, purpose_of
 from manualpar.inspect import trace_collectives
 from manualpar.layers import MoE, split_cross_entropy
 from manualpar.models.transformer import Transformer
-from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE, purpose_of
 
 VOCAB = 16
 random = nn.initializers.normal(0.3)

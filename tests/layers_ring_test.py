@@ -13,6 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, assert_same_as_one_device, fsdp
+from manualpar.core.mesh.mesh import make_mesh
+from manualpar.core.tracing.scopes import SEQUENCE_SCOPE, purpose_of
 from manualpar.inspect import trace_collectives
 from manualpar.layers import (
     SplitDense,
@@ -23,8 +25,6 @@ from manualpar.layers import (
     matmul_scatter,
     whole_sequence,
 )
-from manualpar.purposes import SEQUENCE_SCOPE, purpose_of
-from manualpar.sharding.mesh import make_mesh
 
 B, D, N, H = 8, 6, 8, 3
 AXES = ("outer", "inner")

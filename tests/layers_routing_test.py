@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from manualpar.core.mesh.mesh import make_mesh
+from manualpar.core.tracing.scopes import CONTEXT_SCOPE, EXPERT_SCOPE
 from manualpar.inspect import trace_collectives
 from manualpar.layers import Context
-from manualpar.layers.routing import (
+from manualpar.layers.moe.routing import (
     auxiliary_loss,
     choices_per_expert,
     load_balance_loss,
@@ -20,8 +22,6 @@ from manualpar.layers.routing import (
     route,
     router_z_loss,
 )
-from manualpar.purposes import CONTEXT_SCOPE, EXPERT_SCOPE
-from manualpar.sharding.mesh import make_mesh
 
 LOGITS = jax.random.normal(jax.random.key(0), (3, 5, 4)) * 2
 MASK = jnp.arange(5)[None] < jnp.array([[5], [2], [0]])

@@ -7,10 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
-from manualpar.jaxprs import all_equations
-from manualpar.layers import blockwise_attention
-from manualpar.layers.attention import attention
-from manualpar.layers.blockwise_attention import ATTENDED, seen_pairs, spans
+from manualpar.core.tracing.jaxprs import all_equations
+from manualpar.layers.attention import attention, blockwise_attention
+from manualpar.layers.attention.blockwise_attention import ATTENDED, seen_pairs, spans
 
 SHARED = P()  # By both devices along `data`.
 HEADS = P("data", None, "model")

@@ -14,11 +14,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Pipeline, fsdp, make_mesh
-from manualpar.attention_blocks import blocks_computed
-from manualpar.jaxprs import inner_jaxprs
-from manualpar.layers import attention
-from manualpar.layers import splash_attention as splash
-from manualpar.layers.blockwise_attention import ATTENDED
+from manualpar.core.tracing.attention_blocks import blocks_computed
+from manualpar.core.tracing.jaxprs import inner_jaxprs
+from manualpar.layers.attention import kinds as attention
+from manualpar.layers.attention import splash_attention as splash
+from manualpar.layers.attention.blockwise_attention import ATTENDED
 from manualpar.models import Transformer
 from tests.layers_attention_test import arrays, numbers, reference
 from tests.one_device import slow_unless

@@ -9,10 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, fsdp, make_mesh
-from manualpar.layers import Context, splash_parts
+from manualpar.layers import Context
+from manualpar.layers.attention import splash_ring as splash_parts
 from manualpar.models import Transformer
+from manualpar.models.cross_entropy import language_model_loss
 from manualpar.planner.kernels import kernels_in
-from manualpar.training.cross_entropy import language_model_loss
 from tests.layers_attention_test import arrays, numbers, reference
 from tests.layers_context_test import zigzag
 from tests.transformer_on_one_device import assert_same_as_plain_flax

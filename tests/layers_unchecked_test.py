@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
-from manualpar.jaxprs import all_equations
-from manualpar.layers.unchecked import run_unchecked
+from manualpar.core.tracing.jaxprs import all_equations
+from manualpar.layers.attention.unchecked import run_unchecked
 
 NAME = "of the kernel"
 

@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, abstract_mesh, fsdp, make_mesh
+from manualpar.core.parameters.split_parameter import split
 from manualpar.layers import enter, split_argmax, split_cross_entropy, split_lookup
-from manualpar.sharding.split_parameter import split
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.models.cross_entropy import language_model_loss
 from tests.one_device import train_on_one_device, train_program
 
 V, D, B, S = 16, 6, 4, 8

@@ -8,9 +8,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Pipeline, fsdp, hsdp, make_mesh, shard_params, zero
-from manualpar.core.partitioning import pad_leaf, unpad_leaf
-from manualpar.sharding.axes import axis_tuple
-from manualpar.sharding.layout import (
+from manualpar.core.mesh.axes import axis_tuple
+from manualpar.core.parameters.placement import (
     ParameterInfo,
     Placement,
     describe_parameters,
@@ -19,6 +18,7 @@ from manualpar.sharding.layout import (
     shard_one_dim,
     shard_state_only,
 )
+from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
 
 
 def box(shape, names):

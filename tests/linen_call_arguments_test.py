@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from manualpar import Batch
-from manualpar.linen.call_arguments import initial_call
-from manualpar.user_model.adapter import adapt
-from manualpar.user_model.initialise import init_variables
+from manualpar.core.model.adapter import adapt
+from manualpar.core.model.initialise import init_variables
+from manualpar.core.model.linen.call_arguments import initial_call
 from tests.user_model_carried_collections_test import Switched
 
 X = jnp.ones(4)

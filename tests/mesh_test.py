@@ -2,8 +2,8 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from manualpar.sharding.axes import axis_tuple, check_mesh_has
-from manualpar.sharding.mesh import abstract_mesh, make_mesh
+from manualpar.core.mesh.axes import axis_tuple, check_mesh_has
+from manualpar.core.mesh.mesh import abstract_mesh, make_mesh
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import optax
 import pytest
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.core.strategy import MODES
+from manualpar.core.modes.strategy import MODES
 from tests.one_device import slow_unless
 
 STRATEGIES = {

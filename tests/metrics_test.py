@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from manualpar.metrics import add_metrics, mean_metrics, print_metrics
+from manualpar.core.state.metrics import add_metrics, mean_metrics, print_metrics
 
 
 def test_the_mean_is_of_examples_and_not_of_means():

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 from manualpar import make_mesh
-from manualpar.generation.evaluate_command import evaluate_command
-from manualpar.generation.generate_command import generate_command
-from manualpar.pretrained import export, export_hf, load_hf, read_architecture
-from manualpar.storage import BucketError, lease, requests
-from manualpar.training.command_line import parse_command_line
-from manualpar.training.import_export import export_command, import_command
-from manualpar.training.main import run_command
+from manualpar.commands.command_line import parse_command_line
+from manualpar.commands.evaluate_command import evaluate_command
+from manualpar.commands.generate_command import generate_command
+from manualpar.commands.import_export import export_command, import_command
+from manualpar.commands.train_command import run_command
+from manualpar.models.pretrained import export, export_hf, load_hf, read_architecture
+from manualpar.system.storage import BucketError, lease, requests
 from tests.pretrained_export_test import assert_same_files, during, read
 from tests.pretrained_load_test import CONFIG, llama, program_of, tensors_of, write
 from tests.s3_server import Proxy, download, upload

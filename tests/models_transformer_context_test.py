@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.models.cross_entropy import language_model_loss
 from tests import models_transformer_layer_test as split_layers
 from tests.models_transformer_layer_test import BOS, EXPERTS
 from tests.transformer_families import GEMMA, QWEN

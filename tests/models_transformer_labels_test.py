@@ -12,10 +12,10 @@ import optax
 import pytest
 
 from manualpar import Batch, Pipeline, abstract_mesh, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.jaxprs import all_equations
+from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.layers import head_loss
 from manualpar.models import Transformer
-from manualpar.training.cross_entropy import language_model_loss, takes_labels
+from manualpar.models.cross_entropy import language_model_loss, takes_labels
 from tests.transformer_on_one_device import assert_same_as_plain_flax, loss_of
 
 MODEL = Transformer(

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from manualpar import Batch, Pipeline, Program, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar.core.tracing.scopes import CAST_SCOPE, COUNT_SCOPE
 from manualpar.inspect import (
     Ledger,
     bytes_by_axes,
@@ -23,9 +24,8 @@ from manualpar.inspect.communication import summed
 from manualpar.inspect.provenance import LAYER_SCOPES
 from manualpar.layers import head_loss
 from manualpar.models import Transformer
+from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
 from manualpar.models.transformer_sends import transformer_sends
-from manualpar.purposes import CAST_SCOPE, COUNT_SCOPE
-from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
 from tests.transformer_families import GEMMA, QWEN
 
 SMALL = Transformer(

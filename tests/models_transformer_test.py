@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.layers import SplitDense
 from manualpar.models import Transformer, flops_per_token
+from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.layer_stack import REMAT_POLICIES
 from manualpar.models.rotary import rotary_angles, rotate
-from manualpar.training.cross_entropy import language_model_loss
 from tests.one_device import train_on_one_device, train_program
 
 BOS = 15

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
-from manualpar.user_model.adapter import adapt
+from manualpar.core.model.adapter import adapt
 from tests.nnx_model_test import in_modes, sent, train, with_params
 from tests.program_test import BATCHES, TOLERANCE, loss_fn
 

@@ -14,11 +14,11 @@ import pytest
 from flax import nnx
 
 from manualpar import abstract_mesh, data_parallel, fsdp, make_mesh
-from manualpar.checkpoints import Checkpoints
-from manualpar.core.strategy import MODES
+from manualpar.core.model.adapter import adapt
+from manualpar.core.model.nnx.nnx_model import NNXModel
+from manualpar.core.modes.strategy import MODES
 from manualpar.inspect import ledger, trace_collectives
-from manualpar.nnx.nnx_model import NNXModel
-from manualpar.user_model.adapter import adapt
+from manualpar.training.checkpoints import Checkpoints
 from tests.program_test import BATCHES, TOLERANCE, Classifier, loss_fn
 from tests.strategies_test import STRATEGIES, build
 

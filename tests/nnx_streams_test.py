@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
-from manualpar.user_model.adapter import adapt
+from manualpar.core.model.adapter import adapt
 
 X = jnp.ones((16, 32))
 KEY = jax.random.key(1)

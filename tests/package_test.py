@@ -128,4 +128,10 @@ def test_the_package_alone_trains_a_step_and_names_the_extra_for_more(wheel: Pat
     sentence = "needs grain and ml-collections and tensorboardX, which are not installed: "
     assert f"{sentence}pip install 'manualpar[train]'" in refused.stderr.splitlines()[-1]
     _run(python, "-I", "-m", "pip", "install", f"{wheel}[train]", cwd=tmp_path)
-    _run(python, "-I", "-c", "import manualpar.training.main, manualpar.models", cwd=tmp_path)
+    _run(
+        python,
+        "-I",
+        "-c",
+        "import manualpar.commands.train_command, manualpar.models",
+        cwd=tmp_path,
+    )

@@ -8,8 +8,8 @@ import optax
 import pytest
 
 from manualpar import ema_params, params_ema
-from manualpar.checkpoints import Checkpoints
-from manualpar.guards.replicas import ReplicaSentinel
+from manualpar.training.checkpoints import Checkpoints
+from manualpar.training.replicas import ReplicaSentinel
 from tests.one_device import slow_unless
 from tests.program_test import BATCHES, Classifier, loss_fn
 from tests.strategies_test import STRATEGIES, build, own_shapes

@@ -16,9 +16,9 @@ from manualpar import (
     shard_params,
     sync_gradients,
 )
-from manualpar.core.collectives import cast_to_varying
-from manualpar.core.partitioning import boxed_axes, choose_shard_dim, is_box
-from manualpar.sharding.axes import axes_size
+from manualpar.core.mesh.axes import axes_size
+from manualpar.core.parameters.collectives import cast_to_varying
+from manualpar.core.parameters.sharded_parameter import boxed_axes, choose_shard_dim, is_box
 
 REPLICATED = P()
 

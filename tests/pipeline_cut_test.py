@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from manualpar.pipeline.cut import Cut, check_divides, find_stacked
+from manualpar.layers.pipeline.cut import Cut, check_divides, find_stacked
 
 X, W = jnp.ones((2, 8)), jnp.ones((4, 8, 8))
 PARAMS = {"bias": jnp.ones((4, 8)), "kernel": W, "out": jnp.ones((8, 8))}

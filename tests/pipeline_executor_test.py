@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from manualpar import make_mesh
-from manualpar.core.gradients import accumulate, sync_gradients, sync_metrics
-from manualpar.core.partitioning import ShardedParameter, is_box
-from manualpar.pipeline.executor import PipelineRun
-from manualpar.sharding.layout import strip_boxes
-from manualpar.sharding.splitting import split_minibatches
+from manualpar.core.mesh.splitting import split_minibatches
+from manualpar.core.modes.gradients import accumulate, sync_gradients, sync_metrics
+from manualpar.core.parameters.placement import strip_boxes
+from manualpar.core.parameters.sharded_parameter import ShardedParameter, is_box
+from manualpar.layers.pipeline.executor import PipelineRun
 
 L, D, V = 4, 8, 12  # Layers, features, tokens.
 NAMES = {

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from manualpar.pipeline.kept import KeptInputs, KeptResiduals
-from manualpar.pipeline.staged_loss import Activations
+from manualpar.layers.pipeline.kept import KeptInputs, KeptResiduals
+from manualpar.layers.pipeline.staged_loss import Activations
 
 K, B, D = 3, 4, 8  # Layers of the chunk, examples, features.
 

@@ -20,12 +20,12 @@ from manualpar import (
     make_mesh,
     zero,
 )
-from manualpar.models.transformer import Transformer
-from manualpar.training.cross_entropy import (
+from manualpar.models.cross_entropy import (
     classification_loss,
     language_model_loss,
     mixture_of_experts_loss,
 )
+from manualpar.models.transformer import Transformer
 from tests.one_device import train_program
 from tests.transformer_families import GEMMA, QWEN
 

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from manualpar import make_mesh
-from manualpar.core.gradients import accumulate, scanned
-from manualpar.pipeline.executor import PipelineRun
+from manualpar.core.modes.gradients import accumulate, scanned
+from manualpar.layers.pipeline.executor import PipelineRun
 
 B, D, L, M = 2, 4, 8, 3  # Examples, features, layers, microbatches.
 STACKED = PartitionSpec("stage")

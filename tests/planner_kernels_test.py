@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas
 
-from manualpar.attention_blocks import blocks_scope
+from manualpar.core.tracing.attention_blocks import blocks_scope
 from manualpar.planner.hardware import chip_named
 from manualpar.planner.kernels import Kernel, kernel_clock, kernels_in
 from manualpar.planner.schedule import KernelRuns, Schedule, on_all_links, read_schedule

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
-from manualpar.watching.throughput import Throughput
+from manualpar.training.watching.throughput import Throughput
 
 COLLECTIVE = PlannedCollective(
     "all_gather", ("data",), "gather_params", "forward", 3, 30.0, 0.5, 0.4

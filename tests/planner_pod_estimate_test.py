@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from manualpar.inspect.communication import summed
+from manualpar.layers.pipeline.schedules import make_table
 from manualpar.models import Transformer
-from manualpar.pipeline.schedules import make_table
 from manualpar.planner.pod_config import config_of_layout
 from manualpar.planner.pod_estimate import estimate_layout
 from manualpar.planner.pod_layout import PodLayout, find_obstacle, sizes_on_device

@@ -13,11 +13,11 @@ from manualpar import Batch, Pipeline, abstract_mesh, data_parallel, fsdp, hsdp,
 from manualpar.inspect import state_bytes, trace_collectives
 from manualpar.inspect.step_ledger import ledger
 from manualpar.models import Classifier, Transformer
+from manualpar.models.cross_entropy import classification_loss, language_model_loss
 from manualpar.models.transformer_fields import flops_per_token
 from manualpar.planner.step_work import read_work, with_gather_dtype, with_minibatches
-from manualpar.training.cross_entropy import classification_loss, language_model_loss
 from manualpar.training.optimizer import adamw
-from manualpar.watching.throughput import Throughput
+from manualpar.training.watching.throughput import Throughput
 
 SEQUENCE, EXAMPLES = 16, 2
 

@@ -6,9 +6,9 @@ import os
 import pytest
 
 from benchmarks.malformed_models import DOTS, FLOATS, INTEGERS, LARGE, LLAMA, MAY_BE_0
-from manualpar.pretrained import read_architecture
-from manualpar.pretrained.architecture import parse_architecture
-from manualpar.pretrained.model_config import complete_fields
+from manualpar.models.pretrained import read_architecture
+from manualpar.models.pretrained.architecture import parse_architecture
+from manualpar.models.pretrained.model_config import complete_fields
 
 
 def refused(config, key):

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from manualpar import lora, make_mesh
-from manualpar.pretrained import export, export_hf, load_hf, tensor_writer
+from manualpar.models.pretrained import export, export_hf, load_hf, tensor_writer
 from tests.pretrained_load_test import CONFIG, llama, program_of, tensors_of, write
 
 
@@ -46,7 +46,7 @@ def during(monkeypatch, other):
             errors.append(error)
         write(*args)
 
-    monkeypatch.setattr("manualpar.storage.file_lock.DYING_SECONDS", 0.1)
+    monkeypatch.setattr("manualpar.system.storage.file_lock.DYING_SECONDS", 0.1)
     monkeypatch.setattr(export, "write_tensors", write_beside)
     return errors
 

@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 
 from manualpar import Batch, abstract_mesh, fsdp, make_mesh
 from manualpar.models import Transformer
-from manualpar.pretrained import Rule, load, load_hf, read_architecture
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.models.cross_entropy import language_model_loss
+from manualpar.models.pretrained import Rule, load, load_hf, read_architecture
 
 CONFIG = {
     "model_type": "llama",
@@ -127,9 +127,9 @@ def test_the_state_is_that_of_init_from_the_same_parameters(made):
 
 def test_every_dim_can_be_split_wherever_it_is_merged(made, program):
     """Each part of each parameter, whatever its bounds, is that part of the parameter."""
-    from manualpar.pretrained.slices import ShardReader
-    from manualpar.pretrained.sources import find_sources
-    from manualpar.state_transfer import variable_leaves
+    from manualpar.core.program.load_state import variable_leaves
+    from manualpar.models.pretrained.slices import ShardReader
+    from manualpar.models.pretrained.sources import find_sources
 
     directory, params = made
     sources = find_sources(program, directory)
@@ -281,7 +281,7 @@ def test_names_out_of_files_are_escaped_and_headers_bounded(made, program, tmp_p
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"\x1b[2J": 1}))
     refused(r"config\.json: \\x1b\[2J is 1, expected no such key")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr("manualpar.pretrained.tensor_files.MAX_HEADER_BYTES", 1500)
+    monkeypatch.setattr("manualpar.models.pretrained.tensor_files.MAX_HEADER_BYTES", 1500)
     refused(
         r"model\.safetensors has a header of 3,\d+ bytes, expected at most 1,500: fewer tensors"
     )
@@ -290,7 +290,9 @@ def test_names_out_of_files_are_escaped_and_headers_bounded(made, program, tmp_p
     lengths = [
         int.from_bytes(path.read_bytes()[:8], "little") for path in tmp_path.glob("model-*s")
     ]
-    monkeypatch.setattr("manualpar.pretrained.tensor_files.MAX_HEADER_BYTES", max(lengths) + 1)
+    monkeypatch.setattr(
+        "manualpar.models.pretrained.tensor_files.MAX_HEADER_BYTES", max(lengths) + 1
+    )
     with pytest.raises(ValueError, match=r"model-2\.safetensors has a header of"):
         load_hf(program, tmp_path)
     (tmp_path / "model-1.safetensors").unlink()

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from manualpar import lora, make_mesh, quantized
-from manualpar.pretrained import export_hf, load_hf
+from manualpar.models.pretrained import export_hf, load_hf
 from tests.finetuning_lora_test import by_path
 from tests.pretrained_export_test import assert_same_files, read
 from tests.pretrained_load_test import llama, made, program_of, tensors_of  # noqa: F401

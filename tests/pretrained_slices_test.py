@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from manualpar.pretrained import slices
-from manualpar.pretrained.slices import copy_turned, join, within
-from manualpar.pretrained.tensor_bytes import (
+from manualpar.models.pretrained import slices
+from manualpar.models.pretrained.slices import copy_turned, join, within
+from manualpar.models.pretrained.tensor_bytes import (
     create_file,
     make_header,
     read_header,

@@ -8,8 +8,8 @@ import pytest
 
 from manualpar import make_mesh
 from manualpar.models import Transformer
-from manualpar.pretrained import export_hf, load_hf, read_architecture
-from manualpar.pretrained.families import FAMILIES
+from manualpar.models.pretrained import export_hf, load_hf, read_architecture
+from manualpar.models.pretrained.families import FAMILIES
 from tests.models_families_test import MODELS
 from tests.pretrained_export_test import assert_same_files, read
 from tests.pretrained_load_test import program_of

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
-from manualpar.modes.manual import Manual
+from manualpar.core.modes.manual import Manual
 from tests.one_device import train_on_one_device, train_program
 
 # Ten steps of float32 in another order of summation.

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, ShardedParameter, fsdp, gather_examples, make_mesh
+from manualpar.core.modes.remat import regather_for_backward
+from manualpar.core.tracing.jaxprs import scan_sizes
 from manualpar.inspect import count_by_kind, trace_collectives
-from manualpar.jaxprs import scan_sizes
-from manualpar.modes.remat import regather_for_backward
 from tests.one_device import slow_unless, train_on_one_device, train_program
 
 WIDTH = 16

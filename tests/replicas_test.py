@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
-from manualpar.guards.replicas import ReplicaError, ReplicaSentinel
-from manualpar.sharding.layout import path_name
+from manualpar.core.parameters.placement import path_name
+from manualpar.training.replicas import ReplicaError, ReplicaSentinel
 
 DTYPES = [
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -162,7 +162,7 @@ def test_an_update_that_was_not_synchronised_is_found(devices8):
 
 
 def test_a_long_list_of_devices_is_cut(devices8, monkeypatch):
-    monkeypatch.setattr("manualpar.guards.replicas.MAX_DEVICES_NAMED", 3)
+    monkeypatch.setattr("manualpar.training.replicas.MAX_DEVICES_NAMED", 3)
     sentinel, state = on_eight(devices8, np.ones(5, np.float32))
     with pytest.raises(ReplicaError, match=r", against device 0 .*device 2 .* and 4 more\. "):
         sentinel.check({"x": corrupt(state["x"], devices8[7], flipped(0))})

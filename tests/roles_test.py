@@ -10,12 +10,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, abstract_mesh, fsdp, make_mesh
-from manualpar.core.gradients import accumulate, unrolled
-from manualpar.modes.manual import Manual
-from manualpar.sharding.layout import ParameterInfo, Placement, complete, on_stages
-from manualpar.sharding.roles import AxisRoles
-from manualpar.sharding.splitting import check_batch, split_minibatches
-from manualpar.sharding.zigzag import to_zigzag
+from manualpar.core.mesh.roles import AxisRoles
+from manualpar.core.mesh.splitting import check_batch, split_minibatches
+from manualpar.core.mesh.zigzag import to_zigzag
+from manualpar.core.modes.gradients import accumulate, unrolled
+from manualpar.core.modes.manual import Manual
+from manualpar.core.parameters.placement import ParameterInfo, Placement, complete, on_stages
 
 DATA = AxisRoles({0: ("replica", "data")})
 TOKENS = AxisRoles({0: ("data",), 1: ("context",)}, {"expert": "model"})

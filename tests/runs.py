@@ -16,11 +16,11 @@ import jax
 import numpy as np
 import pytest
 
-from manualpar.checkpoints.manifest import read_manifest, verify_files
-from manualpar.checkpoints.retention import list_steps
-from manualpar.cluster import Cluster
-from manualpar.training.command_line import parse_command_line
-from manualpar.training.main import run_command
+from manualpar.commands.command_line import parse_command_line
+from manualpar.commands.train_command import run_command
+from manualpar.system.cluster import Cluster
+from manualpar.training.checkpoints.manifest import read_manifest, verify_files
+from manualpar.training.checkpoints.retention import list_steps
 from tests.cluster_processes import HANG_SECONDS, free_port
 from tests.compiling import ENVIRONMENT
 
@@ -90,7 +90,9 @@ def run_here(workdir, *more, config="fsdp.py", charts=False):
     parsed = parse_command_line(argv, default_config=CONFIG)
     if charts:
         return run_command(parsed)
-    with mock.patch("manualpar.watching.report.draw_charts", return_value=("<svg></svg>", b"")):
+    with mock.patch(
+        "manualpar.training.watching.report.draw_charts", return_value=("<svg></svg>", b"")
+    ):
         return run_command(parsed)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import ml_collections
 
-from manualpar.cluster import Cluster
+from manualpar.system.cluster import Cluster
 from manualpar.training.config import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from manualpar.storage import lease, requests
+from manualpar.system.storage import lease, requests
 from manualpar.usage import UsageError
 from tests.cluster_processes import HANG_SECONDS
 from tests.runs import (

@@ -11,14 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, fsdp, gather_examples, make_mesh
-from manualpar.core.collectives import cast_to_varying
-from manualpar.core.strategy import MODES
-from manualpar.inspect import ledger
-from manualpar.inspect.communication import trace_collectives
-from manualpar.inspect.compiled import compiled_collectives
-from manualpar.inspect.provenance import compiled_scopes, module_of
-from manualpar.models.transformer import Transformer
-from manualpar.purposes import (
+from manualpar.core.modes.strategy import MODES
+from manualpar.core.parameters.collectives import cast_to_varying
+from manualpar.core.tracing.scopes import (
     CAST_SCOPE,
     COLLECTIONS_SCOPE,
     COUNT_SCOPE,
@@ -34,6 +29,11 @@ from manualpar.purposes import (
     SCOPES,
     purpose_of,
 )
+from manualpar.inspect import ledger
+from manualpar.inspect.communication import trace_collectives
+from manualpar.inspect.compiled import compiled_collectives
+from manualpar.inspect.provenance import compiled_scopes, module_of
+from manualpar.models.transformer import Transformer
 from tests.strategies_test import STRATEGIES, build
 
 

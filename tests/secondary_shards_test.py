@@ -12,7 +12,7 @@ import pytest
 from manualpar import Batch, Pipeline, fsdp, hsdp, make_mesh
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
 from manualpar.models import Transformer
-from manualpar.training.cross_entropy import language_model_loss
+from manualpar.models.cross_entropy import language_model_loss
 from tests.one_device import slow_unless, train_on_one_device
 from tests.program_test import BATCHES, Classifier, loss_fn
 from tests.strategies_test import own_shapes

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
+from manualpar.core.mesh.mesh_order import arrange_devices, describe_links
+from manualpar.core.mesh.torus import arrange_in_torus, describe_along, ring_through
 from manualpar.planner.topology import is_closed, parse_topology
-from manualpar.sharding.mesh_order import arrange_devices, describe_links
-from manualpar.sharding.torus import arrange_in_torus, describe_along, ring_through
 from tests.sharding_mesh_order_test import Device
 
 SLICES = ["v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:8x16", "v6e:2x4", "v6e:4x4"]

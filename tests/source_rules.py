@@ -2,7 +2,7 @@
 
 Every check is a function `(module, source) -> findings`, one line of text a finding, so that a test
 can hand it a sample that breaks the rule and see it speak, besides holding it against the code.
-To give a new file its place among the others, add its name to `ORDER`.
+A new folder of the package, or of its core, gets its place in `WINGS` or `CORE`.
 """
 
 import ast
@@ -13,53 +13,26 @@ from collections.abc import Callable, Iterator
 
 MAX_LINES = 400
 
-# Top to bottom: a line may import from the lines below it. Names on one line do not know each
-# other, and within a subpackage everything may. `manualpar` is its __init__, the public names.
-ORDER = """
-    configs
-    benchmarks experiments
-    manualpar
-    doctor
-    planner generation
-    training launch
-    checkpoints pretrained
-    finetuning
-    data cluster watching
-    models
-    layers
-    inspect
-    strategies pipeline same_as_one_device linen nnx
-    core.program guards.divergence guards.replicas strategies.replica_exchange
-    state_transfer
-    core.step
-    update user_model
-    guards.placing
-    coded_collectives
-    error_feedback
-    guards.options
-    modes guards.dispatch
-    by_hand core.strategy parameter_average state_arrays state_serialization
-    core.gradients sharding.layout
-    sharding.annotations sharding.trainable
-    core.partitioning
-    whole_batch collection_sync guards.nonfinite
-    train_state user_model.loss_function
-    user_model.varying_loops
-    core.collectives user_model.array_box
-    rng user_model.thread_patches
-    sharding.splitting
-    attention_blocks sharding.roles sharding.mesh
-    sharding.split_parameter
-    sharding.axes sharding.mesh_context sharding.mesh_order sharding.zigzag
-    sharding.torus
-    storage usage
-    block_codec compiler_options extras jaxprs metrics purposes untrusted core sharding guards
-"""
-RANKS = {
-    unit: rank
-    for rank, line in enumerate(reversed(ORDER.strip().splitlines()))
-    for unit in line.split()
-}
+# The wings of the package and the rooms of its core. Each imports those before it in its list, and
+# within a wing, or a room of the core, everything may import everything.
+WINGS = ("errors", "core", "strategies", "layers", "inspect", "system")
+WINGS += ("data", "models", "training", "planner", "commands")
+CORE = ("tracing", "mesh", "parameters", "state", "modes", "model", "checks", "program")
+# Loose files: the public names, those that have moved, and what `python -m` finds.
+FRONT = ("manualpar", "manualpar.launch", "manualpar.doctor")
+USERS = ("manualpar", "experiments", "benchmarks", "configs")
+# The half hour that README promises, in reading order: modules of the core.
+READ = (
+    "mesh.roles",
+    "parameters.placement",
+    "parameters.collectives",
+    "parameters.sharded_parameter",
+    "modes.gradients",
+    "modes.manual",
+    "modes.strategy",
+    "program.step",
+    "program.program",
+)
 
 COLLECTIVES = frozenset(
     {
@@ -76,23 +49,23 @@ COLLECTIVES = frozenset(
         "ragged_all_to_all",
     }
 )
+# Folders and modules, without `manualpar.`.
 MAY_COMMUNICATE = frozenset(
     {
-        "coded_collectives",
-        "collection_sync",
-        "core.collectives",
-        "core.gradients",
-        "core.partitioning",
-        "guards.nonfinite",
+        "core.mesh.zigzag",
+        "core.modes.collection_sync",
+        "core.modes.gradients",
+        "core.modes.nonfinite",
+        "core.parameters.coded_collectives",
+        "core.parameters.collectives",
+        "core.parameters.sharded_parameter",
+        "core.program.gather_examples",
         "layers",
-        "pipeline",
-        "sharding.zigzag",
-        "strategies.replica_exchange",
-        "whole_batch",
+        "strategies.diloco.exchange",
     }
 )
 # The one module that runs what types cannot be checked of.
-UNCHECKED = "manualpar.layers.unchecked"
+UNCHECKED = "manualpar.layers.attention.unchecked"
 EMPTY_NAMES = frozenset({"common", "helper", "helpers", "manager", "misc", "util", "utils"})
 CHANGES_ENVIRONMENT = (
     "os.environ",
@@ -110,13 +83,17 @@ Check = Callable[[str, str], list[str]]
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def _unit(module: str) -> str:
-    """The name by which a module stands in `ORDER`: its own in a room of several ranks."""
-    parts = module.split(".")
-    if parts[0] != "manualpar" or len(parts) == 1:
-        return parts[0]
-    own = ".".join(parts[1:3])
-    return own if own in RANKS else parts[1]
+def _rank(module: str) -> tuple[int, int] | None:
+    """The place of a module's wing, and of its room in the core; `None` if it has no place."""
+    top, *parts = module.split(".")
+    if top != "manualpar" or not parts:
+        return (len(WINGS) + USERS.index(top), 0) if top in USERS else None
+    wing, *rooms = parts
+    if wing not in WINGS:
+        return None
+    if wing == "core" and rooms:
+        return (WINGS.index(wing), CORE.index(rooms[0])) if rooms[0] in CORE else None
+    return WINGS.index(wing), len(CORE)
 
 
 @functools.cache
@@ -170,23 +147,19 @@ def _run_at_import(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def find_upward_imports(module: str, source: str) -> list[str]:
-    """Dependencies point one way."""
-    own = _unit(module)
-    if own not in RANKS:
-        return [f"{module}: has no place in ORDER; give it one in tests/source_rules.py"]
+    """Imports run down the lists `WINGS` and `CORE`, without exception."""
+    front = _rank("manualpar")
+    own = front if module in FRONT else _rank(module)
+    if own is None:
+        return [f"{module}: has no place in WINGS or CORE; give it one in tests/source_rules.py"]
     findings = []
     for line, full, _ in _imports(_tree(source)):
         first = full.split(".")[0]
         if first == "":
             findings.append(f"{module}:{line}: relative import")
-        if first not in ("manualpar", "experiments", "benchmarks", "configs", "tests"):
-            continue
-        unit = _unit(full)
-        if unit not in RANKS:
-            unit = first
-        below = unit in RANKS and RANKS[unit] < RANKS[own]
-        if unit != own and not below:
-            findings.append(f"{module}:{line}: {own} may not import {full}")
+        # A public name of the package is where its `__init__` is.
+        if first == "tests" or (first in USERS and (_rank(full) or front) > own):
+            findings.append(f"{module}:{line}: {module} may not import {full}")
     return findings
 
 
@@ -263,7 +236,7 @@ def find_import_effects(module: str, source: str) -> list[str]:
 
 def find_stray_collectives(module: str, source: str) -> list[str]:
     """Collectives live where readers look for them."""
-    if _unit(module) in MAY_COMMUNICATE:
+    if any(f"{module}.".startswith(f"manualpar.{place}.") for place in MAY_COMMUNICATE):
         return []
     tree = _tree(source)
     aliases = _aliases(tree)

@@ -12,10 +12,10 @@ import numpy as np
 import optax
 
 from manualpar import Batch, fsdp, make_mesh
+from manualpar.core.mesh.axes import is_axis_bound
+from manualpar.core.parameters.split_parameter import split
+from manualpar.core.tracing.scopes import EXPERT_SCOPE
 from manualpar.layers.boundaries import enter, leave
-from manualpar.purposes import EXPERT_SCOPE
-from manualpar.sharding.axes import is_axis_bound
-from manualpar.sharding.split_parameter import split
 
 WIDTH, LENGTH, HEADS, HEAD = 8, 8, 8, 4
 NORMAL = nn.initializers.normal

@@ -11,12 +11,12 @@ import optax
 import pytest
 
 from manualpar import assert_same_as_one_device, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.checkpoints import Checkpoints
+from manualpar.core.mesh.axes import is_axis_bound
+from manualpar.core.parameters.split_parameter import names_on, split
+from manualpar.core.tracing.scopes import SEQUENCE_SCOPE
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
 from manualpar.layers.boundaries import enter, leave
-from manualpar.purposes import SEQUENCE_SCOPE
-from manualpar.sharding.axes import is_axis_bound
-from manualpar.sharding.split_parameter import names_on, split
+from manualpar.training.checkpoints import Checkpoints
 from tests.one_device import slow_unless
 from tests.split_models import (
     BATCH,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from manualpar.storage import BucketError, as_path, key_value_store
+from manualpar.system.storage import BucketError, as_path, key_value_store
 
 NAMES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION")
 

@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from manualpar.data.places import find_in_bucket
-from manualpar.storage import (
+from manualpar.system.storage import (
     BucketError,
     BucketPath,
     ContentError,
@@ -19,7 +19,7 @@ from manualpar.storage import (
     copied_folder,
     open_for_reading,
 )
-from manualpar.storage.services import Page, Part
+from manualpar.system.storage.services import Page, Part
 
 
 def test_a_path_is_local_unless_it_says_otherwise(tmp_path):
@@ -102,13 +102,13 @@ def ranges(monkeypatch):
 
     monkeypatch.setattr(bucket_path, "read_part", read_part)
     monkeypatch.setattr(BucketPath, "version", lambda self: Version(len(LINES), "1"))
-    monkeypatch.setattr("manualpar.storage.bucket_path.BLOCK_BYTES", 100)
+    monkeypatch.setattr("manualpar.system.storage.bucket_path.BLOCK_BYTES", 100)
     return read
 
 
 def test_a_folder_is_copied_in_pieces(ranges, monkeypatch, tmp_path):
     monkeypatch.setattr(BucketPath, "files", lambda self: dict.fromkeys(("x", "y/z"), len(LINES)))
-    monkeypatch.setattr("manualpar.storage.copies.COPIED_BYTES", 1000)
+    monkeypatch.setattr("manualpar.system.storage.copies.COPIED_BYTES", 1000)
     folder = copied_folder(as_path("s3://bucket/x"), tmp_path)
     assert {(folder / name).read_bytes() for name in ("x", "y/z")} == {LINES}
     assert str(folder).endswith("s3:/bucket/x"), "messages about files name the bucket"

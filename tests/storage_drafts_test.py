@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from manualpar.storage import FolderError, HeldError, draft_of, publish, writing
+from manualpar.system.storage import FolderError, HeldError, draft_of, publish, writing
 
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-    monkeypatch.setattr("manualpar.storage.file_lock.DYING_SECONDS", 0.1)
+    monkeypatch.setattr("manualpar.system.storage.file_lock.DYING_SECONDS", 0.1)
 
 
 def names(folder):
@@ -43,7 +43,7 @@ def test_one_process_owns_the_draft_and_others_are_told_who(tmp_path):
 KILLED = """
 import os, sys
 from pathlib import Path
-from manualpar.storage import draft_of
+from manualpar.system.storage import draft_of
 with draft_of(Path(sys.argv[1])) as draft:
     (draft / "file").write_text("half")
     os.kill(os.getpid(), 9)
@@ -70,7 +70,7 @@ def test_where_nothing_locks_the_first_to_end_has_the_name(tmp_path, monkeypatch
     said = []
     monkeypatch.setattr("fcntl.flock", flock)
     monkeypatch.setattr(
-        "manualpar.storage.drafts.logging.warning", lambda *text: said.append(*text)
+        "manualpar.system.storage.drafts.logging.warning", lambda *text: said.append(*text)
     )
     target = tmp_path / "model"
     with draft_of(target) as first, draft_of(target) as second:

@@ -8,7 +8,7 @@ import urllib.parse
 
 import pytest
 
-from manualpar.storage import BucketPath, ContentError, copied_folder, requests
+from manualpar.system.storage import BucketPath, ContentError, copied_folder, requests
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from manualpar.storage import BucketError, HeldError, hold, lease
+from manualpar.system.storage import BucketError, HeldError, hold, lease
 
 
 class Objects:

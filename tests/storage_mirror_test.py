@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from manualpar.storage import BucketError, BucketPath, mirror, mirrored
+from manualpar.system.storage import BucketError, BucketPath, mirror, mirrored
 
 
 @pytest.fixture

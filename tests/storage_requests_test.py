@@ -2,8 +2,8 @@
 
 import pytest
 
-from manualpar.storage import BucketError, as_path
-from manualpar.storage.requests import WAITS, request
+from manualpar.system.storage import BucketError, as_path
+from manualpar.system.storage.requests import WAITS, request
 
 PATH = as_path("s3://bucket/key")
 

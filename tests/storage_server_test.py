@@ -5,7 +5,7 @@ import urllib.parse
 
 import pytest
 
-from manualpar.storage import BucketError, as_path, copied_folder, open_for_reading, requests
+from manualpar.system.storage import BucketError, as_path, copied_folder, open_for_reading, requests
 from tests.s3_server import SECRET, Proxy
 
 pytestmark = pytest.mark.slow

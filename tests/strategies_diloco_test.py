@@ -13,7 +13,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from manualpar import Batch, data_parallel, diloco, fsdp, gather_examples, hsdp, make_mesh, zero
-from manualpar.guards.replicas import ReplicaSentinel
+from manualpar.core.parameters.split_parameter import split
 from manualpar.inspect import (
     bytes_by_axes,
     compiled_collectives,
@@ -25,7 +25,7 @@ from manualpar.inspect import (
     total_bytes,
     trace_collectives,
 )
-from manualpar.sharding.split_parameter import split
+from manualpar.training.replicas import ReplicaSentinel
 from tests import all_axes_test
 from tests.one_device import slow_unless
 

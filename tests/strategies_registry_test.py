@@ -12,17 +12,17 @@ import pytest
 
 import manualpar
 from experiments import compare, comparison, fsdp, inspect, plan
+from manualpar.commands.command_line import parse_command_line
+from manualpar.commands.inspect_command import inspect_command, inspect_syntax
+from manualpar.commands.plan_command import PLANNING, plan_command
+from manualpar.commands.train_command import run_command
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
 from manualpar.planner import sweep
-from manualpar.planner.command import PLANNING, plan_command
 from manualpar.planner.topology import parse_topology
 from manualpar.strategies import Field, register, registry, strategy_kinds
 from manualpar.strategies.shared_options import STATE_SHARDING
-from manualpar.training.command_line import parse_command_line
 from manualpar.training.config import check_config, load_config
 from manualpar.training.experiment import prepare
-from manualpar.training.inspection import inspect_command, inspect_syntax
-from manualpar.training.main import run_command
 from manualpar.training.task import make_task
 
 ROOT = Path(__file__).parent.parent
@@ -193,5 +193,5 @@ def test_nothing_else_knows_strategies_by_name():
             x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Constant)
         )
         found |= {(path.stem, x.value) for x in constants if x.value in names}
-    inside = {path.stem for path in (ROOT / "manualpar" / "strategies").glob("*.py")}
+    inside = {path.stem for path in (ROOT / "manualpar" / "strategies").rglob("*.py")}
     assert {pair for pair in found if pair[0] not in inside} == set()

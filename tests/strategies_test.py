@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import abstract_mesh, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.core.strategy import MODES
-from manualpar.guards.replicas import ReplicaSentinel
+from manualpar.core.modes.strategy import MODES
 from manualpar.inspect import state_bytes, trace_collectives
+from manualpar.training.replicas import ReplicaSentinel
 from tests.one_device import slow_unless, train_on_one_device, train_program
 from tests.program_test import BATCHES, TOLERANCE, Classifier, loss_fn, make_batch
 

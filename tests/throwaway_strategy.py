@@ -3,9 +3,9 @@
 import functools
 from typing import Any
 
-from manualpar.core.program import Program
-from manualpar.core.strategy import Sends, Strategy
-from manualpar.sharding.layout import shard_state_only
+from manualpar.core.modes.strategy import Sends, Strategy
+from manualpar.core.parameters.placement import shard_state_only
+from manualpar.core.program.program import Program
 from manualpar.strategies import STATE_SHARDING_FIELDS, Field, StrategyKind, register
 from manualpar.strategies.shared_options import STATE_SHARDING, build_sharded
 

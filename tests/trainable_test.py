@@ -15,14 +15,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Pipeline, assert_same_as_one_device, fsdp, make_mesh
-from manualpar.core.strategy import MODES
-from manualpar.guards.replicas import ReplicaSentinel
+from manualpar.core.modes.strategy import MODES
+from manualpar.core.parameters.placement import path_name
 from manualpar.inspect import bytes_by_axes, ledger, of_parameters, state_bytes, step_bytes
 from manualpar.inspect.memory import step_memory
 from manualpar.inspect.trained_parts import trained_parts
 from manualpar.models import Transformer
-from manualpar.sharding.layout import path_name
-from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
+from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
+from manualpar.training.replicas import ReplicaSentinel
 from tests import inspect_formulas_test as formulas
 from tests import inspect_pipeline_formulas_test as pipelined
 from tests.one_device import slow_unless, train_on_one_device, train_program

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from manualpar.training.command_line import parse_command_line
+from manualpar.commands.command_line import parse_command_line
 from manualpar.training.config import check_config, load_config
 from manualpar.usage import UsageError
 

@@ -6,8 +6,8 @@ import ml_collections
 import pytest
 
 from configs import fsdp, fsdp_lm
-from manualpar.checkpoints.compatibility import REMOVED, RENAMED, check_resumable
 from manualpar.strategies import Field
+from manualpar.training.checkpoints.compatibility import REMOVED, RENAMED, check_resumable
 from manualpar.training.config import (
     FIELDS,
     MODEL_FIELDS,

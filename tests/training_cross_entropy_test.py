@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
+from manualpar.core.state.train_state import Batch
 from manualpar.models import Classifier
-from manualpar.train_state import Batch
-from manualpar.training.cross_entropy import classification_loss, language_model_loss
+from manualpar.models.cross_entropy import classification_loss, language_model_loss
 
 MODEL = Classifier(hidden_size=8, num_classes=5, dropout_rate=0.0)
 

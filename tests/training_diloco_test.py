@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from manualpar.cluster import Cluster
+from manualpar.system.cluster import Cluster
 from tests.runs import (
     assert_same_run,
     at_step,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from manualpar.training import ending
+from manualpar.training import exit_codes as ending
 
 
 class Ended(BaseException):

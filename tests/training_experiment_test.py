@@ -8,11 +8,11 @@ from jax.sharding import PartitionSpec as P
 
 import manualpar
 from configs import dp, fsdp, hsdp, tp_lm, zero
-from manualpar.compiler_options import ChosenOptions
+from manualpar.core.mesh.compiler_options import ChosenOptions
+from manualpar.models.cross_entropy import mixture_of_experts_loss
 from manualpar.strategies import strategy_kinds
 from manualpar.training import experiment
 from manualpar.training.config import check_config, complete_config
-from manualpar.training.cross_entropy import mixture_of_experts_loss
 from manualpar.training.experiment import build_program, prepare
 from manualpar.training.task import make_task
 from tests.transformer_families import GEMMA, QWEN

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from configs import fsdp
+from manualpar.commands.import_export import export_command
 from manualpar.data.tokenize import write_token_files
-from manualpar.training.import_export import export_command
 from manualpar.training.workdir_lock import lock_workdir
 from tests.pretrained_export_test import assert_same_files, read
 from tests.pretrained_load_test import CONFIG, llama, tensors_of, write
@@ -23,8 +23,8 @@ from tests.watching_durable_files_test import limit_files  # noqa: F401
 # As into a bucket, where each process puts whole files.
 IN_TURN = """
 import sys
-from manualpar.pretrained import export, target
-from manualpar.training.import_export import export_command
+from manualpar.models.pretrained import export, target
+from manualpar.commands.import_export import export_command
 
 class Alone(target.DiskTarget):
     folder = property(lambda self: None, lambda self, value: None)
@@ -33,7 +33,14 @@ export.open_target = Alone
 sys.exit(export_command(sys.argv))
 """
 ROOT = Path(__file__).parents[1]
-TWO = ["-m", "manualpar.launch", "--processes=2", "--devices-per-process=4", "--", sys.executable]
+TWO = [
+    "-m",
+    "manualpar.launch",
+    "--processes=2",
+    "--devices-per-process=4",
+    "--",
+    sys.executable,
+]
 
 
 def run(*arguments, code=0):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tokenizers
 
+from manualpar.commands.command_line import parse_command_line
 from manualpar.models import Transformer
-from manualpar.training.command_line import parse_command_line
 from manualpar.training.config import load_config
 from manualpar.training.experiment import prepare
 from manualpar.training.imported_model import fill_from_hf, initial_state

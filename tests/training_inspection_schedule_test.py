@@ -7,9 +7,9 @@ import pytest
 import rich.console
 
 from experiments import inspect as experiment
-from manualpar.training.command_line import parse_command_line
-from manualpar.training.inspection import inspect_command, inspect_syntax
-from manualpar.training.inspection_schedule import print_schedule
+from manualpar.commands.command_line import parse_command_line
+from manualpar.commands.inspect_command import inspect_command, inspect_syntax
+from manualpar.commands.inspection_schedule import print_schedule
 
 CONFIGS = experiment.DEFAULT_CONFIG.parent
 SMALL = (

@@ -12,13 +12,13 @@ import pytest
 from absl import flags
 
 from experiments import inspect as experiment
-from manualpar.compiler_options import ChosenOptions
+from manualpar.commands import inspect_command as inspection
+from manualpar.commands.command_line import flags_parser, parse_command_line
+from manualpar.commands.inspect_command import inspect_command, inspect_syntax
+from manualpar.commands.inspection_report import describe_fit
+from manualpar.core.mesh.compiler_options import ChosenOptions
 from manualpar.inspect.budgets import read_budgets
-from manualpar.training import inspection
-from manualpar.training.command_line import flags_parser, parse_command_line
 from manualpar.training.experiment import prepare
-from manualpar.training.inspection import inspect_command, inspect_syntax
-from manualpar.training.inspection_report import describe_fit
 from manualpar.usage import UsageError
 
 CONFIGS = experiment.DEFAULT_CONFIG.parent

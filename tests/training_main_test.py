@@ -9,13 +9,14 @@ from pathlib import Path
 import jax
 import pytest
 
-from manualpar.compiler_options import ChosenOptions
-from manualpar.core.strategy import MODES
+from manualpar.commands import train_command as main
+from manualpar.commands.command_line import CommandLine, flags_parser, parse_command_line
+from manualpar.commands.train_command import run_command
+from manualpar.core.mesh.compiler_options import ChosenOptions
+from manualpar.core.modes.strategy import MODES
 from manualpar.strategies import strategy_kinds
-from manualpar.training import experiment, main
-from manualpar.training.command_line import CommandLine, flags_parser, parse_command_line
+from manualpar.training import experiment
 from manualpar.training.experiment import prepare
-from manualpar.training.main import run_command
 from tests.replicas_test import break_leaf
 from tests.watching_writers_test import read_events, read_metrics
 

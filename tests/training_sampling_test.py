@@ -10,8 +10,8 @@ import pytest
 
 from manualpar import Batch, fsdp, make_mesh
 from manualpar.models import Transformer
-from manualpar.training.cross_entropy import language_model_loss
-from manualpar.training.sampling import sample_tokens
+from manualpar.models.cross_entropy import language_model_loss
+from manualpar.models.generation.sampling import sample_tokens
 
 VOCABULARY = 10
 MODEL = Transformer(

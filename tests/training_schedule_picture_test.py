@@ -4,9 +4,9 @@ import struct
 
 from matplotlib.axes import Axes
 
-from manualpar.pipeline.schedule_table import Costs
-from manualpar.pipeline.schedules import make_table
-from manualpar.training.schedule_picture import draw_schedule
+from manualpar.commands.schedule_picture import draw_schedule
+from manualpar.layers.pipeline.schedule_table import Costs
+from manualpar.layers.pipeline.schedules import make_table
 
 
 def test_a_block_for_each_pass_as_long_as_it_takes(tmp_path, monkeypatch):

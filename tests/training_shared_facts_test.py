@@ -2,10 +2,10 @@ import dataclasses
 
 import pytest
 
-from manualpar.cluster.facts import describe_differences
-from manualpar.training.command_line import parse_command_line
+from manualpar.commands.command_line import parse_command_line
+from manualpar.commands.shared_facts import experiment_facts, run_facts
+from manualpar.system.cluster.facts import describe_differences
 from manualpar.training.experiment import prepare
-from manualpar.training.shared_facts import experiment_facts, run_facts
 from tests.runs import CONFIG, arguments
 
 

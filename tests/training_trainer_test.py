@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from manualpar.checkpoints import Restored
-from manualpar.cluster import Cluster
 from manualpar.data import ArraySplit, Dataset, train_batch
-from manualpar.guards.replicas import ReplicaError
+from manualpar.system.cluster import Cluster
 from manualpar.training import trainer
+from manualpar.training.checkpoints import Restored
 from manualpar.training.recorder import LAG, NonFiniteError, Recorder
+from manualpar.training.replicas import ReplicaError
 from manualpar.training.trainer import MAX_ROLLBACKS, StoppedError, Trainer, postponed_interrupt
+from manualpar.training.watching.profiling import StepProfiler
+from manualpar.training.watching.stalls import StallDetector
 from manualpar.training.workdir import START, Position
-from manualpar.watching.profiling import StepProfiler
-from manualpar.watching.stalls import StallDetector
 
 BATCH_SIZE = 4
 

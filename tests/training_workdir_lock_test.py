@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from manualpar.checkpoints.retention import list_steps
+from manualpar.system.storage.durable_files import WriteError
+from manualpar.training.checkpoints.retention import list_steps
+from manualpar.training.watching.run_record import read_run
 from manualpar.training.workdir_lock import LOCK_FILE, lock_workdir
 from manualpar.usage import UsageError
-from manualpar.watching.durable_files import WriteError
-from manualpar.watching.run_record import read_run
 from tests.cluster_processes import HANG_SECONDS
 from tests.runs import (
     ROOT,
@@ -33,7 +33,7 @@ def no_report(line):
 
 
 def test_the_second_is_refused_and_told_who_is_there(tmp_path, monkeypatch):
-    monkeypatch.setattr("manualpar.storage.file_lock.DYING_SECONDS", 0.1)
+    monkeypatch.setattr("manualpar.system.storage.file_lock.DYING_SECONDS", 0.1)
     workdir = tmp_path / "new" / "run"
     for _ in range(2):  # The file that the first leaves is nobody's.
         with lock_workdir(workdir, report=no_report):
@@ -57,7 +57,7 @@ def test_the_second_is_refused_and_told_who_is_there(tmp_path, monkeypatch):
 
 
 def test_a_lock_whose_file_was_deleted_is_taken_again_or_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr("manualpar.storage.file_lock.DYING_SECONDS", 0.1)
+    monkeypatch.setattr("manualpar.system.storage.file_lock.DYING_SECONDS", 0.1)
     in_use = "is in use by another run"
     with lock_workdir(tmp_path, report=no_report) as check:
         check()
@@ -91,7 +91,7 @@ with lock_workdir(Path(sys.argv[1]), report=print):
 
 @pytest.mark.slow
 def test_the_dead_and_their_orphans_hold_nothing(tmp_path, monkeypatch):
-    patience = "manualpar.storage.file_lock.DYING_SECONDS"
+    patience = "manualpar.system.storage.file_lock.DYING_SECONDS"
     monkeypatch.setattr(patience, 0.1)
     arguments = [sys.executable, "-W", "ignore", "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:

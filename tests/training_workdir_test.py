@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from manualpar.checkpoints import CheckpointError, Restored
+from manualpar.training.checkpoints import CheckpointError, Restored
 from manualpar.training.config import load_config
 from manualpar.training.workdir import check_continues, check_folder, restore
 from manualpar.usage import UsageError

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from manualpar import Batch, Program
+from manualpar.core.model.loss_function import LossFn
 from manualpar.models import Transformer
-from manualpar.training.cross_entropy import language_model_loss, mixture_of_experts_loss
-from manualpar.user_model.loss_function import LossFn
+from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
 
 
 def loss_of(model: Transformer) -> LossFn:

@@ -22,7 +22,7 @@ import optax
 
 from manualpar import Batch, Pipeline, Program, fsdp, make_mesh
 from manualpar.models import Transformer
-from manualpar.pretrained import load_hf, read_architecture
+from manualpar.models.pretrained import load_hf, read_architecture
 
 VOCABULARY, B, S = 60, 8, 16
 SIZES: dict[str, Any] = {

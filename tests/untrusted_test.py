@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from manualpar.untrusted import (
+from manualpar.system.storage.untrusted import (
     MAX_DEPTH,
     NotAFileError,
     create_file,
@@ -44,7 +44,7 @@ def nested(depth):
 )
 def test_what_is_not_a_small_shallow_object_is_refused(text, found, monkeypatch):
     if "bytes" in found:
-        monkeypatch.setattr("manualpar.untrusted.MAX_BYTES", 99)
+        monkeypatch.setattr("manualpar.system.storage.untrusted.MAX_BYTES", 99)
     with pytest.raises(ValueError, match=found):
         parse_object(text)
 
@@ -60,7 +60,7 @@ def test_an_object_is_read(tmp_path, monkeypatch):
     assert read_object(tmp_path / "file") == value
     assert read_object(tmp_path / "link", follow_links=True) == value
     assert parse_object(nested(MAX_DEPTH))
-    monkeypatch.setattr("manualpar.untrusted.MAX_BYTES", 10)
+    monkeypatch.setattr("manualpar.system.storage.untrusted.MAX_BYTES", 10)
     with pytest.raises(ValueError, match="has more than 10 bytes"):
         read_file(tmp_path / "file")
 
@@ -111,7 +111,9 @@ def test_a_fifo_that_takes_the_place_of_a_file_is_not_waited_for(tmp_path, monke
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "file").write_text("")
     a_file = os.stat(tmp_path / "file")
-    monkeypatch.setattr("manualpar.untrusted.os.stat", lambda *args, **kwargs: a_file)
+    monkeypatch.setattr(
+        "manualpar.system.storage.untrusted.os.stat", lambda *args, **kwargs: a_file
+    )
     caught = []
 
     def read():

@@ -13,7 +13,7 @@ import rich.console
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, fsdp, hsdp, make_mesh, zero
-from manualpar.core.partitioning import ShardedParameter
+from manualpar.core.parameters.sharded_parameter import ShardedParameter
 from manualpar.inspect import count_by_kind, layout_table, trace_collectives
 from tests.one_device import name_of, train_on_one_device, train_program
 

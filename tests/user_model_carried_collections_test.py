@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from manualpar.user_model.adapter import adapt
-from manualpar.user_model.carried_collections import CarryingApply
+from manualpar.core.model.adapter import adapt
+from manualpar.core.model.carried_collections import CarryingApply
 
 
 class Switched(nn.Module):

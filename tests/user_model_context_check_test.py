@@ -11,14 +11,14 @@ import pytest
 from flax import nnx
 
 from manualpar import Batch, abstract_mesh, data_parallel, gather_examples
+from manualpar.core.checks.context_check import check_context
+from manualpar.core.mesh.axes import is_axis_bound
+from manualpar.core.mesh.roles import AxisRoles
+from manualpar.core.model.trace_model import study
+from manualpar.core.modes.manual import Manual
 from manualpar.layers import Context
+from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.transformer import Transformer
-from manualpar.modes.manual import Manual
-from manualpar.sharding.axes import is_axis_bound
-from manualpar.sharding.roles import AxisRoles
-from manualpar.training.cross_entropy import language_model_loss
-from manualpar.user_model.context_check import check_context
-from manualpar.user_model.study import study
 
 AXES = {"data": 2, "context": 4}
 TOKENS = jax.ShapeDtypeStruct((8, 16), "int32")

@@ -13,9 +13,9 @@ from flax import nnx
 from optax import sgd
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
+from manualpar.core.model.adapter import adapt
+from manualpar.core.model.carried_collections import CarryingApply
 from manualpar.models import Transformer
-from manualpar.user_model.adapter import adapt
-from manualpar.user_model.carried_collections import CarryingApply
 
 X = jnp.ones((16, 8))
 BATCH = Batch(X, jnp.zeros(16))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar.user_model.loss_function import call_loss
+from manualpar.core.model.loss_function import call_loss
 
 LOSSES = jnp.arange(8.0)
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, assert_same_as_one_device, data_parallel, fsdp, make_mesh
-from manualpar.sharding.layout import strip_boxes
+from manualpar.core.parameters.placement import strip_boxes
 
 BATCH = Batch(
     inputs=jax.ShapeDtypeStruct((16, 8), jnp.float32), labels=jax.ShapeDtypeStruct((16,), jnp.int32)

@@ -13,9 +13,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh
-from manualpar.core.collectives import varying_axes
-from manualpar.user_model.adapter import adapt
-from manualpar.user_model.recurrence import varying_linen_carries
+from manualpar.core.model.adapter import adapt
+from manualpar.core.model.recurrence import varying_linen_carries
+from manualpar.core.parameters.collectives import varying_axes
 from tests.one_device import slow_unless
 
 WIDTH = 8

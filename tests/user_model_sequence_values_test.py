@@ -2,7 +2,7 @@
 
 import pytest
 
-from manualpar.user_model.sequence_values import Value, is_mean, power_of_sum
+from manualpar.core.checks.sequence_values import Value, is_mean, power_of_sum
 
 SIZE = Value("same", -1)  # How many positions a device has.
 EXAMPLES = Value("same")  # How many sequences.

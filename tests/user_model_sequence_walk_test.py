@@ -11,10 +11,10 @@ import optax
 import pytest
 
 from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
-from manualpar.purposes import CONTEXT_SCOPE, SEQUENCE_SCOPE
-from manualpar.user_model import context_check
-from manualpar.user_model.sequence_values import Value
-from manualpar.user_model.sequence_walk import SequenceWalk
+from manualpar.core.checks import context_check
+from manualpar.core.checks.sequence_values import Value
+from manualpar.core.checks.sequence_walk import SequenceWalk
+from manualpar.core.tracing.scopes import CONTEXT_SCOPE, SEQUENCE_SCOPE
 
 DEVICES = 4
 KEY = jax.random.key(0)

@@ -9,9 +9,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from manualpar import fold_rng_over_axis, make_mesh
-from manualpar.core.collectives import cast_to_varying
-from manualpar.user_model.adapter import adapt
-from manualpar.user_model.split_dropout import key_like
+from manualpar.core.model.adapter import adapt
+from manualpar.core.model.split_dropout import key_like
+from manualpar.core.parameters.collectives import cast_to_varying
 
 X = jax.random.normal(jax.random.key(3), (2, 16, 8))
 MESH = {"data": 2, "model": 4}

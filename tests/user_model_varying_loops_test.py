@@ -11,9 +11,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from manualpar import Batch, assert_same_as_one_device, data_parallel, fsdp, make_mesh
-from manualpar.core.collectives import varying_axes
-from manualpar.jaxprs import all_equations
-from manualpar.user_model.varying_loops import varying_loops
+from manualpar.core.model.varying_loops import varying_loops
+from manualpar.core.parameters.collectives import varying_axes
+from manualpar.core.tracing.jaxprs import all_equations
 
 DATA = frozenset({"data"})
 NONE = frozenset()

@@ -5,7 +5,7 @@ import resource
 
 import pytest
 
-from manualpar.watching.durable_files import LineFile, WriteError, replace_file
+from manualpar.system.storage.durable_files import LineFile, WriteError, replace_file
 
 
 @pytest.fixture

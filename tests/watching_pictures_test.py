@@ -4,7 +4,14 @@ import matplotlib
 import pytest
 
 from manualpar.extras import MissingExtraError
-from manualpar.watching.pictures import ROOM, Bar, draw_bars, explain, new_figure, scale_in_bytes
+from manualpar.system.reports.pictures import (
+    ROOM,
+    Bar,
+    draw_bars,
+    explain,
+    new_figure,
+    scale_in_bytes,
+)
 
 BARS = [Bar("a", [(3.0, "red"), (5.0, "blue")], "eight"), Bar("b", [(2.0, "red")], "two")]
 

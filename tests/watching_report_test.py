@@ -15,11 +15,11 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from manualpar.watching.charts import draw_chart, draw_charts
-from manualpar.watching.durable_files import WriteError
-from manualpar.watching.report import write_report
-from manualpar.watching.run_record import Chart
-from manualpar.watching.writers import RunWriter
+from manualpar.system.storage.durable_files import WriteError
+from manualpar.training.watching.charts import draw_chart, draw_charts
+from manualpar.training.watching.report import write_report
+from manualpar.training.watching.run_record import Chart
+from manualpar.training.watching.writers import RunWriter
 
 BROWSERS = (
     "chromium",

@@ -6,14 +6,14 @@ import re
 import pytest
 import rich.console
 
-from manualpar.watching.screen import (
+from manualpar.system.reports.tables import print_line
+from manualpar.training.watching.screen import (
     LOG_WIDTH,
     TrainingProgress,
     describe,
     describe_within,
     make_console,
 )
-from manualpar.watching.tables import print_line
 
 METRICS = {"accuracy": 0.5, "loss": 1.25, "learning_rate": 1e-3, "examples_per_second": 1234.5}
 

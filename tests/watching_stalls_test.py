@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from manualpar.watching.stalls import StallDetector, describe_late
+from manualpar.training.watching.stalls import StallDetector, describe_late
 
 
 class Watched:

@@ -5,7 +5,7 @@ import io
 import pytest
 import rich.console
 
-from manualpar.watching.tables import (
+from manualpar.system.reports.tables import (
     describe_bytes,
     describe_count,
     describe_difference,

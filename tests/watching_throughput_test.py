@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from manualpar.watching.throughput import (
+from manualpar.training.watching.throughput import (
     PEAKS,
     Throughput,
     lowest_peak,

@@ -24,10 +24,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from manualpar.core.state.train_state import Batch
 from manualpar.data.dataset import Split
 from manualpar.data.order import order_of
 from manualpar.extras import require
-from manualpar.train_state import Batch
 
 
 def train_batches(

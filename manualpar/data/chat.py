@@ -23,7 +23,7 @@ from manualpar.data.token_parts import Encoded, TextPart, batches, split_of_cont
 from manualpar.data.tokenizer import FileTokenizer, Tokenizer
 from manualpar.data.tokenizer_check import guarded
 from manualpar.extras import require
-from manualpar.untrusted import parse_object
+from manualpar.system.storage.untrusted import parse_object
 
 T = TypeVar("T")
 

@@ -38,8 +38,8 @@ from manualpar.data.chat_renderer import (
 )
 from manualpar.data.tokenizer import TEMPLATE, TOKENIZER_CONFIG, special_tokens
 from manualpar.extras import require
-from manualpar.storage import AnyPath, BucketPath, user_path
-from manualpar.untrusted import read_file, read_object
+from manualpar.system.storage import AnyPath, BucketPath, user_path
+from manualpar.system.storage.untrusted import read_file, read_object
 
 # The special tokens that templates see, by their names in a tokenizer's configuration.
 TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from manualpar.core.state.train_state import Batch
 from manualpar.data.tokenizer import Tokenizer
-from manualpar.train_state import Batch
 
 SPLITS = ("train", "eval", "test")
 

@@ -23,8 +23,8 @@ from manualpar.data.dataset import DamagedDataError
 from manualpar.data.places import state_of
 from manualpar.data.text import files_of_path
 from manualpar.extras import require
-from manualpar.storage import BucketPath, as_path, open_for_reading
-from manualpar.untrusted import MAX_BYTES, parse_object
+from manualpar.system.storage import BucketPath, as_path, open_for_reading
+from manualpar.system.storage.untrusted import MAX_BYTES, parse_object
 
 # What a directory is searched for; files that are named, or that a glob stands for, are all taken.
 SUFFIXES = {

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from manualpar.core.state.train_state import Batch
 from manualpar.data.dataset import (
     SPLITS,
     LanguageDataset,
@@ -24,7 +25,6 @@ from manualpar.data.dataset import (
     make_fingerprint,
 )
 from manualpar.data.packing import PackedSplit
-from manualpar.train_state import Batch
 
 # Weights are rounded to so many parts of their sum.
 SLOTS = 2**16

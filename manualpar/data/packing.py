@@ -22,8 +22,8 @@ from typing import Literal, get_args
 import jax
 import numpy as np
 
+from manualpar.core.state.train_state import Batch
 from manualpar.data.dataset import DamagedDataError
-from manualpar.train_state import Batch
 
 # The highest bit of a token says that it is learned.
 LEARNED = np.uint32(2**31)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from manualpar.data.dataset import DamagedDataError
-from manualpar.storage import AnyPath, BucketPath, ContentError, Version
+from manualpar.system.storage import AnyPath, BucketPath, ContentError, Version
 
 
 def find_in_bucket(

@@ -31,7 +31,7 @@ from manualpar.data.dataset import (
 )
 from manualpar.data.places import find_in_bucket, read_range
 from manualpar.data.tokenizer import ByteTokenizer, Tokenizer
-from manualpar.storage import AnyPath, BucketPath, open_for_reading, user_path
+from manualpar.system.storage import AnyPath, BucketPath, open_for_reading, user_path
 
 # The share of the files that is held out for each of eval and test.
 HELD_OUT = 0.02

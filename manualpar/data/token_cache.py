@@ -18,7 +18,7 @@ from manualpar.data.dataset import LanguageDataset
 from manualpar.data.packing import LongExamples
 from manualpar.data.token_job import Job, run_job
 from manualpar.data.tokens import DESCRIPTION, TokenFilesError, load_tokens
-from manualpar.storage import BucketError, local_path, user_cache
+from manualpar.system.storage import BucketError, local_path, user_cache
 
 # One process makes the tokens of so much text in minutes. For more there is a command.
 MOST_BYTES = 2**31

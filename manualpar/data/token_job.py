@@ -44,8 +44,8 @@ from manualpar.data.tokens import (
     lengths_file,
     read_description,
 )
-from manualpar.storage import AnyPath, BucketPath, user_cache, user_path
-from manualpar.untrusted import read_object
+from manualpar.system.storage import AnyPath, BucketPath, user_cache, user_path
+from manualpar.system.storage.untrusted import read_object
 
 HELD_OUT = 0.02
 PARTS, JOB, LOCK = "parts", "job.json", "lock"

@@ -22,7 +22,7 @@ from manualpar.data.token_job import HELD_OUT, make_job, run_job
 from manualpar.data.token_parts import Progress
 from manualpar.data.tokens import TokenFiles
 from manualpar.extras import require
-from manualpar.storage import path_flag, user_path
+from manualpar.system.storage import path_flag, user_path
 from manualpar.usage import INTERRUPTED_EXIT_CODE, OneSentenceParser, print_error
 
 DAMAGED_EXIT_CODE = 6

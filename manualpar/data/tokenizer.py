@@ -15,8 +15,8 @@ import numpy as np
 
 from manualpar.data.tokenizer_check import check_tokenizer, guarded
 from manualpar.extras import require
-from manualpar.storage import BucketPath, copied_files, user_path
-from manualpar.untrusted import read_object
+from manualpar.system.storage import BucketPath, copied_files, user_path
+from manualpar.system.storage.untrusted import read_object
 
 if TYPE_CHECKING:
     import tokenizers

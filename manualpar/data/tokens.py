@@ -29,8 +29,8 @@ from manualpar.data.dataset import (
 from manualpar.data.packing import LongExamples, PackedSplit, pack
 from manualpar.data.places import BucketArray, state_of
 from manualpar.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, load_tokenizer
-from manualpar.storage import AnyPath, BucketPath, copied_folder, local_path, user_path
-from manualpar.untrusted import parse_object, read_object
+from manualpar.system.storage import AnyPath, BucketPath, copied_folder, local_path, user_path
+from manualpar.system.storage.untrusted import parse_object, read_object
 
 VERSION = 1
 DTYPES = ("<u2", "<u4")

@@ -20,11 +20,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from manualpar.core.tracing.scopes import GATHER_SCOPE, REGATHER, purpose_of
 from manualpar.inspect.communication import Collective, Kind, as_number, ring_bytes
 from manualpar.inspect.compiled import CompiledCollective
 from manualpar.inspect.hlo import array_bytes
 from manualpar.inspect.provenance import OTHER
-from manualpar.purposes import GATHER_SCOPE, REGATHER, purpose_of
 
 ChangeKind = Literal["merged", "hoisted", "retyped", "replaced", "removed", "added"]
 UNLIKE = 7  # See `_difference`.

@@ -23,9 +23,9 @@ from typing import Any, Literal, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from manualpar.core.tracing.jaxprs import TYPE_CASTS
 from manualpar.inspect.equations import OUTSIDE, Around, EquationReader
 from manualpar.inspect.provenance import Phase, module_of, phase_of, purpose_in
-from manualpar.jaxprs import TYPE_CASTS
 
 Key = TypeVar("Key")
 Amount = TypeVar("Amount", int, float, Fraction)

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import jax
 
+from manualpar.core.tracing.tick_scopes import TickRuns, ticks_run
 from manualpar.inspect.communication import Kind, as_number, count_by_kind, ring_bytes, total_bytes
 from manualpar.inspect.hlo import (
     HloModule,
@@ -30,7 +31,6 @@ from manualpar.inspect.hlo import (
     trip_count,
 )
 from manualpar.inspect.provenance import compiled_scopes, module_of, purpose_in
-from manualpar.pipeline.tick_scopes import TickRuns, ticks_run
 
 KIND_OF_OPCODE: Mapping[str, Kind] = {
     "all-gather": "all_gather",

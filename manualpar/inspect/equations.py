@@ -7,7 +7,8 @@ number of rounds of a `while` is not known before it runs: a `while` with findin
 counted with a number of rounds that the caller gives. Every choice of this kind is noted.
 
 In a pipeline devices run a `cond` in some of the ticks only. How often is not a choice: the named
-scope around it says so for each stage (`manualpar.pipeline.tick_scopes`), and one stage is read.
+scope around it says so for each stage (`manualpar.core.tracing.tick_scopes`), and one stage is
+read.
 """
 
 import math
@@ -17,8 +18,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from jax.extend.core import Jaxpr
 from jax.sharding import AxisType
 
-from manualpar.jaxprs import inner_jaxprs
-from manualpar.pipeline.tick_scopes import TickRuns, ticks_run
+from manualpar.core.tracing.jaxprs import inner_jaxprs
+from manualpar.core.tracing.tick_scopes import TickRuns, ticks_run
 
 Finding = TypeVar("Finding")
 

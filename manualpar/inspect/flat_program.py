@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from manualpar.jaxprs import COMPOSITE, TYPE_CASTS, inner_jaxprs, scan_sizes
+from manualpar.core.tracing.jaxprs import COMPOSITE, TYPE_CASTS, inner_jaxprs, scan_sizes
 
 AnyJaxpr = ClosedJaxpr | Jaxpr
 # Their result is the operand, as far as memory is concerned. Transpositions belong here because XLA

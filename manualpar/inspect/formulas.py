@@ -1,8 +1,9 @@
 """What a step sends for its parameters and gradients, in closed form.
 
 A strategy says how many times a step gathers a parameter, scatters its gradient and gathers its new
-value, see `manualpar.core.strategy.Sends`. Here the counts become bytes. For a parameter of `P`
-elements (padding included) of `b` bytes that is sharded over `S` devices, a device sends for each
+value, see `manualpar.core.modes.strategy.Sends`. Here the counts become bytes. For a parameter of
+`P` elements (padding included) of `b` bytes that is sharded over `S` devices, a device sends for
+each
 
     all-gather or reduce-scatter                                    b P (S - 1) / S
     all-reduce over the `R` groups that each have all shards        2 b (P / S) (R - 1) / R
@@ -29,10 +30,10 @@ parameters are dropped after the forward pass, it is therefore the most that is 
 kernel of the first layer are not gathered again. A parameter that is used several times is gathered
 for each use (once, if it is kept), and a replicated one costs the same however often it is used.
 
-A parameter that is split (see `manualpar.sharding.split_parameter`) is not gathered over the axes
-that it is split over, and `P` is what a device has of it. Where `K` entries are shared by `N`
-devices, `1 / K` of the parameter is gathered, and its gradient is summed in each minibatch:
-`2 b P (N - 1) / N` over these axes.
+A parameter that is split (see `manualpar.core.parameters.split_parameter`) is not gathered over the
+axes that it is split over, and `P` is what a device has of it. Where `K` entries are shared by `N`
+devices, `1 / K` of the parameter is gathered, and its gradient is summed in each minibatch: `2 b P
+(N - 1) / N` over these axes.
 
 In a pipeline `P` of a stacked parameter is that of a stage. How often each stage uses a parameter
 is in `manualpar.inspect.pipeline_formulas`. Gradients of parameters that are not stacked are summed
@@ -54,13 +55,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from manualpar.core.collectives import AS_STORED, Wire
-from manualpar.core.program import Program
-from manualpar.core.strategy import Sends
-from manualpar.inspect.communication import Collective, ring_bytes
-from manualpar.inspect.pipeline_formulas import PipelineForm, Uses
-from manualpar.inspect.provenance import LAYER_SCOPES, OTHER
-from manualpar.purposes import (
+from manualpar.core.mesh.axes import Names, axes_size, axis_tuple
+from manualpar.core.modes.strategy import Sends
+from manualpar.core.parameters.collectives import AS_STORED, Wire
+from manualpar.core.parameters.placement import ParameterInfo, Placement
+from manualpar.core.program.program import Program
+from manualpar.core.tracing.scopes import (
     COLLECTIONS_SCOPE,
     COUNT_SCOPE,
     EXAMPLES_SCOPE,
@@ -68,9 +68,10 @@ from manualpar.purposes import (
     NONFINITE_SCOPE,
     purpose_of,
 )
-from manualpar.sharding.axes import Names, axes_size, axis_tuple
-from manualpar.sharding.layout import ParameterInfo, Placement
-from manualpar.strategies.local_steps import LocalSteps
+from manualpar.inspect.communication import Collective, ring_bytes
+from manualpar.inspect.pipeline_formulas import PipelineForm, Uses
+from manualpar.inspect.provenance import LAYER_SCOPES, OTHER
+from manualpar.strategies.diloco.program import LocalSteps
 
 # The scopes of what a step sends besides parameters and gradients.
 OTHER_SCOPES = (

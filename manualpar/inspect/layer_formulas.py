@@ -38,8 +38,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from manualpar.inspect.communication import Collective, Kind
-from manualpar.purposes import (
+from manualpar.core.tracing.scopes import (
     CAST_SCOPE,
     CONTEXT_SCOPE,
     CROSS_ENTROPY_SCOPE,
@@ -47,6 +46,7 @@ from manualpar.purposes import (
     SEQUENCE_SCOPE,
     TENSOR_SCOPE,
 )
+from manualpar.inspect.communication import Collective, Kind
 
 FLOAT32 = jnp.dtype("float32")  # Of norms' scales and of losses, whatever the dtype.
 INT32 = jnp.dtype("int32")
@@ -181,7 +181,7 @@ def attention_sends(
 ) -> Iterator[Collective]:
     """What attention sends over a context axis, `x.axis`; `heads` are those of queries, `K`, `H`.
 
-    `how` is that of `manualpar.layers.context.Context`.
+    `how` is that of `manualpar.layers.attention.context.Context`.
     """
     queries, keys, features = heads
     of_queries, of_keys = ((*x.part[:2], number, features) for number in (queries, keys))

@@ -34,13 +34,9 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from manualpar.core.program import Program
-from manualpar.inspect.allocation import FUSIONS, find_peak
-from manualpar.inspect.communication import KIND_OF_PRIMITIVE
-from manualpar.inspect.flat_program import FlatProgram, Operation, Value
-from manualpar.inspect.state_layout import state_bytes
-from manualpar.modes.manual import Manual
-from manualpar.purposes import (
+from manualpar.core.modes.manual import Manual
+from manualpar.core.program.program import Program
+from manualpar.core.tracing.scopes import (
     DECODE_SCOPE,
     GATHER_SCOPE,
     OPTIMIZER_SCOPE,
@@ -48,7 +44,11 @@ from manualpar.purposes import (
     SCATTER_SCOPE,
     scope_names,
 )
-from manualpar.strategies.local_steps import LocalSteps
+from manualpar.inspect.allocation import FUSIONS, find_peak
+from manualpar.inspect.communication import KIND_OF_PRIMITIVE
+from manualpar.inspect.flat_program import FlatProgram, Operation, Value
+from manualpar.inspect.state_layout import state_bytes
+from manualpar.strategies.diloco.program import LocalSteps
 
 # Their result is a parameter if their operand is one, as that of an all-gather is.
 _SAME_WEIGHT_WORDS = """

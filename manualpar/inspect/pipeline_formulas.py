@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.program import Program
-from manualpar.core.strategy import Sends
+from manualpar.core.mesh.axes import axes_size, axis_tuple
+from manualpar.core.modes.strategy import Sends
+from manualpar.core.program.program import Program
+from manualpar.core.tracing.scopes import PIPELINE_SCOPE
 from manualpar.inspect.communication import Collective, Kind
-from manualpar.pipeline.executor import PipelineRun
-from manualpar.pipeline.staged_loss import StagedLoss
-from manualpar.purposes import PIPELINE_SCOPE
-from manualpar.sharding.axes import axes_size, axis_tuple
+from manualpar.layers.pipeline.executor import PipelineRun
+from manualpar.layers.pipeline.staged_loss import StagedLoss
 
 
 class _FoundStages(Exception):  # noqa: N818 (it is no error)

@@ -4,9 +4,10 @@ A multiplication and an addition count as two operations; those with numbers tha
 zero (the padding of a convolution, the holes of a dilation) do not count. `dot_general`,
 `conv_general_dilated` and `ragged_dot_general` are counted exactly, and attention by cuDNN by its
 shapes. A pallas kernel counts as its own estimate, or else as the products of its body in each step
-of its grid; of attention only the blocks that are computed (`manualpar.attention_blocks`).
-Elementwise operations, reductions, and linear algebra such as `cholesky` are left out, so the
-figures do not describe a program that spends its time there; `uncounted` names the linear algebra.
+of its grid; of attention only the blocks that are computed
+(`manualpar.core.tracing.attention_blocks`). Elementwise operations, reductions, and linear algebra
+such as `cholesky` are left out, so the figures do not describe a program that spends its time
+there; `uncounted` names the linear algebra.
 
 The planner asks for memory traffic too. It counts the operands and results of products and the
 operands of reductions, because elementwise operations read and write those, fused to chains. With
@@ -24,7 +25,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from manualpar.attention_blocks import PRODUCTS_COMPUTED, PRODUCTS_COUNTED, blocks_computed
+from manualpar.core.tracing.attention_blocks import (
+    PRODUCTS_COMPUTED,
+    PRODUCTS_COUNTED,
+    blocks_computed,
+)
 from manualpar.inspect.communication import summed
 from manualpar.inspect.equations import Around, EquationReader
 from manualpar.inspect.provenance import PHASES, Phase, module_of, phase_of

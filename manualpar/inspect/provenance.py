@@ -14,9 +14,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Literal
 
-from manualpar.attention_blocks import blocks_computed
-from manualpar.pipeline.tick_scopes import ticks_run
-from manualpar.purposes import (
+from manualpar.core.tracing.attention_blocks import blocks_computed
+from manualpar.core.tracing.scopes import (
     CAST_SCOPE,
     CONTEXT_SCOPE,
     CROSS_ENTROPY_SCOPE,
@@ -32,6 +31,7 @@ from manualpar.purposes import (
     TENSOR_SCOPE,
     purpose_of,
 )
+from manualpar.core.tracing.tick_scopes import ticks_run
 
 Phase = Literal["forward", "backward", "recomputed", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "recomputed", "update")
@@ -101,7 +101,7 @@ def phase_of(scope: str) -> Phase:
 
 
 def purpose_in(scope: str, axes: Collection[str], data_axes: Collection[str] = ()) -> str:
-    """The purpose of a collective, by its scope and its axes; see `manualpar.purposes.purpose_of`.
+    """The purpose of a collective, by its scope and its axes; see `scopes.purpose_of`.
 
     For one that this package has not written the axes decide. If it runs over none of the data
     axes, which split the batch, it is of a parallel layer: `TENSOR_SCOPE`, or `CAST_SCOPE` in the

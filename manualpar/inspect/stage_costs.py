@@ -4,7 +4,7 @@ import jax
 
 from manualpar.inspect.products import ProductReader
 from manualpar.inspect.tick_parts import TickParts
-from manualpar.pipeline.schedule_table import Costs, Table
+from manualpar.layers.pipeline.schedule_table import Costs, Table
 
 
 def stage_costs(traced: jax.stages.Traced, table: Table) -> Costs:

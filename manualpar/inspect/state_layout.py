@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich import box
 from rich.table import Table
 
-from manualpar.core.program import Program
-from manualpar.sharding.axes import AxisName, axes_size, axis_tuple
-from manualpar.sharding.layout import path_name
+from manualpar.core.mesh.axes import AxisName, axes_size, axis_tuple
+from manualpar.core.parameters.placement import path_name
+from manualpar.core.program.program import Program
 
 ALL = "all"  # The path of all parameters.
 # The width that jax takes the output to have, the height it gives a drawing, and the columns that

@@ -24,8 +24,9 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
-from manualpar.core.collectives import Wire
-from manualpar.core.program import Program
+from manualpar.core.parameters.collectives import Wire
+from manualpar.core.program.program import Program
+from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.inspect.changes import Change, find_changes
 from manualpar.inspect.communication import (
     Collective,
@@ -43,8 +44,7 @@ from manualpar.inspect.formulas import outer_step_bytes, step_bytes
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import Computation, ProductReader, by_phase_and_module, uncounted
 from manualpar.inspect.provenance import PHASES
-from manualpar.jaxprs import all_equations
-from manualpar.strategies.local_steps import LocalSteps
+from manualpar.strategies.diloco.program import LocalSteps
 
 T = TypeVar("T")
 

@@ -1,16 +1,16 @@
 """The parts of a pipeline's tick, found again in a traced step.
 
-The named scopes of `manualpar.pipeline.tick_scopes` say in how many ticks each stage runs a part.
-That tells apart a chunk of layers, which all stages run, and what comes before the layers or after
-them. A part and its backward pass run equally often, but in another phase of the step. A part that
-permutes is run by all stages together, in the ticks in which one has to.
+The named scopes of `manualpar.core.tracing.tick_scopes` say in how many ticks each stage runs a
+part. That tells apart a chunk of layers, which all stages run, and what comes before the layers or
+after them. A part and its backward pass run equally often, but in another phase of the step. A part
+that permutes is run by all stages together, in the ticks in which one has to.
 """
 
 import itertools
 
+from manualpar.core.tracing.tick_scopes import innermost_ticks, ticks_run, ticks_scope
 from manualpar.inspect.provenance import phase_of
-from manualpar.pipeline.schedule_table import Table
-from manualpar.pipeline.tick_scopes import innermost_ticks, ticks_run, ticks_scope
+from manualpar.layers.pipeline.schedule_table import Table
 
 # By the name of a part among `Costs` the row of the table that says who runs it.
 ROWS = {

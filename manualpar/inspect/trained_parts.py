@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from manualpar.core.program import Program
+from manualpar.core.parameters.trainable import split_trained
+from manualpar.core.program.program import Program
+from manualpar.core.tracing.scopes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.inspect.communication import Collective, as_number, total_bytes
 from manualpar.inspect.state_layout import state_bytes
-from manualpar.purposes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
-from manualpar.sharding.trainable import split_trained
 
 GRADIENTS = (SCATTER_SCOPE, REDUCE_SCOPE)
 GATHERS = (GATHER_SCOPE, REGATHER)

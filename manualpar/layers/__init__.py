@@ -1,17 +1,17 @@
 """Layers that compute with a part of their parameters, and send what makes the result whole."""
 
+from manualpar.core.parameters.split_parameter import split
+from manualpar.layers.attention.context import Context
 from manualpar.layers.boundaries import enter, leave
-from manualpar.layers.context import Context
 from manualpar.layers.dense import SplitDense
-from manualpar.layers.experts import MoE
 from manualpar.layers.head_loss import head_cross_entropy, head_logits
-from manualpar.layers.plan import TensorParallel, tensor_parallel
-from manualpar.layers.plan_rules import DerivedPlan, plan_from_rules
-from manualpar.layers.plan_styles import Column, PerDevice, Row, Vocab
+from manualpar.layers.moe.moe import MoE
+from manualpar.layers.moe.routing import auxiliary_loss
 from manualpar.layers.ring import enter_ring, gather_matmul, matmul_scatter, whole_sequence
-from manualpar.layers.routing import auxiliary_loss
+from manualpar.layers.tensor_parallel.plan import TensorParallel, tensor_parallel
+from manualpar.layers.tensor_parallel.plan_rules import DerivedPlan, plan_from_rules
+from manualpar.layers.tensor_parallel.plan_styles import Column, PerDevice, Row, Vocab
 from manualpar.layers.vocabulary import split_argmax, split_cross_entropy, split_lookup
-from manualpar.sharding.split_parameter import split
 
 __all__ = [
     "Column",

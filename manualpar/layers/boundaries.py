@@ -18,9 +18,9 @@ Symbols: `N` devices along the axis.
 
 import jax
 
-from manualpar.core.collectives import is_vma_checked, varying_axes
-from manualpar.purposes import SEQUENCE_SCOPE, TENSOR_SCOPE
-from manualpar.sharding.axes import AxisName, axis_tuple, is_axis_bound
+from manualpar.core.mesh.axes import AxisName, axis_tuple, is_axis_bound
+from manualpar.core.parameters.collectives import is_vma_checked, varying_axes
+from manualpar.core.tracing.scopes import SEQUENCE_SCOPE, TENSOR_SCOPE
 
 
 def enter(

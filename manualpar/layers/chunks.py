@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from manualpar.purposes import SEQUENCE_SCOPE
+from manualpar.core.tracing.scopes import SEQUENCE_SCOPE
 
 # Whether layers send while they compute. Only what is split along its sequence goes in a ring.
 LayerOverlap = Literal["none", "ring"]

@@ -33,12 +33,12 @@ import jax
 from flax.linen.dtypes import promote_dtype
 from jax.typing import DTypeLike
 
-from manualpar.core.collectives import varying_axes
+from manualpar.core.mesh.axes import Names, axis_tuple
+from manualpar.core.parameters.collectives import varying_axes
+from manualpar.core.parameters.split_parameter import split
 from manualpar.layers.boundaries import bound_axes, enter, has_lost_types, leave
 from manualpar.layers.chunks import LAYER_OVERLAPS, Chunks, LayerOverlap
 from manualpar.layers.ring import gather_matmul, matmul_scatter
-from manualpar.sharding.axes import Names, axis_tuple
-from manualpar.sharding.split_parameter import split
 
 Initializer = Callable[..., Any]
 

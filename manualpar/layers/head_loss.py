@@ -22,7 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.core.mesh.axes import AxisName
+from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
+from manualpar.core.tracing.scopes import CONTEXT_SCOPE
 from manualpar.layers.boundaries import bound_axes
 from manualpar.layers.chunks import multiply_rows
 from manualpar.layers.vocabulary import split_argmax, split_cross_entropy
@@ -35,8 +37,6 @@ from manualpar.layers.vocabulary_parts import (
     largest_of_all,
     losses_of_sums,
 )
-from manualpar.purposes import CONTEXT_SCOPE
-from manualpar.sharding.axes import AxisName
 
 # The logits that exist at once by default, 64 MiB, and the fewest columns of a chunk: a product
 # with fewer waits for the memory that it reads.

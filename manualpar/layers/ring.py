@@ -27,7 +27,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.collectives import cast_to_varying, varying_axes
+from manualpar.core.mesh.axes import AxisName
+from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.layers.boundaries import bound_axes, has_lost_types
 from manualpar.layers.chunks import (
     Chunks,
@@ -38,7 +39,6 @@ from manualpar.layers.chunks import (
     multiply_rows,
     scatter_chunks,
 )
-from manualpar.sharding.axes import AxisName
 
 
 def enter_ring(x: jax.Array, axis: AxisName | None, sequence_dim: int) -> jax.Array | Chunks:

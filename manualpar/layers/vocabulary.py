@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from manualpar.core.collectives import varying_axes
+from manualpar.core.mesh.axes import AxisName
+from manualpar.core.parameters.collectives import varying_axes
 from manualpar.layers.boundaries import bound_axes, leave
 from manualpar.layers.vocabulary_parts import (
     check_labels,
@@ -32,7 +33,6 @@ from manualpar.layers.vocabulary_parts import (
     largest_of_all,
     losses_of_sums,
 )
-from manualpar.sharding.axes import AxisName
 
 
 def split_lookup(

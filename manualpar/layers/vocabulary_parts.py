@@ -6,8 +6,8 @@ Where `axes` is `()` a device has all columns, and nothing is sent.
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.collectives import gather_invariant, varying_axes
-from manualpar.purposes import CROSS_ENTROPY_SCOPE
+from manualpar.core.parameters.collectives import gather_invariant, varying_axes
+from manualpar.core.tracing.scopes import CROSS_ENTROPY_SCOPE
 
 
 def largest_of_all(top: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -19,9 +19,9 @@ import flax.linen as nn
 import jax
 from flax.typing import In
 
-from manualpar.layers.blockwise_attention import ATTENDED
-from manualpar.layers.key_value_cache import CACHE, NEW_KEYS, Past, Prompts
-from manualpar.layers.routing import BIAS, COUNTS, LOSSES
+from manualpar.layers.attention.blockwise_attention import ATTENDED
+from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Prompts
+from manualpar.layers.moe.routing import BIAS, COUNTS, LOSSES
 from manualpar.models.transformer_layer import Layer, LayerConfig
 
 if TYPE_CHECKING:

@@ -3,7 +3,8 @@
 It is written for one device, and strategies over data axes shard it from outside. On a mesh with
 the axis that `split_axis` names, each device computes a part of every layer, see
 `transformer_layer`, and of the vocabulary, see `manualpar.layers.vocabulary`. On one with the axis
-that `context_axis` names, each device has a part of every sequence, see `manualpar.layers.context`.
+that `context_axis` names, each device has a part of every sequence, see
+`manualpar.layers.attention.context`.
 
 A layer is `x += attention(norm(x)); x += mlp(norm(x))`, pre-norm as in LLaMA (Touvron et al.,
 https://arxiv.org/abs/2302.13971): RMSNorm (https://arxiv.org/abs/1910.07467), rotary positions (Su
@@ -30,12 +31,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from manualpar.layers import enter, split, split_lookup
-from manualpar.layers.attention import AttentionKind
+from manualpar.layers.attention.context import Context, ContextAttention
+from manualpar.layers.attention.key_value_cache import Past, Prompts
+from manualpar.layers.attention.kinds import AttentionKind
 from manualpar.layers.chunks import LayerOverlap
-from manualpar.layers.context import Context, ContextAttention
 from manualpar.layers.head_loss import head_cross_entropy, head_logits
-from manualpar.layers.key_value_cache import Past, Prompts
-from manualpar.layers.routing import Gates, GroupScore
+from manualpar.layers.moe.routing import Gates, GroupScore
 from manualpar.models.layer_stack import Angles, run_layers
 from manualpar.models.rotary import RotaryKind, RotaryScaling, rotary_angles
 from manualpar.models.transformer_fields import (
@@ -109,7 +110,8 @@ class Transformer(nn.Module):
       remat: The part of a layer that is computed again in the backward pass: `"none"`, `"full"`
         for all of it, `"dots"` for all but its products with weights.
       scan_layers: Whether one layer is compiled and run in a loop, or each layer by itself.
-      attention: What computes attention, see `manualpar.layers.attention`: `"splash"`, `"cudnn"`,
+      attention: What computes attention, see `manualpar.layers.attention.kinds`: `"splash"`,
+      `"cudnn"`,
         `"blockwise"`, `"xla"`, or `""` for the best one that runs on the devices of the mesh.
       attention_window: How many positions a query sees, its own and those right before it; 0 for
         all.
@@ -210,7 +212,7 @@ class Transformer(nn.Module):
     context_axis: str = ""
     context_attention: ContextAttention = "ring"
 
-    # Both are of training alone, see `manualpar.user_model.evaluation`.
+    # Both are of training alone, see `manualpar.core.model.evaluation`.
     evaluation_fields: ClassVar[Mapping[str, Any]] = {"label_smoothing": 0.0, "z_loss": 0.0}
 
     @nn.compact
@@ -230,7 +232,8 @@ class Transformer(nn.Module):
           train: Whether to drop activations, which needs a `dropout` key, and to smooth labels and
             add the z-loss.
           labels: `int[B, S]`, the token after each position; `None` for logits.
-          rows: For generation, see `manualpar.layers.key_value_cache`: `Prompts` if the tokens are
+          rows: For generation, see `manualpar.layers.attention.key_value_cache`: `Prompts` if the
+          tokens are
             whole prompts, or `Past` if they are one new token for each row, `int32[B, 1]`. Keys and
             values are then read from the collection `cache` and put into `new_keys`.
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import jax
 import jax.numpy as jnp
 
-from manualpar.layers.attention import ATTENTION_KINDS
+from manualpar.layers.attention.context import CONTEXT_ATTENTIONS
+from manualpar.layers.attention.kinds import ATTENTION_KINDS
 from manualpar.layers.chunks import LAYER_OVERLAPS
-from manualpar.layers.context import CONTEXT_ATTENTIONS
-from manualpar.layers.routing import Gates, GroupScore
+from manualpar.layers.moe.routing import Gates, GroupScore
 from manualpar.models.layer_stack import REMAT_POLICIES, is_global
 from manualpar.models.rotary import ROTARY_KINDS
 from manualpar.models.transformer_layer import ACTIVATIONS

@@ -7,7 +7,7 @@ four all-reduces of the residual stream. With `sequence_dim` the residual stream
 split along their positions (https://arxiv.org/abs/2205.05198); with `overlap="ring"` the split
 parts of attention and MLP then compute while they send, see `manualpar.layers.ring`. Whole
 sequences may be split over one more axis, which only attention and experts notice, see
-`manualpar.layers.context`.
+`manualpar.layers.attention.context`.
 
 Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` key and value heads,
 `H` features of a head, `F` features inside the MLP. `axis` in a shape stands for the devices along
@@ -23,11 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.layers import MoE, SplitDense, enter
-from manualpar.layers.attention import AttentionKind
-from manualpar.layers.blockwise_attention import Scoring
-from manualpar.layers.chunks import Chunks, LayerOverlap
-from manualpar.layers.context import Context
-from manualpar.layers.key_value_cache import (
+from manualpar.layers.attention.blockwise_attention import Scoring
+from manualpar.layers.attention.context import Context
+from manualpar.layers.attention.key_value_cache import (
     CACHE,
     NEW_KEYS,
     Past,
@@ -35,6 +33,8 @@ from manualpar.layers.key_value_cache import (
     attend_to_kept,
     keep_prompts,
 )
+from manualpar.layers.attention.kinds import AttentionKind
+from manualpar.layers.chunks import Chunks, LayerOverlap
 from manualpar.layers.ring import enter_ring, whole_sequence
 from manualpar.models.rotary import rotate
 

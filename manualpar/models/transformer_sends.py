@@ -9,7 +9,8 @@ import flax
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.program import Program
+from manualpar.core.program.program import Program
+from manualpar.core.tracing.scopes import CONTEXT_SCOPE
 from manualpar.inspect.communication import Collective
 from manualpar.inspect.layer_formulas import (
     Activations,
@@ -23,11 +24,10 @@ from manualpar.inspect.layer_formulas import (
     router_sends,
 )
 from manualpar.inspect.pipeline_formulas import PipelineForm
-from manualpar.layers.experts import MoE, capacity_of
+from manualpar.layers.moe.moe import MoE, capacity_of
 from manualpar.models.layer_stack import scanned_layers
 from manualpar.models.transformer import Transformer
 from manualpar.models.transformer_fields import size_of_head
-from manualpar.purposes import CONTEXT_SCOPE
 
 # How often a program contains what each turn of a loop repeats: before Flax 0.12.9 also where
 # `nn.scan` looks for results that no turn changes, and nobody uses it.

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from manualpar.core.mesh.mesh_order import in_order
 from manualpar.inspect.communication import summed
 from manualpar.inspect.provenance import OTHER, phase_of
 from manualpar.planner.hardware import Chip
@@ -22,8 +23,7 @@ from manualpar.planner.schedule import (
     read_schedule,
 )
 from manualpar.planner.topology import Topology, ring_over
-from manualpar.sharding.mesh_order import in_order
-from manualpar.watching.throughput import Throughput
+from manualpar.training.watching.throughput import Throughput
 
 NUM_NOTED = 5
 

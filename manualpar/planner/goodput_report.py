@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import rich.console
 
-from manualpar.core.program import Program
+from manualpar.core.program.program import Program
 from manualpar.inspect import state_bytes
 from manualpar.planner.goodput import (
     CheckpointCosts,
@@ -22,7 +22,7 @@ from manualpar.planner.goodput import (
     young_interval,
 )
 from manualpar.planner.topology import Topology
-from manualpar.watching.tables import describe_share, print_table, print_wrapped
+from manualpar.system.reports.tables import describe_share, print_table, print_wrapped
 
 HOUR = 3600.0
 CHIPS_OF_A_HOST = 4

@@ -1,8 +1,9 @@
 """Chips and the networks between them, with the source of each number.
 
-Peaks are not repeated here: they come from `manualpar.watching.throughput.PEAKS`. Every number is
-that of one `jax.Device`, so of a chip that is two devices (TPU7x) it is a half. Bandwidths are
-bytes a second in one direction; vendors mostly print both directions together, or bits.
+Peaks are not repeated here: they come from `manualpar.training.watching.throughput.PEAKS`. Every
+number is that of one `jax.Device`, so of a chip that is two devices (TPU7x) it is a half.
+Bandwidths are bytes a second in one direction; vendors mostly print both directions together, or
+bits.
 
 There are two kinds of networks. In a *torus* (TPU) every chip has two links for each dimension, to
 its neighbours; slices, each a torus, are joined by the data center's network. In *nodes* (GPU) all
@@ -25,7 +26,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from manualpar.watching.throughput import PEAKS, peak_flops
+from manualpar.training.watching.throughput import PEAKS, peak_flops
 
 GIGA, GIB, MICRO = 1e9, 2**30, 1e-6
 TPU_DOCS = "https://docs.cloud.google.com/tpu/docs/"

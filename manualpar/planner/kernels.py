@@ -10,10 +10,14 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr
 
-from manualpar.attention_blocks import PRODUCTS_COMPUTED, PRODUCTS_COUNTED, blocks_computed
+from manualpar.core.tracing.attention_blocks import (
+    PRODUCTS_COMPUTED,
+    PRODUCTS_COUNTED,
+    blocks_computed,
+)
+from manualpar.core.tracing.jaxprs import inner_jaxprs
 from manualpar.inspect.hlo import Instruction, Instructions, array_bytes, arrays
 from manualpar.inspect.products import flops_of, product_dtype
-from manualpar.jaxprs import inner_jaxprs
 from manualpar.planner.hardware import Chip
 
 TARGET = "tpu_custom_call"

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from manualpar.watching.throughput import Throughput
+from manualpar.training.watching.throughput import Throughput
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 from manualpar.planner.plan import Plan
 from manualpar.planner.sweep import Outcome
 from manualpar.strategies import strategy_kinds
+from manualpar.system.reports import pictures
+from manualpar.system.reports.pictures import Bar
+from manualpar.system.reports.tables import describe_bytes, describe_seconds, describe_share
 from manualpar.training.task import SPLIT_AXIS
-from manualpar.watching import pictures
-from manualpar.watching.pictures import Bar
-from manualpar.watching.tables import describe_bytes, describe_seconds, describe_share
 
 HIDDEN = "#F3C9A8"  # A pale red.
 SHOWN = 10

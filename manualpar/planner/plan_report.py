@@ -10,7 +10,7 @@ import rich.console
 from manualpar.planner.hardware import Chip
 from manualpar.planner.plan import Plan
 from manualpar.planner.sweep import Outcome
-from manualpar.watching.tables import (
+from manualpar.system.reports.tables import (
     UNKNOWN,
     describe_bytes,
     describe_count,

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 
-from manualpar.block_codec import ROW_BLOCK, coded_bytes
+from manualpar.core.parameters.block_codec import ROW_BLOCK, coded_bytes
 from manualpar.inspect.communication import Kind, ring_bytes
 from manualpar.inspect.memory import Memory
 from manualpar.models import Transformer

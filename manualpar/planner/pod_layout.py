@@ -17,9 +17,9 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from manualpar.block_codec import Code
+from manualpar.core.parameters.block_codec import Code
 from manualpar.layers import MoE
-from manualpar.layers.experts import capacity_of
+from manualpar.layers.moe.moe import capacity_of
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import size_of_head, size_of_vocabulary, window_of
 

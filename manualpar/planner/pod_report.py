@@ -6,12 +6,12 @@ from typing import Any
 
 import rich.console
 
-from manualpar.core.collectives import Wire
+from manualpar.core.modes.manual import coding_named
+from manualpar.core.parameters.collectives import Wire
 from manualpar.inspect.step_ledger import describe_codes
-from manualpar.modes.manual import coding_named
 from manualpar.planner.plan import Plan
 from manualpar.planner.pod_estimate import PodPlan
-from manualpar.watching.tables import (
+from manualpar.system.reports.tables import (
     describe_bytes,
     describe_seconds,
     describe_share,

@@ -15,9 +15,9 @@ the next product waits for them; the steps of a ring of permutations hide like g
 outside, which reduce whole gradients, gather ZeRO's new parameters, or sum metrics, are exposed.
 
 The stages of a pipeline take its ticks together, so a tick lasts as long as its slowest stage
-(`manualpar.pipeline.schedule_table.Table.tick_times`). In each part of a tick, such as a chunk of
-layers forward, collectives hide as in a pass. What is computed and sent is that of a stage on
-average, and the rest of the ticks' time is the *bubble*. The hop of a tick is exposed.
+(`manualpar.layers.pipeline.schedule_table.Table.tick_times`). In each part of a tick, such as a
+chunk of layers forward, collectives hide as in a pass. What is computed and sent is that of a stage
+on average, and the rest of the ticks' time is the *bubble*. The hop of a tick is exposed.
 
 (Williams et al., "Roofline", https://doi.org/10.1145/1498765.1498785; Austin et al., "How to scale
 your model", https://jax-ml.github.io/scaling-book.)
@@ -29,17 +29,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from manualpar.compiler_options import KEEPING_SCATTERS, Overlap, choose_options
+from manualpar.core.mesh.compiler_options import KEEPING_SCATTERS, Overlap, choose_options
+from manualpar.core.tracing.scopes import PIPELINE_SCOPE
+from manualpar.core.tracing.tick_scopes import innermost_ticks
 from manualpar.inspect.communication import Collective, summed
 from manualpar.inspect.provenance import LAYER_SCOPES
 from manualpar.inspect.tick_parts import ROWS
-from manualpar.pipeline.schedule_table import Costs
-from manualpar.pipeline.tick_scopes import innermost_ticks
+from manualpar.layers.pipeline.schedule_table import Costs
 from manualpar.planner.hardware import Chip
 from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
 from manualpar.planner.step_work import MINIBATCH, Load, PipelineWork, StepWork
 from manualpar.planner.topology import Ring, Topology, describe_axes, ring_over
-from manualpar.purposes import PIPELINE_SCOPE
 
 # In each pass collectives hide behind the compute of these phases.
 PASSES = (("forward",), ("backward", "recomputed"))

@@ -22,8 +22,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import ml_collections
 
-from manualpar.compiler_options import Overlap
-from manualpar.core.program import Program
+from manualpar.core.mesh.compiler_options import Overlap
+from manualpar.core.mesh.mesh_order import in_order
+from manualpar.core.parameters.trainable import split_trained
+from manualpar.core.program.program import Program
+from manualpar.core.tracing.scopes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.inspect import state_bytes, trace_outer_steps
 from manualpar.inspect.communication import Collective, read_stage, summed
 from manualpar.inspect.equations import Around
@@ -31,12 +34,9 @@ from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.products import CountedProduct, TrafficReader
 from manualpar.inspect.provenance import LAYER_SCOPES, phase_of
 from manualpar.inspect.tick_parts import TickParts
-from manualpar.purposes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
-from manualpar.sharding.mesh_order import in_order
-from manualpar.sharding.trainable import split_trained
-from manualpar.strategies.local_steps import LocalSteps
+from manualpar.strategies.diloco.program import LocalSteps
 from manualpar.training.task import CONTEXT_AXIS
-from manualpar.watching.throughput import Throughput
+from manualpar.training.watching.throughput import Throughput
 
 MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")
 
@@ -95,7 +95,8 @@ class StepWork:
       mesh: The sizes of the mesh axes, the axis on the slowest links first.
       throughput: Turns the time of a step into rates; without devices and their peak.
       update_traffic: Bytes that the update reads and writes.
-      overlap: Which compiler options it is planned with, see `manualpar.compiler_options`.
+      overlap: Which compiler options it is planned with, see
+      `manualpar.core.mesh.compiler_options`.
       pipeline: What the stages do if the step has a pipeline. `collectives` and `loads` are then
         those of the stage that sends the most.
       meetings: What replicas that train alone send in all their outer steps, each once.

@@ -33,7 +33,7 @@ from manualpar.planner.topology import Topology, levels_of, place_axes, topology
 from manualpar.strategies import StrategyKind, strategy_kinds
 from manualpar.training.experiment import build_program
 from manualpar.training.task import EXPERT_AXIS, SPLIT_AXIS, Task, splits_layers
-from manualpar.watching.throughput import Throughput
+from manualpar.training.watching.throughput import Throughput
 
 REMATS = ("none", "dots", "full")
 MINIBATCHES = (1, 2, 4, 8)

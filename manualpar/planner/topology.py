@@ -2,7 +2,7 @@
 
 A topology is a chip and a shape: for TPUs the shape of a slice in chips, with a factor for several
 slices; for GPUs their number, in nodes of eight. Mesh axes are laid onto it in the order in which
-they are given (`manualpar.sharding.mesh_order.in_order`), the last one onto the fastest part.
+they are given (`manualpar.core.mesh.mesh_order.in_order`), the last one onto the fastest part.
 
 `ring_over` says how fast a ring over mesh axes is. In a torus a mesh axis takes whole dimensions
 where the sizes allow it: `k` dimensions carry `k` rings at once. A dimension that is closed to a
@@ -17,9 +17,9 @@ import math
 import re
 from collections.abc import Mapping
 
+from manualpar.core.mesh.mesh_order import sizes_across
+from manualpar.core.mesh.torus import closed_sides
 from manualpar.planner.hardware import Chip, Network, chip_named
-from manualpar.sharding.mesh_order import sizes_across
-from manualpar.sharding.torus import closed_sides
 
 EXAMPLES = "such as v5p:8x8x4, 2xv5e:16x16 (two slices) or h100:128"
 _PATTERN = re.compile(r"(?:(\d+)x)?([a-zA-Z][\w-]*):(\d+(?:x\d+)*)")

@@ -54,7 +54,7 @@ def compile_for_tpu(
       config: A training config.
       topology: The topology, or its name, such as `"v5e:4x4"` or `"2xv5p:4x4x4"`.
       options: Compiler options besides those that `config.parallel.overlap` chooses, over which
-        they win; see `manualpar.compiler_options`.
+        they win; see `manualpar.core.mesh.compiler_options`.
       vocab_size: How many tokens a language model knows; 0 for those of its data.
 
     Raises:

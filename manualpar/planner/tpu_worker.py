@@ -19,10 +19,10 @@ import jax
 import ml_collections
 from jax.experimental import topologies
 
+from manualpar.core.mesh.mesh_order import describe_links
 from manualpar.inspect import state_bytes
 from manualpar.planner.kernels import kernels_in
 from manualpar.planner.vocabulary import prepare_planned
-from manualpar.sharding.mesh_order import describe_links
 from manualpar.strategies import strategy_kinds
 from manualpar.training.experiment import Experiment
 

@@ -4,7 +4,8 @@ Read `data_parallel` first, because it is the simplest, and then `zero`, `fsdp` 
 is another optimizer around one of these.
 """
 
-from manualpar.strategies import data_parallel, diloco_config, fsdp, hsdp, zero
+from manualpar.strategies import data_parallel, fsdp, hsdp, zero
+from manualpar.strategies.diloco import config as diloco_config
 from manualpar.strategies.fields import (
     PARAMETER_SHARDING_FIELDS,
     STATE_SHARDING_FIELDS,

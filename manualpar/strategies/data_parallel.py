@@ -4,12 +4,12 @@ from typing import Unpack
 
 import optax
 
-from manualpar.core.program import Program, build_program
-from manualpar.core.strategy import Sends, Strategy
-from manualpar.guards.options import ProgramOptions
-from manualpar.sharding.layout import replicate
-from manualpar.user_model.adapter import Model
-from manualpar.user_model.loss_function import LossFn
+from manualpar.core.model.adapter import Model
+from manualpar.core.model.loss_function import LossFn
+from manualpar.core.model.options import ProgramOptions
+from manualpar.core.modes.strategy import Sends, Strategy
+from manualpar.core.parameters.placement import replicate
+from manualpar.core.program.program import Program, build_program
 
 
 def data_parallel(
@@ -20,7 +20,7 @@ def data_parallel(
 ) -> Program:
     """Builds data-parallel training: the state is replicated, gradients are averaged.
 
-    Arguments, result and errors are those of `manualpar.core.program.build_program`.
+    Arguments, result and errors are those of `manualpar.core.program.program.build_program`.
 
     Communication:
       One all-reduce of the gradients a step, however many minibatches there are: a device sends

@@ -1,20 +1,20 @@
-"""Fully sharded data parallelism, also called ZeRO-3; `manualpar.core.partitioning` cites it."""
+"""Fully sharded data parallelism, also called ZeRO-3; `sharded_parameter` cites it."""
 
 import functools
 from typing import Any, Unpack
 
 import optax
 
-from manualpar.core.program import Program
-from manualpar.core.strategy import Every, Sends, Strategy
-from manualpar.sharding.layout import shard_one_dim
+from manualpar.core.model.adapter import Model
+from manualpar.core.model.loss_function import LossFn
+from manualpar.core.modes.strategy import Every, Sends, Strategy
+from manualpar.core.parameters.placement import shard_one_dim
+from manualpar.core.program.program import Program
 from manualpar.strategies.shared_options import (
     PARAMETER_SHARDING,
     ParameterShardingOptions,
     build_sharded,
 )
-from manualpar.user_model.adapter import Model
-from manualpar.user_model.loss_function import LossFn
 
 
 def fsdp(
@@ -25,7 +25,7 @@ def fsdp(
 ) -> Program:
     """Builds fully sharded training: parameters gathered where used, gradients scattered back.
 
-    Arguments, result and errors are those of `manualpar.core.program.build_program`.
+    Arguments, result and errors are those of `manualpar.core.program.program.build_program`.
 
     Communication:
       A device sends `3 m b P (N - 1) / N` bytes a step for `P` parameters of `b` bytes, each used

@@ -10,16 +10,16 @@ from typing import Unpack
 
 import optax
 
-from manualpar.core.program import Program
-from manualpar.sharding.axes import AxisName, axis_tuple
+from manualpar.core.mesh.axes import AxisName, axis_tuple
+from manualpar.core.model.adapter import Model
+from manualpar.core.model.loss_function import LossFn
+from manualpar.core.program.program import Program
 from manualpar.strategies.fsdp import fully_sharded
 from manualpar.strategies.shared_options import (
     PARAMETER_SHARDING,
     ParameterShardingOptions,
     build_sharded,
 )
-from manualpar.user_model.adapter import Model
-from manualpar.user_model.loss_function import LossFn
 
 
 def hsdp(
@@ -32,9 +32,9 @@ def hsdp(
 ) -> Program:
     """Builds training that is fully sharded over `axis_name` and replicated over `replica_axis`.
 
-    Arguments, result and errors are those of `manualpar.core.program.build_program`. `replica_axis`
-    is the mesh axis, or tuple of axes, over which the state is replicated. The batch is split over
-    it and over `axis_name`.
+    Arguments, result and errors are those of `manualpar.core.program.program.build_program`.
+    `replica_axis` is the mesh axis, or tuple of axes, over which the state is replicated. The batch
+    is split over it and over `axis_name`.
 
     Communication:
       Within a group of `S` devices as `fsdp`: `3 m b P (S - 1) / S` bytes a step. Across `R` groups

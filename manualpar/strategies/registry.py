@@ -5,8 +5,8 @@ config fields that are its own, and its colour. After `register(kind)` configs c
 `experiments.compare` and `experiments.plan` try it, and pictures show it in its colour. (Its
 closed form, which the ledger is compared with, is part of the `Strategy` that its builder makes.)
 
-This table, that of the modes (`manualpar.modes.manual`) and that of the model libraries
-(`manualpar.user_model.adapter`) are the only things in the package that importing a module may
+This table, that of the modes (`manualpar.core.modes.manual`) and that of the model libraries
+(`manualpar.core.model.adapter`) are the only things in the package that importing a module may
 change.
 """
 
@@ -16,8 +16,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from manualpar.core.program import Program
-from manualpar.guards.options import ProgramOptions
+from manualpar.core.model.options import ProgramOptions
+from manualpar.core.program.program import Program
 from manualpar.strategies.fields import Field
 
 
@@ -28,7 +28,7 @@ class StrategyKind:
     Attributes:
       name: The value of `config.parallel.strategy` that selects it.
       builder: `builder(model, tx, loss_fn, **options) -> Program`, see
-        `manualpar.core.program.build_program`.
+        `manualpar.core.program.program.build_program`.
       color: Its colour in pictures, `#RRGGBB`.
       fields: The fields of `config.parallel` that are its own, by the names of the builder's
         options, and what each may be. Fields that every strategy has are not among them.

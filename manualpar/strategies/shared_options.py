@@ -5,13 +5,13 @@ from typing import Any, Literal
 
 import optax
 
-from manualpar.core.program import Program, build_program
-from manualpar.core.strategy import Strategy
-from manualpar.guards.options import ProgramOptions, check_choice
-from manualpar.sharding.axes import axis_tuple
-from manualpar.sharding.layout import check_named
-from manualpar.user_model.adapter import Model
-from manualpar.user_model.loss_function import LossFn
+from manualpar.core.mesh.axes import axis_tuple
+from manualpar.core.model.adapter import Model
+from manualpar.core.model.loss_function import LossFn
+from manualpar.core.model.options import ProgramOptions, check_choice
+from manualpar.core.modes.strategy import Strategy
+from manualpar.core.parameters.placement import check_named
+from manualpar.core.program.program import Program, build_program
 
 CommunicateEvery = Literal["minibatch", "step", "gather-step"]
 COMMUNICATE_EVERY: tuple[CommunicateEvery, ...] = ("minibatch", "step", "gather-step")

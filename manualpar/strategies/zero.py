@@ -9,13 +9,13 @@ from typing import Any, Unpack
 
 import optax
 
-from manualpar.core.program import Program
-from manualpar.core.strategy import Sends, Strategy
-from manualpar.guards.options import check_choice
-from manualpar.sharding.layout import shard_state_only
+from manualpar.core.model.adapter import Model
+from manualpar.core.model.loss_function import LossFn
+from manualpar.core.model.options import check_choice
+from manualpar.core.modes.strategy import Sends, Strategy
+from manualpar.core.parameters.placement import shard_state_only
+from manualpar.core.program.program import Program
 from manualpar.strategies.shared_options import STATE_SHARDING, StateShardingOptions, build_sharded
-from manualpar.user_model.adapter import Model
-from manualpar.user_model.loss_function import LossFn
 
 
 def zero(
@@ -28,9 +28,10 @@ def zero(
 ) -> Program:
     """Builds training with a sharded optimizer: gradients scattered, new parameters gathered.
 
-    Arguments, result and errors are those of `manualpar.core.program.build_program`. With `stage=1`
-    gradients are scattered once a step, so that a device accumulates those of all parameters; with
-    `stage=2` they are scattered in each minibatch, so that it accumulates its own shard.
+    Arguments, result and errors are those of `manualpar.core.program.program.build_program`. With
+    `stage=1` gradients are scattered once a step, so that a device accumulates those of all
+    parameters; with `stage=2` they are scattered in each minibatch, so that it accumulates its own
+    shard.
 
     Communication:
       A reduce-scatter of the gradients, at stage 2 one for each of `m` minibatches, and one

@@ -17,21 +17,21 @@ from typing import Any, get_args
 
 import ml_collections
 
-from manualpar.checkpoints.compatibility import REMOVED, new_name
-from manualpar.compiler_options import OVERLAPS
-from manualpar.core.strategy import MODES
+from manualpar.core.mesh.compiler_options import OVERLAPS
+from manualpar.core.mesh.mesh_order import check_order
+from manualpar.core.model.options import CODES, ROUNDING
+from manualpar.core.modes.strategy import MODES
 from manualpar.data.packing import LONG_EXAMPLES
 from manualpar.data.sources import TEXT_SOURCES
-from manualpar.guards.options import CODES, ROUNDING
-from manualpar.layers.attention import ATTENTION_KINDS
+from manualpar.layers.attention.context import CONTEXT_ATTENTIONS
+from manualpar.layers.attention.kinds import ATTENTION_KINDS
 from manualpar.layers.chunks import LAYER_OVERLAPS
-from manualpar.layers.context import CONTEXT_ATTENTIONS
-from manualpar.layers.routing import Gates, GroupScore
+from manualpar.layers.moe.routing import Gates, GroupScore
+from manualpar.layers.pipeline.stages import KEEPS, SCHEDULES
 from manualpar.models.rotary import ROTARY_KINDS
 from manualpar.models.transformer_layer import ACTIVATIONS
-from manualpar.pipeline.stages import KEEPS, SCHEDULES
-from manualpar.sharding.mesh_order import check_order
 from manualpar.strategies import BUILT_IN, Field, strategy_kinds
+from manualpar.training.checkpoints.compatibility import REMOVED, new_name
 from manualpar.usage import UsageError
 
 DTYPES = ("bfloat16", "float16", "float32")

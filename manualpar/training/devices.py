@@ -4,7 +4,7 @@ import os
 
 import jax
 
-from manualpar.sharding.mesh import how_to_simulate
+from manualpar.core.mesh.mesh import how_to_simulate
 
 DEFAULT_COUNT = 8
 # Each takes a thread with a stack, and a machine has some tens of thousands of threads.

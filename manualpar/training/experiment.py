@@ -10,19 +10,19 @@ import ml_collections
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from manualpar.compiler_options import ChosenOptions, choose_options, keep_if_known
-from manualpar.core.program import Program
+from manualpar.core.mesh.axes import axes_size
+from manualpar.core.mesh.compiler_options import ChosenOptions, choose_options, keep_if_known
+from manualpar.core.mesh.mesh import abstract_mesh, make_mesh
+from manualpar.core.model.options import CODES, ROUNDING
+from manualpar.core.program.parameter_average import params_ema
+from manualpar.core.program.program import Program
 from manualpar.data import abstract_batch
-from manualpar.guards.options import CODES, ROUNDING
 from manualpar.inspect.state_layout import ALL
+from manualpar.layers.pipeline import Pipeline
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import size_of_vocabulary
-from manualpar.parameter_average import params_ema
-from manualpar.pipeline import Pipeline
-from manualpar.sharding.axes import axes_size
-from manualpar.sharding.mesh import abstract_mesh, make_mesh
 from manualpar.strategies import strategy_kinds
-from manualpar.strategies.local_steps import LocalSteps
+from manualpar.strategies.diloco.program import LocalSteps
 from manualpar.training.config import check_config, complete_config, nearest
 from manualpar.training.fine_tuning import fine_tuned
 from manualpar.training.imported_model import fill_from_hf
@@ -37,7 +37,7 @@ from manualpar.training.task import (
     make_task,
     splits_layers,
 )
-from manualpar.watching.profiling import parse_profile
+from manualpar.training.watching.profiling import parse_profile
 
 # The program's part of `config.training.on_nonfinite`; the loop does the rest.
 NONFINITE = {"ignore": "ignore", "stop": "report", "skip": "skip", "rollback": "report"}
@@ -341,7 +341,7 @@ def _check_stages_and_context(
 def _mesh_axes(parallel: ml_collections.ConfigDict, *, is_split: bool) -> dict[str, int]:
     """The axes of the mesh, those of `DATA_AXES` first, because a config keeps no order.
 
-    So axes whose names `manualpar.sharding.mesh_order` does not know lie on the fastest links.
+    So axes whose names `manualpar.core.mesh.mesh_order` does not know lie on the fastest links.
     """
     sizes = parallel.mesh.to_dict()
     first = {axis: sizes[axis] for axis in DATA_AXES if axis in sizes}

@@ -6,8 +6,8 @@ from typing import Any
 import flax.linen as nn
 import ml_collections
 
-from manualpar.finetuning.lora import lora
-from manualpar.finetuning.quantized import quantized
+from manualpar.models.finetuning.lora import lora
+from manualpar.models.finetuning.quantized import quantized
 
 # Of `config.model`, which are none of the model's own.
 FINE_TUNING_FIELDS = ("lora", "lora_alpha", "int8")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import jax
 
-from manualpar.core.program import Program
+from manualpar.core.program.program import Program
 from manualpar.inspect import state_bytes, step_memory
+from manualpar.system.reports.tables import describe_bytes
 from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
-from manualpar.watching.tables import describe_bytes
 
 SLACK = 2
 # Where Linux says how much memory the processes of a container may have together.

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable
 import jax
 import ml_collections
 
-from manualpar.core.program import Program
+from manualpar.core.program.load_state import Missing
+from manualpar.core.program.program import Program
+from manualpar.core.state.train_state import TrainState
 from manualpar.models import Transformer
-from manualpar.pretrained import load, read_architecture
-from manualpar.pretrained.directory import model_directory
-from manualpar.pretrained.model_config import SAID
-from manualpar.state_transfer import Missing
-from manualpar.train_state import TrainState
+from manualpar.models.pretrained import load, read_architecture
+from manualpar.models.pretrained.directory import model_directory
+from manualpar.models.pretrained.model_config import SAID
+from manualpar.system.reports.tables import describe_bytes
 from manualpar.usage import UsageError
-from manualpar.watching.tables import describe_bytes
 
 
 def fill_from_hf(

@@ -13,15 +13,15 @@ from typing import Any
 import jax
 import optax
 
-from manualpar.core.program import Program
+from manualpar.core.model.adapter import adapt
+from manualpar.core.model.carried_collections import CarryingApply
+from manualpar.core.model.initialise import init_variables
+from manualpar.core.parameters.placement import path_name, strip_boxes
+from manualpar.core.parameters.trainable import is_trained, merge
+from manualpar.core.program.program import Program
 from manualpar.inspect.products import ProductReader
 from manualpar.inspect.provenance import phase_of
-from manualpar.sharding.layout import path_name, strip_boxes
-from manualpar.sharding.trainable import is_trained, merge
 from manualpar.training.task import Task
-from manualpar.user_model.adapter import adapt
-from manualpar.user_model.carried_collections import CarryingApply
-from manualpar.user_model.initialise import init_variables
 
 # Arguments of the loss that is traced.
 TRAINED, BATCH = 0, 1

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from manualpar.metrics import Metrics, add_metrics, fetch_metrics, mean_metrics
-from manualpar.watching.screen import TrainingProgress
-from manualpar.watching.writers import RunWriter
+from manualpar.core.state.metrics import Metrics, add_metrics, fetch_metrics, mean_metrics
+from manualpar.training.watching.screen import TrainingProgress
+from manualpar.training.watching.writers import RunWriter
 
 # Small also because XLA:CPU, which simulates devices, takes at most 32 computations in flight.
 # Collectives of a loop that runs further ahead wait for each other until XLA aborts the process.

@@ -11,24 +11,32 @@ from typing import NamedTuple
 import jax
 import rich.console
 
-from manualpar.checkpoints import Checkpoints, Restored
-from manualpar.checkpoints.saved_state import unpad_whole
-from manualpar.cluster import Cluster
-from manualpar.cluster.agreement import first_failure
-from manualpar.core.program import Program
+from manualpar.core.mesh.axes import axes_size, axis_tuple
+from manualpar.core.mesh.mesh_order import describe_links
+from manualpar.core.program.parameter_average import ema_params
+from manualpar.core.program.program import Program
+from manualpar.core.state.train_state import TrainState
 from manualpar.inspect import draw_sharding, layout_table, state_bytes
 from manualpar.inspect.step_ledger import describe_codes
-from manualpar.parameter_average import ema_params
-from manualpar.sharding.axes import axes_size, axis_tuple
-from manualpar.sharding.mesh_order import describe_links
-from manualpar.storage import AnyPath, BucketError, mirrored
-from manualpar.train_state import TrainState
+from manualpar.system.cluster import Cluster
+from manualpar.system.cluster.agreement import first_failure
+from manualpar.system.reports.tables import describe_bytes, print_line
+from manualpar.system.storage import AnyPath, BucketError, mirrored
+from manualpar.system.storage.durable_files import WriteError
+from manualpar.training.checkpoints import Checkpoints, Restored
+from manualpar.training.checkpoints.saved_state import unpad_whole
 from manualpar.training.devices import describe_mesh
-from manualpar.training.ending import ending_all
+from manualpar.training.exit_codes import ending_all
 from manualpar.training.experiment import Experiment
 from manualpar.training.imported_model import initial_state
 from manualpar.training.recorder import Recorder
 from manualpar.training.trainer import Trainer
+from manualpar.training.watching.profiling import StepProfiler, parse_profile
+from manualpar.training.watching.report import write_report
+from manualpar.training.watching.screen import TrainingProgress
+from manualpar.training.watching.stalls import StallDetector
+from manualpar.training.watching.throughput import Throughput, lowest_peak, memory_in_use
+from manualpar.training.watching.writers import METRICS_FILE, PLACED_FILES, RunWriter
 from manualpar.training.workdir import (
     FOLDER,
     START,
@@ -39,14 +47,6 @@ from manualpar.training.workdir import (
 )
 from manualpar.training.workdir_lock import lock_workdir
 from manualpar.usage import UsageError
-from manualpar.watching.durable_files import WriteError
-from manualpar.watching.profiling import StepProfiler, parse_profile
-from manualpar.watching.report import write_report
-from manualpar.watching.screen import TrainingProgress
-from manualpar.watching.stalls import StallDetector
-from manualpar.watching.tables import describe_bytes, print_line
-from manualpar.watching.throughput import Throughput, lowest_peak, memory_in_use
-from manualpar.watching.writers import METRICS_FILE, PLACED_FILES, RunWriter
 
 # What begins the names of files in a workdir that are no results to go on with.
 NO_RESULTS = (f"{FOLDER}/", ".lock", "profile/")

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import ml_collections
 
-from manualpar.checkpoints import Restored
-from manualpar.checkpoints.folders import open_folder
-from manualpar.checkpoints.saved_state import read_extra
-from manualpar.guards.options import CODES, ROUNDING
-from manualpar.parameter_average import ema_params
-from manualpar.storage import AnyPath
+from manualpar.core.model.options import CODES, ROUNDING
+from manualpar.core.program.parameter_average import ema_params
 from manualpar.strategies import FSDP, strategy_kinds
+from manualpar.system.storage import AnyPath
+from manualpar.training.checkpoints import Restored
+from manualpar.training.checkpoints.folders import open_folder
+from manualpar.training.checkpoints.saved_state import read_extra
 from manualpar.training.config import complete_config
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.workdir import FOLDER, open_checkpoints

@@ -10,19 +10,19 @@ import jax
 import ml_collections
 import numpy as np
 
+from manualpar.core.model.loss_function import LossFn
+from manualpar.core.state.train_state import TrainState
 from manualpar.data import ClassificationDataset, Dataset, LanguageDataset, load_dataset
 from manualpar.models import Classifier, Transformer
-from manualpar.models.transformer_fields import flops_per_token
-from manualpar.train_state import TrainState
-from manualpar.training.config import complete_config
-from manualpar.training.cross_entropy import (
+from manualpar.models.cross_entropy import (
     classification_loss,
     language_model_loss,
     mixture_of_experts_loss,
 )
+from manualpar.models.generation.sampling import sample_tokens
+from manualpar.models.transformer_fields import flops_per_token
+from manualpar.training.config import complete_config
 from manualpar.training.fine_tuning import FINE_TUNING_FIELDS
-from manualpar.training.sampling import sample_tokens
-from manualpar.user_model.loss_function import LossFn
 
 # A multiplication and an addition for each weight forward, and twice that backward.
 FLOPS_PER_WEIGHT = 6

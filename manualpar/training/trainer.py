@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 
 import jax
 
-from manualpar.checkpoints import Checkpoints
-from manualpar.cluster import UNWATCHED, Cluster
+from manualpar.core.program.parameter_average import ema_params
+from manualpar.core.state.train_state import TrainState
 from manualpar.data import evaluation_batches, train_batches
-from manualpar.guards.replicas import ReplicaError, ReplicaSentinel
-from manualpar.parameter_average import ema_params
-from manualpar.train_state import TrainState
+from manualpar.system.cluster import UNWATCHED, Cluster
+from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.experiment import Experiment
 from manualpar.training.recorder import NonFiniteError, Recorder
+from manualpar.training.replicas import ReplicaError, ReplicaSentinel
+from manualpar.training.watching.profiling import StepProfiler
+from manualpar.training.watching.stalls import StallDetector
+from manualpar.training.watching.writers import RunWriter
 from manualpar.training.workdir import START, Position, position_of, restore
-from manualpar.watching.profiling import StepProfiler
-from manualpar.watching.stalls import StallDetector
-from manualpar.watching.writers import RunWriter
 
 # So many rollbacks without a new checkpoint between them, and it is not the data.
 MAX_ROLLBACKS = 3

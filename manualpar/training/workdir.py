@@ -15,23 +15,23 @@ from typing import Any, NamedTuple
 import jax
 import ml_collections
 
-from manualpar.checkpoints import CheckpointError, Checkpoints, Restored, check_resumable
-from manualpar.checkpoints.failures import explain
-from manualpar.checkpoints.folders import open_folder
-from manualpar.checkpoints.saved_state import read_extra
-from manualpar.cluster.agreement import from_first
-from manualpar.storage import AnyPath, BucketPath
+from manualpar.system.cluster.agreement import from_first
+from manualpar.system.storage import AnyPath, BucketPath
+from manualpar.system.storage.untrusted import parse_object, read_object
+from manualpar.training.checkpoints import CheckpointError, Checkpoints, Restored, check_resumable
+from manualpar.training.checkpoints.failures import explain
+from manualpar.training.checkpoints.folders import open_folder
+from manualpar.training.checkpoints.saved_state import read_extra
 from manualpar.training.config import field_defaults, flatten_config
 from manualpar.training.experiment import Experiment
 from manualpar.training.recorder import parse_state
-from manualpar.untrusted import parse_object, read_object
-from manualpar.usage import UsageError
-from manualpar.watching.writers import (
+from manualpar.training.watching.writers import (
     CONFIG_FILE,
     PLACED_FILES,
     check_workdir,
     create_numbered_folder,
 )
+from manualpar.usage import UsageError
 
 RUNS = Path("runs")
 FOLDER = "checkpoints"

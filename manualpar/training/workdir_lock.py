@@ -1,4 +1,4 @@
-"""One run at a time in a workdir: a lock on `.lock`, see `manualpar.storage.file_lock`.
+"""One run at a time in a workdir: a lock on `.lock`, see `manualpar.system.storage.file_lock`.
 
 Process 0 takes it for all processes of a run. Reading a workdir takes no lock.
 """
@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from manualpar.storage import AnyPath, BucketPath, HeldError, hold, hold_file
+from manualpar.system.storage import AnyPath, BucketPath, HeldError, hold, hold_file
+from manualpar.system.storage.durable_files import WriteError, explained
 from manualpar.usage import UsageError
-from manualpar.watching.durable_files import WriteError, explained
 
 LOCK_FILE = ".lock"
 
@@ -21,8 +21,8 @@ def lock_workdir(
     """Keeps other runs out of a folder, which is created if need be, while the context lasts.
 
     If the file system has no locks, `report` is told so, and nothing is locked. In a bucket there
-    is a lease, see `manualpar.storage.lease`. What it yields raises an error if that was lost. If
-    somebody has deleted the file of a lock, it takes the lock of a new one, and raises a
+    is a lease, see `manualpar.system.storage.lease`. What it yields raises an error if that was
+    lost. If somebody has deleted the file of a lock, it takes the lock of a new one, and raises a
     `WriteError` if another run was faster.
 
     Raises:

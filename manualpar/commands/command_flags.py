@@ -1,0 +1,187 @@
+"""What the commands `generate` and `evaluate` have in common: which model, on which devices."""
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+import jax
+
+from manualpar.commands.command_line import quiet_absl, users_mistakes
+from manualpar.models.generation.generator import Generator
+from manualpar.system.cluster import initialize
+from manualpar.system.cluster.agreement import from_first
+from manualpar.system.storage import AnyPath, open_for_reading, path_flag, user_path
+from manualpar.system.storage.untrusted import parse_object
+from manualpar.training.devices import describe_mesh, simulate_devices
+from manualpar.training.exit_codes import ending_all
+from manualpar.training.stored_run import Trained, load_directory, load_run
+from manualpar.usage import (
+    INTERRUPTED_EXIT_CODE,
+    USAGE_EXIT_CODE,
+    OneSentenceParser,
+    UsageError,
+    print_error,
+)
+
+
+def model_flags(description: str) -> argparse.ArgumentParser:
+    """A parser with the flags that say which model is meant."""
+    parser = OneSentenceParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--workdir", type=path_flag, help="The folder of a run with a checkpoint.")
+    which.add_argument("--hf", type=path_flag, help="A directory with a model of Hugging Face's.")
+    parser.add_argument("--mesh", default="data=-1", help="Its axes, such as data=4,model=2.")
+    parser.add_argument("--devices", type=int, help="How many CPU devices to simulate.")
+    parser.add_argument("--batch_size", type=int, default=32, help="Rows that run at once.")
+    return parser
+
+
+def run_command(flags: argparse.Namespace, work: Callable[[Trained, Generator], None]) -> int:
+    """Loads the model that flags name and works with it, in all processes of a cluster.
+
+    Returns the exit code.
+    """
+    quiet_absl()
+    try:
+        with users_mistakes():
+            simulate_devices(flags.devices)
+            mesh = _parse_mesh(flags.mesh)
+            cluster = initialize()
+        with cluster, ending_all(cluster, agreed=()), users_mistakes():
+            load: Any = load_run if flags.workdir else load_directory
+            trained: Trained = load(flags.workdir or flags.hf, mesh=mesh)
+            if is_main():
+                described = f"{trained.described} on {describe_mesh(trained.program.mesh)}"
+                print(described, file=sys.stderr)
+            generator = Generator(trained.program, trained.tokenizer, batch_size=flags.batch_size)
+            work(trained, generator)
+    except (UsageError, ConnectionError) as error:
+        print_error(error)
+        return USAGE_EXIT_CODE
+    except KeyboardInterrupt:
+        print_error("interrupted")
+        return INTERRUPTED_EXIT_CODE
+    return 0
+
+
+def is_main() -> bool:
+    """Whether this process reads what only one can, and writes what only one may."""
+    return jax.process_index() == 0
+
+
+def show(text: str) -> None:
+    """Prints a part of the results, once in a cluster."""
+    if is_main():
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def write_output(path: AnyPath, text: str) -> None:
+    """Writes the file of `--output`, once in a cluster.
+
+    Raises:
+      UsageError: It cannot be written.
+    """
+    if not is_main():
+        return
+    try:
+        path.write_bytes(text.encode())
+    except OSError as error:
+        raise UsageError(f"--output={path} cannot be written: {error}.") from error
+
+
+def read_lines(path: str) -> list[dict[str, Any]]:
+    """The objects of a JSONL file, or of stdin for `-`; other lines are `{"prompt": line}`.
+
+    Raises:
+      UsageError: The file cannot be read, or a line of a `.jsonl` file is no JSON object.
+
+    Communication:
+      Process 0 reads it, and the others get it by two small all-gathers.
+    """
+    return from_first(_read_lines(path) if is_main() else [])
+
+
+def _read_lines(path: str) -> list[dict[str, Any]]:
+    try:
+        if path == "-":
+            return list(_objects(sys.stdin, path))
+        with io.TextIOWrapper(open_for_reading(user_path(path)), encoding="utf-8") as file:
+            return list(_objects(file, path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}.") from error
+
+
+def _objects(file: TextIO, path: str) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(file, 1):
+        text = line.rstrip("\n")
+        if not text:
+            continue
+        if not (path.endswith(".jsonl") or text.startswith("{")):
+            yield {"prompt": text}
+            continue
+        try:
+            yield parse_object(text, allow_nan=True)
+        except ValueError as error:
+            raise UsageError(f"{path}, line {number}: it {error}.") from error
+
+
+def check_lines(
+    where: str,
+    lines: Sequence[Mapping[str, Any]],
+    *,
+    texts: Collection[str],
+    added: Collection[str],
+) -> None:
+    """Refuses lines that hold something else than texts, or fields that results would replace.
+
+    Args:
+      where: What messages call the file.
+      lines: The lines.
+      texts: Names of fields that are texts where they are there.
+      added: Names of fields that the output adds to each line.
+
+    Raises:
+      UsageError: A line is refused; the message says which.
+    """
+    for number, line in enumerate(lines, 1):
+        for name in texts:
+            if not isinstance(line.get(name, ""), str):
+                raise UsageError(
+                    f"{where}, line {number}: {name!r} is of type {type(line[name]).__name__}, "
+                    "expected a text."
+                )
+        if taken := sorted(line.keys() & set(added)):
+            raise UsageError(
+                f"{where}, line {number}: it has a field {taken[0]!r}, which the output adds to "
+                "each line; give the field another name, so that it is not lost."
+            )
+
+
+def output_line(fields: Mapping[str, Any]) -> str:
+    """The line of JSON of an object that may hold anything that JSON can."""
+    line = json.dumps(fields, ensure_ascii=False) + "\n"
+    try:
+        line.encode()
+    except UnicodeEncodeError:  # Half of a surrogate pair, which only an escape can spell.
+        return json.dumps(fields) + "\n"
+    return line
+
+
+def _parse_mesh(text: str) -> dict[str, int]:
+    mesh = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if not axis.isidentifier() or not size.lstrip("-").isdigit():
+            raise UsageError(f"--mesh={text}: expected axes such as data=4,model=2.")
+        mesh[axis] = int(size)
+    if "data" not in mesh:
+        raise UsageError(f"--mesh={text}: expected an axis 'data', such as data=1,{text}.")
+    return mesh

@@ -1,0 +1,383 @@
+"""The command lines of train, compare, inspect and plan: flags, configs, and how they are answered.
+
+A command declares its flags in a `Syntax`. `--config` names a Python file with `get_config()`, and
+`--config.<field>=<value>` sets a field, through `ml_collections.config_flags`. A command that takes
+several configs sets it in all of them. A user's mistake is one sentence, a `UsageError`, and ends
+with exit code 2 and no traceback; a mistake of ours keeps its traceback.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import re
+import sys
+import time
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_collections
+import rich.console
+from absl import flags as absl_flags
+from absl import logging
+from ml_collections import config_flags
+
+from manualpar.system.reports.tables import print_line
+from manualpar.system.storage import AnyPath, BucketPath, as_path
+from manualpar.training.checkpoints.compatibility import REMOVED
+from manualpar.training.config import flatten_config, load_config, nearest
+from manualpar.training.imported_model import fill_from_hf
+from manualpar.training.watching.screen import make_console
+from manualpar.training.watching.writers import create_numbered_folder
+from manualpar.usage import (
+    INTERRUPTED_EXIT_CODE,
+    USAGE_EXIT_CODE,
+    UsageError,
+    describe_mistake,
+    print_error,
+)
+
+CONFIG_HELP = "The file to take the config from, a Python file with get_config()."
+NO_CONFIG = "--config has no value, expected a file such as configs/fsdp.py."
+OVERRIDE = re.compile(r"--?(no)?config\.")
+EXPECTED: Mapping[type, str] = {
+    int: "an integer without point or exponent",
+    float: "a number",
+    bool: "true or false",
+    tuple: "a tuple of pairs such as (('embed', None), ('mlp', 'data'))",
+    ml_collections.ConfigDict: "a dict such as {'data': -1}",
+}
+
+
+class Flag(NamedTuple):
+    """A flag of a command: its help, the type of its value, and the value if it is not given."""
+
+    help: str
+    kind: type = str
+    default: Any = None
+    in_buckets: bool = False  # Whether a path may be one of s3:// or gs://.
+
+
+WORKDIR = Flag(
+    "Folder of the run, by default a new runs/<name of the config>/<next number>; one that holds a "
+    "checkpoint goes on from it.",
+    Path,
+)
+
+
+class NamedConfig(NamedTuple):
+    """A config with its overrides, locked and not yet checked, and what results are named after."""
+
+    name: str
+    path: Path
+    config: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class CommandLine:
+    """What a command line asks for: configs, and the value of each flag as an attribute."""
+
+    configs: tuple[NamedConfig, ...]
+    flags: types.SimpleNamespace
+
+    @property
+    def config(self) -> Any:
+        """The config of a command that takes one."""
+        return self.configs[0].config
+
+    @property
+    def config_path(self) -> Path:
+        """The file that it comes from."""
+        return self.configs[0].path
+
+
+class Syntax(NamedTuple):
+    """The flags of a command besides `--config` and `--config.<field>`.
+
+    Attributes:
+      flags: The flags by name.
+      takes_several: Whether `--config` may be given several times.
+      refused: Flags of other commands that mean nothing here, each with the reason.
+      refine: Checks the values of the flags, and may replace them; a mistake is a `UsageError`.
+    """
+
+    flags: Mapping[str, Flag]
+    takes_several: bool = False
+    refused: Mapping[str, str] = types.MappingProxyType({})
+    refine: Callable[[CommandLine], None] = lambda line: None
+
+
+TRAINING = Syntax(
+    {
+        "workdir": WORKDIR._replace(in_buckets=True),
+        "devices": Flag(
+            "How many CPU devices to simulate, by default 8 where the CPU is all there is.", int
+        ),
+        "coordinator_address": Flag(
+            "Host:port of process 0, where several processes train together and nothing in the "
+            "environment says so; auto has jax find all three."
+        ),
+        "num_processes": Flag(
+            "How many processes train together, with --coordinator_address.", int
+        ),
+        "process_id": Flag("Which of them this is, from 0, with --coordinator_address.", int),
+        "force": Flag(
+            "Starts what does not fit into memory, and more devices than one would simulate.",
+            bool,
+            False,
+        ),
+    }
+)
+
+
+def flags_parser(
+    description: str, default_config: Path, syntax: Syntax = TRAINING
+) -> Callable[[list[str]], CommandLine]:
+    """Makes the parser that `absl.app.run` takes; `description` is what `--help` shows first.
+
+    It ends the process with code 0 for `--help`, and with code 2 and a sentence for a mistake.
+    """
+
+    def parse_or_end(argv: list[str]) -> CommandLine:
+        if {"--help", "-help", "-h", "--helpshort"} & set(argv):
+            print(_help_text(description, default_config, syntax.flags))
+            sys.exit(0)
+        try:
+            return parse_command_line(
+                argv, default_config=default_config, syntax=syntax, flag_values=absl_flags.FLAGS
+            )
+        except UsageError as error:
+            print_error(error)
+            sys.exit(USAGE_EXIT_CODE)
+
+    return parse_or_end
+
+
+def parse_command_line(
+    argv: Sequence[str],
+    *,
+    default_config: Path,
+    syntax: Syntax = TRAINING,
+    flag_values: absl_flags.FlagValues | None = None,
+) -> CommandLine:
+    """Parses a command line, the program's name first; a mistake is a `UsageError`.
+
+    `flag_values` is where to define the flags, by default where nobody else sees them.
+    """
+    flags = syntax.flags
+    flag_values = absl_flags.FlagValues() if flag_values is None else flag_values
+    absl_flags.DEFINE_multi_string("config", [], CONFIG_HELP, flag_values=flag_values)
+    define = {int: absl_flags.DEFINE_integer, bool: absl_flags.DEFINE_boolean}
+    for name, flag in flags.items():
+        define_flag: Any = define.get(flag.kind, absl_flags.DEFINE_string)
+        define_flag(name, flag.default, flag.help, flag_values=flag_values)
+    flag_values.set_gnu_getopt()  # The value of an override may be an argument of its own.
+    if argv[-1] in ("--config", "-config"):
+        raise UsageError(NO_CONFIG)
+    with _explained(lambda name: (flags[name].kind, "") if name in flags else None):
+        _, *overrides = flag_values(list(argv), known_only=True)
+    _check_overrides(overrides, syntax)
+    paths: list[str] = flag_values.config or [str(default_config)]
+    if not all(paths):
+        raise UsageError(NO_CONFIG)
+    if len(paths) > 1 and not syntax.takes_several:
+        raise UsageError("--config is given twice, expected once.")
+    values: dict[str, Any] = {name: flag_values[name].value for name in flags}
+    for name, value in values.items():
+        if isinstance(value, str) and "\0" in value:
+            raise UsageError(f"--{name}={value!r}: expected no NUL in it.")
+        if flags[name].kind is Path:
+            values[name] = _path(name, value, flags[name]) if value else None
+    if values.get("devices") is not None and values["devices"] < 1:
+        raise UsageError(f"--devices={values['devices']}: expected at least 1 device to simulate.")
+    line = CommandLine(_load_configs(paths, overrides), types.SimpleNamespace(**values))
+    syntax.refine(line)
+    return line
+
+
+def _path(name: str, value: str, flag: Flag) -> AnyPath:
+    try:
+        path = as_path(value)
+    except ValueError as error:
+        raise UsageError(f"--{name}: {error}") from None
+    if isinstance(path, BucketPath) and not flag.in_buckets:
+        raise UsageError(f"--{name}={path}: expected a path on a disk.")
+    return path
+
+
+def _check_overrides(arguments: list[str], syntax: Syntax) -> None:
+    """Refuses what neither overrides a field nor is the value of an override."""
+    takes_value = False
+    for argument in arguments:
+        is_override = OVERRIDE.match(argument)
+        if not is_override and re.match(r"--?[a-zA-Z_]", argument):
+            name = argument.lstrip("-").split("=")[0]
+            if name in syntax.refused:
+                raise UsageError(f"--{name} means nothing here: {syntax.refused[name]}.")
+            near = nearest(name, {*syntax.flags, "config"})
+            raise UsageError(f"--{name} is not a known flag; the nearest one is --{near}.")
+        if not is_override and not takes_value:
+            raise UsageError(
+                f"{argument!r} is not understood, expected flags such as --config.seed=1."
+            )
+        takes_value = bool(is_override) and "=" not in argument
+
+
+def _load_configs(paths: Sequence[str], overrides: list[str]) -> tuple[NamedConfig, ...]:
+    """Loads every config and sets the same fields in all."""
+    if twice := [path for path, count in Counter(paths).items() if count > 1]:
+        raise UsageError(f"--config={twice[0]} is given twice, expected each file once.")
+    stems = Counter(Path(path).stem for path in paths)
+    configs: list[NamedConfig] = []
+    for text in paths:
+        path = Path(text)
+        # Files of one name are told apart by their folders.
+        parts = path.with_suffix("").parts[-2 if stems[path.stem] > 1 else -1 :]
+        try:
+            configs.append(NamedConfig("-".join(parts), path, _load_with(path, overrides)))
+        except UsageError as error:
+            of = "" if text in str(error) or len(paths) == 1 else f"{text}: "
+            raise UsageError(f"{of}{error}") from error
+    names = Counter(each.name for each in configs)
+    if clashes := [name for name, count in names.items() if count > 1]:
+        raise UsageError(
+            f"two configs would be called {clashes[0]!r}, which results are named after; inspect "
+            "them one at a time."
+        )
+    return tuple(configs)
+
+
+def _load_with(path: Path, overrides: list[str]) -> ml_collections.ConfigDict:
+    """Loads a config and sets fields of it."""
+    config = load_config(path)
+    _check_fields(config, overrides)
+    arguments = ["", *overrides]
+    values = absl_flags.FlagValues()
+    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=arguments)
+
+    def kind_of(name: str) -> tuple[type, str]:
+        default = functools.reduce(lambda group, key: group[key], name.split(".")[1:], config)
+        example = f" such as {default!r}" if type(default) in (int, float) else ""
+        return type(default), example
+
+    with _explained(kind_of):
+        values(arguments)
+    given = [argument.split("=")[0].split(".", 1)[1] for argument in overrides if "." in argument]
+    with users_mistakes():
+        return fill_from_hf(values.config, given=given)
+
+
+def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> None:
+    """Refuses arguments `--config.<field>` whose field the config does not have."""
+    values = flatten_config(config)
+    groups = {name.rsplit(".", depth)[0] for name in values for depth in range(name.count(".") + 1)}
+    mesh = values.get("parallel.mesh")
+    axes = mesh if isinstance(mesh, ml_collections.ConfigDict) else ()
+    mesh_sizes = {f"parallel.mesh.{axis}" for axis in axes}
+    for argument in filter(OVERRIDE.match, overrides):
+        field = argument.split("=")[0].split(".", 1)[1]
+        if field in REMOVED and field not in values:
+            raise UsageError(f"{argument}: {field} was removed: {REMOVED[field][1]}; leave it out.")
+        if field not in groups | mesh_sizes:
+            near = nearest(field, values.keys() | mesh_sizes)
+            mend = ""
+            if field.startswith("parallel.mesh."):
+                mend = (
+                    ", and another mesh is set as a whole, as by "
+                    """--config.parallel.mesh="{'replica': 2, 'data': -1}\""""
+                )
+            raise UsageError(
+                f"{argument}: the config has no field {field!r}; the nearest one is "
+                f"--config.{near}{mend}."
+            )
+
+
+@contextlib.contextmanager
+def _explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[None]:
+    """Turns absl's errors into sentences; `kind_of` gives a flag's type, and an example to add."""
+    try:
+        yield
+    except absl_flags.IllegalFlagValueError as error:
+        message = str(error).splitlines()[0]
+        found = re.match(r"flag (--([\w.]+)=.*?): ", message)
+        kind, example = (found and kind_of(found[2])) or (None, "")
+        if found and kind is not None and kind in EXPECTED:
+            message = f"{found[1]}: expected {EXPECTED[kind]}{example}"
+        raise UsageError(f"{message}.") from error
+    except absl_flags.Error as error:
+        raise UsageError(f"{error}.") from error
+
+
+def _help_text(description: str, default_config: Path, flags: Mapping[str, Flag]) -> str:
+    """What `--help` prints: the flags, and the fields of the default config."""
+    helps = {"config": CONFIG_HELP} | {name: flag.help for name, flag in flags.items()}
+    fields = flatten_config(load_config(default_config))
+    return "\n".join(
+        [
+            f"{description.strip()}\n\nFlags:",
+            *(f"  --{name:20s}  {text}" for name, text in helps.items()),
+            f"\nFields of {default_config.name}, each a flag --config.<field>=<value>:",
+            *(f"  {name:31s}  {value or repr(value)}" for name, value in fields.items()),
+        ]
+    )
+
+
+def answer(work: Callable[[rich.console.Console], Path]) -> int:
+    """Runs a command that leaves a folder of results, and says how long it took and where they are.
+
+    `work` returns the folder. A mistake of the user's is a `UsageError`. On Ctrl-C the argument of
+    a `KeyboardInterrupt`, if it has one, says what was written. Returns the exit code.
+    """
+    started = time.perf_counter()
+    quiet_absl()
+    console = make_console()
+    try:
+        results = work(console)
+    except UsageError as error:
+        print_error(error)
+        return USAGE_EXIT_CODE
+    except KeyboardInterrupt as error:
+        print_error(f"interrupted; {str(error) or 'nothing was written'}")
+        return INTERRUPTED_EXIT_CODE
+    print_line(console, f"time: {time.perf_counter() - started:.1f} s")
+    print_line(console, f"results: {results}")
+    return 0
+
+
+def quiet_absl() -> None:
+    """Hides jax's notes on the backends that it does not find, which absl shows by default."""
+    logging.set_verbosity(logging.WARNING)
+
+
+@contextlib.contextmanager
+def users_mistakes(where: str = "") -> Iterator[None]:
+    """Within, a `ValueError` is about what the user asked for; the sentence begins with `where`."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(f"{where}{describe_mistake(error)}") from error
+
+
+@contextlib.contextmanager
+def results_folder(folder: Path | None, parent: Path, *, flag: str = "--workdir") -> Iterator[Path]:
+    """Creates the folder that a flag names, or the next of `parent`, to write results into.
+
+    Raises:
+      UsageError: It cannot be written to, then or within the context.
+    """
+    try:
+        folder = folder or create_numbered_folder(parent)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except OSError as error:
+        raise UsageError(
+            f"the results cannot be written: {error}; name another folder with {flag}."
+        ) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file that people read too."""
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,0 +1,188 @@
+"""Says what a run would find here, for those who look for a fault and for reports of one.
+
+    python -m manualpar.doctor                                 # this machine
+    python -m manualpar.doctor --config=configs/fsdp_lm.py     # and whether this would run on it
+    python -m manualpar.launch --processes=2 -- python -m manualpar.doctor
+
+It prints versions, settings, devices, the mesh and its links, and the loss of one small step of
+FSDP over all devices, compared with one device. With a config it does all that a run does before it
+compiles: the fields are checked, the data is opened, the program is traced and its memory counted.
+Of the environment only what JAX, XLA and this package read is shown, and no value of a secret.
+
+The exit code is 0, or 2 if something would not run.
+"""
+
+import dataclasses
+import functools
+import importlib.metadata
+import itertools
+import os
+import platform
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from manualpar.core.mesh.mesh import make_mesh
+from manualpar.core.mesh.mesh_order import describe_links
+from manualpar.core.program.program import Program
+from manualpar.core.state.train_state import Batch
+from manualpar.extras import MODULES, TRAIN, require
+from manualpar.inspect.same_as_one_device import assert_same_as_one_device
+from manualpar.strategies.fsdp import fsdp
+from manualpar.system.cluster import initialize
+from manualpar.usage import USAGE_EXIT_CODE, UsageError, describe_mistake, print_error
+
+PACKAGES = ("manualpar", "jax", "jaxlib", "flax", "optax", "numpy")
+ACCELERATORS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12")
+SETTINGS = re.compile(r"(JAX|XLA|LIBTPU|TPU|NCCL|CUDA|MANUALPAR)_|OMP_NUM_THREADS$")
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
+WITHIN = "all devices within one host"
+ROWS, FEATURES = 8, 64  # Of the small step, for each device.
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """A line of the report; `is_wrong` if it says that something would not run."""
+
+    name: str
+    value: str
+    is_wrong: bool = False
+
+
+def software_facts() -> Iterator[Fact]:
+    """Versions, optional packages and settings; no device is asked for."""
+    yield Fact("python", f"{platform.python_version()}, {platform.platform()}")
+    yield Fact("cores", str(os.cpu_count()))
+    for package in PACKAGES:
+        yield Fact(package, _version(package) or "not installed")
+    found = {package: _version(package) for package in ACCELERATORS}
+    yield from (Fact(package, version) for package, version in found.items() if version)
+    for extra in dict.fromkeys(extra for extra, _ in MODULES.values()):
+        names = [package for own, package in MODULES.values() if own == extra]
+        shown = ", ".join(f"{name} {_version(name) or '-'}" for name in names)
+        yield Fact(f"extra {extra}", shown)
+    for name, value in sorted(os.environ.items()):
+        if SETTINGS.match(name):
+            yield Fact(name, "(set)" if SECRET.search(name) else value)
+
+
+def device_facts() -> Iterator[Fact]:
+    """The devices, how they are connected, and whether a step over them is right."""
+    devices = jax.devices()
+    kinds = ", ".join(dict.fromkeys(device.device_kind for device in devices))
+    yield Fact("devices", f"{len(devices)} of {kinds} ({devices[0].platform})")
+    yield Fact("processes", f"{jax.process_count()}, this is {jax.process_index()}")
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    if limits := [entry["bytes_limit"] for entry in stats if "bytes_limit" in entry]:
+        yield Fact("memory of a device", f"{min(limits) / 2**30:.1f} GiB")
+    mesh = make_mesh({"data": -1})
+    yield Fact("links", describe_links(mesh) or WITHIN)
+    yield _try_step(mesh)
+
+
+def config_facts(config: Any) -> Iterator[Fact]:
+    """Whether a config would run, as far as one can tell before anything is compiled."""
+    # These need the extra.
+    from manualpar.system.reports.tables import describe_bytes
+    from manualpar.training.devices import describe_mesh
+    from manualpar.training.experiment import prepare
+    from manualpar.training.fit import check_fits, least_bytes
+
+    try:
+        experiment = prepare(config)
+        check_fits(experiment)
+    except (UsageError, ValueError, OSError) as error:
+        yield Fact("would run", f"no: {describe_mistake(error)}", is_wrong=True)
+        return
+    program = experiment.program
+    yield Fact("mesh", describe_mesh(program.mesh))
+    yield Fact("links of the mesh", describe_links(program.mesh) or WITHIN)
+    yield Fact("options of the compiler", ", ".join(experiment.chosen.options) or "its own")
+    parts = least_bytes(program)
+    shown = ", ".join(f"{name} {describe_bytes(size)}" for name, size in parts.items())
+    yield Fact("a device holds at least", f"{describe_bytes(sum(parts.values()))} ({shown})")
+    yield Fact("would run", "yes, as far as one can tell before it is compiled")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the report; `argv` is the command line, the program's name first."""
+    if {"--help", "-help", "-h"} & set(argv):
+        print((__doc__ or "").strip())
+        return 0
+    is_wrong = False
+    try:
+        config = _prepare_devices(argv)
+        with initialize() as cluster:
+            reports = [software_facts, device_facts]
+            if config is not None:
+                reports.append(functools.partial(config_facts, config))
+            for fact in itertools.chain.from_iterable(report() for report in reports):
+                is_wrong |= fact.is_wrong
+                if cluster.is_main:
+                    print(f"{fact.name + ':':26s} {fact.value}", flush=True)
+    except (UsageError, ValueError, RuntimeError, ConnectionError) as error:
+        print_error(error)
+        return USAGE_EXIT_CODE
+    return USAGE_EXIT_CODE if is_wrong else 0
+
+
+def _prepare_devices(argv: Sequence[str]) -> Any:
+    """The config that a command line names, with the devices that a run of it would simulate."""
+    if not argv[1:]:
+        return None
+    if not any(re.match(r"--?config(=|$)", argument) for argument in argv[1:]):
+        raise UsageError(f"{argv[1]!r} is not understood, expected --config=<file> or nothing.")
+    require("--config", *TRAIN)
+    from manualpar.commands.command_line import Flag, Syntax, parse_command_line, quiet_absl
+    from manualpar.training.devices import simulate_devices
+
+    quiet_absl()
+    syntax = Syntax({"devices": Flag("How many CPU devices to simulate.", int)})
+    line = parse_command_line(argv, default_config=Path(), syntax=syntax)
+    simulate_devices(line.flags.devices)
+    return line.config
+
+
+def _try_step(mesh: jax.sharding.Mesh) -> Fact:
+    """Takes a small step of FSDP over all devices."""
+    name = "a step over all devices"
+    try:
+        program, batch = _small_program(mesh)
+        if jax.process_count() == 1:
+            assert_same_as_one_device(program, batch, jax.random.key(0))
+            return Fact(name, "right: loss and gradients are those of one device")
+        _, metrics = program.train_step(program.init(jax.random.key(0)), batch)
+        total, count = metrics["loss"]
+        return Fact(name, f"runs, with a loss of {float(total) / float(count):.4f}")
+    except (AssertionError, ValueError, RuntimeError) as error:
+        return Fact(name, f"fails: {describe_mistake(error)}", is_wrong=True)
+
+
+def _small_program(mesh: jax.sharding.Mesh) -> tuple[Program, Batch]:
+    def loss_fn(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
+        del rng
+        squares = jnp.square(apply_fn({"params": params}, batch.inputs) - batch.labels)
+        return squares.mean(), {"loss": (squares.sum(), jnp.float32(squares.size))}
+
+    size = mesh.size * FEATURES
+    inputs = jnp.sin(jnp.arange(mesh.size * ROWS * size, dtype=jnp.float32)).reshape(-1, size)
+    batch = Batch(inputs, inputs[:, :FEATURES])
+    model = nn.Sequential([nn.Dense(size), nn.tanh, nn.Dense(FEATURES)])
+    program = fsdp(model, optax.sgd(0.1), loss_fn, mesh=mesh, batch=batch)
+    return program, jax.tree.map(
+        lambda x: jax.make_array_from_callback(x.shape, program.batch_sharding, x.__getitem__),
+        batch,
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

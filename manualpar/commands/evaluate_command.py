@@ -1,0 +1,145 @@
+"""The command that says how likely a model finds texts: perplexity, bits per byte, completions."""
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from manualpar.commands.command_flags import (
+    check_lines,
+    model_flags,
+    output_line,
+    read_lines,
+    run_command,
+    show,
+    write_output,
+)
+from manualpar.data import TokenSplit
+from manualpar.models.generation.generator import Generator
+from manualpar.models.generation.scoring import Score, score_completions, score_documents
+from manualpar.system.storage import AnyPath, path_flag
+from manualpar.training.stored_run import Trained
+from manualpar.usage import UsageError
+
+# Of a model whose training nobody knows.
+MAX_LENGTH = 2048
+
+
+def evaluate_command(argv: Sequence[str], description: str) -> int:
+    """Measures what a command line asks for; returns the exit code."""
+    parser = model_flags(description)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--text", type=path_flag, help='A text, or JSONL with "text": its perplexity.'
+    )
+    what.add_argument(
+        "--completions",
+        type=path_flag,
+        help='JSONL with "context" and "completion": log-likelihoods.',
+    )
+    parser.add_argument("--max_length", type=int, default=0, help="Tokens seen at once.")
+    parser.add_argument("--output", type=path_flag, help="The file for the results.")
+    flags = parser.parse_args(argv)
+
+    def work(trained: Trained, generator: Generator) -> None:
+        length = flags.max_length or trained.max_length or MAX_LENGTH
+        if length < 1:
+            raise UsageError(f"--max_length={length}: expected at least 1.")
+        if flags.completions:
+            _completions(trained, generator, flags, length)
+        elif flags.text:
+            _show(flags, _text(trained, generator, flags.text, length))
+        else:
+            _show(flags, _test_split(trained, generator))
+
+    return run_command(flags, work)
+
+
+def summary(scores: Sequence[Score], num_bytes: int) -> dict[str, Any]:
+    """The measures of texts that have so many bytes together; 0 if nobody knows."""
+    nats = -sum(score.log_likelihood for score in scores)
+    tokens = sum(score.num_tokens for score in scores)
+    found: dict[str, Any] = {"tokens": tokens, "loss": nats / tokens}
+    found["perplexity"] = math.exp(min(nats / tokens, 700.0))
+    if num_bytes:
+        found |= {"bytes": num_bytes, "bits_per_byte": nats / math.log(2) / num_bytes}
+    return found
+
+
+def _text(trained: Trained, generator: Generator, path: AnyPath, length: int) -> dict[str, Any]:
+    if path.name.endswith(".jsonl"):
+        lines = read_lines(str(path))
+        if missing := [index for index, line in enumerate(lines, 1) if "text" not in line]:
+            raise UsageError(f"--text={path}, line {missing[0]}: there is no 'text'.")
+        check_lines(f"--text={path}", lines, texts=("text",), added=())
+        texts = [line["text"] for line in lines]
+    else:
+        try:
+            texts = [path.read_bytes().decode()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--text={path} cannot be read: {error}.") from error
+    tokenizer = trained.tokenizer
+    documents = [tokenizer.encode(text).tolist() for text in texts]
+    if not any(documents):
+        raise UsageError(f"--text={path} has no text.")
+    scores = score_documents(
+        generator, trained.state, documents, first_token=tokenizer.bos_token, max_length=length
+    )
+    return summary(scores, sum(len(text.encode()) for text in texts))
+
+
+def _test_split(trained: Trained, generator: Generator) -> dict[str, Any]:
+    """The test split as the run measures it: packed sequences, each by itself."""
+    if trained.dataset is None:
+        raise UsageError("--hf has no test split, expected --text or --completions.")
+    split = trained.dataset.test
+    if not isinstance(split, TokenSplit):
+        raise UsageError(
+            f"{trained.described} has a test split of several documents in a sequence, expected "
+            "--text or --completions."
+        )
+    pairs = []
+    for index in range(len(split)):
+        batch = split[index]
+        real = int(batch.mask.sum())
+        pairs.append(([int(batch.inputs[0])], batch.labels[:real].tolist()))
+    scores = score_completions(generator, trained.state, pairs)
+    return {"split": "test", **summary(scores, split.num_bytes)}
+
+
+def _completions(
+    trained: Trained, generator: Generator, flags: argparse.Namespace, length: int
+) -> None:
+    lines = read_lines(str(flags.completions))
+    check_lines(
+        f"--completions={flags.completions}",
+        lines,
+        texts=("context", "completion"),
+        added=Score._fields,
+    )
+    pairs = []
+    for number, line in enumerate(lines, 1):
+        if not {"context", "completion"} <= line.keys():
+            raise UsageError(
+                f"--completions={flags.completions}, line {number}: expected 'context' and "
+                f"'completion', got {sorted(line)}."
+            )
+        completion = trained.tokenizer.encode(line["completion"]).tolist()
+        pairs.append((generator.encode(line["context"]), completion))
+    scores = score_completions(generator, trained.state, pairs, max_length=length)
+    text = "".join(
+        output_line({**line, **score._asdict()}) for line, score in zip(lines, scores, strict=True)
+    )
+    if flags.output:
+        write_output(flags.output, text)
+    else:
+        show(text)
+
+
+def _show(flags: argparse.Namespace, found: dict[str, Any]) -> None:
+    for name, value in found.items():
+        shown = f"{value:.4f}" if isinstance(value, float) else value
+        show(f"{name.replace('_', ' ')}: {shown}\n")
+    if flags.output:
+        write_output(flags.output, json.dumps(found, indent=2, allow_nan=False) + "\n")

@@ -1,0 +1,107 @@
+"""The command that answers prompts: one on the terminal as it comes, or many as JSONL."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from manualpar.commands.command_flags import (
+    check_lines,
+    model_flags,
+    output_line,
+    read_lines,
+    run_command,
+    show,
+    write_output,
+)
+from manualpar.data.chat import Chats
+from manualpar.models.generation.generator import Answer, Generator, Prompt
+from manualpar.system.storage import path_flag
+from manualpar.training.stored_run import Trained
+from manualpar.usage import UsageError
+
+# What a line of answers has besides the fields of its prompt.
+ADDED = ("text", "ending", "tokens")
+
+
+def generate_command(argv: Sequence[str], description: str) -> int:
+    """Answers what a command line asks; returns the exit code."""
+    parser = model_flags(description)
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", help="The text to go on with.")
+    prompts.add_argument(
+        "--prompts", help='Lines, or JSONL with "prompt" or "messages"; - for stdin.'
+    )
+    parser.add_argument("--chat", action="store_true", help="A prompt is a user's message.")
+    parser.add_argument("--output", type=path_flag, help="The JSONL file of answers to --prompts.")
+    parser.add_argument("--max_tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token.")
+    parser.add_argument("--top_k", type=int, default=0, help="0: all tokens.")
+    parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--stop", action="append", default=[], help="May be given several times.")
+    parser.add_argument("--seed", type=int, default=0)
+    flags = parser.parse_args(argv)
+
+    def work(trained: Trained, generator: Generator) -> None:
+        names = ("max_tokens", "temperature", "top_k", "top_p", "stop", "seed")
+        options = {name: getattr(flags, name) for name in names}
+        if flags.prompt is None:
+            _answer_all(trained, generator, flags, options)
+            return
+        prompts = _prompts(trained, flags, [{"prompt": flags.prompt}])
+        begin = "" if flags.chat else flags.prompt
+        for piece in generator.stream(trained.state, prompts, **options):
+            show(begin + piece.text)
+            begin = ""
+        show("\n")
+
+    return run_command(flags, work)
+
+
+def _answer_all(
+    trained: Trained, generator: Generator, flags: argparse.Namespace, options: dict[str, Any]
+) -> None:
+    lines = read_lines(flags.prompts)
+    check_lines(f"--prompts={flags.prompts}", lines, texts=(), added=ADDED)
+    answers = generator.generate(trained.state, _prompts(trained, flags, lines), **options)
+    text = "".join(map(_line, lines, answers))
+    if flags.output:
+        write_output(flags.output, text)
+    else:
+        show(text)
+
+
+def _prompts(
+    trained: Trained, flags: argparse.Namespace, lines: Sequence[dict[str, Any]]
+) -> list[Prompt]:
+    """The prompts of lines; those of chats are tokens, because their template may write others."""
+    prompts: list[Prompt] = []
+    chats = None
+    for number, line in enumerate(lines, 1):
+        where = f"--prompts={flags.prompts}, line {number}: " if flags.prompts else "--prompt: "
+        if not {"prompt", "messages"} & line.keys():
+            raise UsageError(f"{where}there is no 'prompt', and no 'messages'.")
+        messages = line.get("messages")
+        if messages is None and flags.chat:
+            messages = [{"role": "user", "content": line["prompt"]}]
+        if messages is None:
+            prompts.append(_prompt(line["prompt"], where))
+            continue
+        chats = chats or Chats(trained.tokenizer, trained.template)
+        try:
+            prompts.append(chats.prompt(messages))
+        except ValueError as error:
+            raise UsageError(f"{where}it {error}.") from error
+    return prompts
+
+
+def _prompt(value: Any, where: str) -> Prompt:
+    is_number = [type(token) is int for token in value] if isinstance(value, list) else [False]
+    if isinstance(value, str) or all(is_number):
+        return value
+    raise UsageError(
+        f"{where}'prompt' is of type {type(value).__name__}, expected a text, or a list of tokens."
+    )
+
+
+def _line(asked: dict[str, Any], answer: Answer) -> str:
+    return output_line({**asked, **{name: getattr(answer, name) for name in ADDED}})

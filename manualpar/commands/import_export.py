@@ -1,0 +1,218 @@
+"""The commands that bring somebody else's model into a workdir, and write a workdir's as files.
+
+An imported model is a checkpoint at step 0. Its `config.json` and tokenizer are copied into the
+workdir's folder `model`, so that training goes on from there without the directory it came from.
+"""
+
+import contextlib
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from manualpar.commands.command_line import CommandLine, quiet_absl
+from manualpar.models.pretrained import export_hf, load
+from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
+from manualpar.models.pretrained.export import SHARD_BYTES, TOKENIZER_FILES
+from manualpar.system.cluster import FAILED_EXIT_CODE, Cluster, DisagreementError, initialize
+from manualpar.system.cluster.agreement import failing_together
+from manualpar.system.reports.tables import describe_bytes
+from manualpar.system.storage import AnyPath, BucketPath, path_flag, user_path, writing
+from manualpar.system.storage.untrusted import open_file
+from manualpar.training.checkpoints import CheckpointError
+from manualpar.training.checkpoints.folders import open_folder
+from manualpar.training.config import check_config
+from manualpar.training.devices import simulate_devices
+from manualpar.training.exit_codes import exit_code
+from manualpar.training.experiment import prepare
+from manualpar.training.imported_model import fill_from_hf
+from manualpar.training.saved_run import prepare_saved, restore_saved, saved_config
+from manualpar.training.watching.writers import PLACED_FILES
+from manualpar.training.workdir import FOLDER, check_folder, open_checkpoints
+from manualpar.training.workdir_lock import lock_workdir
+from manualpar.usage import (
+    USAGE_EXIT_CODE,
+    OneSentenceParser,
+    UsageError,
+    describe_mistake,
+    print_error,
+)
+
+MODEL_FOLDER = "model"
+
+
+def import_command(command: CommandLine) -> int:
+    """Makes a checkpoint of the model in `config.model.from_hf`; returns the exit code."""
+    quiet_absl()
+    config, flags = command.config, command.flags
+
+    def start() -> Cluster:
+        check_config(config)
+        if flags.workdir is None:
+            raise UsageError("--workdir is missing, expected the folder to make.")
+        _check_new(flags.workdir)
+        check_folder(config, flags.workdir)
+        simulate_devices(flags.devices, force=flags.force)
+        return initialize(
+            coordinator_address=flags.coordinator_address,
+            num_processes=flags.num_processes,
+            process_id=flags.process_id,
+            timeout_seconds=config.watch.lost_seconds,
+        )
+
+    return _answer(start, lambda say: _import(command, say))
+
+
+def _import(command: CommandLine, say: Callable[[str], None]) -> None:
+    workdir = command.flags.workdir
+    with contextlib.ExitStack() as stack:
+        with failing_together():
+            if jax.process_index() == 0:
+                try:
+                    stack.enter_context(lock_workdir(workdir, report=say))
+                except UsageError as error:
+                    raise ValueError(str(error)) from None
+                _check_new(workdir)  # Another import may have ended since it was asked first.
+        _import_into(workdir, command, say)
+
+
+def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], None]) -> None:
+    started = time.perf_counter()
+    own = workdir / MODEL_FOLDER
+    with failing_together():
+        source = model_directory(command.config.model.from_hf)
+        if jax.process_index() == 0:
+            with writing("import_hf", own):
+                _copy_small_files(source, own)
+    config = command.config.copy_and_resolve_references().unlock()
+    if config.data.tokenizer == config.model.from_hf:
+        config.data.tokenizer = ""  # That of the copy.
+    config.model.from_hf = str(own)
+    experiment = prepare(fill_from_hf(config.lock()))
+    with open_checkpoints(experiment.config, workdir) as checkpoints:
+        loaded = load(experiment.program, source, jax.random.key(config.seed))
+        extra = {
+            "position": 0,
+            "config": experiment.config.to_dict(),
+            "data": experiment.task.dataset.fingerprint,
+            "recorder": {"totals": {}, "latest": {}, "skipped": 0},
+            "files": dict.fromkeys(PLACED_FILES, 0),
+        }
+        checkpoints.save(experiment.program, loaded.state, step=0, extra=extra)
+    say(
+        f"read {describe_bytes(loaded.bytes_read)} of {loaded.tensors} tensors in "
+        f"{loaded.seconds:.1f} s; saved after {time.perf_counter() - started:.1f} s; "
+        f"at most {describe_bytes(peak_memory())} of memory in this process"
+    )
+    say(
+        f"to train it: python -m experiments.fsdp --config={command.config_path} "
+        f"--config.model.from_hf={own} --workdir={workdir}"
+    )
+
+
+def export_command(argv: Sequence[str]) -> int:
+    """Writes the model in a workdir as a directory of files; returns the exit code."""
+    parser = OneSentenceParser(
+        prog="python -m experiments.export_hf",
+        description="Writes the model in a workdir as safetensors files that transformers loads.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--workdir", type=path_flag, required=True, help="the folder of the run")
+    parser.add_argument("--to", type=path_flag, required=True, help="the directory to make")
+    parser.add_argument(
+        "--like", type=path_flag, help="where the model came from: config, tokenizer and dtypes"
+    )
+    parser.add_argument("--family", default="", help="without --like, such as llama")
+    parser.add_argument("--dtype", default="", help="of all tensors, such as bfloat16")
+    parser.add_argument("--max-shard-bytes", type=int, default=SHARD_BYTES, help="of a file")
+    parser.add_argument("--devices", type=int, help="how many CPU devices to simulate")
+    flags = parser.parse_args(list(argv[1:]))
+    quiet_absl()
+
+    def start() -> Cluster:
+        saved_config(flags.workdir)
+        simulate_devices(flags.devices)
+        return initialize()
+
+    def work(say: Callable[[str], None]) -> None:
+        started = time.perf_counter()
+        config = saved_config(flags.workdir)
+        like, source = flags.like, config.model.get("from_hf", "")
+        if like is None and not flags.family and source:
+            like = user_path(source) if (user_path(source) / CONFIG_FILE).exists() else None
+        experiment = prepare_saved(config)
+        dataset: Any = experiment.task.dataset
+        restored = restore_saved(experiment, flags.workdir, report=say)
+        target = export_hf(
+            experiment.program,
+            restored.state,
+            flags.to,
+            like=like,
+            family=flags.family,
+            dtype=flags.dtype,
+            # The data knows it: that of token files lies beside them.
+            tokenizer=next(iter(dataset.tokenizer.files), None) if like is None else None,
+            max_shard_bytes=flags.max_shard_bytes,
+        )
+        if isinstance(target, BucketPath):
+            size = sum(target.files().values())
+        else:
+            size = sum(path.stat().st_size for path in target.iterdir())
+        say(
+            f"wrote step {restored.step}, {describe_bytes(size)}, to {target} in "
+            f"{time.perf_counter() - started:.1f} s; at most {describe_bytes(peak_memory())} of "
+            "memory in this process"
+        )
+
+    return _answer(start, work)
+
+
+def peak_memory() -> int:
+    """The most bytes of memory that this process has had."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def _answer(start: Callable[[], Cluster], work: Callable[[Callable[[str], None]], None]) -> int:
+    """Runs a command in all processes, and says a user's mistake in a sentence."""
+    try:
+        with start() as cluster:
+            try:
+                work(print if cluster.is_main else lambda line: None)
+            except (UsageError, ValueError, CheckpointError) as error:
+                if cluster.is_main or isinstance(error, DisagreementError):
+                    print_error(describe_mistake(error))
+                return _code(error)
+    except (UsageError, ValueError, OSError) as error:
+        print_error(describe_mistake(error))
+        return _code(error)
+    return 0
+
+
+def _code(error: Exception) -> int:
+    """The exit code for an error that is told in a sentence."""
+    code = exit_code(error)
+    return USAGE_EXIT_CODE if code == FAILED_EXIT_CODE else code
+
+
+def _check_new(workdir: AnyPath) -> None:
+    if open_folder(workdir / FOLDER).steps():
+        raise ValueError(f"--workdir={workdir} holds a run, expected a new folder.")
+
+
+def _copy_small_files(source: Path, folder: AnyPath) -> None:
+    """Copies the config and the tokenizer of a model, in place of those that are there."""
+    if isinstance(folder, Path):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name in (CONFIG_FILE, *TOKENIZER_FILES):
+        if (source / name).exists():
+            with open_file(source / name, follow_links=True) as file:
+                (folder / name).write_bytes(file.read())
+        elif isinstance(folder, BucketPath):  # Of another model, whose import has failed.
+            (folder / name).delete()
+        else:
+            (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,301 @@
+"""What the steps of configs send, hold and compute, before one of them runs.
+
+Each config is traced and, unless it is for too many devices to simulate, compiled; nothing is
+trained. The ledgers are printed, written as JSON, drawn, compared with older ones, and held against
+budgets. The folder of the results has
+
+    <config>.json   the ledger, see `manualpar.inspect.step_ledger`, and the config
+    inspect.png     all of them, see `manualpar.commands.inspection_picture`
+    <config>.schedule.png   with --schedule, the schedule of its pipeline
+
+The exit code is 1 if a budget is broken.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import rich.console
+
+from manualpar.commands.command_line import (
+    CommandLine,
+    Flag,
+    NamedConfig,
+    Syntax,
+    answer,
+    results_folder,
+    users_mistakes,
+    write_json,
+)
+from manualpar.commands.inspection_picture import Bound, draw_ledgers
+from manualpar.commands.inspection_report import (
+    describe_fit,
+    print_difference,
+    print_ledger,
+    print_summary,
+    print_verdict,
+)
+from manualpar.commands.inspection_schedule import (
+    print_schedule,
+    read_schedule,
+    table_and_costs,
+)
+from manualpar.commands.schedule_picture import draw_schedule
+from manualpar.core.mesh.mesh_order import describe_links
+from manualpar.extras import require
+from manualpar.inspect.budget_writing import budget_text, replace_budget
+from manualpar.inspect.budgets import (
+    Budget,
+    budget_for,
+    check_budget,
+    parse_budgets,
+    parse_size,
+    read_budgets,
+)
+from manualpar.inspect.communication import as_number, bytes_by_axes, total_bytes
+from manualpar.inspect.ledger_difference import Json, compare_ledgers
+from manualpar.inspect.provenance import OTHER
+from manualpar.inspect.step_ledger import ledger
+from manualpar.inspect.trained_parts import trained_parts
+from manualpar.models import Transformer
+from manualpar.models.transformer_sends import transformer_sends
+from manualpar.system.reports.tables import print_line
+from manualpar.system.storage.untrusted import read_object
+from manualpar.training.devices import simulate_devices
+from manualpar.training.experiment import Experiment, prepare
+from manualpar.training.watching.writers import check_workdir
+from manualpar.usage import UsageError, print_error
+
+BROKEN_EXIT_CODE = 1
+PICTURE = "inspect.png"
+# The keys without which a ledger from a file cannot be compared.
+NEEDED = ("mesh", "bytes", "counts", "collectives", "flops", "memory", "compiled")
+MOST_COMPILED = 64
+INSPECT_FLAGS: Mapping[str, Flag] = {
+    "devices": Flag(
+        "How many devices a step is for, by default those there are (8 simulated ones where the "
+        "CPU is all there is).",
+        int,
+    ),
+    "compile": Flag(
+        "Whether to compile the steps too, for simulated CPU devices if --devices is given; by "
+        f"default, up to {MOST_COMPILED} devices. --nocompile needs no devices, however many.",
+        bool,
+    ),
+    "output": Flag("Folder of the results, by default a new runs/inspect/<next number>.", Path),
+    "against": Flag(
+        "A ledger written before, or a folder of them, to show the difference to.", Path
+    ),
+    "budget": Flag("A TOML file with the most that each config may send, hold and compute.", Path),
+    "write_budget": Flag("Writes what is measured into the file that --budget names.", bool, False),
+    "schedule": Flag(
+        "Prints the schedule of each config's pipeline too, and draws it.", bool, False
+    ),
+    "memory": Flag(
+        "What a device has, such as 16GiB, or the name of a chip such as v5p: marked in the "
+        "picture."
+    ),
+}
+
+
+def inspect_syntax(chip_memory: Callable[[str], int]) -> Syntax:
+    """The flags, refined so that `compile` is never `None`, and `memory` is a `Bound` if given.
+
+    `chip_memory` returns the bytes of a chip of a name, or raises `ValueError`.
+    """
+
+    def refine(line: CommandLine) -> None:
+        flags = line.flags
+        if flags.write_budget and not flags.budget:
+            raise UsageError(
+                "--write_budget needs the name of the file, as in --budget=configs/budgets.toml "
+                "--write_budget."
+            )
+        if flags.compile is None:
+            flags.compile = (flags.devices or 1) <= MOST_COMPILED
+        if flags.memory is not None:
+            flags.memory = _read_memory(flags.memory, chip_memory)
+
+    return Syntax(INSPECT_FLAGS, takes_several=True, refine=refine)
+
+
+def _read_memory(text: str, chip_memory: Callable[[str], int]) -> Bound:
+    """The memory of a device: a size, or that of a chip."""
+    if size := parse_size(text):
+        return Bound("device", size)
+    with users_mistakes(f"--memory={text}: expected a size such as 16GiB, or a chip: "):
+        return Bound(text, chip_memory(text))
+
+
+def inspect_command(line: CommandLine) -> int:
+    """Does what a command line asks for, for `absl.app.run`; returns the exit code."""
+    broken: list[str] = []
+    code = answer(lambda console: _inspect(line, console, broken))
+    for sentence in broken:
+        print_error(f"over budget: {sentence}")
+    return BROKEN_EXIT_CODE if broken else code
+
+
+def read_ledger(
+    named: NamedConfig, *, devices: int | None, compile: bool, needs_pipeline: bool = False
+) -> dict[str, Any]:
+    """Traces the step of a config, for so many devices or those there are; compiles it if asked to.
+
+    Returns:
+      `Ledger.to_json()`, and `config_file`, `config`, `devices`, `jax`; `predicted_is_bound`:
+      whether the closed form is the most that is sent; `predicted_layers`: the closed form of what
+      split layers send, `None` if there is none; `schedule`: see `read_schedule`; and `parts`: see
+      `trained_parts`. Compiled collectives have a `purpose` and a `module` as far as XLA has kept
+      them, joined with `+` where XLA merged several.
+
+    Raises:
+      UsageError: The config contradicts itself or the devices, or the step cannot be read; or it
+        `needs_pipeline` and has none.
+    """
+    with users_mistakes(f"{named.path}: "):
+        experiment = prepare(named.config, devices=None if compile else devices)
+        mesh = experiment.program.mesh
+        if needs_pipeline and experiment.program.step.pipeline is None:
+            raise UsageError(
+                f"--schedule: {named.path} has no pipeline on the mesh {dict(mesh.shape)}; "
+                "expected one with an axis over which layers are in stages, as by "
+                """--config.parallel.mesh="{'data': -1, 'stage': 2}"."""
+            )
+        schedule = read_schedule(experiment.program)
+        read = ledger(experiment.program, compile=compile)
+    found, root = read.to_json(), type(experiment.task.model).__name__
+    if read.compiled:
+        shown = found["compiled"]["collectives"]
+        for each, values in zip(read.compiled.collectives, shown, strict=True):
+            names = each.names(root)
+            values["purpose"] = "+".join(dict.fromkeys(name for name, _ in names)) or OTHER
+            values["module"] = "+".join(dict.fromkeys(name for _, name in names if name))
+    return {
+        "config_file": str(named.path),
+        "config": named.config.to_dict(),
+        "devices": mesh.size,
+        "links": describe_links(mesh) if isinstance(mesh, jax.sharding.Mesh) else "",
+        "jax": jax.__version__,
+        "compiler_options": str(experiment.chosen),
+        "predicted_is_bound": experiment.program.strategy.reshard_after_forward,
+        "predicted_layers": _predict_layers(experiment, read.stage or 0),
+        "schedule": schedule,
+        "parts": trained_parts(experiment.program, read.collectives),
+        **found,
+    }
+
+
+def _predict_layers(experiment: Experiment, stage: int) -> Json | None:
+    program, model = experiment.program, experiment.task.model
+    if program.mode != "manual" or not isinstance(model, Transformer):
+        return None
+    if experiment.config.model.lora:  # Adapters of row-parallel layers send too.
+        return None
+    try:
+        sends = transformer_sends(program, model, stage=stage)
+    except ValueError:  # There is no closed form.
+        return None
+    by_axes = {",".join(axes): as_number(sent) for axes, sent in bytes_by_axes(sends).items()}
+    return {"total": as_number(total_bytes(sends)), "by_axes": by_axes}
+
+
+def _inspect(line: CommandLine, console: rich.console.Console, broken: list[str]) -> Path:
+    """Returns the folder of the results; adds a sentence for each broken limit."""
+    flags, names = line.flags, [named.name for named in line.configs]
+    with users_mistakes():  # All that can be checked and read before something is traced.
+        require(PICTURE, "matplotlib")
+        budgets = {} if flags.write_budget else _read_budgets(flags.budget, names)
+        earlier = {name: _read_earlier(flags.against, name) for name in names if flags.against}
+        if flags.output:
+            check_workdir(flags.output, "--output")  # What was inspected may be written again.
+    ledgers = _read_ledgers(line, console)
+    if len(ledgers) > 1:
+        print_summary(console, ledgers)
+    for name, (path, before) in earlier.items():
+        print_difference(console, name, compare_ledgers(before, ledgers[name]), path)
+    verdicts = {
+        name: check_budget(budget, ledgers[name], flags.budget) for name, budget in budgets.items()
+    }
+    bounds = {name: [flags.memory] if flags.memory else [] for name in names}
+    for name, verdict in verdicts.items():
+        print_verdict(console, name, verdict)
+        broken += verdict.broken
+        if (allowed := budgets[name].most("peak_memory")) is not None:
+            bounds[name].insert(0, Bound("budget", allowed))
+    with results_folder(flags.output, Path("runs") / "inspect", flag="--output") as output:
+        for name, found in ledgers.items():
+            write_json(output / f"{name}.json", found)
+        draw_ledgers(ledgers, output / PICTURE, bounds=bounds)
+        for name in ledgers if flags.schedule else ():
+            table, costs = table_and_costs(ledgers[name]["schedule"])
+            draw_schedule(table, output / f"{name}.schedule.png", title=name, costs=costs)
+    if flags.write_budget:
+        _write_budgets(flags.budget, ledgers)
+        print_line(console, f"budgets: {flags.budget}")
+    return output
+
+
+def _read_ledgers(line: CommandLine, console: rich.console.Console) -> dict[str, Json]:
+    """Reads and prints the ledger of each config."""
+    flags = line.flags
+    if flags.compile or flags.devices is None:  # Otherwise no device is needed.
+        try:
+            simulate_devices(flags.devices)
+        except RuntimeError as error:
+            raise UsageError(f"--devices={flags.devices}: {error}.") from error
+        except ValueError as error:
+            raise UsageError(f"{error} --nocompile needs no devices, however many.") from error
+    ledgers: dict[str, Json] = {}
+    for named in line.configs:
+        options = {"compile": flags.compile, "needs_pipeline": flags.schedule}
+        found = read_ledger(named, devices=flags.devices, **options)
+        ledgers[named.name] = found
+        print_ledger(console, named.name, found)
+        if flags.schedule:
+            print_schedule(console, named.name, found["schedule"])
+        if found["memory"] and flags.memory is not None:
+            bound: Bound = flags.memory
+            words = describe_fit(found["memory"]["peak"], bound.name, bound.size)
+            print_line(console, f"{named.name}: memory: {words}\n")
+    return ledgers
+
+
+def _read_budgets(path: Path | None, names: list[str]) -> dict[str, Budget]:
+    if path is None:
+        return {}
+    with users_mistakes(f"--budget={path}: "):
+        budgets = read_budgets(path)
+    return {name: budget_for(budgets, name, path) for name in names}
+
+
+def _write_budgets(path: Path, ledgers: Mapping[str, Json]) -> None:
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        earlier = parse_budgets(text, path)
+        for name, found in ledgers.items():
+            text = replace_budget(text, name, budget_text(name, found, earlier.get(name)))
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--budget={path} cannot be written: {error}.") from error
+
+
+def _read_earlier(against: Path, name: str) -> tuple[Path, Json]:
+    """The ledger to compare with, and its file."""
+    path = against / f"{name}.json" if against.is_dir() else against
+    try:
+        found = read_object(path, follow_links=True)
+    except OSError as error:
+        raise UsageError(
+            f"--against={against}: {path} cannot be read ({error.strerror or error}); name a "
+            "ledger that this command has written, or a folder of them."
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"--against={against}: {path} {error}.") from error
+    missing = [key for key in NEEDED if key not in found]
+    if missing:
+        raise UsageError(
+            f"--against={against}: {path} lacks {', '.join(missing)}; expected a ledger that this "
+            "command has written."
+        )
+    return path, found

@@ -1,0 +1,159 @@
+"""Ledgers as a picture: for each step the bytes that it sends, by purpose, and that it holds.
+
+Lines mark what the bytes can be compared with: the closed form of the strategy, the compiled step,
+and bounds such as the memory of a chip.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from manualpar.commands.inspection_report import describe_fit, read_collectives
+from manualpar.core.tracing import scopes as purposes
+from manualpar.inspect.ledger_difference import Json, sent_by
+from manualpar.system.reports import pictures
+from manualpar.system.reports.pictures import Bar
+from manualpar.system.reports.tables import describe_bytes
+
+# Blue is for parameters, red for gradients, green for activations; the others send little.
+PURPOSE_COLORS = {
+    purposes.GATHER_SCOPE: pictures.BLUE,
+    purposes.REGATHER: pictures.SKY,
+    purposes.NEW_PARAMS_SCOPE: pictures.SKY,
+    purposes.SCATTER_SCOPE: pictures.RED,
+    purposes.REDUCE_SCOPE: pictures.ORANGE,
+    purposes.CAST_SCOPE: pictures.ORANGE,
+    purposes.TENSOR_SCOPE: pictures.GREEN,
+    purposes.SEQUENCE_SCOPE: pictures.GREEN,
+    purposes.EXPERT_SCOPE: pictures.GREEN,
+    purposes.CROSS_ENTROPY_SCOPE: pictures.GREEN,
+    purposes.CONTEXT_SCOPE: pictures.GREEN,
+    purposes.PIPELINE_SCOPE: pictures.GREEN,
+    purposes.EXAMPLES_SCOPE: pictures.GREEN,
+    purposes.OPTIMIZER_SCOPE: pictures.PINK,
+}
+ONE_SCALE = 12.0  # Beyond this ratio the smallest step could not be seen on one scale.
+NEAR = 2.5  # A bound that is this many times larger is written, not drawn.
+# The lines across bars.
+CLOSED_FORM, COMPILED, BOUND = "-", ":", "--"
+
+
+class Bound(NamedTuple):
+    """A limit on memory, and what it is called."""
+
+    name: str
+    size: int
+
+
+class _Mark(NamedTuple):
+    """A line across a bar, and its text."""
+
+    x: float
+    line: str
+    text: str
+
+
+class _Panel(NamedTuple):
+    """One half of a ledger's picture: all bytes in the first bar, and parts of them below."""
+
+    bars: list[Bar]
+    marks: list[_Mark]
+
+    @property
+    def longest(self) -> float:
+        total = self.bars[0].length
+        near = [mark.x for mark in self.marks if mark.line != BOUND or mark.x <= NEAR * total]
+        return max([total, *near])
+
+
+def draw_ledgers(
+    ledgers: Mapping[str, Json], path: Path, *, bounds: Mapping[str, Sequence[Bound]]
+) -> None:
+    """Draws the JSON of each config's step, and the bounds of its memory, into a PNG file.
+
+    Raises:
+      MissingExtraError: matplotlib is not installed.
+    """
+    panels = [(_sent(ledger), _held(ledger, bounds[name])) for name, ledger in ledgers.items()]
+    lines = [max(2, len(sent.bars), len(held.bars)) for sent, held in panels]
+    ends = [_ends([panel.longest for panel in column]) for column in zip(*panels, strict=True)]
+    differ = any(len(set(column)) > 1 for column in ends)
+    title = (
+        "Of a device in a step: what it sends (left), and what it holds at the peak (right)"
+        f"{'; mind the scales, which differ' * differ}\n"
+        "Lines: solid the closed form of the strategy, dotted as compiled, dashed a bound"
+    )
+    size = (15, 0.33 * sum(lines) + 0.85 * len(lines) + 1.2)
+    with pictures.new_figure(path.name, size, title=title) as figure:
+        grid = figure.subplots(len(panels), 2, squeeze=False, height_ratios=lines)
+        for row, (name, ledger) in enumerate(ledgers.items()):
+            for column in (0, 1):
+                axes = grid[row, column]
+                _draw_panel(axes, panels[row][column], ends[column][row])
+                axes.set_ylim(lines[row] - 0.45, -0.65)
+            mesh = " x ".join(f"{axis}={size:,}" for axis, size in ledger["mesh"].items())
+            heading = f"{name}: {ledger['name']}, {mesh}"
+            grid[row, 0].set_title(heading, fontweight="bold", pad=20)
+        figure.savefig(path)
+
+
+def _sent(ledger: Json) -> _Panel:
+    """What a step sends by purpose, the most bytes first."""
+    sums = sent_by(read_collectives(ledger), "purpose")
+    parts = [
+        (f"{purpose}  {sent.times:,} ×", sent.bytes, PURPOSE_COLORS.get(purpose, pictures.GREY))
+        for (purpose,), sent in sorted(sums.items(), key=lambda item: -item[1].bytes)
+    ]
+    marks = []
+    if predicted := ledger["predicted_bytes"]:
+        bound = "at most " if ledger["predicted_is_bound"] else ""
+        text = f"closed form {bound}{describe_bytes(predicted['total'])}"
+        marks.append(_Mark(predicted["total"], CLOSED_FORM, text))
+    return _panel("sent", parts, marks + _as_compiled(ledger, "bytes"))
+
+
+def _held(ledger: Json, bounds: Sequence[Bound]) -> _Panel:
+    """What a step holds at its peak by class."""
+    if not (memory := ledger["memory"]):
+        return _Panel([Bar("memory: not known", [], "")], [])
+    colors = {**pictures.MEMORY_COLORS, "other": pictures.GREY}
+    parts = [(name, memory[name], color) for name, color in colors.items() if memory[name]]
+    marks = _as_compiled(ledger, "peak")
+    for name, size in bounds:
+        marks.append(_Mark(size, BOUND, describe_fit(memory["peak"], name, size)))
+    return _panel("held", parts, marks)
+
+
+def _as_compiled(ledger: Json, key: str) -> list[_Mark]:
+    compiled = ledger["compiled"]
+    text = compiled and f"compiled {describe_bytes(compiled[key])}"
+    return [_Mark(compiled[key], COMPILED, text)] if compiled else []
+
+
+def _panel(label: str, parts: Sequence[tuple[str, float, str]], marks: list[_Mark]) -> _Panel:
+    total = sum(size for _, size, _ in parts)
+    bars = [Bar(f"{label}  {describe_bytes(total)}", [part[1:] for part in parts], "")]
+    for name, size, color in parts:
+        share = f"  ({size / total:.0%})" if total else ""
+        bars.append(Bar(name, [(size, color)], describe_bytes(size) + share))
+    return _Panel(bars, marks)
+
+
+def _draw_panel(axes: Any, panel: _Panel, end: float) -> None:
+    pictures.draw_bars(axes, panel.bars, end=end)
+    pictures.scale_in_bytes(axes)
+    axes.get_yticklabels()[0].set_fontweight("bold")
+    for x, line, _ in panel.marks:
+        if x <= end:
+            axes.plot([x, x], [-0.52, 0.52], color=pictures.INK, linestyle=line, linewidth=2)
+    above = {"xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
+    words = "     ".join(mark.text for mark in panel.marks)
+    axes.annotate(words, (0, 1), color=pictures.DARK, **above)
+
+
+def _ends(longest: Sequence[float]) -> list[float]:
+    """The ends of the scales: the same for all steps, unless some could not be seen then."""
+    shown = [length for length in longest if length] or [1.0]
+    if max(shown) <= ONE_SCALE * min(shown):
+        return [pictures.ROOM * max(shown)] * len(longest)
+    return [pictures.ROOM * (length or 1.0) for length in longest]

@@ -1,0 +1,99 @@
+"""A schedule of a pipeline as a picture: what each stage does when, and how much it keeps."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manualpar.layers.pipeline.schedule_table import Costs, Table
+from manualpar.layers.pipeline.schedule_text import describe_place
+from manualpar.system.reports import pictures
+from manualpar.system.reports.tables import describe_flops, describe_share
+
+# Of F and of B, by chunks from the input of the model on; they begin again where they end.
+COLORS = {"F": (pictures.BLUE, pictures.SKY), "B": (pictures.RED, pictures.ORANGE)}
+IDLE = "#EEF0F2"
+MOST_NUMBERS = 48  # The ticks of which each has room for a number.
+MOST_NAMED = 8
+
+
+def draw_schedule(table: Table, path: Path, *, title: str, costs: Costs | None = None) -> None:
+    """Draws a table into a PNG file: time to the right, a row for each stage, what is kept below.
+
+    A tick is as wide as its slowest stage is slow.
+
+    Args:
+      table: The table.
+      path: The file.
+      title: The title.
+      costs: The operations of parts of a tick. Without them a B takes two F, and nothing else
+        takes time.
+
+    Raises:
+      MissingExtraError: matplotlib is not installed.
+    """
+    height = 1.2 + 0.4 * table.num_stages
+    with pictures.new_figure(path.name, (13, 3.6 + height), title=title) as figure:
+        stages, kept = figure.subplots(2, 1, sharex=True, height_ratios=(height, 1.6))
+        _draw_stages(stages, table, costs or Costs())
+        _draw_inputs(kept, table, costs or Costs())
+        kept.set_xlabel("time, in F of a chunk" if costs is None else "operations of a device")
+        if costs:
+            kept.xaxis.set_major_formatter(lambda flops, position: describe_flops(flops))
+        figure.savefig(path)
+
+
+def _starts(table: Table, costs: Costs) -> np.ndarray:
+    """When each tick starts, and when the last one ends."""
+    return np.concatenate([[0.0], np.cumsum(table.tick_times(costs))])
+
+
+def _draw_stages(axes: Any, table: Table, costs: Costs) -> None:
+    starts = _starts(table, costs)
+    forward, backward = table.busy(costs)
+    for kind, lengths, lefts in (
+        ("forward", forward, np.broadcast_to(starts[:-1, None], forward.shape)),
+        ("backward", backward, starts[:-1, None] + forward),
+    ):
+        microbatches, chunks = table.rows[f"{kind}_microbatch"], table.rows[f"{kind}_chunk"]
+        places = np.nonzero(microbatches >= 0)
+        colors = COLORS["F" if kind == "forward" else "B"]
+        axes.barh(
+            places[1],
+            lengths[places],
+            left=lefts[places],
+            color=[colors[chunk % len(colors)] for chunk in chunks[places]],
+            edgecolor="white",
+            linewidth=0.6,
+            height=0.8,
+        )
+        if table.num_ticks <= MOST_NUMBERS:
+            for tick, stage in zip(*places, strict=True):
+                text = describe_place(table, microbatches[tick, stage], chunks[tick, stage])
+                middle = lefts[tick, stage] + lengths[tick, stage] / 2
+                axes.text(middle, stage, text, ha="center", va="center", color="white")
+    axes.set_yticks(range(table.num_stages), [f"stage {i}" for i in range(table.num_stages)])
+    axes.set_ylim(table.num_stages - 0.5, -0.5)
+    axes.set_xlim(0, starts[-1])
+    axes.set_facecolor(IDLE)
+    axes.grid(visible=False)
+    axes.tick_params(left=False)
+    axes.set_title(
+        f"Microbatches forward (blue) and backward (red); a device idles for "
+        f"{describe_share(table.idle_share(costs))} of the time"
+    )
+
+
+def _draw_inputs(axes: Any, table: Table, costs: Costs) -> None:
+    """Draws how many inputs of chunks a stage keeps in each tick."""
+    starts = _starts(table, costs)
+    shades = np.linspace(0.75, 0, table.num_stages)
+    for stage, kept in enumerate(table.kept.T):
+        axes.stairs(kept, starts, baseline=None, color=str(shades[stage]), label=f"stage {stage}")
+    axes.axhline(table.activation_slots, color=pictures.GREEN, linestyle="--", linewidth=1)
+    axes.set_ylim(0, 1.15 * table.activation_slots)
+    axes.set_title(f"Inputs that a stage keeps, in {table.activation_slots} slots")
+    if table.num_stages <= MOST_NAMED:
+        axes.legend(
+            ncols=table.num_stages, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0
+        )

@@ -1,0 +1,128 @@
+"""Training from a command line to an exit code of `manualpar.training.exit_codes`."""
+
+import sys
+import time
+
+from manualpar.commands.command_line import CommandLine, quiet_absl
+from manualpar.commands.shared_facts import experiment_facts, run_facts
+from manualpar.system.cluster import TERMINATED_EXIT_CODE, Cluster, DisagreementError, initialize
+from manualpar.system.reports.tables import print_line
+from manualpar.system.storage import AnyPath, BucketError
+from manualpar.training.config import check_config
+from manualpar.training.devices import simulate_devices
+from manualpar.training.exit_codes import (
+    EXIT_CODES,
+    FILES_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    end_all,
+    ending_all,
+    exit_code,
+)
+from manualpar.training.experiment import Experiment, prepare
+from manualpar.training.fit import check_fits
+from manualpar.training.recorder import NonFiniteError
+from manualpar.training.run import run
+from manualpar.training.trainer import StoppedError
+from manualpar.training.watching.screen import make_console
+from manualpar.training.workdir import check_folder, choose_workdir
+from manualpar.usage import (
+    INTERRUPTED_EXIT_CODE,
+    USAGE_EXIT_CODE,
+    UsageError,
+    describe_mistake,
+    print_error,
+)
+
+NONFINITE_MEND = (
+    ". config.training.on_nonfinite='skip' leaves such an update out, 'rollback' goes back to the "
+    "latest checkpoint and past the batch."
+)
+
+
+def run_command(command: CommandLine) -> int:
+    """Trains what a command line asks for, and returns the exit code."""
+    started = time.perf_counter()
+    quiet_absl()
+    config, flags = command.config, command.flags
+    try:
+        # Everything that can be checked before there are devices.
+        check_config(config)
+        changes = check_folder(config, flags.workdir)
+        simulate_devices(flags.devices, force=flags.force)
+        cluster = initialize(
+            coordinator_address=flags.coordinator_address,
+            num_processes=flags.num_processes,
+            process_id=flags.process_id,
+            timeout_seconds=config.watch.lost_seconds,
+            facts=run_facts(command),
+        )
+    except BucketError as error:
+        print_error(error)
+        return FILES_EXIT_CODE
+    except (UsageError, ValueError, ConnectionError) as error:
+        print_error(error)
+        return USAGE_EXIT_CODE
+    except OSError as error:
+        print_error(f"--workdir={flags.workdir} cannot be read: {error}")
+        return FILES_EXIT_CODE
+    with cluster.stop_on_sigterm(), cluster:
+        return _run(command, cluster, changes=changes, started=started)
+
+
+def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started: float) -> int:
+    """Prepares and runs what a command line asks for, in all processes."""
+    console = make_console(process=cluster.process_id)
+    remains, goes_on = "nothing was written", ""
+    try:
+        with ending_all(cluster):
+            experiment, workdir = _prepare(command, cluster)
+            remains = f"the results so far are in {workdir}"
+            if command.config.checkpoint.every_steps:
+                goes_on = f", and the same command with --workdir={workdir} goes on"
+            for change in changes:
+                print_line(console, change)
+            result = run(experiment, workdir, cluster=cluster, console=console)
+            cluster.nothing_to_lose()
+    except KeyboardInterrupt:
+        print_error(f"interrupted; {remains}{goes_on}")
+        return INTERRUPTED_EXIT_CODE
+    except StoppedError as error:
+        how = f"which is saved; the same command with --workdir={workdir} goes on"
+        if not error.is_saved:
+            how = f"which is not saved, since config.checkpoint.every_steps is 0; {remains}"
+        if cluster.is_main:
+            print(f"{error}, {how}", file=sys.stderr)
+        return STOPPED_EXIT_CODE if error.is_saved else TERMINATED_EXIT_CODE
+    except tuple(EXIT_CODES) as error:
+        before = "" if isinstance(error, UsageError) else f"stopped, {remains}; "
+        mend = NONFINITE_MEND if isinstance(error, NonFiniteError) else ""
+        print_error(f"{before}{error}{mend}")
+        return exit_code(error)
+    if result.sample:
+        print_line(console, "sample:")
+        for line in result.sample.splitlines():
+            print_line(console, f"  {line}")
+    headline = experiment.task.headline
+    print_line(console, f"test {headline.replace('_', ' ')}: {result.metrics[headline]:.4f}")
+    print_line(console, f"time: {time.perf_counter() - started:.1f} s")
+    print_line(console, f"results: {workdir}")
+    return 0
+
+
+def _prepare(command: CommandLine, cluster: Cluster) -> tuple[Experiment, AnyPath]:
+    """The experiment, checked in all processes, and its folder."""
+    try:
+        cluster.enter("preparing")
+        experiment = prepare(command.config)
+        cluster.enter("comparing what it prepared")
+        if cluster.num_processes > 1:
+            cluster.agree(experiment_facts(experiment))
+        cluster.enter("starting")
+        if not command.flags.force:
+            check_fits(experiment)
+        return experiment, choose_workdir(command.flags.workdir, name=command.config_path.stem)
+    except (UsageError, ValueError) as error:
+        mistake = UsageError(describe_mistake(error))
+        if not isinstance(error, DisagreementError):  # The others may not have made it.
+            end_all(cluster, mistake)
+        raise mistake from error

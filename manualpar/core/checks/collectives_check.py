@@ -1,0 +1,143 @@
+"""Refuses traced programs that are wrong in ways that the types of `check_vma=True` do not see.
+
+A collective waits for all devices along its axes. Inside a `cond` or a `while` whose condition
+varies over such an axis some devices would take part and others not: the program then hangs, or
+matches one device's collective with another's of the same size and computes nonsense. The types do
+not forbid it, but they say where it can happen. A permutation waits for more: in XLA it is one
+operation of all devices of the program, whatever the axis, so that a condition over any axis makes
+it hang. (A pipeline's stages branch on their index, and gather over the data axes inside.)
+
+The gradient of a gather is written by hand, for the derivative that a step takes. A model or a loss
+that differentiates a gathered parameter by itself gets the sum over the devices instead of the
+mean. It shows where nothing else is differentiated: in evaluation, and in the loss of training
+alone.
+"""
+
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from manualpar.core.modes.manual import register_step_check
+from manualpar.core.tracing.jaxprs import TYPE_CASTS, all_equations, inner_jaxprs
+from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, GATHER_SCOPE, REGATHER, purpose_of
+
+# Primitives that name mesh axes and send nothing.
+SILENT_PRIMITIVES = TYPE_CASTS | {"axis_index", "shard_map"}
+
+
+@register_step_check
+def check_traced_steps(
+    name: str,
+    train: ClosedJaxpr,
+    evaluate: ClosedJaxpr,
+    loss: ClosedJaxpr,
+    *,
+    data_axes: tuple[str, ...],
+) -> None:
+    """Refuses the traced steps of a program, in which the batch is split over `data_axes`.
+
+    `loss` is that of training alone, see `Step.loss_alone`.
+
+    Raises:
+      ValueError: Devices would miss each other, or wait for others for ever; or a gather has lost
+        its gradient. The message says where.
+    """
+    for closed in (train, evaluate):
+        for eqn in all_equations(closed.jaxpr):
+            _check_condition(name, eqn)
+            _check_constraint(name, eqn)
+            _check_gathered_order(name, eqn, data_axes)
+    for closed in (evaluate, loss):
+        _check_derivatives(name, closed.jaxpr)
+
+
+def _check_condition(name: str, eqn: Any) -> None:
+    """Refuses collectives under a condition that differs between the devices they wait for."""
+    varying = _varying_condition(eqn)
+    jaxprs = inner_jaxprs(eqn) if varying else ()
+    for inner in (inner for _, jaxpr in jaxprs for inner in all_equations(jaxpr)):
+        is_permutation = inner.primitive.name == "ppermute"
+        missed = sorted(varying if is_permutation else varying & _communication_axes(inner))
+        if missed:
+            where = f"{eqn.source_info.name_stack}/{inner.source_info.name_stack}".strip("/")
+            what = f"{name}: a {eqn.primitive.name} contains a {inner.primitive.name} ({where}), "
+            differs = f"and its condition differs between the devices along {missed}: "
+            if is_permutation:
+                over = sorted(_communication_axes(inner))
+                raise ValueError(
+                    f"{what}over {over}, {differs}a permutation waits for all devices of the "
+                    "program, whatever its axis, so some would wait for the others for ever. "
+                    "Compute it outside of the branch or loop (a ring of attention or of products "
+                    "too) and choose with jnp.where, or make the condition the same on all devices "
+                    "(jax.lax.pmax)."
+                )
+            raise ValueError(
+                f"{what}{differs}some would wait there for the others for ever. A sharded "
+                "parameter is gathered where it is used: call the module outside of the branch or "
+                "loop and choose with jnp.where, make the condition the same on all devices "
+                "(jax.lax.pmax), or use data_parallel."
+            )
+
+
+def _check_constraint(name: str, eqn: Any) -> None:
+    """Refuses a constraint to manual axes, which JAX refuses only when it lowers the program."""
+    if eqn.primitive.name != "sharding_constraint":
+        return
+    sharding = eqn.params["sharding"]
+    manual = set(getattr(getattr(sharding, "mesh", None), "manual_axes", ()))
+    if manual & set(jax.tree.leaves(tuple(getattr(sharding, "spec", ())))):
+        raise ValueError(
+            f"{name}: the model or the loss constrains an array to {sharding.spec} with "
+            "mode='manual', maybe by jax.vmap(..., spmd_axis_name=...); expected no constraint,"
+            " because every device runs the model on its own part of the batch alone. Use "
+            "mode='auto', or take it out."
+        )
+
+
+def _check_gathered_order(name: str, eqn: Any, data_axes: tuple[str, ...]) -> None:
+    """Refuses examples that are gathered over other axes, or in another order, than they lie."""
+    axes = tuple(jax.tree.leaves(eqn.params.get("axis_name")))
+    if not axes or purpose_of(str(eqn.source_info.name_stack)) != EXAMPLES_SCOPE:
+        return
+    if axes != tuple(axis for axis in data_axes if axis in axes):
+        raise ValueError(
+            f"{name}: {EXAMPLES_SCOPE} gathers over {axes}, but the batch is split over "
+            f"{data_axes}, in this order; expected the same. Pass axis_name={data_axes!r} to it."
+        )
+
+
+def _check_derivatives(name: str, jaxpr: Jaxpr) -> None:
+    """Refuses gathers without their gradient where a step differentiates nothing."""
+    for eqn in jaxpr.eqns:
+        scope = str(eqn.source_info.name_stack)
+        if eqn.primitive.name == "all_gather" and purpose_of(scope) in (GATHER_SCOPE, REGATHER):
+            raise ValueError(
+                f"{name}: a parameter that is gathered ({scope}) is "
+                "differentiated within the model or the loss (jax.vjp, nn.vjp), expected one that "
+                "is whole: take nn.unbox(params) in the loss, and for a module that differentiates "
+                "its own parameters use replicate= or data_parallel."
+            )
+        if "custom_vjp" not in eqn.primitive.name:
+            for _, inner in inner_jaxprs(eqn):
+                _check_derivatives(name, inner)
+
+
+def _varying_condition(eqn: Any) -> frozenset[str]:
+    """The mesh axes that the condition of a branch or a loop varies over."""
+    if eqn.primitive.name == "cond":
+        condition = eqn.invars[0]
+    elif eqn.primitive.name == "while":
+        condition = eqn.params["cond_jaxpr"].jaxpr.outvars[0]
+    else:
+        return frozenset()
+    return frozenset(getattr(condition.aval, "mat", jax.typeof(0).mat).varying)
+
+
+def _communication_axes(eqn: Any) -> frozenset[str]:
+    """The mesh axes that an equation sends something along."""
+    if eqn.primitive.name in SILENT_PRIMITIVES:
+        return frozenset()
+    names = [eqn.params.get("axis_name"), *(eqn.params.get("axes") or ())]
+    flat = jax.tree.leaves(names)
+    return frozenset(axis for axis in flat if isinstance(axis, str))

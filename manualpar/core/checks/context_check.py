@@ -1,0 +1,192 @@
+"""Finds what a model or a loss computes wrongly where each device has some positions of a sequence.
+
+With a context axis a device runs the model on a part of each sequence, and not on neighbouring
+positions. What treats every position by itself is right. Whatever else a model does with positions
+has to know of the axis, see `manualpar.layers.Context`: attention, convolutions, sums, shifts,
+numbers of positions. Nothing in the shapes or the types gives away that it does not, so the loss is
+traced twice, on a device's positions and on all of them, and both traces are walked side by side.
+
+Sums over positions are right where they only go into the mean loss and the metrics, which a step
+adds up over the devices. The loss may be `sum / count`, with the count of its metric, which may be
+kept from being 0 as over data axes: a part without a valid position has the weight 0.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import PartitionSpec
+
+from manualpar.core.checks.sequence_values import is_mean, power_of_sum
+from manualpar.core.checks.sequence_walk import SequenceWalk
+from manualpar.core.checks.shard_operations import Reason
+from manualpar.core.mesh.roles import AxisRoles
+from manualpar.core.model.trace_model import UserModel
+from manualpar.core.modes.collection_sync import choose_sync
+from manualpar.core.modes.manual import register_check
+from manualpar.core.parameters.collectives import cast_to_varying
+from manualpar.core.parameters.placement import computed_specs
+from manualpar.core.parameters.split_parameter import take_shared
+from manualpar.core.tracing.scopes import CONTEXT_SCOPE
+
+_POSITIONS = (
+    "A device has some positions of a sequence, and not neighbouring ones: take their numbers from "
+    "manualpar.layers.Context(axis).positions(length), and make labels and whatever is shifted a "
+    "leaf of the batch"
+)
+_ATTENTION = (
+    "Other positions are on other devices: mix positions by nothing but the attention of "
+    "manualpar.layers.Context(axis), with ids of documents in the place of a mask, or build the "
+    "program without a context axis"
+)
+_SUM = (
+    "A sum or a mean over positions may go into the loss and the metrics, which are added up over "
+    "the devices: divide by the count of metrics['loss'], kept from being 0 by jnp.maximum(count, "
+    "1), jnp.where(count > 0, count, 1) or count + 1e-8. For anything else sum "
+    "over the devices too, with manualpar.layers.Context(axis).total or jax.lax.psum, in "
+    "nn.BatchNorm with all of program.data_axes as its axis_name"
+)
+_MENDS: Mapping[Reason, str] = {
+    "examples": "Each device has some positions of its examples: name the axes that split examples "
+    "alone, gather_examples(x, axis_name=...) without the context axis",
+    "axis": "Give Context the axis that context_axis names, and layers another one",
+    "constant": _POSITIONS,
+    "convolution": _ATTENTION,
+    "loop": _ATTENTION,
+    "mixed": _POSITIONS,
+    "pad": _POSITIONS,
+    "parts": _POSITIONS,
+    "product": _ATTENTION,
+    "program": f"The code depends on the length of a sequence. {_POSITIONS}. What knows of the "
+    f"axis by itself stands in jax.named_scope({CONTEXT_SCOPE!r})",
+    "random": "Draw them for each position, with the key that the model or the loss is given",
+    "reduction": _ATTENTION,
+    "reshape": "Keep positions whole and in one order, and group no neighbours, because they may "
+    "be on other devices",
+    "size": _POSITIONS,
+    "sum": _SUM,
+    "two dims": _ATTENTION,
+    "unknown": "It is not known whether that is right for some positions of a sequence. If it is, "
+    f"put it in jax.named_scope({CONTEXT_SCOPE!r})",
+}
+
+
+@register_check
+def check_context(strategy: str, model: UserModel, batch: Any, roles: AxisRoles) -> None:
+    """Refuses a model or a loss that is wrong on some of a sequence's positions.
+
+    Nothing is compiled. Code in the scope of context parallelism is taken for right.
+
+    Args:
+      strategy: The strategy's name, for messages.
+      model: The model and its loss, in a mode that writes its collectives.
+      batch: The abstract global batch.
+      roles: The roles of all axes; without one that splits dim 1 of the batch all is right.
+
+    Raises:
+      ValueError: An operation mixes positions, or is not known not to; its module is named.
+    """
+    axis = roles.context_axis
+    if axis is None or not model.mode.writes_collectives or model.mode.mesh.shape[axis] == 1:
+        return
+    devices = model.mode.mesh.shape[axis]
+    sizes = {**model.mode.mesh.shape, axis: 1}
+    mesh: Any = model.mode.mesh.abstract_mesh.update(axis_sizes=tuple(sizes.values()))
+    whole = dataclasses.replace(model, mode=dataclasses.replace(model.mode, mesh=mesh))
+    complaint = f"{strategy}: with context_axis={axis!r}"
+    for training in (True, False):
+        (part_jaxpr, results), (whole_jaxpr, _) = (
+            _traced(each, batch, roles, training=training) for each in (model, whole)
+        )
+        walk = SequenceWalk(axis, devices, _MENDS, complaint)
+        outputs = walk.outputs(part_jaxpr, whole_jaxpr)
+        loss, metrics, collections = jax.tree.unflatten(results, outputs)
+        _check_measured(complaint, loss, metrics)
+        if collections is not None:
+            _check_collections(complaint, model, axis, collections)
+
+
+def _traced(
+    model: UserModel, batch: Any, roles: AxisRoles, *, training: bool
+) -> tuple[ClosedJaxpr, Any]:
+    """The program of a device's loss, and the structure of (loss, metrics, collections)."""
+    mode, found = model.mode, list[tuple[ClosedJaxpr, Any]]()
+    variables = dict(model.variables)
+    params = variables.pop("params")
+
+    def measure(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
+        if training:
+            return model.train_loss(params, collections, batch, rng)
+        metrics = model.eval_metrics(params, collections, batch, rng)
+        return None, metrics, None
+
+    def on_device(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
+        def take_part(info: Any, x: Any) -> Any:
+            return take_shared(x, info.shared_names)
+
+        params = jax.tree.map(take_part, model.parameters, params)
+        params = cast_to_varying(params, mode.varying_axes)
+        jaxpr, shapes = jax.make_jaxpr(_with_own_key(mode, measure), return_shape=True)(
+            params, collections, rng, batch
+        )
+        found.append((jaxpr, jax.tree.structure(shapes)))
+
+    def of_all_layers(info: Any) -> Any:
+        """The loss is written for all layers, of which a stage has some."""
+        names = tuple(None if name in roles.stage_axes else name for name in info.names)
+        return dataclasses.replace(info, names=names)
+
+    whole, infos = PartitionSpec(), jax.tree.map(of_all_layers, model.parameters)
+    in_specs = (computed_specs(infos), whole, whole, roles.batch_specs(batch))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    run = mode.run(on_device, in_specs=in_specs, out_specs=whole)
+    jax.eval_shape(run, params, variables, key, batch)
+    return found[-1]
+
+
+def _with_own_key(mode: Any, measure: Callable[..., Any]) -> Callable[..., Any]:
+    def call(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
+        return measure(params, collections, mode.fold(rng), batch)
+
+    return call
+
+
+def _check_measured(complaint: str, loss: Any, metrics: Any) -> None:
+    """Refuses a loss and metrics that a step would put together wrongly."""
+    count, number = metrics["loss"][1]
+    if loss is not None and not is_mean(loss[0], count, number):
+        raise ValueError(
+            f"{complaint} the loss is {loss[0].what}, and no mean over the count of "
+            "metrics['loss']; expected sum / count, with that very count and with sums over "
+            "this device's positions, or what is the same on all devices along the axis."
+        )
+    for name, ((total, _), (count, _)) in metrics.items():
+        powers = {power_of_sum(value) for value in (total, count) if value.kind != "zero"}
+        if len(powers) > 1 or None in powers:
+            raise ValueError(
+                f"{complaint} metrics[{name!r}] is the pair of {total.what} and {count.what}; "
+                "expected sums over this device's positions, which are added up over the devices, "
+                "or two numbers that are the same on all of them."
+            )
+
+
+def _check_collections(complaint: str, model: UserModel, axis: str, collections: Any) -> None:
+    """Refuses variables that differ between devices and become something else than their mean."""
+
+    def check(path: Any, before: Any, result: Any) -> None:
+        value, _ = result
+        if value.is_plain and value.kind in ("same", "zero", "own"):
+            return
+        is_equal_mean = value.kind == "sum" and value.power == 1 and value.count is None
+        rule = choose_sync(path, before, model.sync_collections, (axis,))
+        if not is_equal_mean or rule != "mean":
+            raise ValueError(
+                f"{complaint} the variable {jax.tree_util.keystr(path)} becomes {value.what}; "
+                "expected what is the same on all devices along the axis, or a mean over "
+                "positions that sync_collections averages."
+            )
+
+    before = {name: tree for name, tree in model.variables.items() if name != "params"}
+    jax.tree_util.tree_map_with_path(check, before, collections)

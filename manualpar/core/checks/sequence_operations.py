@@ -1,0 +1,281 @@
+"""What operations make of the values of a sequence that is divided over devices.
+
+See `sequence_values` for what a value may be, and `shard_operations` for what may be done along a
+dim that is split. Here are the operations whose result depends on more than shapes: sums over
+positions, comparisons that keep a count from being 0, reshapes, collectives and random numbers.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from manualpar.core.checks.sequence_values import (
+    Layout,
+    Value,
+    added,
+    divided,
+    merged_layout,
+    multiplied,
+)
+from manualpar.core.checks.shard_operations import Reason, check_operation, refuse, split_dim
+from manualpar.core.checks.value_numbers import ValueNumbers
+from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, purpose_of
+
+# These give of a sum's parts the parts of the result's sum. Other operands are indices.
+_LINEAR = frozenset(
+    """
+    broadcast_in_dim convert_element_type copy dynamic_slice gather name neg reduce_precision
+    reduce_sum reshape rev slice split squeeze stop_gradient transpose unstack
+    """.split()  # noqa: SIM905
+)
+_OF_ONE_NUMBER = frozenset(
+    "broadcast_in_dim convert_element_type copy reshape squeeze stop_gradient".split()  # noqa: SIM905
+)
+# Of whole numbers they give whole numbers.
+_INTEGRAL = _LINEAR | {"add", "concatenate", "dot_general", "max", "min", "mul", "select_n", "sub"}
+# Whether they are true where a count is not 0, its right side.
+_TESTS = {"gt": True, "ne": True, "eq": False, "le": False}
+# How large a constant may be that keeps a count from being 0: `max` with 1 changes no number of
+# tokens, and a sum changes it by a hundred-thousandth at most.
+_LEAST_COUNTS = {"max": 1.0, "add": 1e-5}
+SUMS = frozenset({"psum", "psum_invariant"})
+_COLLECTIVES = SUMS | frozenset(
+    """
+    all_gather all_gather_invariant all_to_all pbroadcast pmax pmin ppermute ragged_all_to_all
+    reduce_scatter
+    """.split()  # noqa: SIM905
+)
+
+
+class SequenceOperations:
+    """The rules of operations that have no program in them.
+
+    Args:
+      axis: The mesh axis that positions are divided over.
+      devices: The devices along it.
+      numbers: The numbers of the values.
+    """
+
+    def __init__(self, axis: str, devices: int, numbers: ValueNumbers) -> None:
+        self._axis, self._devices, self._numbers = axis, devices, numbers
+
+    def results(self, one: Any, other: Any, values: list[Value], numbers: list[int]) -> list[Value]:
+        """What the results of an operation are; gives them their numbers.
+
+        Args:
+          one: The operation on a device's positions.
+          other: The same on whole sequences.
+          values: What its operands are.
+          numbers: Their numbers.
+
+        Raises:
+          WrongOnShardsError: It is wrong, or not known to be right.
+        """
+        name = one.primitive.name
+        results = self._results(one, other, values, numbers)
+        is_integral = name in _INTEGRAL and all(value.is_integral for value in values)
+        keeps_number = len(numbers) == 1 and (
+            (name in _OF_ONE_NUMBER and self._numbers.is_scalar(numbers[0]))
+            or (name == "convert_element_type" and _keeps_value(one, values[0]))
+        )
+        for index, variable in enumerate(one.outvars):
+            if keeps_number:
+                self._numbers.set(variable, numbers[0])
+            else:
+                self._numbers.set_result(variable, one, index, numbers)
+        return [
+            dataclasses.replace(value, is_integral=is_integral or not _is_inexact(variable))
+            for variable, value in zip(one.outvars, results, strict=True)
+        ]
+
+    def summed(self, value: Value) -> Value:
+        """The sum of a value over the devices along the axis."""
+        if value.kind == "zero":
+            return value
+        if value.count is None and value.kind in ("same", "sum"):
+            return Value("same", value.power + (value.kind == "same"))
+        return refuse(f"sums {value.what} over {self._axis!r}", "sum")
+
+    def _results(
+        self, one: Any, other: Any, values: list[Value], numbers: list[int]
+    ) -> list[Value]:
+        name = one.primitive.name
+        axes = axes_of(one)
+        if name == "axis_index":
+            return [Value("own" if self._axis in axes else "same")]
+        if name in _COLLECTIVES and self._axis in axes:
+            if name not in SUMS:
+                is_of_examples = purpose_of(str(one.source_info.name_stack)) == EXAMPLES_SCOPE
+                reason: Reason = "examples" if is_of_examples else "unknown"
+                refuse(f"sends by {name} over {self._axis!r}", reason)
+            return [self.summed(value) for value in values]
+        if (guarding := self._guarding(one, values, numbers)) is not None:
+            return [guarding]
+        ins = [self._split_dim(name, *x) for x in zip(one.invars, other.invars, strict=True)]
+        if len(one.outvars) != len(other.outvars):
+            refuse(f"makes {len(one.outvars)} arrays of what is split by {name}", "size")
+        outs = [self._split_dim(name, *y) for y in zip(one.outvars, other.outvars, strict=True)]
+        if name in ("random_bits", "random_split"):
+            return [_drawn(name, values[0], is_split=outs[0] is not None)]
+        if (total := _sum_over_positions(one, values, numbers, ins)) is not None:
+            return [total]
+        if name in _COLLECTIVES or name == "optimization_barrier":  # Over other axes.
+            if name in _COLLECTIVES - SUMS:
+                _check_plain(name, values)
+            triples = zip(values, one.outvars, outs, strict=True)
+            return [x if dim is None else _resized(x, y.aval.shape[dim]) for x, y, dim in triples]
+        if name != "reshape":  # See `_reshaped`.
+            check_operation(one, other, axis=self._axis, devices=self._devices)
+        return self._arithmetic(one, values, numbers, ins, outs)
+
+    def _arithmetic(
+        self, eqn: Any, values: list[Value], numbers: list[int], ins: Any, outs: Any
+    ) -> list[Value]:
+        name = eqn.primitive.name
+        if name in ("mul", "dot_general"):
+            result = multiplied(name, (values[0], values[1]), (numbers[0], numbers[1]))
+        elif name == "div":
+            is_scalar = self._numbers.is_scalar(numbers[1])
+            result = divided(name, values[0], values[1], numbers[1], is_scalar=is_scalar)
+        elif name in ("add", "add_any", "sub", "concatenate", "stack"):
+            result = added(name, values)
+        elif name == "select_n":
+            _check_plain(name, values[:1])
+            result = added(name, values[1:])
+        elif name in _LINEAR:
+            is_cast = name == "convert_element_type" and not _is_inexact(eqn.outvars[0])
+            is_rounded = is_cast and not values[0].is_integral
+            takes_all = not is_rounded and values[0].kind not in ("guarded", "test")
+            _check_plain(name, values[1:] if takes_all else values)
+            result = values[0]
+        else:
+            _check_plain(name, values)
+            kinds = {value.kind for value in values}
+            result = Value("own" if "own" in kinds and "split" not in kinds else "same")
+        if any(value.kind == "own" for value in values) and result.kind != "own":
+            refuse(f"applies {name} to a device's own index or key", "constant")
+        was_split = result.kind == "split" and any(dim is not None for dim in ins)
+        results = []
+        for variable, dim in zip(eqn.outvars, outs, strict=True):
+            if dim is None and was_split:
+                refuse(f"makes {list(variable.aval.shape)} of what is split by {name}", "size")
+            if dim is None or result.kind not in ("same", "split"):
+                results.append(result)
+            else:
+                layout = merged_layout(name, values)
+                if name == "reshape" and ins[0] is not None:
+                    layout = _reshaped(eqn, layout, ins[0], dim)
+                results.append(Value("split", result.power, layout, result.count))
+        return results
+
+    def _guarding(self, eqn: Any, values: list[Value], numbers: list[int]) -> Value | None:
+        """What keeps a count from being 0 where it divides; `None` for any other operation."""
+        name = eqn.primitive.name
+        if not any(value.kind in ("sum", "guarded", "test") for value in values):
+            return None
+        first = values[0]
+        if name in _TESTS and first.kind == "sum" and values[1].kind == "zero":
+            is_nonzero = _TESTS[name]
+            return Value("test", first.power, None, numbers[0], is_nonzero=is_nonzero)
+        if name in ("max", "add") and len(values) == 2:
+            for index, count in enumerate(values):
+                if count.kind == "sum" and count.count is None:
+                    other = self._numbers.constant(numbers[1 - index]) or 0.0
+                    of_zero = values[1 - index]
+                    is_one_if_zero = of_zero.kind == "test" and not of_zero.is_nonzero
+                    is_one_if_zero &= of_zero.count == numbers[index] and name == "add"
+                    if is_one_if_zero or 0 < other <= _LEAST_COUNTS[name]:
+                        return Value("guarded", count.power, None, numbers[index])
+        if name == "select_n" and first.kind == "test" and len(values) == 3:
+            index = 2 if first.is_nonzero else 1
+            chosen, empty = values[index], values[3 - index]
+            is_count = chosen.kind == "sum" and numbers[index] == first.count
+            if is_count and empty.kind == "same" and not empty.power:
+                return Value("guarded", chosen.power, None, first.count)
+            if chosen.kind == "sum" and chosen.count == first.count and empty.kind == "zero":
+                return chosen
+        is_whole = first.is_integral or _is_inexact(eqn.outvars[0])
+        is_rounded = name == "convert_element_type" and not is_whole
+        is_one_number = name in _OF_ONE_NUMBER and self._numbers.is_scalar(numbers[0])
+        is_kept = first.kind == "test" or (first.kind == "guarded" and not is_rounded)
+        return first if is_one_number and is_kept else None
+
+    def _split_dim(self, name: str, one: Any, other: Any) -> int | None:
+        return split_dim(name, tuple(one.aval.shape), tuple(other.aval.shape), self._devices)
+
+
+def axes_of(eqn: Any) -> list[str]:
+    """The mesh axes that an equation names."""
+    named = jax.tree.leaves([eqn.params.get("axis_name"), *(eqn.params.get("axes") or ())])
+    return [axis for axis in named if isinstance(axis, str)]
+
+
+def _sum_over_positions(
+    eqn: Any, values: list[Value], numbers: list[int], ins: Sequence[int | None]
+) -> Value | None:
+    """The sum over the split dim; `None` for any other operation."""
+    name, product = eqn.primitive.name, values[0] if values else Value()
+    if name == "dot_general":
+        contracted = zip(ins, eqn.params["dimension_numbers"][0], strict=True)
+        if not all(dim in dims for dim, dims in contracted):
+            return None
+        product = multiplied(name, (values[0], values[1]), (numbers[0], numbers[1]))
+    elif name != "reduce_sum" or ins[0] not in eqn.params["axes"]:
+        return None
+    if product.kind == "split":
+        return Value("sum", product.power, None, product.count)
+    return product if product.kind == "zero" else None
+
+
+def _drawn(name: str, key: Value, *, is_split: bool) -> Value:
+    """Random bits, or keys, of a key; each device has its own where positions differ."""
+    is_own = key.kind in ("own", "split")
+    if is_split and not is_own:
+        refuse("draws the same random numbers on each device", "random")
+    if is_own and not is_split and name == "random_bits":
+        refuse("draws random numbers that positions share", "random")
+    return Value("split") if is_split else key
+
+
+def _reshaped(eqn: Any, layout: Layout, before: int, dim: int) -> Layout:
+    """Where the positions are after a reshape of dim `before` that puts them in `dim`."""
+    (x,), (y,) = eqn.invars[:1], eqn.outvars
+    size = y.aval.shape[dim]
+    if layout is None and size < x.aval.shape[before]:
+        return None  # All entries are the same along it.
+    outer, length, _ = layout or (1, x.aval.shape[before], 1)
+    outer *= math.prod(x.aval.shape[:before])
+    outside = math.prod(y.aval.shape[:dim])
+    within = outer // outside * length
+    if outer % outside or not within or size % within:
+        shapes = f"{list(y.aval.shape)} of positions {list(x.aval.shape)}"
+        refuse(f"makes {shapes} by reshape", "reshape")
+    return outer // outside, length, size // within
+
+
+def _resized(value: Value, size: int) -> Value:
+    """A value after a collective over another axis, which may have changed the split dim's size."""
+    if value.kind != "split" or value.layout is None or math.prod(value.layout) == size:
+        return value
+    return dataclasses.replace(value, layout=(1, size, 1))
+
+
+def _check_plain(name: str, values: Sequence[Value]) -> None:
+    for value in values:
+        if not value.is_plain:
+            refuse(f"applies {name} to {value.what}", value.reason)
+
+
+def _keeps_value(eqn: Any, value: Value) -> bool:
+    """Whether a cast changes nothing: that of a mask or of whole numbers to numbers."""
+    new = np.dtype(eqn.params["new_dtype"])
+    return value.is_integral and new != np.bool_ and new.itemsize >= 4
+
+
+def _is_inexact(variable: Any) -> bool:
+    return bool(jnp.issubdtype(variable.aval.dtype, jnp.inexact))

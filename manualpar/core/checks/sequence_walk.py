@@ -1,0 +1,303 @@
+"""Walks two traces, of a device's positions and of the whole sequence, and says what each value is.
+
+Invariants: an operation that is not known to be right is refused. What stands in the scope of
+context parallelism is right, because its author knows of the axis: its results are split where the
+shapes of both traces differ, and the same elsewhere. So is what sequence parallelism does to a
+device's positions over another axis. A sum over the context axis counts as one there too.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from manualpar.core.checks.paired_programs import (
+    CASTS,
+    check_same_operation,
+    inner_programs,
+    module_of,
+    paired,
+    place_of,
+    stands_in,
+)
+from manualpar.core.checks.sequence_operations import SUMS, SequenceOperations, axes_of
+from manualpar.core.checks.sequence_values import Value, added
+from manualpar.core.checks.shard_operations import (
+    Reason,
+    WrongOnShardsError,
+    check_operation,
+    refuse,
+    split_dim,
+)
+from manualpar.core.checks.value_numbers import ValueNumbers
+from manualpar.core.tracing.jaxprs import all_equations, inner_jaxprs, scan_sizes
+from manualpar.core.tracing.scopes import CONTEXT_SCOPE, SEQUENCE_SCOPE, purpose_of
+
+_SCOPES = frozenset({CONTEXT_SCOPE, SEQUENCE_SCOPE})
+_INLINE = frozenset(
+    """
+    call_hi_primitive checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit remat2
+    """.split()  # noqa: SIM905
+)
+
+# A value and its number.
+Numbered = tuple[Value, int]
+
+
+class SequenceWalk:
+    """One walk through a pair of traces.
+
+    Args:
+      axis: The mesh axis that positions are divided over.
+      devices: The devices along it.
+      mends: The sentence that mends each kind of mistake.
+      complaint: What begins an error message.
+    """
+
+    def __init__(
+        self, axis: str, devices: int, mends: Mapping[Reason, str], complaint: str
+    ) -> None:
+        self._axis, self._devices = axis, devices
+        self._mends, self._complaint = mends, complaint
+        self._numbers = ValueNumbers()
+        self._operations = SequenceOperations(axis, devices, self._numbers)
+        self._values: dict[Any, Value] = {}
+        self._constants: dict[Any, Any] = {}
+        self._aliases: dict[Any, Any] = {}
+
+    def outputs(self, part: ClosedJaxpr, whole: ClosedJaxpr) -> list[Numbered]:
+        """What the results of a program are.
+
+        Args:
+          part: The trace on a device's positions. An argument is split where its shape differs from
+            that in `whole`, and the same everywhere elsewhere.
+          whole: The trace on all positions.
+
+        Raises:
+          ValueError: An operation is wrong or unknown; its module and its line are named.
+        """
+        return self._walk(part, whole, None, "")
+
+    def _walk(
+        self, part: Any, whole: Any, inputs: Sequence[Numbered] | None, path: str
+    ) -> list[Numbered]:
+        """What the results of a program are, given what its inputs are."""
+        one, other = (self._opened(program) for program in (part, whole))
+        if inputs is not None:
+            for variable, numbered in zip(one.invars, inputs, strict=True):
+                self._set(variable, numbered)
+        equations = self._equations(one, path), self._equations(other, None)
+        for pair in paired(*equations):
+            eqn = pair[0] or pair[1]
+            with self._naming(eqn, path) as where:
+                check_same_operation(*pair)
+                self._visit(*pair, where)
+        return [self._read(*pair) for pair in zip(one.outvars, other.outvars, strict=True)]
+
+    def _opened(self, program: Any) -> Jaxpr:
+        if not isinstance(program, ClosedJaxpr):
+            return program
+        self._constants.update(zip(program.jaxpr.constvars, program.consts, strict=True))
+        return program.jaxpr
+
+    @contextlib.contextmanager
+    def _naming(self, eqn: Any, path: str) -> Iterator[str]:
+        """Yields the path of an equation, and makes an error name it."""
+        where = "/".join(filter(None, (path, module_of(eqn, _SCOPES))))
+        try:
+            yield where
+        except WrongOnShardsError as error:
+            place = f"{f'module {where!r}' if where else 'the loss'}{place_of(eqn)}"
+            message = f"{self._complaint} {place} {error.mended(self._mends)}"
+            raise ValueError(message) from None
+
+    def _equations(self, jaxpr: Jaxpr, path: str | None) -> Iterator[Any]:
+        """The equations whose results somebody uses, without casts and what is in our scopes.
+
+        Those in our scopes are looked at if this is the trace of a part, which has a path.
+        """
+        used = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+        live = []
+        for eqn in reversed(jaxpr.eqns):
+            if not used.isdisjoint(eqn.outvars):
+                live.append(eqn)
+                used.update(v for v in eqn.invars if not isinstance(v, Literal))
+        for eqn in reversed(live):
+            if eqn.primitive.name in CASTS:
+                self._aliases.update(zip(eqn.outvars, map(self._origin, eqn.invars), strict=True))
+            elif not stands_in(eqn, _SCOPES):
+                yield eqn
+            elif path is not None:
+                with self._naming(eqn, path):
+                    self._trust(eqn)
+
+    def _trust(self, eqn: Any) -> None:
+        """Looks at an equation in our scopes, to which nothing corresponds on one device."""
+        inputs = [self._known(x) for x in eqn.invars]
+        named = {axis for one in _with_inner(eqn) for axis in axes_of(one)}
+        purpose = purpose_of(str(eqn.source_info.name_stack))
+        # Experts know of the axis, and may be divided over it too.
+        if self._axis in named and not stands_in(eqn, frozenset({CONTEXT_SCOPE})):
+            refuse(f"splits layers over {self._axis!r}", "axis")
+        if purpose == CONTEXT_SCOPE and named:
+            if self._axis not in named:
+                refuse(f"is split over {sorted(named)} in Context", "axis")
+            if eqn.primitive.name in SUMS:
+                for x, value, y in zip(eqn.invars, inputs, eqn.outvars, strict=True):
+                    if value is None and self._constant(self._origin(x)) is not None:
+                        value = Value("same")
+                    if value is not None:
+                        self._values[y] = self._operations.summed(value)
+                return
+        for value in inputs:
+            if value is not None and value.kind != "alone" and not value.is_plain:
+                refuse(f"gives {value.what} to {eqn.primitive.name}", value.reason)
+
+    def _visit(self, one: Any, other: Any, where: str) -> None:
+        name = one.primitive.name
+        inputs = self._inputs(one, other)
+        programs = inner_programs(one), inner_programs(other)
+        if name in _INLINE and len(programs[0]) == 1:
+            results = self._walk(programs[0][0], programs[1][0], inputs, where)
+        elif name in ("scan", "while", "cond"):
+            check_operation(one, other, axis=self._axis, devices=self._devices)
+            values = getattr(self, f"_{name}")(one.params, other.params, inputs, where)
+            results = [(value, self._numbers.fresh()) for value in values]
+        else:
+            values, numbers = [x for x, _ in inputs], [number for _, number in inputs]
+            values = self._operations.results(one, other, values, numbers)
+            results = [(x, self._numbers.of(y)) for x, y in zip(values, one.outvars, strict=True)]
+        for variable, numbered in zip(one.outvars, results, strict=True):
+            self._set(variable, numbered)
+
+    def _inputs(self, one: Any, other: Any) -> list[Numbered]:
+        """What an operation is applied to.
+
+        A loop may take constants that only our scopes use, on a part alone.
+        """
+        if len(one.invars) == len(other.invars):
+            return [self._read(*pair) for pair in zip(one.invars, other.invars, strict=True)]
+        rest = iter([x for x in other.invars if self._constant(self._origin(x)) is None])
+        inputs = []
+        for x in one.invars:
+            value = self._known(x)
+            is_constant = self._constant(self._origin(x)) is not None
+            if value.kind == "alone" if value is not None else is_constant:
+                inputs.append((Value("alone"), self._numbers.fresh()))
+            elif (y := next(rest, None)) is None:
+                refuse(f"applies {one.primitive.name} to other arrays than one device", "program")
+            else:
+                inputs.append(self._read(x, y))
+        return inputs
+
+    def _scan(self, one: Any, other: Any, inputs: Any, where: str) -> list[Value]:
+        fixed, carried = scan_sizes(one)
+        return self._loop("scan", (one["jaxpr"], other["jaxpr"]), inputs, fixed, carried, where)
+
+    def _while(self, one: Any, other: Any, inputs: Any, where: str) -> list[Value]:
+        of_condition, of_body = one["cond_nconsts"], one["body_nconsts"]
+        fixed, rest = inputs[:of_condition], inputs[of_condition:]
+        bodies = one["body_jaxpr"], other["body_jaxpr"]
+        results = self._loop("while", bodies, rest, of_body, len(rest) - of_body, where)
+        carried = [(value, self._numbers.fresh()) for value in results]
+        inputs = [*fixed, *carried]
+        condition = self._walk(one["cond_jaxpr"], other["cond_jaxpr"], inputs, where)[0][0]
+        _check_condition("while", condition)
+        return results
+
+    def _cond(self, one: Any, other: Any, inputs: Any, where: str) -> list[Value]:
+        _check_condition("cond", inputs[0][0])
+        branches = zip(one["branches"], other["branches"], strict=True)
+        results = [self._walk(part, whole, inputs[1:], where) for part, whole in branches]
+        return [_joined("cond", [x for x, _ in some]) for some in zip(*results, strict=True)]
+
+    def _loop(
+        self, name: str, bodies: Any, inputs: Any, fixed: int, carried: int, where: str
+    ) -> list[Value]:
+        """What a loop's body returns, once that is what it takes."""
+        values = [value for value, _ in inputs]
+        while True:
+            own = [(value, self._numbers.fresh()) for value in values[fixed:]]
+            found = self._walk(bodies[0], bodies[1], [*inputs[:fixed], *own], where)
+            results = [value for value, _ in found]
+            before = values[fixed : fixed + carried]
+            pairs = zip(before, results[:carried], strict=True)
+            after = [_joined(name, pair) for pair in pairs]
+            if after == before:
+                return [*after, *results[carried:]]
+            values[fixed : fixed + carried] = after
+
+    def _set(self, variable: Any, numbered: Numbered) -> None:
+        self._values[variable] = numbered[0]
+        self._numbers.set(variable, numbered[1])
+
+    def _read(self, one: Any, other: Any) -> Numbered:
+        """What a variable or a constant is, in both programs."""
+        one, other = self._origin(one), self._origin(other)
+        return self._value(one, other), self._numbers.of(one)
+
+    def _value(self, one: Any, other: Any) -> Value:
+        if (known := self._known(one)) is not None:
+            return known
+        constants = [self._constant(x) for x in (one, other)]
+        is_key = jnp.issubdtype(one.aval.dtype, jax.dtypes.extended)
+        if not is_key and not any(x is None for x in constants):
+            return self._of_constants(*map(np.asarray, constants))
+        shape, whole_shape = tuple(one.aval.shape), tuple(other.aval.shape)
+        dim = split_dim("something", shape, whole_shape, self._devices)
+        is_integral = not jnp.issubdtype(one.aval.dtype, jnp.inexact)
+        if dim is None:
+            return Value(is_integral=is_integral)
+        return Value("split", layout=(1, shape[dim], 1), is_integral=is_integral)
+
+    def _known(self, variable: Any) -> Value | None:
+        """What a variable is, if it came from an operation that was visited."""
+        variable = self._origin(variable)
+        return None if isinstance(variable, Literal) else self._values.get(variable)
+
+    def _of_constants(self, part: np.ndarray, whole: np.ndarray) -> Value:
+        is_number = jnp.issubdtype(part.dtype, jnp.number)
+        is_inexact = jnp.issubdtype(part.dtype, jnp.inexact)
+        is_integral = bool(not is_inexact or np.all(part == np.round(part)))
+        if part.shape != whole.shape:
+            if np.all(part == part.flat[0]) and np.all(whole == part.flat[0]):
+                return Value("split", is_integral=is_integral)
+        elif np.array_equal(part, whole, equal_nan=bool(is_inexact)):
+            return Value(
+                "zero" if is_number and not part.any() else "same", is_integral=is_integral
+            )
+        elif is_number:
+            for power in (-1, 1, -2, 2):
+                if np.allclose(part, whole * float(self._devices) ** power, rtol=1e-5, atol=0):
+                    return Value("same", power, is_integral=is_integral)
+        return refuse("takes a constant that is made of the size of what is split", "constant")
+
+    def _constant(self, variable: Any) -> Any:
+        value = variable.val if isinstance(variable, Literal) else self._constants.get(variable)
+        return None if isinstance(value, jax.core.Tracer) else value
+
+    def _origin(self, variable: Any) -> Any:
+        return variable if isinstance(variable, Literal) else self._aliases.get(variable, variable)
+
+
+def _with_inner(eqn: Any) -> Iterator[Any]:
+    yield eqn
+    for _, jaxpr in inner_jaxprs(eqn):
+        yield from all_equations(jaxpr)
+
+
+def _joined(name: str, values: Sequence[Value]) -> Value:
+    """What a value is that is one of some."""
+    return dataclasses.replace(
+        added(name, values), is_integral=all(value.is_integral for value in values)
+    )
+
+
+def _check_condition(name: str, value: Value) -> None:
+    if not value.is_plain or value.kind not in ("same", "zero"):
+        refuse(f"decides by {value.what} in a {name}", "sum")

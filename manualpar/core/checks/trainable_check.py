@@ -1,0 +1,51 @@
+"""Refuses a choice of what is trained that chooses nothing, or what cannot be trained."""
+
+import difflib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.mesh.roles import AxisRoles
+from manualpar.core.model.trace_model import UserModel
+from manualpar.core.modes.manual import register_check
+from manualpar.core.parameters.trainable import is_trained
+
+
+@register_check
+def check_trainable(strategy: str, model: UserModel, batch: Any, roles: AxisRoles) -> None:
+    """Refuses globs that fit no parameter, and a trained parameter that has no gradient.
+
+    Args:
+      strategy: The strategy's name, for messages.
+      model: The model, with what is known of its parameters.
+      batch: The abstract global batch, at which it does not look.
+      roles: The roles of all axes, at which it does not look.
+
+    Raises:
+      ValueError: A glob fits no parameter's path; something that is trained is neither floating nor
+        complex; or parameters that nothing has frozen are to be stored in `frozen_dtype`.
+    """
+    del batch, roles
+    infos = jax.tree.leaves(model.parameters)
+    paths = [info.path for info in infos]
+    for glob in model.trainable:
+        if not any(is_trained(path, (glob,)) for path in paths):
+            near = difflib.get_close_matches(glob, paths, n=1, cutoff=0)[0]
+            raise ValueError(
+                f"{strategy}: trainable has {glob!r}, which fits no parameter; expected a glob "
+                f"over paths such as {near!r}. inspect.layout_table shows all."
+            )
+    for info in infos:
+        if info.trainable and not jnp.issubdtype(info.dtype, jnp.inexact):
+            raise ValueError(
+                f"{strategy}: parameter {info.path!r} is {info.dtype}, expected a floating or "
+                "complex dtype, because it is trained. Name in trainable= what is to be trained, "
+                "without it."
+            )
+    frozen_dtype, dtype = model.stored_dtypes
+    if frozen_dtype != dtype and all(info.trainable for info in infos):
+        raise ValueError(
+            f"{strategy}: frozen_dtype={frozen_dtype!r}, expected None, because all parameters are "
+            "trained. Name in trainable= what is to be trained, or take param_dtype=."
+        )

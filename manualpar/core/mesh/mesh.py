@@ -1,0 +1,168 @@
+"""Meshes: the sizes of their axes, and whether the devices are there."""
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from manualpar.core.mesh.mesh_order import arrange_devices, check_order
+
+
+def make_mesh(
+    axes: Mapping[str, int],
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    order: Sequence[str] = (),
+) -> Mesh:
+    """Builds a mesh for `shard_map` from axis names and sizes.
+
+    ```python
+    make_mesh({"data": -1})                # all devices along one axis
+    make_mesh({"replica": 2, "data": -1})  # two groups of half the devices each
+    ```
+
+    In two processes the second mesh has one replica on each; see `manualpar.core.mesh.mesh_order`.
+
+    Args:
+      axes: The size of each axis. One size may be -1: the rest of the devices.
+      devices: The devices to use, by default all of `jax.devices()`. With no -1, the sizes may ask
+        for fewer than there are: the first ones are used.
+      order: The names of all axes, the one on the slowest links first. By default the names of the
+        axes decide: replica, stage, data, context, expert, model.
+
+    Returns:
+      A `jax.sharding.Mesh` whose axes are all of `AxisType.Auto`. On several hosts the first axes
+      of the order go across hosts and the others stay within, as far as the sizes allow. In a slice
+      of TPUs each axis is a ring of neighbours, if there is one.
+
+    Raises:
+      ValueError: A size is neither positive nor -1, more than one is -1, or the sizes do not fit
+        the devices; or, without `devices`, leave a process without any, or JAX has fewer CPU
+        devices than the process has asked for, because it asked too late. Or the order names other
+        axes.
+      TypeError: A name is not a string or a size is not an integer.
+    """
+    is_everyones = devices is None
+    devices = list(jax.devices() if devices is None else devices)
+    if is_everyones:
+        _check_enough(axes, devices)
+    sizes = _fill_sizes("make_mesh", axes, len(devices))
+    used = devices[: math.prod(sizes)]
+    idle = {d.process_index for d in devices} - {d.process_index for d in used}
+    if is_everyones and idle:
+        raise ValueError(
+            f"make_mesh: axes={dict(axes)} uses {len(used)} of {len(devices)} devices, none "
+            f"of them in process {min(idle)}; expected devices of every process. Use -1 "
+            "for the rest of the devices, or start fewer processes."
+        )
+    check_order("make_mesh: order", axes, order)
+    array = arrange_devices(dict(zip(axes, sizes, strict=True)), used, order)
+    return Mesh(array, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def abstract_mesh(axes: Mapping[str, int], num_devices: int) -> AbstractMesh:
+    """Builds a mesh of devices that nobody has: a program on it can be traced and not run.
+
+    Args:
+      axes: As for `make_mesh`.
+      num_devices: How many devices there would be.
+
+    Returns:
+      A `jax.sharding.AbstractMesh` whose axes are all of `AxisType.Auto`.
+
+    Raises:
+      ValueError: A size is neither positive nor -1, more than one is -1, or the sizes do not fit
+        the devices.
+      TypeError: A name is not a string or a size is not an integer.
+    """
+    sizes = _fill_sizes("abstract_mesh", axes, num_devices)
+    return AbstractMesh(tuple(sizes), tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _fill_sizes(function: str, axes: Mapping[str, int], num_devices: int) -> list[int]:
+    """The sizes of the axes, with the rest of the devices for a -1."""
+    sizes = list(axes.values())
+    if not axes:
+        raise ValueError(
+            f"{function}: axes is empty, expected at least one axis such as {{'data': -1}}."
+        )
+    for name, size in axes.items():
+        if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(
+                f"{function}: axes has {name!r}: {size!r}, expected a name with an integer size."
+            )
+        if size < 1 and size != -1:
+            raise ValueError(
+                f"{function}: axis {name!r} has size {size}, expected a positive size or -1 for "
+                "the rest of the devices."
+            )
+    if sizes.count(-1) > 1:
+        raise ValueError(
+            f"{function}: axes={dict(axes)} has more than one -1; fix all sizes but one."
+        )
+    fixed = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes:
+        if num_devices % fixed:
+            raise ValueError(
+                f"{function}: axes={dict(axes)} fixes {fixed} devices a group, which does not "
+                f"divide the {num_devices} "
+                f"devices there are. Choose sizes whose product divides {num_devices}."
+            )
+        sizes[sizes.index(-1)] = num_devices // fixed
+    elif fixed > num_devices:
+        raise ValueError(
+            f"{function}: axes={dict(axes)} needs {fixed} devices, got {num_devices}. Use smaller "
+            "sizes, or -1 for the rest of the devices."
+        )
+    return sizes
+
+
+def _check_enough(axes: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
+    """Refuses axes if JAX has started with fewer devices than they, or the environment, ask for."""
+    sizes = [size for size in axes.values() if isinstance(size, int) and size >= -1]
+    if -1 not in sizes:
+        needed, wish = math.prod(sizes), "needs"
+        mend = "use smaller sizes, or -1 for the rest of the devices"
+    elif devices[0].platform == "cpu":  # Otherwise CPUs that were asked for are not used.
+        needed = (cpu_devices_asked_for() or 0) * jax.process_count()
+        wish = "takes all devices, and the environment asks for"
+        mend = "pass devices=jax.devices() to use those there are"
+    else:
+        return
+    if needed > len(devices):
+        raise ValueError(
+            f"make_mesh: axes={dict(axes)} {wish} {needed} devices, got {len(devices)}. "
+            f"{how_to_simulate(needed)} Or {mend}."
+        )
+
+
+def cpu_devices_asked_for() -> int | None:
+    """How many CPU devices this process is to have: JAX's config, else `XLA_FLAGS`, else unsaid.
+
+    An environment variable that was set too late for JAX to read it counts too.
+    """
+    count: int = jax.config.values["jax_num_cpu_devices"]
+    if count != -1:
+        return count
+    flags = os.environ.get("XLA_FLAGS", "")
+    found = re.search(r"--xla_force_host_platform_device_count=(\d+)", flags)
+    text = found[1] if found else os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    return int(text) if text.isdigit() else None
+
+
+def how_to_simulate(count: int) -> str:
+    """Says what JAX has started with, and how a process gets so many devices all the same."""
+    devices = jax.devices()
+    plural = "device" if len(devices) == 1 else "devices"
+    each = -(-count // jax.process_count())
+    lines = f"jax.config.update('jax_num_cpu_devices', {each})"
+    if devices[0].platform != "cpu":
+        lines = f"jax.config.update('jax_platforms', 'cpu') and {lines}"
+    return (
+        f"JAX has started with {len(devices)} {devices[0].platform} {plural}, which "
+        f"cannot be changed. To simulate {each}, restart the process (in a notebook, the kernel) "
+        f"and run this first, before anything makes an array or asks for a device: {lines}."
+    )

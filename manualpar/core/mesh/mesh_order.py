@@ -1,0 +1,171 @@
+"""Which device stands where in a mesh: axes that send most, and wait for it, lie on fast links.
+
+The order of a mesh's axes goes from the slowest links to the fastest. The names decide it, wherever
+an axis is written (`DEFAULT_ORDER`):
+
+- `replica` sends a shard of the gradients once a step;
+- `stage` sends the activations of one microbatch to one neighbour;
+- `data` gathers the parameters of each layer, while another layer computes;
+- `context` passes keys and values around, while a block of attention computes;
+- `expert` sends tokens and waits for them, in each layer;
+- `model` sends activations and waits for them, several times in each layer.
+
+(Narayanan et al., https://arxiv.org/abs/2104.04473, keep tensor parallelism within a host and let
+pipelines go across. Llama 3, https://arxiv.org/abs/2407.21783, section 3.3, has the same order, but
+with `data` on slower links than `stage`.)
+
+A *host* is what a slow network connects to others: what JAX calls a slice where there are several,
+else a process. One slice of TPUs is one host, because its own network joins its machines. Hosts are
+given to the axes in order, so the fastest axes stay within a host if their sizes allow it. In a
+slice of TPUs each axis is a ring of neighbours if there is one, see `manualpar.core.mesh.torus`.
+Devices of one process need not stand together: a process reads the rows that its devices hold.
+
+The order changes the device at a place of the mesh. It changes no axis and no array's specs, so the
+numbers that a program computes stay the same.
+"""
+
+import collections
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+
+from manualpar.core.mesh.torus import arrange_in_torus, describe_along
+
+DEFAULT_ORDER = ("replica", "stage", "data", "data_minor", "context", "expert", "model")
+
+
+def in_order(axes: Mapping[str, int], order: Sequence[str] = ()) -> dict[str, int]:
+    """The sizes of the axes, the axis on the slowest links first.
+
+    Args:
+      axes: The size of each axis.
+      order: The names of all axes in this order; by default that of `DEFAULT_ORDER`, in which an
+        axis with a name of your own keeps the place where it is written.
+    """
+    if order:
+        return {axis: axes[axis] for axis in order}
+    known = iter(sorted(set(axes) & set(DEFAULT_ORDER), key=DEFAULT_ORDER.index))
+    names = [next(known) if axis in DEFAULT_ORDER else axis for axis in axes]
+    return {axis: axes[axis] for axis in names}
+
+
+def check_order(field: str, axes: Iterable[str], order: Sequence[str]) -> None:
+    """Refuses an order of other axes than those of the mesh; an empty one is the default."""
+    axes = list(axes)
+    if order and (isinstance(order, str) or sorted(order) != sorted(axes)):
+        unknown = [axis for axis in order if axis not in axes]
+        missing = [axis for axis in axes if axis not in order]
+        wrong = f"names {unknown}, which the mesh lacks" if unknown else f"lacks {missing}"
+        if not unknown and not missing:
+            wrong = "names an axis twice"
+        raise ValueError(
+            f"{field} is {order!r} and {wrong}; expected each of the mesh's axes {axes} once, the "
+            f"one on the slowest links first, such as {tuple(in_order(dict.fromkeys(axes, 1)))}, "
+            "which is the default."
+        )
+
+
+def arrange_devices(
+    axes: Mapping[str, int], devices: Sequence[Any], order: Sequence[str] = ()
+) -> np.ndarray:
+    """Lays devices out so that axes lie on links in an order.
+
+    Args:
+      axes: The size of each axis.
+      devices: As many devices.
+      order: As in `in_order`. By default devices of one host that are no TPUs stand as they come:
+        they are all equally far from one another.
+
+    Returns:
+      The devices in an array of the sizes of the axes, as those are written.
+    """
+    if not order and len(set(_hosts(devices))) == 1 and devices[0].platform != "tpu":
+        order = tuple(axes)
+    ordered = in_order(axes, order)
+    array = _lay_out(list(ordered.values()), devices)
+    return array.transpose([list(ordered).index(axis) for axis in axes])
+
+
+def _lay_out(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """The devices in an array of sizes, of which the last varies fastest over neighbours."""
+    by_host: dict[int, list[Any]] = {host: [] for host in sorted(set(_hosts(devices)))}
+    for host, device in zip(_hosts(devices), devices, strict=True):
+        by_host[host].append(device)
+    if len(set(map(len, by_host.values()))) > 1:  # There is no regular way.
+        array = np.empty(len(devices), object)
+        array[:] = [device for some in by_host.values() for device in some]
+        return array.reshape(sizes)
+    across = sizes_across(sizes, len(by_host))
+    within = [size // outer for size, outer in zip(sizes, across, strict=True)]
+    arrays = np.stack([_lay_out_host(within, some) for some in by_host.values()])
+    pairs = [pair for dim in range(len(sizes)) for pair in (dim, len(sizes) + dim)]
+    return arrays.reshape(*across, *within).transpose(pairs).reshape(sizes)
+
+
+def _lay_out_host(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    if devices[0].platform == "tpu":
+        return arrange_in_torus(sizes, devices)
+    return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+
+
+def sizes_across(sizes: Iterable[int], num_hosts: int) -> list[int]:
+    """The part of each size, in the order of the axes, that goes across hosts of equal size."""
+    across = []
+    for size in sizes:
+        across.append(math.gcd(size, num_hosts))
+        num_hosts //= across[-1]
+    return across
+
+
+def describe_links(mesh: Mesh) -> str:
+    """Says in a line which links the axes lie on; empty on one host that is no TPU.
+
+    Returns:
+      A line such as `4 hosts; data: 2 within a host x 4 across, model: within a host`. In a slice
+      of TPUs it says how each axis goes through the torus:
+      `data: in a ring of neighbours along xy, model: between neighbours along z`.
+    """
+    devices = list(mesh.devices.flat)
+    hosts = np.array(_hosts(devices)).reshape(mesh.devices.shape)
+    num_hosts, kind = len(np.unique(hosts)), "slice" if _has_slices(devices) else "host"
+    is_torus = devices[0].platform == "tpu"
+    axes = [(dim, axis) for dim, axis in enumerate(mesh.axis_names) if mesh.shape[axis] > 1]
+    if not axes or (num_hosts == 1 and not is_torus):
+        return ""
+    parts = []
+    for dim, axis in axes:
+        words = [_describe_hosts_along(hosts, dim, kind)] if num_hosts > 1 else []
+        if is_torus and (torus := describe_along(mesh.devices, hosts, dim)):
+            words.append(torus)
+        parts.append(f"{axis}: {' '.join(words)}")
+    return (f"{num_hosts} {kind}s; " if num_hosts > 1 else "") + ", ".join(parts)
+
+
+def _describe_hosts_along(hosts: np.ndarray, dim: int, kind: str) -> str:
+    size = hosts.shape[dim]
+    lines = np.moveaxis(hosts, dim, -1).reshape(-1, size).tolist()
+    counts = {count for line in lines for count in collections.Counter(line).values()}
+    if len(counts) > 1:
+        return f"across {kind}s unevenly"
+    (within,) = counts
+    if within == size:
+        return f"within a {kind}"
+    return (
+        f"{within} within a {kind} x {size // within} across" if within > 1 else f"across {kind}s"
+    )
+
+
+def _has_slices(devices: Iterable[Any]) -> bool:
+    """Whether the devices know of more than one slice."""
+    return len({getattr(device, "slice_index", 0) for device in devices}) > 1
+
+
+def _hosts(devices: Sequence[Any]) -> list[int]:
+    """The host of each device, by number."""
+    if _has_slices(devices):
+        return [int(device.slice_index) for device in devices]
+    return [0 if device.platform == "tpu" else int(device.process_index) for device in devices]

@@ -1,0 +1,104 @@
+"""How a batch is split over the mesh and into minibatches, and which batches cannot be."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from manualpar.core.mesh.axes import axes_size
+from manualpar.core.mesh.roles import AxisRoles
+
+
+def abstract_batch(field: str, batch: Any) -> Any:
+    """The shapes and dtypes of a batch; refuses what is no array, in the name of `field`."""
+
+    def abstract(path: Any, x: Any) -> Any:
+        try:
+            return jax.eval_shape(lambda x: x, x)
+        except TypeError as error:
+            raise TypeError(
+                f"{field}{jax.tree_util.keystr(path)} is a {type(x).__name__}, expected an array "
+                "of numbers, of shape [B, ...] where it has a row for each example."
+            ) from error
+
+    return jax.tree_util.tree_map_with_path(abstract, batch)
+
+
+def check_batch(field: str, batch: Any, mesh: Mesh, roles: AxisRoles) -> None:
+    """Refuses a batch that cannot be split evenly over the mesh, in the name of `field`."""
+    for dim, axes in roles.batch_dims.items():
+        _check_dim(field, batch, dim, axes, axes_size(mesh, axes))
+    if roles.context_axis is not None and mesh.shape[roles.context_axis] > 1:
+        _check_positions(field, batch, roles.context_axis, mesh.shape[roles.context_axis])
+
+
+def _check_positions(field: str, batch: Any, axis: str, devices: int) -> None:
+    """Refuses sequences that cannot be laid out in zig-zag, and leaves that are none."""
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        name = f"{field}{jax.tree_util.keystr(path)}"
+        if jnp.ndim(x) == 1:
+            raise ValueError(
+                f"{name} has shape {x.shape}, but context_axis={axis!r} splits the positions of "
+                "sequences; expected [B, S, ...], or a scalar. Repeat it for each position."
+            )
+        if jnp.ndim(x) and x.shape[1] % (2 * devices):
+            raise ValueError(
+                f"{name} has {x.shape[1]} positions along dim 1, expected a multiple of "
+                f"{2 * devices}, two half blocks for each of the {devices} devices along "
+                f"{axis!r}: pad the sequences and mask the padding."
+            )
+
+
+def _check_dim(field: str, batch: Any, dim: int, axes: tuple[str, ...], devices: int) -> None:
+    what = f"entries along dim {dim}" if dim else "examples"
+    sizes = {
+        f"{field}{jax.tree_util.keystr(path)}": x.shape[dim]
+        for path, x in jax.tree_util.tree_leaves_with_path(batch)
+        if jnp.ndim(x) > dim
+    }
+    if not sizes:
+        raise ValueError(f"{field} has no arrays of shape [B, ...], expected some {what}.")
+    for name, size in sizes.items():
+        if not size or size % devices:
+            raise ValueError(
+                f"{name} has {size} {what}, expected a positive multiple of the {devices} "
+                f"devices along {axes}: no example may be dropped. Change the batch size or the "
+                "number of devices, or pad the batch and mask the padding."
+            )
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"{field} has leaves with different numbers of {what}, expected one number along "
+            f"{f'dim {dim}' if dim else 'their leading dimension'}: "
+            f"{', '.join(f'{k} has {v}' for k, v in sizes.items())}."
+        )
+
+
+def check_minibatches(batch: Any, num_minibatches: int, *, devices: int = 1) -> None:
+    """Refuses minibatches that do not divide what each of some devices has of a batch."""
+    if (
+        isinstance(num_minibatches, bool)
+        or not isinstance(num_minibatches, int)
+        or num_minibatches < 1
+    ):
+        raise ValueError(f"num_minibatches={num_minibatches!r}, expected a positive integer.")
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        examples = x.shape[0] // devices if jnp.ndim(x) else num_minibatches
+        if examples % num_minibatches or examples < num_minibatches:
+            raise ValueError(
+                f"num_minibatches={num_minibatches} does not divide the {examples} examples of "
+                f"batch{jax.tree_util.keystr(path)} on each device (shape {x.shape}), and no "
+                f"example may be dropped. Choose a divisor of {examples} or another batch size."
+            )
+
+
+def split_minibatches(batch: Any, num_minibatches: int) -> Any:
+    """Reshapes `[B, ...]` leaves to `[M, B/M, ...]` for `M` minibatches; repeats scalars."""
+    check_minibatches(batch, num_minibatches)
+
+    def split(x: Any) -> jax.Array:
+        if not jnp.ndim(x):
+            return jnp.broadcast_to(x, (num_minibatches,))
+        return x.reshape(num_minibatches, x.shape[0] // num_minibatches, *x.shape[1:])
+
+    return jax.tree.map(split, batch)

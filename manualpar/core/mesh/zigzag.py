@@ -1,0 +1,48 @@
+"""The order in which a sequence lies on the devices along a context axis.
+
+Under a causal mask the first tokens of a sequence attend to few others and the last to many. If
+each of `C` devices had a run of consecutive tokens, the last device would have most of the work. So
+the sequence is cut into `2 C` half blocks, of which device `c` gets those at `c` and `2 C - 1 - c`
+(zig-zag). A step puts its batch into this order once, where it is integers for the most part; the
+model and the loss see nothing else.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.tracing.scopes import CONTEXT_SCOPE
+
+
+def to_zigzag(batch: Any, axis: str) -> Any:
+    """Exchanges consecutive runs of positions for half blocks in zig-zag order.
+
+    Leaves are `[B, S/axis, ...]`, before it the device's run of each sequence, and after it half
+    block `c` and then `2 C - 1 - c`. Scalars stay as they are.
+
+    Communication:
+      Two collective permutes of half of each leaf.
+    """
+    if (size := jax.lax.axis_size(axis)) == 1:
+        return batch
+
+    def home(block: int) -> int:
+        return min(block, 2 * size - 1 - block)
+
+    sends = [[(c, home(2 * c + half)) for c in range(size)] for half in (0, 1)]
+    # Even half blocks are first halves. The low half block of an odd device is an odd one.
+    is_odd = jax.lax.axis_index(axis) % 2 == 1
+
+    def exchange(x: jax.Array) -> jax.Array:
+        if not jnp.ndim(x):
+            return x
+        even, odd = (
+            jax.lax.ppermute(half, axis, perm)
+            for half, perm in zip(jnp.split(x, 2, axis=1), sends, strict=True)
+        )
+        low, high = jnp.where(is_odd, odd, even), jnp.where(is_odd, even, odd)
+        return jnp.concatenate([low, high], axis=1)
+
+    with jax.named_scope(CONTEXT_SCOPE):
+        return jax.tree.map(exchange, batch)

@@ -1,0 +1,75 @@
+"""The arguments and fields that tell Linen's modules to train, and their values in evaluation.
+
+A module is told by an argument (`model(x, train=True)`) or by a field (`MyModel(train=True)`,
+`nn.Dropout(0.1, deterministic=False)` inside another module). A loss function says what it says in
+training. In evaluation, the arguments of every module's call, and its fields while it runs, say the
+opposite.
+
+Invariant: nothing in a Linen model draws from the stream `dropout` in evaluation. Dropout that
+cannot be switched off, because it is written by hand, is refused with its module's path.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from manualpar.core.model.adapter import Phase
+
+DROPOUT_STREAM = "dropout"
+EVAL_SWITCHES = {"train": False, "training": False, "is_training": False, "deterministic": True}
+# The switch of `nn.BatchNorm`: statistics come from the state, with dropout on too.
+_STATISTICS = {"use_running_average": True}
+SWITCHES: Mapping[Phase, Mapping[str, bool]] = {
+    "train": {},
+    "eval": {**EVAL_SWITCHES, **_STATISTICS},
+    "eval_dropout": _STATISTICS,
+}
+# The class attribute with the values that a module's fields have in evaluation, with dropout on
+# too: where `train` stays on, it says more than that dropout does.
+EVALUATION_FIELDS = "evaluation_fields"
+
+
+def signature_of(module: Any, method: Any) -> inspect.Signature:
+    """The signature of a module's method without the module; that of `__call__` for `None`."""
+    is_name = method is None or isinstance(method, str)
+    function = getattr(module, method or "__call__", None) if is_name else method
+    if not callable(function):
+        raise TypeError(
+            f"model: {type(module).__name__} has no method {method or '__call__'!r}, expected "
+            "one to initialise it with. Name it with init_args=lambda batch: ((batch.inputs,), "
+            "{'method': '...'})."
+        )
+    parameters = list(inspect.signature(function).parameters.values())
+    parameters = parameters if is_name else parameters[1:]
+    return inspect.Signature([x.replace(annotation=x.empty) for x in parameters])
+
+
+def required(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
+    """Those parameters that have no default."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in variadic
+    }
+
+
+def overrule(
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    switches: Mapping[str, bool],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Sets those arguments of a call that are switches.
+
+    A switch that is not passed is not added. One that is `None` stays `None`, which leaves it to a
+    field of the module. The signature is that of the called method, without the module.
+    """
+
+    def switch(name: str, value: Any) -> Any:
+        return value if value is None else switches.get(name, value)
+
+    named = zip(signature.parameters, args, strict=False)
+    switched = [switch(name, value) for name, value in named]
+    kwargs = {name: switch(name, value) for name, value in kwargs.items()}
+    return (*switched, *args[len(switched) :]), kwargs

@@ -1,0 +1,115 @@
+"""How a model is initialised and traced, on the mesh that the model asks for.
+
+Most models are made and initialised with no mesh around them. A model that states shardings itself,
+in its call (`with_sharding_constraint`) or in its initialisers (`out_sharding=`), may need one: if
+it fails without, it gets that of the mode. The values do not depend on it.
+
+An initialiser's type counts as an annotation: the parameter is sharded over these axes, like one of
+`nn.with_partitioning`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from manualpar.core.mesh.axes import axis_tuple
+from manualpar.core.model.adapter import InitArgs, ModelAdapter
+from manualpar.core.modes.manual import Manual
+from manualpar.core.parameters.collectives import cast_to_varying
+from manualpar.core.parameters.sharded_parameter import is_box
+
+Init = Callable[[jax.Array], dict[str, Any]]
+
+
+class TypedParameter(nn.Partitioned):
+    """A parameter that its initialiser has typed; the names are those of its type."""
+
+
+def init_variables(
+    model: ModelAdapter, rng: jax.Array, batch: Any, init_args: InitArgs | None = None
+) -> dict[str, Any]:
+    """The variables by collection, as `model.init({"params": rng}, *args, **kwargs)` makes them.
+
+    The arguments are those of `ModelAdapter.initial_call`, with zeros for the batch's values.
+    """
+    args, kwargs = model.initial_call(jax.tree.map(jnp.zeros_like, batch), init_args)
+    return model.init({"params": rng}, *args, **kwargs)
+
+
+def initialisation(
+    model: ModelAdapter,
+    batch: Any,
+    batch_specs: Any,
+    mode: Manual,
+    *,
+    init_args: InitArgs | None,
+    cast: Callable[[Any], Any],
+) -> tuple[Init, dict[str, Any]]:
+    """Makes a model's initialisation a function of a key.
+
+    Returns:
+      A function from a key to the variables by collection, with annotated and typed parameters in
+      boxes, and what `cast` makes of parameters; and the abstract variables.
+    """
+
+    def init(rng: jax.Array, batch: Any = batch) -> dict[str, Any]:
+        variables = init_variables(model, rng, batch, init_args)
+        params = jax.tree.map(_box_typed, variables.get("params", {}), is_leaf=is_box)
+        return variables | {"params": cast(params)}
+
+    def init_on_mesh(rng: jax.Array) -> dict[str, Any]:
+        run = mode.under_mesh(init, (PartitionSpec(), batch_specs))
+        variables: dict[str, Any] = run(rng, jax.tree.map(jnp.zeros_like, batch))
+        return variables
+
+    key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building touches no device.
+    found: tuple[Init, dict[str, Any]] = with_mesh_if_needed(
+        mode,
+        lambda: (init, jax.eval_shape(init, key)),
+        lambda: (init_on_mesh, jax.eval_shape(init_on_mesh, key)),
+    )
+    return found
+
+
+def typed_specs(params: Any) -> Any:
+    """The tree of parameters with the spec that its initialiser has typed each with."""
+    return jax.tree.map(
+        lambda x: PartitionSpec(*x.names) if isinstance(x, TypedParameter) else PartitionSpec(),
+        params,
+        is_leaf=is_box,
+    )
+
+
+def _box_typed(x: Any) -> Any:
+    """A parameter, in a box if its type shards it."""
+    names = () if is_box(x) else tuple(jax.typeof(x).sharding.spec)
+    return TypedParameter(x, names=names) if any(map(axis_tuple, names)) else x
+
+
+def with_mesh_if_needed(
+    mode: Manual, call: Callable[[], Any], call_on_mesh: Callable[[], Any]
+) -> Any:
+    """Calls the first function; the second if that fails and the mode has a mesh for models."""
+    try:
+        return call()
+    except Exception:  # Whatever it is: if it was not the mesh, it is raised again.
+        if mode.model_mesh is None:
+            raise
+    return call_on_mesh()
+
+
+def trace(mode: Manual, function: Callable[..., Any], in_specs: Any, *args: Any) -> None:
+    """Traces a function of abstract global arguments as a step would run it.
+
+    Its first argument is a tree of variables, which is made to vary over devices.
+    """
+
+    def on_device(variables: Any, *args: Any) -> None:
+        with mode.context():
+            function(cast_to_varying(variables, mode.varying_axes), *args)
+
+    jax.eval_shape(mode.run(on_device, in_specs=in_specs, out_specs=PartitionSpec()), *args)

@@ -1,0 +1,1 @@
+"""Linen models: importing `linen_model` registers their adapter."""

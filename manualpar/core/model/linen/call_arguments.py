@@ -1,0 +1,87 @@
+"""The arguments that a model is initialised with, made from a batch.
+
+The model is called with `batch.inputs`, or with the arguments that the user's `init_args` returns;
+switches such as `train` are added. A call that does not fit the method is refused with the
+`init_args` to write.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from manualpar.core.model.adapter import InitArgs
+from manualpar.core.model.evaluation import EVAL_SWITCHES, required, signature_of
+
+
+def initial_call(
+    module: Any, batch: Any, init_args: InitArgs | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The `args` and `kwargs` that a module is called with to initialise it.
+
+    The `kwargs` of `init_args` may name another `method` than `__call__`. If the method has an
+    argument `train` that is not given, it is `False`, and likewise each other one of
+    `EVAL_SWITCHES` that has no default.
+
+    Raises:
+      TypeError: The method cannot be called like this.
+    """
+    if init_args is None and not hasattr(batch, "inputs"):
+        raise TypeError(
+            f"batch is a {type(batch).__name__}, expected one with .inputs: manualpar.Batch. Or "
+            f"say what the model is called with: {_example(signature_of(module, None))}."
+        )
+    args, kwargs = _checked_pair(init_args(batch)) if init_args else ((batch.inputs,), {})
+    method = kwargs.get("method")
+    signature = signature_of(module, method)
+    given = {name: value for name, value in kwargs.items() if name != "method"}
+    switches: dict[str, Any] = {}
+    names: Mapping[str, Any] = signature.parameters
+    try:
+        names = signature.bind_partial(*args, **given).arguments
+        switches = {
+            name: value
+            for name, value in EVAL_SWITCHES.items()
+            if name in signature.parameters.keys() - names.keys()
+            and (name == "train" or signature.parameters[name].default is inspect.Parameter.empty)
+        }
+        signature.bind(*args, **given, **switches)
+    except TypeError as error:
+        missing = [repr(name) for name in _required(signature) if name not in names]
+        what = "what init_args returns" if init_args else "batch.inputs alone"
+        called = method if isinstance(method, str) else getattr(method, "__name__", "__call__")
+        raise TypeError(
+            f"model: {type(module).__name__}.{called} cannot be called with {what} to "
+            f"initialise the model: {'it also needs ' + ', '.join(missing) if missing else error}. "
+            f"It takes {signature}. Say what it is called with, from the batch: "
+            f"{_example(signature)}."
+        ) from error
+    return args, {**kwargs, **switches}
+
+
+def _required(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
+    """The arguments without a default that only the caller can give."""
+    found = required(signature.parameters)
+    return {name: parameter for name, parameter in found.items() if name not in EVAL_SWITCHES}
+
+
+def _example(signature: inspect.Signature) -> str:
+    """The `init_args` that a method may need, as a user would write it."""
+    args, kwargs = "", []
+    for name, parameter in _required(signature).items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            kwargs.append(f"'{name}': batch['{name}']")
+        else:
+            args += f"batch['{name}'], "
+    args = args[:-1] if args.count(",") == 1 else args[:-2]
+    return f"init_args=lambda batch: (({args}), {{{', '.join(kwargs)}}})"
+
+
+def _checked_pair(returned: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (0, 0)
+    if not isinstance(args, tuple | list) or not isinstance(kwargs, Mapping):
+        raise TypeError(
+            f"init_args returned a {type(returned).__name__} that is not the pair (args, kwargs), "
+            "expected a tuple of positional arguments and a dict of others, such as "
+            "init_args=lambda batch: ((batch.inputs,), {})."
+        )
+    return tuple(args), dict(kwargs)

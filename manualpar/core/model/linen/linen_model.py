@@ -1,0 +1,171 @@
+"""Linen models: how they are called on a mesh.
+
+A module's fields say how one device would run it. While one of its methods runs in a program, some
+of them are replaced:
+
+- `axis_name` by the mesh axes that it is an alias of, see `axis_names`.
+- In evaluation, the switches that tell the module to train, see `evaluation`.
+- The method of `nn.Dropout` that draws its key, and the function by which attention attends, so
+  that split activations are dropped independently, see `split_dropout`.
+- Initializers by ones without annotations. When a model is applied, flax calls them once more, for
+  the shapes. An annotated one (`nn.with_partitioning`) then returns a box. `nn.DenseGeneral`, and
+  so attention, calls it with the flattened shape of its kernel, unboxes the result and reshapes it.
+  On a mesh, the unboxing would constrain the sharding of the flattened array by the names of the
+  kernel's dims. All annotations have been read by then, so they are left out.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+import flax.linen as nn
+from flax.errors import InvalidRngError
+
+from manualpar.core.model.adapter import InitArgs, ModelAdapter, register
+from manualpar.core.model.evaluation import (
+    DROPOUT_STREAM,
+    EVAL_SWITCHES,
+    EVALUATION_FIELDS,
+    SWITCHES,
+    overrule,
+)
+from manualpar.core.model.linen.call_arguments import initial_call
+from manualpar.core.model.recurrence import varying_linen_carries
+from manualpar.core.model.split_dropout import SplitAttention, key_like
+
+
+@register
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class LinenModel(ModelAdapter):
+    """A Linen model.
+
+    Attributes:
+      interceptors: What calls the modules' methods, next to the methods themselves, see
+        `nn.intercept_methods`; in `init` too.
+    """
+
+    interceptors: tuple[Callable[..., Any], ...] = ()
+    makes_variables_in_calls: ClassVar[bool] = True
+
+    def __repr__(self) -> str:
+        return repr(self.module)
+
+    @classmethod
+    def wrap(cls, model: Any) -> Self | None:
+        """The adapter of a Linen module."""
+        return cls(model) if isinstance(model, nn.Module) else None
+
+    @property
+    def apply_fn(self) -> Callable[..., Any]:
+        """The module's own `apply` if there are no aliases, so that equal modules share it."""
+        changed = self.axis_aliases.axes or self.interceptors
+        apply: Callable[..., Any] = self.apply if changed else self.module.apply
+        return apply
+
+    def initial_call(
+        self, batch: Any, init_args: InitArgs | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See `call_arguments.initial_call`."""
+        return initial_call(self.module, batch, init_args)
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`module.init`."""
+        with self._intercepted():
+            return dict(self.module.init(rngs, *args, **kwargs))
+
+    def intercepted(self, interceptor: Callable[..., Any]) -> Self:
+        """The same model with one more interceptor, which is nearest to the methods."""
+        return dataclasses.replace(self, interceptors=(*self.interceptors, interceptor))
+
+    def annotated(self, path: str, kernel: Any) -> Any:
+        """The kernel of the module at a path in the box that `init` puts it in, if any."""
+        del path
+        return kernel
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """`module.apply` with fields replaced in every module.
+
+        Raises:
+          ValueError: In evaluation, a module draws from the stream of dropout.
+        """
+        switches, rngs = SWITCHES[self.phase], kwargs.get("rngs")
+        withheld = False
+        if "deterministic" in switches and isinstance(rngs, Mapping):
+            withheld = DROPOUT_STREAM in rngs
+            kwargs["rngs"] = {name: key for name, key in rngs.items() if name != DROPOUT_STREAM}
+
+        def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            module = context.module
+            if switches:
+                signature = inspect.signature(context.orig_method)
+                args, kwargs = overrule(signature, args, kwargs, switches)
+            try:
+                with replace_fields(module, self._fields_on_mesh(module, args)):
+                    return next_fun(*args, **kwargs)
+            except InvalidRngError as error:
+                if not withheld:
+                    raise
+                kind = type(module).__name__
+                raise ValueError(
+                    f"model: {'/'.join(module.path) or kind!r} ({kind}) draws from "
+                    f"rngs[{DROPOUT_STREAM!r}] in evaluation, and has no argument or field by "
+                    "which it is told not to; expected one of "
+                    f"{', '.join(EVAL_SWITCHES)}. Give it one, or another stream if it is no "
+                    "dropout, or leave dropout on in evaluation: eval_dropout=True."
+                ) from error
+
+        calls = nn.intercept_methods(intercept)
+        with varying_linen_carries((args, kwargs)), calls, self._intercepted():
+            return self.module.apply(variables, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _intercepted(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for interceptor in self.interceptors:
+                stack.enter_context(nn.intercept_methods(interceptor))
+            yield
+
+    def _fields_on_mesh(self, module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
+        """The fields of a module that differ on the mesh in a call, by name."""
+        fields: dict[str, Any] = self.axis_aliases.resolve(module)
+        if self.phase != "train":
+            fields |= getattr(module, EVALUATION_FIELDS, {})
+        switches = SWITCHES[self.phase]
+        for name in (field.name for field in dataclasses.fields(module)):
+            value = getattr(module, name, None)
+            if name in switches and isinstance(value, bool):
+                fields[name] = switches[name]
+            elif name.endswith("init") and callable(value):
+                fields[name] = _Unannotated(value)
+        if isinstance(module, nn.Dropout) and args:
+            draw = module.make_rng
+            fields["make_rng"] = lambda *names: key_like(draw(*names), args[0])
+        if isinstance(module, nn.MultiHeadDotProductAttention):
+            fields["attention_fn"] = SplitAttention(module.attention_fn)
+        return fields
+
+
+@contextlib.contextmanager
+def replace_fields(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
+    """Gives fields of a module, which is frozen, other values for a while."""
+    before = {name: getattr(module, name) for name in values}
+    try:
+        for name, value in values.items():
+            object.__setattr__(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            object.__setattr__(module, name, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unannotated:
+    """An initializer without its annotation; equal ones compare equal, as `nn.jit` needs."""
+
+    initializer: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        x = self.initializer(*args, **kwargs)
+        return x.value if isinstance(x, nn.Partitioned) else x

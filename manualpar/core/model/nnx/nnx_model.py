@@ -1,0 +1,391 @@
+"""NNX models, called as Linen models are: with `init` and `apply`.
+
+An `nnx.Module` holds its variables. Here it is split into its graph, which is static, and its
+variables, which go by collection and are named as in Linen: `nnx.Param` and its subclasses are
+`params`, `nnx.BatchStat` is `batch_stats`, and so on. A path consists of the attributes' names.
+Applying the model merges graph and variables into a module that lives for one call.
+
+Keys and counts of random streams are no variables in this sense: see
+`manualpar.core.model.nnx.streams`.
+
+Invariants: nothing is materialised before `init`; parameters depend on the key alone, not on the
+mesh; a variable that several modules share is listed once, at the first of its paths.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.traverse_util import unflatten_dict
+
+from manualpar.core.model.adapter import ModelAdapter, register
+from manualpar.core.model.evaluation import required
+from manualpar.core.model.nnx.dropout import split_dropout
+from manualpar.core.model.nnx.streams import (
+    call_rngs,
+    keys_by_stream,
+    mark_keyless,
+    stream_keys,
+    stream_variable,
+)
+from manualpar.core.model.nnx.variables import Path, annotate, gathering_variable, path_name
+from manualpar.core.model.recurrence import METHOD, vary_like, with_subclasses
+from manualpar.core.parameters.array_box import ArrayBox
+
+# The collection of arrays that are attributes of a module without a variable around them.
+CONSTANTS = "constants"
+_NOT_GIVEN: Any = object()
+
+
+@register
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class NNXModel(ModelAdapter):
+    """An NNX model with the two functions of a Linen module that this package calls.
+
+    Attributes:
+      module: The module with abstract values.
+      make: Makes it from a key.
+    """
+
+    make: Callable[[jax.Array], nnx.Module] = dataclasses.field(kw_only=True)
+
+    def __repr__(self) -> str:
+        return f"NNXModel({type(self.module).__name__})"
+
+    @classmethod
+    def wrap(cls, model: Any) -> Self | None:
+        """The adapter of an NNX model; `None` for anything else.
+
+        Args:
+          model: An `nnx.Module`, whose values are the initial ones whatever the key; or, so that
+            nothing is materialised before it is sharded, its class or a function: anything that
+            takes `rngs` and makes one. With a key, its parameters are those of
+            `model(rngs=nnx.Rngs(key))`.
+
+        Raises:
+          TypeError: A class cannot be constructed with `rngs` alone, a function makes something
+            else, or an instance has no values.
+        """
+        if isinstance(model, nnx.Module):
+            make = _make_again(model)
+        else:
+            parameters = _parameters(model)
+            is_nnx_class = isinstance(model, type) and issubclass(model, nnx.Module)
+            if not is_nnx_class and (isinstance(model, type) or "rngs" not in parameters):
+                return None
+            name = getattr(model, "__name__", type(model).__name__)
+            _check_takes_rngs_alone(name, parameters)
+            make = functools.partial(_construct, model, name)
+        module = nnx.eval_shape(lambda: make(jax.random.key(0)))
+        _check_params(module)
+        return cls(module, make=make)
+
+    @classmethod
+    def collections_of(cls, variables: Any) -> Mapping[str, Any] | None:
+        """The arrays of a module or an `nnx.State`, without the state of random streams."""
+        if isinstance(variables, nnx.Module):
+            variables = nnx.state(variables)
+        if not isinstance(variables, nnx.State):
+            return None
+        return _by_collection(nnx.to_flat_state(variables))
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Makes the variables by collection from a key; an annotated parameter is in a box.
+
+        The arguments that a Linen model would be called with are ignored.
+        """
+        del args, kwargs
+        module = self.make(rngs["params"] if isinstance(rngs, Mapping) else rngs)
+        return {"params": {}} | _by_collection(_leaves(module), box=annotate)
+
+    def apply(
+        self,
+        variables: Mapping[str, Any],
+        *args: Any,
+        rngs: Any = _NOT_GIVEN,
+        mutable: Any = False,
+        method: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Calls the module as `flax.linen.Module.apply` does; `rngs` are those of `stream_keys`.
+
+        A call that has an argument `rngs` gets them too, as `nnx.Rngs`. So does one that takes any
+        argument, if the module has no random streams that the keys could be for. An argument
+        `train` that the call does not take turns NNX's own switch: `module.train()` or
+        `module.eval()`.
+
+        Raises:
+          ValueError: A variable is missing, or the call makes one that `mutable` does not name,
+            sets a parameter that is sharded, or uses random numbers without a key.
+        """
+        given = {} if rngs is _NOT_GIVEN or rngs is None else keys_by_stream(rngs)
+        module = self._merge(variables, given)
+        self._adjust_to_mesh(module, (args, kwargs))
+        call = getattr(module, method or "__call__") if not callable(method) else method
+        parameters = _parameters_of_call(call)
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        known = {collection_of(leaf) for _, leaf in _leaves(self.module)}
+        has_streams = None in known
+        if rngs is not _NOT_GIVEN and ("rngs" in parameters or (takes_any and not has_streams)):
+            kwargs["rngs"] = None if rngs is None else call_rngs(given)
+        if "train" in kwargs and "train" not in parameters and not takes_any:
+            module.train() if kwargs.pop("train") else module.eval()
+        if self.phase == "eval_dropout":
+            module.set_attributes(use_running_average=True, raise_if_not_found=False)
+        elif self.phase == "eval":
+            module.eval()
+        asked = [mutable] if isinstance(mutable, str) else [] if mutable is True else mutable or []
+        sown = [name for name in asked if name not in known]
+        types = [type_ for name in sown for type_ in _types_named(name)]
+        bound = functools.partial(call, module) if callable(method) else call
+
+        def run(module: nnx.Module) -> Any:
+            del module
+            with jax.named_scope(type(self).__name__):  # Linen's modules are in such scopes.
+                return bound(*args, **kwargs)
+
+        out = nnx.capture(run, *types)(module)
+        out, *states = out if types else (out,)
+        made = None if mutable is True else frozenset(sown)
+        captured = [leaf for state in states for leaf in nnx.to_flat_state(state)]
+        kept = _by_collection([*self._kept(module, made), *captured])
+        updates: dict[str, Any] = {name: {} for name in sown} | kept
+        if mutable is False:
+            return out
+        asked = updates if mutable is True else asked
+        return out, {name: updates[name] for name in asked if name in updates}
+
+    def _adjust_to_mesh(self, module: nnx.Module, inputs: Any) -> None:
+        """Changes a module that lives for one call: its axis names, cells' carries, and dropout."""
+        vary = vary_like(inputs)
+
+        def varying(initialize: Any) -> Any:
+            return lambda *args, **kwargs: jax.tree.map(vary, initialize(*args, **kwargs))
+
+        for _, part in nnx.iter_modules(module):
+            for name, value in self.axis_aliases.resolve(part).items():
+                setattr(part, name, value)
+            cell: Any = part.cell if isinstance(part, nnx.RNN) else part
+            if isinstance(part, nnx.RNN | nnx.RNNCellBase):
+                setattr(cell, METHOD, varying(getattr(cell, METHOD)))
+            split_dropout(part)
+
+    def _merge(self, variables: Mapping[str, Any], rngs: Mapping[str, Any]) -> nnx.Module:
+        """A module of its own with some variables, its random streams at their beginning."""
+        streams = stream_keys(self.module, rngs)
+        known = {"params"}
+        leaves = []
+        for path, leaf in _leaves(self.module):
+            name = collection_of(leaf)
+            if name is None:
+                leaves.append((path, stream_variable(leaf, streams[path[:-1]])))
+                continue
+            known.add(name)
+            value = _find(variables, name, path)
+            leaves.append((path, self._variable(path, leaf, value)))
+        unknown = sorted(set(variables) - known)
+        if unknown:
+            raise ValueError(
+                f"model: applied with collections {unknown}, expected only {sorted(known)}, which "
+                f"are those of {type(self.module).__name__}."
+            )
+        module = nnx.merge(nnx.graphdef(self.module), nnx.from_flat_state(leaves))
+        mark_keyless(module)
+        return module
+
+    def _variable(self, path: Path, leaf: Any, value: Any) -> Any:
+        """The leaf at a path with a value."""
+        if not isinstance(leaf, nnx.Variable):
+            return value
+        if isinstance(value, nn.Partitioned):
+            key = path_name(path)
+            dims = None if self.loop_dims is None else self.loop_dims.get(key, frozenset())
+            box = value.of_one_array() if isinstance(value, ArrayBox) else value
+            return gathering_variable(leaf, box, path=key, loop_dims=dims)
+        return type(leaf).from_metadata(value, leaf.get_metadata())
+
+    def _kept(self, module: nnx.Module, made: frozenset[str] | None) -> list[tuple[Path, Any]]:
+        """The variables of a module after a call that may have changed, and those that it has made.
+
+        `made` are the collections of those that it may make; `None` for any.
+        """
+        before = {path for path, _ in _leaves(self.module)}
+        kept = []
+        for path, leaf in _leaves(module):
+            name = collection_of(leaf)
+            if "__captures__" in path or name == "params":
+                continue
+            if path not in before and made is not None and name not in made:
+                raise ValueError(
+                    f"model: calling it makes a new variable {path_name(path)!r} of type "
+                    f"{type(leaf).__name__}, which a training state has no place for; make it in "
+                    "the module's __init__. If it is for the loss, ask for it where the model is "
+                    f"called: out, made = apply_fn(..., mutable=[{name!r}])."
+                )
+            kept.append((path, leaf))
+        return kept
+
+
+def collection_of(leaf: Any) -> str | None:
+    """The collection that a leaf of a module belongs to; `None` for the state of random streams."""
+    if not isinstance(leaf, nnx.Variable):
+        return CONSTANTS
+    if isinstance(leaf, nnx.RngState):
+        return None
+    return _collection_of_type(type(leaf))
+
+
+def _collection_of_type(type_: type[nnx.Variable[Any]]) -> str:
+    if issubclass(type_, nnx.Param):
+        return "params"
+    try:
+        return nnx.variable_name_from_type(type_)
+    except ValueError:  # A type that flax has no name of Linen's for.
+        return type_.__name__
+
+
+def _types_named(collection: str) -> list[type[nnx.Variable[Any]]]:
+    """The types whose variables belong to a collection; a new one if there is none."""
+    found = [x for x in with_subclasses(nnx.Variable) if _collection_of_type(x) == collection]
+    return found or [nnx.variable_type_from_name(collection, allow_register=True)]
+
+
+# What makes a module from a key.
+
+
+def _make_again(module: nnx.Module) -> Callable[[jax.Array], nnx.Module]:
+    """A function that makes a module of the values of one, whatever the key."""
+    graphdef, state = nnx.split(module)
+    leaves, structure = jax.tree.flatten(state)
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves):
+        raise TypeError(
+            f"model: the {type(module).__name__} has no values, or such as are no arrays; expected "
+            "one that has been made. Give the class, or a function of rngs, and the program makes "
+            "it sharded."
+        )
+    # On the host: the values may lie on other devices than the program's.
+    values = [x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x) for x in leaves]
+
+    def make(key: jax.Array) -> nnx.Module:
+        del key
+        arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in values]
+        return nnx.merge(graphdef, jax.tree.unflatten(structure, arrays))
+
+    return make
+
+
+def _construct(make: Callable[..., Any], name: str, key: jax.Array) -> nnx.Module:
+    """Makes a module from a key; the program decides where it lies, not its annotations."""
+    with nnx.use_eager_sharding(False):
+        module = make(rngs=nnx.Rngs(key))
+    if not isinstance(module, nnx.Module):
+        raise TypeError(f"model: {name}(rngs=...) makes {module!r}, expected an nnx.Module.")
+    for path, part in nnx.iter_modules(module):
+        for attribute, value in vars(part).items():
+            if isinstance(value, jax.core.Tracer):
+                raise TypeError(
+                    f"model: {path_name((*path, attribute))!r} is an array of shape {value.shape} "
+                    "that no variable holds, expected an nnx.Param if it is to be trained, and "
+                    "otherwise another nnx.Variable, or an array of numpy. Write "
+                    f"self.{attribute} = nnx.Param(...)."
+                )
+    return module
+
+
+def _check_takes_rngs_alone(name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
+    if "rngs" not in parameters:
+        raise TypeError(
+            f"model: the class {name} takes no argument rngs, expected one: a program makes its "
+            f"parameters from a key. Give it one, or the program an instance: {name}(...)."
+        )
+    missing = [key for key in required(parameters) if key != "rngs"]
+    if missing:
+        raise TypeError(
+            f"model: {name} takes {', '.join(missing)} besides rngs, expected what can be made "
+            f"from rngs alone. Write lambda rngs: {name}({missing[0]}=..., rngs=rngs)."
+        )
+
+
+def _check_params(module: nnx.Module) -> None:
+    """Refuses parameters that are not arrays, or that somebody else changes."""
+    for path, leaf in _leaves(module):
+        if not isinstance(leaf, nnx.Param):
+            continue
+        if not isinstance(leaf.get_raw_value(), jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"model: parameter {path_name(path)!r} holds a "
+                f"{type(leaf.get_raw_value()).__name__}, expected an array; make an nnx.Param of "
+                "each of its arrays."
+            )
+        if leaf.hijax or leaf.ref:
+            raise TypeError(
+                f"model: parameter {path_name(path)!r} is a reference (hijax or ref), expected a "
+                "plain variable: a step is a function of arrays. Make it without nnx.var_defaults."
+            )
+
+
+# Variables by path.
+
+
+def _leaves(module: nnx.Module) -> Iterable[tuple[Path, Any]]:
+    """The variables and bare arrays of a module with their paths."""
+    leaves: Iterable[tuple[Path, Any]] = nnx.to_flat_state(nnx.state(module))
+    return leaves
+
+
+def _by_collection(
+    leaves: Iterable[tuple[Path, Any]], box: Callable[[Any, str], Any] | None = None
+) -> dict[str, Any]:
+    """The values of variables in nested dicts by collection; `box` is applied to parameters."""
+    values = {}
+    for path, leaf in leaves:
+        name = collection_of(leaf)
+        if name is not None:
+            value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+            boxed = box(leaf, path_name(path)) if box and name == "params" else value
+            values[name, *map(str, path)] = boxed
+    collections: dict[str, Any] = unflatten_dict(values)
+    return collections
+
+
+def _find(variables: Mapping[str, Any], collection: str, path: Path) -> Any:
+    """The value at a path of a collection."""
+    tree: Any = variables.get(collection, {})
+    for name in map(str, path):
+        if not isinstance(tree, Mapping) or name not in tree:
+            raise ValueError(
+                f"model: applied without the variable {path_name(path)!r} of collection "
+                f"{collection!r}, expected all that init makes."
+            )
+        tree = tree[name]
+    return tree
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function or a class; none of anything else."""
+    if not callable(function):
+        return {}
+    partial = function if isinstance(function, functools.partial) else functools.partial(function)
+    called = partial.func
+    if isinstance(called, type):  # NNX's classes take anything, and hand it to __init__.
+        constructor: Any = called
+        called = functools.partial(constructor.__init__, None)
+    called = functools.partial(called, *partial.args, **partial.keywords)
+    return inspect.signature(called).parameters
+
+
+def _parameters_of_call(call: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a module's call; an `nnx.Sequential` hands all on to its first layer."""
+    module = getattr(call, "__self__", None)
+    if not (isinstance(module, nnx.Sequential) and call == module.__call__ and module.layers):
+        return _parameters(call)
+    first = module.layers[0]
+    first = first.__call__ if isinstance(first, nnx.Module) else first
+    return {**_parameters_of_call(first), "rngs": _parameters(call)["rngs"]}

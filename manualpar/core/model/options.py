@@ -1,0 +1,282 @@
+"""The options that every builder takes, and their checks.
+
+`check_options` refuses what cannot be built, before anything is traced.
+"""
+
+import contextlib
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Required, TypedDict
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from manualpar.core.mesh.axes import AxisName
+from manualpar.core.modes.collection_sync import CollectionSync
+from manualpar.core.modes.manual import coding_named
+from manualpar.core.modes.strategy import MODES, Mode, Stages
+from manualpar.core.parameters.annotations import Rules
+from manualpar.core.parameters.collectives import Wire
+
+Nonfinite = Literal["ignore", "report", "skip"]
+NONFINITE: tuple[Nonfinite, ...] = ("ignore", "report", "skip")
+WIRE_DTYPES = ("bfloat16", "float32", "float64")
+CODES = {"gather_code": (None, "int8"), "reduce_code": (None, "int8", "int4")}
+ROUNDING = ("error_feedback", "stochastic_rounding")
+STORED_OR_GATHERED = ("gather_dtype", "param_dtype", "frozen_dtype")
+FLAGS = ("use_scan", "norm_metrics", "axis_by_axis", "eval_dropout", *ROUNDING)
+_FLOATING = re.compile(r"\bb?float\d+\b")
+
+
+class ProgramOptions(TypedDict, total=False):
+    """The keyword arguments that every builder takes.
+
+    Attributes:
+      mesh: The devices, see `make_mesh`. On an abstract mesh, see `abstract_mesh`, a program can be
+        traced and not run. Required.
+      batch: An example batch, or a tree of `jax.ShapeDtypeStruct`, with global shapes `[B, ...]`.
+        Only shapes and dtypes are read. It has `.inputs`, as `manualpar.Batch` has, unless
+        `init_args` is given or the model is an NNX one. Required.
+      init_args: How a Linen model is called to initialise it: a function of the batch that returns
+        `(args, kwargs)`, such as `lambda batch: ((batch["source"], batch["target"]), {})`. The
+        parameters are those of `model.init({"params": init_rng}, *args, **kwargs)`; other streams
+        of random numbers that the model asks for use that key too. All values in this batch are
+        zero. If not given, the model is called with `batch.inputs`. NNX models are not called.
+      axis_name: The mesh axis, or tuple of axes, that the batch is split over and that a strategy
+        shards over; `"data"` if not given.
+      axis_aliases: For each axis name in the fields `axis_name` of the model's modules that the
+        mesh does not have, the mesh axis, or tuple of axes, that it stands for:
+        `{"batch": "data"}` for `nn.BatchNorm(axis_name="batch")`. None if not given. In other modes
+        than `"manual"` the batch is global, and names of the mesh's own data axes need no alias.
+      context_axis: The mesh axis, if any, that sequences are split over: dim 1 of all leaves of the
+        batch but scalars. It is one more axis of the batch, so parameters are sharded over it too.
+        Each device has two half blocks of each sequence (`sharding.zigzag`). A model or a loss that
+        mixes positions otherwise than by `manualpar.layers.Context` is refused.
+      pipeline: A `manualpar.Pipeline`, if any, which spreads the model's scanned layers over an
+        axis of the mesh. The minibatches are its microbatches. For mode `"manual"`.
+      num_minibatches: In how many parts a device takes its share of the batch, so that it holds the
+        activations of one part; 1 if not given.
+      use_scan: Whether the parts run in a `jax.lax.scan`, which compiles one of them, or unrolled
+        (the default).
+      mode: Who writes the collectives. `"manual"` (the default): this package, inside `shard_map`.
+        `"auto"`: XLA, from sharding constraints where a parameter is used. `"explicit"`: XLA, where
+        the types require them. `"auto-unconstrained"`: XLA, from the layout of the state alone.
+        What builders say about communication holds for `"manual"`.
+      rules: What logical names in `nn.with_logical_partitioning` mean: pairs of a name and a mesh
+        axis, a tuple of axes, or `None`.
+      trainable: Globs over the paths of parameters, such as `("*/attention/*", "head/*")`; `*`
+        stands for `/` too. Other parameters are *frozen*: they stay as they are, bit for bit, have
+        no gradient and no optimizer state, and may be of any dtype. They are sharded and gathered
+        as others are. If not given, what the model says, which is all for most.
+      param_dtype: The floating-point dtype, by name, in which parameters are stored and updated. If
+        not given, that of the model.
+      frozen_dtype: The same for frozen parameters. If not given, `param_dtype`.
+      gather_dtype: The dtype in which parameters are gathered and computed with. If not given, that
+        in which they are stored. A frozen parameter that is stored as narrow is left as it is.
+      reduce_dtype: The dtype in which gradients are summed over devices. If not given,
+        `gather_dtype`, and without that the dtype in which parameters are stored.
+      gather_code: `"int8"`: what is gathered over the axes of the batch travels in 8 bits a number
+        and 2 bytes for each 256, rounded to the nearest (ZeRO++'s qwZ). The model computes with
+        what the codes say, and the optimizer updates exact parameters. ZeRO's new parameters travel
+        as they are. If not given, nothing is encoded. For mode `"manual"`, as the next three.
+      reduce_code: `"int8"` or `"int4"`: gradients that are reduced over the axes of the batch
+        travel in so many bits (qgZ), and are added up in float32. `hsdp` encodes only what crosses
+        `replica_axis`. With `axis_by_axis` each axis encodes.
+      error_feedback: Whether what `reduce_code` leaves out of a device's gradient is added to its
+        next one, see `manualpar.core.program.error_feedback`: for gradients that are reduced once a
+        step.
+      stochastic_rounding: Whether `reduce_code` rounds at random, to be right on average.
+      axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered and
+        scattered over one axis after the other, and not over their product at once. Gathers begin
+        with the last axis. The bytes are the same, and there are more collectives. Use it on TPUs:
+        over an axis, or a product of axes, that fills a square torus, XLA turns reduce-scatters
+        into all-reduces, on large tori all-gathers too, which doubles the bytes. It does not do so
+        over one side of the torus after the other (`axis_name=("x", "y")` on a mesh of (16, 16)).
+        Where some links are slow, name their axis last. All-reduces always run over all axes at
+        once. For mode `"manual"`.
+      norm_metrics: Whether training reports `gradient_norm`, `update_norm` and `parameter_norm`,
+        the global norms of the gradient, of the optimizer's update and of the new parameters.
+      nonfinite: What a training step does about a loss or a gradient that is not finite, on any
+        device and in any minibatch. What the optimizer makes of finite ones is not checked.
+        `"ignore"` (the default): nothing, at no cost.
+        `"report"`: the metrics contain `nonfinite`, a pair whose sum is 1 in such a step and 0 in
+        others, and whose count is 1. If it is 0, `metrics["loss"]` is finite.
+        `"skip"`: the same, and such a step leaves the parameters, the optimizer's state with its
+        counters and schedules, and the model's other collections as they were, bit for bit.
+        `state.step` and `state.rng` advance, because they count steps and not updates. Norms are
+        those of the gradient and of the update that were computed, and of the parameters that were
+        kept. The device decides, so the host does not wait.
+        In mode `"manual"` this adds no collective, but 8 bytes to the all-reduce of the metrics,
+        which then waits for the gradients and is not merged with theirs. Where parameters are
+        sharded over other axes than the batch's, it adds one all-reduce of 4 bytes. In the other
+        modes XLA combines what it finds in each gradient. `"skip"` needs every gradient before the
+        first parameter changes: where XLA does not fuse the optimizer into one loop, as on CPUs,
+        that takes memory for up to two more shards of the parameters.
+      sync_collections: What becomes of variables outside `params` whose values differ between
+        devices after a step, by collection or by path; the longest path that fits counts:
+        `{"stats": "sum", "stats/amax": "max"}`.
+        `"mean"`, the mean over the devices, is right for running averages of means, such as those
+        of `nn.BatchNorm`. `"sum"` is right for counters and other totals, integers too: the value
+        before the step and what all devices have added to it since, in all minibatches. `"max"` and
+        `"min"` are right for running maxima and minima. None of them is right for a running average
+        of *sums*, as in vector quantisers (`decay * old + (1 - decay) * total`): take
+        `jax.lax.psum(total, axis)` in the model.
+        `batch_stats` is averaged if nothing else is said. Other variables that differ by their type
+        are refused if nothing is said about them. Those that do not differ by their type stay as
+        they are; a count that is taken from a shape (`seen += x.shape[0]`) is one, so it has to be
+        named. In other modes than `"manual"` a model sees the global batch, and nothing differs.
+      eval_dropout: Whether `eval_step` leaves dropout on, as Monte Carlo dropout needs it. Batch
+        statistics come from the state in any case, and a `Transformer` smooths no labels and adds
+        no z-loss. What else your model does where it is told to train, it does then too. If not
+        (the default), training is turned off wherever a module is told to train: by an argument or
+        a field `train`, `training` or `is_training`, by `deterministic`, by `use_running_average`,
+        and in NNX by `eval()`. A module that draws from `rngs["dropout"]` and cannot be told is
+        refused by its path. With dropout on, masks depend on the device, in a pipeline on the
+        microbatch, and on `state.rng`, which changes in each step. For several samples of one state
+        give it other keys: `state.replace(rng=key)`.
+      compiler_options: XLA's options for the training and the evaluation step, by name, see
+        `manualpar.core.mesh.compiler_options`; none if not given.
+    """
+
+    mesh: Required[Mesh | AbstractMesh]
+    batch: Required[Any]
+    init_args: Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]] | None
+    axis_name: AxisName
+    axis_aliases: Mapping[str, AxisName]
+    context_axis: str | None
+    pipeline: Stages | None
+    num_minibatches: int
+    use_scan: bool
+    mode: Mode
+    rules: Rules
+    trainable: Sequence[str] | None
+    param_dtype: str | None
+    frozen_dtype: str | None
+    gather_dtype: str | None
+    reduce_dtype: str | None
+    gather_code: Literal["int8"] | None
+    reduce_code: Literal["int8", "int4"] | None
+    error_feedback: bool
+    stochastic_rounding: bool
+    axis_by_axis: bool
+    norm_metrics: bool
+    nonfinite: Nonfinite
+    sync_collections: Mapping[str, CollectionSync]
+    eval_dropout: bool
+    compiler_options: Mapping[str, Any]
+
+
+def check_options(builder: str, options: Mapping[str, Any]) -> None:
+    """Refuses options that are unknown, missing, or not among the choices."""
+    for name in options:
+        if name not in ProgramOptions.__annotations__:
+            near = difflib.get_close_matches(name, ProgramOptions.__annotations__, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise TypeError(
+                f"{builder}: {name!r} is not an option, expected some of "
+                f"{', '.join(ProgramOptions.__annotations__)}, or the builder's own{hint}"
+            )
+    for name in sorted(ProgramOptions.__required_keys__ - options.keys()):
+        raise TypeError(f"{builder}: {name}= is missing, expected it as a keyword argument.")
+    choices_of: dict[str, Any] = {"mode": MODES, "nonfinite": NONFINITE, **CODES}
+    choices_of |= dict.fromkeys(FLAGS, (True, False))
+    for name, choices in choices_of.items():
+        if name in options:
+            check_choice(builder, name, options[name], choices)
+    init_args = options.get("init_args")
+    if init_args is not None and not callable(init_args):
+        raise TypeError(
+            f"{builder}: init_args={init_args!r}, expected a function of the batch that returns "
+            "the model's (args, kwargs)."
+        )
+    for name, kind in (("context_axis", str), ("pipeline", Stages)):
+        value = options.get(name)
+        if value is not None and not isinstance(value, kind):
+            expected = "the name of a mesh axis" if kind is str else "a manualpar.Pipeline"
+            raise TypeError(f"{builder}: {name}={value!r}, expected {expected} or None.")
+    trainable = options.get("trainable")
+    is_names = isinstance(trainable, list | tuple) and all(isinstance(x, str) for x in trainable)
+    if trainable is not None and not (trainable and is_names):
+        raise TypeError(
+            f"{builder}: trainable={trainable!r}, expected a tuple of one or more globs such as "
+            "('head/*',), or None."
+        )
+    compiler_options = options.get("compiler_options", {})
+    if not isinstance(compiler_options, Mapping):
+        raise TypeError(
+            f"{builder}: compiler_options={compiler_options!r}, expected a dict of names and "
+            "values."
+        )
+
+
+# The dtypes in which floating-point parameters are stored: of frozen ones, and of those trained.
+StoredDtypes = tuple[str | None, str | None]
+
+
+def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes, Wire]:
+    """The dtypes in which parameters are stored, and how they travel, from the options."""
+    mode = options.get("mode", "manual")
+    names: dict[str, str | None] = {}
+    for field in ("param_dtype", "frozen_dtype", "gather_dtype", "reduce_dtype"):
+        value = options.get(field)
+        try:
+            names[field] = None if value is None else str(jnp.dtype(value))
+        except TypeError:
+            names[field] = repr(value)  # What jax does not know is not allowed either.
+        if value is not None and names[field] not in WIRE_DTYPES:
+            raise ValueError(
+                f"{strategy}: {field}={value!r}, expected one of {WIRE_DTYPES} or None. (float16 "
+                "would overflow: gradients are summed before they are divided.)"
+            )
+    if not options.get("reduce_code") and (asked := [f for f in ROUNDING if options.get(f)]):
+        raise ValueError(f"{strategy}: {asked[0]}=True with no reduce_code, expected a code.")
+    codes: Any = {f: coding_named(options[f]) for f in CODES if options.get(f)}
+    dtypes = names["gather_dtype"], names["reduce_dtype"]
+    wire = Wire(*dtypes, options.get("axis_by_axis", False), **codes)
+    for field, got, expected, chosen in (
+        ("reduce_dtype", wire.reduce_dtype, None, "where it sums"),
+        *((name, options.get(name), None, "what it sends") for name in CODES),
+        ("axis_by_axis", wire.axis_by_axis, False, "how it sends"),
+    ):
+        if got and mode != "manual":
+            raise ValueError(
+                f"{strategy}: {field}={got!r} with mode={mode!r}, expected {expected}: XLA chooses "
+                f"{chosen}. Use mode='manual'."
+            )
+    return (names["frozen_dtype"] or names["param_dtype"], names["param_dtype"]), wire
+
+
+@contextlib.contextmanager
+def explain_dtypes(strategy: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Names the options that give parameters a dtype where JAX refuses it beside another one.
+
+    Raises:
+      TypeError: An operation of the model or the loss has operands of two floating-point dtypes, of
+        which one is an option's; other errors pass.
+    """
+    try:
+        yield
+    except TypeError as error:
+        said = str(error).strip()
+        dtypes = set(_FLOATING.findall(said))
+        if len(dtypes) < 2 or said.startswith(f"{strategy}:"):
+            raise
+        given = {name: options.get(name) for name in STORED_OR_GATHERED}
+        named = [f"{name}={x!r}" for name, x in given.items() if x and str(jnp.dtype(x)) in dtypes]
+        if not named:
+            raise
+        raise TypeError(
+            f"{strategy}: with {' and '.join(named)} the model or the loss combines arrays of the "
+            f"dtypes {' and '.join(sorted(dtypes))}, expected one. Layers that have no dtype "
+            "compute in that of their parameters: give the model a dtype, or cast what it adds of "
+            f"its own to the dtype of its activations. (JAX says: {' '.join(said.split())})"
+        ) from error
+
+
+def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Refuses a value that is not among the choices."""
+    if isinstance(value, bool) is not isinstance(choices[0], bool) or value not in choices:
+        raise ValueError(
+            f"{builder}: {field}={value!r}, expected one of {', '.join(map(repr, choices))}."
+        )

@@ -1,0 +1,285 @@
+"""All that a program knows about the model and the loss that it was given, found out once.
+
+`study` makes, initialises and traces the model abstractly and returns one value, a `UserModel`.
+Nothing else asks whether the model is of Linen or of NNX, how it is called, what it carries from
+step to step, what its annotations say, or which dimensions its loops run over.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jax.sharding import PartitionSpec
+
+from manualpar.core.model.adapter import Model, ModelAdapter, Phase, adapt
+from manualpar.core.model.axis_names import check_axis_aliases
+from manualpar.core.model.carried_collections import CarryingApply, find_carried_collections
+from manualpar.core.model.initialise import (
+    Init,
+    initialisation,
+    trace,
+    typed_specs,
+    with_mesh_if_needed,
+)
+from manualpar.core.model.loss_function import LossFn, Metrics, call_loss
+from manualpar.core.model.options import StoredDtypes
+from manualpar.core.model.probe import find_loop_dims
+from manualpar.core.modes.collection_sync import CollectionSync, check_sync_collections
+from manualpar.core.modes.manual import Manual
+from manualpar.core.parameters.collectives import varying_axes
+from manualpar.core.parameters.placement import (
+    ParameterInfo,
+    computed_specs,
+    describe_parameters,
+    on_stages,
+    path_name,
+    strip_boxes,
+)
+from manualpar.core.parameters.sharded_parameter import cast_floating, is_box
+from manualpar.core.parameters.split_parameter import SplitParameter, take_shared
+from manualpar.core.parameters.trainable import is_trained
+
+
+@dataclasses.dataclass(frozen=True)
+class UserModel:
+    """A model and its loss, as a program calls them.
+
+    Attributes:
+      apply_fn: The model's `apply`, for the training state.
+      parameters: The tree of parameters with a `ParameterInfo` at each leaf.
+      trainable: Globs over the paths of those that are trained.
+      stored_dtypes: The dtypes, if given, in which frozen ones and others are stored.
+      keeps_types: Whether the model's initialisers type its parameters as sharded.
+      sync_collections: How collections that differ between devices are synchronised.
+      variables: The abstract variables that `create_variables` makes.
+      mode: Who writes the collectives.
+      adapter: The model.
+    """
+
+    apply_fn: Callable[..., Any]
+    parameters: Any
+    trainable: tuple[str, ...]
+    stored_dtypes: StoredDtypes
+    keeps_types: bool
+    sync_collections: Mapping[str, CollectionSync]
+    variables: dict[str, Any]
+    mode: Manual
+    adapter: ModelAdapter
+    _eval_phase: Phase
+    _init: Init
+    _loss_fn: LossFn
+
+    def create_variables(self, key: jax.Array) -> dict[str, Any]:
+        """The initial variables by collection: `params`, and those that a training state carries.
+
+        They are whole and in no boxes; parameters are in the dtypes that they are stored in.
+        """
+        variables = strip_boxes(self._init(key))
+        return {name: variables[name] for name in self.variables}
+
+    def train_loss(
+        self, params: Any, collections: Any, batch: Any, rng: jax.Array
+    ) -> tuple[jax.Array, Metrics, Any]:
+        """Calls the user's loss; sharded parameters are in boxes.
+
+        Returns:
+          The loss, the checked metrics, and the collections after the call.
+        """
+        apply_fn = CarryingApply(self.adapter, collections)
+        with self.mode.context():
+            loss, metrics = call_loss(self._loss_fn, params, apply_fn, batch, rng)
+        _check_same_along_model_axes(loss, metrics, varying_axes((batch, rng)))
+        return loss, metrics, apply_fn.collections
+
+    def eval_metrics(self, params: Any, collections: Any, batch: Any, rng: jax.Array) -> Metrics:
+        """The metrics of the same loss with training turned off; arguments as `train_loss`."""
+        model = dataclasses.replace(self.adapter, phase=self._eval_phase)
+        evaluated = dataclasses.replace(self, adapter=model)
+        return evaluated.train_loss(params, collections, batch, rng)[1]
+
+
+def study(
+    strategy: str,
+    model: Model,
+    loss_fn: LossFn,
+    batch: Any,
+    *,
+    batch_specs: Any,
+    mode: Manual,
+    stored_dtypes: StoredDtypes,
+    options: Mapping[str, Any],
+    is_gathered: Callable[[ParameterInfo], bool],
+    gathers_in_loss: bool,
+) -> UserModel:
+    """Finds out all about a model and its loss; computes nothing and touches no device.
+
+    Args:
+      strategy: The strategy's name, for messages.
+      model: The model as the user gave it.
+      loss_fn: The loss.
+      batch: The abstract global batch.
+      batch_specs: The tree of the batch with a `PartitionSpec` at each leaf.
+      mode: Who writes the collectives.
+      stored_dtypes: The dtypes that floating-point parameters are cast to.
+      options: The `ProgramOptions`; only those about the model are read.
+      is_gathered: Whether a parameter would be sharded, or cast where it is used, if no loop ran
+        over it and it had no annotation.
+      gathers_in_loss: Whether parameters are gathered where the loss reads them.
+    """
+    mesh, data_axes = mode.mesh, mode.data_axes
+    aliases = check_axis_aliases(
+        strategy,
+        options.get("axis_aliases", {}),
+        mesh=mesh,
+        data_axes=data_axes,
+        on_global_arrays=not mode.writes_collectives,
+    )
+    adapted = dataclasses.replace(_adapt(strategy, model, mode), axis_aliases=aliases)
+    init_args = options.get("init_args")
+    trainable = tuple(options.get("trainable") or adapted.trainable)
+
+    def cast(params: Any) -> Any:
+        def cast_one(path: Any, x: Any) -> Any:
+            dtype = stored_dtypes[is_trained(path_name(path), trainable)]
+            return jax.tree.map(lambda x: cast_floating(x, dtype), x)
+
+        return jax.tree_util.tree_map_with_path(cast_one, params, is_leaf=is_box)
+
+    init, variables = initialisation(
+        adapted, batch, batch_specs, mode, init_args=init_args, cast=cast
+    )
+    boxed_params = variables["params"]
+    if not jax.tree.leaves(boxed_params):
+        expected = "expected some to train; in NNX those that an nnx.Param holds"
+        raise ValueError(f"{strategy}: model {adapted!r} has no parameters, {expected}.")
+    variables, whole = strip_boxes(variables), PartitionSpec()
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    describe = functools.partial(
+        describe_parameters, mesh=mesh, rules=mode.rules, data_axes=data_axes
+    )
+    # Loops are unknown yet, and annotations may name the dimensions that they run over.
+    infos = describe(
+        jax.tree.map(
+            lambda x: x if isinstance(x, SplitParameter) else strip_boxes(x),
+            boxed_params,
+            is_leaf=is_box,
+        ),
+        {},
+    )
+    typed = typed_specs(boxed_params)
+    specs = computed_specs(infos) if mode.writes_collectives else typed
+
+    def own_part(params: Any) -> Any:
+        """What the model computes with, of parameters that lie as `specs` says."""
+        if not mode.writes_collectives:
+            return params
+        return jax.tree.map(lambda info, x: take_shared(x, info.shared_names), infos, params)
+
+    def trace_call(call: Callable[..., None], variables: Any) -> None:
+        def on_own_part(variables: Any, *args: Any) -> None:
+            call({**variables, "params": own_part(variables["params"])}, *args)
+
+        in_specs = (dict.fromkeys(variables, whole) | {"params": specs}, whole, batch_specs)
+        trace(mode, on_own_part, in_specs, variables, key, batch)
+
+    collections = find_carried_collections(adapted, variables, trace_call, init_args)
+
+    def trace_loss(params: Any, box: Callable[[Any], Any], model: ModelAdapter = adapted) -> None:
+        def call(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
+            rng, params = mode.fold(rng), box(own_part(params))
+            call_loss(loss_fn, params, CarryingApply(model, collections), batch, rng)
+
+        trace(mode, call, (specs, whole, whole, batch_specs), params, collections, key, batch)
+
+    adapted.check(lambda model: trace_loss(variables["params"], lambda params: params, model))
+    params, loop_dims = variables["params"], dict[str, frozenset[int]]()
+    stacked = frozenset[str]()
+    if pipeline := options.get("pipeline"):
+        found: list[frozenset[str]] = []
+        paths = [info.path for info in jax.tree.leaves(infos)]
+
+        def find_stacked(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
+            def loss(params: Any) -> Any:
+                return call_loss(loss_fn, params, CarryingApply(adapted, collections), batch, rng)
+
+            closed = jax.make_jaxpr(loss)(own_part(params))
+            found.append(pipeline.stacked(closed, paths, mesh.shape[pipeline.axis]))
+
+        trace(
+            mode, find_stacked, (specs, whole, whole, batch_specs), params, collections, key, batch
+        )
+        stacked = found[0]
+    # A stage has its layers of a stack in a box, whether they are gathered or not.
+    boxed = jax.tree.map(
+        lambda x, info: is_box(x) or is_gathered(info) or info.path in stacked,
+        boxed_params,
+        infos,
+        is_leaf=is_box,
+    )
+    if any(jax.tree.leaves(boxed)):
+        loop_dims = find_loop_dims(
+            strategy,
+            trace_loss,
+            params,
+            boxed,
+            gathers_in_loss=gathers_in_loss and mode.writes_collectives,
+        )
+    infos = describe(boxed_params, loop_dims)
+    if pipeline:
+        infos = on_stages(infos, stacked, pipeline.axis)
+    infos = jax.tree.map(
+        lambda info: dataclasses.replace(info, trainable=is_trained(info.path, trainable)), infos
+    )
+    all_dims = {info.path: info.loop_dims for info in jax.tree.leaves(infos)}
+    sync = options.get("sync_collections", {})
+    return UserModel(
+        apply_fn=adapted.apply_fn,
+        parameters=infos,
+        trainable=trainable,
+        stored_dtypes=stored_dtypes,
+        keeps_types=any(jax.tree.leaves(typed)),
+        sync_collections=check_sync_collections(strategy, sync, collections),
+        variables={"params": params, **collections},
+        adapter=dataclasses.replace(adapted, loop_dims=all_dims),
+        _eval_phase="eval_dropout" if options.get("eval_dropout", False) else "eval",
+        _init=init,
+        _loss_fn=loss_fn,
+        mode=mode,
+    )
+
+
+def _check_same_along_model_axes(loss: Any, metrics: Metrics, data_axes: frozenset[str]) -> None:
+    """Refuses a loss or a metric that differs along axes along which the batch is the same.
+
+    Its gradient would be that of the sum over these devices.
+    """
+    named = {f"metrics[{name!r}]": metric for name, metric in metrics.items()}
+    for name, value in {"the loss": loss, **named}.items():
+        if axes := varying_axes(value) - data_axes:
+            raise ValueError(
+                f"loss_fn: {name} varies over {sorted(axes)} by its type, expected the same value "
+                "on all devices along axes that do not split the batch. Where logits are split, "
+                "call split_cross_entropy and split_argmax of manualpar.layers. Where devices have "
+                "parts of a sum, apply leave to it."
+            )
+
+
+def _adapt(strategy: str, model: Any, mode: Manual) -> ModelAdapter:
+    """The model's adapter; a function that makes a model finds the mesh if it needs it."""
+
+    def adapt_on_mesh() -> Any:
+        assert mode.model_mesh is not None
+        with jax.sharding.use_abstract_mesh(mode.model_mesh):
+            return adapt(model)
+
+    adapted = with_mesh_if_needed(mode, lambda: adapt(model), adapt_on_mesh)
+    if isinstance(adapted, ModelAdapter):
+        return adapted
+    hint = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
+    raise TypeError(
+        f"{strategy}: model is {model!r}, expected an instance of a flax.linen.Module, or an "
+        f"nnx.Module or what makes one of rngs.{hint}"
+    )

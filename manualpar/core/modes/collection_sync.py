@@ -1,0 +1,141 @@
+"""How variables outside `params` are made equal again where devices differ after a step.
+
+Each device updates a model's other collections from its own examples. Which rule is right for them
+depends on their meaning, which no type tells: running averages need the mean, counters the sum,
+running maxima the maximum. Only that of `batch_stats` is known. The user states the others.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
+from manualpar.core.parameters.collectives import cast_to_varying, is_vma_checked, varying_axes
+from manualpar.core.tracing.scopes import COLLECTIONS_SCOPE
+
+CollectionSync = Literal["mean", "sum", "max", "min"]
+COLLECTION_SYNCS: tuple[CollectionSync, ...] = ("mean", "sum", "max", "min")
+# flax's name for the running averages of its normalisation layers, Linen's and NNX's.
+KNOWN: Mapping[str, CollectionSync] = {"batch_stats": "mean"}
+
+
+def check_sync_collections(
+    builder: str, rules: Any, collections: Any
+) -> Mapping[str, CollectionSync]:
+    """Returns the rules, by collection or by path, if each is one and fits a variable.
+
+    Raises:
+      TypeError: The rules are no mapping.
+      ValueError: A rule is not one of `COLLECTION_SYNCS`, or its name fits no variable.
+    """
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            f"{builder}: sync_collections={rules!r}, expected a dict such as {{'stats': 'sum'}}."
+        )
+    names = {
+        "/".join(parts[: length + 1])
+        for path, _ in jax.tree_util.tree_leaves_with_path(collections)
+        for parts in [_name(path).split("/")]
+        for length in range(len(parts))
+    }
+    for name, rule in rules.items():
+        if rule not in COLLECTION_SYNCS:
+            raise ValueError(
+                f"{builder}: sync_collections[{name!r}]={rule!r}, expected one of "
+                f"{', '.join(map(repr, COLLECTION_SYNCS))}."
+            )
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise ValueError(
+                f"{builder}: sync_collections names {name!r}, which the model does not carry from "
+                f"step to step; expected some of {sorted(names)}{hint}"
+            )
+    return rules
+
+
+def sync_collections(
+    collections: Any,
+    axis_names: AxisName,
+    *,
+    before: Any,
+    rules: Mapping[str, CollectionSync],
+) -> Any:
+    """Makes a model's other collections equal on all devices, where they differ by their types.
+
+    Args:
+      collections: The collections after a step, by name.
+      axis_names: The mesh axis, or tuple of axes, over which examples are split.
+      before: The collections before the step, which are equal on all devices.
+      rules: What becomes of what differs, by collection or path, see `check_sync_collections`.
+
+    Raises:
+      ValueError: A leaf differs and no rule fits it, or it differs over axes of no examples.
+
+    Communication:
+      One all-reduce for each leaf that varies by its type or is a sum; none for others that the
+      model has synchronised itself.
+    """
+    axes = axis_tuple(axis_names)
+    check_axes_bound("sync_collections", axes)
+
+    def sync(path: Any, x: Any, old: Any) -> Any:
+        is_typed = is_vma_checked(axes[0])
+        if others := varying_axes(x) - varying_axes(old) - set(axes):
+            raise ValueError(
+                f"sync_collections: collections{jax.tree_util.keystr(path)} differs between the "
+                f"devices along {sorted(others)}, which have the same examples. Compute it where "
+                "activations are whole (after layers.leave), or apply jax.lax.pmean to it."
+            )
+        differing = tuple(a for a in axes if not is_typed or a in varying_axes(x))
+        rule = choose_sync(path, x, rules, differing)
+        if rule == "sum":  # What is added may be a constant of each device, such as `x.shape[0]`.
+            return old + jax.lax.psum(cast_to_varying(x - old, axes), axes)
+        if not differing:
+            return x
+        if rule == "mean":
+            return jax.lax.pmean(x, differing)
+        return jax.lax.pmax(x, differing) if rule == "max" else jax.lax.pmin(x, differing)
+
+    with jax.named_scope(COLLECTIONS_SCOPE):
+        return jax.tree_util.tree_map_with_path(sync, collections, before)
+
+
+def choose_sync(
+    path: Any, x: Any, rules: Mapping[str, CollectionSync], axes: tuple[str, ...]
+) -> CollectionSync:
+    """The rule for a variable that differs over `axes` by its type: that of the longest name.
+
+    It is `"mean"`, which changes nothing, if no name fits and no device differs. A variable that
+    differs and has no rule, or whose dtype does not allow the rule, is refused.
+    """
+    name, rules = _name(path), {**KNOWN, **rules}
+    fits = max((rule for rule in rules if f"{name}/".startswith(f"{rule}/")), key=len, default="")
+    if not fits and not axes:
+        return "mean"
+    variable = f"sync_collections: collections{jax.tree_util.keystr(path)} has dtype {x.dtype}"
+    if not fits:
+        raise ValueError(
+            f"{variable} and differs between the devices along {axes}, and nothing says what "
+            f"becomes of it. Build the program with sync_collections={{{name!r}: ...}}, one of "
+            "'mean' (averages), 'sum' (counters), 'max' and 'min', or make it equal in the model "
+            "(jax.lax.psum)."
+        )
+    is_number, has_mean, is_complex = (
+        jnp.issubdtype(x.dtype, kind) for kind in (jnp.number, jnp.inexact, jnp.complexfloating)
+    )
+    rule = rules[fits]
+    fitting = {"mean": has_mean or not axes, "sum": is_number}
+    if not fitting.get(rule, is_number and not is_complex):
+        raise ValueError(
+            f"{variable}, which has no {rule!r} over devices; expected another rule than "
+            f"sync_collections={{{fits!r}: {rule!r}}} for it."
+        )
+    return rule
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,0 +1,218 @@
+"""Mode `manual`: every device runs the code on its own part, and we write every collective.
+
+This is the mode that the package is about, and the only one whose program says all that it sends.
+In the others, see `manualpar.core.modes.global_arrays`, the same step runs on global arrays and XLA
+derives the collectives. A step knows a mode by the methods below and by nothing else.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from manualpar.core.mesh.axes import Names, axis_tuple
+from manualpar.core.mesh.rng import fold_rng_over_axis
+from manualpar.core.mesh.roles import AxisRoles
+from manualpar.core.mesh.splitting import split_minibatches
+from manualpar.core.mesh.zigzag import to_zigzag
+from manualpar.core.model.loss_function import Metrics
+from manualpar.core.modes.collection_sync import CollectionSync, sync_collections
+from manualpar.core.modes.gradients import reduce_gradient, sync_metrics
+from manualpar.core.modes.strategy import Mode
+from manualpar.core.parameters.annotations import Rules
+from manualpar.core.parameters.collectives import AS_STORED, Coding, Wire
+from manualpar.core.parameters.placement import Placement, map_in_scopes, param_specs, state_specs
+from manualpar.core.parameters.sharded_parameter import (
+    ShardedParameter,
+    boxed_axes,
+    replicate_shards,
+    scatter_gradients,
+    wire_dtype,
+)
+
+_MODES: dict[str, type["Manual"]] = {}
+# (strategy, model, abstract batch, roles) -> None, or an error.
+_Check = Callable[[str, Any, Any, AxisRoles], None]
+_CHECKS: list[_Check] = []
+_STEP_CHECKS: list[Callable[..., None]] = []
+_CODINGS: dict[str, Coding] = {}
+
+
+def register_mode(mode: type["Manual"]) -> type["Manual"]:
+    """Has `mode_named` find a mode; a decorator of its class."""
+    _MODES[mode.name] = mode
+    return mode
+
+
+def register_check(check: _Check) -> _Check:
+    """Has every program refuse models by a function; a decorator."""
+    _CHECKS.append(check)
+    return check
+
+
+def register_step_check(check: Callable[..., None]) -> Callable[..., None]:
+    """Has every program refuse traced steps, as `check_traced_steps` does; a decorator."""
+    _STEP_CHECKS.append(check)
+    return check
+
+
+def register_coding(coding: Coding) -> None:
+    """Has `coding_named` find a code in which numbers travel."""
+    _CODINGS[coding.name] = coding
+
+
+def coding_named(name: str) -> Coding:
+    """A code, by its name."""
+    return _CODINGS[name]
+
+
+def mode_named(name: str) -> type["Manual"]:
+    """The class of a mode, by its name."""
+    return _MODES[name]
+
+
+@register_mode
+@dataclasses.dataclass(frozen=True)
+class Manual:
+    """How a step runs on the mesh.
+
+    Attributes:
+      mesh: The mesh, all axes of `AxisType.Auto`.
+      data_axes: The mesh axes along which devices see different examples.
+      wire: The dtypes that travel, and the order of the axes.
+      rules: What logical names of activations mean where XLA derives the collectives.
+      outer_axes: Axes of a `shard_map` around the step, along which each device takes its own.
+    """
+
+    name: ClassVar[Mode] = "manual"
+    writes_collectives: ClassVar[bool] = True  # And not XLA.
+
+    mesh: Mesh
+    data_axes: tuple[str, ...]
+    wire: Wire = AS_STORED
+    rules: Rules = ()
+    outer_axes: tuple[str, ...] = ()
+
+    @property
+    def varying_axes(self) -> tuple[str, ...]:
+        """The axes along which devices run the code on different examples."""
+        return self.data_axes
+
+    def run(
+        self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """Makes a function of each device's part of some arrays one of the global arrays."""
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
+        )
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """What a model needs around its application, inside `run`."""
+        # The axes are manual, so a model's own constraints on activations must do nothing.
+        return nn.logical_axis_rules(())
+
+    @property
+    def model_mesh(self) -> AbstractMesh | None:
+        """The mesh that a model may name axes of where it is made and initialised."""
+        return None
+
+    def under_mesh(self, function: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
+        """A function of global arrays that finds `model_mesh` around it."""
+        del in_specs
+        return function
+
+    def fold(self, rng: jax.Array) -> jax.Array:
+        """Makes a key one that differs between devices with different examples."""
+        return fold_rng_over_axis(rng, self.data_axes)
+
+    def check_model(self, *args: Any) -> None:
+        """Refuses a model that would be wrong on a device's part of the batch."""
+        for check in _CHECKS:
+            check(*args)
+
+    def check_steps(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses traced steps that are wrong, see `manualpar.core.checks.collectives_check`."""
+        for check in _STEP_CHECKS:
+            check(*args, **kwargs)
+
+    def arrange(self, batch: Any, roles: AxisRoles) -> Any:
+        """A device's part of a batch, its sequences in zig-zag order if an axis splits them."""
+        return batch if roles.context_axis is None else to_zigzag(batch, roles.context_axis)
+
+    def split(self, batch: Any, num_minibatches: int, roles: AxisRoles) -> Any:
+        """Splits `[B, ...]` leaves into `[M, B/M, ...]`, `M` minibatches; repeats scalars."""
+        del roles
+        return split_minibatches(batch, num_minibatches)
+
+    def box(self, place: Placement, x: jax.Array, *, as_state: bool = False) -> Any:
+        """Boxes a parameter, so that it gathers itself where it is used.
+
+        The array is a device's shard, or the global array if XLA writes the collectives. With
+        `as_state` it is sharded as its gradient is. It stays in no box if there is nothing to
+        gather or to cast.
+        """
+        names = place.sharded_names if as_state else place.names
+        padding = place.padding if as_state else place.parameter_padding
+        wire = self.wire.of(x.dtype, trainable=place.trainable)
+        if not wire.casts and not any(map(axis_tuple, (*names, *place.shared_names))):
+            return x
+        return self._make_box(
+            x,
+            names,
+            gather_axes=place.mean_axes,
+            storage_axes=place.storage_axes,
+            shared_names=place.shared_names,
+            padding=padding,
+            wire=wire,
+        )
+
+    def scatter(self, place: Placement, shard: Any, g: Any) -> Any:
+        """Leaves each device its shard of a gradient, unless it has been scattered already.
+
+        `shard` is the parameter as `box(..., as_state=True)` has boxed it.
+        """
+        del place
+        return g if boxed_axes(g) == boxed_axes(shard) else scatter_gradients(g, shard)
+
+    def sync(self, place: Placement, shard: Any, g: Any) -> Any:
+        """Reduces a gradient over the axes that its placement names; arguments as `scatter`."""
+        return reduce_gradient(
+            g,
+            wire_dtype(shard),
+            mean_axes=place.mean_axes,
+            sum_axes=place.sum_axes,
+            divisor=place.divisor,
+        )
+
+    def sync_metrics(self, metrics: Metrics) -> Metrics:
+        """Sums metrics over the devices."""
+        return sync_metrics(metrics, self.data_axes)
+
+    def sync_collections(
+        self, collections: Any, before: Any, rules: Mapping[str, CollectionSync]
+    ) -> Any:
+        """Makes a model's other collections the same on all devices."""
+        return sync_collections(collections, self.data_axes, before=before, rules=rules)
+
+    def replicate(self, placements: Any, params: Any) -> Any:
+        """Gathers global arrays that are sharded as their gradients are into their own specs."""
+        uncast = dataclasses.replace(self, wire=self.wire.uncast)
+
+        def gather(place: Placement, x: Any) -> Any:
+            if place.state_names is None:
+                return x
+            return replicate_shards(uncast.box(place, x, as_state=True))
+
+        run = self.run(
+            lambda params: map_in_scopes(gather, placements, params),
+            in_specs=(state_specs(placements),),
+            out_specs=param_specs(placements),
+        )
+        return run(params)
+
+    def _make_box(self, x: jax.Array, names: Names, **fields: Any) -> ShardedParameter:
+        return ShardedParameter(x, names, **fields)

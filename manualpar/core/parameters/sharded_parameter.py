@@ -1,0 +1,277 @@
+"""Parameters that are stored in shards and gather themselves where they are used.
+
+`flax.linen` calls `unbox()` on every boxed parameter that a module asks for. `ShardedParameter` is
+such a box: it holds a device's shard, and its `unbox()` gathers the whole parameter. So a model
+written for one device is sharded without a change. A layer inside `nn.scan` gathers only its own
+slice, and a gathered parameter can be dropped as soon as it was used (ZeRO-3: Rajbhandari et al.,
+https://arxiv.org/abs/1910.02054; FSDP: Zhao et al., https://arxiv.org/abs/2304.11277).
+
+Invariants: `names[i]` is the mesh axis (or tuple of axes) that dimension `i` is sharded over, or
+`None`. The value is the local shard inside `shard_map` and the global array outside. A gradient has
+the box of its parameter. A dimension that does not divide may be padded with zeros. Then the shards
+are those of the padded array, and the value that leaves a box has the parameter's own shape.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.mesh.axes import AxisName, Names, axis_tuple, is_axis_bound
+from manualpar.core.parameters.array_box import ArrayBox
+from manualpar.core.parameters.collectives import (
+    AS_STORED,
+    Wire,
+    cast_to_varying,
+    gather_array_with_mean_grads,
+    gather_invariant,
+    scatter_mean,
+)
+from manualpar.core.parameters.split_parameter import take_shared
+from manualpar.core.tracing.scopes import NEW_PARAMS_SCOPE
+
+# The tiles of arrays of 16 bits in the memory of TPUs: 128 entries of the last dimension by 16 of
+# the one before it. See https://openxla.org/xla/tiled_layout.
+TILE = (128, 16)
+
+
+def is_box(x: Any) -> bool:
+    """Whether `x` is a boxed parameter: an `nn.Partitioned`, of which `ShardedParameter` is one."""
+    return isinstance(x, nn.Partitioned)
+
+
+def boxed_axes(x: Any) -> tuple[str, ...]:
+    """The mesh axes that a boxed parameter is sharded over; `()` for an array."""
+    return tuple(axis for name in x.names for axis in axis_tuple(name)) if is_box(x) else ()
+
+
+class ShardedParameter(ArrayBox, eq=False):
+    """The shard of a parameter, in a box that gathers it when a module asks for it.
+
+    Attributes:
+      value: The local shard inside `shard_map`; the global array, or its abstract shape, outside.
+      names: For each dimension the mesh axis, or tuple of axes, that it is sharded over, or `None`.
+      gather_axes: The mesh axes to gather over along which devices see different examples. The
+        gradient is scattered back as the mean over them.
+      storage_axes: The mesh axes to gather over along which devices see the same examples. They
+        only share the storage, and each device keeps its part of the gradient. A dimension that is
+        sharded over any other axis stays sharded.
+      shared_names: For each dimension the mesh axes whose devices share its entries, see
+        `split_parameter.split`; `()` if there are none.
+      padding: The number of zeros at the end of each dimension of the gathered array; `()` if there
+        are none. Only dimensions sharded over `gather_axes` have some.
+      wire: The dtypes that travel, and the order of the axes.
+    """
+
+    names: Names = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
+    gather_axes: tuple[str, ...] = flax.struct.field(default=(), pytree_node=False)
+    storage_axes: tuple[str, ...] = flax.struct.field(default=(), pytree_node=False)
+    shared_names: Names = flax.struct.field(default=(), pytree_node=False)
+    padding: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
+    wire: Wire = flax.struct.field(default=AS_STORED, pytree_node=False)
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        """Gathers the parameter inside `shard_map`; outside, its value is whole already.
+
+        Communication:
+          One all-gather for each dimension sharded over `gather_axes` or `storage_axes`, see
+          `gather_array_with_mean_grads` and `gather_invariant`; that of `take_shared`.
+        """
+        del apply_constraint  # That is for automatic axes; here the mesh axes are manual.
+        shared_axes = tuple(axis for name in self.shared_names for axis in axis_tuple(name))
+        if not any(map(is_axis_bound, (*self.gather_axes, *self.storage_axes, *shared_axes))):
+            return self.value
+        value = self.value
+        if shared_axes:  # Before it is gathered, because a slice is less.
+            value = take_shared(cast_to_varying(value, shared_axes), self.shared_names)
+        for dim, name in enumerate(self.names):
+            axes = axis_tuple(name)
+            if set(axes) & set(self.gather_axes):
+                value = gather_array_with_mean_grads(value, dim, axes, wire=self.wire)
+            elif set(axes) & set(self.storage_axes):
+                value = gather_invariant(value, dim, axes, wire=self.wire)
+        return self.finish(value)
+
+    def finish(self, value: jax.Array) -> jax.Array:
+        """The value that a module gets: without padding, and cast.
+
+        It has no `checkpoint_name`, which would hide from a scan that it keeps its own input.
+        """
+        return cast_floating(unpad_leaf(value, self.padding), self.wire.gather_dtype)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
+        """Names a dim that `nn.scan` or `nn.vmap` adds: a mesh axis in its metadata, or `None`."""
+        index %= len(self.names) + 1
+        name = params.get(nn.PARTITION_NAME)
+        is_mesh_axis = bool(axis_tuple(name)) and all(map(is_axis_bound, axis_tuple(name)))
+        return self._with_dims(
+            lambda entries, new: (*entries[:index], new, *entries[index:]),
+            name if is_mesh_axis else None,
+        )
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
+        """Forgets a dim that `nn.scan` or `nn.vmap` takes away.
+
+        Raises:
+          ValueError: The dimension would have to be gathered.
+        """
+        index %= len(self.names)
+        name = self.names[index]
+        if set(axis_tuple(name)) & {*self.gather_axes, *self.storage_axes}:
+            raise ValueError(
+                f"ShardedParameter: nn.scan or nn.vmap runs over dim {index} of a parameter with "
+                f"names {self.names}, which is sharded over {name!r}: no device has all of its "
+                "slices. Shard another dim of it."
+            )
+        return self._with_dims(lambda entries, _: (*entries[:index], *entries[index + 1 :]), None)
+
+    def _with_dims(
+        self, change: Callable[[Any, Any], tuple[Any, ...]], name: AxisName | None
+    ) -> "ShardedParameter":
+        """The box with `change(entries, new)` for what it says of each dimension."""
+        return self.replace(
+            names=change(self.names, name),
+            shared_names=change(self.shared_names, None) if self.shared_names else (),
+            padding=change(self.padding, 0) if self.padding else (),
+        )
+
+    def gather_dims(self) -> list[tuple[int, tuple[str, ...]]]:
+        """The dimensions sharded over `gather_axes`, each with all of its axes."""
+        dims = enumerate(map(axis_tuple, self.names))
+        return [(dim, axes) for dim, axes in dims if set(axes) & set(self.gather_axes)]
+
+    def gather_data_axes(self) -> "ShardedParameter":
+        """The box of the value that is gathered over `gather_axes` and cast.
+
+        It is called once a step, outside the function that is differentiated.
+
+        Communication:
+          One all-gather for each dimension sharded over `gather_axes`.
+        """
+        value, names = self.value, list(self.names)
+        for dim, axes in self.gather_dims():
+            value = gather_array_with_mean_grads(value, dim, axes, wire=self.wire)
+            names[dim] = None
+        value = cast_floating(unpad_leaf(value, self.padding), self.wire.gather_dtype)
+        return self.replace(value=value, names=tuple(names), padding=())
+
+
+def pad_leaf(x: jax.Array, padding: tuple[int, ...]) -> jax.Array:
+    """An array with zeros at the end of its dimensions."""
+    return jnp.pad(x, [(0, width) for width in padding]) if any(padding) else x
+
+
+def unpad_leaf(x: jax.Array, padding: tuple[int, ...]) -> jax.Array:
+    """An array without the zeros that `pad_leaf` put there."""
+    if not any(padding):
+        return x
+    ends = [size - width for size, width in zip(x.shape, padding, strict=True)]
+    return jax.lax.slice(x, [0] * x.ndim, ends)
+
+
+def cast_floating(x: jax.Array, dtype: str | None) -> jax.Array:
+    """Casts a floating-point array; leaves others, and all if `dtype` is `None`, as they are."""
+    return x.astype(dtype) if dtype and jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def choose_shard_dim(
+    shape: tuple[int, ...],
+    names: Names,
+    axis_size: int,
+    *,
+    min_weight_size: int,
+    excluded_dims: frozenset[int] = frozenset(),
+    pad: bool = False,
+) -> tuple[int | None, str]:
+    """Decides which dimension of a parameter to shard.
+
+    It is one that is free (its name is `None`) and divisible by `axis_size`, or with `pad`, if none
+    is, any that is free. A dimension whose shards are whole tiles (`TILE`) comes before others,
+    because TPUs copy partial tiles to send them; then comes the largest, then the first, whose
+    shards are contiguous. Every platform has this rule, so a simulation on CPUs has the layout of
+    TPUs. A parameter of fewer than `min_weight_size` elements is not worth a collective and stays
+    whole. So do `excluded_dims`, which a use of the parameter does not see (as in `nn.scan`).
+
+    Returns:
+      The dimension, or `None` if there is none, and why.
+    """
+    size = math.prod(shape)
+    if size < min_weight_size:
+        return None, f"too small: {size} < {min_weight_size}"
+    if size == 0 or not shape:
+        return None, "no elements to shard" if shape else "a scalar"
+    seen = [dim for dim in range(len(shape)) if dim not in excluded_dims]
+    free = [dim for dim in seen if names[dim] is None]
+    some = [dim for dim in free if shape[dim] % axis_size == 0]
+    some = some or [dim for dim in free if pad and shape[dim] > 1]
+    if not some:
+        return None, f"none of {[shape[dim] for dim in free]} divides by {axis_size}"
+    tile = dict(zip(reversed(seen), TILE, strict=False))
+    whole = [dim for dim in some if shape[dim] % (axis_size * tile.get(dim, 1)) == 0]
+    dim = max(whole or some, key=lambda dim: (shape[dim], -dim))
+    if len(some) == 1:
+        return dim, "only one that divides"
+    return dim, "largest" if shape[dim] == max(shape[dim] for dim in some) else "whole tiles"
+
+
+def scatter_gradients(grads: Any, shards: Any) -> Any:
+    """Leaves each device its shard of the mean of the devices' gradients.
+
+    Args:
+      grads: A tree of each device's own gradients of whole parameters, boxed where the parameters
+        are.
+      shards: The same tree with a `ShardedParameter` for each gradient that is to be scattered over
+        the box's `gather_axes`.
+
+    Returns:
+      The tree of `shards` with gradients for values. Gradients that are not scattered stay as they
+      are.
+
+    Communication:
+      One reduce-scatter for each such dimension, in `wire.reduce_code`, else in
+      `wire.reduce_dtype`, else in `wire.gather_dtype`, else in the dtype of the parameter.
+    """
+
+    def scatter(shard: Any, g: Any) -> Any:
+        if not is_box(shard) or not shard.gather_dims():
+            return g
+        value = g.value if is_box(g) else g
+        value = pad_leaf(value, shard.padding)
+        for dim, axes in shard.gather_dims():
+            dtype = wire_dtype(shard)
+            value = scatter_mean(value, dim, axes, wire=shard.wire, dtype=dtype)
+        return shard.replace(value=value)
+
+    return jax.tree.map(scatter, shards, grads, is_leaf=is_box)
+
+
+def wire_of(x: Any) -> Wire:
+    """How what is in a box travels; as it is stored what is in none."""
+    return x.wire if isinstance(x, ShardedParameter) else AS_STORED
+
+
+def wire_dtype(x: Any) -> Any:
+    """The dtype in which a gradient is reduced, from its box or that of its parameter."""
+    if not isinstance(x, ShardedParameter):
+        return (x.value if is_box(x) else x).dtype
+    return jnp.dtype(x.wire.reduce_dtype or x.wire.gather_dtype or x.value.dtype)
+
+
+def replicate_shards(params: Any) -> Any:
+    """Gathers boxed shards into whole parameters that all devices hold.
+
+    Communication:
+      One all-gather for each dimension sharded over `gather_axes`.
+    """
+
+    def gather(x: Any) -> Any:
+        value = x.value
+        for dim, axes in x.gather_dims():
+            value = gather_invariant(value, dim, axes, scope=NEW_PARAMS_SCOPE, wire=x.wire)
+        return unpad_leaf(value, x.padding)
+
+    return jax.tree.map(lambda x: gather(x) if is_box(x) else x, params, is_leaf=is_box)

@@ -1,0 +1,79 @@
+"""What a loss that couples examples needs: those of all devices."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
+from manualpar.core.parameters.collectives import varying_axes
+from manualpar.core.tracing.scopes import EXAMPLES_SCOPE
+
+
+def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
+    """Gathers what the devices have computed of their examples, for a loss that couples examples.
+
+    Such a loss (in-batch negatives, a statistic of the whole batch) is written once: with this, it
+    is the same on one device and on many, in every mode.
+
+    Args:
+      x: A tree of arrays `[b, ...]` of any dtype, along whose first dim the device's examples are.
+      axis_name: The mesh axis, or tuple of axes, over which the batch is split, in the order of
+        `program.data_axes`. If not given, those over which a leaf of `x` varies, in the order of
+        the mesh.
+
+    Returns:
+      The tree with leaves `[B, ...]`: the examples of all devices, in the order of the batch. With
+      `num_minibatches` those are the examples of one minibatch: the `m`-th part of every device's
+      share. Where no mesh axis is manual (on one device, in the modes in which XLA writes the
+      collectives) `x` has all examples already and is returned as it is; only where shardings are
+      types it is made whole, so that it can meet what is sharded.
+
+    Raises:
+      ValueError: A leaf has no dims, an axis is not bound, or the types do not say which axes are
+        meant. A program that is built with the axes in another order than the batch's is refused.
+
+    Communication:
+      One all-gather for each leaf: a device sends `(N - 1) / N` of the gathered bytes. Backward one
+      reduce-scatter of the same size for each leaf that has a gradient.
+
+    Gradient:
+      That of JAX's all-gather: each device's examples get the sum of the gradients of all devices'
+      losses. With the mean over the devices that a program takes, it is exact both if every device
+      computes the whole loss and if each computes the loss of its own examples against all.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        if not jnp.ndim(leaf):
+            raise ValueError(
+                f"gather_examples: x{jax.tree_util.keystr(path)} has no dims, expected an array "
+                "[b, ...] with one entry for each example. Sum a scalar with jax.lax.psum."
+            )
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.explicit_axes:
+        return jax.tree.map(_unshard_examples, x)
+    if not mesh.manual_axes:
+        return x
+    if axis_name is None:
+        varying = varying_axes(x)
+        axes = tuple(axis for axis in mesh.axis_names if axis in varying)
+        if not axes:
+            raise ValueError(
+                "gather_examples: x is the same on all devices by its type, expected what is "
+                "computed from the batch. Name the axes (axis_name=program.data_axes), or gather "
+                "it in one tree with what varies."
+            )
+    else:
+        axes = axis_tuple(axis_name)
+        check_axes_bound("gather_examples", axes)
+
+    def gather(leaf: Any) -> jax.Array:
+        return jax.lax.all_gather(leaf, axes, axis=0, tiled=True)
+
+    with jax.named_scope(EXAMPLES_SCOPE):
+        return jax.tree.map(gather, x)
+
+
+def _unshard_examples(x: jax.Array) -> jax.Array:
+    """All examples on every device, where shardings are types."""
+    return jax.sharding.reshard(x, PartitionSpec(None, *jax.typeof(x).sharding.spec[1:]))

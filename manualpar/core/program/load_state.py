@@ -1,0 +1,371 @@
+"""States made from existing arrays, and variables given back whole.
+
+`init_from` makes a state from given parameters, `adopt` takes another program's state, and `whole`
+gives the variables to flax. All three move one array at a time through the host: a device receives
+its own shards and nothing else, and a source on devices is copied shard by shard.
+
+Invariants: nothing is placed before all arrays have been compared with those of the program. The
+optimizer's state is made from the given parameters, because some optimizers keep parameters in it.
+A source is neither donated nor changed.
+"""
+
+import warnings
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.mesh.rng import typed_key
+from manualpar.core.model.adapter import collections_of
+from manualpar.core.model.carried_collections import SOWN_COLLECTIONS
+from manualpar.core.parameters.placement import map_padded, path_name
+from manualpar.core.parameters.sharded_parameter import is_box, pad_leaf, unpad_leaf
+from manualpar.core.parameters.trainable import split_trained
+from manualpar.core.program.guarded_step import check_alive
+from manualpar.core.state.state_arrays import (
+    Leaf,
+    leaves_of,
+    list_some,
+    place_leaf,
+    read_unpadded,
+    show_array,
+    show_leaf,
+)
+from manualpar.core.state.train_state import TrainState, is_key
+
+Missing = Literal["error", "init"]
+RESIDUALS = "local/residuals/"  # See `manualpar.core.program.error_feedback`.
+
+
+class StartsFromArrays:
+    """The part of a `Program` that takes arrays from elsewhere and gives its own away."""
+
+    def init_from(
+        self, params_or_variables: Any, rng: jax.Array | None = None, *, missing: Missing = "error"
+    ) -> TrainState:
+        """Makes a state from given parameters, at step 0.
+
+        ```python
+        state = program.init_from(model.init(key, x))            # from plain flax
+        state = program.init_from(numpy_params, rng)             # bare parameters
+        state = program.init_from({"encoder": pretrained}, rng, missing="init")
+        ```
+
+        Args:
+          params_or_variables: A tree of whole arrays, either parameters or variables by collection
+            (`{"params": ..., "batch_stats": ...}`), under the model's own names: NumPy arrays,
+            arrays on any devices, another program's parameters, flax's boxes; of an NNX model also
+            an `nnx.State` or the module, without its random streams. Floats are cast to the dtype
+            that the program stores, with a warning where that loses precision. With several
+            processes, each passes the same tree.
+          rng: The key, used as by `init`: for missing arrays, and to train with. By default
+            `jax.random.key(0)`.
+          missing: Whether a missing array is an `"error"`, or made as by `init(rng)`, bit for bit.
+
+        Returns:
+          The state, on the program's devices. The optimizer's state is that of these parameters.
+
+        Raises:
+          ValueError: Arrays are missing, unknown to the program, of another shape or kind, or
+            deleted; each is named. Or the program is on an abstract mesh.
+          TypeError: An argument is of the wrong kind.
+
+        Communication:
+          None, except for arrays that are spread over several processes: see
+          `state_arrays.to_host`. Each device receives its own shards from the host.
+        """
+        program: Any = self
+        check_has_devices("init_from", program.mesh)
+        if missing not in ("error", "init"):
+            raise ValueError(f"init_from: missing={missing!r}, expected 'error' or 'init'.")
+        if rng is None and missing == "init":
+            raise TypeError("init_from: rng is None with missing='init', expected a key.")
+        key = typed_key("init_from", jax.random.key(0) if rng is None else rng)
+        leaves = variable_leaves(program)
+        found = dict(_by_name(params_or_variables, program.abstract_state))
+        check_alive("init_from", variables=found)
+        given, encodings = plain_leaves(program, leaves, only=found)
+        _check_all(
+            "init_from",
+            [leaf for leaf in given if missing == "error" or leaf.name in found],
+            found,
+            _fits_as_variable,
+            "Pass what model.init makes; missing='init' with rng makes the rest.",
+        )
+        _warn_of_casts(given, found)
+        placed: dict[str, jax.Array] = {}
+        for leaf in given:
+            if leaf.name in found:
+                x = place_leaf("init_from", leaf, found[leaf.name])
+                encoding = encodings.get(leaf.name)
+                placed |= encoding.encode(x) if encoding else {leaf.name: x}
+        return state_with(program, leaves, placed, key)
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Takes another program's state: of another mesh, strategy or padding.
+
+        Args:
+          state: A state of the same model, optimizer and dtypes, on any devices or on the host. It
+            is not donated.
+
+        Returns:
+          The state as this program holds it: the same bits, step and key included. What error
+          feedback keeps begins with zeros if it is of other devices.
+
+        Raises:
+          ValueError: The state is of another model or optimizer, or has been donated; each
+            difference is named. Or the program is on an abstract mesh.
+          TypeError: It is not a `TrainState`.
+
+        Communication:
+          As for `init_from`.
+        """
+        program: Any = self
+        check_has_devices("adopt", program.mesh)
+        leaves = leaves_of(program.abstract_state, program.whole_state)
+        found = _checked_state("adopt", leaves, state)
+        placed = [place_leaf("adopt", leaf, found[leaf.name]) for leaf in leaves]
+        return jax.tree.unflatten(jax.tree.structure(program.abstract_state), placed)
+
+    def whole(self, state: TrainState) -> dict[str, Any]:
+        """Gives the variables of a state whole and without padding, for flax on one device.
+
+        ```python
+        logits = model.apply(program.whole(state), inputs)
+        ```
+
+        Args:
+          state: A state of this program, or one that `adopt` would take.
+
+        Returns:
+          The variables by collection, `{"params": ..., "batch_stats": ...}`, as NumPy arrays that
+          share no memory with the state, so that it may be donated.
+
+        Raises:
+          ValueError: The state does not fit or has been donated.
+          TypeError: It is not a `TrainState`.
+
+        Communication:
+          As for `init_from`; nothing is placed on a device.
+        """
+        program: Any = self
+        leaves = leaves_of(program.abstract_state, program.whole_state)
+        found = _checked_state("whole", leaves, state)
+        values = {
+            leaf.name.removeprefix("collections/"): read_unpadded("whole", leaf, found[leaf.name])
+            for leaf in leaves
+            if leaf.keys[0] in ("params", "collections")
+        }
+        arrays = [values[leaf.name] for leaf in variable_leaves(program)]
+        structure = jax.tree.structure(variables_of(program.whole_state))
+        return dict(jax.tree.unflatten(structure, arrays))
+
+
+def variables_of(state: TrainState) -> dict[str, Any]:
+    """The variables in a state by collection, as the program holds them."""
+    return {"params": state.params, **state.collections}
+
+
+def check_has_devices(function: str, mesh: Any) -> None:
+    """Refuses a mesh of devices that nobody has, in the name of a function."""
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            f"{function}: the program is on an abstract mesh, of devices that nobody has; expected "
+            "one of devices. Build the program on a mesh of make_mesh; this one can be traced."
+        )
+
+
+def variable_leaves(program: Any) -> list[Leaf]:
+    """The parameters and the other collections, under names such as `params/dense/kernel`."""
+    return leaves_of(variables_of(program.abstract_state), variables_of(program.whole_state))
+
+
+def plain_leaves(
+    program: Any, leaves: list[Leaf], only: Container[str] | None = None
+) -> tuple[list[Leaf], dict[str, Any]]:
+    """The leaves that arrays from elsewhere have, and how some become leaves of the program.
+
+    They are the program's own but for what its model encodes; with `only`, for those names alone.
+    """
+    encodings = program.step.model.adapter.encodings(leaves)
+    plain: dict[str, Leaf | None] = {}
+    for name, each in encodings.items():
+        if only is None or name in only:
+            plain |= {each.codes.name: each.plain, each.scales.name: None}
+    found = [plain.get(leaf.name, leaf) for leaf in leaves]
+    return [leaf for leaf in found if leaf is not None], encodings
+
+
+def state_with(
+    program: Any, leaves: list[Leaf], placed: dict[str, jax.Array], rng: jax.Array
+) -> TrainState:
+    """A state with placed variables, which are donated; all else is as `init` makes it."""
+
+    def replace_variables(placed: dict[str, jax.Array], state: TrainState) -> TrainState:
+        made, structure = jax.tree.flatten(variables_of(state))
+        values = [placed.get(leaf.name, x) for leaf, x in zip(leaves, made, strict=True)]
+        collections = jax.tree.unflatten(structure, values)
+        params = collections.pop("params")
+        paddings = [leaf.padding for leaf in leaves if leaf.keys[0] == "params"]
+        unpadded = map_padded(unpad_leaf, params, paddings)
+        opt_state = state.tx.init(split_trained(program.step.placements, unpadded)[0])
+        opt_leaves = leaves_of(program.abstract_state.opt_state, program.whole_state.opt_state)
+        opt_state = map_padded(pad_leaf, opt_state, (leaf.padding for leaf in opt_leaves))
+        return state.replace(params=params, opt_state=opt_state, collections=collections)
+
+    on_auto = on_auto_axes(replace_variables, mesh=program.mesh, out_specs=program.layout)
+    shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
+    with no_mesh():  # Only what is missing is computed.
+        make = jax.jit(
+            lambda placed, rng: on_auto(placed, program.init(rng)),
+            out_shardings=shardings,
+            donate_argnums=0,
+        )
+        return make(placed, rng)
+
+
+def _checked_state(function: str, leaves: list[Leaf], state: Any) -> dict[str, Any]:
+    """The arrays of a state by name, if they are those of the program but for padding."""
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"{function}: state is a {type(state).__name__}, expected a TrainState. Parameters and "
+            "variables go to init_from."
+        )
+    check_alive(function, state=state)
+    found = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
+    own = {leaf.name: leaf.shape for leaf in leaves if leaf.name.startswith(RESIDUALS)}
+    given = {name: x.shape for name, x in found.items() if name.startswith(RESIDUALS)}
+    if own != given:  # Those of other devices mean nothing here, where they begin with zeros.
+        zeros = {name: np.zeros(shape, np.float32) for name, shape in own.items()}
+        found = {name: x for name, x in found.items() if name not in given} | zeros
+    mend = "Pass a state of the same model, optimizer and param_dtype."
+    _check_all(function, leaves, found, _fits_in_state, mend)
+    return found
+
+
+def _by_name(variables: Any, abstract: TrainState) -> Iterator[tuple[str, Any]]:
+    """The arrays of parameters or of variables, by names such as `params/dense/kernel`."""
+    by_collection = collections_of(variables)
+    if by_collection is not None:
+        variables = by_collection
+    if not isinstance(variables, Mapping):
+        fields = "; pass its params" if hasattr(variables, "params") else ""
+        raise TypeError(
+            f"init_from: params_or_variables is a {type(variables).__name__}, expected a tree of "
+            f"parameters, or variables by collection{fields}. adopt takes the state of a program."
+        )
+    inner = variables.get("params") if "params" in variables else None
+    has_collections = by_collection is not None or (
+        isinstance(inner, Mapping) and ("params" not in abstract.params or "params" in inner)
+    )
+    not_kept = SOWN_COLLECTIONS - abstract.collections.keys()  # What `model.init` has sown.
+    if not has_collections:
+        variables = {"params": variables}
+    for path, x in jax.tree_util.tree_leaves_with_path(variables, is_leaf=_holds_array):
+        name = path_name(path)
+        if name.partition("/")[0] not in not_kept:
+            yield name, _array_of(x)
+
+
+def _holds_array(x: Any) -> bool:
+    """Whether `x` is a box, or a variable that holds its array."""
+    return isinstance(x, nn.meta.AxisMetadata) or hasattr(x, "get_raw_value")
+
+
+def _array_of(x: Any) -> Any:
+    if is_box(x):
+        return x.value
+    if isinstance(x, nn.meta.AxisMetadata):
+        return x.unbox()
+    return x.get_raw_value() if _holds_array(x) else x
+
+
+def _check_all(
+    function: str,
+    leaves: list[Leaf],
+    found: Mapping[str, Any],
+    fits: Callable[[Leaf, Any], bool],
+    mend: str,
+) -> None:
+    """Refuses arrays that are missing, of another shape or dtype, or not the program's."""
+    lines = []
+    for leaf in leaves:
+        shape = leaf.abstract.shape if leaf.is_key else leaf.shape
+        expected = show_array(leaf.abstract.dtype, shape)
+        if leaf.name not in found:
+            lines.append(f"{leaf.name} is missing, expected {expected}")
+            continue
+        x = found[leaf.name]
+        if isinstance(x, jax.ShapeDtypeStruct):
+            lines.append(f"{leaf.name} is abstract, expected the values of {expected}")
+        elif not fits(leaf, x):
+            lines.append(f"{leaf.name} is {show_leaf(x)}, expected {expected}")
+    known = {leaf.name for leaf in leaves}
+    lines += [
+        f"{name} is {show_leaf(x)}, expected no such array"
+        for name, x in found.items()
+        if name not in known
+    ]
+    if lines:
+        raise ValueError(
+            f"{function}: what was passed does not fit the program: {'; '.join(list_some(lines))}. "
+            f"{mend}"
+        )
+
+
+def _fits_as_variable(leaf: Leaf, x: Any) -> bool:
+    """Whether a variable has the program's shape and can be cast: floats to floats, and so on."""
+    if is_key(x) or leaf.is_key or _dtype(x).kind == "O":
+        return _dtype(x) == leaf.abstract.dtype and np.shape(x) == leaf.abstract.shape
+    kinds = (jnp.floating, jnp.complexfloating, jnp.signedinteger, jnp.unsignedinteger, jnp.bool_)
+    is_of_kind = any(
+        jnp.issubdtype(_dtype(x), kind) and jnp.issubdtype(leaf.dtype, kind) for kind in kinds
+    )
+    return is_of_kind and np.shape(x) in (leaf.shape, _padded_shape(leaf, x))
+
+
+def _fits_in_state(leaf: Leaf, x: Any) -> bool:
+    """Whether a part of a state is of the program's dtype and, but for padding, of its shape."""
+    if _dtype(x) != leaf.abstract.dtype:
+        return False
+    if leaf.is_key:
+        return bool(x.shape == leaf.abstract.shape)
+    shape = np.shape(x)
+    if isinstance(x, jax.Array) or len(shape) != len(leaf.shape):
+        return shape in (leaf.shape, _padded_shape(leaf, x))
+    # An array from a file lies on no devices. `read_unpadded` checks that its padding is zeros.
+    return all(size >= own for size, own in zip(shape, leaf.shape, strict=True))
+
+
+def _padded_shape(leaf: Leaf, x: Any) -> tuple[int, ...]:
+    """The shape with the padding that an array needs to divide over the devices it lies on."""
+    if not isinstance(x, jax.Array) or x.ndim != len(leaf.shape):
+        return leaf.shape
+    parts = x.sharding.shard_shape(x.shape)
+    shards = [size // max(part, 1) for size, part in zip(x.shape, parts, strict=True)]
+    return tuple(size + -size % max(n, 1) for size, n in zip(leaf.shape, shards, strict=True))
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+
+
+def _warn_of_casts(leaves: list[Leaf], found: Mapping[str, Any]) -> None:
+    narrowed = [
+        f"{leaf.name} from {_dtype(found[leaf.name])} to {leaf.dtype}"
+        for leaf in leaves
+        if leaf.name in found
+        and not leaf.is_key
+        and jnp.promote_types(_dtype(found[leaf.name]), leaf.dtype) != leaf.dtype
+    ]
+    if narrowed:
+        warnings.warn(
+            f"init_from: cast to what the program stores (param_dtype, frozen_dtype): "
+            f"{'; '.join(list_some(narrowed))}.",
+            stacklevel=4,
+        )

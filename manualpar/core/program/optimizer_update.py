@@ -1,0 +1,210 @@
+"""What the optimizer does in a step, on global arrays.
+
+An optimizer sees parameters, gradients and its state as one device would: whole arrays of the
+parameters' own shapes, so that a norm is the norm, a mean the mean, and a matrix a matrix. How they
+lie on the devices is the compiler's business: elementwise optimizers find all three sharded alike
+and send nothing.
+
+Parameters that are whole between steps while the optimizer's state is not (ZeRO-1 and -2) are
+sliced before the update, which sends nothing, and gathered after it. Padding is taken off before
+and put back after.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from manualpar.core.modes.manual import Manual
+from manualpar.core.parameters.placement import (
+    Placement,
+    map_in_scopes,
+    map_padded,
+    param_specs,
+    state_specs,
+)
+from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
+from manualpar.core.state.state_arrays import leaf_types
+from manualpar.core.tracing.scopes import OPTIMIZER_SCOPE
+
+_REFUSED = re.compile(r"got an unexpected keyword argument '(\w+)'")
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """The optimizer's part of a step.
+
+    Attributes:
+      mode: Who writes the collectives.
+      placements: The tree of parameters with a `Placement` at each leaf.
+      opt_padding: The padding of each leaf of the optimizer's state.
+      norm_metrics: Whether to compute norms.
+    """
+
+    mode: Manual
+    placements: Any
+    opt_padding: tuple[tuple[int, ...], ...]
+    norm_metrics: bool = False
+
+    def __call__(
+        self,
+        tx: optax.GradientTransformation,
+        params: Any,
+        grads: Any,
+        *,
+        opt_state: Any,
+        value: jax.Array,
+        value_and_grad: Callable[[Any], tuple[jax.Array, Any]],
+        is_applied: jax.Array | None = None,
+    ) -> tuple[Any, Any, dict[str, jax.Array]]:
+        """Updates the parameters.
+
+        Args:
+          tx: The optimizer. It is also offered what optax's optimizers may ask for besides
+            gradients: `value`, `grad`, and `value_fn`, a function of parameters that can be
+            differentiated and evaluates the same batch.
+          params: The parameters as they are stored.
+          grads: The global gradients, in the specs of the optimizer's state.
+          opt_state: The optimizer's state as it is stored.
+          value: The global loss, `[]`.
+          value_and_grad: The loss and the gradients, as above, at other stored parameters.
+          is_applied: `bool[]`, the same on all devices: where it is false, parameters and state
+            stay as they are, bit for bit. If not given, they are always updated.
+
+        Returns:
+          The parameters and the state as they are stored, and the norms by name.
+
+        Communication:
+          Of ours, one all-gather for each parameter that is whole while its state is sharded; of
+          the compiler's, what the optimizer needs to know of more than an element.
+        """
+        with jax.named_scope(OPTIMIZER_SCOPE):
+            params = self._map(self._shard, params)
+            grads = self._map(lambda place, g: unpad_leaf(g, place.padding), grads)
+            before = opt_state = map_padded(unpad_leaf, opt_state, self.opt_padding)
+
+            def evaluate(params: Any) -> tuple[jax.Array, Any]:
+                value, grads = value_and_grad(self._store(params))
+                return value, self._map(lambda place, g: unpad_leaf(g, place.padding), grads)
+
+            value_fn = _with_gradient(evaluate)
+            offered = {"value": value, "grad": grads, "value_fn": value_fn}
+            updates, opt_state = _updates(tx, grads, opt_state, params, offered)
+            _check_state(before, opt_state)
+            with explain_optimizer("adding its updates to the parameters"):
+                new_params = optax.apply_updates(params, updates)
+            if is_applied is not None:
+                # On what an optimizer sees, so that of whole parameters only a shard is selected.
+                select = functools.partial(jax.lax.select, is_applied)
+                new_params = jax.tree.map(select, new_params, params)
+                opt_state = jax.tree.map(select, opt_state, before)
+            norms = {}
+            if self.norm_metrics:
+                norms["gradient_norm"] = global_norm(grads)
+                norms["update_norm"] = global_norm(updates)
+                norms["parameter_norm"] = global_norm(new_params)
+            opt_state = map_padded(pad_leaf, opt_state, self.opt_padding)
+            return self._store(new_params), opt_state, norms
+
+    def _shard(self, place: Placement, x: jax.Array) -> jax.Array:
+        """A parameter as the optimizer takes it; nothing is sent."""
+        if place.state_names is not None:
+            x = self._constrain(pad_leaf(x, place.padding), place.state_spec)
+        return unpad_leaf(x, place.padding)
+
+    def _store(self, params: Any) -> Any:
+        """Parameters as they are stored."""
+        params = self._map(lambda place, x: pad_leaf(x, place.padding), params)
+        specs = state_specs(self.placements)
+        if specs == param_specs(self.placements):
+            return params
+        params = jax.tree.map(self._constrain, params, specs)
+        return self.mode.replicate(self.placements, params)
+
+    def _constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mode.mesh, spec))
+
+    def _map(self, function: Callable[..., Any], *trees: Any) -> Any:
+        """Maps a function of a placement and leaves over trees like the parameters'."""
+        return map_in_scopes(function, self.placements, *trees)
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """The Euclidean norm of a tree of global arrays, `float32[]`."""
+    squares = [jnp.square(jnp.abs(x).astype(jnp.float32)).sum() for x in jax.tree.leaves(tree)]
+    return jnp.sqrt(jnp.stack(squares).sum())
+
+
+def _check_state(before: Any, after: Any) -> None:
+    """Refuses an optimizer whose state does not stay what it is."""
+    old, new = leaf_types(before), leaf_types(after)
+    if old != new:
+        changed = sorted(set(old.items()) ^ set(new.items()))
+        raise ValueError(
+            f"tx: its update changes what its state consists of: {changed}, expected the same "
+            "arrays before and after, of the same shapes and dtypes: a step must be repeatable. "
+            "Leave out what makes the difference."
+        )
+
+
+def _updates(
+    tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, offered: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Calls the optimizer with those of the extra arguments that all of its parts take.
+
+    A chain hands on all that it is given, and a part of it may refuse some: `optax.contrib.sam`
+    does. Only the call tells.
+    """
+    parameters = inspect.signature(tx.update).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    taken = {name: value for name, value in offered.items() if takes_all or name in parameters}
+    while True:
+        lost = offered.keys() - taken if takes_all else ()
+        with explain_optimizer("its update", offered, lost=lost):
+            try:
+                updates, state = tx.update(grads, state, params, **taken)
+            except TypeError as error:
+                refused = _REFUSED.search(str(error))
+                if refused is None or refused[1] not in taken:
+                    raise
+                del taken[refused[1]]
+            else:
+                return updates, state
+
+
+@contextlib.contextmanager
+def explain_optimizer(
+    step: str, offered: Iterable[str] = (), *, lost: Collection[str] = ()
+) -> Iterator[None]:
+    """Says in our words that an optimizer cannot be used.
+
+    `step` is what raises. `offered` are the extra arguments that it may take, and `lost` those of
+    them that a part of it refuses.
+    """
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        first_line = str(error).strip().partition("\n")[0].rstrip(".")
+        more = f", {', '.join(offered)}" if offered else ""
+        but = f", of which another part of it refuses {sorted(lost)}" if lost else ""
+        raise kind(
+            f"tx: {step} raises {type(error).__name__} ({first_line}), expected an optimizer "
+            "of the parameters and the gradient of the whole batch that needs no more than these"
+            f"{more}{but}. Leave out the part that needs more, or wrap it and give it that."
+        ) from error
+
+
+def _with_gradient(value_and_grad: Callable[[Any], tuple[Any, Any]]) -> Any:
+    """A function of which autodiff takes the gradient that is given."""
+    function = jax.custom_vjp(lambda params: value_and_grad(params)[0])
+    function.defvjp(value_and_grad, lambda grads, g: (jax.tree.map(lambda x: x * g, grads),))
+    return function

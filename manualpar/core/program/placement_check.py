@@ -1,0 +1,87 @@
+"""What a strategy says, checked where it says it: an error names the strategy and the parameter."""
+
+from jax.sharding import Mesh
+
+from manualpar.core.mesh.axes import axes_size, axis_tuple
+from manualpar.core.model.options import check_choice
+from manualpar.core.modes.strategy import Sends, Strategy
+from manualpar.core.parameters.placement import ParameterInfo, Placement, split_names
+
+
+def check_strategy(strategy: Strategy, num_minibatches: int) -> None:
+    """Refuses a strategy that cannot be read.
+
+    Raises:
+      ValueError: `gather_every` or `reduce_every` is none of the words that it may be.
+      TypeError: `replica_axes` is no tuple, or `sends` returns something else than `Sends`.
+    """
+    name = strategy.name
+    check_choice(name, "gather_every", strategy.gather_every, ("minibatch", "step"))
+    check_choice(name, "reduce_every", strategy.reduce_every, ("minibatch", "step"))
+    if not isinstance(strategy.replica_axes, tuple):
+        raise TypeError(
+            f"{name}: replica_axes={strategy.replica_axes!r}, expected a tuple of axes."
+        )
+    try:
+        sends = strategy.sends(num_minibatches, False)
+    except Exception as error:
+        error.add_note(
+            f"raised by `sends` of strategy {name!r}, called with ({num_minibatches}, False)"
+        )
+        raise
+    if not isinstance(sends, Sends):
+        raise TypeError(f"{name}: sends returned {sends!r}, expected a Sends.")
+
+
+def place_parameter(
+    strategy: Strategy, info: ParameterInfo, axes: tuple[str, ...], mesh: Mesh
+) -> Placement:
+    """Where a strategy places a parameter.
+
+    Raises:
+      ValueError: The placement does not fit the parameter or the mesh.
+      TypeError: It is no `Placement`.
+    """
+    what = f"{strategy.name}: place of parameter {info.path!r} of shape {info.shape}"
+    shared = {axis for name in info.shared_names for axis in axis_tuple(name)}
+    axes = tuple(axis for axis in axes if axis not in info.split_axes | shared)
+    if not axes:  # Along all that there are, devices compute with different parts of it.
+        return Placement(info.names)
+    try:
+        placement = strategy.place(info, axes, axes_size(mesh, axes))
+    except Exception as error:
+        error.add_note(f"raised by {what}")
+        raise
+    if not isinstance(placement, Placement):
+        raise TypeError(f"{what} returned {placement!r}, expected a Placement.")
+    for field, names, padding in (
+        ("names", placement.names, placement.parameter_padding),
+        ("state_names", placement.sharded_names, placement.padding),
+    ):
+        if len(names) != len(info.shape):
+            raise ValueError(f"{what} has {field}={names}, expected one for each dimension.")
+        if any(names[d] != n for d, n in enumerate(split_names(info)) if n):
+            raise ValueError(
+                f"{what} has {field}={names}, expected {split_names(info)} to stay: the model "
+                "computes with the shards of these dims. Shard another."
+            )
+        if any(names[dim] for dim in info.whole_dims):
+            raise ValueError(
+                f"{what} has {field}={names}, expected dims {sorted(info.whole_dims)} to stay "
+                "whole, because a loop runs over them or devices share their entries."
+            )
+        used = [axis for name in names for axis in axis_tuple(name)]
+        if len(set(used)) < len(used) or not set(used) <= set(mesh.shape):
+            raise ValueError(
+                f"{what} has {field}={names}, expected each mesh axis once at most, of "
+                f"{list(mesh.shape)}."
+            )
+        widths = padding or (0,) * len(names)
+        for dim, (size, width, name) in enumerate(zip(info.shape, widths, names, strict=True)):
+            shards = axes_size(mesh, axis_tuple(name))
+            if (size + width) % shards:
+                raise ValueError(
+                    f"{what} has {field}={names}, and {size + width} elements along dim {dim} do "
+                    f"not divide over {shards} devices; expected a dim that divides, or a padding."
+                )
+    return placement

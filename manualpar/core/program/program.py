@@ -1,0 +1,379 @@
+"""A layout, a model, a loss and an optimizer made into `init`, `train_step`, `eval_step`.
+
+The state is a plain tree of global arrays. It is initialised in one jitted call whose outputs have
+the layout's shardings, so that no device ever holds more than its part. A step is one jitted call
+too, see `manualpar.core.program.step`.
+
+`build_program` decides what a step does and how the state lies (`_design`), and jits it
+(`_assemble`). Building touches no device, so the mesh may be one of devices that nobody has.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Unpack, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from manualpar.core.mesh.axes import axis_tuple, check_mesh_has, with_axis_types
+from manualpar.core.mesh.mesh_context import (
+    OutsideMeshes,
+    explain_shardings,
+    no_mesh,
+    on_auto_axes,
+)
+from manualpar.core.mesh.rng import typed_key
+from manualpar.core.mesh.roles import AxisRoles
+from manualpar.core.mesh.splitting import abstract_batch, check_batch
+from manualpar.core.model.adapter import Model
+from manualpar.core.model.loss_function import LossFn, Metrics
+from manualpar.core.model.options import ProgramOptions, check_options, check_wire, explain_dtypes
+from manualpar.core.model.trace_model import UserModel, study
+from manualpar.core.modes.gradients import scanned, unrolled
+from manualpar.core.modes.manual import mode_named
+from manualpar.core.modes.strategy import Mode, Strategy
+from manualpar.core.parameters.annotations import check_rules
+from manualpar.core.parameters.collectives import Wire
+from manualpar.core.parameters.placement import (
+    ParameterInfo,
+    Placement,
+    complete,
+    like_params,
+    map_padded,
+    param_specs,
+    state_specs,
+    with_shardings,
+)
+from manualpar.core.parameters.sharded_parameter import pad_leaf
+from manualpar.core.parameters.trainable import split_trained, trained
+from manualpar.core.program.guarded_step import GuardedStep, check_state
+from manualpar.core.program.load_state import StartsFromArrays, check_has_devices
+from manualpar.core.program.optimizer_update import Update, explain_optimizer
+from manualpar.core.program.placement_check import check_strategy, place_parameter
+from manualpar.core.program.step import Step
+from manualpar.core.state.train_state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Program(StartsFromArrays):
+    """A model's training under one strategy.
+
+    Beside `init` there are `init_from`, `adopt` and `whole`, see
+    `manualpar.core.program.load_state`.
+
+    Attributes:
+      strategy: The strategy.
+      mode: Who writes the collectives.
+      mesh: The mesh it runs on. On an abstract mesh it can be traced but not run.
+      data_axes: The mesh axes that examples are split over.
+      num_minibatches: The number of parts that a device takes its share of a batch in.
+      wire: The dtypes that travel, and the order of the axes.
+      layout: A `TrainState` with a `PartitionSpec` at each leaf.
+      parameters: A `(ParameterInfo, Placement)` for each parameter, in the order of the tree. The
+        placement's note says why a parameter stays whole.
+      abstract_state: A `TrainState` of `jax.ShapeDtypeStruct`s with shardings.
+      whole_state: The same as one device would hold it: no padding, no shardings.
+      abstract_batch: The batch that the program was built for, as `jax.ShapeDtypeStruct`s with
+        shardings.
+      batch_sharding: How a batch's leaves lie on the mesh: the leading dimension is split over the
+        data axes. `jax.device_put(batch, program.batch_sharding)` puts a batch there; one that lies
+        elsewhere is moved in every step. A batch with scalars in it takes the shardings of
+        `abstract_batch`.
+      create: What `init` jits: a state made of a key, which lies nowhere.
+      init: `init(rng) -> TrainState`. It takes `init_rng, rng = jax.random.split(rng)`. On every
+        mesh the parameters are, bit for bit, those of a jitted `model.init({"params": init_rng},
+        batch.inputs, train=False)`, or of a call with the arguments that the option `init_args`
+        returns. (What is not jitted may round the last bit otherwise.) No device ever holds more
+        than its own shard.
+      train_step: `train_step(state, batch) -> (state, metrics)`, jitted. The state is donated, so
+        use the returned one. Metrics are `(sum, count)` pairs over the global batch, the same on
+        all devices. With the option `nonfinite="skip"` a step may change nothing of the state but
+        its step and key, see `ProgramOptions`.
+      eval_step: `eval_step(state, batch) -> metrics`, jitted. It is the same loss function with
+        training turned off.
+      step: The functions that are jitted, with the model, the loss and the placements.
+    """
+
+    strategy: Strategy
+    mode: Mode
+    mesh: Mesh
+    data_axes: tuple[str, ...]
+    num_minibatches: int
+    wire: Wire
+    layout: TrainState
+    parameters: tuple[tuple[ParameterInfo, Placement], ...]
+    abstract_state: TrainState
+    whole_state: TrainState
+    abstract_batch: Any
+    batch_sharding: NamedSharding
+    create: Callable[[jax.Array], TrainState] = dataclasses.field(repr=False)
+    init: Callable[[jax.Array], TrainState]
+    train_step: jax.stages.Wrapped
+    eval_step: jax.stages.Wrapped
+    step: Step = dataclasses.field(repr=False)
+
+    def step_at(self, number: int) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+        """What to call as step `number`, from 1: `train_step`, unless a strategy adds to some."""
+        del number
+        return self.train_step
+
+
+def build_program(
+    strategy: Strategy,
+    model: Model,
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    **options: Unpack[ProgramOptions],
+) -> Program:
+    """Builds a program. Every strategy's builder, such as `manualpar.fsdp`, ends here.
+
+    Args:
+      strategy: The strategy.
+      model: The model, written for one device, see `manualpar.core.model.adapter`.
+      tx: Any optax optimizer.
+      loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`. It returns the mean over
+        the examples that it is given, and pairs `{"loss": (sum, count), ...}`, see
+        `accumulate_gradients`. `rng` differs between devices, minibatches and steps.
+      **options: `mesh`, `batch` and others, see `ProgramOptions`.
+
+    Returns:
+      The program, traced but not compiled. No device has been touched.
+      `inspect.layout_table(program)` shows which parameter is sharded how, and why others are not.
+
+    Raises:
+      ValueError: A field does not fit, for example because the mesh lacks an axis, the batch does
+        not divide or the loss is not a scalar. Nothing has been compiled.
+      TypeError: A field is of the wrong kind.
+    """
+    check_options(strategy.name, options)
+    with (
+        no_mesh(),
+        explain_shardings(strategy.name, options.get("mode", "manual")),
+        explain_dtypes(strategy.name, options),
+    ):
+        batch, step, states = _design(strategy, model, tx, loss_fn, options)
+        program = _assemble(batch, step, states, options)
+        loss = on_auto_axes(step.loss_alone, mesh=program.mesh, out_specs=PartitionSpec())
+        step.mode.check_steps(
+            strategy.name,
+            *(
+                function.trace(program.abstract_state, program.abstract_batch).jaxpr
+                for function in (program.train_step, program.eval_step, jax.jit(loss))
+            ),
+            data_axes=program.data_axes,
+        )
+    return program
+
+
+class _States:
+    """The training state: how it is made, and how it lies on the devices.
+
+    Attributes:
+      whole: The abstract state as one device would hold it.
+      held: The abstract state as the program holds it: padded.
+      layout: The state with a `PartitionSpec` at each leaf.
+      opt_padding: The padding of each leaf of the optimizer's state.
+    """
+
+    def __init__(self, model: UserModel, tx: Any, placements: Any, feedback: Any) -> None:
+        self._model, self._tx, self._placements, self._feedback = model, tx, placements, feedback
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        self.whole = jax.eval_shape(self._state, model.variables, key)
+        opt_placements = like_params(
+            self.whole.opt_state, self.whole.params, placements, Placement(())
+        )
+        self.opt_padding = tuple(place.padding for place in jax.tree.leaves(opt_placements))
+        self.held = jax.eval_shape(self._pad, self.whole)
+        layout = jax.tree.map(lambda _: PartitionSpec(), self.held)
+        self.layout = layout.replace(
+            params=param_specs(placements),
+            opt_state=state_specs(opt_placements),
+            local=feedback.specs() if feedback else {},
+        )
+
+    def create(self, rng: jax.Array) -> TrainState:
+        """The initial state as the program holds it."""
+        init_rng, rng = jax.random.split(rng)
+        return self._pad(self._state(self._model.create_variables(init_rng), rng))
+
+    def _pad(self, state: TrainState) -> TrainState:
+        params = jax.tree.map(
+            lambda place, x: pad_leaf(x, place.parameter_padding), self._placements, state.params
+        )
+        opt_state = map_padded(pad_leaf, state.opt_state, self.opt_padding)
+        return state.replace(params=params, opt_state=opt_state)
+
+    def _state(self, variables: dict[str, Any], rng: jax.Array) -> TrainState:
+        params = variables["params"]
+        with explain_optimizer("its init"):
+            opt_state = self._tx.init(split_trained(self._placements, params)[0])
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            apply_fn=self._model.apply_fn,
+            params=params,
+            tx=self._tx,
+            opt_state=opt_state,
+            rng=rng,
+            collections={name: tree for name, tree in variables.items() if name != "params"},
+            local=self._feedback.zeros() if self._feedback else {},
+        )
+
+
+def _design(
+    strategy: Strategy,
+    model: Model,
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    options: ProgramOptions,
+) -> tuple[Any, Step, _States]:
+    """The abstract batch, what a step does, and how the state lies."""
+    name = strategy.name
+    check_strategy(strategy, options.get("num_minibatches", 1))
+    shard_axes = axis_tuple(options.get("axis_name", "data"))
+    context, pipeline = options.get("context_axis"), options.get("pipeline")
+    batch_dims = {0: (*strategy.replica_axes, *shard_axes)} | ({1: (context,)} if context else {})
+    roles = AxisRoles(batch_dims, {pipeline.axis: "stage"} if pipeline else {})
+    shard_axes = (*shard_axes, *batch_dims.get(1, ()))
+    _check_arguments(name, tx, loss_fn, options["mesh"], (*roles.data_axes, *roles.stage_axes))
+    if pipeline:
+        pipeline.check(strategy, options)
+    mesh = cast(Mesh, with_axis_types(options["mesh"], AxisType.Auto))
+    batch = abstract_batch(f"{name}: batch", options["batch"])
+    check_batch(f"{name}: batch", batch, mesh, roles)
+    stored_dtypes, wire = check_wire(name, options)
+    if wire.reduce_code and strategy.replica_axes:  # Sums within a group of devices are exact.
+        wire = wire._replace(code_axes=strategy.replica_axes)
+    rules = check_rules(name, options.get("rules", ()), mesh)
+    mode = mode_named(options.get("mode", "manual"))(mesh, roles.data_axes, wire, rules)
+
+    def place(info: ParameterInfo) -> Placement:
+        return place_parameter(strategy, info, shard_axes, mesh)
+
+    def place_completely(info: ParameterInfo) -> Placement:
+        return complete(place(info), info, roles, mesh)
+
+    def is_gathered(info: ParameterInfo) -> bool:
+        placement = place(info)
+        return len(placement.spec) > 0 or (wire.casts and not placement.keep)
+
+    user_model = study(
+        name,
+        model,
+        loss_fn,
+        batch,
+        batch_specs=roles.batch_specs(batch),
+        mode=mode,
+        stored_dtypes=stored_dtypes,
+        options=options,
+        is_gathered=is_gathered,
+        gathers_in_loss=strategy.gather_every == "minibatch",
+    )
+    mode.check_model(name, user_model, batch, roles)
+    if user_model.keeps_types:  # What the model's initialisers shard stays so where it is used.
+        roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
+    placements = jax.tree.map(place_completely, user_model.parameters)
+    num_minibatches = options.get("num_minibatches", 1)
+    feedback = None
+    if wire.reduce_code:
+        leaves = trained(user_model.parameters), trained(placements)
+        feedback = wire.reduce_code.feedback(strategy, *leaves, mode=mode, options=options)
+    states = _States(user_model, tx, placements, feedback)
+    step = Step(
+        strategy=strategy,
+        model=user_model,
+        mode=mode,
+        roles=roles,
+        placements=placements,
+        update=Update(
+            mode, trained(placements), states.opt_padding, options.get("norm_metrics", False)
+        ),
+        num_minibatches=num_minibatches,
+        schedule=scanned if options.get("use_scan", False) else unrolled,
+        pipeline=pipeline.on_mesh(mesh, strategy, placements, num_minibatches)
+        if pipeline
+        else None,
+        nonfinite=options.get("nonfinite", "ignore"),
+        feedback=feedback,
+    )
+    return batch, step, states
+
+
+def _assemble(batch: Any, step: Step, states: _States, options: ProgramOptions) -> Program:
+    """The program of a step: jitted, on the mesh that was given."""
+    # States and batches lie on the mesh that was given, all of whose axes are explicit if any is. A
+    # step runs on the same mesh with automatic axes.
+    mesh, given = step.mode.mesh, step.mode.mesh
+    if AxisType.Explicit in options["mesh"].axis_types:
+        given = cast(Mesh, with_axis_types(mesh, AxisType.Explicit))
+    has_devices = not isinstance(mesh, AbstractMesh)
+
+    def shard(specs: Any) -> Any:
+        return jax.tree.map(lambda spec: NamedSharding(given, spec), specs)
+
+    def jit(function: Callable[..., Any], out_specs: Any, **kwargs: Any) -> Any:
+        return OutsideMeshes(
+            jax.jit(on_auto_axes(function, mesh=given, out_specs=out_specs), **kwargs)
+        )
+
+    shardings = shard(states.layout)
+    abstract = with_shardings(states.held, shardings)
+    steps_options: Any = {
+        "in_shardings": (shardings, None),
+        "compiler_options": dict(options.get("compiler_options", {})) or None,
+    }
+    train_step = jit(
+        step.train,
+        (states.layout, PartitionSpec()),
+        out_shardings=(shardings, None),
+        donate_argnums=0,
+        **steps_options,
+    )
+    eval_step = jit(step.evaluate, PartitionSpec(), **steps_options)
+
+    def guard(name: str, function: jax.stages.Wrapped) -> jax.stages.Wrapped:
+        check = functools.partial(check_state, name, abstract)
+        return cast(Any, GuardedStep(name, function, mesh, check)) if has_devices else function
+
+    def init(create: Callable[[jax.Array], TrainState], rng: Any) -> TrainState:
+        check_has_devices("init", mesh)
+        return create(typed_key("init", rng))
+
+    infos, placements = map(jax.tree.leaves, (step.model.parameters, step.placements))
+    return Program(
+        strategy=step.strategy,
+        mode=step.mode.name,
+        mesh=given,
+        data_axes=step.roles.data_axes,
+        num_minibatches=step.num_minibatches,
+        wire=step.mode.wire,
+        layout=states.layout,
+        parameters=tuple(zip(infos, placements, strict=True)),
+        abstract_state=abstract,
+        whole_state=states.whole,
+        abstract_batch=with_shardings(batch, shard(step.roles.batch_specs(batch))),
+        batch_sharding=NamedSharding(given, step.roles.batch_spec),
+        create=states.create,
+        init=functools.partial(init, jit(states.create, states.layout, out_shardings=shardings)),
+        train_step=guard("train_step", train_step),
+        eval_step=guard("eval_step", eval_step),
+        step=step,
+    )
+
+
+def _check_arguments(
+    strategy: str, tx: Any, loss_fn: Any, mesh: Any, axes: tuple[str, ...]
+) -> None:
+    """Refuses arguments of the wrong kind."""
+    loss_form = "a function (params, apply_fn, batch, rng) -> (loss, metrics)"
+    is_optimizer = hasattr(tx, "init") and hasattr(tx, "update")
+    for name, value, expected, fits in (
+        ("tx", tx, "an optax.GradientTransformation", is_optimizer),
+        ("loss_fn", loss_fn, loss_form, callable(loss_fn)),
+        ("mesh", mesh, "a jax.sharding.Mesh, see make_mesh", isinstance(mesh, Mesh | AbstractMesh)),
+    ):
+        if not fits:
+            raise TypeError(f"{strategy}: {name} is {value!r}, expected {expected}.")
+    check_mesh_has(strategy, mesh, axes)

@@ -1,0 +1,70 @@
+"""What a training step carries: the state and the batch.
+
+Both are plain pytrees. Under a `Program` the state holds *global* `jax.Array`s and no boxes, so
+optax masks, checkpoints and `jax.device_get` see ordinary arrays. `flax.serialization` writes and
+reads a state too, see `manualpar.core.state.state_serialization`.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training import train_state
+
+
+class TrainState(train_state.TrainState):
+    """Flax's train state with the training loop's key and the model's other collections.
+
+    Attributes:
+      step: `int32[]`, the number of steps taken, those included whose update was left out because
+        something was not finite.
+      params: The tree of parameters.
+      opt_state: The state of `tx`.
+      rng: A key; every step splits it.
+      collections: The model's variables outside `params` by collection, e.g. `{"batch_stats":
+        ...}`; `{}` if it has none.
+      local: What devices have of their own: replicas that take steps alone, see
+        `strategies.diloco`, and `"residuals"`, see `error_feedback`; `{}` otherwise.
+      apply_fn: The model's `apply` (static).
+      tx: The optax optimizer (static).
+    """
+
+    rng: jax.Array
+    collections: dict[str, Any] = flax.struct.field(default_factory=dict)
+    local: dict[str, Any] = flax.struct.field(default_factory=dict)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., Any],
+        params: Any,
+        tx: optax.GradientTransformation,
+        **kwargs: Any,
+    ) -> Self:
+        """Makes a state at step 0; `kwargs` are further fields (`rng=`, `collections=`)."""
+        state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+        return state.replace(step=jnp.zeros((), jnp.int32))
+
+
+def is_key(x: Any) -> bool:
+    """Whether something is an array of typed keys, concrete or abstract."""
+    return jnp.issubdtype(getattr(x, "dtype", None) or object, jax.dtypes.prng_key)
+
+
+@flax.struct.dataclass
+class Batch:
+    """A batch of examples; every leaf has the examples along its leading dimension.
+
+    Attributes:
+      inputs: What the model is applied to, `[B, ...]` (or a pytree of such).
+      labels: What it should say, `[B, ...]`.
+      mask: Optional `[B, ...]`: 0 for padding, 1 for a real example, any weight in between.
+    """
+
+    inputs: Any
+    labels: Any
+    mask: Any = None

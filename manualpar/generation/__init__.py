@@ -1,5 +1,0 @@
-"""Text from trained models, with a cache of keys and values; what they say of given texts."""
-
-from manualpar.generation.generator import Answer, Generator, Piece, generate
-
-__all__ = ["Answer", "Generator", "Piece", "generate"]

@@ -1,0 +1,218 @@
+"""Compares a program's step with that of plain flax on one device.
+
+Types tell whether values differ between devices, but not whether a number is the right one. A loss
+that couples examples, statistics of a device's own examples, or a loss that is no mean come out
+different on many devices, and no type says so. Here the loss, the metrics and the gradient of every
+parameter, as SGD would apply it, are compared with those of the same model and loss function on one
+device that has the whole batch.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from manualpar.core.mesh.axes import axis_tuple
+from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.mesh.splitting import check_batch
+from manualpar.core.model.loss_function import Metrics
+from manualpar.core.modes.nonfinite import NONFINITE_GRADIENTS
+from manualpar.core.parameters.placement import (
+    ParameterInfo,
+    Placement,
+    names_to_spec,
+    path_name,
+    split_names,
+    state_specs,
+)
+from manualpar.core.parameters.sharded_parameter import cast_floating
+from manualpar.core.parameters.trainable import merge, split_trained, trained
+from manualpar.core.program.program import Program
+from manualpar.core.program.step import OBJECTIVE, mean
+from manualpar.core.state.state_arrays import list_some
+from manualpar.core.state.train_state import TrainState
+
+
+def assert_same_as_one_device(
+    program: Program,
+    batch: Any,
+    rng: jax.Array,
+    *,
+    rtol: float | None = None,
+    atol: float = 1e-6,
+) -> None:
+    """Asserts that a training step's loss, metrics and gradients are those of one device.
+
+    The one device has the whole batch at once, in plain flax: the model's `apply` on arrays without
+    boxes, `jax.grad`, and nothing of the strategy. Mesh axes that the model or the loss names have
+    one device there. Parameters are those of `program.init(rng)`, cast to `gather_dtype` where they
+    are used if the program says so.
+
+    Args:
+      program: The program, on devices of this process. Its optimizer does not matter.
+      batch: A batch as `train_step` takes it, of float32 or integers `[B, ...]`.
+      rng: The key that the program is initialised with.
+      rtol: How far the loss, each metric's mean and each gradient may be off, relative to one
+        device's; the norm of a difference is compared with the norm. By default 1e-4, or 0.05 if
+        parameters are stored, gathered or reduced in bfloat16. A model that computes in bfloat16
+        needs more too.
+      atol: How far a metric may be off in addition, and a gradient in parts of the norm of all
+        gradients together: some are zero but for rounding, such as that of a bias before a softmax.
+
+    Raises:
+      AssertionError: Something differs. The message names the loss and the metrics that differ, the
+        worst gradients and their ratios to one device's, and what in the model or the loss is known
+        to make such a difference.
+      ValueError: The loss depends on its key, as with dropout, so that there is nothing to compare;
+        or the program cannot be run here.
+
+    Communication:
+      That of one training step of the program, up to the optimizer.
+    """
+    mesh: Any = program.mesh
+    if isinstance(mesh, AbstractMesh) or jax.process_count() > 1:
+        raise ValueError(
+            "assert_same_as_one_device: the program is on an abstract mesh or on those of several "
+            "processes, expected devices of this process. Build it on make_mesh in one process."
+        )
+    check_batch("assert_same_as_one_device: batch", batch, program.mesh, program.step.roles)
+    state = program.init(rng)
+    if rtol is None:
+        dtypes = {program.wire.gather_dtype, program.wire.reduce_dtype}
+        dtypes |= {str(x.dtype) for x in jax.tree.leaves(state.params)}
+        rtol = 0.05 if "bfloat16" in dtypes else 1e-4
+    compare = functools.partial(_differences, rtol=rtol, atol=atol)
+    with no_mesh():
+        keys = jax.random.split(state.rng)
+        specs = (state_specs(trained(program.step.placements)), PartitionSpec(), PartitionSpec())
+        run = jax.jit(on_auto_axes(program.step.gradients, mesh=mesh, out_specs=specs))
+        carried = state.collections, state.local
+        grads, metrics, _ = jax.device_get(run(state.params, carried, keys[1], batch))
+        one, other = map(_on_one_device(program, state, batch), keys)
+    if any(compare(other, one)):
+        raise ValueError(
+            "assert_same_as_one_device: loss_fn depends on its rng: with two keys one device has "
+            "two results, so there is nothing to compare. Switch dropout and other randomness off "
+            "(a rate of 0, or a model made with deterministic=True)."
+        )
+    whole, _ = split_trained(program.step.placements, program.whole_state.params)
+    grads = jax.tree.map(_unpadded, grads, whole)
+    found = sorted(compare(jax.device_get((grads, _means(metrics))), one), reverse=True)
+    if found:
+        words = "; ".join(list_some(words for _, _, words in found))
+        raise AssertionError(
+            f"{program.strategy.name} on {program.mesh.size} devices is not the same as one "
+            f"device (rtol={rtol}, atol={atol}): {words}.{_known_reasons(program)}"
+        )
+
+
+# Whether it is a value and no gradient, by how much it exceeds what is allowed, and in words.
+_Difference = tuple[bool, float, str]
+
+
+def _on_one_device(
+    program: Program, state: TrainState, batch: Any
+) -> Callable[[jax.Array], tuple[Any, dict[str, Any]]]:
+    """The function of a key that gives one device's gradients and means of metrics."""
+    mesh = program.mesh
+    is_manual = program.step.mode.writes_collectives
+    # Layers that are split over an axis are whole where it is not bound.
+    split = frozenset[str]().union(*(place.split_axes for _, place in program.parameters))
+    unbound = split - set(program.data_axes) if is_manual else frozenset()
+    axes = [axis for axis in mesh.axis_names if axis not in unbound]
+    one = Mesh(mesh.devices.flatten()[:1].reshape([1] * len(axes)), axes)
+    mode = dataclasses.replace(program.step.mode, mesh=one)
+    model = dataclasses.replace(program.step.model, mode=mode)
+    step = dataclasses.replace(program.step, model=model, mode=mode)
+
+    def cast(place: Placement, x: jax.Array) -> jax.Array:
+        wire = program.wire.of(x.dtype, trainable=place.trainable)
+        return cast_floating(x, wire.gather_dtype)
+
+    def gradients(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            params = jax.tree.map(cast, step.placements, merge((params, frozen)))
+            loss, metrics, _ = step.loss(params, collections, batch, rng)
+            return loss, metrics
+
+        params, frozen = split_trained(step.placements, params)
+        grads, metrics = jax.grad(loss_fn, has_aux=True)(params)
+        # With a dim for the one device, because by their types some may differ between devices.
+        return jax.tree.map(lambda x: x[None], (grads, _means(metrics)))
+
+    def spec(info: ParameterInfo) -> PartitionSpec:
+        names = [[a for a in axis_tuple(name) if a in axes] for name in split_names(info)]
+        return names_to_spec(tuple(tuple(some) or None for some in names))
+
+    whole, each = PartitionSpec(), PartitionSpec(tuple(axes))
+    params_spec = jax.tree.map(spec, model.parameters) if is_manual else whole
+    run = mode.run(
+        gradients,
+        in_specs=(params_spec, whole, whole, step.roles.batch_specs(batch)),
+        out_specs=each if is_manual else whole,
+    )
+    put = functools.partial(jax.device_put, device=NamedSharding(one, PartitionSpec()))
+    params = jax.tree.map(_unpadded, put(state.params), program.whole_state.params)
+    run = jax.jit(functools.partial(run, params, put(state.collections)))
+    return lambda key: jax.tree.map(lambda x: x[0], jax.device_get(run(put(key), put(batch))))
+
+
+def _differences(found: Any, expected: Any, rtol: float, atol: float) -> Iterator[_Difference]:
+    """The gradients and means of metrics that differ by more than they may."""
+    (grads, means), (expected_grads, expected_means) = found, expected
+    for name, value in expected_means.items():
+        off, allowed = abs(means[name] - value), rtol * abs(value) + atol
+        if not off <= allowed:
+            what = "the loss" if name == OBJECTIVE else f"metrics[{name!r}]"
+            words = f"{what} is {means[name]:.7g}, one device's {value:.7g}"
+            yield True, float(off / allowed), words
+    paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(expected_grads), strict=True)
+    ours, theirs = (
+        [np.asarray(g, np.result_type(g.dtype.type, np.float64)).ravel() for g in each]
+        for each in (jax.tree.leaves(grads), leaves)
+    )
+    total = np.linalg.norm([np.linalg.norm(g) for g in theirs])
+    for path, g, e in zip(paths, ours, theirs, strict=True):
+        off, norm = np.linalg.norm(g - e), np.linalg.norm(e)
+        allowed = rtol * norm + atol * total
+        if not off <= allowed:
+            ratio = f"{np.vdot(e, g).real / norm**2:.6g} of" if norm else "not zero, as is"
+            words = f"the gradient of {path_name(path)} is {ratio} one device's"
+            words += f", off by {off / norm:.3g} of its norm" if norm else ""
+            yield False, float(off / allowed) if allowed else math.inf, words
+
+
+def _means(metrics: Metrics) -> dict[str, jax.Array]:
+    return {name: mean(pair) for name, pair in metrics.items() if name != NONFINITE_GRADIENTS}
+
+
+def _unpadded(x: Any, like: Any) -> Any:
+    return x[tuple(map(slice, like.shape))]
+
+
+def _known_reasons(program: Program) -> str:
+    """The causes of such a difference that a program may have."""
+    reasons = " A loss that couples examples takes all of them with manualpar.gather_examples."
+    if program.num_minibatches > 1:
+        reasons += (
+            f" Of num_minibatches={program.num_minibatches} each is a batch of its own to a loss "
+            "that couples examples."
+        )
+    if "batch_stats" in program.whole_state.collections:
+        reasons += (
+            " The model has batch_stats: statistics of a batch are those of the examples that a "
+            "device has at once. nn.BatchNorm(axis_name=...) makes them global, "
+            "use_running_average=True leaves them out of the comparison."
+        )
+    if any(place.split_axes for _, place in program.parameters):
+        reasons += (
+            " Layers compute with parts of their parameters: no type refuses a bias that is added "
+            "before leave, a mean in place of the sum, a product of parts that nothing has summed, "
+            "or a norm over features that are split."
+        )
+    return reasons

@@ -1,0 +1,307 @@
+"""Attention of blocks of queries to blocks of keys, one pair of blocks after the other.
+
+The softmax of a query is over all keys that it may see. Its sums are kept for the keys that have
+come so far, relative to the largest score so far (Milakov and Gimelshein,
+https://arxiv.org/abs/1805.02867), so that the keys may come in any order and from any device. The
+scores of a pair are computed, used and dropped, and the backward pass computes them again
+(FlashAttention, Dao et al., https://arxiv.org/abs/2205.14135). So memory grows with the number of
+queries and not with its product with that of the keys.
+
+A query sees the keys of its document that are not after it. Positions say which these are, so it
+does not matter in which order they stand. Pairs whose queries see none of the keys are left out by
+the caller, who knows where the blocks are from.
+
+Symbols: `B` examples, `K` key and value heads, `G` query heads that share one, `H` features of a
+head, `n` blocks of `S` queries each, `m` blocks of `T` keys each.
+
+Invariants: scores, sums and gradients are float32. Products are of the dtype of their arguments.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
+from manualpar.core.tracing.attention_blocks import blocks_scope
+from manualpar.layers.boundaries import platform_traced_for
+
+# The name of what attention returns, for the policies of checkpoints.
+ATTENDED = "attended"
+MASKED = -1e30  # Not -inf: a query may see no key of a block, and the difference must be a number.
+# Positions of a block at most: on CPUs as many as a core's cache holds the scores of.
+CPU_BLOCK, BLOCK = 128, 512
+MAX_BLOCKS = 1024  # Of a sequence: the pairs are a constant of the program.
+# A block of queries and a block of keys that meet, and the next, `int32[P, 2]`.
+Pairs = jax.Array | np.ndarray
+
+
+class Queries(NamedTuple):
+    """What looks for keys.
+
+    Attributes:
+      query: `[n, B, K, G, S, H]`.
+      position: `int32[n, S]`.
+      document: `int32[n, B, S]`; `None` if there is one.
+    """
+
+    query: jax.Array
+    position: jax.Array
+    document: jax.Array | None
+
+
+class Keys(NamedTuple):
+    """What is looked at.
+
+    Attributes:
+      key: `[m, B, K, T, H]`.
+      value: `[m, B, K, T, H]`.
+      position: `int32[m, T]`.
+      document: `int32[m, B, T]`; `None` if there is one.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    position: jax.Array
+    document: jax.Array | None
+
+
+class Sums(NamedTuple):
+    """The sums over the keys that have come so far.
+
+    Attributes:
+      values: `float32[n, B, K, G, S, H]`, of values, each weighted by `exp(score - largest)`.
+      weights: `float32[n, B, K, G, S]`, of these weights.
+      largest: `float32[n, B, K, G, S]`, the largest score.
+    """
+
+    values: jax.Array
+    weights: jax.Array
+    largest: jax.Array
+
+
+class Seen(NamedTuple):
+    """What a backward pass must know of all the keys that a query has seen.
+
+    Attributes:
+      log_weights: `float32[n, B, K, G, S]`, `log(sum(exp(score)))`.
+      gradient: `[n, B, K, G, S, H]`, of the result.
+      product: `float32[n, B, K, G, S]`, the inner product of the result and its gradient.
+      out: `[n, B, K, G, S, H]`, the result.
+    """
+
+    log_weights: jax.Array
+    gradient: jax.Array
+    product: jax.Array
+    out: jax.Array
+
+
+class Scoring(NamedTuple):
+    """What becomes of scores.
+
+    Attributes:
+      window: How many positions a query sees, its own and those right before it; `None` for all.
+      soft_cap: `c`, which bounds a score by `c * tanh(score / c)`; `None` for none.
+    """
+
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+def block_size(length: int, longest: int = 0) -> int:
+    """The positions of a block: of equal blocks, as few as there may be.
+
+    They meet blocks of a sequence of length `longest`, if that is longer.
+    """
+    most = CPU_BLOCK if platform_traced_for() == "cpu" else BLOCK
+    most = max(most, -(-max(length, longest) // MAX_BLOCKS))
+    return -(-length // -(-length // most))
+
+
+def cut_queries(
+    query: jax.Array,
+    positions: jax.Array,
+    documents: jax.Array | None,
+    *,
+    num_groups: int,
+    size: int,
+    parts: int = 1,
+) -> Queries:
+    """Blocks of queries `[B, L, N, H]`, `parts` equal parts of a sequence, cut each by itself.
+
+    What fills the last block of a part stands after all positions and has no gradient.
+    """
+    return Queries(
+        cut_heads(query, num_groups, size, parts), *_cut_labels(positions, documents, size, parts)
+    )
+
+
+def cut_keys(
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+    documents: jax.Array | None,
+    *,
+    size: int,
+    parts: int = 1,
+) -> Keys:
+    """Blocks of keys and values `[B, L, K, H]`, see `cut_queries`."""
+    key, value = (cut_heads(x, x.shape[2], size, parts)[:, :, :, 0] for x in (key, value))
+    return Keys(key, value, *_cut_labels(positions, documents, size, parts))
+
+
+def seen_of(
+    log_weights: jax.Array,
+    out: jax.Array,
+    gradient: jax.Array,
+    *,
+    num_groups: int,
+    size: int,
+    parts: int = 1,
+) -> Seen:
+    """What is known of the queries of a result `[B, L, N, H]`, from its gradient."""
+    gradient, out = (cut_heads(x, num_groups, size, parts) for x in (gradient, out))
+    product = (gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
+    return Seen(log_weights, gradient, product, out)
+
+
+def cut_heads(x: jax.Array, num_groups: int, size: int, parts: int = 1) -> jax.Array:
+    """`[n, B, K, G, S, H]` of `[B, L, N, H]`."""
+    n, B, S, N, H = (x := _cut(x, size, parts)).shape
+    return x.reshape(n, B, S, num_groups, N // num_groups, H).transpose(0, 1, 3, 4, 2, 5)
+
+
+def join_heads(blocks: jax.Array, length: int, parts: int = 1) -> jax.Array:
+    """`[B, L, N, H]` of `[n, B, K, G, S, H]`, without what fills them."""
+    n, B, K, G, S, H = blocks.shape
+    x = blocks.transpose(1, 0, 4, 2, 3, 5).reshape(B, parts, n // parts * S, K * G, H)
+    return x[:, :, : length // parts].reshape(B, length, K * G, H)
+
+
+def spans(length: int, size: int, start: int = 0) -> np.ndarray:
+    """The first and the last position of each block, `[n, 2]`, of positions from `start` on."""
+    first = np.arange(0, length, size)
+    return start + np.stack([first, np.minimum(first + size, length) - 1], axis=1)
+
+
+def seen_pairs(queries: np.ndarray, keys: np.ndarray, window: int | None = None) -> np.ndarray:
+    """The pairs of which a query sees a key by its position, of blocks with these spans."""
+    (first_query, last_query), (first_key, last_key) = queries.T[..., None], keys.T[:, None]
+    is_seen = last_query >= first_key
+    if window is not None:
+        is_seen &= first_query - last_key < window
+    return np.argwhere(is_seen).astype(np.int32)
+
+
+def no_sums(queries: Queries) -> Sums:
+    """The sums over no keys."""
+    zeros = _zeros(queries.query, queries)
+    return Sums(zeros, zeros[..., 0], zeros[..., 0] + MASKED)
+
+
+def attend(sums: Sums, queries: Queries, keys: Keys, pairs: Pairs, scoring: Scoring) -> Sums:
+    """Adds the keys of some pairs to the sums."""
+
+    def add(all_sums: Sums, pair: jax.Array) -> tuple[Sums, None]:
+        sums, block, own = _at(all_sums, pair[0]), _at(keys, pair[1]), _at(queries, pair[0])
+        scores, _ = _scores(own, block, scoring)
+        largest = jnp.maximum(sums.largest, scores.max(-1))
+        weights, fading = jnp.exp(scores - largest[..., None]), jnp.exp(sums.largest - largest)
+        values = _product("bkgst,bkth->bkgsh", weights.astype(block.value.dtype), block.value)
+        # What a query that has seen no key has added up fades to exactly 0 when it sees one.
+        values += sums.values * fading[..., None]
+        sums = Sums(values, sums.weights * fading + weights.sum(-1), largest)
+        return _put(all_sums, sums, pair[0]), None
+
+    with jax.named_scope(blocks_scope(len(pairs))):
+        return jax.lax.scan(add, sums, jnp.asarray(pairs))[0]
+
+
+def attend_backward(
+    queries: Queries, seen: Seen, keys: Keys, pairs: Pairs, scoring: Scoring
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What the queries and keys of some pairs contribute to each other's gradients.
+
+    Returns:
+      The gradients of queries, keys and values, in float32.
+    """
+    scale = queries.query.shape[-1] ** -0.5
+
+    def add(totals: Any, pair: jax.Array) -> tuple[Any, None]:
+        own, block, known = _at(queries, pair[0]), _at(keys, pair[1]), _at(seen, pair[0])
+        scores, slope = _scores(own, block, scoring)
+        weights = jnp.exp(scores - known.log_weights[..., None])
+        of_weights = _product("bkgsh,bkth->bkgst", known.gradient, block.value)
+        of_scores = weights * (of_weights - known.product[..., None]) * (slope * scale)
+        of_scores = of_scores.astype(block.key.dtype)
+        g = known.gradient
+        of_query = _product("bkgst,bkth->bkgsh", of_scores, block.key)
+        of_key = _product("bkgst,bkgsh->bkth", of_scores, own.query)
+        of_value = _product("bkgst,bkgsh->bkth", weights.astype(g.dtype), g)
+        places = (pair[0], pair[1], pair[1])
+        new = (
+            _put(total, _at(total, place) + part, place)
+            for total, part, place in zip(totals, (of_query, of_key, of_value), places, strict=True)
+        )
+        return tuple(new), None
+
+    like = (queries, keys)
+    zeros = tuple(_zeros(x, like) for x in (queries.query, keys.key, keys.value))
+    with jax.named_scope(blocks_scope(len(pairs))):
+        (of_query, of_key, of_value), _ = jax.lax.scan(add, zeros, jnp.asarray(pairs))
+    return of_query, of_key, of_value
+
+
+def _zeros(x: jax.Array, like: Any) -> jax.Array:
+    return cast_to_varying(jnp.zeros_like(x, jnp.float32), varying_axes(like))
+
+
+def _cut(x: jax.Array, size: int, parts: int, filling: int = 0) -> jax.Array:
+    """`[n, B, size, ...]` of `[B, L, ...]`."""
+    B, length, rest = x.shape[0], x.shape[1] // parts, x.shape[2:]
+    count = -(-length // size)
+    x = x.reshape(B, parts, length, *rest)
+    if count * size > length:
+        widths = ((0, 0), (0, 0), (0, count * size - length), *((0, 0) for _ in rest))
+        x = jnp.pad(x, widths, constant_values=filling)
+    return jnp.moveaxis(x.reshape(B, parts * count, size, *rest), 1, 0)
+
+
+def _cut_labels(
+    positions: jax.Array, documents: jax.Array | None, size: int, parts: int
+) -> tuple[jax.Array, jax.Array | None]:
+    position = _cut(positions[None], size, parts, filling=jnp.iinfo(jnp.int32).max)[:, 0]
+    return position, None if documents is None else _cut(documents, size, parts)
+
+
+def _at(tree: Any, index: jax.Array) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def _put(tree: Any, block: Any, index: jax.Array) -> Any:
+    def put(x: jax.Array, own: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(x, own, index, 0)
+
+    return jax.tree.map(put, tree, block)
+
+
+def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
+
+
+def _scores(queries: Queries, keys: Keys, scoring: Scoring) -> tuple[jax.Array, jax.Array | float]:
+    """`float32[B, K, G, S, T]`, `MASKED` where a query does not see a key; the slope of its cap."""
+    scores = _product("bkgsh,bkth->bkgst", queries.query, keys.key) * keys.key.shape[-1] ** -0.5
+    slope: jax.Array | float = 1.0
+    if scoring.soft_cap is not None:
+        capped = jnp.tanh(scores / scoring.soft_cap)
+        scores, slope = scoring.soft_cap * capped, 1 - jnp.square(capped)
+    distance = queries.position[:, None] - keys.position[None]
+    is_seen = distance >= 0
+    if scoring.window is not None:
+        is_seen &= distance < scoring.window
+    is_seen = is_seen[None]
+    if queries.document is not None and keys.document is not None:
+        is_seen = is_seen & (queries.document[:, :, None] == keys.document[:, None])
+    return jnp.where(is_seen[:, None, None], scores, MASKED), slope

@@ -1,0 +1,192 @@
+"""Attention to whole sequences in plain JAX, which never holds their scores.
+
+Queries and keys are cut into blocks, and one loop goes over the pairs of blocks of which a query
+sees a key: those on and below the diagonal, and inside of the window. The backward pass does too,
+and computes the scores again, see `blockwise_attention`.
+
+Symbols: `B` examples, `S` positions of queries, `T` positions of keys, `N` query heads, `K` key and
+value heads, `H` features of a head, `C` devices along an axis.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
+from manualpar.layers.attention.blockwise_attention import (
+    ATTENDED,
+    Keys,
+    Pairs,
+    Queries,
+    Scoring,
+    attend,
+    attend_backward,
+    block_size,
+    cut_keys,
+    cut_queries,
+    join_heads,
+    no_sums,
+    seen_of,
+    seen_pairs,
+    spans,
+)
+
+
+class _Labels(NamedTuple):
+    """Where queries and keys stand, and which blocks of them meet."""
+
+    query_positions: jax.Array
+    key_positions: jax.Array
+    query_documents: jax.Array | None
+    key_documents: jax.Array | None
+    pairs: Pairs
+
+
+class _Cut(NamedTuple):
+    """How queries are cut, and what becomes of scores."""
+
+    size: int
+    parts: int  # Of the sequence that queries are of.
+    scoring: Scoring
+
+
+def attend_in_blocks(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    scoring: Scoring,
+) -> jax.Array:
+    """Attends causally within documents.
+
+    Args:
+      query: `[B, S, N, H]`.
+      key: `[B, S, K, H]`, where `K` divides `N`.
+      value: `[B, S, K, H]`, of the dtype of `key`.
+      documents: `int32[B, S]`, or `None` if each sequence is one document.
+      scoring: The window, and the cap of scores.
+
+    Returns:
+      `[B, S, N, H]`, of the dtype of `value`.
+
+    Communication:
+      None.
+
+    Gradient:
+      Written by hand: it computes the scores again, from the arguments and the result. The result
+      and the logarithm of each query's sum of weights have the name `ATTENDED` in checkpoints.
+    """
+    length = query.shape[1]
+    size, positions = block_size(length), jnp.arange(length, dtype=jnp.int32)
+    blocks = spans(length, size)
+    pairs = seen_pairs(blocks, blocks, scoring.window)
+    labels = _Labels(positions, positions, documents, documents, pairs)
+    return _attend_varying(query, key, value, labels, _Cut(size, 1, scoring))
+
+
+def attend_from_half_blocks(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+    documents: tuple[jax.Array | None, jax.Array | None],
+    axis: str,
+    scoring: Scoring,
+) -> jax.Array:
+    """Attends causally within documents, from two half-blocks of sequences to all their keys.
+
+    One of a device's half-blocks is early and the other late, so that all devices have about
+    equally many pairs of blocks.
+
+    Args:
+      query: `[B, S, N, H]`, of half-blocks `c` and `2 C - 1 - c` of device `c` of `C`.
+      key: `[B, C S, K, H]`, where `K` divides `N`, in the order of the sequence.
+      value: `[B, C S, K, H]`, of the dtype of `key`.
+      positions: `int32[S]`, of the queries.
+      documents: Those of the queries, `int32[B, S]`, and those of the keys, `int32[B, C S]`; or
+        `(None, None)` if each sequence is one document.
+      axis: The mesh axis over which the sequence is split.
+      scoring: The window, and the cap of scores.
+
+    Returns:
+      `[B, S, N, H]`, of the dtype of `value`.
+
+    Communication:
+      None.
+
+    Gradient:
+      As that of `attend_in_blocks`.
+    """
+    devices, half = jax.lax.axis_size(axis), query.shape[1] // 2
+    device, size = jax.lax.axis_index(axis), block_size(half, key.shape[1])
+    pairs = jnp.asarray(_pairs_of_devices(devices, half, size, scoring.window))[device]
+    key_positions = jnp.arange(key.shape[1], dtype=jnp.int32)
+    labels = _Labels(positions, key_positions, documents[0], documents[1], pairs)
+    return _attend_varying(query, key, value, labels, _Cut(size, 2, scoring))
+
+
+def _pairs_of_devices(devices: int, half: int, size: int, window: int | None) -> np.ndarray:
+    """The pairs of each device, `[C, P, 2]`, where a half-block has `half` positions."""
+    keys, lists = spans(2 * devices * half, size), []
+    for device in range(devices):
+        own = [spans(half, size, block * half) for block in (device, 2 * devices - 1 - device)]
+        lists.append(seen_pairs(np.concatenate(own), keys, window))
+    # Some have fewer. No device's first queries see anything of the last keys.
+    most, unseen = max(map(len, lists)), np.array([[0, len(keys) - 1]], np.int32)
+    return np.stack([np.concatenate([x, unseen.repeat(most - len(x), 0)]) for x in lists])
+
+
+def _attend_varying(query: Any, key: Any, value: Any, labels: _Labels, cut: _Cut) -> jax.Array:
+    arrays = (query, key, value, labels)
+    out: jax.Array = _attend(*cast_to_varying(arrays, varying_axes(arrays)), cut)
+    return out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, labels: _Labels, cut: _Cut
+) -> jax.Array:
+    return _forward(query, key, value, labels, cut)[0]
+
+
+def _forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, labels: _Labels, cut: _Cut
+) -> tuple[jax.Array, jax.Array]:
+    """The result, and the logarithm of each query's sum of weights, `float32[n, B, K, G, S]`."""
+    queries, keys = _blocks(query, key, value, labels, cut)
+    sums = attend(no_sums(queries), queries, keys, labels.pairs, cut.scoring)
+    out = join_heads(sums.values / sums.weights[..., None], query.shape[1], cut.parts)
+    return out.astype(value.dtype), sums.largest + jnp.log(sums.weights)
+
+
+def _blocks(
+    query: jax.Array, key: jax.Array, value: jax.Array, labels: _Labels, cut: _Cut
+) -> tuple[Queries, Keys]:
+    size, num_groups = cut.size, key.shape[2]
+    where = (labels.query_positions, labels.query_documents)
+    queries = cut_queries(query, *where, num_groups=num_groups, size=size, parts=cut.parts)
+    return queries, cut_keys(key, value, labels.key_positions, labels.key_documents, size=size)
+
+
+def _attend_forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, labels: _Labels, cut: _Cut
+) -> tuple[jax.Array, Any]:
+    out, log_weights = checkpoint_name(_forward(query, key, value, labels, cut), ATTENDED)
+    return out, (query, key, value, labels, out, log_weights)
+
+
+def _attend_backward(cut: _Cut, kept: Any, g: jax.Array) -> tuple[Any, Any, Any, None]:
+    query, key, value, labels, out, log_weights = kept
+    queries, keys = _blocks(query, key, value, labels, cut)
+    seen = seen_of(log_weights, out, g, num_groups=key.shape[2], size=cut.size, parts=cut.parts)
+    grads = attend_backward(queries, seen, keys, labels.pairs, cut.scoring)
+    of_query = join_heads(grads[0], query.shape[1], cut.parts).astype(query.dtype)
+    of_key, of_value = (join_heads(x[:, :, :, None], key.shape[1]) for x in grads[1:])
+    return of_query, of_key.astype(key.dtype), of_value.astype(value.dtype), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)

@@ -1,0 +1,310 @@
+"""Sequences whose positions are split over the devices along a context axis.
+
+Each of `C` devices holds two half-blocks of the `2 C` of a sequence: device `c` has half-blocks `c`
+and `2 C - 1 - c` (zig-zag). Under a causal mask all devices then have equal work. Everything that
+treats positions by themselves stays as it is. Attention and what counts along the sequence has to
+know of the axis, and `Context` is what it knows.
+
+Outside of a `shard_map` that binds the axis, all of it is what one device does. Inside, all of it
+stands in the scope of context parallelism, which the check of a model takes for right, see
+`manualpar.core.checks.sequence_walk`.
+
+Symbols: `C` devices along the axis, `B` examples, `S` positions of a device, `N` query heads, `K`
+key and value heads, `H` features of a head.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from manualpar.core.mesh.axes import is_axis_bound
+from manualpar.core.parameters.collectives import varying_axes
+from manualpar.core.tracing.scopes import CONTEXT_SCOPE
+from manualpar.layers.attention.blockwise_attention import Scoring
+from manualpar.layers.attention.chunked_attention import attend_from_half_blocks
+from manualpar.layers.attention.kinds import AttentionKind, attention, check_attention
+from manualpar.layers.attention.ring_attention import ring_attention, zigzag_positions
+from manualpar.layers.attention.splash_ring import fits_parts
+from manualpar.layers.boundaries import bound_axes, has_lost_types
+
+# How queries come together with the keys of other devices.
+ContextAttention = Literal["ring", "ulysses", "gather"]
+CONTEXT_ATTENTIONS: tuple[ContextAttention, ...] = get_args(ContextAttention)
+
+
+def _in_scope(method: Any) -> Any:
+    @functools.wraps(method)
+    def call(context: "Context", *args: Any, **kwargs: Any) -> Any:
+        with context.scope():
+            return method(context, *args, **kwargs)
+
+    return call
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """How sequences lie along a mesh axis, and attention across it.
+
+    Attributes:
+      axis: The mesh axis; `None` for none. A mesh need not have it.
+      how: What attention sends. `"ring"`: keys and values go around a ring while each device
+        computes, and memory does not grow with the sequence. `"ulysses"`: each device gets all
+        positions of some of the heads (Jacobs et al., https://arxiv.org/abs/2309.14509).
+        `"gather"`: each device gets all keys and values.
+    """
+
+    axis: str | None
+    how: ContextAttention = "ring"
+
+    def __post_init__(self) -> None:
+        if self.how not in CONTEXT_ATTENTIONS:
+            known = ", ".join(map(repr, CONTEXT_ATTENTIONS))
+            raise ValueError(f"Context: how is {self.how!r}, expected one of {known}.")
+
+    @property
+    def size(self) -> int:
+        """The devices along the axis, `C`; 1 where it is not bound."""
+        axes = bound_axes("Context", self.axis)
+        return jax.lax.axis_size(axes) if axes else 1
+
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        """The named scope of context parallelism, where the axis is bound.
+
+        What stands in it is right for a part of each sequence, because its author knows of the
+        axis.
+        """
+        if self.axis is not None and is_axis_bound(self.axis):
+            return jax.named_scope(CONTEXT_SCOPE)
+        return contextlib.nullcontext()
+
+    def check_split(self, x: jax.Array) -> None:
+        """Refuses a sequence that is not split over the axis, where the axis is bound.
+
+        Call it where a model begins. In a loop over layers values may have lost their types.
+
+        Args:
+          x: This device's part of sequences, `[B, S/axis, ...]`.
+
+        Raises:
+          ValueError: `x` is the same on all devices along the axis by its type, or `S` is odd.
+        """
+        if self.size == 1:
+            return
+        axes = (str(self.axis),)
+        if not varying_axes(x) & set(axes) and not has_lost_types(x, axes):
+            raise ValueError(
+                f"Context: x of shape {x.shape} is the same on all devices along {self.axis!r} by "
+                "its type, expected this device's part of a sequence. Build the program with "
+                f"context_axis={self.axis!r}, or split dim 1 of the batch over the axis."
+            )
+        self._check_length("check_split", x.shape[1])
+
+    @_in_scope
+    def positions(self, length: int) -> jax.Array:
+        """The positions in the sequence that this device has.
+
+        Args:
+          length: How many it has, `S`, an even number if there are other devices.
+
+        Returns:
+          `int32[S]`, ascending.
+
+        Raises:
+          ValueError: `length` is odd.
+
+        Communication:
+          None.
+        """
+        if self.size == 1:
+            return jnp.arange(length, dtype=jnp.int32)
+        self._check_length("positions", length)
+        return zigzag_positions(jax.lax.axis_index(self.axis), length, self.size)
+
+    @_in_scope
+    def cumsum(self, x: jax.Array) -> jax.Array:
+        """Sums what comes up to each position in the whole sequence.
+
+        Args:
+          x: `[B, S/axis, ...]`, numbers or booleans.
+
+        Returns:
+          The inclusive sums along dim 1, of the shape of `x`.
+
+        Raises:
+          ValueError: A device has an odd number of positions.
+
+        Communication:
+          One all-gather of two sums for each column of `x`.
+        """
+        if self.size == 1:
+            return jnp.cumsum(x, axis=1)
+        self._check_length("cumsum", x.shape[1])
+        halves = jnp.stack(jnp.split(x, 2, axis=1))
+        of_devices = self._gather(halves.sum(2))  # [C, 2, B, ...]
+        # In the order of the sequence, with nothing before the first.
+        sums = jnp.concatenate([of_devices[:, 0], of_devices[::-1, 1]])
+        before = jnp.cumsum(jnp.concatenate([jnp.zeros_like(sums[:1]), sums[:-1]]), axis=0)
+        low = jax.lax.axis_index(self.axis)
+        own = jnp.stack([before[low], before[2 * self.size - 1 - low]])
+        first, second = jnp.cumsum(halves, axis=2) + own[:, :, None]
+        return jnp.concatenate([first, second], axis=1)
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Sums what the devices along the axis have.
+
+        Args:
+          x: This device's part of the sum, such as that over its positions.
+
+        Returns:
+          The sum, the same on all devices along the axis.
+
+        Communication:
+          One all-reduce of `x`; backward none.
+        """
+        if self.size == 1:
+            return x
+        with jax.named_scope(CONTEXT_SCOPE):
+            return jax.lax.psum(x, self.axis)
+
+    @_in_scope
+    def attention(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        documents: jax.Array | None = None,
+        *,
+        kind: AttentionKind = "",
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> jax.Array:
+        """Attends causally within documents.
+
+        Args:
+          query: `[B, S/axis, N, H]`.
+          key: `[B, S/axis, K, H]`. `K` divides `N`, and groups of query heads share a key head.
+          value: `[B, S/axis, K, H]`, of the dtype of `key`.
+          documents: `int32[B, S/axis]`. A query sees the keys of the same number; `None` if each
+            sequence is one document.
+          kind: What computes it, see `manualpar.layers.attention.kinds`. Rings and gathered keys
+          are
+            computed with in blocks; on TPUs the kernel computes those of a ring where it can.
+          window: How many positions a query sees, its own and those right before it; `None` for
+            all.
+          soft_cap: Bounds scores, see `manualpar.layers.attention.kinds`; `None` for none.
+
+        Returns:
+          `[B, S/axis, N, H]`.
+
+        Raises:
+          ValueError: A device has an odd number of positions, or the heads do not divide.
+
+        Communication:
+          With `n = B S K H` elements of a device's keys in their dtype: `"ring"`, see
+          `ring_attention`; `"gather"`, an all-gather of keys and one of values, of which a device
+          sends `(C - 1) n` each, and backward as many reduce-scatters; `"ulysses"`, four
+          all-to-alls forward and four backward, of which a device sends `(C - 1) / C` of `n`, or of
+          the queries: queries, keys, values and the result. With fewer key heads than devices it
+          sends each as often as needed. Documents cost an all-gather of `int32[B, S]`.
+
+        Gradient:
+          That of the ring is written by hand, see `ring_attention`.
+        """
+        scoring = Scoring(window, soft_cap)
+        attend = functools.partial(attention, kind=kind, window=window, soft_cap=soft_cap)
+        if self.size == 1:
+            return attend(query, key, value, documents)
+        self._check_length("attention", query.shape[1])
+        check_attention(query, key, value, documents, scoring)
+        if self.how == "ulysses":
+            return self._exchange_heads(attend, query, key, value, documents)
+        if kind not in ("", "blockwise"):
+            raise ValueError(
+                f"Context: kind (of a model the field attention) is {kind!r}, expected '' or "
+                f"'blockwise' with how={self.how!r}, which computes attention in blocks itself."
+            )
+        if self.how == "gather":
+            return self._gather_keys(query, key, value, documents, scoring)
+        of_all = None if documents is None else self._gather(documents)
+        by_kernel = not kind and fits_parts(query, key, query.shape[1] // 2, scoring)
+        axis = str(self.axis)
+        return ring_attention(query, key, value, of_all, axis, scoring, by_kernel=by_kernel)
+
+    def _exchange_heads(
+        self,
+        attend: Callable[..., jax.Array],
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        documents: jax.Array | None,
+    ) -> jax.Array:
+        size, num_heads, num_groups = self.size, query.shape[2], key.shape[2]
+        repeats = max(1, size // num_groups)
+        if num_heads % size or num_groups * repeats % size:
+            raise ValueError(
+                f"Context: {num_heads} query heads and {num_groups} key heads do not divide over "
+                f"the {size} devices along {self.axis!r}, expected a multiple of them, or, of key "
+                "heads, a divisor. Take a number of heads that divides, or how='ring'."
+            )
+        key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
+        query, key, value = (
+            _reordered(self._exchange(x, 2, 1), np.argsort(self._half_blocks()))
+            for x in (query, key, value)
+        )
+        out = attend(query, key, value, self._gather_in_order(documents))
+        return self._exchange(_reordered(out, self._half_blocks()), 1, 2)
+
+    def _gather_keys(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        documents: jax.Array | None,
+        scoring: Scoring,
+    ) -> jax.Array:
+        key, value, of_keys = map(self._gather_in_order, (key, value, documents))
+        positions, axis = self.positions(query.shape[1]), str(self.axis)
+        return attend_from_half_blocks(
+            query, key, value, positions, (documents, of_keys), axis, scoring
+        )
+
+    def _gather_in_order(self, x: Any) -> Any:
+        """Whole sequences `[B, S, ...]` of this device's part of them; `None` of `None`."""
+        if x is None:
+            return None
+        whole = jnp.concatenate(self._gather(x), axis=1)
+        return _reordered(whole, np.argsort(self._half_blocks()))
+
+    def _gather(self, x: jax.Array) -> jax.Array:
+        """What all devices have, `[C, ...]`."""
+        with jax.named_scope(CONTEXT_SCOPE):
+            return jax.lax.all_gather(x, self.axis)
+
+    def _exchange(self, x: jax.Array, split_dim: int, concat_dim: int) -> jax.Array:
+        with jax.named_scope(CONTEXT_SCOPE):
+            return jax.lax.all_to_all(x, self.axis, split_dim, concat_dim, tiled=True)
+
+    def _half_blocks(self) -> np.ndarray:
+        """The half-blocks of all devices, one device after the other, `[2 C]`."""
+        devices = np.arange(self.size)
+        return np.stack([devices, 2 * self.size - 1 - devices], axis=1).ravel()
+
+    def _check_length(self, function: str, length: int) -> None:
+        if length % 2:
+            raise ValueError(
+                f"Context.{function}: a device has {length} positions, expected an even number, "
+                f"because it holds two half-blocks of the sequence. Make the sequence a multiple "
+                f"of {2 * self.size}, two times the devices along {self.axis!r}."
+            )
+
+
+def _reordered(x: jax.Array, blocks: np.ndarray) -> jax.Array:
+    """A sequence whose half-blocks are taken in another order."""
+    halves = x.reshape(x.shape[0], len(blocks), -1, *x.shape[2:])
+    return halves[:, blocks].reshape(x.shape)

@@ -1,0 +1,143 @@
+"""Attention on NVIDIA GPUs by cuDNN's kernel, which JAX calls.
+
+Its forward pass returns the result and the logarithm of each query's sum of weights, `[B, N, S]`,
+and its backward pass takes both. JAX keeps them where no policy of checkpoints can name them, so
+that a layer that is computed again would run the forward kernel again. Here they have a name.
+
+JAX's public function has no numbers of documents. It makes a mask of them a bias `[B, 1, S, S]`,
+and its backward pass computes the gradient of that bias too.
+
+Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, `H` features of a
+head.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
+from manualpar.layers.attention.blockwise_attention import ATTENDED
+from manualpar.layers.boundaries import platform_traced_for
+
+# Compute capabilities: the first with the kernel, and the first that has it for large heads.
+FIRST, LARGE = 8, 9
+
+
+def cudnn_misfit(query: jax.Array, key: jax.Array, documents: jax.Array | None) -> str | None:
+    """Says why the kernel cannot run on some arrays here; `None` if it can.
+
+    What the GPU can do is asked of this process: JAX traces the kernel only where cuDNN is.
+    """
+    platform, here = platform_traced_for(), jax.default_backend()
+    if platform not in ("gpu", None) or here != "gpu":
+        return f"the devices are {here if platform in ('gpu', None) else platform}s, no NVIDIA GPUs"
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
+    major = capability.partition(".")[0]
+    if not major.isdecimal() or int(major) < FIRST:
+        return f"the compute capability of the GPU is {capability!r}, not {FIRST}.0 or more"
+    dtypes = sorted({str(query.dtype), str(key.dtype)})
+    if dtypes not in (["bfloat16"], ["float16"]):
+        return f"the dtype is {' and '.join(dtypes)}, not bfloat16 or float16"
+    most, size = 256 if int(major) >= LARGE else 128, query.shape[-1]
+    if size % 8 or size > most:
+        return f"head_size is {size}, no multiple of 8 up to {most}"
+    if documents is not None and query.shape[1] % 2:
+        return f"the length is {query.shape[1]}, which with documents must be even"
+    return None
+
+
+def cudnn_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    *,
+    window: int | None = None,
+) -> jax.Array:
+    """Attends causally within documents.
+
+    Args:
+      query: `[B, S, N, H]`, in 16 bits.
+      key: `[B, S, K, H]`, of the same dtype, where `K` divides `N`.
+      value: `[B, S, K, H]`, of the same dtype.
+      documents: `int32[B, S]`, or `None` if each sequence is one document.
+      window: How many positions a query sees, its own and those right before it; `None` for all.
+
+    Returns:
+      `[B, S, N, H]`.
+
+    Communication:
+      None.
+
+    Gradient:
+      That of the kernel. The result and the logarithms of the sums of weights have the name
+      `ATTENDED` in checkpoints. With a policy that saves the name, the forward kernel does not run
+      again.
+    """
+    arrays = (query, key, value, documents)
+    out: jax.Array = _attend(*cast_to_varying(arrays, varying_axes(arrays)), window)
+    return out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    window: int | None,
+) -> jax.Array:
+    return dot_product_attention(query, key, value, documents, window, "cudnn")
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    window: int | None,
+    implementation: Any,
+) -> jax.Array:
+    """JAX's own attention; the arguments are those of `cudnn_attention`."""
+    mask = None
+    if documents is not None:
+        mask = documents[:, None, :, None] == documents[:, None, None, :]
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=implementation,
+    )
+
+
+def _attend_forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    window: int | None,
+) -> tuple[jax.Array, Any]:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return dot_product_attention(query, key, value, documents, window, "cudnn")
+
+    out, pullback = jax.vjp(attend, query, key, value)
+
+    def named(x: jax.Array) -> jax.Array:
+        # The others are the arguments, which need no name, and the mask, which is as large as the
+        # scores.
+        return checkpoint_name(x, ATTENDED) if x is out or x.ndim == 3 else x
+
+    return named(out), jax.tree.map(named, pullback)
+
+
+def _attend_backward(window: int | None, pullback: Any, g: jax.Array) -> Any:
+    del window
+    return (*pullback(g), None)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)

@@ -1,0 +1,152 @@
+"""Keys and values that generation keeps, and attention of one new token to them.
+
+Generation begins with the prompts: a forward pass as in training, whose keys and values are kept
+(`Prompts`). Each row of the batch then takes one token at a time (`Past`). The new token attends to
+what is kept and to itself. What it adds is returned and not written here, so that a loop over
+layers reads the cache and does not copy it.
+
+A layer keeps the latest `C` positions of each row in a ring: position `p` is in slot `p % C`. A
+layer that sees a window keeps the window alone. Prompts are padded on the right. What stands behind
+a prompt is in no slot that a query sees, because slots are told apart by the number of positions of
+their row.
+
+Symbols: `B` rows, `S` positions of a prompt, `C` slots, `N` query heads, `K` key and value heads,
+`G` query heads that share one, `H` features of a head.
+
+Invariants: keys are rotated before they are kept. Scores and their softmax are float32.
+"""
+
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from manualpar.layers.attention.blockwise_attention import MASKED, Scoring
+
+# The collections of what earlier tokens have left, and of what a call adds to it.
+CACHE, NEW_KEYS = "cache", "new_keys"
+
+
+@flax.struct.dataclass
+class Prompts:
+    """Rows that begin: a call with whole prompts, whose keys and values are to be kept.
+
+    Attributes:
+      length: `int32[B]`, the tokens of each prompt; what stands behind them is padding.
+      size: How many positions a row can have at most, prompt and answer together.
+    """
+
+    length: jax.Array
+    size: int = flax.struct.field(pytree_node=False)
+
+
+class Past(NamedTuple):
+    """Rows that go on: a call with one new token for each.
+
+    Attributes:
+      position: `int32[B]`, the position of the new token: how many have come before it.
+      start: `int32[B]`, the position at which the document of the new token begins.
+    """
+
+    position: jax.Array
+    start: jax.Array
+
+
+def kept_positions(position_B: jax.Array, slots: int) -> jax.Array:
+    """The position that each slot holds before position `position_B` comes, `int32[B, C]`.
+
+    A slot that holds none has a negative one.
+    """
+    last_B1 = position_B[:, None] - 1
+    return last_B1 - (last_B1 - jnp.arange(slots)[None]) % slots
+
+
+def keep_prompts(x_BSKH: jax.Array, prompts: Prompts, window: int | None) -> jax.Array:
+    """The slots of a layer after the prompts, `[B, C, K, H]`, of its keys or values.
+
+    Args:
+      x_BSKH: `[B, S, K, H]`, those of all positions of the padded prompts.
+      prompts: How long they are.
+      window: How many positions the layer sees; `None` for all.
+
+    Returns:
+      `[B, C, K, H]`, where `C` is `prompts.size`, or the window if that is less.
+
+    Communication:
+      None.
+    """
+    slots = min(prompts.size, window or prompts.size)
+    index_BC = jnp.clip(kept_positions(prompts.length, slots), 0, x_BSKH.shape[1] - 1)
+    return jnp.take_along_axis(x_BSKH, index_BC[:, :, None, None], axis=1)
+
+
+def append(cache: Any, new: Any, position_B: jax.Array) -> Any:
+    """Writes the keys and values of a new token of each row into the slots.
+
+    Args:
+      cache: A tree of `[..., B, C, K, H]`.
+      new: A tree of `[..., B, 1, K, H]`.
+      position_B: `int32[B]`, the position of the token.
+
+    Returns:
+      The tree of `cache`; the oldest position makes room where all slots are taken.
+
+    Communication:
+      None.
+    """
+
+    def write(x: jax.Array, token: jax.Array) -> jax.Array:
+        rows = jnp.arange(position_B.shape[0])
+        return x.at[..., rows, position_B % x.shape[-3], :, :].set(token[..., 0, :, :])
+
+    return jax.tree.map(write, cache, new)
+
+
+def attend_to_kept(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    kept: tuple[jax.Array, jax.Array],
+    past: Past,
+    scoring: Scoring,
+) -> jax.Array:
+    """Attends from one new token of each row to what is kept and to itself.
+
+    Args:
+      query: `[B, 1, N, H]`, rotated.
+      key: `[B, 1, K, H]`, rotated.
+      value: `[B, 1, K, H]`.
+      kept: The keys and the values in the slots, `[B, C, K, H]` each.
+      past: Where each row is.
+      scoring: The window and the bound of scores.
+
+    Returns:
+      `[B, 1, N, H]`.
+
+    Communication:
+      None.
+    """
+    B, _, N, H = query.shape
+    keys_BCKH, values_BCKH = kept
+    query_BKGH = query.reshape(B, key.shape[2], -1, H)
+
+    def score(spec: str, keys: jax.Array) -> jax.Array:
+        scores = jnp.einsum(spec, query_BKGH, keys, preferred_element_type=jnp.float32) * H**-0.5
+        if scoring.soft_cap is not None:
+            scores = scoring.soft_cap * jnp.tanh(scores / scoring.soft_cap)
+        return scores
+
+    position_BC = kept_positions(past.position, keys_BCKH.shape[1])
+    first_B = jnp.maximum(past.start, 0)
+    if scoring.window is not None:
+        first_B = jnp.maximum(first_B, past.position - scoring.window + 1)
+    is_seen_BC = position_BC >= first_B[:, None]
+    of_kept = score("bkgh,bckh->bkgc", keys_BCKH)
+    of_kept = jnp.where(is_seen_BC[:, None, None], of_kept, MASKED)
+    scores = jnp.concatenate([of_kept, score("bkgh,bokh->bkgo", key)], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    added = {"preferred_element_type": jnp.float32}
+    out = jnp.einsum("bkgc,bckh->bkgh", weights[..., :-1], values_BCKH, **added)
+    out += jnp.einsum("bkgo,bokh->bkgh", weights[..., -1:], value, **added)
+    return out.reshape(B, 1, N, H).astype(query.dtype)

@@ -1,0 +1,157 @@
+"""Causal attention within documents: one function, and the choice of what computes it.
+
+- `"splash"`: jax's kernel for TPUs, see `splash_attention`.
+- `"cudnn"`: NVIDIA's kernel, in 16 bits, without caps, see `cudnn_attention`.
+- `"blockwise"`: plain JAX, a pair of blocks after the other, see `sequence_attention`. It runs
+  everywhere. On CPUs it is faster than XLA's own at every length, and takes less memory.
+- `"xla"`: scores `[B, N, S, S]` that XLA writes out, and a mask as large where there are documents.
+
+`""` is the best that runs on the devices that a program is traced for: splash on TPUs, cuDNN on
+NVIDIA GPUs while its mask of documents is no larger than the queries, and else blockwise. The mesh
+around the code says what the devices are. (`jax.lax.platform_dependent` would trace all of them,
+and counts of operations, plans and guards would see branches of which only one runs.)
+
+Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, `H` features of a
+head.
+"""
+
+from typing import Literal, get_args
+
+import jax
+
+from manualpar.layers.attention.blockwise_attention import Scoring
+from manualpar.layers.attention.chunked_attention import attend_in_blocks
+from manualpar.layers.attention.cudnn_attention import (
+    cudnn_attention,
+    cudnn_misfit,
+    dot_product_attention,
+)
+from manualpar.layers.attention.splash_attention import splash_attention, splash_misfit
+from manualpar.layers.boundaries import platform_traced_for
+
+AttentionKind = Literal["", "splash", "cudnn", "blockwise", "xla"]
+ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None = None,
+    *,
+    kind: AttentionKind = "",
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Attends causally within documents.
+
+    Args:
+      query: `[B, S, N, H]`, floating.
+      key: `[B, S, K, H]`, where `K` divides `N`: groups of `N / K` query heads share a key head.
+      value: `[B, S, K, H]`, of the dtype of `key`.
+      documents: `int32[B, S]`. A query sees the keys of the same number, in whatever order the
+        numbers come; `None` if each sequence is one document.
+      kind: What computes it; `""` for the best that runs where the program is traced for.
+      window: How many positions a query sees, its own and those right before it; `None` for all.
+      soft_cap: `c`, which bounds scores by `c * tanh(score / c)`; `None` for none.
+
+    Returns:
+      `[B, S, N, H]`.
+
+    Raises:
+      ValueError: Shapes do not fit, an option is out of range, or the kind cannot run.
+
+    Communication:
+      None.
+    """
+    check_attention(query, key, value, documents, scoring := Scoring(window, soft_cap))
+    if kind not in ATTENTION_KINDS:
+        known = ", ".join(map(repr, ATTENTION_KINDS))
+        raise ValueError(f"attention: kind is {kind!r}, expected one of {known}.")
+    misfit = _misfit(kind, query, key, documents, scoring) if kind else None
+    if misfit is not None:
+        raise ValueError(
+            f"attention: kind (of models config.model.attention) is {kind!r}, and {misfit}; "
+            "expected a kind that can run here. Take '' for the best one that does."
+        )
+    kind = kind or _best(query, key, documents, scoring)
+    if kind == "splash":
+        return splash_attention(query, key, value, documents, window=window, soft_cap=soft_cap)
+    if kind == "blockwise":
+        return attend_in_blocks(query, key, value, documents, scoring)
+    if kind == "cudnn":
+        return cudnn_attention(query, key, value, documents, window=window)
+    return dot_product_attention(query, key, value, documents, window, "xla")
+
+
+def check_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    scoring: Scoring,
+) -> None:
+    """Refuses, with a ValueError, what `attention` cannot compute in any way."""
+
+    def shown(x: jax.Array) -> str:
+        return f"{x.dtype}{list(x.shape)}"
+
+    if key.shape != value.shape or key.dtype != value.dtype:
+        raise ValueError(
+            f"attention: key is {shown(key)} and value {shown(value)}, expected the same shape and "
+            "dtype."
+        )
+    B, S, N, H = query.shape
+    if key.shape != (B, S, key.shape[2], H) or N % key.shape[2]:
+        raise ValueError(
+            f"attention: query is {shown(query)} and key {shown(key)}, expected as many examples, "
+            "positions and features, and in query a multiple of the heads of key, because groups "
+            "of equal size share one."
+        )
+    if documents is not None and documents.shape != (B, S):
+        raise ValueError(
+            f"attention: documents are {shown(documents)}, expected the number of each position's "
+            f"document, int32{[B, S]}."
+        )
+    if scoring.window is not None and scoring.window < 1:
+        raise ValueError(
+            f"attention: window is {scoring.window}, expected at least 1, or None for all."
+        )
+    if scoring.soft_cap is not None and not scoring.soft_cap > 0:
+        raise ValueError(
+            f"attention: soft_cap is {scoring.soft_cap}, expected more than 0, or None for none."
+        )
+
+
+def _best(
+    query: jax.Array, key: jax.Array, documents: jax.Array | None, scoring: Scoring
+) -> AttentionKind:
+    """The kernel of the devices that are traced for, where it fits, else blocks."""
+    is_alone = not jax.sharding.get_abstract_mesh().empty or jax.device_count() == 1
+    # Without a mesh XLA may split what several devices compute, and it cannot split the kernel.
+    if platform_traced_for() == "tpu" and is_alone and splash_misfit(query, key) is None:
+        return "splash"
+    _, S, N, H = query.shape
+    # The mask of documents, `[B, S, S]` in 16 bits, and its gradient, may be as large as queries.
+    is_mask_small = documents is None or S <= N * H
+    if is_mask_small and _misfit("cudnn", query, key, documents, scoring) is None:
+        return "cudnn"
+    return "blockwise"
+
+
+def _misfit(
+    kind: AttentionKind,
+    query: jax.Array,
+    key: jax.Array,
+    documents: jax.Array | None,
+    scoring: Scoring,
+) -> str | None:
+    """Why a kind cannot run, or `None`."""
+    if kind == "splash":
+        platform = platform_traced_for()
+        if platform not in ("tpu", None):
+            return f"the devices are {platform}s, and no TPUs"
+        return splash_misfit(query, key)
+    if kind in ("cudnn", "xla") and scoring.soft_cap is not None:
+        return f"soft_cap is {scoring.soft_cap}, which it does not have"
+    return cudnn_misfit(query, key, documents) if kind == "cudnn" else None

@@ -1,0 +1,305 @@
+"""Causal attention of a sequence that is split over devices: keys and values go around a ring.
+
+Each device computes with the keys and values that it has, and hands them on at the same time (Liu
+et al., https://arxiv.org/abs/2310.01889). The `2 C` half-blocks of the sequence lie in zig-zag:
+device `c` has half-blocks `c` and `2 C - 1 - c`, an early and a late one. Of the keys of another
+device
+
+- the early ones are before this device's late queries,
+- the early ones are before this device's early queries too if that device has a smaller number;
+  otherwise the late ones are before this device's late queries.
+
+So each step but the first is two products of half-blocks on every device, half the work of all
+queries with all keys. `where` chooses which ones: devices that wait for each other in a permute may
+not be in different branches of a condition.
+
+Symbols: `C` devices along the axis, `B` examples, `S` positions of a device, `N` query heads, `K`
+key and value heads, `G` query heads that share one, `H` features of a head.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
+from manualpar.core.tracing.scopes import CONTEXT_SCOPE
+from manualpar.layers.attention.blockwise_attention import (
+    ATTENDED,
+    Keys,
+    Pairs,
+    Queries,
+    Scoring,
+    Seen,
+    Sums,
+    attend,
+    attend_backward,
+    block_size,
+    cut_keys,
+    cut_queries,
+    join_heads,
+    no_sums,
+    seen_of,
+    seen_pairs,
+    spans,
+)
+from manualpar.layers.attention.splash_ring import attend_part, attend_part_backward
+from manualpar.layers.chunks import shift
+
+Tree = TypeVar("Tree")
+
+
+def zigzag_positions(device: jax.Array | int, length: int, devices: int) -> jax.Array:
+    """`int32[S]`, the positions in the sequence that one of `devices` has, `length` of them."""
+    half = jnp.arange(length // 2, dtype=jnp.int32)
+    blocks = (device, 2 * devices - 1 - device)
+    return jnp.concatenate([block * (length // 2) + half for block in blocks])
+
+
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    axis: str,
+    scoring: Scoring,
+    *,
+    by_kernel: bool = False,
+) -> jax.Array:
+    """Attends causally within documents.
+
+    Args:
+      query: `[B, S, N, H]`, those of this device's positions.
+      key: `[B, S, K, H]`, where `K` divides `N`.
+      value: `[B, S, K, H]`, of the dtype of `key`.
+      documents: `int32[C, B, S]`, the documents of the positions of every device; `None` if each
+        sequence is one document.
+      axis: The mesh axis over which the sequence is split in zig-zag. `S` is even.
+      scoring: The window, and the cap of scores. Keys outside of a window go around too.
+      by_kernel: Whether JAX's kernel for TPUs computes half-blocks, see `splash_parts`.
+
+    Returns:
+      `[B, S, N, H]`, of the dtype of `value`.
+
+    Communication:
+      Forward `C - 1` permutes of keys and values together, `2 B S K H` elements in their dtype.
+      Backward the same, and `C` permutes of the gradients of both in float32.
+
+    Gradient:
+      Written by hand: it computes the scores again, from the arguments and the result. The result
+      has the name `ATTENDED` in checkpoints. With a policy that saves the name, the keys do not go
+      around once more.
+    """
+    arrays = (query, key, value, documents)
+    return _ring(
+        *cast_to_varying(arrays, varying_axes(arrays) | {axis}), _Rule(axis, scoring, by_kernel)
+    )
+
+
+class _Rule(NamedTuple):
+    """How keys go around, what becomes of scores, and what computes them."""
+
+    axis: str
+    scoring: Scoring
+    by_kernel: bool
+
+
+class _Here:
+    """What this device has: its queries, and what it knows of all keys."""
+
+    def __init__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        documents: jax.Array | None,
+        rule: _Rule,
+    ) -> None:
+        axis, self.scoring, self.by_kernel = rule
+        self.axis, self.documents = axis, documents
+        self.length, self.num_groups = query.shape[1], key.shape[2]
+        half = self.length // 2
+        self.size = half if self.by_kernel else block_size(half)
+        blocks = spans(half, self.size)
+        self.pairs = seen_pairs(blocks + half, blocks)  # All blocks of two different half-blocks.
+        self.own_pairs = seen_pairs(blocks, blocks)
+        self.device = jax.lax.axis_index(axis)
+        self.queries = _halves(
+            cut_queries(
+                query,
+                *self._labels(self.device),
+                num_groups=self.num_groups,
+                size=self.size,
+                parts=2,
+            )
+        )
+
+    def keys(self, pair: jax.Array, step: Any) -> tuple[tuple[Keys, Keys], jax.Array]:
+        """The early and late keys that are here in a step; whether they are of a lower device."""
+        device = (self.device - step) % jax.lax.axis_size(self.axis)
+        keys = cut_keys(pair[0], pair[1], *self._labels(device), size=self.size, parts=2)
+        return _halves(keys), device < self.device
+
+    def add(self, sums: Sums, queries: Queries, keys: Keys, pairs: Pairs) -> Sums:
+        """Adds the keys of some pairs to the sums."""
+        if self.by_kernel:
+            is_causal = pairs is self.own_pairs
+            return attend_part(sums, queries, keys, self.scoring, is_causal=is_causal)
+        return attend(sums, queries, keys, pairs, self.scoring)
+
+    def differentiate(self, queries: Queries, seen: Seen, keys: Keys, pairs: Pairs) -> Any:
+        """The gradients of queries, and of keys and values together, of some pairs."""
+        if self.by_kernel:
+            is_causal = pairs is self.own_pairs
+            of_query, *of_pair = attend_part_backward(
+                queries, seen, keys, self.scoring, is_causal=is_causal
+            )
+        else:
+            of_query, *of_pair = attend_backward(queries, seen, keys, pairs, self.scoring)
+        return of_query, jnp.stack(of_pair, 1)
+
+    def _labels(self, device: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        positions = zigzag_positions(device, self.length, jax.lax.axis_size(self.axis))
+        if self.documents is None:
+            return positions, None
+        return positions, jax.lax.dynamic_index_in_dim(self.documents, device, keepdims=False)
+
+    def join(self, blocks: jax.Array) -> jax.Array:
+        """`[B, S, N, H]` of this device's blocks `[n, B, K, G, S, H]`."""
+        return join_heads(blocks, self.length, parts=2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _ring(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    rule: _Rule,
+) -> jax.Array:
+    return _forward(query, key, value, documents, rule)[0]
+
+
+def _forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    rule: _Rule,
+) -> tuple[jax.Array, jax.Array]:
+    """The result, and the logarithm of each query's sum of weights, `float32[n, B, K, G, S]`."""
+    axis, here = rule.axis, _Here(query, key, documents, rule)
+    early, late = here.queries
+
+    def step(sums: tuple[Sums, Sums], pair: jax.Array, index: Any) -> tuple[Sums, Sums]:
+        of_early, of_late = sums
+        keys, is_before = here.keys(pair, index)
+        of_late = here.add(of_late, late, keys[0], here.pairs)
+        some = _pick(is_before, of_early, of_late)
+        queries, some_keys = _pick(is_before, early, late), _pick(is_before, *keys)
+        some = here.add(some, queries, some_keys, here.pairs)
+        return _pick(is_before, some, of_early), _pick(is_before, of_late, some)
+
+    pair = jnp.stack([key, value])
+    own, _ = here.keys(pair, 0)
+    of_early = here.add(no_sums(early), early, own[0], here.own_pairs)
+    of_late = here.add(no_sums(late), late, own[0], here.pairs)
+    of_late = here.add(of_late, late, own[1], here.own_pairs)
+    of_early, of_late = _go_around(step, (of_early, of_late), pair, axis)
+    sums: Sums = jax.tree.map(_join, of_early, of_late)
+    out = here.join(sums.values / sums.weights[..., None]).astype(value.dtype)
+    return out, sums.largest + jnp.log(sums.weights)
+
+
+def _ring_forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None,
+    rule: _Rule,
+) -> tuple[jax.Array, Any]:
+    out, log_weights = checkpoint_name(_forward(query, key, value, documents, rule), ATTENDED)
+    return out, (query, key, value, documents, out, log_weights)
+
+
+def _ring_backward(rule: _Rule, kept: Any, g: jax.Array) -> tuple[Any, Any, Any, None]:
+    query, key, value, documents, out, log_weights = kept
+    axis, here = rule.axis, _Here(query, key, documents, rule)
+    early, late = here.queries
+    of_out = {"num_groups": here.num_groups, "size": here.size, "parts": 2}
+    seen = _halves(seen_of(log_weights, out, g, **of_out))
+
+    def join_pair(early: jax.Array, late: jax.Array) -> jax.Array:
+        """The gradients of two half-blocks `[n, 2, B, K, S, H]` as keys and values travel."""
+        blocks = _join(early, late)[:, :, :, :, None]
+        return jnp.stack([here.join(blocks[:, 0]), here.join(blocks[:, 1])])
+
+    def step(grads: Any, pair: jax.Array, index: Any) -> Any:
+        of_query, of_pair = grads
+        of_pair = _shift(of_pair, axis)  # Home, together with the keys that it is of.
+        keys, is_before = here.keys(pair, index)
+        of_late, of_early_pair = here.differentiate(late, seen[1], keys[0], here.pairs)
+        queries, some_seen = _pick(is_before, early, late), _pick(is_before, *seen)
+        some_keys = _pick(is_before, *keys)
+        of_some, of_some_pair = here.differentiate(queries, some_seen, some_keys, here.pairs)
+        of_query += _join(_pick(is_before, of_some, 0), of_late + _pick(is_before, 0, of_some))
+        first = of_early_pair + _pick(is_before, of_some_pair, 0)
+        return of_query, of_pair + join_pair(first, _pick(is_before, 0, of_some_pair))
+
+    pair = jnp.stack([key, value])
+    own, _ = here.keys(pair, 0)
+    of_early, of_early_pair = here.differentiate(early, seen[0], own[0], here.own_pairs)
+    of_late, of_same_pair = here.differentiate(late, seen[1], own[0], here.pairs)
+    of_late_too, of_late_pair = here.differentiate(late, seen[1], own[1], here.own_pairs)
+    of_query = _join(of_early, of_late + of_late_too)
+    of_pair = join_pair(of_early_pair + of_same_pair, of_late_pair)
+    of_query, of_pair = _go_around(step, (of_query, of_pair), pair, axis)
+    of_key, of_value = _shift(of_pair, axis)
+    of_query = here.join(of_query).astype(query.dtype)
+    return of_query, of_key.astype(key.dtype), of_value.astype(value.dtype), None
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
+
+
+def _go_around(
+    step: Callable[[Tree, jax.Array, Any], Tree], carry: Tree, pair: jax.Array, axis: str
+) -> Tree:
+    """Runs `step(carry, pair, index)` on the keys and values of each other device.
+
+    A device sends what it has before it computes with it, so that both may go on at once.
+    """
+    size = jax.lax.axis_size(axis)
+    pair = _shift(pair, axis)
+
+    def hand_on(state: tuple[Tree, jax.Array], index: jax.Array) -> Any:
+        carry, pair = state
+        following = _shift(pair, axis)
+        return (step(carry, pair, index), following), None
+
+    if size > 2:
+        (carry, pair), _ = jax.lax.scan(hand_on, (carry, pair), jnp.arange(1, size - 1))
+    return step(carry, pair, size - 1)
+
+
+def _shift(x: jax.Array, axis: str) -> jax.Array:
+    return shift(x, (axis,), 1, scope=CONTEXT_SCOPE)
+
+
+def _halves(tree: Tree) -> tuple[Tree, Tree]:
+    """The blocks of this device's early half-block, and those of its late one."""
+
+    def half(which: int) -> Tree:
+        return jax.tree.map(lambda x: jnp.split(x, 2)[which], tree)
+
+    return half(0), half(1)
+
+
+def _join(early: jax.Array, late: jax.Array) -> jax.Array:
+    return jnp.concatenate([early, late])
+
+
+def _pick(condition: jax.Array, yes: Any, no: Any) -> Any:
+    return jax.tree.map(functools.partial(jnp.where, condition), yes, no)

@@ -1,0 +1,207 @@
+"""Attention on TPUs by JAX's own kernel, splash attention, which never writes out the scores.
+
+It is FlashAttention (Dao et al., https://arxiv.org/abs/2205.14135) over blocks of queries and keys,
+and it skips the blocks that a mask hides. The mask is a rule and not an array, so that nothing of
+the size of the scores exists.
+
+The kernel is one device's. In a `shard_map` that checks types
+`manualpar.layers.attention.unchecked` runs it. Where XLA shards arrays by itself, because the mesh
+around the call has automatic axes, XLA could not partition it, so that each device gets its
+examples in a `shard_map` here.
+
+Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, `H` features of a
+head.
+"""
+
+import functools
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from manualpar.core.mesh.axes import axes_size, axis_tuple
+from manualpar.core.tracing.attention_blocks import blocks_scope
+from manualpar.layers.attention.blockwise_attention import ATTENDED
+from manualpar.layers.attention.unchecked import run_unchecked
+
+LANES = 128  # Lengths are padded to a multiple of it.
+BLOCK = 512
+BLOCKS = (BLOCK, 384, 256)
+# The fused backward kernel writes the gradient of the queries once for each block of keys.
+LONGEST_FUSED = 4096
+
+
+def splash_misfit(query: jax.Array, key: jax.Array) -> str | None:
+    """Says why the kernel cannot run on some arrays on a TPU; `None` if it can.
+
+    Lengths and sizes of heads are no reason: it has been compiled for heads of 8 to 256 features.
+    """
+    dtypes = sorted({str(query.dtype), str(key.dtype)})
+    if dtypes not in (["bfloat16"], ["float32"]):
+        return f"the dtype is {' and '.join(dtypes)}, not bfloat16 or float32"
+    return None
+
+
+def splash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None = None,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attends causally within documents.
+
+    Lengths that are no multiple of a block are padded. The padding comes after all queries, so that
+    nothing sees it.
+
+    Args:
+      query: `[B, S, N, H]`, in bfloat16 or float32.
+      key: `[B, S, K, H]`, of the same dtype. `K` divides `N`: groups of query heads share a head.
+      value: `[B, S, K, H]`, of the same dtype.
+      documents: `int32[B, S]`, in any order. A query sees the keys of the same number; `None` if
+        each sequence is one document.
+      window: How many keys a query sees at most, the one at its own position included; `None` for
+        all before it.
+      soft_cap: The bound of scores `x`, which become `soft_cap * tanh(x / soft_cap)`; `None` for
+        none.
+      interpret: Whether to run the kernel step by step in plain JAX, on any device.
+
+    Returns:
+      `[B, S, N, H]`, of the dtype of `query`.
+
+    Raises:
+      ValueError: The kernel cannot run on such arrays.
+
+    Communication:
+      None. Where the mesh has automatic axes XLA may have to reshard the arguments: the batch is
+      split over the axes that divide it, in the order of the mesh, and heads over those that the
+      logical rules of `heads` and `kv_heads` both name.
+
+    Gradient:
+      That of the kernel, which computes the scores again. The result and the logarithms of the sums
+      of weights have the name `ATTENDED` in checkpoints. With a policy that saves the name, the
+      forward kernel does not run again.
+    """
+    if misfit := splash_misfit(query, key):
+        raise ValueError(f"splash_attention: {misfit}. Take another kind of attention.")
+    attend = functools.partial(_attend, window=window, soft_cap=soft_cap, interpret=interpret)
+    arrays = [query, key, value] + ([] if documents is None else [documents])
+    mesh = jax.sharding.get_abstract_mesh()
+    if not {*mesh.auto_axes, *mesh.explicit_axes}:
+        return run_unchecked(attend, *arrays)
+    batch, heads = _axes(mesh, query, key)
+    specs = [PartitionSpec(batch, None, heads)] * 3 + [PartitionSpec(batch)]
+    specs = specs[: len(arrays)]
+    if mesh.explicit_axes:
+        arrays = list(map(jax.sharding.reshard, arrays, specs))
+    split = jax.shard_map(
+        functools.partial(run_unchecked, attend),
+        in_specs=tuple(specs),
+        out_specs=specs[0],
+        axis_names={*mesh.auto_axes, *mesh.explicit_axes},
+        check_vma=True,
+    )
+    return split(*arrays)
+
+
+def _axes(mesh: AbstractMesh, query: jax.Array, key: jax.Array) -> tuple[Any, Any]:
+    """The axes that split the batch, and those that split heads."""
+    if mesh.explicit_axes:  # The types say it.
+        of_batch, _, of_heads, _ = jax.typeof(query).sharding.spec
+        return of_batch, of_heads if of_heads == jax.typeof(key).sharding.spec[2] else None
+    rules = nn.get_logical_axis_rules()
+    named = [
+        next((axis_tuple(axes) for name, axes in rules if name == dim), ())
+        for dim in ("heads", "kv_heads")
+    ]
+    heads = named[0] if named[0] == named[1] else ()
+    if key.shape[2] % axes_size(mesh, heads):
+        heads = ()
+    batch: tuple[str, ...] = ()
+    for axis in mesh.auto_axes:
+        if axis not in heads and query.shape[0] % axes_size(mesh, (*batch, axis)) == 0:
+            batch = (*batch, axis)
+    return batch or None, heads or None
+
+
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None = None,
+    *,
+    window: int | None,
+    soft_cap: float | None,
+    interpret: bool,
+) -> jax.Array:
+    """Attention on one device."""
+    _, length, num_heads, size = query.shape
+    padded, block = _padded_length(length)
+
+    def prepare(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, padded - length), *((0, 0),) * (x.ndim - 2)))
+        return x.swapaxes(1, 2) if x.ndim == 4 else x
+
+    mask: Any = masks.CausalMask((padded, padded))
+    if window is not None:
+        mask = masks.LocalMask((padded, padded), (window - 1, 0), offset=0)
+    kernel = kernels.make_splash_mha(
+        masks.MultiHeadMask([mask] * num_heads),
+        block_sizes=block_sizes(padded, block),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=soft_cap,
+        residual_checkpoint_name=ATTENDED,
+        interpret=interpret,
+    )
+
+    def attend_one(
+        query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None
+    ) -> jax.Array:
+        ids = None if documents is None else kernels.SegmentIds(documents, documents)
+        out: jax.Array = kernel(query, key, value, segment_ids=ids)
+        return out
+
+    index = np.arange(padded // block)
+    apart = index[:, None] - index  # Of a block of queries and one of keys, in blocks.
+    is_seen = (apart >= 0) & (apart * block < (window or padded) + block - 1)
+
+    arrays = jax.tree.map(prepare, (query * size**-0.5, key, value, documents))
+    with jax.named_scope(blocks_scope(int(is_seen.sum()))):
+        out = jax.vmap(attend_one)(*arrays)
+    return out.swapaxes(1, 2)[:, :length]
+
+
+def _padded_length(length: int) -> tuple[int, int]:
+    """The length that is computed with, and that of a block: small ones cost more than padding."""
+    for block in BLOCKS:
+        if length % block == 0:
+            return length, block
+    unit = LANES if length < BLOCK else BLOCK
+    padded = math.ceil(length / unit) * unit
+    return padded, min(padded, BLOCK)
+
+
+def block_sizes(length: int, block: int) -> kernels.BlockSizes:
+    """The sizes of the kernels' blocks, and whether the backward pass is one kernel or two."""
+    is_fused = length <= LONGEST_FUSED
+    return kernels.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=None if is_fused else block,
+        block_kv_dq=None if is_fused else block,
+        use_fused_bwd_kernel=is_fused,
+    )

@@ -1,0 +1,377 @@
+"""A mixture of experts: each token is computed by a few of many MLPs.
+
+On a mesh the experts are divided over an axis, `N` devices each holding `E / N` of them. There are
+two ways to bring tokens and experts together. The types tell which one is needed:
+
+- The axis is one of those that split the batch, so the tokens differ along it. They travel to the
+  experts by an all-to-all, and the results travel back (GShard, Lepikhin et al.,
+  https://arxiv.org/abs/2006.16668).
+- Every device along the axis has the same tokens. Each computes what its own experts add to them,
+  and `leave` takes the sum.
+
+The MLPs themselves may be split over a model axis, as in `boundaries`. Then the sum over that axis
+is taken once, of the finished tokens, because weighing and sending results are linear.
+
+Symbols: `B` sequences, `S` positions of a device, `D` features between layers, `F` features inside
+an expert, `E` experts, `K` choices of a token, `C` the capacity, `N` devices along the expert axis.
+"""
+
+import math
+from collections.abc import Callable
+from typing import get_args
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.mesh.axes import AxisName, axis_tuple
+from manualpar.core.parameters.collectives import gather_invariant, varying_axes
+from manualpar.core.parameters.split_parameter import split
+from manualpar.core.tracing.scopes import EXPERT_SCOPE, SEQUENCE_SCOPE
+from manualpar.layers.attention.context import Context
+from manualpar.layers.boundaries import bound_axes, enter, leave
+from manualpar.layers.moe.expert_exchange import (
+    Experts,
+    compute_dropless,
+    compute_with_capacity,
+    swiglu,
+)
+from manualpar.layers.moe.routing import (
+    BIAS,
+    CHOICES,
+    COUNTS,
+    DROPPED,
+    LOAD_BALANCE,
+    LOSSES,
+    ROUTER_Z,
+    Gates,
+    GroupScore,
+    Routing,
+    choices_per_expert,
+    load_balance_loss,
+    moved_bias,
+    route,
+    router_z_loss,
+)
+
+
+class MoE(nn.Module):
+    """A mixture of experts, each a SwiGLU (Shazeer, https://arxiv.org/abs/2002.05202).
+
+    Its parameters are `router` `[D, E]`, `gate` and `up` `[E, D, F]` and `down` `[E, F, D]`, and
+    with shared experts `shared_gate` and `shared_up` `[D, F']` and `shared_down` `[F', D]`, where
+    `F'` is `num_shared` times `F` or `shared_size`, and `shared_router` `[D, 1]` if it
+    `shared_is_gated`. Where no `shard_map` binds the axes it is an ordinary layer of
+    one device, and the parameters and their initial values are the same on every mesh. Parameters
+    and routing are float32, and the experts compute in the dtype of their input.
+
+    Each sequence has a capacity, an order and a balance loss of its own, so that the result does
+    not depend on how sequences are divided among devices and minibatches.
+
+    The layer sows into `losses`, for each sequence, `load_balance` and `router_z`, and into
+    `intermediates` the counts `choices` `[B, E]` and `dropped` `[B]`. `auxiliary_loss` makes a loss
+    and metrics of them. In `nn.scan`, name both in `variable_axes`, because flax leaves out without
+    a word what is sown into others.
+
+    With `router_bias` or `bias_rate` the layer has a variable `bias` `float32[E]` in the collection
+    `router`, which a program carries from step to step and no optimizer sees. With a rate it moves
+    whenever the layer is applied with `router` mutable, which a program's training does once for
+    each minibatch. (Evaluation leaves the state as it is.) It follows the load of all devices'
+    tokens. So it does not depend on the mesh, but `num_minibatches=2` moves it twice in a step.
+    `nn.scan` needs `"router": 0` in `variable_axes` too.
+
+    Attributes:
+      num_experts: Experts, `E`, a multiple of the devices along `axis`.
+      mlp_size: Features inside an expert, `F`, a multiple of the devices along `model_axis`.
+      top_k: How many experts compute a token, `K`.
+      capacity_factor: The room of an expert for the tokens of a sequence, in multiples of an equal
+        share, see `capacity_of`. A choice that finds no room adds nothing. With `None` no choice is
+        dropped.
+      num_shared: Shared experts, which compute every token, with a gate of 1 (DeepSeekMoE, Dai et
+        al., https://arxiv.org/abs/2401.06066). They are not divided over `axis`.
+      shared_size: The features of all shared experts together, `F'`, in place of `num_shared`.
+      shared_is_gated: Whether their output has a gate, the sigmoid of its own product with a token.
+      router_bias: Whether a bias is added to the scores for the choice of experts. It begins with
+        0, for weights that come with one.
+      bias_rate: The change of the bias in a minibatch, see `routing.moved_bias`, such as 0.001;
+        then there is one. With 0 it stays as it is.
+      gates: How the router's logits become scores, see `routing.route`, as the next five.
+      normalize_gates: Whether the gates of a token are divided by their sum.
+      gate_scale: What the gates are multiplied by after that.
+      groups: Into how many groups of neighbours the experts are divided; 1 for none.
+      groups_per_token: In how many of them a token may choose experts.
+      group_score: The scores that a group is chosen by.
+      axis: The mesh axis, or tuple of axes, that the experts are divided over; `None` for none.
+      model_axis: The mesh axis, or tuple of axes, that each expert is split over.
+      sequence: Whether positions are split over `model_axis` between layers.
+      context_axis: The mesh axis that sequences are split over, see `Context`; `None` for none.
+        Without it, capacity, order and balance would be those of a device's part of a sequence.
+        With a capacity, each device has slots for all positions of an expert that may be its own:
+        up to as many times more than without the axis as there are devices along it. Experts
+        without one compute what is chosen, on any mesh.
+      down_scale: The standard deviation of the initial `down` in multiples of `F**-0.5`.
+    """
+
+    num_experts: int
+    mlp_size: int
+    top_k: int = 2
+    capacity_factor: float | None = 1.25
+    num_shared: int = 0
+    bias_rate: float = 0.0
+    gates: Gates = "softmax"
+    axis: AxisName | None = "expert"
+    model_axis: AxisName | None = None
+    sequence: bool = False
+    down_scale: float = 1.0
+    context_axis: str | None = None
+    shared_size: int = 0
+    shared_is_gated: bool = False
+    router_bias: bool = False
+    normalize_gates: bool = True
+    gate_scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    group_score: GroupScore = "best_two"
+
+    @nn.compact
+    def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
+        """Computes the tokens of some sequences.
+
+        Args:
+          x_BSD: `[B/data, S, D]`; with `sequence` and a model axis `[B/data, S/model, D]`.
+          mask_BS: `bool[B/data, S]`, which tokens are routed. The others go to no expert
+            but the shared ones, take no room, and count in no loss. `None` routes every token,
+            padding too.
+
+        Returns:
+          The outputs of the tokens' experts, weighted by their gates; the shape and dtype of `x`.
+
+        Raises:
+          ValueError: A field is out of range, or does not fit the input or the mesh.
+
+        Communication:
+          With `n = B C E D` elements in the dtype of `x`, where tokens travel: two all-to-alls
+          forward and two backward, each `(N - 1) / N` of the bytes of `n`, see `all_to_all_bytes`.
+          Where they do not: an all-reduce of `x` forward and one of it and the gates backward.
+          Over a model axis the same, or, with `sequence`, what `enter` and `leave` say of `x`, and
+          an all-gather of the logits. With `bias_rate` an all-reduce of `E` counts. Over a context
+          axis sums for each sequence, see `places`, `load_balance_loss` and `router_z_loss`.
+        """
+        _check(self, x_BSD, mask_BS)
+        x_BSD = jnp.asarray(x_BSD)  # Traced indices do not index a NumPy array.
+        context = Context(self.context_axis)
+        with context.scope():
+            return self._compute(x_BSD, mask_BS, context)
+
+    def _compute(self, x_BSD: jax.Array, mask_BS: jax.Array | None, context: Context) -> jax.Array:
+        axes = bound_axes("MoE", self.axis)
+        travel = _tokens_travel(x_BSD, axes)
+        sum_axes = () if travel else axes
+        sequence_dim = 1 if self.sequence else None
+
+        logits_BSE = self._logits(x_BSD)
+        routing, choices_BE = self._route(logits_BSE, mask_BS)
+        x_BSD = enter(x_BSD, self.model_axis, sequence_dim)
+        experts = self._experts(x_BSD.shape[-1], axes, travel)
+        gates_BSK = enter(enter(routing.gates, self.model_axis), sum_axes, scope=EXPERT_SCOPE)
+        tokens = enter(x_BSD, sum_axes, scope=EXPERT_SCOPE), routing.chosen, gates_BSK
+        if self.capacity_factor is None:
+            y_BSD, dropped_B = compute_dropless(*tokens, experts), jnp.zeros(len(x_BSD))
+        else:
+            capacity = capacity_of(self, x_BSD.shape[1] * context.size)
+            y_BSD, dropped_B = compute_with_capacity(*tokens, experts, capacity, context)
+        y_BSD = leave(y_BSD, sum_axes, scope=EXPERT_SCOPE)
+        if self.num_shared or self.shared_size:
+            y_BSD += self._shared(x_BSD)
+        self.sow(LOSSES, LOAD_BALANCE, load_balance_loss(routing, mask_BS, context))
+        self.sow(LOSSES, ROUTER_Z, router_z_loss(logits_BSE, mask_BS, context))
+        self.sow(COUNTS, CHOICES, choices_BE.astype(jnp.float32))
+        self.sow(COUNTS, DROPPED, dropped_B.astype(jnp.float32))
+        return leave(y_BSD, self.model_axis, sequence_dim)
+
+    def _logits(self, x_BSD: jax.Array) -> jax.Array:
+        D, E = x_BSD.shape[-1], self.num_experts
+        router_DE = self.param("router", nn.initializers.normal(D**-0.5), (D, E))
+        model_axes = bound_axes("MoE", self.model_axis)
+        if not (self.sequence and model_axes):
+            return jnp.matmul(x_BSD.astype(jnp.float32), router_DE)
+        # The logits of all positions are fewer bytes than the positions.
+        logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), enter(router_DE, model_axes))
+        return gather_invariant(logits_BSE, 1, model_axes, scope=SEQUENCE_SCOPE)
+
+    def _route(self, logits_BSE: jax.Array, mask_BS: jax.Array | None) -> tuple[Routing, jax.Array]:
+        bias = None
+        if self.router_bias or self.bias_rate:
+            bias = self.variable(BIAS, "bias", jnp.zeros, self.num_experts, jnp.float32)
+        routing = route(
+            logits_BSE,
+            top_k=self.top_k,
+            gates=self.gates,
+            normalize=self.normalize_gates,
+            scale=self.gate_scale,
+            groups=self.groups,
+            groups_per_token=self.groups_per_token,
+            group_score=self.group_score,
+            bias_E=bias.value if bias else None,
+            mask_BS=mask_BS,
+        )
+        choices_BE = choices_per_expert(routing.chosen, self.num_experts)
+        is_trained = self.is_mutable_collection(BIAS) and not self.is_initializing()
+        if bias and self.bias_rate and is_trained:
+            bias.value = moved_bias(bias.value, choices_BE, self.bias_rate)
+        return routing, choices_BE
+
+    def _experts(self, hidden_size: int, axes: tuple[str, ...], travel: bool) -> Experts:
+        D, E, F = hidden_size, self.num_experts, self.mlp_size
+        axis, model_axis = self.axis or None, self.model_axis or None
+        into, out = (axis, None, model_axis), (axis, model_axis, None)
+        return Experts(
+            weights=(
+                self.param("gate", split(_normal(1.0), into), (E, D, F)),
+                self.param("up", split(_normal(1.0), into), (E, D, F)),
+                self.param("down", split(_normal(self.down_scale), out), (E, F, D)),
+            ),
+            num_experts=E,
+            axes=axes,
+            travel=travel,
+        )
+
+    def _shared(self, x_BSD: jax.Array) -> jax.Array:
+        D, model_axis = x_BSD.shape[-1], self.model_axis or None
+        F = self.shared_size or self.num_shared * self.mlp_size
+        into, out = split(_normal(1.0), (None, model_axis)), (model_axis, None)
+        y_BSD = swiglu(
+            x_BSD,
+            self.param("shared_gate", into, (D, F)),
+            self.param("shared_up", into, (D, F)),
+            self.param("shared_down", split(_normal(self.down_scale), out), (F, D)),
+        )
+        if not self.shared_is_gated:
+            return y_BSD
+        router_D1 = self.param("shared_router", nn.initializers.normal(D**-0.5), (D, 1))
+        # Each device of the model axis has a part of the sum that this multiplies.
+        logits_BS1 = jnp.matmul(x_BSD.astype(jnp.float32), enter(router_D1, self.model_axis))
+        return y_BSD * jax.nn.sigmoid(logits_BS1).astype(y_BSD.dtype)
+
+
+def capacity_of(moe: MoE, sequence_length: int) -> int:
+    """How many tokens of a sequence an expert may take, `C`.
+
+    It is `capacity_factor` times what each expert would take if the load were equal, `S K / E`,
+    rounded up, and no more than the sequence has.
+    """
+    if moe.capacity_factor is None:
+        return sequence_length
+    equal = sequence_length * moe.top_k / moe.num_experts
+    return min(sequence_length, math.ceil(equal * moe.capacity_factor))
+
+
+def all_to_all_bytes(
+    moe: MoE, shape: tuple[int, int, int], *, devices: int, itemsize: int = 4
+) -> int:
+    """The bytes that a device sends in one all-to-all of a layer with a capacity.
+
+    A training step has four for each layer: two forward and two backward. With `nn.remat` it has
+    six, because the forward pass is computed again.
+
+    Args:
+      moe: The layer.
+      shape: `[B/data, S, D]`, a device's tokens of one minibatch.
+      devices: The devices along the layer's axis, `N`, among which the tokens travel.
+      itemsize: The bytes of an element.
+    """
+    B, S, D = shape
+    return B * capacity_of(moe, S) * moe.num_experts * D * itemsize * (devices - 1) // devices
+
+
+def _normal(scale: float) -> Callable[..., jax.Array]:
+    def init(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return scale * shape[-2] ** -0.5 * jax.random.normal(key, shape)
+
+    return init
+
+
+def _tokens_travel(x: jax.Array, axes: tuple[str, ...]) -> bool:
+    """Whether devices along the axes have different tokens, by the type."""
+    differing = [axis for axis in axes if axis in varying_axes(x)]
+    if differing and len(differing) < len(axes):
+        raise ValueError(
+            f"MoE: axis={axes}, but by its type x of shape {x.shape} varies over {differing} only, "
+            "expected tokens that differ over all of these axes or over none. Build the program "
+            f"with axis_name=... that names all of {axes}, or divide the experts over {differing}."
+        )
+    return bool(differing)
+
+
+def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
+    def refuse(field: str, expected: str) -> None:
+        raise ValueError(f"MoE: {field}={getattr(moe, field)!r}, expected {expected}.")
+
+    for field in ("num_experts", "mlp_size", "top_k"):
+        if getattr(moe, field) < 1:
+            refuse(field, "at least 1")
+    if moe.top_k > moe.num_experts:
+        refuse("top_k", f"at most num_experts={moe.num_experts}")
+    if moe.capacity_factor is not None and not moe.capacity_factor > 0:
+        refuse("capacity_factor", "more than 0, such as 1.25, or None to drop nothing")
+    for field in ("num_shared", "shared_size", "bias_rate"):
+        if not getattr(moe, field) >= 0:
+            refuse(field, "0 for none, or more")
+    if moe.num_shared and moe.shared_size:
+        refuse("shared_size", f"0 with num_shared={moe.num_shared}, which says it in mlp_size")
+    if moe.shared_is_gated and not (moe.num_shared or moe.shared_size):
+        refuse("shared_is_gated", "False without num_shared or shared_size")
+    for field, kind in (("gates", Gates), ("group_score", GroupScore)):
+        if getattr(moe, field) not in get_args(kind):
+            refuse(field, f"one of {', '.join(map(repr, get_args(kind)))}")
+    if not moe.gate_scale > 0:
+        refuse("gate_scale", "more than 0, such as 2.5, or 1 for the gates as they are")
+    _check_groups(moe, refuse)
+    both = set(axis_tuple(moe.axis or None)) & set(axis_tuple(moe.model_axis or None))
+    if both:
+        refuse("model_axis", f"other axes than axis={moe.axis!r}: {sorted(both)} are in both")
+    if moe.context_axis and moe.context_axis in axis_tuple(moe.model_axis or None):
+        refuse("context_axis", f"another axis than model_axis={moe.model_axis!r}")
+    if moe.sequence and not moe.model_axis:
+        refuse("sequence", "a model_axis that positions are split over, or sequence=False")
+    split_fields = (
+        ("num_experts", moe.axis),
+        ("mlp_size", moe.model_axis),
+        ("shared_size", moe.model_axis),
+    )
+    for field, by in split_fields:
+        axes = bound_axes("MoE", by)
+        devices = jax.lax.axis_size(axes) if axes else 1
+        if getattr(moe, field) % devices:
+            refuse(field, f"a multiple of the {devices} devices along {axes}")
+    if x.ndim != 3:
+        raise ValueError(
+            f"MoE: x has the shape {x.shape}, expected [batch, sequence, features]. Capacity and "
+            "balance are those of a sequence, so give a single one a leading dimension of 1."
+        )
+    if moe.capacity_factor is None and any(jax.typeof(x).sharding.spec):
+        raise ValueError(
+            "MoE: capacity_factor=None with an x that is sharded by its type, as in "
+            "mode='explicit', where no sharded dimension is sorted. Give the experts a capacity, "
+            "or use mode='manual' or 'auto'."
+        )
+    positions = x.shape[1]
+    if moe.sequence and (axes := bound_axes("MoE", moe.model_axis)):
+        positions *= jax.lax.axis_size(axes)
+    if mask is not None and mask.shape != (x.shape[0], positions):
+        raise ValueError(
+            f"MoE: mask has the shape {mask.shape}, expected {(x.shape[0], positions)}: a value "
+            f"for each token of x, {x.shape}."
+        )
+
+
+def _check_groups(moe: MoE, refuse: Callable[[str, str], None]) -> None:
+    if moe.groups < 1 or moe.num_experts % moe.groups:
+        refuse("groups", f"a divisor of num_experts={moe.num_experts}, or 1 for none")
+    if not 1 <= moe.groups_per_token <= moe.groups:
+        refuse("groups_per_token", f"from 1 to groups={moe.groups}")
+    size = moe.num_experts // moe.groups
+    if moe.groups > 1 and moe.groups_per_token * size < moe.top_k:
+        refuse("groups_per_token", f"groups of {size} experts that have at least top_k={moe.top_k}")
+    if moe.groups > 1 and moe.group_score == "best_two" and size < 2:
+        refuse("group_score", "'best' with groups of one expert")

@@ -1,0 +1,208 @@
+"""Cuts a traced loss at its scan over layers: what is before it, the layers, and what is after it.
+
+Model and loss are written for one device. In the traced loss one `scan` runs over parameters that
+are stacked in dim 0. There the loss is cut into pieces, each the least program that its results
+need:
+
+- the *prefix* computes what goes into the first layer,
+- the *layers* are the body of the scan,
+- the *sides* are the values besides that all layers read, such as masks, angles and keys,
+- and the *suffix* makes loss and metrics of what comes out of the last layer.
+
+A value from before the layers that the suffix reads is computed by both. So is what two pieces
+share of anything else, such as a tied embedding.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Var
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
+from manualpar.core.tracing.jaxprs import all_equations, has_effects, scan_sizes
+from manualpar.layers.pipeline.layer_scan import find_layer_scan, written_out
+from manualpar.layers.pipeline.layerwise import for_fewer_layers
+from manualpar.layers.pipeline.retyped import run_retyped
+
+# The inputs of a traced loss by number; its constants have the numbers after the last input.
+Inputs = Mapping[int, Any]
+
+
+def find_stacked(jaxpr: ClosedJaxpr, paths: Sequence[str]) -> frozenset[str]:
+    """The parameters with layers in dim 0: those that the scan over layers runs over.
+
+    Args:
+      jaxpr: A traced loss. Its first inputs are the whole parameters.
+      paths: The paths of these parameters.
+
+    Raises:
+      ValueError: No scan runs over parameters, or several do, or the layers cannot be spread over
+        devices for a reason that the message says.
+    """
+    return frozenset(paths[i] for i in find_layer_scan(written_out(jaxpr)[0], paths).stacked)
+
+
+def check_divides(length: int, num_stages: int, chunks: int) -> None:
+    """Refuses layers that do not divide into the chunks of all stages.
+
+    Raises:
+      ValueError: `length` is not a multiple of `num_stages * chunks`.
+    """
+    if length % (num_stages * chunks):
+        expected = f"a multiple of the {num_stages} stages"
+        if chunks > 1:
+            expected += f" times chunks={chunks}"
+        raise ValueError(
+            f"pipeline: the model has {length} layers, expected {expected}, because every stage "
+            "has as many; a group of layers that the scan runs at once counts as one. Change the "
+            "number of layers, the mesh or chunks."
+        )
+
+
+class Piece:
+    """A part of a program: the least of it that some values need.
+
+    Attributes:
+      reads: The numbers of the program's inputs that it reads.
+    """
+
+    def __init__(
+        self, program: Jaxpr, results: Sequence[Any], *, cut: Any, given: bool = False
+    ) -> None:
+        """The part of `program`, without its equation `cut`, that computes `results`.
+
+        Where results need what `cut` computes, it is `given`. That part also has all effects, such
+        as prints, of what surrounds `cut`.
+        """
+        invars = [*program.invars, *(cut.outvars if given else ())]
+        # A result that nobody needs has no name that an input could have.
+        invars = [Var(v.aval) if isinstance(v, DropVar) else v for v in invars]
+        jaxpr = program.replace(
+            invars=invars,
+            outvars=list(results),
+            eqns=[
+                eqn for eqn in program.eqns if eqn is not cut and (given or not has_effects(eqn))
+            ],
+        )
+        number = len(program.invars)
+        are_kept = [False] * number + [True] * (len(invars) - number)
+        self.jaxpr, are_read = dce_jaxpr(jaxpr, [True] * len(results), instantiate=are_kept)
+        self.reads = tuple(i for i in range(number) if are_read[i])
+
+    def __call__(self, inputs: Inputs, given: Sequence[Any] = ()) -> list[Any]:
+        """Its results, from the program's inputs and what is given besides."""
+        results = run_retyped(self.jaxpr, [*(inputs[i] for i in self.reads), *given])
+        pairs: Any = zip(self.jaxpr.outvars, results, strict=True)
+        return [x if isinstance(v, Var) else jnp.asarray(x, v.aval.dtype) for v, x in pairs]
+
+    @property
+    def permutes(self) -> bool:
+        """Whether it sends anything by a permute."""
+        return permutes(self.jaxpr)
+
+
+class Cut:
+    """A traced loss in pieces.
+
+    Attributes:
+      length: The number of layers, `L`.
+      stacked: The numbers of the parameters that the scan runs over.
+      constants: The loss's constants by number.
+      results: For each result of the loss the number of the input that it is, or `None`.
+      carry: The types of what a layer hands on.
+      ys: The types of what all layers return besides, `[L, ...]`.
+      prefix: Computes what goes into the first layer.
+      sides: Computes the values that all layers read, and after them those, `[L, ...]`, of which
+        each layer reads its own.
+      suffix: Computes the loss's results; it is given what the scan computes.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, paths: Sequence[str]) -> None:
+        """Cuts a traced loss whose first inputs are the whole parameters at `paths`.
+
+        Raises:
+          ValueError: See `find_stacked`.
+        """
+        program, constants = written_out(closed)
+        found = find_layer_scan(program, paths)
+        scan, params = found.eqn, found.eqn.params
+        first, size = scan_sizes(params)
+        operands = scan.invars
+        consts, carry, xs = operands[:first], operands[first:][:size], operands[first + size :]
+        pairs = list(zip(xs, found.weights, strict=True))
+        self.length = params["length"]
+        self.stacked = tuple(sorted(found.stacked))
+        self.constants = dict(enumerate(constants, start=len(closed.jaxpr.invars)))
+        inputs = {v: i for i, v in enumerate(program.invars)}
+        self.results = [inputs.get(v) if isinstance(v, Var) else None for v in program.outvars]
+        self.carry = [jax.eval_shape(lambda x: x, v.aval) for v in carry]
+        self.ys = [jax.eval_shape(lambda x: x, v.aval) for v in scan.outvars[size:]]
+        self.prefix = Piece(program, carry, cut=scan)
+        others = [v for v, is_weight in pairs if not is_weight]
+        self.sides = Piece(program, [*consts, *others], cut=scan)
+        self.suffix = Piece(program, program.outvars, cut=scan, given=True)
+        self._weights = Piece(program, [v for v, is_weight in pairs if is_weight], cut=scan)
+        self._layers = found
+
+    @property
+    def side_params(self) -> frozenset[int]:
+        """The numbers of the inputs besides `stacked` that layers read."""
+        return frozenset((*self.sides.reads, *self._weights.reads)) - set(self.stacked)
+
+    @property
+    def layers_permute(self) -> bool:
+        """Whether layers, or what is computed for them, send anything by a permute."""
+        body = self._layers.eqn.params["jaxpr"].jaxpr
+        return self.sides.permutes or self._weights.permutes or permutes(body)
+
+    def run_layers(
+        self, inputs: Inputs, carry: Sequence[Any], first: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Runs some of the layers.
+
+        Args:
+          inputs: The inputs that layers read; of stacked parameters those of these layers alone,
+            `[k, ...]`.
+          carry: What goes into the first of these layers.
+          first: The number of that layer.
+
+        Returns:
+          What comes out of the last of them, and what they return besides, `[k, ...]`.
+        """
+        params, fewer = self._layers.eqn.params, len(inputs[self.stacked[0]])
+        num_consts, num_carry = scan_sizes(params)
+        sides = self.sides(inputs)
+        consts, others = sides[:num_consts], iter(sides[num_consts:])
+        weights = iter(self._run_weights(inputs, fewer))
+        xs = [
+            next(weights) if is_weight else jax.lax.dynamic_slice_in_dim(next(others), first, fewer)
+            for is_weight in self._layers.weights
+        ]
+        body = params["jaxpr"]
+
+        def layer(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            out = run_retyped(body.jaxpr, [*consts, *carry, *xs], body.consts)
+            axes = map(varying_axes, carry)
+            return list(map(cast_to_varying, out[:num_carry], axes)), out[num_carry:]
+
+        return jax.lax.scan(layer, list(carry), xs, unroll=min(params["unroll"], fewer))
+
+    def _run_weights(self, inputs: Inputs, fewer: int) -> list[Any]:
+        """What the scan runs over, of some layers."""
+        jaxpr, reads = self._weights.jaxpr, self._weights.reads
+        stacked = {v for v, i in zip(jaxpr.invars, reads, strict=True) if i in self.stacked}
+        eqns = []
+        for eqn in jaxpr.eqns:
+            if not stacked.isdisjoint(v for v in eqn.invars if isinstance(v, Var)):
+                stacked.update(eqn.outvars)
+                eqn = for_fewer_layers(eqn, self.length, fewer) or eqn
+            eqns.append(eqn)
+        return run_retyped(jaxpr.replace(eqns=eqns), [inputs[i] for i in reads])
+
+
+def permutes(jaxpr: Jaxpr) -> bool:
+    """Whether a program sends anything by a permute."""
+    return any(eqn.primitive.name == "ppermute" for eqn in all_equations(jaxpr))

@@ -1,0 +1,64 @@
+"""Exchanges layers between stages, so that chunks interleave.
+
+Stored are stacked parameters in one contiguous run of layers on each stage, because that is what a
+`PartitionSpec` can say. With `v` chunks on each of `S` stages, chunk `k` of `v S` runs on stage
+`k % S` as its chunk number `k // S`. So it is sent there once a step, and its gradient is sent
+back.
+
+In each of `v` rounds every stage sends one chunk and receives one. Stage `a` stores the chunks
+`a v, ..., a v + v - 1`. With `g` the greatest common divisor of `S` and `v`, it sends in round `i`
+that at `(i // g) g + (i + a g // S) % g`. Two stages never send to the same one in a round.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.tracing.scopes import PIPELINE_SCOPE
+
+
+def sent_in_round(num_stages: int, chunks: int, index: int) -> list[int]:
+    """The number, of all chunks, of the one that each stage sends in a round."""
+    shared = math.gcd(num_stages, chunks)
+    local = [
+        index // shared * shared + (index + stage * shared // num_stages) % shared
+        for stage in range(num_stages)
+    ]
+    return [stage * chunks + place for stage, place in enumerate(local)]
+
+
+def exchange(x: Any, axis: str, chunks: int, *, back: bool = False) -> Any:
+    """Sends the layers that a stage stores to the stages that run them, or their gradients back.
+
+    Args:
+      x: `[L/S, ...]`, this stage's contiguous layers; with `back` those that it runs, chunk after
+        chunk.
+      axis: The mesh axis of stages.
+      chunks: The number of chunks on a stage, a divisor of `L/S`.
+      back: Whether to undo the exchange.
+
+    Returns:
+      `[L/S, ...]`, this stage's layers in the other order.
+
+    Communication:
+      One permute for each chunk over `axis`; a device sends at most the bytes of `x`.
+    """
+    num_stages, stage = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    stored = x.reshape(chunks, -1, *x.shape[1:])
+    result = jnp.zeros_like(stored)
+    for index in range(chunks):
+        sent = sent_in_round(num_stages, chunks, index)
+        there = [chunk % num_stages for chunk in sent]
+        # The places of what each stage sends and of what it receives.
+        home = [chunk % chunks for chunk in sent]
+        away = [sent[there.index(stage)] // num_stages for stage in range(num_stages)]
+        pairs = list(enumerate(there))
+        if back:
+            home, away, pairs = away, home, [(b, a) for a, b in pairs]
+        piece = jax.lax.dynamic_index_in_dim(stored, jnp.asarray(home)[stage], keepdims=False)
+        with jax.named_scope(PIPELINE_SCOPE):
+            piece = jax.lax.ppermute(piece, axis, pairs)
+        result = jax.lax.dynamic_update_index_in_dim(result, piece, jnp.asarray(away)[stage], 0)
+    return result.reshape(x.shape)

@@ -1,0 +1,226 @@
+"""Runs a pipeline: microbatches that are in different layers, on different devices, at one time.
+
+A pipeline is another way to accumulate gradients. Its result is that of `core.gradients.scanned`.
+Each device along the axis is a stage, with the parameters of some layers, and with all parameters
+that are not of layers. A table says what each stage does in each tick, see `schedules`: at most the
+forward pass F of a microbatch through a chunk of layers, then at most one backward pass B, and then
+activations go one stage on and gradients one back. A `lax.scan` runs the ticks.
+
+The stage of the first chunk runs the prefix of the loss before it, and the stage of the last chunk
+runs the suffix after it, and its backward pass at once. All of them differentiate the same function
+of the parameters. So each stage has a part of the gradient of a parameter that is not of layers,
+and the sum over stages is the gradient.
+
+Invariants: activations and gradients are sent in every tick, by all devices, outside of any
+condition. What a condition contains is sent among devices of one stage. A permute is in no
+condition that differs between devices, because some backends wait in it for all of them. Where
+layers permute, all stages compute a chunk in the ticks in which one has to, and the others leave
+the result out.
+
+Symbols: `S` stages, `v` chunks of layers on a stage, `M` microbatches, `L` layers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.mesh.splitting import split_minibatches
+from manualpar.core.model.loss_function import Metrics
+from manualpar.core.modes.gradients import Reduce, WeightedLoss
+from manualpar.core.parameters.collectives import cast_to_varying
+from manualpar.core.parameters.sharded_parameter import is_box
+from manualpar.core.parameters.trainable import is_masked, merge
+from manualpar.layers.pipeline.exchange import exchange
+from manualpar.layers.pipeline.kept import Keep
+from manualpar.layers.pipeline.schedule_table import Table
+from manualpar.layers.pipeline.schedules import ScheduleName, make_table
+from manualpar.layers.pipeline.stage_work import StageWork
+from manualpar.layers.pipeline.staged_loss import StagedLoss
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineRun:
+    """A `Schedule` of gradients whose minibatches pass through stages.
+
+    Attributes:
+      axis: The mesh axis of stages.
+      schedule: The name of the schedule.
+      num_stages: The number of stages, `S`.
+      chunks: Chunks of layers on a stage, `v`; more than one are interleaved.
+      num_microbatches: The number of microbatches of a step, `M`.
+      stacked: For each parameter, whether layers are stacked in dim 0.
+      keep: What is kept of a chunk until its backward pass: its input, or what autodiff keeps.
+      regathers: Whether gathered parameters are dropped after the forward pass of a chunk, and
+        gathered again for its backward pass.
+    """
+
+    axis: str
+    schedule: ScheduleName
+    num_stages: int
+    chunks: int
+    num_microbatches: int
+    stacked: tuple[bool, ...]
+    keep: Keep = "residuals"
+    regathers: bool = False
+
+    @property
+    def table(self) -> Table:
+        """The schedule of a training step."""
+        return make_table(self.schedule, self.num_stages, self.num_microbatches, self.chunks)
+
+    def staged(
+        self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any
+    ) -> StagedLoss:
+        """The loss as stages run it; arguments as those of a call."""
+        return self._differentiated(loss, params, collections, minibatches).loss
+
+    def __call__(
+        self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce
+    ) -> tuple[Any, Metrics, Any]:
+        """Adds up the gradients of all microbatches.
+
+        Args:
+          loss: The loss of a microbatch, times its count.
+          params: A stage's parameters that are trained, and its frozen ones; boxes allowed,
+            varying over the axes of the batch; those that are stacked `[L/S, ...]`, as `arrange`
+            gives them.
+          collections: The collections, which the loss must not change.
+          minibatches: The microbatches and their keys, `[M, ...]`.
+          reduce: Applied to the sum of the gradients.
+
+        Returns:
+          The sums of the gradients, those of stacked parameters this stage's, those of others this
+          stage's part; the sums of the metrics, the same on all stages; and the collections.
+
+        Raises:
+          ValueError: The loss cannot be cut into stages, or it changes collections.
+
+        Communication:
+          In each tick a permute of the activations of a microbatch to the next stage, and one of
+          their gradients to the one before. One all-reduce of the metrics over `axis`.
+        """
+        work = self._differentiated(loss, params, collections, minibatches)
+        _check_unchanged(work.loss, collections)
+        sums, metrics = work.run()
+        return reduce(_split_as(params, sums)[0]), metrics, collections
+
+    def metrics(
+        self, measure: Callable[..., Metrics], params: Any, collections: Any, batch: Any, rng: Any
+    ) -> Metrics:
+        """The metrics of a batch, from the forward pass alone.
+
+        Args:
+          measure: `measure(params, collections, batch, rng)`, the metrics of some examples.
+          params: A stage's parameters, in one tree.
+          collections: The collections, which are read.
+          batch: A device's examples, `[B, ...]`. They are split into as many microbatches as
+            divide them, at most `M`.
+          rng: A key.
+
+        Returns:
+          The sums of the metrics, the same on all stages.
+
+        Raises:
+          ValueError: The loss cannot be cut into stages.
+
+        Communication:
+          In each tick a permute of the activations of a microbatch to the next stage. One
+          all-reduce of the metrics over `axis`.
+        """
+        examples = max(len(x) for x in jax.tree.leaves(batch) if jnp.ndim(x))
+        number = max(n for n in range(1, self.num_microbatches + 1) if examples % n == 0)
+        parts = split_minibatches(batch, number), jax.random.split(rng, number)
+        metrics: Metrics = self._work(measure, params, collections, parts, ()).run()[1]
+        return metrics
+
+    def _differentiated(
+        self, loss: WeightedLoss, params: Any, collections: Any, parts: Any
+    ) -> StageWork:
+        """The work on parameters in two trees, of which the first has those that are trained."""
+
+        def of_whole(whole: Any, *args: Any) -> Any:
+            return loss(_split_as(params, whole), *args)
+
+        whole = merge(params)
+        is_trained = jax.tree.leaves(merge(_marked(params)))
+        return self._work(of_whole, whole, collections, parts, is_trained)
+
+    def _work(
+        self,
+        loss: Callable[..., Any],
+        params: Any,
+        collections: Any,
+        parts: Any,
+        trained: Sequence[bool],
+    ) -> StageWork:
+        params, others = cast_to_varying((params, (collections, parts)), (self.axis,))
+        number, backward = len(parts[1]), any(trained)
+        table = make_table(self.schedule, self.num_stages, number, self.chunks, backward=backward)
+        return StageWork(
+            loss,
+            params,
+            others,
+            table=table,
+            axis=self.axis,
+            stacked=self.stacked,
+            trained=trained,
+            keep=self.keep,
+            regathers=self.regathers,
+        )
+
+    def arrange(self, tree: Any, *, back: bool = False) -> Any:
+        """Exchanges the layers that are stored on a stage for those that run there.
+
+        Args:
+          tree: Parameters as they are stored, boxes allowed; or gradients as they were added up.
+          back: Whether gradients go to where the parameters are stored.
+
+        Returns:
+          The tree. It is the same with `chunks=1`, because a stage runs the layers that it stores.
+
+        Communication:
+          That of `exchange` for stacked parameters.
+        """
+        if self.chunks == 1:
+            return tree
+        leaves, structure = jax.tree.flatten(tree, is_leaf=is_masked)
+        leaves = [
+            exchange(x, self.axis, self.chunks, back=back) if is_stacked and not is_masked(x) else x
+            for x, is_stacked in zip(leaves, self.stacked, strict=True)
+        ]
+        return jax.tree.unflatten(structure, leaves)
+
+
+def _marked(params: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The two trees with whether a parameter is trained in its place."""
+    trained, frozen = params
+    return jax.tree.map(lambda _: True, trained), jax.tree.map(lambda _: False, frozen)
+
+
+def _split_as(params: tuple[Any, Any], whole: Any) -> tuple[Any, ...]:
+    """A tree in the two parts of which `merge` makes such a one."""
+
+    def is_leaf(x: Any) -> bool:
+        return is_masked(x) or is_box(x)
+
+    def choose(own: Any, x: Any) -> Any:
+        return own if is_masked(own) else x
+
+    return tuple(jax.tree.map(choose, part, whole, is_leaf=is_leaf) for part in params)
+
+
+def _check_unchanged(loss: StagedLoss, collections: Any) -> None:
+    """Refuses a loss that changes collections: microbatches overtake each other."""
+    paths = jax.tree_util.tree_leaves_with_path(collections)
+    first = len(loss.cut.results) - len(paths)
+    for i, (path, _) in enumerate(paths):
+        if loss.cut.results[first + i] != loss.first_other + i:
+            raise ValueError(
+                f"pipeline: the loss changes collection {jax.tree_util.keystr(path)}, expected "
+                "none to change, because every stage sees the layers of its own alone. Take "
+                "LayerNorm or GroupNorm in place of BatchNorm, and leave collections out of "
+                "mutable=[...]."
+            )

@@ -1,0 +1,160 @@
+"""A loss whose layers run in chunks: the functions that a stage calls and differentiates.
+
+Activations travel from chunk to chunk: the values that a layer hands on, and a buffer `[L, ...]`
+for each value that layers return besides, in which every chunk fills in the entries of its layers.
+So the suffix sees the values of all layers, and the gradients of the buffers travel back as those
+of other activations.
+
+Symbols: `S` stages, `L` layers of the model, `k` layers of a chunk.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
+from manualpar.layers.pipeline.cut import Cut, check_divides
+from manualpar.layers.pipeline.slots import zeros
+
+# Parameters, or their gradients, by number; of stacked ones the layers of a chunk, `[k, ...]`.
+Params = Mapping[int, Any]
+
+
+class Activations(NamedTuple):
+    """The arrays that travel: floating or complex ones, which have a gradient, and others."""
+
+    inexact: list[Any]
+    exact: list[Any]
+
+
+class StagedLoss:
+    """A loss as functions of what one stage has.
+
+    Attributes:
+      cut: The traced loss in pieces.
+      types: The types of the activations.
+      chunk_layers: The layers of a chunk, `k`.
+      prefix_params: The numbers of the parameters that the prefix reads.
+      chunk_params: Those that every chunk reads, besides the parameters of its own layers.
+      suffix_params: Those that the suffix reads.
+      returns: The tree of the types of what the loss returns.
+      first_other: The number of the first input that is no parameter.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Any, Any], Any],
+        params: Mapping[str, Any],
+        others: Sequence[Any],
+        *,
+        stacked: Sequence[bool],
+        num_stages: int,
+        chunks: int,
+        axis: str,
+    ) -> None:
+        """Traces and cuts a loss.
+
+        Args:
+          loss: `loss(params, others)`, a tree of arrays.
+          params: A stage's parameters by path, those that are stacked `[L/S, ...]`.
+          others: The other inputs, such as a microbatch and a key.
+          stacked: For each parameter, whether layers are stacked in dim 0.
+          num_stages: The number of stages, `S`.
+          chunks: The number of chunks of layers on a stage.
+          axis: The mesh axis of stages, over which all inputs vary.
+
+        Raises:
+          ValueError: The loss cannot be cut, or layers hand on keys.
+        """
+        whole = [
+            jax.eval_shape(lambda x: jnp.concatenate([x] * num_stages), x) if is_stacked else x
+            for x, is_stacked in zip(params.values(), stacked, strict=True)
+        ]
+        self._axis = axis
+        number = len(params)
+        closed, self.returns = jax.make_jaxpr(
+            lambda *args: loss(args[:number], args[number:]), return_shape=True
+        )(*whole, *others)
+        self.cut = cut = Cut(closed, list(params))
+        for i, (path, is_stacked) in enumerate(zip(params, stacked, strict=True)):
+            if is_stacked != (i in cut.stacked):
+                raise ValueError(
+                    f"pipeline: parameter {path!r} has {'a' if is_stacked else 'no'} layer in each "
+                    "entry of dim 0, and here the scan over layers runs over "
+                    f"{'others' if is_stacked else 'it'}; expected the same scan in training and "
+                    "evaluation."
+                )
+        check_divides(cut.length, num_stages, chunks)
+        self.chunk_layers = cut.length // (num_stages * chunks)
+        self.first_other = number
+        self._types = [_varying(t, axis) for t in (*cut.carry, *cut.ys)]
+        for t in self._types:
+            if not jnp.issubdtype(t.dtype, jnp.number) and t.dtype != jnp.bool_:
+                raise ValueError(
+                    f"pipeline: layers hand on an array of {t.dtype}, expected numbers. Give each "
+                    "layer a key of its own: split_rngs={'dropout': True}."
+                )
+        self._is_inexact = [jnp.issubdtype(t.dtype, jnp.inexact) for t in self._types]
+        self.types = self._sort(self._types)
+        self.prefix_params = self._params_of(cut.prefix.reads)
+        self.chunk_params = self._params_of(cut.side_params)
+        self.suffix_params = self._params_of(cut.suffix.reads)
+
+    def prefix(self, params: Params, others: Sequence[Any]) -> Activations:
+        """What goes into the first chunk."""
+        carry = self.cut.prefix(self._inputs(params, others))
+        buffers = zeros(self._types[len(carry) :])
+        return self._sort(map(self._typed, [*carry, *buffers], self._types))
+
+    def chunk(
+        self, params: Params, inexact: list[Any], fixed: tuple[list[Any], Sequence[Any], Any]
+    ) -> Activations:
+        """Runs a chunk; `fixed` are the exact activations, the other inputs, and its number."""
+        exact, others, index = fixed
+        number, first = len(self.cut.carry), index * self.chunk_layers
+        values = self._merge(inexact, exact)
+        inputs = self._inputs(params, others)
+        carry, ys = self.cut.run_layers(inputs, values[:number], first)
+        buffers = [
+            jax.lax.dynamic_update_slice_in_dim(buffer, self._typed(y, buffer), first, 0)
+            for buffer, y in zip(values[number:], ys, strict=True)
+        ]
+        return self._sort([*carry, *buffers])
+
+    def suffix(
+        self, params: Params, inexact: list[Any], fixed: tuple[list[Any], Sequence[Any]]
+    ) -> Any:
+        """What the loss returns; `fixed` are the exact activations and the other inputs."""
+        exact, others = fixed
+        results = self.cut.suffix(self._inputs(params, others), self._merge(inexact, exact))
+        return jax.tree.unflatten(jax.tree.structure(self.returns), results)
+
+    def _typed(self, x: Any, t: Any) -> Any:
+        """A value that varies as a type does."""
+        if self._axis not in varying_axes(x):
+            # A constant, because all inputs vary. Its gradient would be summed over stages.
+            x = jax.lax.stop_gradient(x)
+        return cast_to_varying(x, varying_axes(t))
+
+    def _inputs(self, params: Params, others: Sequence[Any]) -> dict[int, Any]:
+        return {**params, **dict(enumerate(others, self.first_other)), **self.cut.constants}
+
+    def _params_of(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted(i for i in numbers if i < self.first_other))
+
+    def _sort(self, values: Iterable[Any]) -> Activations:
+        sorted_ = Activations([], [])
+        for x, is_inexact in zip(values, self._is_inexact, strict=True):
+            (sorted_.inexact if is_inexact else sorted_.exact).append(x)
+        return sorted_
+
+    def _merge(self, inexact: Iterable[Any], exact: Iterable[Any]) -> list[Any]:
+        first, second = iter(inexact), iter(exact)
+        return [next(first) if is_inexact else next(second) for is_inexact in self._is_inexact]
+
+
+def _varying(t: Any, axis: str) -> Any:
+    """A type that varies over an axis besides its own."""
+    return jax.eval_shape(lambda x: cast_to_varying(x, (axis,)), t)

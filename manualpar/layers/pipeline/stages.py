@@ -1,0 +1,126 @@
+"""The option `pipeline=` of every builder."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import jax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh
+
+from manualpar.core.mesh.axes import axis_tuple
+from manualpar.core.model.options import check_choice
+from manualpar.core.modes.strategy import Strategy
+from manualpar.core.parameters.placement import path_name
+from manualpar.layers.pipeline.cut import check_divides, find_stacked
+from manualpar.layers.pipeline.executor import PipelineRun
+from manualpar.layers.pipeline.kept import Keep
+from manualpar.layers.pipeline.schedules import ScheduleName
+
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+KEEPS: tuple[Keep, ...] = get_args(Keep)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Spreads the layers of a model over devices, through which microbatches go one behind another.
+
+    The model and the loss stay as they are written for one device: the traced loss is cut at its
+    scan over layers. The microbatches are the minibatches of the builder, any number of them; with
+    `M` of them and `S` stages a device waits for `(S - 1) / (chunks M + S - 1)` of the time.
+
+    Attributes:
+      axis: The mesh axis that has a stage on each of its devices.
+      schedule: `"1f1b"` (the default) begins the backward pass of a microbatch as soon as it can,
+        so that what is kept does not grow with their number. `"gpipe"` runs all forward passes
+        first. (Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2; Huang et al.,
+        https://arxiv.org/abs/1811.06965.)
+      chunks: How many runs of layers a stage has. With more of them a device waits less and sends
+        more; what is kept grows.
+      keep: What is kept of a microbatch in a stage until its backward pass: `"residuals"`, as
+        autodiff does, or `"inputs"`, from which the stage is computed again, at the price of a
+        third more operations. 1F1B keeps up to `2 S - 1` microbatches on a stage, so residuals take
+        much memory, and moving them takes time; `docs/pipelines.md` has measurements.
+    """
+
+    axis: str = "stage"
+    schedule: ScheduleName = "1f1b"
+    chunks: int = 1
+    keep: Keep = "residuals"
+
+    def __post_init__(self) -> None:
+        """Refuses values of fields that are none."""
+        check_choice("Pipeline", "schedule", self.schedule, SCHEDULES)
+        check_choice("Pipeline", "keep", self.keep, KEEPS)
+        if isinstance(self.chunks, bool) or not isinstance(self.chunks, int) or self.chunks < 1:
+            raise ValueError(f"Pipeline: chunks={self.chunks!r}, expected a positive integer.")
+        if not isinstance(self.axis, str):
+            raise TypeError(f"Pipeline: axis={self.axis!r}, expected the name of a mesh axis.")
+
+    def check(self, strategy: Strategy, options: Mapping[str, Any]) -> None:
+        """Refuses what a pipeline does not go with.
+
+        Raises:
+          ValueError: XLA writes the collectives; minibatches are to run in a scan of their own; the
+            strategy reduces gradients in each minibatch and gathers parameters more rarely.
+        """
+        name = strategy.name
+        if (mode := options.get("mode", "manual")) != "manual":
+            raise ValueError(
+                f"{name}: pipeline= with mode={mode!r}, expected 'manual': a pipeline is made of "
+                "collectives that are written by hand."
+            )
+        if options.get("use_scan", False):
+            raise ValueError(
+                f"{name}: pipeline= with use_scan=True, expected False: a pipeline runs its "
+                "microbatches in one scan of ticks already."
+            )
+        if strategy.reduce_every == "minibatch" and strategy.sends(2, True).gathers < 2:
+            raise ValueError(
+                f"{name}: pipeline= with a strategy that reduces gradients in each minibatch and "
+                "does not gather parameters there, expected gradients that are reduced once a "
+                "step: a stage adds up whole gradients. Use zero with stage=1, or "
+                "communicate_every='step' or 'minibatch'."
+            )
+
+    def stacked(self, loss: ClosedJaxpr, paths: Sequence[str], size: int) -> frozenset[str]:
+        """The parameters with layers in dim 0, see `cut.find_stacked`.
+
+        Raises:
+          ValueError: The loss cannot be cut, or its layers do not divide into the chunks of `size`
+            stages.
+        """
+        found = find_stacked(loss, paths)
+        for path, x in zip(paths, loss.in_avals, strict=False):
+            if path in found:
+                check_divides(x.shape[0], size, self.chunks)
+        return found
+
+    def on_mesh(
+        self, mesh: Mesh, strategy: Strategy, placements: Any, num_minibatches: int
+    ) -> PipelineRun:
+        """The schedule on a mesh, see `manualpar.core.modes.strategy.Stages`.
+
+        Raises:
+          ValueError: A parameter of layers is to be kept once it is gathered.
+        """
+        for path, place in jax.tree_util.tree_leaves_with_path(placements):
+            gathered = {axis for name in place.names for axis in axis_tuple(name)}
+            gathered &= {*place.mean_axes}
+            is_kept = place.keep and strategy.gather_every == "minibatch"
+            if is_kept and gathered and self.axis in place.split_axes:
+                raise ValueError(
+                    f"{strategy.name}: pipeline= with keep_gathered, which names "
+                    f"{path_name(path)!r}, a parameter of the layers; expected others, such as "
+                    "('head',): a stage gathers a layer's parameters where that layer runs."
+                )
+        return PipelineRun(
+            axis=self.axis,
+            schedule=self.schedule,
+            num_stages=mesh.shape[self.axis],
+            chunks=self.chunks,
+            num_microbatches=num_minibatches,
+            stacked=tuple(self.axis in x.split_axes for x in jax.tree.leaves(placements)),
+            keep=self.keep,
+            regathers=strategy.reshard_after_forward,
+        )

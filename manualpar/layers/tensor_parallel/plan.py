@@ -1,0 +1,278 @@
+"""Tensor parallelism of a Linen model that knows nothing of it.
+
+A *plan* says which modules compute with shards of their parameters. Its keys are globs on module
+paths and its values are styles: `Column` modules compute some of the outputs on each device, `Row`
+modules take some of the inputs and their products are summed, `Vocab` modules are embeddings of
+which each device has some rows. A module whose own code says how many heads there are is
+`PerDevice`. As in Megatron-LM (Shoeybi et al.,
+https://arxiv.org/abs/1909.08053), a column is followed by a row, and what lies between them, such
+as attention's heads, is computed in parallel.
+
+```python
+model = tensor_parallel(
+    model,
+    {
+        "embed": Vocab(),
+        "*/attention/query": Column(-2),
+        "*/attention/key": Column(-2),
+        "*/attention/value": Column(-2),
+        "*/attention/out": Row(-3),
+        "*/up": Column(),
+        "*/down": Row(),
+    },
+)
+program = manualpar.fsdp(model, tx, loss_fn, mesh=make_mesh({"data": 2, "model": 4}), batch=batch)
+```
+
+Invariants: outside of a `shard_map` that binds the axis, and in the initial values of parameters,
+the model is the one that was given. Types say whether a value differs between devices, not along
+which dimension it is split, so that a mean over split features compiles and is wrong: see
+`plan_check`.
+"""
+
+import dataclasses
+import difflib
+import fnmatch
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import flax.linen as nn
+import jax
+from flax import nnx
+
+from manualpar.core.mesh.axes import is_axis_bound
+from manualpar.core.model.adapter import register
+from manualpar.core.model.linen.linen_model import LinenModel
+from manualpar.core.parameters.placement import path_name
+from manualpar.core.parameters.sharded_parameter import is_box
+from manualpar.core.parameters.split_parameter import SplitParameter
+from manualpar.layers.chunks import LAYER_OVERLAPS, LayerOverlap
+from manualpar.layers.tensor_parallel.plan_calls import PlannedCalls
+from manualpar.layers.tensor_parallel.plan_check import check_on_shards
+from manualpar.layers.tensor_parallel.plan_styles import Column, PerDevice, Plan, Row, Style, Vocab
+
+
+def tensor_parallel(
+    model: nn.Module,
+    plan: Plan,
+    axis: str = "model",
+    *,
+    sequence: bool = False,
+    overlap: LayerOverlap = "none",
+    verify: bool = True,
+) -> "TensorParallel":
+    """Makes a Linen model compute with shards of its parameters, by a plan.
+
+    Args:
+      model: The model. It is not changed.
+      plan: For each glob on module paths (`"*/attention/query"`, in which `*` stands for any
+        characters, slashes too) the style of the modules.
+      axis: The mesh axis that the parameters are split over.
+      sequence: Whether activations between the layers, `[B, S, D]`, are split over `axis` along
+        their sequence, dim -2 (Korthikanti et al., https://arxiv.org/abs/2205.05198).
+      overlap: `"ring"` with `sequence`, for products of `nn.Dense` and `nn.DenseGeneral` over their
+        last dims that send while they compute, see `manualpar.layers.ring`.
+      verify: Whether a program refuses, when it is built, what the model's own code would compute
+        wrongly on shards, such as a norm over split features; see `plan_check`. The loss is not
+        looked at: types see what is wrong there.
+
+    Returns:
+      The model for any builder of a program. Its `init` and `apply` are those of the given model
+      outside of a `shard_map` that binds `axis`.
+
+    Raises:
+      TypeError: An argument is of the wrong kind.
+      ValueError: When a program is built: the plan does not fit the model, or the model's code the
+        plan; the path of the module is in the message.
+
+    Communication:
+      Over `axis`, in training, for every input that columns share and for every row one all-reduce
+      of the activations: 4 in a layer of attention and MLP. With `sequence` an all-gather and a
+      reduce-scatter take the place of each, of the same bytes together.
+    """
+    if isinstance(model, nnx.Module):
+        raise TypeError(
+            f"tensor_parallel: model is the nnx.Module {type(model).__name__}, expected one of "
+            "flax.linen: calls of NNX modules cannot be intercepted. Split its parameters where "
+            "they are made, with nnx.with_partitioning(init, names, split=True), and let "
+            "activations in and out with manualpar.layers.enter and leave."
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"tensor_parallel: model is {model!r}, expected an instance of a flax.linen.Module."
+        )
+    styles = (Column, Row, Vocab, PerDevice)
+    if not isinstance(plan, Mapping) or not all(
+        isinstance(key, str) and isinstance(style, styles) for key, style in plan.items()
+    ):
+        raise TypeError(
+            f"tensor_parallel: plan is {plan!r}, expected styles by globs on module paths, such as "
+            "{'*/up': Column(), '*/down': Row()}."
+        )
+    if not isinstance(axis, str):
+        raise TypeError(f"tensor_parallel: axis is {axis!r}, expected the name of a mesh axis.")
+    if overlap not in LAYER_OVERLAPS or (overlap == "ring" and not sequence):
+        raise ValueError(
+            f"tensor_parallel: overlap={overlap!r} with sequence={sequence}, expected 'none', "
+            "or 'ring' with sequence=True: only a sequence that is split can be sent in parts."
+        )
+    return TensorParallel(model, tuple(plan.items()), axis, sequence, overlap, verify)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallel:
+    """A Linen model and the plan by which it is computed in parallel; see `tensor_parallel`.
+
+    Attributes:
+      module: The model as it was given.
+      plan: The pairs of a glob on module paths and a style.
+      axis: The mesh axis.
+      sequence: Whether activations between layers are split along their sequence.
+      overlap: Whether products send while they compute.
+      verify: Whether a program checks what the model computes on shards.
+    """
+
+    module: nn.Module
+    plan: tuple[tuple[str, Style], ...]
+    axis: str
+    sequence: bool
+    overlap: LayerOverlap
+    verify: bool
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `init`."""
+        return self.module.init(rngs, *args, **kwargs)
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model's `apply`, on shards where the axis is bound."""
+        return self.call(self.module.apply, variables, *args, **kwargs)
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function that applies the module, on shards where the axis is bound."""
+        if not is_axis_bound(self.axis):
+            return function(*args, **kwargs)
+        with nn.intercept_methods(self.calls()):
+            return function(*args, **kwargs)
+
+    def calls(self) -> PlannedCalls:
+        """The interceptor of one application on shards."""
+        options: Any = {"sequence": self.sequence, "overlap": self.overlap}
+        return PlannedCalls(self.style_of, self.axis, **options)
+
+    def style_of(self, path: str) -> Style | None:
+        """The style of the module at a path; `None` if the plan does not name it.
+
+        Raises:
+          ValueError: Two keys give it different styles.
+        """
+        found = {key: style for key, style in self.plan if fnmatch.fnmatchcase(path, key)}
+        if len(set(found.values())) > 1:
+            raise ValueError(
+                f"tensor_parallel: module {path!r} has more than one style in the plan, {found}; "
+                "expected one. Make a key narrower."
+            )
+        return next(iter(found.values()), None)
+
+
+@register
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class PlannedModel(LinenModel):
+    """The adapter of a `TensorParallel`."""
+
+    planned: Any = None
+    is_checked: bool = False
+
+    def __repr__(self) -> str:
+        return repr(self.planned)
+
+    @classmethod
+    def wrap(cls, model: Any) -> Self | None:
+        """The adapter of a planned model."""
+        return cls(model.module, planned=model) if isinstance(model, TensorParallel) else None
+
+    @property
+    def apply_fn(self) -> Callable[..., Any]:
+        """The planned model's `apply`, as `LinenModel.apply_fn`."""
+        apply: Callable[..., Any] = self.apply if self.axis_aliases.axes else self.planned.apply
+        return apply
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`module.init`, with a `SplitParameter` around each parameter that the plan splits."""
+        variables = super().init(rngs, *args, **kwargs)
+        return variables | {"params": _split_params(self.planned, variables.get("params", {}))}
+
+    def annotated(self, path: str, kernel: Any) -> Any:
+        """The kernel of the module at a path, in a `SplitParameter` if the plan splits it."""
+        return _split_param(self.planned, f"{path}/kernel", kernel)
+
+    def check(self, trace: Callable[[Any], None]) -> None:
+        """Compares the calls of the loss on shards with those on whole arrays."""
+        if self.planned.verify:
+            trace(dataclasses.replace(self, is_checked=True))
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """`LinenModel.apply`, on shards where the axis is bound."""
+        planned = self.planned
+        if self.is_checked and is_axis_bound(planned.axis):
+            calls = dataclasses.replace(planned, overlap="none").calls()
+            check_on_shards(super().apply, planned.style_of, calls, variables, *args, **kwargs)
+        return self.planned.call(super().apply, variables, *args, **kwargs)
+
+
+def _split_params(planned: TensorParallel, params: Any) -> Any:
+    modules: set[str] = set()
+
+    def box(path: Any, x: Any) -> Any:
+        modules.add(path_name(path).rpartition("/")[0])
+        return x if isinstance(x, PlannedParameter) else _split_param(planned, path_name(path), x)
+
+    boxed = jax.tree_util.tree_map_with_path(box, params, is_leaf=is_box)
+    parents = {
+        "/".join(parts[:n])
+        for parts in (m.split("/") for m in modules)
+        for n in range(len(parts) + 1)
+    }
+    for key, style in planned.plan:
+        fitting, kind = modules, "module that has parameters of its own"
+        if isinstance(style, PerDevice):
+            fitting, kind = parents, "module"
+        if not fnmatch.filter(fitting, key):
+            near = difflib.get_close_matches(key, sorted(fitting), n=3, cutoff=0.0)
+            raise ValueError(
+                f"tensor_parallel: the plan's key {key!r} ({style}) matches no {kind}, expected "
+                f"one, such as {', '.join(map(repr, near))}."
+            )
+    return boxed
+
+
+def _split_param(planned: TensorParallel, path: str, x: Any) -> Any:
+    """A parameter as the plan has it: in a box if it is split."""
+    module, _, name = path.rpartition("/")
+    style = planned.style_of(module)
+    if style is None or isinstance(style, PerDevice):
+        return x
+    value = x
+    if isinstance(x, nn.LogicallyPartitioned):  # The plan takes the place of its rules.
+        value = x.value
+    elif is_box(x):
+        raise ValueError(
+            f"tensor_parallel: parameter {path!r} is annotated already, with names {x.names}, and "
+            f"the plan gives its module {style}; expected one of the two. Take the annotation "
+            "away, or leave the module out of the plan."
+        )
+    dim = style.split_dim(name, value.ndim)
+    if dim is None and isinstance(style, Row) and name != "bias":
+        raise ValueError(
+            f"tensor_parallel: parameter {path!r} has {value.ndim} dims, and the plan gives its "
+            f"module {style}; expected {-style.dim} at least, or the name 'bias' for what is added "
+            "to the sum."
+        )
+    if dim is None:
+        return value
+    names: list[str | None] = [None] * value.ndim
+    names[dim] = planned.axis
+    return PlannedParameter(value, tuple(names), shared=style.shared)
+
+
+class PlannedParameter(SplitParameter):
+    """The annotation of a parameter that a plan splits."""

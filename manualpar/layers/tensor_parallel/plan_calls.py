@@ -1,0 +1,305 @@
+"""The calls of a planned model's modules, on shards.
+
+While a module of the plan runs, what differs from one device is replaced: the shapes of which its
+parameters are expected, the features that `nn.DenseGeneral` reshapes to, its input and its result.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.errors import ScopeParamShapeError
+from jax.extend.core import get_opaque_trace_state
+
+from manualpar.core.model.linen.linen_model import replace_fields
+from manualpar.core.parameters.collectives import varying_axes
+from manualpar.core.tracing.scopes import SEQUENCE_SCOPE, TENSOR_SCOPE
+from manualpar.layers.boundaries import enter, has_lost_types, leave
+from manualpar.layers.chunks import LayerOverlap
+from manualpar.layers.ring import enter_ring, gather_matmul, matmul_scatter, whole_sequence
+from manualpar.layers.tensor_parallel.plan_sizes import forget_shares, local_sizes, numbers_to_name
+from manualpar.layers.tensor_parallel.plan_styles import Column, PerDevice, Row, Style, Vocab
+from manualpar.layers.vocabulary import split_lookup
+
+# The style of the module at a path; `None` if the plan does not name it.
+StyleOf = Callable[[str], Style | None]
+
+
+class PlannedCalls:
+    """The interceptor of one application of a planned model."""
+
+    def __init__(
+        self, style_of: StyleOf, axis: str, *, sequence: bool, overlap: LayerOverlap
+    ) -> None:
+        self._style_of, self.axis = style_of, axis
+        self._sequence, self._overlap = sequence, overlap
+        # Inputs with what became of them, by what, and in which trace.
+        self._entered: list[tuple[Any, Any, Any, Any]] = []
+
+    def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        """Calls a module's method, see `nn.intercept_methods`."""
+        module, method = context.module, context.method_name
+        if module.scope is None:
+            return next_fun(*args, **kwargs)
+        path = "/".join(module.path)
+        style = self._style_of(path)
+        # A module in nn.remat or nn.scan calls the same one without it, which computes.
+        is_lifted = type(module).__module__ == "flax.linen.transforms"
+        is_within = method == "setup" or (is_lifted and method in vars(type(module)))
+        if isinstance(style, PerDevice) and not is_within:
+            return self._call_with_local_sizes(module, path, style, next_fun, args, kwargs)
+        forget_shares(module)
+        kind = type(module).__name__
+        if style is None or isinstance(style, PerDevice):
+            where = f"tensor_parallel: module {path or kind!r} ({kind})"
+            return self._call_unplanned(where, module, None, next_fun, args, kwargs)
+        if "param" in vars(module):  # It calls itself.
+            return next_fun(*args, **kwargs)
+        with self._on_shards(module, style):
+            if is_within:
+                return next_fun(*args, **kwargs)
+            where = f"tensor_parallel: module {path!r} ({style})"
+            run = {Column: self._column, Row: self._row, Vocab: self._vocab}[type(style)]
+            try:
+                return run(where, module, method, next_fun, args, kwargs)
+            except TypeError as error:
+                raise ValueError(
+                    f"{where} cannot compute with its shard: {error} Check its dim, and that its "
+                    "input is split where a Row contracts and whole where a Column does."
+                ) from error
+
+    def _column(
+        self, where: str, module: nn.Module, method: str, next_fun: Any, args: Any, kwargs: Any
+    ) -> Any:
+        del method
+        x = [*args, *kwargs.values()][0]
+        if not self._overlaps(module, x):
+            return next_fun(*self._enter_all(where, args), **self._enter_all(where, kwargs))
+
+        def dot_general(x: Any, kernel: Any, dims: Any, **_: Any) -> Any:
+            parts = jax.tree.map(lambda part: part.astype(x.dtype), chunks)
+            return whole_sequence(gather_matmul(parts, kernel, len(dims[0][0])))
+
+        chunks = self._enter(where, x, enter_ring)
+        with replace_fields(module, {"dot_general": dot_general}):
+            return next_fun(x)
+
+    def _row(
+        self, where: str, module: nn.Module, method: str, next_fun: Any, args: Any, kwargs: Any
+    ) -> Any:
+        del method
+        for x in jax.tree.leaves((args, kwargs)):
+            if _is_activation(x) and self._is_whole(x):
+                raise ValueError(
+                    f"{where} has an input of shape {x.shape} that is whole on every device, "
+                    "expected one whose features are split. Give the module that makes it the "
+                    "style Column."
+                )
+        x = [*args, *kwargs.values()][0]
+        if self._overlaps(module, x):
+
+            def dot_general(x: Any, kernel: Any, dims: Any, **_: Any) -> Any:
+                contracted = len(dims[0][0])
+                return matmul_scatter(x, kernel, self.axis, x.ndim - contracted - 1, contracted)
+
+            with replace_fields(module, {"dot_general": dot_general}):
+                y = next_fun(x)
+        else:
+            y = self._leave(next_fun(*args, **kwargs))
+        if not module.has_variable("params", "bias"):
+            return y
+        bias = nn.unbox(module.get_variable("params", "bias"))
+        if bias.shape != y.shape[y.ndim - bias.ndim :]:
+            raise ValueError(
+                f"{where} has a bias of shape {bias.shape} and makes {y.shape}, expected the last "
+                "dims of what it makes: the bias is added after the sum over devices."
+            )
+        with jax.named_scope(SEQUENCE_SCOPE if self._sequence else TENSOR_SCOPE):
+            return y + jnp.expand_dims(bias.astype(y.dtype), range(y.ndim - bias.ndim))
+
+    def _vocab(
+        self, where: str, module: nn.Module, method: str, next_fun: Any, args: Any, kwargs: Any
+    ) -> Any:
+        if not isinstance(module, nn.Embed):
+            kind = type(module).__name__
+            raise ValueError(f"{where} is a {kind}, expected an nn.Embed. Give it another style.")
+        if method == "attend":
+            return self._column(where, module, method, next_fun, args, kwargs)
+        if type(module).__call__ is not nn.Embed.__call__:
+            kind = type(module).__name__
+            raise ValueError(f"{where}: {kind} has a __call__ of its own, expected nn.Embed's.")
+        tokens = [*args, *kwargs.values()][0]
+        # As on one device, a negative token counts from the end.
+        tokens = jnp.where(tokens < 0, tokens + module.num_embeddings, tokens)
+        tables = module.promote_dtype(module.embedding, dtype=module.dtype, inexact=False)
+        table = cast(jax.Array, tables[0])
+        return split_lookup(table, tokens, self.axis, tokens.ndim - 1 if self._sequence else None)
+
+    def _enter_all(self, where: str, tree: Any) -> Any:
+        return jax.tree.map(lambda x: self._enter(where, x) if _is_activation(x) else x, tree)
+
+    def _overlaps(self, module: nn.Module, x: Any) -> bool:
+        """Whether a module's product is sent while it is computed: flax's own, of the last dims."""
+        if self._overlap == "none" or not isinstance(module, nn.Dense | nn.DenseGeneral):
+            return False
+        own = (module.precision, module.dot_general, module.dot_general_cls)
+        dims = getattr(module, "axis", -1)
+        dims = [dims] if isinstance(dims, int) else list(dims)
+        is_last = [dim % x.ndim for dim in dims] == list(range(x.ndim - len(dims), x.ndim))
+        return is_last and own == (None,) * 3 and not getattr(module, "batch_dims", ())
+
+    def _enter(self, where: str, x: jax.Array, how: Callable[..., Any] = enter) -> Any:
+        """`enter` or `enter_ring`, once for all modules that have the same input."""
+        trace = get_opaque_trace_state(convention="flax")
+        for before, how_before, trace_before, entered in self._entered:
+            if before is x and how_before is how and trace_before == trace:
+                return entered
+        if not self._sequence and self.axis in varying_axes(x):
+            raise ValueError(
+                f"{where} has an input of shape {x.shape} that differs between devices along "
+                f"{self.axis!r}, expected the same on all: its features are split, or it is a "
+                "part of a sum. Give the module before it, whose input is split, the style Row."
+            )
+        if self._sequence and self._is_whole(x):
+            raise ValueError(
+                f"{where} has an input of shape {x.shape} that is the same on all devices along "
+                f"{self.axis!r}, expected one that is split along its sequence, because "
+                "sequence=True. Give the embedding the style Vocab, whose result is split."
+            )
+        entered = how(x, self.axis, self._sequence_dim(x))
+        self._entered.append((x, how, trace, entered))
+        return entered
+
+    def _leave(self, x: jax.Array) -> jax.Array:
+        return leave(x, self.axis, self._sequence_dim(x))
+
+    def _is_whole(self, x: jax.Array) -> bool:
+        return self.axis not in varying_axes(x) and not has_lost_types(x, (self.axis,))
+
+    def _sequence_dim(self, x: jax.Array) -> int | None:
+        return x.ndim - 2 if self._sequence else None
+
+    @contextlib.contextmanager
+    def _on_shards(self, module: nn.Module, style: Style) -> Iterator[None]:
+        """Has a module expect its shards in the place of its parameters."""
+        size = jax.lax.axis_size(self.axis)
+        original = module.param
+
+        def local(whole: int) -> int:
+            return 1 if style.shared and whole < size else whole // size
+
+        def param(name: str, init_fn: Any, *args: Any, **kwargs: Any) -> Any:
+            if not module.has_variable("params", name):
+                return original(name, init_fn, *args, **kwargs)
+            value = jax.eval_shape(nn.unbox, module.get_variable("params", name))
+
+            def local_init(key: Any, *args: Any, **kwargs: Any) -> Any:
+                declared = nn.unbox(init_fn(key, *args, **kwargs))
+                shape = list(declared.shape)
+                dim = style.split_dim(name, len(shape))
+                if dim is not None and declared.shape != value.shape:
+                    shape[dim] = local(shape[dim])
+                return jnp.zeros(shape, declared.dtype)
+
+            x = original(name, local_init, *args, **kwargs)
+            # A row's bias is added after the sum.
+            return jnp.zeros_like(x) if isinstance(style, Row) and name == "bias" else x
+
+        with overridden(module, param=param), replace_features(module, style, local):
+            yield
+
+    def _call_with_local_sizes(
+        self, module: nn.Module, path: str, style: PerDevice, next_fun: Any, args: Any, kwargs: Any
+    ) -> Any:
+        where = f"tensor_parallel: module {path!r} ({style})"
+        with local_sizes(where, module, style, jax.lax.axis_size(self.axis)):
+            return self._call_unplanned(where, module, style, next_fun, args, kwargs)
+
+    def _call_unplanned(
+        self,
+        where: str,
+        module: nn.Module,
+        style: Style | None,
+        next_fun: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        try:
+            return next_fun(*args, **kwargs)
+        except ScopeParamShapeError as error:
+            raise ValueError(
+                f"{where} gets a part of the features that it was made for, and the plan does not "
+                f"name it: {error} Give it the style Row, if it contracts them, or put a Row "
+                "before it."
+            ) from error
+        except (ArithmeticError, AssertionError, IndexError, TypeError, ValueError) as error:
+            if _is_ours(error):
+                raise
+            what = str(error).partition("\n")[0].rstrip(".")
+            raise ValueError(
+                f"{where} cannot compute with what the plan splits: {what}. "
+                f"{self._mend(module, style, what)}"
+            ) from error
+
+    def _mend(self, module: nn.Module, style: Style | None, error: str) -> str:
+        """What to do about an error that a module raises on shards."""
+        if self._sequence and "reshape" not in error:
+            return (
+                "With sequence=True modules outside of the plan get a part of the positions: make "
+                "masks and positions of the tokens, where the model begins, and give them to the "
+                "layers; or say sequence=False."
+            )
+        if isinstance(style, PerDevice):
+            others = numbers_to_name(module, error)
+            such = f", such as {', '.join(map(repr, others))}," if others else ""
+            return (
+                f"Name in PerDevice the other numbers{such} that count what the plan splits, or "
+                "have the module write -1, or the size of its input, in their place."
+            )
+        heads = numbers_to_name(module, error, ("head", "heads"))
+        per_device = f"{PerDevice(*heads)}" if heads else "PerDevice"
+        return (
+            "Where it says how many heads or features there are, as in a reshape, have it take "
+            f"those of its input; or give it the style {per_device}, by which it gets this "
+            "device's share of the number."
+        )
+
+
+@contextlib.contextmanager
+def overridden(module: nn.Module, **methods: Any) -> Iterator[None]:
+    """Gives a module other methods for a while."""
+    vars(module).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(module)[name]
+
+
+def replace_features(
+    module: nn.Module, style: Style, size: Callable[[int], int]
+) -> contextlib.AbstractContextManager[None]:
+    """Gives an `nn.DenseGeneral` other features for a while: it reshapes its bias to them."""
+    if not (isinstance(style, Column) and isinstance(module, nn.DenseGeneral)):
+        return contextlib.nullcontext()
+    features = module.features
+    features = [features] if isinstance(features, int) else list(features)
+    if -style.dim <= len(features):
+        features[style.dim] = size(features[style.dim])
+    return replace_fields(module, {"features": tuple(features)})
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether an error is a sentence of this package already."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    name = frame.tb_frame.f_globals.get("__name__", "") if frame is not None else ""
+    return isinstance(error, ValueError) and name.split(".")[0] == __name__.split(".")[0]
+
+
+def _is_activation(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)

@@ -1,0 +1,291 @@
+"""Finds what a planned model computes wrongly on shards, before anything runs.
+
+Types say that a value differs between devices, and not along which dimension it is split. So a norm
+over split features, or a reshape that puts them behind others, compiles and is wrong. To find it, a
+call of the model is traced twice in the same place, on shards and whole, and the two programs are
+walked side by side. Outside of the plan's products they consist of the same operations, and each
+must give the shard of its whole result, see `shard_operations`. A module of the user's own that the
+plan names is looked into: a Row must be linear behind its product.
+
+Invariant: values of the same shape in both programs are equal, and others are shards, because every
+operation before them was right.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.errors import FlaxError
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from manualpar.core.checks.paired_programs import (
+    CASTS,
+    check_same_operation,
+    inner_programs,
+    module_of,
+    paired,
+    place_of,
+    stands_in,
+)
+from manualpar.core.checks.shard_operations import (
+    Reason,
+    WrongOnShardsError,
+    check_operation,
+    refuse,
+)
+from manualpar.core.model.linen.linen_model import replace_fields
+from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
+from manualpar.core.tracing.scopes import CONTEXT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE
+from manualpar.layers.boundaries import leave
+from manualpar.layers.dense import SplitDense
+from manualpar.layers.tensor_parallel.plan_calls import (
+    PlannedCalls,
+    StyleOf,
+    overridden,
+    replace_features,
+)
+from manualpar.layers.tensor_parallel.plan_styles import PerDevice, Row
+
+_PLANNED_SCOPE = "planned_module"
+# In the scope of a context axis stands attention, which computes each head for itself.
+_OURS = frozenset({_PLANNED_SCOPE, CONTEXT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE})
+# Modules that are known to be right under any style; others are looked into.
+_PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.Embed, SplitDense)
+_ROW_SCOPE = "planned_row"
+_SCOPES = frozenset({_ROW_SCOPE})
+# A sum over devices of what these make is what they make of the sum.
+_LINEAR = frozenset(
+    """
+    add broadcast_in_dim convert_element_type jit name neg reduce_sum reshape squeeze sub transpose
+    """.split()  # noqa: SIM905
+)
+_WHOLE_SEQUENCES = {"sequence": False, "sequence_dim": None, "sequence_parallel": False}
+_WHOLE_SIZE = (
+    "Put it behind a Row; a size or a position has to be that of an array that is not split, such "
+    "as the tokens"
+)
+_MENDS: Mapping[Reason, str] = {
+    "axis": "Name the axis of the plan",
+    "constant": "Make it of the size of the whole, or split another dim",
+    "convolution": "Give the convolution a style, Column() or Row()",
+    "examples": "Gather examples over axes that split them",
+    "loop": "Scan over dims that are whole",
+    "mixed": "Split both, or neither",
+    "pad": "Pad dims that are whole",
+    "parts": "The parts are on different devices. Have one product for each part, such as query, "
+    "key and value, or split each head into its parts, as in reshape(..., num_heads, 3 * "
+    "head_size); or leave the modules before and behind it out of the plan",
+    "product": "Give the module that contracts it the style Row",
+    "program": "Have the code not depend on sizes of what is split",
+    "random": "Have nn.Dropout draw them",
+    "reduction": "A norm, a mean or a softmax needs all of it: put it behind a Row",
+    "reshape": "A device's part lies apart in it. Keep the split dim in front of those that it is "
+    "merged with: heads before their features, as in reshape(..., -1, head_size); or give the "
+    "module that says how many heads there are the style PerDevice('num_heads')",
+    "size": _WHOLE_SIZE,
+    "sum": "Have a Row be a product, and a bias, alone",
+    "two dims": "Combine no two split dims: one has to be whole, behind a Row",
+    "unknown": "It is not known whether that is right",
+}
+
+
+def check_on_shards(
+    apply: Callable[..., Any], style_of: StyleOf, calls: PlannedCalls, *args: Any, **kwargs: Any
+) -> None:
+    """Refuses a call that does not compute on shards what it computes whole.
+
+    It is called within a `shard_map`, with the variables and arguments of one device.
+
+    Args:
+      apply: Applies the module, which knows nothing of the plan.
+      style_of: The styles by module path.
+      calls: The interceptor of calls on shards.
+      *args: The arguments of the call, the variables first.
+      **kwargs: The other ones.
+
+    Raises:
+      ValueError: An operation on a split dimension is wrong or unknown; its module is named.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
+
+    def trace(intercept: Callable[..., Any]) -> ClosedJaxpr:
+        def in_scope(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            module = context.module
+            style = style_of("/".join(module.path)) if module.scope is not None else None
+            if style is None or isinstance(style, PerDevice):
+                return intercept(next_fun, args, kwargs, context)
+            if isinstance(module, _PRODUCTS):
+                with jax.named_scope(_PLANNED_SCOPE):
+                    return intercept(next_fun, args, kwargs, context)
+            next_fun = _with_scoped_parameters(module, next_fun)
+            with jax.named_scope(_ROW_SCOPE) if isinstance(style, Row) else nullcontext():
+                return intercept(next_fun, args, kwargs, context)
+
+        def call(arrays: list[Any]) -> Any:
+            rest = iter(arrays)
+            filled = [next(rest) if is_it else x for is_it, x in zip(is_array, leaves, strict=True)]
+            args, kwargs = jax.tree.unflatten(structure, filled)
+            with nn.intercept_methods(in_scope):
+                return apply(*args, **kwargs)
+
+        return jax.make_jaxpr(call)(list(itertools.compress(leaves, is_array)))
+
+    axis, devices = calls.axis, jax.lax.axis_size(calls.axis)
+    if devices == 1:
+        return
+    shards = trace(calls)
+    try:
+        whole = trace(_WholeCalls(style_of, axis))
+    except (FlaxError, TypeError, ValueError) as error:
+        raise ValueError(
+            "tensor_parallel: the model runs on shards, and the call of one device to compare it "
+            f"with fails: {error} Code that calls enter, leave or split_lookup with a sequence_dim "
+            "cannot be compared. Say verify=False, and compare with "
+            "manualpar.assert_same_as_one_device."
+        ) from error
+    _compare(shards, whole, axis, devices, "")
+
+
+def _with_scoped_parameters(module: nn.Module, function: Callable[..., Any]) -> Any:
+    """A method of a module that asks for its parameters in our scope."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        param = vars(module)["param"]
+
+        def scoped_param(*args: Any, **kwargs: Any) -> Any:
+            with jax.named_scope(_PLANNED_SCOPE):
+                return param(*args, **kwargs)
+
+        vars(module)["param"] = scoped_param
+        try:
+            return function(*args, **kwargs)
+        finally:
+            vars(module)["param"] = param
+
+    return call
+
+
+class _WholeCalls:
+    """The interceptor of a model's calls as on one device, although its variables are shards."""
+
+    def __init__(self, style_of: StyleOf, axis: str) -> None:
+        self._style_of, self._axis = style_of, axis
+
+    def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module = context.module
+        style = self._style_of("/".join(module.path)) if module.scope is not None else None
+        if style is None or isinstance(style, PerDevice):
+            with replace_fields(module, _without_sequence(module)):
+                return next_fun(*args, **kwargs)
+        if "param" in vars(module):  # It calls itself.
+            return next_fun(*args, **kwargs)
+        devices = jax.lax.axis_size(self._axis)
+
+        def each(size: int) -> int:
+            """As if what is shared stood there once for each device."""
+            return max(size, devices) if style.shared else size
+
+        def param(name: str, init_fn: Any, *args: Any, unbox: bool = True, **kwargs: Any) -> Any:
+            del unbox
+            key = jax.eval_shape(lambda: jax.random.key(0))
+            declared = jax.eval_shape(lambda key: nn.unbox(init_fn(key, *args, **kwargs)), key)
+            shape = list(declared.shape)
+            dim = style.split_dim(name, len(shape))
+            if dim is not None:
+                shape[dim] = each(shape[dim])
+            like = nn.unbox(module.get_variable("params", name))
+            if isinstance(style, Row) and name == "bias":  # Zeros on shards too.
+                zeros = jnp.zeros(shape, like.dtype)
+                return cast_to_varying(zeros, varying_axes(like) - {self._axis})
+            # Made of the shard, so that what nn.scan takes out of a loop is the same on shards.
+            entry = like[(0,) * like.ndim]
+            is_varying = self._axis in varying_axes(entry)
+            return jnp.broadcast_to(leave(entry, self._axis) if is_varying else entry, shape)
+
+        with overridden(module, param=param), replace_features(module, style, each):
+            return next_fun(*args, **kwargs)
+
+
+def _without_sequence(module: nn.Module) -> dict[str, Any]:
+    """The fields by which a layer of ours, such as `MoE`, splits sequences, with other values."""
+    if type(module).__module__.split(".")[0] != __name__.split(".")[0]:
+        return {}
+    return {name: value for name, value in _WHOLE_SEQUENCES.items() if hasattr(module, name)}
+
+
+def _compare(
+    shards: Any, whole: Any, axis: str, devices: int, path: str, is_sum: bool = False
+) -> None:
+    """Refuses a program on shards that is not the one on whole arrays.
+
+    With `is_sum` its inputs are parts of a sum.
+    """
+    summed = {path} if is_sum else set[str]()  # The modules whose products are parts of a sum.
+    constants: dict[Any, Any] = {}
+    jaxprs: list[Jaxpr] = []
+    for program in (shards, whole):
+        if isinstance(program, ClosedJaxpr):
+            constants.update(zip(program.jaxpr.constvars, program.consts, strict=True))
+        jaxprs.append(program.jaxpr if isinstance(program, ClosedJaxpr) else program)
+        for eqn in jaxprs[-1].eqns:
+            if eqn.primitive.name in CASTS:
+                constants[eqn.outvars[0]] = _constant(eqn.invars[0], constants)
+    for one, other in paired(*map(_foreign, jaxprs)):
+        where = "/".join(filter(None, (path, module_of(one or other, _SCOPES))))
+        try:
+            check_same_operation(one, other)
+            _check_constants(one, other, constants)
+            is_product = one.primitive.name in ("dot_general", "conv_general_dilated")
+            if is_product and stands_in(one, _SCOPES):
+                summed.add(where)
+            elif where in summed and not _is_linear(one):
+                what = f"applies {one.primitive.name} to a part of a sum, before the devices' parts"
+                refuse(f"{what} are added up", "sum")
+            else:
+                check_operation(one, other, axis=axis, devices=devices)
+        except WrongOnShardsError as error:
+            place = f"on shards along {axis!r} module {where!r}{place_of(one or other)}"
+            raise ValueError(
+                f"tensor_parallel: {place} {error.mended(_MENDS)} If it is right all the same, say "
+                "verify=False, and compare with manualpar.assert_same_as_one_device."
+            ) from None
+        for pair in zip(inner_programs(one), inner_programs(other), strict=True):
+            _compare(*pair, axis, devices, where, where in summed)
+
+
+def _is_linear(eqn: Any) -> bool:
+    is_scaling = eqn.primitive.name in ("mul", "div") and any(not x.aval.shape for x in eqn.invars)
+    return is_scaling or eqn.primitive.name in _LINEAR
+
+
+def _foreign(jaxpr: Jaxpr) -> Iterator[Any]:
+    """The equations that are neither a planned module's nor our own."""
+    for eqn in jaxpr.eqns:
+        is_ours = stands_in(eqn, _OURS)
+        # `enter` and `leave` look at an index for whether types are checked.
+        if not is_ours and eqn.primitive.name not in (*CASTS, "axis_index"):
+            yield eqn
+
+
+def _check_constants(one: Any, other: Any, constants: dict[Any, Any]) -> None:
+    for variables in zip(one.invars, other.invars, strict=False):
+        a, b = (_constant(x, constants) for x in variables)
+        if a is not None and b is not None and not np.array_equal(a, b, equal_nan=_has_nan(a)):
+            what = f"applies {one.primitive.name} with a constant"
+            refuse(f"{what} that is made of the size of what is split", "constant")
+
+
+def _constant(variable: Any, constants: dict[Any, Any]) -> Any:
+    """The value of a variable that every run has; `None` if there is none."""
+    value = variable.val if isinstance(variable, Literal) else constants.get(variable)
+    return None if isinstance(value, jax.core.Tracer) else value
+
+
+def _has_nan(x: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) and np.isnan(x).any())

@@ -1,0 +1,167 @@
+"""The numbers of a module of which a planned call gets this device's share.
+
+A module that reshapes what a `Column` makes to heads says how many there are: by a field, by an
+attribute that its `setup` has set, or by its config. While one of its methods runs on shards, the
+number is a `LocalSize`. `setup` and the modules that are made in a call get the whole number,
+because the plan divides their parameters itself.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+
+from manualpar.core.model.linen.linen_model import replace_fields
+from manualpar.layers.tensor_parallel.plan_styles import PerDevice
+
+
+class LocalSize(int):
+    """This device's share of a number.
+
+    A number that it divides is a whole one: `hidden_size // num_heads` is the size of a head. Its
+    multiples are shares too: `num_heads * head_size`.
+
+    Attributes:
+      whole: The number on all devices together.
+    """
+
+    whole: int
+
+    def __new__(cls, local: int, whole: int) -> "LocalSize":
+        """A share of `whole`."""
+        size = super().__new__(cls, local)
+        size.whole = whole
+        return size
+
+    def __mul__(self, other: Any) -> Any:
+        """Returns a share of the product."""
+        product = super().__mul__(other)
+        return LocalSize(product, self.whole * other) if type(other) is int else product
+
+    def __rmul__(self, other: Any) -> Any:
+        """Returns a share of the product."""
+        return self * other
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        """Divides a whole number."""
+        return other // self.whole
+
+    def __rtruediv__(self, other: Any) -> Any:
+        """Divides a whole number."""
+        return other / self.whole
+
+    def __rmod__(self, other: Any) -> Any:
+        """Returns what is left of a whole number."""
+        return other % self.whole
+
+
+@contextlib.contextmanager
+def local_sizes(where: str, module: nn.Module, style: PerDevice, devices: int) -> Iterator[None]:
+    """Gives a module this device's share of the numbers that its style names, for a while.
+
+    Raises:
+      ValueError: The module has no such number, or the devices do not divide it.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in style.names:
+            try:
+                whole = _look_up(module, name)
+            except (AttributeError, KeyError):
+                whole = None
+            if isinstance(whole, LocalSize):  # One of its methods calls another one.
+                continue
+            if not isinstance(whole, int):
+                raise ValueError(
+                    f"{where}: the module has no number {name}, expected one that it "
+                    "has in a call: a field, an attribute that setup sets, or an entry of one, "
+                    f"such as {', '.join(_numbers(module))}."
+                )
+            if whole % devices:
+                raise ValueError(
+                    f"{where}: {name} is {whole}, which does not divide over the {devices} devices "
+                    f"of the axis, expected a multiple of {devices}. Use fewer devices along it, "
+                    "or leave this module and those in it out of the plan."
+                )
+            field, _, rest = name.partition(".")
+            before, share = getattr(module, field), LocalSize(whole // devices, whole)
+            value = _with(before, rest, share) if rest else share
+            stack.enter_context(replace_fields(module, {field: value}))
+            if _look_up(module, name) != share:
+                raise ValueError(
+                    f"{where}: {name} cannot be set in a copy of a {type(before).__name__}, "
+                    "expected one of a dataclass, a dict, or another object whose attributes can "
+                    f"be set. Have setup set an attribute, as in self.num_heads = self.{name}."
+                )
+        yield
+
+
+def forget_shares(module: nn.Module) -> None:
+    """Gives the fields of a module that was made of shares the whole numbers."""
+    for field in dataclasses.fields(module):
+        value = getattr(module, field.name, None)
+        if isinstance(value, LocalSize):
+            object.__setattr__(module, field.name, value.whole)
+        elif isinstance(value, tuple | list) and any(isinstance(x, LocalSize) for x in value):
+            whole = [x.whole if isinstance(x, LocalSize) else x for x in value]
+            object.__setattr__(module, field.name, tuple(whole))
+
+
+def numbers_to_name(module: nn.Module, error: str, suffixes: tuple[str, ...] = ("",)) -> list[str]:
+    """Names the whole numbers of a module, or of its config, to which a failed reshape goes.
+
+    Args:
+      module: The module that reshapes.
+      error: What JAX says, "cannot reshape array of shape (4, 8, 2) into shape (4, 8, 8)".
+      suffixes: Ends of names.
+
+    Returns:
+      The names, those of the module's own if it has some.
+    """
+    shapes = [part.split(", ") for part in re.findall(r"shape \(([-\d, ]+)\)", error)]
+    if len(shapes) < 2:
+        return []
+    # The dims in front of the split one are those of before.
+    same = [a == b for a, b in zip(*shapes, strict=False)][:-1]
+    made = set(shapes[1][same.index(False) if False in same else len(same) :])
+    found = [
+        name
+        for name, number in _numbers(module).items()
+        if str(number) in made and not isinstance(number, LocalSize) and name.endswith(suffixes)
+    ]
+    return [name for name in found if "." not in name] or found
+
+
+def _numbers(module: nn.Module) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, value in {"": module, **vars(module)}.items():
+        is_config = not isinstance(value, nn.Module | int)
+        if not name or (is_config and not name.startswith("_")):
+            entries = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+            prefix = f"{name}." if name else ""
+            found |= {f"{prefix}{k}": v for k, v in entries.items() if type(v) in (int, LocalSize)}
+    return found
+
+
+def _look_up(owner: Any, name: str) -> Any:
+    for part in name.split("."):
+        owner = owner[part] if isinstance(owner, Mapping) else getattr(owner, part)
+    return owner
+
+
+def _with(owner: Any, name: str, value: Any) -> Any:
+    """A copy of an object in which an attribute, or an entry, is another one."""
+    part, _, rest = name.partition(".")
+    if rest:
+        value = _with(_look_up(owner, part), rest, value)
+    if isinstance(owner, Mapping):
+        return {**owner, part: value}
+    other = copy.copy(owner)
+    try:
+        setattr(other, part, value)
+    except AttributeError:  # A frozen dataclass.
+        object.__setattr__(other, part, value)
+    return other

@@ -1,0 +1,123 @@
+"""How a module of a plan computes with shards of its parameters."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """Each device computes some of a module's outputs.
+
+    Attributes:
+      dim: The dimension of kernel and bias, counted from the end, that is split: -1, or -2 for the
+        heads of a kernel `[D, N, H]`.
+      shared: Whether devices may share what is too little to give each its own, such as the key
+        heads of grouped-query attention; see `manualpar.core.parameters.split_parameter.split`.
+      bias_dim: The dimension of the bias that is split, if it is not `dim`: -1 for a kernel
+        `[F, D]` that its module transposes, with `dim=-2`.
+    """
+
+    dim: int = -1
+    shared: bool = False
+    bias_dim: int | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        """Refuses a dim that does not count from the end."""
+        _check_dim(self)
+        if self.bias_dim is not None:
+            _check_dim(self, "bias_dim")
+
+    def split_dim(self, name: str, ndim: int) -> int | None:
+        """The dim of a parameter that is split; `None` for one of fewer dims, which stays whole."""
+        dim = self.bias_dim if name == "bias" and self.bias_dim is not None else self.dim
+        return dim if ndim >= -dim else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Each device takes some of a module's inputs; the products are summed, then `bias` is added.
+
+    Attributes:
+      dim: The dimension of the kernel, counted from the end, that is split: -2, or -3 for the heads
+        of a kernel `[N, H, D]`.
+    """
+
+    dim: int = -2
+    shared: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuses a dim that does not count from the end."""
+        _check_dim(self)
+
+    def split_dim(self, name: str, ndim: int) -> int | None:
+        """The dim of a parameter that is split; `None` for the bias, which stays whole."""
+        return None if name == "bias" or ndim < -self.dim else self.dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocab:
+    """An `nn.Embed` of which each device has some rows; `attend` gives its part of the logits."""
+
+    shared: ClassVar[bool] = False
+
+    def split_dim(self, name: str, ndim: int) -> int | None:
+        """The dim of the embedding that is split."""
+        del name
+        return -2 if ndim >= 2 else None
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class PerDevice:
+    """A module whose own code gets this device's share of some of its numbers.
+
+    Some modules reshape what their `Column`s make: `query.reshape(B, S, self.num_heads, head_size)`
+    in the module that calls `query`. On shards there are fewer heads, which
+    `PerDevice("num_heads")`, as the style of that module, makes so while one of its methods runs.
+
+    Attributes:
+      names: The numbers: fields, attributes that `setup` sets, or entries of one of these, such as
+        `"config.num_attention_heads"`. The devices must divide them. Name the number of heads, and
+        what heads are merged to if the module says so (`"embed_dim"`).
+    """
+
+    names: tuple[str, ...]
+    shared: ClassVar[bool] = False
+
+    def __init__(self, *names: str) -> None:
+        """Checks the names.
+
+        Args:
+          *names: The numbers, see the class.
+
+        Raises:
+          ValueError: There is none, or one is not a name.
+        """
+        if not names or not all(isinstance(name, str) and name for name in names):
+            raise ValueError(
+                f"PerDevice: names={names!r}, expected names of numbers that the module has, such "
+                "as PerDevice('num_heads')."
+            )
+        object.__setattr__(self, "names", names)
+
+    def __repr__(self) -> str:
+        return f"PerDevice({', '.join(map(repr, self.names))})"
+
+    def split_dim(self, name: str, ndim: int) -> None:
+        """`None`, because parameters of the module's own stay whole."""
+        del name, ndim
+
+
+Style = Column | Row | Vocab | PerDevice
+# Styles by globs on module paths.
+Plan = Mapping[str, Style]
+
+
+def _check_dim(style: Column | Row, name: str = "dim") -> None:
+    dim = getattr(style, name)
+    if not isinstance(dim, int) or dim >= 0:
+        kind = type(style).__name__
+        raise ValueError(
+            f"{kind}: {name}={dim!r}, expected a negative number: dims count from the end, "
+            f"because a loop over layers adds dims in front. Write {kind}() for the usual."
+        )

@@ -1,1 +1,0 @@
-"""Linen models: their adapter registers itself when `manualpar.linen.linen_model` is imported."""

@@ -1,0 +1,154 @@
+"""Losses as programs take them: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`.
+
+A loss is the mean over the examples or tokens of its batch, which is one device's share of a
+minibatch. Its metrics are sums and counts, and the program weighs devices and minibatches by the
+counts. An example without weight has no influence, and the loss of a share without any weight is 0.
+
+Logits may be split over devices along their last dim, as those of a model with a split head are.
+They are not gathered, see `manualpar.layers.vocabulary`. A language model whose `__call__` has an
+argument `labels` is given them, and computes the losses itself, so that it need not make logits:
+`Transformer` does.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.state.metrics import Metrics
+from manualpar.core.state.train_state import Batch
+from manualpar.layers.moe.routing import COUNTS, LOSSES, auxiliary_loss
+from manualpar.layers.vocabulary import split_argmax, split_cross_entropy, vocabulary_axes
+
+
+def classification_loss(
+    params: Any, apply_fn: Callable[..., jax.Array], batch: Batch, rng: jax.Array
+) -> tuple[jax.Array, Metrics]:
+    """The cross entropy of the logits and the labels.
+
+    Args:
+      params: The parameters of the model.
+      apply_fn: The model's `apply`, which returns logits `[B, num_classes]`, or this device's
+        columns of them.
+      batch: Inputs; labels `int[B]`; optionally a mask `[B]` with the weight of each label, 0 for
+        padding.
+      rng: A key for dropout.
+
+    Returns:
+      The mean loss in nats, and the metrics `loss` and `accuracy`.
+
+    Raises:
+      ValueError: The labels or the mask do not have a value for each example, or several axes split
+        the columns.
+
+    Communication:
+      None if the logits are whole; otherwise that of `split_cross_entropy` and `split_argmax`.
+    """
+    return _mean_cross_entropy("classification_loss", params, apply_fn, batch, rng)
+
+
+def language_model_loss(
+    params: Any, apply_fn: Callable[..., jax.Array], batch: Batch, rng: jax.Array
+) -> tuple[jax.Array, Metrics]:
+    """The cross entropy of the logits at each position and the next token.
+
+    As `classification_loss`, but inputs, labels and mask are `[B, S]`, and logits `[B, S, V]`. A
+    label is the token after its position.
+
+    A model whose `__call__` has an argument `labels` is called with `labels=batch.labels` too. It
+    returns the pair of the losses in nats, `float32[B, S]`, and `bool[B, S]`, whether the largest
+    logit is the label's, in place of logits. Which one a model is, its signature says: that of the
+    module whose `apply` the loss gets. Another function than a module's `apply` is for logits.
+    """
+    return _mean_cross_entropy(
+        "language_model_loss", params, apply_fn, batch, rng, with_labels=takes_labels(apply_fn)
+    )
+
+
+def takes_labels(apply_fn: Callable[..., Any]) -> bool:
+    """Whether `apply_fn` is the `apply` of a module whose `__call__` has an argument `labels`."""
+    owner = getattr(apply_fn, "__self__", apply_fn)
+    # A program wraps the module.
+    module: Any = owner if isinstance(owner, nn.Module) else getattr(owner, "module", owner)
+    return "labels" in inspect.signature(module.__call__).parameters
+
+
+def mixture_of_experts_loss(
+    params: Any, apply_fn: Callable[..., jax.Array], batch: Batch, rng: jax.Array
+) -> tuple[jax.Array, Metrics]:
+    """`language_model_loss` and the losses that keep the load of a model's experts balanced.
+
+    The metrics are those of `language_model_loss`, whose `loss` is without what is added, and those
+    of `auxiliary_loss`.
+    """
+    sown: dict[str, Any] = {}
+
+    def apply_and_keep(*args: Any, **kwargs: Any) -> Any:
+        out, updates = apply_fn(*args, mutable=[LOSSES, COUNTS], **kwargs)
+        sown.update(updates)
+        return out
+
+    name, with_labels = "mixture_of_experts_loss", takes_labels(apply_fn)
+    loss, metrics = _mean_cross_entropy(
+        name, params, apply_and_keep, batch, rng, with_labels=with_labels
+    )
+    weights = jnp.ones(batch.labels.shape) if batch.mask is None else batch.mask
+    auxiliary, of_experts = auxiliary_loss(sown, weights.astype(jnp.float32).sum(-1))
+    return loss + auxiliary, {**metrics, **of_experts}
+
+
+def _mean_cross_entropy(
+    name: str,
+    params: Any,
+    apply_fn: Callable[..., Any],
+    batch: Batch,
+    rng: jax.Array,
+    *,
+    with_labels: bool = False,
+) -> tuple[jax.Array, Metrics]:
+    call = {"train": True, "rngs": {"dropout": rng}}
+    if with_labels:
+        out = apply_fn({"params": params}, batch.inputs, labels=batch.labels, **call)
+        losses, correct = _checked_pair(name, out, batch.labels)
+    else:
+        logits = apply_fn({"params": params}, batch.inputs, **call)
+        _check_one_each(name, batch, logits.shape[:-1], f"model's logits {logits.shape}")
+        axis = vocabulary_axes(logits, batch.labels)
+        losses = split_cross_entropy(logits, batch.labels, axis=axis)
+        correct = split_argmax(logits, axis) == batch.labels
+    _check_one_each(name, batch, losses.shape, f"model's losses {losses.shape}")
+    correct = correct.astype(losses.dtype)
+    weights = jnp.ones_like(losses) if batch.mask is None else batch.mask.astype(losses.dtype)
+    # The sum of those of all sequences, by which a loss of experts weighs each.
+    count = weights.sum(-1).sum()
+    # A label that stands for nothing may be any number, and its loss NaN, which times 0 is NaN.
+    total = jnp.where(weights == 0, 0, losses * weights).sum()
+    metrics = {"loss": (total, count), "accuracy": ((correct * weights).sum(), count)}
+    # The share of a device may consist of padding alone.
+    return total / jnp.where(count > 0, count, 1), metrics
+
+
+def _check_one_each(name: str, batch: Batch, shape: tuple[int, ...], of: str) -> None:
+    for field in ("labels", "mask"):
+        value = getattr(batch, field)
+        if value is not None and value.shape != shape:
+            raise ValueError(
+                f"{name}: batch.{field} has the shape {value.shape}, expected {shape}: one for "
+                f"each of the {of}."
+            )
+
+
+def _checked_pair(name: str, out: Any, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What a model has made of labels."""
+    shapes = [jnp.shape(x) for x in out] if isinstance(out, tuple) else [jnp.shape(out)]
+    if shapes != [labels.shape] * 2:
+        raise ValueError(
+            f"{name}: the model, whose __call__ takes labels, returned arrays of the shapes "
+            f"{shapes}, expected two of {labels.shape}: the losses in nats, and whether the "
+            "largest logit is the label's. Rename an argument `labels` that means anything else."
+        )
+    losses, correct = out
+    return losses, correct

@@ -1,0 +1,158 @@
+"""Adapters in a folder of their own: a few MB beside a base of many GB.
+
+`adapters.safetensors` holds the adapters by their paths, in float32, which holds narrower dtypes
+exactly. `adapters.json` says what they belong to: the targets with their ranks, and alpha.
+
+Invariants: a folder gets its name when it is whole, see `manualpar.system.storage.drafts`. Adapters
+are whole in the file, so that any mesh and any strategy takes them.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from manualpar.core.program.guarded_step import check_state
+from manualpar.core.program.load_state import variable_leaves, variables_of
+from manualpar.core.program.program import Program
+from manualpar.core.state.state_arrays import Leaf, list_some, place_leaf, read_unpadded, show_array
+from manualpar.core.state.train_state import TrainState
+from manualpar.extras import require
+from manualpar.models.finetuning.merging import adapted_model, is_adapter
+from manualpar.system.storage import GivenPath, draft_of, local_path, publish, sync, writing
+from manualpar.system.storage.untrusted import open_tensors, printable, read_object
+
+ARRAYS_FILE, DESCRIPTION_FILE = "adapters.safetensors", "adapters.json"
+FLOAT32 = "F32"  # As `.safetensors` files call it.
+
+
+def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> Path:
+    """Writes the adapters of a state, and nothing of its base.
+
+    Args:
+      program: A program of a model with adapters, see `lora`.
+      state: Its state; not donated.
+      directory: The folder to make. It must not exist.
+
+    Returns:
+      The folder.
+
+    Raises:
+      ValueError: The model has no adapters, the state is not the program's, the folder is there
+        already, or another process is writing it. Nothing has been written.
+      OSError: The files cannot be written; there is no folder of the name.
+
+    Communication:
+      Over several processes an all-gather for each adapter; within one none.
+    """
+    require("save_adapters", "safetensors")
+    from safetensors.numpy import save
+
+    # `import manualpar` loads nothing that processes need to talk to each other.
+    from manualpar.system.cluster.agreement import failing_together, gather
+
+    model = adapted_model("save_adapters", program).low_rank
+    check_state("save_adapters", program.abstract_state, state)
+    target = local_path(directory, "save_adapters: directory").absolute()
+    if any(gather(target.exists())):
+        raise ValueError(
+            f"save_adapters: {target} is there already, expected a new folder. Name another."
+        )
+    arrays = dict(zip(variable_leaves(program), jax.tree.leaves(variables_of(state)), strict=True))
+    values = {
+        _path(leaf): read_unpadded("save_adapters", leaf, x).astype(np.float32)
+        for leaf, x in arrays.items()
+        if is_adapter(leaf.name)
+    }
+    with failing_together():
+        if jax.process_index() == 0:
+            description = {"alpha": model.alpha, "targets": dict(model.targets)}
+            texts = {
+                ARRAYS_FILE: save(values),  # `save_file` ignores the umask.
+                DESCRIPTION_FILE: json.dumps(description, indent=2).encode() + b"\n",
+            }
+            with writing("save_adapters", target), draft_of(target) as draft:
+                for name, data in texts.items():
+                    (draft / name).write_bytes(data)
+                    sync(draft / name)
+                publish(draft, target)
+    return target
+
+
+def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> TrainState:
+    """Takes adapters that `save_adapters` has written, on any mesh, into a state.
+
+    Args:
+      program: A program of a model with the same targets, ranks and alpha.
+      state: Its state; not donated. Its base and its optimizer's state stay as they are.
+      directory: The folder.
+
+    Returns:
+      The state with the adapters, bit for bit, cast to the dtype in which the program stores them.
+
+    Raises:
+      ValueError: The folder is not there or damaged; alpha, a name or a shape is another than the
+        program's. Each is named, and nothing has been placed.
+
+    Communication:
+      None. Each device receives its own part.
+    """
+    require("load_adapters", "safetensors")
+    from safetensors import SafetensorError, safe_open
+
+    model = adapted_model("load_adapters", program).low_rank
+    check_state("load_adapters", program.abstract_state, state)
+    source = local_path(directory, "load_adapters: directory")
+    leaves = variable_leaves(program)
+    adapters = {_path(leaf): leaf for leaf in leaves if is_adapter(leaf.name)}
+    try:
+        description = read_object(source / DESCRIPTION_FILE)
+        open_tensors(source / ARRAYS_FILE)[0].close()  # It is no FIFO, for example.
+        with safe_open(source / ARRAYS_FILE, framework="np", backend="pread") as file:
+            differences = _differences(adapters, file)
+            # Not before it is known that they are no larger than the program's.
+            found = {} if differences else {path: file.get_tensor(path) for path in adapters}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(
+            f"load_adapters: {source} cannot be read: {printable(error)}; expected a folder of "
+            "save_adapters."
+        ) from error
+    if (alpha := description.get("alpha")) != model.alpha:
+        raise ValueError(
+            f"load_adapters: the adapters in {source} are for alpha={alpha!r:.100}, expected "
+            f"{model.alpha}, the model's: their product is multiplied by alpha / rank."
+        )
+    if differences:
+        raise ValueError(
+            f"load_adapters: the adapters in {source} are not the program's: "
+            f"{'; '.join(list_some(differences))}. Name the same targets and ranks in lora."
+        )
+    arrays, structure = jax.tree.flatten(variables_of(state))
+    for number, leaf in enumerate(leaves):
+        if is_adapter(leaf.name):
+            arrays[number] = place_leaf("load_adapters", leaf, found[_path(leaf)])
+    return state.replace(params=jax.tree.unflatten(structure, arrays)["params"])
+
+
+def _path(leaf: Leaf) -> str:
+    return leaf.name.partition("/")[2]
+
+
+def _differences(leaves: Mapping[str, Leaf], file: Any) -> list[str]:
+    """What is missing in a file, left over, or of another shape or kind."""
+    names = set(file.keys())
+    lines = [f"{name} is left over" for name in sorted(names - leaves.keys())]
+    for path, leaf in leaves.items():
+        expected = show_array(np.float32, leaf.shape)
+        if path not in names:
+            lines.append(f"{path} is missing, expected {expected}")
+            continue
+        found = file.get_slice(path)
+        shape, code = tuple(found.get_shape()), found.get_dtype()
+        if shape != leaf.shape or code != FLOAT32:
+            got = f"{'float32' if code == FLOAT32 else code}[{','.join(map(str, shape))}]"
+            lines.append(f"{path} is {got}, expected {expected}")
+    return lines

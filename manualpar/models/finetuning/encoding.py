@@ -1,0 +1,138 @@
+"""Kernels from elsewhere as codes and scales on the devices, one after the other.
+
+A kernel arrives as float32, in shards. It is encoded where it lies, so that no device and no host
+holds more of it than its shards. If shards of the codes end within blocks, the kernel arrives in a
+layout in which they do not, and devices exchange codes.
+
+Invariants: what lies beyond an array's own shape is zeros, and zeros have zeros for codes, so that
+padding need not be taken off before an array is encoded.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from manualpar.core.mesh.axes import axes_size, axis_tuple, with_axis_types
+from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.parameters.block_codec import decode, encode
+from manualpar.core.state.state_arrays import Leaf
+
+
+class Encoding(NamedTuple):
+    """What a parameter is stored as.
+
+    Attributes:
+      plain: The parameter, as it arrives: in float32, and sharded so that devices have whole
+        blocks.
+      codes: Its codes.
+      scales: Its scales.
+    """
+
+    plain: Leaf
+    codes: Leaf
+    scales: Leaf
+
+    @classmethod
+    def of(cls, name: str, codes: Leaf, scales: Leaf) -> "Encoding":
+        """The encoding of the parameter of a name."""
+        dtype = jnp.promote_types(scales.dtype, jnp.float32)
+        layout: Any = codes.abstract.sharding
+        held, sharding = _whole_blocks(codes.shape, codes.held_shape, layout, _block(codes, scales))
+        abstract = jax.ShapeDtypeStruct(held, dtype, sharding=sharding)
+        keys = name.partition("/")[0], *codes.keys[1:-1], name.rpartition("/")[2]
+        return cls(Leaf(name, keys, abstract, codes.shape, held, dtype), codes, scales)
+
+    def encode(self, x: jax.Array) -> dict[str, jax.Array]:
+        """The codes and the scales of the parameter, which is donated, by their names.
+
+        Communication:
+          None for most. The codes travel if their shards end within blocks, and the scales if they
+          are sharded otherwise than the codes.
+        """
+        with no_mesh():
+            made = _encoder(*self._types, _block(self.codes, self.scales))(x)
+        return dict(zip((self.codes.name, self.scales.name), made, strict=True))
+
+    def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
+        """The parameter, sharded and padded as its codes are.
+
+        Communication:
+          As for `encode`, the other way.
+        """
+        with no_mesh():
+            return _decoder(*self._types, _block(self.codes, self.scales))(codes, scales)
+
+    @property
+    def _types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return self.plain.abstract, self.codes.abstract, self.scales.abstract
+
+
+def _block(codes: Leaf, scales: Leaf) -> int:
+    return -(-codes.shape[-1] // scales.shape[-1])
+
+
+def _whole_blocks(
+    shape: tuple[int, ...], held: tuple[int, ...], sharding: NamedSharding, block: int
+) -> tuple[tuple[int, ...], NamedSharding]:
+    """The padded shape and the sharding in which no shard ends within a block."""
+    axes = [*map(axis_tuple, sharding.spec), *[()] * (len(shape) - len(sharding.spec))]
+    parts = axes_size(sharding.mesh, axes[-1])
+    if parts == 1 or held[-1] // parts % block == 0:
+        return held, sharding
+    # Another dim is divided over these devices too.
+    sizes = list(held[:-1])
+    dim = sizes.index(max(sizes))
+    axes[dim], axes[-1] = (*axes[dim], *axes[-1]), ()
+    sizes[dim] = _round_up(shape[dim], axes_size(sharding.mesh, axes[dim]))
+    return (*sizes, shape[-1]), NamedSharding(
+        sharding.mesh, PartitionSpec(*(names or None for names in axes))
+    )
+
+
+def _round_up(size: int, parts: int) -> int:
+    return math.ceil(size / parts) * parts
+
+
+@functools.lru_cache
+def _encoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[[jax.Array], Any]:
+    """The compiled function, one for all parameters of these shapes and layouts."""
+
+    def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        made = encode(x, block)
+        return _resize(made[0], codes.shape), _resize(made[1].astype(scales.dtype), scales.shape)
+
+    return _jit(run, (codes.sharding, scales.sharding))
+
+
+@functools.lru_cache
+def _decoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[..., jax.Array]:
+    # `run` sees automatic axes, whatever the mesh has.
+    mesh = with_axis_types(plain.sharding.mesh, AxisType.Auto)
+    sharding = NamedSharding(mesh, plain.sharding.spec)
+
+    def run(of_codes: jax.Array, of_scales: jax.Array) -> jax.Array:
+        of_codes = _resize(of_codes, plain.shape)
+        of_codes = jax.lax.with_sharding_constraint(of_codes, sharding)
+        count = -(-plain.shape[-1] // block)
+        of_scales = _resize(of_scales, (*plain.shape[:-1], count))
+        return _resize(decode(of_codes, of_scales), codes.shape)
+
+    return _jit(run, codes.sharding)
+
+
+def _jit(run: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    return jax.jit(on_auto_axes(run, mesh=mesh, out_specs=specs), out_shardings=shardings)
+
+
+def _resize(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """An array without its last entries, or with zeros after them."""
+    pairs = list(zip(x.shape, shape, strict=True))
+    x = x[tuple(slice(min(own, size)) for own, size in pairs)]
+    return jnp.pad(x, [(0, max(size - own, 0)) for own, size in pairs])

@@ -1,0 +1,307 @@
+"""Adapters of low rank beside a model that stays as it was given (LoRA).
+
+```python
+model = manualpar.lora(model, {"*/attention/query": 8, "*/attention/value": 8}, alpha=16)
+program = manualpar.fsdp(model, tx, loss_fn, mesh=mesh, batch=batch)
+state = program.init_from(pretrained, rng, missing="init")
+```
+
+Each chosen layer gets two parameters beside its kernel, `lora_a` and `lora_b`, see `low_rank`. They
+are trained and all others are frozen, unless the builder's `trainable=` says otherwise. An
+interceptor of Linen's calls makes them where the model is initialised, and adds their product where
+it is applied, so a model needs no change, and loops over layers stack the adapters as they stack
+kernels.
+
+Invariants: all other parameters have the paths and the initial bits that they have without
+adapters. At first `lora_b` is zero, so that the model computes what it computed before.
+"""
+
+import dataclasses
+import difflib
+import fnmatch
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.core.scope import LazyRng
+
+from manualpar.core.model.adapter import ModelAdapter, adapt, register
+from manualpar.core.model.linen.linen_model import LinenModel
+from manualpar.core.parameters.placement import path_name
+from manualpar.core.parameters.sharded_parameter import is_box
+from manualpar.layers import TensorParallel
+from manualpar.models.finetuning.low_rank import ADAPTED_LAYERS, add_low_rank, input_dims
+from manualpar.models.finetuning.quantized import CODES, QuantizedModel
+from manualpar.models.finetuning.wrapped_model import WrappedModel
+
+# Of an adapter's two parameters, and globs of their paths.
+DOWN, UP = "lora_a", "lora_b"
+ADAPTERS = ("*lora_a", "*lora_b")
+
+
+def lora(
+    model: nn.Module | TensorParallel | QuantizedModel,
+    targets: Mapping[str, int],
+    *,
+    alpha: float,
+) -> "LowRankModel":
+    """Adds trained adapters of low rank to layers of a Linen model, which is frozen.
+
+    Args:
+      model: The model, or one with a plan of `tensor_parallel`, or what `quantized` makes of
+        these. It is not changed.
+      targets: For each glob on module paths (`"*/attention/query"`, in which `*` stands for any
+        characters, slashes too) the rank of the adapters there. The path of the module's kernel
+        does as well. The layers are of `SplitDense`, `nn.Dense`, `nn.DenseGeneral` or `nn.Einsum`.
+      alpha: An adapter's product is multiplied by `alpha / rank`.
+
+    Returns:
+      The model for any builder of a program. Its parameters are those of the given model, and for
+      each adapted layer `lora_a` of shape `[..., r]` and `lora_b` of shape `[r, ...]`. The dims of
+      loops come first in both.
+
+    Raises:
+      TypeError: An argument is of the wrong kind.
+      ValueError: When it is called or when a program is built: a glob matches no layer, or one that
+        cannot be adapted; the path of the module and the reason are in the message.
+
+    Communication:
+      Base parameters are gathered as ever. They have no gradients, so that only those of adapters
+      are reduced.
+    """
+    if isinstance(model, nnx.Module):
+        raise TypeError(
+            f"lora: model is the nnx.Module {type(model).__name__}, expected one of flax.linen: "
+            "calls of NNX modules cannot be intercepted. NNX has nnx.LoRA, a layer; train it alone "
+            "with trainable=('*lora_*',)."
+        )
+    if not isinstance(model, nn.Module | TensorParallel | QuantizedModel):
+        raise TypeError(
+            f"lora: model is {model!r}, expected an instance of a flax.linen.Module, or what "
+            "tensor_parallel or quantized returns."
+        )
+    plain = model.model if isinstance(model, QuantizedModel) else model
+    if isinstance(plain, TensorParallel) and plain.overlap != "none":
+        raise ValueError(
+            f"lora: model has a plan with overlap={plain.overlap!r}, expected 'none': its layers "
+            "compute with chunks of sequences that an adapter does not see."
+        )
+    if not isinstance(targets, Mapping) or not targets:
+        raise TypeError(
+            f"lora: targets is {targets!r}, expected ranks by globs on module paths, such as "
+            "{'*/attention/query': 8}."
+        )
+    for glob, rank in targets.items():
+        if not isinstance(glob, str) or isinstance(rank, bool) or not isinstance(rank, int):
+            raise TypeError(f"lora: targets has {glob!r}: {rank!r}, expected a glob and a rank.")
+        if rank < 1:
+            raise ValueError(f"lora: targets has {glob!r}: {rank}, expected a rank of at least 1.")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise TypeError(f"lora: alpha is {alpha!r}, expected a number, such as twice the rank.")
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise ValueError(f"lora: alpha is {alpha}, expected a finite number above 0.")
+    return LowRankModel(model, tuple(targets.items()), float(alpha))
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRankModel:
+    """A model and the adapters beside it; see `lora`.
+
+    Attributes:
+      model: The model as it was given.
+      targets: The pairs of a glob on module paths and a rank.
+      alpha: What ranks are relative to.
+    """
+
+    model: Any
+    targets: tuple[tuple[str, int], ...]
+    alpha: float
+
+    @property
+    def module(self) -> nn.Module:
+        """The Linen module."""
+        module: nn.Module = _adapted(self).module
+        return module
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The model's `init`, with adapters."""
+        return _adapted(self).init(rngs, *args, **kwargs)
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model's `apply`, with adapters."""
+        return _adapted(self).apply(variables, *args, **kwargs)
+
+    def rank_of(self, path: str) -> int | None:
+        """The rank of the adapter of the module at a path; `None` if no target names it.
+
+        Raises:
+          ValueError: Two targets give it different ranks.
+        """
+        found = {glob: rank for glob, rank in self.targets if _matches(path, glob)}
+        if len(set(found.values())) > 1:
+            raise ValueError(
+                f"lora: module {path!r} has more than one rank in targets, {found}; expected one. "
+                "Make a glob narrower."
+            )
+        return next(iter(found.values()), None)
+
+
+def _adapted(model: LowRankModel) -> "AdaptedModel":
+    adapter: AdaptedModel = adapt(model)
+    return adapter
+
+
+def _matches(path: str, glob: str) -> bool:
+    return fnmatch.fnmatchcase(path, glob) or fnmatch.fnmatchcase(f"{path}/kernel", glob)
+
+
+@register
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class AdaptedModel(WrappedModel):
+    """The adapter of a `LowRankModel` for programs.
+
+    Attributes:
+      low_rank: The model with the ranks.
+    """
+
+    low_rank: Any = None
+
+    def __repr__(self) -> str:
+        return f"lora({self.base!r}, {dict(self.low_rank.targets)}, alpha={self.low_rank.alpha})"
+
+    @classmethod
+    def wrap(cls, model: Any) -> Self | None:
+        """The adapter of a model with adapters of low rank."""
+        if not isinstance(model, LowRankModel):
+            return None
+        base = adapt(model.model)
+        return cls(base.module, low_rank=model, base=base)
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """The adapters."""
+        return ADAPTERS
+
+    def check(self, trace: Callable[[ModelAdapter], None]) -> None:
+        """That of the given model without adapters, which compute on shards whatever it does."""
+        self.base.check(lambda base: trace(self.called(base)))
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The given model's variables, and adapters among the parameters.
+
+        Raises:
+          ValueError: A target is not there or cannot be adapted.
+        """
+        making = _Making(self.low_rank, self.base)
+        variables = self.base.intercepted(making).init(rngs, *args, **kwargs)
+        making.check(variables.get("params", {}))
+        return dict(variables)
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """The given model's `apply`, with the products of the adapters added."""
+        base = self.called(self.base)
+        return base.intercepted(self._add).apply(variables, *args, **kwargs)
+
+    def _add(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        """An interceptor that adds the product of a module's adapter to its result."""
+        module, y = context.module, next_fun(*args, **kwargs)
+        if not _computes(context) or not module.has_variable("params", DOWN):
+            return y
+        a, b = (nn.unbox(module.get_variable("params", name)) for name in (DOWN, UP))
+        scale = self.low_rank.alpha / b.shape[0]
+        return add_low_rank(module, _first(args, kwargs), y, a, b, scale)
+
+
+class _Making:
+    """An interceptor that makes adapters while a model is initialised."""
+
+    def __init__(self, low_rank: LowRankModel, base: LinenModel) -> None:
+        self._low_rank, self._base = low_rank, base
+        # By path the parameters of adapted modules, in the shapes that the modules see.
+        self._made: dict[str, dict[str, tuple[int, ...]]] = {}
+        self._refused: dict[str, str] = {}
+
+    def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        """Calls a module's method, and then makes the module's adapter if it has none."""
+        module, y = context.module, next_fun(*args, **kwargs)
+        if not _computes(context):
+            return y
+        path = "/".join(module.path)
+        rank = self._low_rank.rank_of(path)
+        if rank is None:
+            return y
+        try:
+            if not module.has_variable("params", DOWN):
+                self._make(module, path, rank, input_dims(module))
+        except ValueError as error:
+            self._refused[path] = str(error)
+        return y
+
+    def _make(self, module: nn.Module, path: str, rank: int, inputs: int) -> None:
+        box = self._base.annotated(path, module.get_variable("params", "kernel"))
+        kernel = box.value if is_box(box) else box
+        shape = kernel.shape
+        # As large as the initial weights of a layer in other libraries: uniform to 1/sqrt(inputs).
+        init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", range(inputs), (-1,))
+        # Not `make_rng`, which counts: other parameters would get other keys.
+        assert module.scope is not None
+        key = LazyRng.create(module.scope.rngs["params"], DOWN).as_jax_rng()
+        values = {
+            DOWN: (init(key, (*shape[:inputs], rank), jnp.float32), (*range(inputs), None)),
+            UP: (jnp.zeros((rank, *shape[inputs:])), (None, *range(inputs, len(shape)))),
+        }
+        self._made[path] = {"kernel": shape, **{name: x.shape for name, (x, _) in values.items()}}
+        for name, (value, dims) in values.items():
+            if is_box(box):
+                names = (*box.names, *(None,) * (len(shape) - len(box.names)))
+                names = tuple(None if dim is None else names[dim] for dim in dims)
+                value = box.replace(value=value, names=names)
+            module.put_variable("params", name, value)
+
+    def check(self, params: Any) -> None:
+        """Refuses targets of which there is none, or some that cannot be adapted."""
+        leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
+        shapes = {  # Codes have the shape of their kernel.
+            path_name(path).removesuffix(CODES): (x.value if is_box(x) else x).shape
+            for path, x in leaves
+        }
+        modules = {path.rpartition("/")[0] for path in shapes}
+        for glob, rank in self._low_rank.targets:
+            where = f"lora: targets has {glob!r}: {rank}"
+            found = sorted(path for path in modules if _matches(path, glob))
+            if not found:
+                near = difflib.get_close_matches(glob, sorted(modules), n=3, cutoff=0.0)
+                raise ValueError(
+                    f"{where}, which matches no module that has parameters of its own, expected "
+                    f"one, such as {', '.join(map(repr, near))}."
+                )
+            for path in found:
+                why = self._refused.get(path, f"is not called, expected one of {ADAPTED_LAYERS}")
+                if path in self._made:
+                    own = self._made[path]
+                    whole = {name: shapes[f"{path}/{name}"] for name in own}
+                    if all(whole[name][-len(shape) :] == shape for name, shape in own.items()):
+                        continue
+                    why = (
+                        f"is in a loop that stacks kernels {own['kernel']} as {whole['kernel']}, "
+                        "expected the loop's dim in front"
+                    )
+                raise ValueError(f"{where}, and module {path!r} {why}. Make the glob narrower.")
+
+
+def _computes(context: Any) -> bool:
+    """Whether this call of a module is the one that computes, with its variables at hand.
+
+    A module in `nn.remat` or `nn.scan` calls the same one without it, which computes.
+    """
+    module, method = context.module, context.method_name
+    is_lifted = type(module).__module__ == "flax.linen.transforms" and method in vars(type(module))
+    return module.scope is not None and method == "__call__" and not is_lifted
+
+
+def _first(args: Any, kwargs: Any) -> Any:
+    return [*args, *kwargs.values()][0]

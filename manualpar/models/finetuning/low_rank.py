@@ -1,0 +1,141 @@
+"""The products that adapters of low rank add to a layer's own.
+
+A layer with a kernel `W` computes `x W`. With an adapter it computes `x W + (alpha / r) (x a) b`,
+where `a` maps the input to `r` features and `b` maps these to the output (Hu et al., LoRA,
+https://arxiv.org/abs/2106.09685). The sum is taken of activations and not of weights: then nothing
+computes the gradient of `W`, which costs as much as the layer's forward pass, and no array of the
+size of `W` is made.
+
+Which dims of a kernel are inputs is asked of the layer (`SplitDense.contracted`,
+`nn.DenseGeneral.axis`). `a` has the input dims of the kernel and then `r`, and `b` has `r` and then
+the output dims. So each is split over mesh axes as the kernel is: `b` of a column-parallel layer
+and `a` of a row-parallel one.
+
+Invariants: an adapter is in the dtype in which its layer computes. A layer that cannot be adapted
+is refused, and the message says why.
+
+Symbols: `r` the rank of an adapter.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.linen.dtypes import promote_dtype
+
+from manualpar.core.mesh.axes import axis_tuple
+from manualpar.layers import SplitDense, leave
+from manualpar.layers.ring import gather_matmul, matmul_scatter
+
+ADAPTED_LAYERS = "SplitDense, nn.Dense, nn.DenseGeneral or nn.Einsum"
+
+
+def input_dims(module: nn.Module) -> int:
+    """The number of a kernel's dims that are inputs, which are its first.
+
+    Raises:
+      ValueError: The layer cannot be adapted; the message says why and begins in mid-sentence.
+    """
+    kind = _kind_of(module)
+    if kind is SplitDense:
+        return int(module.contracted)
+    if kind is nn.Dense:
+        return 1
+    if kind is nn.DenseGeneral:
+        if module.batch_dims:
+            raise ValueError(f"has batch_dims={module.batch_dims}, expected none")
+        return len(_tuple(module.axis))
+    if kind is nn.Einsum:
+        x, kernel, y = _einsum_terms(module)
+        inputs = [name for name in kernel if name in x]
+        if set(inputs) & set(y) or "".join(inputs) != kernel[: len(inputs)]:
+            raise ValueError(
+                f"computes {module.einsum_str!r}, expected a kernel whose first dims are all that "
+                "it shares with the input, and summed over"
+            )
+        rest = "".join(name for name in x if name not in inputs)
+        if not inputs or y != rest + kernel[len(inputs) :]:
+            raise ValueError(
+                f"computes {module.einsum_str!r}, expected a result with the other dims of the "
+                "input and then those of the kernel, in their order"
+            )
+        return len(inputs)
+    raise ValueError(f"is a {type(module).__name__}, expected one of {ADAPTED_LAYERS}")
+
+
+def add_low_rank(
+    module: nn.Module, x: Any, y: Any, a: jax.Array, b: jax.Array, scale: float
+) -> Any:
+    """What a layer returns, `y`, with the product of its adapter.
+
+    Args:
+      module: The layer.
+      x: Its input; of a column-parallel layer what `enter` or `enter_ring` has returned.
+      y: Its result.
+      a: `[..., r]`; the dims before are the kernel's inputs, or this device's part of them.
+      b: `[r, ...]`; the dims after are the kernel's outputs, or this device's part of them.
+      scale: What the product is multiplied by.
+
+    Returns:
+      An array, or `Chunks`, as `y`.
+
+    Communication:
+      That of the layer, of `r` features: none if it is column-parallel; if it is row-parallel
+      `leave` or `matmul_scatter` of the product with `a`.
+    """
+    kind, inputs = _kind_of(module), a.ndim - 1
+    parts, structure = jax.tree.flatten(x)
+    *parts, a, b = promote_dtype(*parts, a, b, dtype=module.dtype)
+    x = jax.tree.unflatten(structure, parts)
+    if kind is SplitDense:
+        low = _split_product(module, x, a, y)
+    elif kind is nn.Einsum:
+        terms = _einsum_terms(module)
+        dims = [terms[0].index(name) - len(terms[0]) for name in terms[1][:inputs]]
+        low = _contract(x, a, dims)
+    else:
+        axis = _tuple(module.axis) if kind is nn.DenseGeneral else (-1,)
+        low = _contract(x, a, axis)
+    return jax.tree.map(lambda y, more: y + scale * more.astype(y.dtype), y, gather_matmul(low, b))
+
+
+def _split_product(module: Any, x: Any, a: jax.Array, y: Any) -> Any:
+    """The product with `a`, summed over the devices if the layer's own is."""
+    axes = tuple(axis for name in module.names[: module.contracted] for axis in axis_tuple(name))
+    if not axes:
+        return gather_matmul(x, a, module.contracted)
+    dim = module.sequence_dim
+    dim = None if dim is None else dim % y.ndim
+    if module.overlap == "ring" and dim is not None:
+        return matmul_scatter(x, a, axes, dim, module.contracted)
+    return leave(_contract(x, a, range(-module.contracted, 0)), axes, dim)
+
+
+def _contract(x: jax.Array, a: jax.Array, dims: Any) -> jax.Array:
+    """Sums over some dims of `x` and the first of `a`; the others of `x` come first."""
+    own = tuple(dim % x.ndim for dim in dims)
+    return jax.lax.dot_general(x, a, ((own, tuple(range(len(own)))), ((), ())))
+
+
+def _kind_of(module: nn.Module) -> type[nn.Module] | None:
+    """Which of the known layers a module is; one with a `__call__` of its own is none."""
+    kinds = (SplitDense, nn.Dense, nn.DenseGeneral, nn.Einsum)
+    return next((kind for kind in kinds if type(module).__call__ is kind.__call__), None)
+
+
+def _einsum_terms(module: Any) -> tuple[str, str, str]:
+    """The names of the dims of the input, the kernel and the result.
+
+    Raises:
+      ValueError: There are dims without names.
+    """
+    text = "".join((module.einsum_str or "").split())
+    operands, arrow, y = text.partition("->")
+    x, comma, kernel = operands.partition(",")
+    if not (arrow and comma) or "." in kernel or len(set(kernel)) < len(kernel):
+        raise ValueError(f"computes {module.einsum_str!r}, expected 'x,kernel->y' with all names")
+    return x.replace("...", ""), kernel, y.replace("...", "")
+
+
+def _tuple(axis: Any) -> tuple[int, ...]:
+    return tuple(axis) if isinstance(axis, tuple | list) else (axis,)

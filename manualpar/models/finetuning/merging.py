@@ -1,0 +1,124 @@
+"""Adapters added to the kernels beside them, on the devices.
+
+Invariants: sums are computed in float32 and rounded once, to the dtype of the kernel. Each device
+holds its own shards of kernels and of results, and never a whole one.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
+
+from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
+from manualpar.core.program.guarded_step import check_state
+from manualpar.core.program.load_state import plain_leaves, variable_leaves, variables_of
+from manualpar.core.program.program import Program
+from manualpar.core.state.state_arrays import Leaf
+from manualpar.core.state.train_state import TrainState
+from manualpar.models.finetuning.lora import DOWN, UP, AdaptedModel
+
+
+def merge_lora(program: Program, state: TrainState) -> dict[str, Any]:
+    """Adds the adapters of a state to the kernels that they are beside.
+
+    ```python
+    params = merge_lora(program, state)
+    plain = manualpar.fsdp(model, tx, loss_fn, mesh=mesh, batch=batch).init_from(params)
+    ```
+
+    Args:
+      program: A program of a model with adapters, see `lora`.
+      state: Its state; not donated.
+
+    Returns:
+      The parameters of the model as it was given, by their paths in it: global arrays, sharded and
+      padded as they are in the state. What `quantized` stores in int8 is decoded, so that it is
+      what the adapters have been trained beside, and not what it was encoded from.
+
+    Raises:
+      ValueError: The model has no adapters, or the state is not the program's.
+
+    Communication:
+      All-gathers of adapters, where a device needs more of them than its own shard; for what is
+      decoded that of `Encoding.decode`.
+    """
+    adapted_model("merge_lora", program)
+    check_state("merge_lora", program.abstract_state, state)
+    params = {
+        leaf.name.partition("/")[2]: x
+        for leaf, x in given_variables(program, state)
+        if leaf.keys[0] == "params"
+    }
+    return unflatten_dict(params, sep="/")
+
+
+def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax.Array]]:
+    """The variables that the model has as it was given: merged, decoded, and without adapters.
+
+    Each device holds its shards of all of them. Communication is that of `merge_lora`.
+    """
+    adapter, leaves = program.step.model.adapter, variable_leaves(program)
+    # What is on the host, as flax's `from_bytes` leaves it, goes to the devices.
+    by_name: dict[str, Any] = {
+        leaf.name: x if isinstance(x, jax.Array) else jax.device_put(x, leaf.abstract.sharding)
+        for leaf, x in zip(leaves, jax.tree.leaves(variables_of(state)), strict=True)
+    }
+    paddings = {leaf.name: leaf.padding for leaf in leaves}
+    plain, encodings = plain_leaves(program, leaves)
+    for name, each in encodings.items():
+        by_name[name] = each.decode(by_name[each.codes.name], by_name[each.scales.name])
+        paddings[name] = each.codes.padding
+    by_name = {leaf.name: by_name[leaf.name] for leaf in plain}
+    if isinstance(adapter, AdaptedModel):
+        shardings = {name: x.sharding for name, x in by_name.items()}
+        merge = on_auto_axes(
+            functools.partial(_merge, paddings, adapter.low_rank.alpha),
+            mesh=program.mesh,
+            out_specs={name: x.spec for name, x in shardings.items()},
+        )
+        with no_mesh():
+            by_name = jax.jit(merge, out_shardings=shardings)(by_name)
+    return [(leaf, by_name[leaf.name]) for leaf in plain if not is_adapter(leaf.name)]
+
+
+def adapted_model(function: str, program: Program) -> AdaptedModel:
+    """The adapter of the program's model; refuses one without adapters of low rank."""
+    adapter = program.step.model.adapter
+    if not isinstance(adapter, AdaptedModel):
+        raise ValueError(
+            f"{function}: the program's model is {adapter!r}, which has no adapters, expected one "
+            "that lora has made."
+        )
+    return adapter
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a parameter is a part of an adapter, by its path."""
+    return path.rpartition("/")[2] in (DOWN, UP)
+
+
+def _merge(
+    paddings: dict[str, tuple[int, ...]], alpha: float, variables: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    merged = dict(variables)
+
+    def unpadded(path: str) -> jax.Array:
+        return unpad_leaf(variables[path], paddings[path])
+
+    for path in [path for path in variables if path.rpartition("/")[2] == DOWN]:
+        kernel_path, up_path = (path.removesuffix(DOWN) + name for name in ("kernel", UP))
+        kernel, a, b = map(unpadded, (kernel_path, path, up_path))
+        # Each of the three has the dims of loops in front.
+        loops = tuple(range(a.ndim + b.ndim - 2 - kernel.ndim))
+        product = jax.lax.dot_general(
+            a.astype(jnp.float32),
+            b.astype(jnp.float32),
+            (((a.ndim - 1,), (len(loops),)), (loops, loops)),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        whole = kernel.astype(jnp.float32) + alpha / a.shape[-1] * product
+        merged[kernel_path] = pad_leaf(whole.astype(kernel.dtype), paddings[kernel_path])
+    return merged

@@ -1,0 +1,293 @@
+"""Frozen parameters stored in int8, in models that know nothing of it.
+
+```python
+model = manualpar.quantized(model)
+model = manualpar.lora(model, {"*/attention/query": 8}, alpha=16)
+state = manualpar.load_hf(manualpar.fsdp(model, ...), "models/llama", missing="init")
+```
+
+In the place of each chosen parameter `kernel` there are two: `kernel_codes`, int8 of its shape, and
+`kernel_scales`, one number for each block of the last dim, see `block_codec`. Both are parameters
+of their own. They are sharded, split over mesh axes, gathered, saved and restored as they are
+stored. Where a module asks for the kernel it finds a box, which decodes what the boxes of codes and
+scales gather. Gradients go through the decoded kernel to activations.
+
+Invariants: a device decodes what it computes with, and a block need not lie on one device before
+the gather. A backward pass decodes again, so that nothing keeps a decoded kernel. What a kernel is
+made of does not depend on the mesh. All other parameters have the paths and the initial bits that
+they have without this.
+"""
+
+import dataclasses
+import difflib
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from manualpar.core.model.adapter import adapt, register
+from manualpar.core.parameters.array_box import ArrayBox
+from manualpar.core.parameters.block_codec import block_size, decode, encode
+from manualpar.core.parameters.sharded_parameter import is_box
+from manualpar.core.parameters.split_parameter import SplitParameter
+from manualpar.core.state.state_arrays import Leaf
+from manualpar.core.tracing.scopes import DECODE_SCOPE
+from manualpar.layers import TensorParallel
+from manualpar.models.finetuning.encoding import Encoding
+from manualpar.models.finetuning.wrapped_model import WrappedModel
+
+CODES, SCALES = "_codes", "_scales"
+# By globs on the paths of parameters the length of a block.
+KERNELS: Mapping[str, int] = {"*kernel": 64}
+
+
+def quantized(
+    model: nn.Module | TensorParallel, targets: Mapping[str, int] = KERNELS
+) -> "QuantizedModel":
+    """Stores parameters of a Linen model in int8, which are frozen.
+
+    Args:
+      model: The model, or one with a plan of `tensor_parallel`. It is not changed.
+      targets: For each glob on paths of parameters, in which `*` stands for any characters, slashes
+        too, the length of the blocks that share a scale. By default every `kernel`, in blocks of
+        64; not embeddings, of which a step needs few rows, and not the `head` of a `Transformer`,
+        whose errors are those of logits. A last dim that is split over `N` devices has a multiple
+        of `N` blocks, or a number that divides `N`.
+
+    Returns:
+      The model for `lora`, or for a builder of a program that is told by `trainable=` what is
+      trained. Parameters for `init_from` and `load_hf` are those of the given model.
+
+    Raises:
+      TypeError: An argument is of the wrong kind.
+      ValueError: When it is called or when a program is built: a glob matches no parameter, or one
+        that cannot be stored so; the path and the reason are in the message.
+
+    Communication:
+      Codes and scales are gathered as they are stored: a little more than a quarter of the bytes of
+      float32.
+    """
+    if isinstance(model, nnx.Module):
+        raise TypeError(
+            f"quantized: model is the nnx.Module {type(model).__name__}, expected one of "
+            "flax.linen: NNX modules hold their parameters themselves."
+        )
+    if not isinstance(model, nn.Module | TensorParallel):
+        raise TypeError(
+            f"quantized: model is {model!r}, expected an instance of a flax.linen.Module, or what "
+            "tensor_parallel returns. Adapters of lora go around it: lora(quantized(model), ...)."
+        )
+    if not isinstance(targets, Mapping) or not targets:
+        raise TypeError(
+            f"quantized: targets is {targets!r}, expected lengths of blocks by globs on paths of "
+            "parameters, such as {'*kernel': 64}."
+        )
+    for glob, block in targets.items():
+        if not isinstance(glob, str) or isinstance(block, bool) or not isinstance(block, int):
+            raise TypeError(
+                f"quantized: targets has {glob!r}: {block!r}, expected a glob and the length of a "
+                "block."
+            )
+        if block < 1:
+            raise ValueError(
+                f"quantized: targets has {glob!r}: {block}, expected a block of at least 1."
+            )
+    return QuantizedModel(model, tuple(targets.items()))
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedModel:
+    """A model some of whose parameters are stored in int8; see `quantized`.
+
+    Attributes:
+      model: The model as it was given.
+      targets: The pairs of a glob on paths of parameters and the length of a block.
+    """
+
+    model: Any
+    targets: tuple[tuple[str, int], ...]
+
+    @property
+    def module(self) -> nn.Module:
+        """The Linen module."""
+        module: nn.Module = adapt(self.model).module
+        return module
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The model's `init`, encoded."""
+        variables: dict[str, Any] = adapt(self).init(rngs, *args, **kwargs)
+        return variables
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model's `apply` with what `init` has made."""
+        return adapt(self).apply(variables, *args, **kwargs)
+
+    def block_of(self, path: str) -> int | None:
+        """The length of the blocks of a parameter; `None` if no target names it.
+
+        Raises:
+          ValueError: Two targets give it different lengths.
+        """
+        found = {glob: block for glob, block in self.targets if fnmatch.fnmatchcase(path, glob)}
+        if len(set(found.values())) > 1:
+            raise ValueError(
+                f"quantized: parameter {path!r} has more than one length of blocks in targets, "
+                f"{found}; expected one. Make a glob narrower."
+            )
+        return next(iter(found.values()), None)
+
+
+@register
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class DecodingModel(WrappedModel):
+    """The adapter of a `QuantizedModel` for programs.
+
+    Attributes:
+      quantized: The model with the lengths of blocks.
+    """
+
+    quantized: Any = None
+
+    def __repr__(self) -> str:
+        return f"quantized({self.base!r}, {dict(self.quantized.targets)})"
+
+    @classmethod
+    def wrap(cls, model: Any) -> Self | None:
+        """The adapter of a model with parameters in int8."""
+        if not isinstance(model, QuantizedModel):
+            return None
+        base = adapt(model.model)
+        return cls(base.module, quantized=model, base=base)
+
+    @property
+    def decodes_weights(self) -> bool:
+        """Always."""
+        return True
+
+    def encodings(self, leaves: Sequence[Leaf]) -> dict[str, Encoding]:
+        """How kernels become codes and scales, by the names of kernels."""
+        by_name = {leaf.name: leaf for leaf in leaves}
+        found = {}
+        for name, codes in by_name.items():
+            plain = name.removesuffix(CODES)
+            if name != plain and self.quantized.block_of(plain.partition("/")[2]):
+                found[plain] = Encoding.of(plain, codes, by_name[plain + SCALES])
+        return found
+
+    def intercepted(self, interceptor: Callable[..., Any]) -> Self:
+        """The same model with one more interceptor of its modules' methods."""
+        return dataclasses.replace(self, base=self.base.intercepted(interceptor))
+
+    def annotated(self, path: str, kernel: Any) -> Any:
+        """The kernel of the module at a path in the box that the given model puts it in, if any."""
+        return self.base.annotated(path, kernel)
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The given model's variables, with codes and scales among the parameters.
+
+        Raises:
+          ValueError: A target is not there or cannot be encoded.
+        """
+        variables = dict(self.called(self.base).init(rngs, *args, **kwargs))
+        params = flatten_dict(variables.get("params", {}), sep="/")
+        for glob, block in self.quantized.targets:
+            if not fnmatch.filter(params, glob):
+                near = difflib.get_close_matches(glob, sorted(params), n=3, cutoff=0.0)
+                raise ValueError(
+                    f"quantized: targets has {glob!r}: {block}, which matches no parameter, "
+                    f"expected one, such as {', '.join(map(repr, near))}."
+                )
+        encoded: dict[str, Any] = {}
+        for path, x in params.items():
+            block = self.quantized.block_of(path)
+            encoded.update({path: x} if block is None else _encoded(path, x, block))
+        return variables | {"params": unflatten_dict(encoded, sep="/")}
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """The given model's `apply`, with kernels that decode themselves."""
+        params = flatten_dict(variables.get("params", {}), sep="/")
+        for path in [path for path in params if path.endswith(CODES)]:
+            plain = path.removesuffix(CODES)
+            if plain + SCALES in params and self.quantized.block_of(plain):
+                params[plain] = EncodedParameter.of(params.pop(path), params.pop(plain + SCALES))
+        variables = {**variables, "params": unflatten_dict(params, sep="/")}
+        return self.called(self.base).apply(variables, *args, **kwargs)
+
+
+class EncodedParameter(ArrayBox, eq=False):
+    """A parameter that is decoded where it is used.
+
+    Attributes:
+      value: The pair of codes and scales, each in its own box if it has one.
+      names: As many as there are dims, without a meaning.
+    """
+
+    @classmethod
+    def of(cls, codes: Any, scales: Any) -> "EncodedParameter":
+        """The parameter with these codes and scales, boxed or not."""
+        value = codes.value if is_box(codes) else codes
+        return cls((codes, scales), names=(None,) * value.ndim)
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        """The parameter.
+
+        Communication:
+          That of the boxes of codes and scales.
+        """
+        del apply_constraint
+        codes, scales = nn.unbox(self.value)
+        with jax.named_scope(DECODE_SCOPE):
+            return decode(codes, scales)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "EncodedParameter":
+        """Adds a dim to both, as `nn.scan` and `nn.vmap` ask for it."""
+        value = nn.meta.add_axis(self.value, index, params)
+        return self.replace(value=value, names=(None, *self.names))
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "EncodedParameter":
+        """Takes a dim away from both, as `nn.scan` and `nn.vmap` ask for it.
+
+        Raises:
+          ValueError: It is the dim that is divided into blocks.
+        """
+        if index % len(self.names) == len(self.names) - 1:
+            raise ValueError(
+                "quantized: a loop stacks a parameter in int8 along its last dim, which is divided "
+                "into blocks, expected the loop's dim in front. Make the glob narrower, or stack "
+                "with variable_axes={'params': 0}."
+            )
+        value = nn.meta.remove_axis(self.value, index, params)
+        return self.replace(value=value, names=self.names[1:])
+
+
+def _encoded(path: str, box: Any, most: int) -> dict[str, Any]:
+    """The codes and the scales of a parameter, in boxes if it is in one."""
+    x = box.value if is_box(box) else box
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 2 or not x.size:
+        raise ValueError(
+            f"quantized: targets name parameter {path!r}, which is {x.dtype} of shape {x.shape}, "
+            "expected floating-point numbers with two dims or more. Make the glob narrower."
+        )
+    size = x.shape[-1]
+    block = block_size(size, most)
+    codes, scales = encode(x, block)
+    if is_box(box):
+        names = (*box.names, *(None,) * (x.ndim - len(box.names)))
+        codes_box, scales_box = box.replace(value=codes), box.replace(value=scales)
+        if not isinstance(box, SplitParameter):  # They are gathered whole.
+            scales_box = scales_box.replace(names=(*names[:-1], None))
+        elif names[-1] is not None:
+            if size % block:
+                raise ValueError(
+                    f"quantized: parameter {path!r} of shape {x.shape} is split over {names[-1]!r} "
+                    f"along its last dim, of which the last block of {block} is shorter than the "
+                    "others; expected equal blocks. Give it blocks whose length divides the dim."
+                )
+            scales_box = scales_box.replace(shared=True)
+        codes, scales = codes_box, scales_box
+    return {path + CODES: codes, path + SCALES: scales}

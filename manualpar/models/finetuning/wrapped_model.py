@@ -1,0 +1,50 @@
+"""What adapters of models that are given with something beside them have in common."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from manualpar.core.model.adapter import InitArgs, ModelAdapter
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class WrappedModel(ModelAdapter):
+    """An adapter that calls another one.
+
+    Attributes:
+      base: The adapter of the model that was given.
+    """
+
+    base: Any = None
+    makes_variables_in_calls: ClassVar[bool] = True
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """That of the given model."""
+        globs: tuple[str, ...] = self.base.trainable
+        return globs
+
+    @property
+    def decodes_weights(self) -> bool:
+        """That of the given model."""
+        return bool(self.base.decodes_weights)
+
+    def encodings(self, leaves: Any) -> dict[str, Any]:
+        """Those of the given model."""
+        return dict(self.base.encodings(leaves))
+
+    def initial_call(
+        self, batch: Any, init_args: InitArgs | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """That of the given model."""
+        call: tuple[tuple[Any, ...], dict[str, Any]] = self.base.initial_call(batch, init_args)
+        return call
+
+    def called(self, base: Any) -> Any:
+        """Another adapter, called in the phase and on the mesh in which this one is."""
+        same = ("module", "phase", "axis_aliases", "loop_dims")
+        return dataclasses.replace(base, **{name: getattr(self, name) for name in same})
+
+    def check(self, trace: Callable[[ModelAdapter], None]) -> None:
+        """That of the given model as it computes here."""
+        self.base.check(lambda base: trace(dataclasses.replace(self, base=base)))

@@ -1,0 +1,297 @@
+"""The steps of generation and of scoring, each a `shard_map` over the mesh of a program.
+
+The parameters are those of the training state, as they lie: each device gathers them layer by layer
+through the boxes that training uses, and over a model axis it computes with its own part. The rows
+of a batch are divided over the axes that divide examples in training. So is the cache, whose heads
+lie on the devices of the model axis that compute them.
+
+- `prefill` runs the prompts, keeps their keys and values, and draws the first tokens.
+- `decode` runs one token of each row and draws the next.
+- `score` runs whole sequences and tells the log-likelihood of what is marked in each.
+
+Each compiles once for a shape: the rows, the padded length of prompts, and the slots of the cache.
+The cache is donated.
+
+Experts have room for all tokens here, whatever they have in training: what a row gets must not
+depend on its padding and on its length so far.
+
+Symbols: `B` rows, `S` positions of padded prompts or sequences, `V` the vocabulary.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from manualpar.core.mesh.mesh_context import no_mesh
+from manualpar.core.parameters.collectives import gather_invariant
+from manualpar.core.parameters.placement import Placement, map_in_scopes, param_specs
+from manualpar.core.parameters.sharded_parameter import is_box
+from manualpar.core.program.program import Program
+from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, TENSOR_SCOPE
+from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Prompts, append
+from manualpar.models import Transformer
+from manualpar.models.generation.drawing import Drawing, draw_tokens
+
+# The fields of a model that are about training, or about how it is divided over a context axis.
+PLAIN: dict[str, Any] = {
+    "sequence_parallel": False,
+    "overlap": "none",
+    "context_axis": "",
+    "remat": "none",
+    "dropout_rate": 0.0,
+    "capacity_factor": 0.0,
+}
+
+
+class Rows(NamedTuple):
+    """Rows between two tokens.
+
+    Attributes:
+      cache: The keys and values of all tokens but the latest, `[layers, B, C, K, H]` or without the
+        first dim for layers that are written out.
+      token: `int32[B]`, the latest token.
+      position: `int32[B]`, its position.
+      start: `int32[B]`, the position at which the document of the token before it began.
+      keys: `key[B]`.
+    """
+
+    cache: Any
+    token: jax.Array
+    position: jax.Array
+    start: jax.Array
+    keys: jax.Array
+
+
+class Drawn(NamedTuple):
+    """The new tokens of all rows, the same on all devices.
+
+    Attributes:
+      token: `int32[B]`.
+      log_probability: `float32[B]`, of the token by the model, in nats, at a temperature of 1 and
+        among all tokens.
+    """
+
+    token: jax.Array
+    log_probability: jax.Array
+
+
+class Scores(NamedTuple):
+    """What a model says of the marked tokens of each sequence, the same on all devices.
+
+    Attributes:
+      log_likelihood: `float32[B]`, the sum of their logarithmic probabilities, in nats.
+      is_greedy: `bool[B]`, whether each is the likeliest one.
+    """
+
+    log_likelihood: jax.Array
+    is_greedy: jax.Array
+
+
+class CachedSteps:
+    """The steps of a program's model.
+
+    Attributes:
+      program: The program.
+      model: The `Transformer` as it is called here.
+      row_devices: The devices that rows are divided over.
+      prefill: `prefill(params, collections, tokens, lengths, keys, drawing, size=size) -> (rows,
+        drawn)`. `tokens` are `int32[B, S]`, padded on the right, `lengths` `int32[B]`, `keys`
+        `key[B]`, and `size` the positions of a row, prompt and answer. `drawn` is `Drawn`.
+      decode: `decode(params, collections, rows, drawing) -> (rows, drawn)`; the rows are donated.
+      score: `score(params, collections, inputs, labels, marked) -> Scores`, each `[B, S]`.
+    """
+
+    def __init__(self, program: Program) -> None:
+        """Takes the program of a `Transformer`; compiles nothing.
+
+        Raises:
+          TypeError: The model is another one.
+          ValueError: The program is in stages, splits sequences, or has its collectives from XLA.
+        """
+        adapter = program.step.model.adapter
+        _check(program, adapter.module)
+        self.program, self.model = program, adapter.module.clone(**PLAIN)
+        self._adapter = dataclasses.replace(adapter, module=self.model, phase="eval")
+        axes = program.step.roles.data_axes
+        self._rows, self._data_axes = PartitionSpec(axes), axes
+        self.row_devices = 1
+        for axis in axes:
+            self.row_devices *= program.mesh.shape[axis]
+        split = self.model.split_axis
+        self._split_axes = (split,) if split in program.mesh.shape else ()
+        self.prefill = self._jit(self._prefill, static_argnames="size")
+        self.decode = self._jit(self._decode, donate_argnames="rows")
+        self.score = self._jit(self._score)
+
+    def _jit(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        jitted = jax.jit(function, **options)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with no_mesh():
+                return jitted(*args, **kwargs)
+
+        call.jitted = jitted  # type: ignore[attr-defined]
+        return call
+
+    def _prefill(
+        self,
+        params: Any,
+        collections: Any,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        keys: jax.Array,
+        drawing: Drawing,
+        *,
+        size: int,
+    ) -> tuple[Rows, Drawn]:
+        def on_device(params: Any, collections: Any, drawing: Drawing, *args: Any) -> Any:
+            tokens, lengths, keys = args
+            logits, cache = self._apply(params, collections, tokens, Prompts(lengths, size))
+            places = jnp.arange(tokens.shape[1])[None]
+            begins = (tokens == self.model.bos_token) & (places < lengths[:, None])
+            start = jnp.max(jnp.where(begins, places, 0), axis=1)
+            drawn = self._draw(logits, keys, lengths, drawing)
+            return Rows(cache, drawn.token, lengths, start, keys), self._of_all(drawn)
+
+        run = self._on_mesh(on_device, (self._rows,) * 3, self._cache_specs(tokens, size))
+        rows, drawn = run(params, collections, drawing, tokens, lengths, keys)
+        return rows, drawn
+
+    def _decode(
+        self, params: Any, collections: Any, rows: Rows, drawing: Drawing
+    ) -> tuple[Rows, Drawn]:
+        def on_device(params: Any, collections: Any, drawing: Drawing, rows: Rows) -> Any:
+            position = rows.position
+            start = jnp.where(rows.token == self.model.bos_token, position, rows.start)
+            collections = {**collections, CACHE: rows.cache}
+            past = Past(position, start)
+            logits, new = self._apply(params, collections, rows.token[:, None], past)
+            cache = append(rows.cache, new, position)
+            drawn = self._draw(logits, rows.keys, position + 1, drawing)
+            return Rows(cache, drawn.token, position + 1, start, rows.keys), self._of_all(drawn)
+
+        specs = jax.tree.map(self._cache_spec, rows.cache)
+        rows, drawn = self._on_mesh(on_device, (self._rows_specs(specs),), specs)(
+            params, collections, drawing, rows
+        )
+        return rows, drawn
+
+    def _score(
+        self,
+        params: Any,
+        collections: Any,
+        inputs: jax.Array,
+        labels: jax.Array,
+        marked: jax.Array,
+    ) -> Scores:
+        def on_device(params: Any, collections: Any, *batch: jax.Array) -> Scores:
+            inputs, labels, marked = batch
+            variables = {"params": self._boxes(params), **collections}
+            with self.program.step.mode.context():
+                losses, is_best = self._adapter.apply(variables, inputs, train=False, labels=labels)
+            total = -jnp.where(marked, losses, 0).sum(axis=1)
+            scores: Scores = self._of_all(Scores(total, jnp.all(is_best | ~marked, axis=1)))
+            return scores
+
+        whole, mode = PartitionSpec(), self.program.step.mode
+        in_specs = (param_specs(self.program.step.placements), whole, *(self._rows,) * 3)
+        run = mode.run(on_device, in_specs=in_specs, out_specs=whole)
+        scores: Scores = run(params, collections, inputs, labels, marked)
+        return scores
+
+    def _on_mesh(self, on_device: Callable[..., Any], own: Any, cache: Any) -> Callable[..., Any]:
+        """A step of (params, collections, drawing, *own) on the mesh."""
+        whole, step = PartitionSpec(), self.program.step
+        return step.mode.run(
+            on_device,
+            in_specs=(param_specs(step.placements), whole, whole, *own),
+            out_specs=(self._rows_specs(cache), whole),
+        )
+
+    def _apply(self, params: Any, collections: Any, tokens: Any, rows: Any) -> Any:
+        """The logits at the last token of each row, and the keys and values to keep."""
+        variables = {"params": self._boxes(params), **collections}
+        with self.program.step.mode.context():
+            logits, new = self._adapter.apply(
+                variables, tokens, train=False, rows=rows, mutable=[NEW_KEYS]
+            )
+        return logits, new[NEW_KEYS]
+
+    def _boxes(self, params: Any) -> Any:
+        def box(place: Placement, x: jax.Array) -> Any:
+            boxed = self.program.step.mode.box(place, x)
+            return boxed.unbox() if place.keep and is_box(boxed) else boxed
+
+        return map_in_scopes(box, self.program.step.placements, params)
+
+    def _draw(self, logits: jax.Array, *args: Any) -> Drawn:
+        """Draws from the logits of all tokens that there are, the same along the model axis."""
+        if self._split_axes:
+            logits = gather_invariant(logits, 1, self._split_axes, scope=TENSOR_SCOPE)
+        logits = logits[:, : self.model.vocab_size]
+        token = draw_tokens(logits, *args)
+        of_token = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)
+        return Drawn(token, of_token[:, 0])
+
+    def _of_all(self, rows: Any) -> Any:
+        """What all devices have of rows."""
+        gather = functools.partial(gather_invariant, scope=EXAMPLES_SCOPE)
+        return jax.tree.map(lambda x: gather(x, 0, self._data_axes), rows)
+
+    def _rows_specs(self, cache: Any) -> Any:
+        specs: Any = (self._rows,) * 4
+        return Rows(cache, *specs)
+
+    def _cache_spec(self, x: Any) -> PartitionSpec:
+        heads = self._split_axes[0] if self._split_axes else None
+        return PartitionSpec(*(None,) * (x.ndim - 4), self._data_axes, None, heads, None)
+
+    def _cache_specs(self, tokens: jax.Array, size: int) -> Any:
+        """The tree of the cache, as one device would make it, with the spec of each leaf."""
+
+        def keep(params: Any) -> Any:
+            state = self.program.whole_state
+            variables = {"params": params, **state.collections}
+            rows = Prompts(jnp.ones(tokens.shape[:1], jnp.int32), size)
+            call = functools.partial(self._adapter.apply, train=False, mutable=[NEW_KEYS])
+            return call(variables, tokens, rows=rows)[1][NEW_KEYS]
+
+        cache = jax.eval_shape(keep, self.program.whole_state.params)
+        return jax.tree.map(self._cache_spec, cache)
+
+    def put_rows(self, x: Any) -> jax.Array:
+        """Puts `[B, ...]`, the same in all processes, where its rows are computed."""
+        sharding = NamedSharding(self.program.mesh, self._rows)
+        return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+
+def _check(program: Program, module: Any) -> None:
+    """Refuses a program that cannot generate here."""
+    if not isinstance(module, Transformer):
+        raise TypeError(
+            f"generate: the model is a {type(module).__name__}, expected a Transformer, which "
+            "keeps keys and values; manualpar.models.generation.sampling.sample_tokens draws "
+            "from any causal model without a cache."
+        )
+    step = program.step
+    mend = "Build a program on a mesh of data and model axes; program.adopt(state) takes the state."
+    if not step.mode.writes_collectives:
+        raise ValueError(
+            f"generate: the program's mode is {program.mode!r}, expected 'manual': the steps of "
+            f"generation write their collectives. {mend}"
+        )
+    for kind, axes in (
+        ("stage", step.roles.stage_axes),
+        ("context", (step.roles.context_axis,) if step.roles.context_axis else ()),
+    ):
+        if axes:
+            raise ValueError(
+                f"generate: the program's mesh has the {kind} axis {axes[0]!r}, expected none: one "
+                f"token has no other stages or positions to overlap with. {mend}"
+            )

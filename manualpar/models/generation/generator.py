@@ -1,0 +1,328 @@
+"""Text and tokens from a trained model: whole answers, or piece by piece as they are drawn.
+
+The prompts of a call are taken in batches of rows that are about equally long. A batch is padded to
+a length from a short list (`padded`), so that calls with other prompts compile nothing anew. While
+the devices compute a token, the one before it is read, turned into text and compared with what
+stops a row.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from manualpar.core.mesh.rng import typed_key
+from manualpar.core.program.program import Program
+from manualpar.core.state.train_state import TrainState
+from manualpar.data.tokenizer import Tokenizer
+from manualpar.models.generation.cached_steps import CachedSteps
+from manualpar.models.generation.drawing import Drawing
+from manualpar.models.generation.text_pieces import TextPieces
+
+Prompt = str | Sequence[int]
+Ending = Literal["stop", "length"]
+
+
+class Piece(NamedTuple):
+    """What is new of an answer.
+
+    Attributes:
+      row: Which prompt it answers.
+      token: The token; `None` if it ends the answer and is no part of it.
+      log_probability: Of the token, in nats, at a temperature of 1 and among all tokens.
+      text: The text that has become certain; always empty without a tokenizer.
+      ending: Why the answer ends here; `None` if it goes on.
+    """
+
+    row: int
+    token: int | None
+    log_probability: float
+    text: str
+    ending: Ending | None = None
+
+
+@dataclasses.dataclass
+class Answer:
+    """What a model has said to a prompt.
+
+    Attributes:
+      tokens: The tokens, without the one that stopped it.
+      log_probabilities: Of each token, in nats, at a temperature of 1 and among all tokens.
+      text: Their text, up to a stop string; empty without a tokenizer.
+      ending: `"stop"` if a stop token or string came, `"length"` if `max_tokens` did.
+    """
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    log_probabilities: list[float] = dataclasses.field(default_factory=list)
+    text: str = ""
+    ending: Ending = "length"
+
+
+class Generator:
+    """A program's model with its compiled steps; the state is given to each call.
+
+    Attributes:
+      steps: The compiled steps.
+      tokenizer: Makes tokens of strings and strings of tokens; `None` if prompts are tokens.
+      batch_size: How many rows run at once, at most; a multiple of the devices they divide over.
+      stop_tokens: The tokens that end every answer.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        tokenizer: Tokenizer | None = None,
+        *,
+        batch_size: int = 32,
+        stop_tokens: Sequence[int] | None = None,
+    ) -> None:
+        """Takes a program of a `Transformer`, on any mesh without stages and context axes.
+
+        Args:
+          program: The program whose states are used; it is not trained.
+          tokenizer: The tokenizer of the model.
+          batch_size: How many rows run at once, at most; it is rounded up so that they divide.
+          stop_tokens: The tokens that end every answer, by default those that begin and end
+            documents, as far as model and tokenizer name them.
+
+        Raises:
+          TypeError, ValueError: See `CachedSteps`.
+        """
+        self.steps, self.tokenizer = CachedSteps(program), tokenizer
+        self.batch_size = self._divisible(batch_size)
+        if stop_tokens is None:
+            named = [self.steps.model.bos_token]
+            named += [tokenizer.bos_token, tokenizer.end_token] if tokenizer else []
+            stop_tokens = [token for token in named if token >= 0]
+        self.stop_tokens = frozenset(map(int, stop_tokens))
+
+    def generate(
+        self, state: TrainState, prompts: Sequence[Prompt], **options: Any
+    ) -> list[Answer]:
+        """Answers prompts.
+
+        Args:
+          state: A state of the program, as `init`, `train_step` or `adopt` return it.
+          prompts: Lists of tokens, or strings, see `encode`.
+          **options: See `stream`.
+
+        Returns:
+          An `Answer` to each prompt, in their order.
+
+        Raises:
+          TypeError, ValueError: See `stream`.
+
+        Communication:
+          That of `stream`.
+        """
+        answers = [Answer() for _ in prompts]
+        for piece in self.stream(state, prompts, **options):
+            answer = answers[piece.row]
+            answer.text += piece.text
+            if piece.token is not None:
+                answer.tokens.append(piece.token)
+                answer.log_probabilities.append(piece.log_probability)
+            answer.ending = piece.ending or answer.ending
+        return answers
+
+    def stream(
+        self,
+        state: TrainState,
+        prompts: Sequence[Prompt],
+        *,
+        max_tokens: int = 64,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stop: Sequence[str | int] = (),
+        seed: int | jax.Array = 0,
+    ) -> Iterator[Piece]:
+        """Answers prompts piece by piece, as tokens are drawn.
+
+        Args:
+          state: A state of the program.
+          prompts: Lists of tokens, or strings; at least one token each.
+          max_tokens: How many tokens an answer has at most.
+          temperature: What logits are divided by; 0 takes the likeliest token.
+          top_k: From how many of the likeliest tokens one is drawn; 0 for all.
+          top_p: From the fewest tokens that together have this probability; 1 for all.
+          stop: Strings and tokens that end an answer and are no part of it, besides `stop_tokens`.
+          seed: A number or a key. With the same one a prompt at the same place of `prompts` gets
+            the same draws, on every mesh and whatever the other prompts are.
+
+        Yields:
+          Pieces of all answers, row by row for each token.
+
+        Raises:
+          TypeError: A prompt is a string and there is no tokenizer, or it is neither.
+          ValueError: A prompt is empty or has tokens that there are not; a number is out of range.
+
+        Communication:
+          For each batch of rows once, and then for each token: what a forward pass of training
+          sends for the parameters and over the model axis, for one token of each row; an all-gather
+          of the logits `float32[B, V]` over the model axis, and one of the tokens, `int32[B]`, over
+          the axes of the data.
+        """
+        if max_tokens < 1 or max_tokens != int(max_tokens):
+            raise ValueError(f"generate: max_tokens is {max_tokens}, expected at least 1.")
+        drawing = Drawing(temperature, top_k, top_p).as_arrays()
+        stops = self.stop_tokens.union(x for x in stop if not isinstance(x, str))
+        strings = [x for x in stop if isinstance(x, str)]
+        if strings and self.tokenizer is None:
+            raise ValueError(
+                f"generate: stop has the string {strings[0]!r} and there is no tokenizer; expected "
+                "numbers of tokens, or a Generator with a tokenizer."
+            )
+        encoded = [self.encode(prompt, index) for index, prompt in enumerate(prompts)]
+        key = jax.random.key(seed) if isinstance(seed, int) else typed_key("generate", seed)
+        return self._stream(state, encoded, drawing, max_tokens, stops, strings, key)
+
+    def _stream(
+        self,
+        state: TrainState,
+        prompts: list[list[int]],
+        drawing: Drawing,
+        max_tokens: int,
+        stops: frozenset[int],
+        strings: list[str],
+        key: jax.Array,
+    ) -> Iterator[Piece]:
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        for first in range(0, len(order), self.batch_size):
+            batch = order[first : first + self.batch_size]
+            writers = {
+                row: TextPieces(self.tokenizer, prompts[row], strings)
+                for row in batch
+                if self.tokenizer is not None
+            }
+            counts = dict.fromkeys(batch, 0)  # Of the rows that go on.
+            for drawn in self._draws(state, prompts, batch, drawing, max_tokens, key):
+                # Behind those of the batch stand rows of padding.
+                for row, token, log_probability in zip(batch, *drawn, strict=False):
+                    if row not in counts:
+                        continue
+                    counts[row] += 1
+                    is_last = counts[row] == max_tokens
+                    piece = _piece(
+                        row, (int(token), log_probability), writers.get(row), stops, is_last=is_last
+                    )
+                    if piece.ending:
+                        del counts[row]
+                    yield piece
+                if not counts:
+                    break
+
+    def _draws(
+        self,
+        state: TrainState,
+        prompts: list[list[int]],
+        batch: list[int],
+        drawing: Drawing,
+        max_tokens: int,
+        key: jax.Array,
+    ) -> Iterator[tuple[list[int], list[float]]]:
+        """A token of each row of a batch at a time, with its logarithmic probability."""
+        steps, params, collections = self.steps, state.params, state.collections
+        longest = max(len(prompts[row]) for row in batch)
+        tokens, lengths = self.pad([prompts[row] for row in batch], padded(longest))
+        numbers = np.zeros(len(tokens), np.uint32)
+        numbers[: len(batch)] = batch
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+        given = (steps.put_rows(x) for x in (tokens, lengths, keys))
+        size = padded(longest + max_tokens)
+        rows, latest = steps.prefill(params, collections, *given, drawing, size=size)
+        for _ in range(max_tokens - 1):
+            before = latest
+            rows, latest = steps.decode(params, collections, rows, drawing)
+            yield before.token.tolist(), before.log_probability.tolist()
+        yield latest.token.tolist(), latest.log_probability.tolist()
+
+    def pad(self, rows: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows as an array `int32[B, length]`, and how long they are.
+
+        The number of rows is the next power of two times the devices that they divide over, so that
+        few numbers of rows are compiled.
+        """
+        devices = self.steps.row_devices
+        parts = -(-len(rows) // devices)
+        number = min(1 << (parts - 1).bit_length(), self.batch_size // devices) * devices
+        tokens, lengths = np.zeros((number, length), np.int32), np.ones(number, np.int32)
+        for index, row in enumerate(rows):
+            tokens[index, : len(row)], lengths[index] = row, len(row)
+        return tokens, lengths
+
+    def encode(self, prompt: Prompt, index: int = 0) -> list[int]:
+        """The tokens of a prompt; a string begins with BOS if the tokenizer has prompts do so."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise TypeError(
+                    f"generate: prompt {index} is a string and there is no tokenizer; expected "
+                    "tokens, or a Generator with a tokenizer."
+                )
+            encoded: list[int] = self.tokenizer.encode(prompt).tolist()
+            begins = self.tokenizer.begins_with_bos or not encoded
+            return [self.tokenizer.bos_token, *encoded] if begins else encoded
+        tokens = np.asarray(prompt)
+        if tokens.ndim != 1 or not tokens.size:
+            raise ValueError(
+                f"generate: prompt {index} has the shape {tokens.shape}, expected at least one "
+                "token; begin with the one that documents begin with."
+            )
+        if not np.issubdtype(tokens.dtype, np.integer):
+            raise TypeError(
+                f"generate: prompt {index} is of {tokens.dtype}, expected integers or a string."
+            )
+        vocabulary = self.steps.model.vocab_size
+        if tokens.min() < 0 or tokens.max() >= vocabulary:
+            raise ValueError(
+                f"generate: prompt {index} has tokens from {tokens.min()} to {tokens.max()}, "
+                f"expected 0 to {vocabulary - 1}."
+            )
+        return list(map(int, tokens))
+
+    def _divisible(self, batch_size: int) -> int:
+        if batch_size < 1:
+            raise ValueError(f"generate: batch_size is {batch_size}, expected at least 1.")
+        return -(-batch_size // self.steps.row_devices) * self.steps.row_devices
+
+
+def generate(
+    program: Program,
+    state: TrainState,
+    prompts: Sequence[Prompt],
+    *,
+    tokenizer: Tokenizer | None = None,
+    **options: Any,
+) -> list[Answer]:
+    """Answers prompts with a program's model; see `Generator.generate` for all options.
+
+    Each call compiles its steps. For several calls make a `Generator`.
+    """
+    return Generator(program, tokenizer).generate(state, prompts, **options)
+
+
+def padded(length: int) -> int:
+    """The next of few lengths: 16, 32, 48, 64, then four between each power of two and the next."""
+    step = max(16, 1 << max((length - 1).bit_length() - 3, 0))
+    return -(-length // step) * step
+
+
+def _piece(
+    row: int,
+    drawn: tuple[int, float],
+    writer: TextPieces | None,
+    stops: frozenset[int],
+    *,
+    is_last: bool,
+) -> Piece:
+    """What a new token and its logarithmic probability make certain of a row."""
+    if drawn[0] in stops:
+        return Piece(row, None, 0.0, writer.finish() if writer else "", "stop")
+    text = writer.add(drawn[0]) if writer else ""
+    if writer and writer.is_stopped:
+        return Piece(row, *drawn, text, "stop")
+    if is_last:
+        return Piece(row, *drawn, text + (writer.finish() if writer else ""), "length")
+    return Piece(row, *drawn, text)

@@ -1,0 +1,115 @@
+"""A model of ours for the Language Model Evaluation Harness.
+
+See https://github.com/EleutherAI/lm-evaluation-harness (Gao et al.).
+
+```python
+model = lm_eval_model(Generator(program, tokenizer), state, max_length=2048)
+lm_eval.simple_evaluate(model, tasks=["lambada_openai"])
+```
+
+Strings become tokens as the harness has it: spaces at the end of a context belong to what follows,
+and a completion's tokens are those that context and completion together have more than the context.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from manualpar.core.state.train_state import TrainState
+from manualpar.data.tokenizer import Tokenizer
+from manualpar.extras import require
+from manualpar.models.generation.generator import Generator
+from manualpar.models.generation.scoring import score_completions, score_documents
+
+# What a request of the harness says of drawing, by our names.
+DRAWING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p"}
+MAX_TOKENS = 256  # Of an answer, if a task does not say it.
+# How a request calls the most tokens of an answer; where it has several, the last one counts.
+LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens", "max_gen_toks")
+IGNORED = frozenset({"until", "do_sample", *LENGTHS})
+
+
+def lm_eval_model(generator: Generator, state: TrainState, *, max_length: int) -> Any:
+    """Makes an `lm_eval.api.model.LM` of a model.
+
+    Args:
+      generator: The model with its tokenizer.
+      state: A state of its program.
+      max_length: How many tokens the model sees at once.
+
+    Returns:
+      The model, for `lm_eval.simple_evaluate`.
+
+    Raises:
+      MissingExtraError: lm-eval is not installed.
+      ValueError: The generator has no tokenizer.
+    """
+    require("lm_eval_model", "lm_eval")
+    from lm_eval.api.model import LM
+
+    if generator.tokenizer is None:
+        raise ValueError("lm_eval_model: the generator has no tokenizer, expected one.")
+    tokenizer: Tokenizer = generator.tokenizer
+
+    def pair(context: str, completion: str) -> tuple[Sequence[int], Sequence[int]]:
+        spaces = len(context) - len(context.rstrip())
+        if spaces:
+            context, completion = context[:-spaces], context[-spaces:] + completion
+        whole, start = (tokenizer.encode(text).tolist() for text in (context + completion, context))
+        return generator.encode(context), whole[len(start) :]
+
+    class Model(LM):
+        """A `Generator` with a state."""
+
+        def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+            """The score of each completion, and whether greedy decoding finds it."""
+            pairs = [pair(*request.args) for request in requests]
+            scores = score_completions(generator, state, pairs, max_length=max_length)
+            return [(score.log_likelihood, score.is_greedy) for score in scores]
+
+        def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+            """The score of each document."""
+            documents = [tokenizer.encode(request.args[0]).tolist() for request in requests]
+            scores = score_documents(
+                generator,
+                state,
+                documents,
+                first_token=tokenizer.bos_token,
+                max_length=max_length,
+            )
+            return [score.log_likelihood for score in scores]
+
+        def generate_until(self, requests: list[Any]) -> list[str]:
+            """The answers, each up to the first of its stop strings."""
+            texts = [""] * len(requests)
+            groups: dict[str, list[int]] = {}
+            for index, request in enumerate(requests):
+                groups.setdefault(repr(sorted(request.args[1].items())), []).append(index)
+            for group in groups.values():
+                options = _options(requests[group[0]].args[1])
+                room = max(max_length - options["max_tokens"], 1)
+                prompts = [generator.encode(requests[index].args[0])[-room:] for index in group]
+                answers = generator.generate(state, prompts, **options)
+                for index, answer in zip(group, answers, strict=True):
+                    texts[index] = answer.text
+            return texts
+
+    return Model()
+
+
+def _options(asked: dict[str, Any]) -> dict[str, Any]:
+    """What a request's generation arguments are for `Generator.generate`."""
+    unknown = asked.keys() - IGNORED - DRAWING.keys()
+    if unknown:
+        raise ValueError(
+            f"lm_eval_model: a task asks for generation with {sorted(unknown)}, expected "
+            f"{sorted(IGNORED | DRAWING.keys())}."
+        )
+    until = asked.get("until") or []
+    max_tokens = MAX_TOKENS
+    for name in LENGTHS:
+        max_tokens = asked.get(name, max_tokens)
+    options: dict[str, Any] = {ours: asked[name] for name, ours in DRAWING.items() if name in asked}
+    if not asked.get("do_sample", options.get("temperature", 0) > 0):
+        options = {}  # Greedy, whatever temperature stands there.
+    stop = [until] if isinstance(until, str) else list(until)
+    return {**options, "stop": stop, "max_tokens": max_tokens}

@@ -1,0 +1,137 @@
+"""How likely a model finds given tokens, in nats.
+
+Sequences are sorted by length and run in batches, padded to lengths from a short list, see
+`manualpar.models.generation.generator.padded`. A sequence's score does not depend on the others.
+
+A document that is longer than the model sees is cut into windows. Each token is scored once, and
+the last window begins as early as it can, so that its tokens have the most context.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from manualpar.core.state.train_state import TrainState
+from manualpar.models.generation.generator import Generator, padded
+
+
+class Score(NamedTuple):
+    """What a model says of some tokens.
+
+    Attributes:
+      log_likelihood: The logarithm of their probability, in nats.
+      is_greedy: Whether each of them is the likeliest one, so that greedy decoding finds them.
+      num_tokens: How many they are.
+    """
+
+    log_likelihood: float
+    is_greedy: bool
+    num_tokens: int
+
+
+def score_completions(
+    generator: Generator,
+    state: TrainState,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    max_length: int = 0,
+) -> list[Score]:
+    """Scores completions of contexts.
+
+    Args:
+      generator: The model.
+      state: A state of its program.
+      pairs: Of each the tokens of the context, at least one, and those of the completion.
+      max_length: The most tokens that the model sees at once; contexts are cut at their beginning.
+        0 for any number.
+
+    Returns:
+      The score of each completion, in the order of `pairs`.
+
+    Raises:
+      ValueError: A context or a completion is empty, or longer than `max_length`.
+
+    Communication:
+      For each batch that of a forward pass of training, and an all-gather of the scores.
+    """
+    sequences: list[list[int]] = []
+    for index, (context, completion) in enumerate(pairs):
+        if not len(context) or not len(completion):
+            raise ValueError(
+                f"score_completions: pair {index} has {len(context)} tokens of context and "
+                f"{len(completion)} of completion, expected at least one each; begin with the "
+                "token that documents begin with."
+            )
+        if 0 < max_length < len(completion):
+            raise ValueError(
+                f"score_completions: pair {index} has a completion of {len(completion)} tokens, "
+                f"expected at most max_length={max_length}; score it as a document, in windows."
+            )
+        tokens = generator.encode([*context, *completion], index)
+        sequences.append(tokens[-max_length - 1 :] if max_length else tokens)
+    scores: list[Score | None] = [None] * len(pairs)
+    order = sorted(range(len(pairs)), key=lambda index: len(sequences[index]))
+    steps, size = generator.steps, generator.batch_size
+    for first in range(0, len(order), size):
+        batch = order[first : first + size]
+        length = padded(max(len(sequences[index]) for index in batch) - 1)
+        inputs, _ = generator.pad([sequences[index][:-1] for index in batch], length)
+        labels, lengths = generator.pad([sequences[index][1:] for index in batch], length)
+        counts = np.zeros(len(inputs), np.int32)
+        counts[: len(batch)] = [len(pairs[index][1]) for index in batch]
+        places = np.arange(length)[None]
+        marked = (places < lengths[:, None]) & (places >= (lengths - counts)[:, None])
+        given = map(steps.put_rows, (inputs, labels, marked))
+        found = steps.score(state.params, state.collections, *given)
+        likelihoods, are_greedy = (x.tolist() for x in found)
+        for index, *score in zip(batch, likelihoods, are_greedy, strict=False):
+            scores[index] = Score(score[0], score[1], len(pairs[index][1]))
+    return [score for score in scores if score is not None]
+
+
+def score_documents(
+    generator: Generator,
+    state: TrainState,
+    documents: Sequence[Sequence[int]],
+    *,
+    first_token: int,
+    max_length: int,
+) -> list[Score]:
+    """Scores whole documents.
+
+    Args:
+      generator: The model.
+      state: A state of its program.
+      documents: The tokens of each, without the one that begins it.
+      first_token: The token that begins a document.
+      max_length: How many tokens the model sees at once.
+
+    Returns:
+      The score of each document; of an empty one 0.
+
+    Communication:
+      That of `score_completions`.
+    """
+    windows, owners = [], []
+    for index, tokens in enumerate(documents):
+        for window in cut_windows([first_token, *map(int, tokens)], max_length):
+            windows.append(window)
+            owners.append(index)
+    totals = [Score(0.0, True, 0) for _ in documents]
+    scores = score_completions(generator, state, windows, max_length=max_length)
+    for owner, score in zip(owners, scores, strict=True):
+        total = totals[owner]
+        totals[owner] = Score(
+            total.log_likelihood + score.log_likelihood,
+            total.is_greedy and score.is_greedy,
+            total.num_tokens + score.num_tokens,
+        )
+    return totals
+
+
+def cut_windows(tokens: list[int], max_length: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Contexts and completions that score all tokens but the first, each once."""
+    for start in range(1, len(tokens), max_length):
+        end = min(start + max_length, len(tokens))
+        yield tokens[max(0, end - 1 - max_length) : start], tokens[start:end]

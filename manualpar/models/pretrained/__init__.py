@@ -1,0 +1,11 @@
+"""Other people's models: their weights in, ours out, as `.safetensors` files.
+
+`safetensors` is imported when files are read or written: the extra `pretrained` brings it.
+"""
+
+from manualpar.models.pretrained.architecture import Architecture, read_architecture
+from manualpar.models.pretrained.export import export_hf
+from manualpar.models.pretrained.load import Loaded, load, load_hf
+from manualpar.models.pretrained.tensor_names import Rule
+
+__all__ = ["Architecture", "Loaded", "Rule", "export_hf", "load", "load_hf", "read_architecture"]

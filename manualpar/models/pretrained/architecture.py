@@ -1,0 +1,318 @@
+"""A model's `config.json` as fields of a `Transformer`.
+
+Every key of the file has to be understood. One that a `Transformer` has no field for is refused,
+not ignored, unless it is empty or says nothing about what the model computes
+(`families.UNUSED_KEYS`). So a model that is read computes what its authors' code computes.
+
+Files of transformers 5 have `rope_parameters` and `layer_types`; older ones have `rope_theta`,
+`rope_scaling` and others. Both are read.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from manualpar.models import Transformer
+from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
+from manualpar.models.pretrained.families import FAMILIES, UNUSED_KEYS, Family
+from manualpar.system.storage import GivenPath, user_path
+from manualpar.system.storage.untrusted import printable, read_object
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+# The names of activations there and here.
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+ROPE_BASE = {"mixtral": 1e6, "gemma3_text": 1e6}  # Of files that do not say; 10,000 in the others.
+ROPE_FACTORS = {
+    "factor": "rope_factor",
+    "low_freq_factor": "rope_low_factor",
+    "high_freq_factor": "rope_high_factor",
+    "original_max_position_embeddings": "rope_original_length",
+}
+LARGEST = 2**31  # No size of a model is as large, and no model as deep as `DEEPEST`.
+DEEPEST = 10_000
+
+
+class Architecture(NamedTuple):
+    """What a `config.json` says.
+
+    Attributes:
+      family: Its `model_type`.
+      fields: The fields of the `Transformer`, by name.
+    """
+
+    family: str
+    fields: dict[str, Any]
+
+
+def read_architecture(directory: GivenPath) -> Architecture:
+    """Reads the `config.json` of a directory, which may be in a bucket.
+
+    Raises:
+      ValueError: There is none, it is no JSON object, or it says what a `Transformer` cannot be;
+        the message names the key.
+    """
+    return parse_architecture(read_config(directory), where=str(user_path(directory) / CONFIG_FILE))
+
+
+def read_config(directory: GivenPath) -> dict[str, Any]:
+    """The JSON object in the `config.json` of a directory.
+
+    Raises:
+      ValueError: It is missing, or not a file with a JSON object.
+    """
+    directory = model_directory(directory, weights=False)
+    path = directory / CONFIG_FILE
+    if not directory.is_dir():
+        raise ValueError(
+            f"{directory} is no directory; expected one with {CONFIG_FILE} and .safetensors files."
+        )
+    try:
+        return read_object(path, follow_links=True)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{directory} has no {CONFIG_FILE}; expected the directory of a model, as "
+            "save_pretrained of transformers writes it."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} {error}; expected the config of a model.") from None
+
+
+def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -> Architecture:
+    """Turns what a `config.json` says into fields of a `Transformer`.
+
+    Args:
+      config: The JSON object.
+      where: What messages call it.
+
+    Raises:
+      ValueError: See `read_architecture`.
+    """
+    keys = _Keys(config, where)
+    name = keys.get("model_type", "")
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        raise keys.refuse("model_type", name, f"one of {', '.join(map(repr, FAMILIES))}")
+    for key, value in family.must_be.items():
+        if (found := keys.take(key, value)) != value and (found or value):
+            raise keys.refuse(key, found, f"{value!r}, the only thing that a Transformer can do")
+    fields: dict[str, Any] = dict(family.fixed)
+    if name == "qwen3_moe" and "num_local_experts" in keys.left:
+        keys.left["num_experts"] = keys.left.pop("num_local_experts")
+    for key, field in family.keys.items():
+        fields[field] = _value(keys, key, field, family)
+    fields["num_kv_heads"] = fields["num_kv_heads"] or fields["num_heads"]
+    fields["head_size"] = fields["head_size"] or fields["hidden_size"] // fields["num_heads"]
+    if not fields["head_size"]:
+        heads = fields["num_heads"]
+        raise keys.refuse(
+            "hidden_size", fields["hidden_size"], f"at least 1 for each of {heads} heads"
+        )
+    if "attention_scale" in fields:
+        fields["attention_scale"] = fields["attention_scale"] ** -0.5
+    activation = keys.take(family.activation_key, next(iter(ACTIVATIONS)))
+    if family.activation_key != "hidden_act":
+        activation = activation or "gelu_pytorch_tanh"
+        keys.left.pop("hidden_act", None)  # The other one counts.
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise keys.refuse(
+            family.activation_key, activation, f"one of {', '.join(map(repr, ACTIVATIONS))}"
+        )
+    fields["activation"] = ACTIVATIONS[activation]
+    if "num_experts" in fields:
+        fields |= _experts(keys, name, fields)
+    fields |= _windows(keys, family, fields["num_layers"])
+    fields |= _rotations(keys, name, has_windows=bool(fields.get("global_every")))
+    for key, value in keys.left.items():
+        if key not in UNUSED_KEYS and value not in (None, False, 0, "", [], {}):
+            raise keys.refuse(
+                key,
+                value,
+                f"no such key in a model of {name!r}: a Transformer has no field that says it. If "
+                "it says nothing about what the model computes, delete it there",
+            )
+    return Architecture(name, fields)
+
+
+def _value(keys: "_Keys", key: str, field: str, family: Family) -> Any:
+    """The value of a key that stands for a field."""
+    default = _FIELD_DEFAULTS[field]
+    value = keys.take(key, *([family.defaults[key]] if key in family.defaults else []))
+    if value is None and family.defaults.get(key, 0) is None:
+        return 0.0 if isinstance(default, float) else 0
+    if isinstance(default, bool):
+        return keys.check(key, value, bool, lambda x: True, "true or false")
+    if isinstance(default, float):
+        return keys.check(key, value, float, lambda x: x > 0, "more than 0")
+    # Lists of all layers are made of it.
+    most = DEEPEST if field == "num_layers" else LARGEST - 1
+    return keys.check(key, value, int, lambda x: 0 < x <= most, f"an integer from 1 to {most:,}")
+
+
+def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of dense layers and shared experts of a model with experts."""
+    if fields.get("normalize_gates") and fields["experts_per_token"] == 1:
+        raise keys.refuse(
+            "num_experts_per_tok", 1, "more, because a single gate that is normalized is always 1"
+        )
+    if family == "mixtral":
+        return {}
+    size = keys.take("intermediate_size", fields["mlp_size"])
+    more: dict[str, Any] = {}
+    if family == "dots1":
+        dense = keys.take("first_k_dense_replace", 0)
+        shared = keys.take("n_shared_experts", None)
+        shared = 0 if shared is None else shared
+        keys.check("n_shared_experts", shared, int, lambda x: 0 <= x < LARGEST, "a number")
+        more["shared_experts_size"] = shared * fields["mlp_size"]
+    else:
+        only = keys.take("mlp_only_layers", []) or []
+        dense = len(only) if isinstance(only, list) else -1
+        if only != list(range(dense)):
+            raise keys.refuse("mlp_only_layers", only, "the first layers, such as [0, 1], or []")
+    keys.check("first_k_dense_replace", dense, int, lambda x: 0 <= x < fields["num_layers"], "less")
+    if dense:
+        keys.check("intermediate_size", size, int, lambda x: 0 < x < LARGEST, "a size")
+    return more | {"dense_layers": dense, "dense_mlp_size": size if dense else 0}
+
+
+def _windows(keys: "_Keys", family: Family, num_layers: int) -> dict[str, Any]:
+    """The fields that say which layers see a window."""
+    pattern = keys.take("sliding_window_pattern", keys.take("_sliding_window_pattern", None))
+    types = keys.take("layer_types", None)
+    asked = keys.take("use_sliding_window", family.defaults.get("use_sliding_window", False))
+    asked = keys.check("use_sliding_window", asked or False, bool, lambda x: True, "true or false")
+    first = keys.take("max_window_layers", family.defaults.get("max_window_layers", 0)) or 0
+    window = keys.get("sliding_window", 0)
+    if family.windows != "none":
+        window = keys.take("sliding_window", family.defaults.get("sliding_window"))
+    window = window or 0
+    keys.check("sliding_window", window, int, lambda x: 0 <= x < LARGEST, "a number of positions")
+    every = pattern or family.window_every
+    keys.check("sliding_window_pattern", every, int, lambda x: x == 0 or x > 1, "2 or more")
+    kinds = [FULL] * num_layers
+    if window and (family.windows == "all" or (family.windows == "all if asked" and asked)):
+        kinds = [SLIDING] * num_layers
+    elif family.windows == "last if asked" and asked and window:
+        keys.check("max_window_layers", first, int, lambda x: 0 <= x < LARGEST, "a number")
+        kinds = [SLIDING if index >= first else FULL for index in range(num_layers)]
+    elif family.windows == "by turns":
+        kinds = [FULL if (index + 1) % every == 0 else SLIDING for index in range(num_layers)]
+    elif family.windows == "listed" and asked and types is None:
+        raise keys.refuse("use_sliding_window", asked, "False, or layer_types that say of which")
+    if types is not None:
+        if family.windows in ("none", "all", "all if asked") and types != kinds:
+            raise keys.refuse("layer_types", types, f"those that sliding_window={window} gives")
+        kinds = types
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise keys.refuse("layer_types", kinds, f"the kinds of {num_layers} layers")
+    if all(kind == FULL for kind in kinds):
+        return {"attention_window": 0, "global_every": 0}
+    if not window:
+        raise keys.refuse("sliding_window", window, "the positions that sliding layers see")
+    if all(kind == SLIDING for kind in kinds):
+        # All that there are of a group that has a layer of the other kind further on.
+        every = max(every, num_layers + 1) if family.windows == "by turns" else 0
+        return {"attention_window": window, "global_every": every}
+    every = kinds.index(FULL) + 1 if FULL in kinds else 0
+    turns = [FULL if every and (i + 1) % every == 0 else SLIDING for i in range(num_layers)]
+    if kinds != turns or every < 2:
+        field = "layer_types" if types is not None else "max_window_layers"
+        raise keys.refuse(
+            field,
+            first if types is None else kinds,
+            f"layers that are all alike, or of which every n-th is {FULL!r} and the others "
+            f"{SLIDING!r}",
+        )
+    return {"attention_window": window, "global_every": every}
+
+
+def _rotations(keys: "_Keys", family: str, *, has_windows: bool) -> dict[str, Any]:
+    """The fields of rotary positions."""
+    both = keys.take("rope_parameters", None) or {}
+    scaling = keys.take("rope_scaling", None) or {}
+    base = keys.take("rope_theta", None) or ROPE_BASE.get(family, 10_000.0)
+    local_base = keys.take("rope_local_base_freq", None) or 10_000.0
+    partial = keys.take("partial_rotary_factor", 1.0)
+    for key, value in (("rope_parameters", both), ("rope_scaling", scaling)):
+        if not isinstance(value, dict):
+            raise keys.refuse(key, value, "an object")
+    if FULL in both or SLIDING in both:
+        local = _rotation(keys, both.get(SLIDING) or {}, local_base)
+        fields = _rotation(keys, both.get(FULL) or {}, base)
+        local_base = local["rope_base"]
+        if "rope_scaling" in local:
+            raise keys.refuse("rope_parameters", both, f"no scaling of {SLIDING!r}")
+    else:
+        fields = _rotation(keys, both or scaling, base)
+    if partial != 1:
+        raise keys.refuse("partial_rotary_factor", partial, "1: all features of a head turn")
+    if has_windows and family != "gemma3_text" and "rope_scaling" in fields:
+        raise keys.refuse("rope_scaling", scaling or both, "none with layers of two kinds")
+    if has_windows and family == "gemma3_text":
+        local_base = keys.check("rope_local_base_freq", local_base, float, lambda x: x > 1, "more")
+        fields["local_rope_base"] = local_base
+    return fields
+
+
+def _rotation(keys: "_Keys", given: Any, base: Any) -> dict[str, Any]:
+    """The fields of one kind of rotation, `rope_parameters` or `rope_scaling`."""
+    if not isinstance(given, dict):
+        raise keys.refuse("rope_parameters", given, "an object")
+    given = dict(given)
+    base = given.pop("rope_theta", None) or base
+    kinds = [given.pop(key) for key in ("rope_type", "type") if key in given]
+    kind = kinds[0] if kinds else "default"
+    keys.check("rope_theta", base, float, lambda x: x > 1, "more than 1")
+    fields: dict[str, Any] = {"rope_base": float(base)}
+    if given.pop("partial_rotary_factor", 1.0) != 1:
+        raise keys.refuse("partial_rotary_factor", given, "1: all features of a head turn")
+    if kind not in ("default", "linear", "llama3"):
+        raise keys.refuse("rope_type", kind, "'default', 'linear' or 'llama3'")
+    if kind == "default":
+        return fields
+    fields["rope_scaling"] = kind
+    names = list(ROPE_FACTORS) if kind == "llama3" else ["factor"]
+    for name in names:
+        value = given.pop(name, None)
+        keys.check(f"rope_scaling.{name}", value, float, lambda x: x > 0, "more than 0")
+        fields[ROPE_FACTORS[name]] = int(value) if name.startswith("original") else float(value)
+    given.pop("original_max_position_embeddings", None)  # Of `linear`: it scales without it.
+    if given:
+        raise keys.refuse("rope_scaling", given, f"no such keys in one of type {kind!r}")
+    return fields
+
+
+class _Keys:
+    """The keys of a `config.json` that nobody has looked at yet."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self.left, self.where, self._all = dict(config), where, config
+
+    def get(self, key: str, default: Any) -> Any:
+        return self.left.get(key, default)
+
+    def take(self, key: str, *default: Any) -> Any:
+        if key not in self.left and not default:
+            raise ValueError(f"{self.where} has no {key}, expected a number that says it.")
+        return self.left.pop(key, *default)
+
+    def refuse(self, key: str, got: Any, expected: str) -> ValueError:
+        shown = repr(got)
+        shown = shown if len(shown) < 200 else f"{shown[:200]}..."
+        return ValueError(f"{self.where}: {printable(key)} is {shown}, expected {expected}.")
+
+    def check(
+        self, key: str, value: Any, kind: type, allows: Callable[[Any], bool], expected: str
+    ) -> Any:
+        kinds = (int, float) if kind is float else kind
+        is_of_kind = isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
+        # Neither infinity nor an integer of hundreds of digits is a float.
+        if not is_of_kind or not abs(value) <= sys.float_info.max or not allows(value):
+            raise self.refuse(key, value, expected)
+        return kind(value)
+
+
+_FIELD_DEFAULTS: dict[str, Any] = {
+    field.name: field.default for field in dataclasses.fields(Transformer)
+}

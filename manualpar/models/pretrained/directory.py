@@ -1,0 +1,43 @@
+"""The directory of a model: on a disk, or in a bucket, of which a copy is kept on the disk.
+
+The libraries that read weights and tokenizers read local files. So what lies in a bucket is copied,
+a few megabytes at a time, into the user's folder for caches, once on each machine and again when it
+has changed there. The copy takes as much of the disk as the files do, and may be deleted at any
+time.
+"""
+
+from pathlib import Path
+
+from manualpar.system.storage import BucketPath, GivenPath, copied_folder, user_cache, user_path
+
+CONFIG_FILE = "config.json"
+WEIGHTS = (".safetensors",)
+# Of configs, indices, tokenizers and templates.
+SMALL_FILES = (".json", ".jinja", ".model", ".txt")
+
+
+def model_directory(directory: GivenPath, *, weights: bool = True) -> Path:
+    """The directory itself, or the copy of one in a bucket.
+
+    Args:
+      directory: Where the model lies.
+      weights: Whether the weights are copied too.
+
+    Raises:
+      ValueError: There is no model in the bucket, or it cannot be read.
+      OSError: The copy cannot be written.
+    """
+    path = user_path(directory)
+    if not isinstance(path, BucketPath):
+        return path
+    if not (path / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"{path} has no {CONFIG_FILE}; expected the directory of a model, as save_pretrained "
+            "of transformers writes it."
+        )
+    suffixes = SMALL_FILES + WEIGHTS if weights else SMALL_FILES
+
+    def keep(name: str) -> bool:
+        return "/" not in name and name.endswith(suffixes)
+
+    return copied_folder(path, user_cache(), keep=keep)

@@ -1,0 +1,299 @@
+"""A state written as `.safetensors` files that other people's programs read.
+
+On a disk the first process writes the headers of all files, and then every process the slices of
+its own devices, see `tensor_writer`. In a bucket a file is put whole. There the processes write
+files in turn, and tensors are gathered.
+
+Invariants: a tensor has the bits that the same parameters would have on one device. What has the
+name that was asked for is whole, see `target`.
+"""
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.program.guarded_step import check_state
+from manualpar.core.program.load_state import plain_leaves, variable_leaves
+from manualpar.core.program.program import Program
+from manualpar.core.state.train_state import TrainState
+from manualpar.extras import require
+from manualpar.models.finetuning.merging import given_variables, is_adapter
+from manualpar.models.pretrained.architecture import read_architecture, read_config
+from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
+from manualpar.models.pretrained.model_config import architecture_of, write_config
+from manualpar.models.pretrained.sources import check_same_model, transformer_of
+from manualpar.models.pretrained.target import Target, open_target
+from manualpar.models.pretrained.tensor_bytes import DTYPES
+from manualpar.models.pretrained.tensor_files import INDEX_FILE, ONE_FILE, TensorFiles, has_tensors
+from manualpar.models.pretrained.tensor_names import pieces_of_transformer
+from manualpar.models.pretrained.tensor_writer import Files, Tensor, create_files, write_tensors
+from manualpar.system.cluster.agreement import failing_together, from_first, gather
+from manualpar.system.storage import AnyPath, GivenPath, local_path, new_number, user_path, writing
+from manualpar.system.storage.untrusted import open_file
+
+SHARD_BYTES = 2 << 30
+# What a directory holds besides weights and config: texts become tokens as these say.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+def export_hf(
+    program: Program,
+    state: TrainState,
+    directory: GivenPath,
+    *,
+    like: GivenPath | None = None,
+    family: str = "",
+    dtype: str = "",
+    tokenizer: GivenPath | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> AnyPath:
+    """Writes a state of a `Transformer` as a directory that transformers loads.
+
+    ```python
+    export_hf(program, state, "models/tuned", like="models/llama")
+    ```
+
+    Args:
+      program: The program. Adapters of `lora` are added to the kernels that they are beside, and
+        what `quantized` stores in int8 is decoded.
+      state: Its state; not donated.
+      directory: The directory to make. It must not exist, or be empty. In a bucket its
+        `config.json` is put last: what has one is whole.
+      like: The directory that the parameters once came from. Then its config, tokenizer and other
+        small files are taken over, and every tensor gets the dtype that it has there: what was
+        loaded and not trained is written bit for bit. Without tensors there, their dtype is
+        what the config says.
+      family: Without `like`, the family to write it as, such as `"llama"`; by default the first
+        that is the same model.
+      dtype: The dtype of all tensors, such as `"bfloat16"`. By default that of `like`, or that of
+        the parameters.
+      tokenizer: A `tokenizer.json` to put beside the weights in place of that of `like`.
+      max_shard_bytes: The most bytes of tensors in a file, unless one tensor has more.
+
+    Returns:
+      The directory.
+
+    Raises:
+      ValueError: No family is the same model, `like` is another one, or there is something in the
+        way; another process is writing the directory, or a process does not see what the first
+        writes. Nothing has been written.
+      OSError: The files cannot be written, because the disk is full for example. On a disk the
+        directory is as it was; in a bucket the next export deletes what this one has left.
+
+    Communication:
+      None within a process, and none to a disk but a few bytes that say whether all processes are
+      well. To a bucket, over several, an all-gather for each tensor, for which every device holds
+      that one whole, and one device a file. And with adapters, what merging them needs.
+    """
+    check_state("export_hf", program.abstract_state, state)
+    is_first = jax.process_index() == 0
+    number = from_first(new_number())
+    with contextlib.ExitStack() as owner:
+        with failing_together():
+            require("export_hf", "safetensors")
+            target = open_target(user_path(directory), number)
+            source = None if like is None else model_directory(like)
+            config, tensors = _plan(program, source, family=family, dtype=dtype)
+            files = _divide(tensors, max_shard_bytes)
+            target.check_free()
+            extras = _extra_files(source, tokenizer)
+            if is_first:
+                with writing("export_hf", target.path):
+                    owner.enter_context(target.owned())
+                    if target.folder is not None:
+                        create_files(target.folder, files)
+        if target.folder is not None:
+            _check_shared(target.folder)
+        arrays = {leaf.name: x for leaf, x in given_variables(program, state)}
+        if target.folder is not None:
+            with failing_together(), writing("export_hf", target.path):
+                write_tensors(target.folder, files, arrays)
+        else:
+            _write_in_turn(target, files, arrays)
+        with failing_together(), writing("export_hf", target.path):
+            if is_first:
+                _write_rest(target, config, files, extras)
+            target.check_files()
+        with failing_together(), writing("export_hf", target.path):
+            if is_first:
+                target.finish()
+    return target.path
+
+
+def _plan(
+    program: Program, source: Path | None, *, family: str, dtype: str
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """The config to write, and the tensors."""
+    model, (leaves, _) = transformer_of(program), plain_leaves(program, variable_leaves(program))
+    dtypes: Mapping[str, str] = {}
+    if source is not None:
+        architecture = read_architecture(source)
+        check_same_model(model, source, architecture.fields)
+        config = read_config(source)
+        if has_tensors(source):
+            dtypes = TensorFiles(source).dtypes
+        else:  # The copy of config and tokenizer that an import leaves.
+            dtype = dtype or str(config.get("dtype") or config.get("torch_dtype") or "")
+    else:
+        config = write_config(architecture_of(model), family=family)
+    if dtype and dtype not in DTYPES.values():
+        raise ValueError(
+            f"export_hf: dtype is {dtype!r}, expected one of {', '.join(DTYPES.values())}, or '' "
+            "for that of like, or of the parameters."
+        )
+    paths = [leaf.name.partition("/")[2] for leaf in leaves]
+    shapes = {
+        path: leaf.shape
+        for path, leaf in zip(paths, leaves, strict=True)
+        if not is_adapter(path)  # It is a part of the kernel beside it.
+    }
+    pieces = pieces_of_transformer(config["model_type"], shapes)
+    tensors = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        for piece in pieces.get(path, ()):
+            sizes = tuple(
+                model.vocab_size if name == "V" else size
+                for name, size in zip(piece.dims, leaf.shape[len(piece.entry) :], strict=True)
+            )
+            name = dtype or dtypes.get(piece.tensor) or leaf.dtype.name
+            shape, numbers = piece.tensor_shape(sizes), np.dtype(jax.numpy.dtype(name))
+            tensors.append(Tensor(piece.tensor, shape, sizes, numbers, leaf.name, piece))
+    sizes_of: dict[str, int] = {}
+    for tensor in tensors:
+        sizes_of[tensor.dtype.name] = sizes_of.get(tensor.dtype.name, 0) + tensor.nbytes
+    most = max(sizes_of, key=lambda name: sizes_of[name])
+    config["dtype" if "dtype" in config else "torch_dtype"] = most
+    return config, sorted(tensors, key=lambda tensor: _natural(tensor.name))
+
+
+def _natural(name: str) -> list[Any]:
+    """A key by which `layers.2` comes before `layers.10`."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _divide(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, list[Tensor]]:
+    """The tensors of each file, in order."""
+    if max_bytes < 1:
+        raise ValueError(f"export_hf: max_shard_bytes is {max_bytes}, expected at least 1.")
+    groups: list[list[Tensor]] = []
+    size = 0
+    for tensor in tensors:
+        if not groups or size + tensor.nbytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    if len(groups) == 1:
+        return {ONE_FILE: groups[0]}
+    total = len(groups)
+    return {
+        f"model-{number:05d}-of-{total:05d}.safetensors": group
+        for number, group in enumerate(groups, 1)
+    }
+
+
+def _check_shared(folder: Path) -> None:
+    """Refuses processes that do not see the folder that the first has made."""
+    found = None
+    with contextlib.suppress(FileNotFoundError):
+        status = folder.stat()
+        found = [status.st_ino, status.st_mtime_ns]
+    others = gather(found)
+    unlike = [number for number, other in enumerate(others) if other != others[0]]
+    if unlike:
+        raise ValueError(
+            f"export_hf: process {unlike[0]} does not see {folder}, which process 0 has made; "
+            "expected a directory on a file system that all processes share, because each writes "
+            "what its own devices hold, or one in a bucket."
+        )
+
+
+def _write_in_turn(target: Target, files: Files, arrays: Mapping[str, jax.Array]) -> None:
+    """Writes each file in one process, because nobody else sees it before it is whole."""
+    for number, (name, tensors) in enumerate(files.items()):
+        gathered = [_gathered(arrays[tensor.leaf], tensor) for tensor in tensors]
+        with failing_together():
+            if number % jax.process_count() == jax.process_index():
+                with target.file(name) as path:
+                    own = {name: [tensor for tensor, _ in gathered]}
+                    create_files(path.parent, own)
+                    write_tensors(path.parent, own, {t.leaf: x for t, x in gathered})
+
+
+def _gathered(x: jax.Array, tensor: Tensor) -> tuple[Tensor, jax.Array]:
+    """A tensor with an array that this process has the whole of."""
+    if x.is_fully_addressable:
+        return tensor, x
+    sharding: Any = x.sharding
+    take = on_auto_axes(_index, mesh=sharding.mesh, out_specs=PartitionSpec())
+    with no_mesh():
+        replicated = NamedSharding(sharding.mesh, PartitionSpec())
+        whole = jax.jit(take, out_shardings=replicated)(x, tensor.piece.entry)
+    alone = tensor._replace(leaf=tensor.name, piece=tensor.piece._replace(entry=()))
+    return alone, whole.addressable_data(0)
+
+
+def _index(x: jax.Array, entry: tuple[jax.Array, ...]) -> jax.Array:
+    for at in entry:
+        x = jax.lax.dynamic_index_in_dim(x, at, 0, keepdims=False)
+    return x
+
+
+def _extra_files(source: Path | None, tokenizer: GivenPath | None) -> dict[str, Path]:
+    """The files to copy, by their names there."""
+    extras = {}
+    if source is not None:
+        extras = {name: source / name for name in TOKENIZER_FILES if (source / name).exists()}
+    if tokenizer is not None:
+        extras["tokenizer.json"] = local_path(tokenizer, "export_hf: tokenizer")
+    for path in extras.values():
+        try:
+            open_file(path, follow_links=True).close()
+        except OSError as error:
+            raise ValueError(f"export_hf: {path} cannot be copied ({error}).") from None
+    return extras
+
+
+def _write_rest(
+    target: Target,
+    config: Mapping[str, Any],
+    files: Files,
+    extras: Mapping[str, Path],
+) -> None:
+    """Writes copies of others' files, the index if there are several of tensors, and the config."""
+    for name, source in extras.items():
+        with (
+            open_file(source, follow_links=True) as file,
+            target.file(name) as path,
+            path.open("wb") as copy,
+        ):
+            shutil.copyfileobj(file, copy)
+    texts = {}
+    if len(files) > 1:
+        total = sum(tensor.nbytes for of_file in files.values() for tensor in of_file)
+        weight_map = {t.name: name for name, of_file in files.items() for t in of_file}
+        texts[INDEX_FILE] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    texts[CONFIG_FILE] = dict(config)
+    for name, value in texts.items():
+        with target.file(name) as path:
+            path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,234 @@
+"""What the `config.json` of each family of models calls the fields of a `Transformer`, as data.
+
+A family is what `model_type` names. Its `Family` says which keys stand for which fields, which
+fields all of its models have, and what a key means that is left out. What takes more than a name,
+rotations and windows, is in `manualpar.models.pretrained.architecture`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+# How a family says which layers see a window, unless it lists `layer_types`: none does; all do; all
+# do if `use_sliding_window` says so, and it may be all but the first `max_window_layers`; or by
+# turns with layers that see everything. `listed`: only the list says it.
+Windows = Literal["none", "all", "all if asked", "last if asked", "by turns", "listed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How a family of models is described.
+
+    Attributes:
+      class_name: The name of its class in transformers, for `architectures`.
+      keys: The keys of `config.json`, each with the field that has its value.
+      fixed: The fields that all models of the family have alike.
+      defaults: The values of keys that may be left out. The others may not.
+      must_be: Keys that no field can say anything else about: these are the values, and they may be
+        left out.
+      windows: How it says which layers see a window.
+      window_every: Of layers that take turns, which one sees everything if nothing says so.
+      activation_key: The key of the MLP's activation.
+    """
+
+    class_name: str
+    keys: Mapping[str, str]
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    must_be: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    windows: Windows = "none"
+    window_every: int = 0
+    activation_key: str = "hidden_act"
+
+
+SIZES: Mapping[str, str] = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "mlp_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_size",
+    "rms_norm_eps": "norm_epsilon",
+    "tie_word_embeddings": "tied_head",
+}
+EXPERT_SIZES: Mapping[str, str] = {
+    **{key: field for key, field in SIZES.items() if key != "intermediate_size"},
+    "moe_intermediate_size": "mlp_size",
+    "num_experts_per_tok": "experts_per_token",
+    "norm_topk_prob": "normalize_gates",
+}
+COMMON: Mapping[str, Any] = {
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+NO_BIAS: Mapping[str, Any] = {"attention_bias": False}
+# Every expert has room for all tokens that choose it, as in all of these.
+EXPERTS: Mapping[str, Any] = {"capacity_factor": 0.0}
+GEMMA: Mapping[str, Any] = {
+    "norm_offset": True,
+    "post_norms": True,
+    "scale_embedding": True,
+}
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        SIZES,
+        defaults={**COMMON, "num_key_value_heads": None},
+        must_be={**NO_BIAS, "mlp_bias": False},
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        SIZES,
+        defaults={**COMMON, "num_key_value_heads": 8, "sliding_window": 4096},
+        windows="all",
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        SIZES,
+        fixed={"qkv_bias": True},
+        defaults={**COMMON, "max_window_layers": 28},
+        windows="last if asked",
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        SIZES,
+        fixed={"query_key_norm": True},
+        defaults={**COMMON, "head_dim": 128, "max_window_layers": 28},
+        must_be=NO_BIAS,
+        windows="last if asked",
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        {
+            **SIZES,
+            "query_pre_attn_scalar": "attention_scale",
+            "attn_logit_softcapping": "attention_soft_cap",
+            "final_logit_softcapping": "logit_soft_cap",
+        },
+        fixed=GEMMA,
+        defaults={
+            **COMMON,
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window": 4096,
+        },
+        must_be={**NO_BIAS, "use_bidirectional_attention": None},
+        windows="by turns",
+        window_every=2,
+        activation_key="hidden_activation",
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {
+            **SIZES,
+            "query_pre_attn_scalar": "attention_scale",
+            "attn_logit_softcapping": "attention_soft_cap",
+            "final_logit_softcapping": "logit_soft_cap",
+        },
+        fixed={**GEMMA, "query_key_norm": True},
+        defaults={
+            **COMMON,
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "sliding_window": 4096,
+        },
+        must_be={**NO_BIAS, "use_bidirectional_attention": False},
+        windows="by turns",
+        window_every=6,
+        activation_key="hidden_activation",
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {**SIZES, "num_experts_per_tok": "experts_per_token", "num_local_experts": "num_experts"},
+        fixed={**EXPERTS, "normalize_gates": True},
+        defaults={**COMMON, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "sliding_window": None},
+        windows="all",
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        {
+            **EXPERT_SIZES,
+            "num_experts": "num_experts",
+            "shared_expert_intermediate_size": "shared_experts_size",
+        },
+        fixed={**EXPERTS, "qkv_bias": True, "shared_gate": True},
+        defaults={**COMMON, "norm_topk_prob": False},
+        must_be={"qkv_bias": True, "decoder_sparse_step": 1},
+        windows="listed",
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {**EXPERT_SIZES, "num_experts": "num_experts"},
+        fixed={**EXPERTS, "query_key_norm": True},
+        defaults={**COMMON, "norm_topk_prob": False},
+        must_be={**NO_BIAS, "decoder_sparse_step": 1},
+        windows="all if asked",
+    ),
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        {
+            **EXPERT_SIZES,
+            "n_routed_experts": "num_experts",
+            "routed_scaling_factor": "gate_scale",
+            "n_group": "expert_groups",
+            "topk_group": "expert_groups_per_token",
+        },
+        fixed={
+            **EXPERTS,
+            "query_key_norm": True,
+            "expert_gates": "sigmoid",
+            "router_bias": True,
+            "expert_group_score": "best_two",
+        },
+        defaults={
+            **COMMON,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "use_sliding_window": True,
+            "max_window_layers": 62,
+            "sliding_window": 4096,
+        },
+        must_be=NO_BIAS,
+        windows="last if asked",
+    ),
+}
+# Keys that say nothing about what a trained model computes from tokens, or nothing that the other
+# keys do not say: how it was made and is trained, special tokens, and switches of transformers.
+UNUSED_KEYS = frozenset(
+    {
+        "_attn_implementation",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "bos_token_id",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "max_position_embeddings",
+        "model_type",
+        "output_router_logits",
+        "pad_token_id",
+        "pretraining_tp",
+        "return_dict",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)

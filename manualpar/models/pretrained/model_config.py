@@ -1,0 +1,123 @@
+"""The `config.json` of a `Transformer`, for other people's programs.
+
+A model is written as the first family that says the same: what is written is read again and
+compared, field by field. So no field is lost, and a model that is like none is refused. The keys
+are those of transformers 4, which all versions read.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from manualpar.models import Transformer
+from manualpar.models.pretrained.architecture import (
+    ACTIVATIONS,
+    FULL,
+    ROPE_FACTORS,
+    SLIDING,
+    parse_architecture,
+)
+from manualpar.models.pretrained.families import FAMILIES
+from manualpar.models.transformer_fields import size_of_head
+
+# The fields of a `Transformer` that belong to the model; the others say how it is computed.
+SAID = frozenset(
+    {
+        *(
+            field
+            for family in FAMILIES.values()
+            for field in (*family.keys.values(), *family.fixed)
+        ),
+        *ROPE_FACTORS.values(),
+        *("rope_base", "rope_scaling", "local_rope_base", "attention_window", "global_every"),
+        *("attention_scale", "activation", "dense_layers", "dense_mlp_size", "shared_experts_size"),
+        *("num_kv_heads", "head_size"),
+    }
+) - {"capacity_factor"}
+
+
+def architecture_of(model: Transformer) -> dict[str, Any]:
+    """The fields of a model that `config.json` says, with 0 replaced by what it means."""
+    fields = {name: getattr(model, name) for name in SAID if hasattr(model, name)}
+    return fields | {
+        "num_kv_heads": model.num_kv_heads or model.num_heads,
+        "head_size": size_of_head(model),
+        "attention_scale": model.attention_scale or size_of_head(model) ** -0.5,
+        "local_rope_base": (model.global_every and (model.local_rope_base or model.rope_base))
+        or 0.0,
+    }
+
+
+def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that an `Architecture` has, with those that it leaves at their defaults."""
+    return architecture_of(Transformer(**fields))
+
+
+def write_config(fields: Mapping[str, Any], *, family: str = "") -> dict[str, Any]:
+    """The `config.json` of a model.
+
+    Args:
+      fields: What `architecture_of` returns.
+      family: The family to write it as; `""` for the first that says the same.
+
+    Raises:
+      ValueError: No family says the same; the message names what each can't.
+    """
+    why = []
+    for name in [family] if family else FAMILIES:
+        config = _write(name, fields)
+        try:
+            found = complete_fields(parse_architecture(config).fields)
+        except ValueError as error:
+            why.append(f"{name}: {error}")
+            continue
+        different = [key for key, value in fields.items() if found.get(key) != value]
+        if not different:
+            return config
+        why.append(f"{name} has another {' and '.join(different)}")
+    raise ValueError(
+        f"export_hf: no family of models is like this Transformer ({'; '.join(why)}); expected the "
+        f"fields of one of {', '.join(FAMILIES)}."
+    )
+
+
+def _write(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a family that says most of some fields; what it cannot say is left out."""
+    family = FAMILIES[name]
+    config: dict[str, Any] = {"architectures": [family.class_name], "model_type": name}
+    config |= {key: fields[field] for key, field in family.keys.items()}
+    config |= family.must_be
+    if "query_pre_attn_scalar" in config:
+        scalar = fields["attention_scale"] ** -2.0
+        config["query_pre_attn_scalar"] = (
+            round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar
+        )
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            config[key] = config[key] or None
+    config["intermediate_size"] = fields.get("dense_mlp_size") or fields["mlp_size"]
+    names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+    config[family.activation_key] = names[fields["activation"]]
+    layers, window = fields["num_layers"], fields["attention_window"]
+    every = fields["global_every"]
+    if family.windows != "none":
+        config["sliding_window"] = window or None
+    if family.windows in ("all if asked", "last if asked", "listed") and window:
+        config |= {"use_sliding_window": True, "max_window_layers": 0}
+    if family.windows in ("last if asked", "by turns", "listed"):
+        is_full = [not window or (every and (i + 1) % every == 0) for i in range(layers)]
+        config["layer_types"] = [FULL if full else SLIDING for full in is_full]
+    if name == "gemma3_text" and every:
+        config["sliding_window_pattern"] = every
+        config["rope_local_base_freq"] = fields["local_rope_base"]
+    config["rope_theta"] = fields["rope_base"]
+    if kind := fields["rope_scaling"]:
+        named = ROPE_FACTORS if kind == "llama3" else {"factor": "rope_factor"}
+        config["rope_scaling"] = {"rope_type": kind}
+        config["rope_scaling"] |= {key: fields[field] for key, field in named.items()}
+    if dense := fields.get("dense_layers"):
+        if name == "dots1":
+            config["first_k_dense_replace"] = dense
+        else:
+            config["mlp_only_layers"] = list(range(dense))
+    if name == "dots1":
+        config["n_shared_experts"] = fields.get("shared_experts_size", 0) // fields["mlp_size"]
+    return config

@@ -1,0 +1,257 @@
+"""Slices of tensors in files, as the shards that the devices of this process hold.
+
+A slice that several devices have is read once. Parts of a variable that lie side by side are read
+together, because their rows are longer then. Numbers are turned and cast on the host, band by band
+of a tensor. So what a process holds besides its state is a few boxes of `BOX_BYTES`, or a few
+shards if those are larger: those that are being read, one in each thread.
+"""
+
+import concurrent.futures
+import itertools
+import math
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from manualpar.core.state.state_arrays import Leaf
+from manualpar.models.pretrained.sources import Sources
+from manualpar.models.pretrained.tensor_bytes import bounds_of
+from manualpar.models.pretrained.tensor_files import TensorFiles
+from manualpar.models.pretrained.tensor_names import Piece
+
+THREADS = min(8, os.cpu_count() or 1)
+BOX_BYTES = 256 << 20
+# The most numbers of a tensor that are turned at a time, unless a row has more.
+BAND = 1 << 20
+# Numbers along the dims that are contiguous in the source, and in what they are copied to.
+BLOCK = 1024, 16
+# For each dim where it begins and ends.
+Bounds = tuple[tuple[int, int], ...]
+
+
+class ShardReader:
+    """Reads slices in threads and counts their bytes."""
+
+    def __init__(self, files: TensorFiles) -> None:
+        self._files, self.bytes_read, self._lock = files, 0, threading.Lock()
+
+    def place(self, leaves: Sequence[Leaf], sources: Sources) -> dict[str, jax.Array]:
+        """Puts the variables on the devices of this process."""
+        with concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
+            boxes = {}
+            for leaf in leaves:
+                parts = _devices_by_part(leaf)
+                boxes[leaf.name] = [
+                    threads.submit(
+                        self._place, leaf, box, {of: parts[of] for of in inside}, sources
+                    )
+                    for box, inside in join(parts, BOX_BYTES // leaf.dtype.itemsize)
+                ]
+            finish(threads, itertools.chain(*boxes.values()))
+        return {
+            leaf.name: jax.make_array_from_single_device_arrays(
+                leaf.held_shape,
+                leaf.abstract.sharding,
+                [array for box in boxes[leaf.name] for array in box.result()],
+                dtype=leaf.dtype,
+            )
+            for leaf in leaves
+        }
+
+    def _place(
+        self,
+        leaf: Leaf,
+        box: Bounds,
+        devices_of: Mapping[Bounds, Sequence[jax.Device]],
+        sources: Sources,
+    ) -> list[jax.Array]:
+        """Reads a box of a variable, and puts the parts in it on the devices that have them."""
+        whole = np.zeros([stop - start for start, stop in box], leaf.dtype)
+        for piece in sources.pieces[leaf.name]:
+            stacked = len(piece.entry)
+            if (entry := entry_within(piece.entry, box)) is not None:
+                self._read(piece, sources.shape_of(piece, leaf), box[stacked:], whole[entry])
+        return jax.block_until_ready(
+            [
+                jax.device_put(whole[within(part, box)], device)
+                for part, devices in devices_of.items()
+                for device in devices
+            ]
+        )
+
+    def _read(self, piece: Piece, sizes: Sequence[int], box: Bounds, out: np.ndarray) -> None:
+        """Reads a box of a piece."""
+        # What is beyond the tensor is padding.
+        for part in slices_of(piece, sizes, common(box, [(0, size) for size in sizes])):
+            value = self._files.read(piece.tensor, part.where)
+            with self._lock:
+                self.bytes_read += value.nbytes
+            copy_turned(out[within(part.bounds, box)], part.turned(value))
+
+
+def finish(threads: concurrent.futures.Executor, jobs: Iterable[concurrent.futures.Future]) -> None:
+    """Waits for all jobs; after the first that fails, those that have not begun never do."""
+    try:
+        for job in concurrent.futures.as_completed(jobs):
+            job.result()
+    except BaseException:
+        threads.shutdown(cancel_futures=True)
+        raise
+
+
+def copy_turned(out: np.ndarray, value: np.ndarray) -> None:
+    """Copies numbers into an array that lies otherwise in memory, and casts them.
+
+    NumPy follows the memory of one of the two and leaps through the other's, once for each number.
+    Within a block both stay in the cache. Bits are copied as integers, because NumPy moves bfloat16
+    far slower.
+    """
+    out, value = out.squeeze(), value.squeeze()
+    order = sorted(range(out.ndim), key=lambda dim: -out.strides[dim])
+    out, value = out.transpose(order), value.transpose(order)
+    steps = list(out.shape)
+    fastest = min(range(out.ndim), key=lambda dim: value.strides[dim], default=0)
+    if fastest < out.ndim - 1:
+        steps[fastest], steps[-1] = BLOCK
+    corners = (range(0, size, step) for size, step in zip(out.shape, steps, strict=True))
+    for corner in itertools.product(*corners):
+        block: Any = *(slice(at, at + step) for at, step in zip(corner, steps, strict=True)), ...
+        bits_of(out[block])[...] = bits_of(value[block].astype(out.dtype, copy=False))
+
+
+def bits_of(x: np.ndarray) -> np.ndarray:
+    """The bits of numbers as integers."""
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+def join(parts: Iterable[Bounds], most: int) -> list[tuple[Bounds, list[Bounds]]]:
+    """Joins disjoint parts that lie side by side into boxes of at most so many numbers.
+
+    Returns:
+      The boxes, each with the parts in it. A part that is larger is a box by itself.
+    """
+    boxes: list[tuple[Bounds, list[Bounds]]] = []
+    for part in sorted(parts):
+        if boxes:
+            box, inside = boxes[-1]
+            hull = tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(box, part, strict=True))
+            if _volume(hull) <= most and _volume(hull) == _volume(box) + _volume(part):
+                boxes[-1] = hull, [*inside, part]
+                continue
+        boxes.append((part, [part]))
+    return boxes
+
+
+def _volume(bounds: Bounds) -> int:
+    return math.prod(stop - start for start, stop in bounds)
+
+
+def entry_within(entry: Sequence[int], box: Bounds) -> tuple[Any, ...] | None:
+    """The index of an entry along the leading dims in a box; `None` if the box has it not."""
+    leading = box[: len(entry)]
+    if not all(start <= at < stop for at, (start, stop) in zip(entry, leading, strict=True)):
+        return None
+    return *(at - start for at, (start, _) in zip(entry, leading, strict=True)), ...
+
+
+def within(bounds: Bounds, box: Bounds) -> tuple[slice, ...]:
+    """Bounds counted from the corner of a box, as an index."""
+    return tuple(
+        slice(start - corner, stop - corner)
+        for (start, stop), (corner, _) in zip(bounds, box, strict=True)
+    )
+
+
+def common(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> Bounds:
+    """What two boxes have in common, which may be empty."""
+    pairs = zip(a, b, strict=True)
+    return tuple((max(low, start), min(high, stop)) for (low, high), (start, stop) in pairs)
+
+
+def is_empty(box: Bounds) -> bool:
+    """Whether a dim ends where it begins, or before."""
+    return any(start >= stop for start, stop in box)
+
+
+def _devices_by_part(leaf: Leaf) -> dict[Bounds, list[jax.Device]]:
+    """The devices of this process by the part of a variable that they hold."""
+    devices: dict[Bounds, list[jax.Device]] = {}
+    indices = leaf.abstract.sharding.addressable_devices_indices_map(leaf.held_shape)
+    for device, index in indices.items():
+        devices.setdefault(bounds_of(index, leaf.held_shape), []).append(device)
+    return devices
+
+
+class Slice(NamedTuple):
+    """A slice of a tensor that is a box of a parameter.
+
+    Attributes:
+      where: The slice.
+      bounds: The box, in the order of the parameter's dims.
+      split: The sizes of these dims in the order in which the tensor has them.
+      order: Where the tensor has each dim of the parameter.
+    """
+
+    where: tuple[slice, ...]
+    bounds: Bounds
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def turned(self, value: np.ndarray) -> np.ndarray:
+        """A view of the slice with the dims of the parameter."""
+        return value.reshape(self.split).transpose(self.order)
+
+
+# A range of a tensor's dim, and the ranges of the dims that are merged in it, by name.
+_Read = tuple[int, int, dict[str, tuple[int, int]]]
+
+
+def slices_of(piece: Piece, sizes: Sequence[int], box: Bounds) -> Iterator[Slice]:
+    """The slices of a tensor that together are a box of a parameter; none if it is empty."""
+    if is_empty(box):
+        return
+    outermost = next(itertools.chain(*piece.merged), None)
+    if outermost is not None and _volume(box) > BAND:
+        dim = piece.dims.index(outermost)
+        start, stop = box[dim]
+        rows = max(1, BAND * (stop - start) // _volume(box))
+        if rows < stop - start:
+            for at in range(start, stop, rows):
+                band = *box[:dim], (at, min(at + rows, stop)), *box[dim + 1 :]
+                yield from slices_of(piece, sizes, band)
+            return
+    size_of = dict(zip(piece.dims, sizes, strict=True))
+    box_of = dict(zip(piece.dims, box, strict=True))
+    for reads in itertools.product(*(_ranges(names, size_of, box_of) for names in piece.merged)):
+        spans = {name: span for _, _, inner in reads for name, span in inner.items()}
+        yield Slice(
+            tuple(slice(start, stop) for start, stop, _ in reads),
+            tuple(spans[name] for name in piece.dims),
+            tuple(stop - start for start, stop in spans.values()),
+            tuple(list(spans).index(name) for name in piece.dims),
+        )
+
+
+def _ranges(
+    names: Sequence[str], size_of: Mapping[str, int], bounds_of: Mapping[str, tuple[int, int]]
+) -> list[_Read]:
+    """The ranges of a merged dim: one if the inner dims are whole, else one an outer entry."""
+    if not names:
+        return [(0, 1, {})]
+    outer, *inner = names
+    start, stop = bounds_of[outer]
+    size = 1
+    for name in inner:
+        size *= size_of[name]
+    if all(bounds_of[name] == (0, size_of[name]) for name in inner):
+        whole = {name: bounds_of[name] for name in inner}
+        return [(start * size, stop * size, {outer: (start, stop), **whole})]
+    return [
+        (at * size + low, at * size + high, {outer: (at, at + 1), **spans})
+        for at in range(start, stop)
+        for low, high, spans in _ranges(inner, size_of, bounds_of)
+    ]

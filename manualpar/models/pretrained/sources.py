@@ -1,0 +1,191 @@
+"""Where a program's parameters come from: their tensors in the files of a directory.
+
+All is compared before anything is read: the model with `config.json`, and the names, shapes and
+dtypes of the tensors with the parameters.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from manualpar.core.program.load_state import Missing, plain_leaves, variable_leaves
+from manualpar.core.program.program import Program
+from manualpar.core.state.state_arrays import Leaf, list_some, show_array
+from manualpar.models import Transformer
+from manualpar.models.pretrained.architecture import read_architecture
+from manualpar.models.pretrained.model_config import architecture_of, complete_fields
+from manualpar.models.pretrained.tensor_bytes import DTYPES
+from manualpar.models.pretrained.tensor_files import TensorFiles
+from manualpar.models.pretrained.tensor_names import (
+    COMPUTED,
+    Piece,
+    Rule,
+    pieces_of,
+    pieces_of_transformer,
+)
+
+
+class Sources(NamedTuple):
+    """Where the variables of a program come from.
+
+    Attributes:
+      files: The files.
+      pieces: The tensors of each variable, by the name of its leaf.
+      vocab_size: How many rows of dim `V` the tensors have; the program may have more.
+    """
+
+    files: TensorFiles
+    pieces: dict[str, list[Piece]]
+    vocab_size: int
+
+    def shape_of(self, piece: Piece, leaf: Leaf) -> tuple[int, ...]:
+        """The shape of a piece in the order of the leaf's dims, without those that are stacked."""
+        sizes = leaf.shape[len(piece.entry) :]
+        return tuple(
+            self.vocab_size if name == "V" and self.vocab_size else size
+            for name, size in zip(piece.dims, sizes, strict=True)
+        )
+
+
+def find_sources(
+    program: Program,
+    directory: Path,
+    *,
+    names: Mapping[str, Rule | str] | None = None,
+    missing: Missing = "error",
+) -> Sources:
+    """Finds the tensors of all variables of a program, and reads none of them.
+
+    Raises:
+      ValueError: See `load_hf`.
+    """
+    plain, _ = plain_leaves(program, variable_leaves(program))
+    leaves = {leaf.name.partition("/")[2]: leaf for leaf in plain}
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    vocab_size = 0
+    if names is None:
+        architecture = read_architecture(directory)
+        model = transformer_of(program)
+        check_same_model(model, directory, architecture.fields)
+        vocab_size = model.vocab_size
+        pieces = pieces_of_transformer(architecture.family, shapes, skip_unknown=missing == "init")
+    else:
+        pieces = _pieces_by_name(names, shapes)
+    if missing == "error" and (without := sorted(shapes.keys() - pieces)):
+        raise ValueError(
+            f"load_hf: names has no {' and no '.join(list_some(without))}, expected every "
+            "parameter of the model, or missing='init'."
+        )
+    files = TensorFiles(directory)
+    sources = Sources(
+        files, {leaves[path].name: found for path, found in pieces.items()}, vocab_size
+    )
+    _check_tensors(sources, leaves, pieces, directory, is_tied="head" not in shapes)
+    return sources
+
+
+def transformer_of(program: Program) -> Transformer:
+    """The `Transformer` that a program trains.
+
+    Raises:
+      ValueError: It trains another model.
+    """
+    model: Any = program.step.model.adapter.module
+    while model is not None and not isinstance(model, Transformer):
+        model = getattr(model, "module", None)
+    if model is None:
+        raise ValueError(
+            "load_hf: the program's model is no manualpar.models.Transformer, so that the names of "
+            "its parameters are unknown; pass names=, the tensor of each parameter."
+        )
+    return model
+
+
+def check_same_model(model: Transformer, directory: Path, fields: Mapping[str, Any]) -> None:
+    """Refuses a model that differs from what a `config.json` says."""
+    own, there = architecture_of(model), complete_fields(fields)
+    lines = [
+        f"{name} is {own[name]!r}, there {there[name]!r}"
+        for name in sorted(own)
+        if own[name] != there[name]
+    ]
+    if lines:
+        raise ValueError(
+            f"the model is not that of {directory}: {'; '.join(list_some(lines))}. Make it with "
+            "Transformer(**read_architecture(directory).fields), or set config.model.from_hf."
+        )
+
+
+def _pieces_by_name(
+    names: Mapping[str, Rule | str], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, list[Piece]]:
+    if unknown := sorted(names.keys() - shapes):
+        raise ValueError(
+            f"load_hf: names has {' and '.join(list_some(unknown))}, expected paths of parameters "
+            f"such as {next(iter(shapes), '')!r}."
+        )
+    rules = {path: Rule(rule) if isinstance(rule, str) else rule for path, rule in names.items()}
+    return {path: pieces_of(rule, shapes[path]) for path, rule in rules.items()}
+
+
+def _check_tensors(
+    sources: Sources,
+    leaves: Mapping[str, Leaf],
+    pieces: Mapping[str, list[Piece]],
+    directory: Path,
+    *,
+    is_tied: bool,
+) -> None:
+    """Refuses tensors that are missing, left over, or of another shape or kind."""
+    files, lines, narrowed = sources.files, [], []
+    known = set()
+    for path, of_path in pieces.items():
+        leaf = leaves[path]
+        for piece in of_path:
+            known.add(piece.tensor)
+            expected = piece.tensor_shape(sources.shape_of(piece, leaf))
+            if piece.tensor not in files.shapes:
+                lines.append(f"{piece.tensor} is missing, of shape {list(expected)} for {path}")
+                continue
+            got, dtype = files.shapes[piece.tensor], files.dtypes[piece.tensor]
+            if got != expected:
+                lines.append(
+                    f"{piece.tensor} is {show_array(_Named(dtype), got)}, expected the shape "
+                    f"{list(expected)} for {path}"
+                )
+            elif dtype not in DTYPES.values():
+                lines.append(
+                    f"{piece.tensor} is stored as {dtype}, expected {', '.join(DTYPES.values())}"
+                )
+            elif np.promote_types(_dtype(dtype), leaf.dtype) != leaf.dtype:
+                narrowed.append(f"{piece.tensor} from {dtype} to {leaf.dtype}")
+    for name in sorted(files.shapes.keys() - known):
+        # transformers does not read it either: the embedding is the head.
+        is_copy = is_tied and name == "lm_head.weight"
+        if not is_copy and not COMPUTED.search(name):
+            shown = show_array(_Named(files.dtypes[name]), files.shapes[name])
+            lines.append(f"{name} is {shown}, expected no such tensor")
+    if lines:
+        raise ValueError(
+            f"the tensors in {directory} are not those of the model: {'; '.join(list_some(lines))}."
+        )
+    if narrowed:
+        warnings.warn(
+            f"load_hf: cast to what the program stores (param_dtype): "
+            f"{'; '.join(list_some(narrowed))}.",
+            stacklevel=5,
+        )
+
+
+class _Named(NamedTuple):
+    """A dtype that numpy may not have, by its name."""
+
+    name: str
+
+
+def _dtype(name: str) -> np.dtype:
+    return np.dtype(jax.numpy.dtype(name))

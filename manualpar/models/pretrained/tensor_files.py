@@ -1,0 +1,173 @@
+"""The `.safetensors` files of a directory: which tensor is in which, and parts of them.
+
+The files may be anybody's. An index names nothing outside of its directory, sizes are bounded, the
+header of every file is checked against its length, and nothing is unpickled. Only what a caller
+asks for is read: the header of every file, and slices of tensors.
+
+Files are read by `preadv` and not mapped into memory, so that what is read is not counted as memory
+of the process, and a file that gets shorter is an error and does not end the process.
+"""
+
+import re
+import warnings
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+import jax.numpy as jnp
+import numpy as np
+
+from manualpar.core.state.state_arrays import list_some
+from manualpar.extras import require
+from manualpar.models.pretrained.tensor_bytes import Place, read_header, read_slice
+from manualpar.system.storage.untrusted import (
+    MAX_HEADER_BYTES,
+    open_tensors,
+    printable,
+    read_object,
+)
+
+ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+FILE_NAME = re.compile(r"[\w.=@+-]+\.safetensors")
+
+
+class TensorFiles:
+    """The tensors in the files of a directory.
+
+    Attributes:
+      shapes: The shape of each, by name.
+      dtypes: The name of the dtype of each; as files have it, such as `F8_E4M3`, if numpy has none.
+      files: The name of the file that each is in.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Opens all files and reads their headers.
+
+        Raises:
+          ValueError: There are none, or one is damaged, pickled or missing, or the index names
+            other tensors than the files have.
+        """
+        require("load_hf", "safetensors")
+        import safetensors
+
+        self._directory = directory
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self.files: dict[str, str] = {}
+        self._places: dict[str, tuple[IO[bytes], Place]] = {}
+        index, left = _read_index(directory), MAX_HEADER_BYTES
+        for name in sorted(set(index.values())) if index else [ONE_FILE]:
+            path = directory / name
+            try:
+                file, length = open_tensors(path, most=left)
+                weakref.finalize(self, file.close)
+                left -= length
+                # It checks the header, and its sizes against the length of the file.
+                with safetensors.safe_open(path, framework="np", backend="pread"):
+                    places = read_header(file)
+            except FileNotFoundError:
+                raise _no_files(directory, name) from None
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{path} {error}.") from None
+            except safetensors.SafetensorError as error:
+                raise ValueError(
+                    f"{path} is damaged or cut off ({printable(error)}); fetch it again, expected "
+                    "a whole .safetensors file."
+                ) from None
+            for key, place in places.items():
+                if key in self.files:
+                    raise ValueError(
+                        f"{directory}: {printable(key)} is in {self.files[key]} and in {name}, "
+                        "expected it in one file."
+                    )
+                self._places[key] = file, place
+                self.files[key] = name
+                self.shapes[key], self.dtypes[key] = place.shape, place.dtype
+        if index:
+            _check_index(directory, index, self.files)
+
+    def read(self, tensor: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Reads a part of a tensor, with one slice for each dim.
+
+        Raises:
+          ValueError: The file cannot be read any more.
+        """
+        file, place = self._places[tensor]
+        try:
+            return read_slice(file.fileno(), place, index, jnp.dtype(place.dtype))
+        except OSError as error:
+            raise ValueError(
+                f"{self._directory / self.files[tensor]} cannot be read ({error}): it changed "
+                "while it was read, or its disk is failing."
+            ) from None
+
+
+def has_tensors(directory: Path) -> bool:
+    """Whether a directory has `.safetensors` files, whole or not."""
+    return (directory / ONE_FILE).exists() or (directory / INDEX_FILE).exists()
+
+
+def _read_index(directory: Path) -> Mapping[str, str]:
+    """The file of each tensor; `{}` if all are in one file, which counts if there are both."""
+    path = directory / INDEX_FILE
+    if not path.exists():
+        return {}
+    if (directory / ONE_FILE).exists():
+        warnings.warn(
+            f"load_hf: {directory} has both {ONE_FILE} and {INDEX_FILE}: only {ONE_FILE} is read, "
+            "as by transformers. Delete the one that is not the model.",
+            stacklevel=2,
+        )
+        return {}
+    try:
+        files = read_object(path, follow_links=True).get("weight_map")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} {error}; expected an index of .safetensors files.") from None
+    if not isinstance(files, dict) or not files:
+        raise ValueError(f"{path} has no weight_map, expected one that names the file of a tensor.")
+    for tensor, name in files.items():
+        # Otherwise it could name any file of this machine.
+        if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
+            raise ValueError(
+                f"{path}: weight_map has {tensor!r} in {name!r}, expected the name of a "
+                ".safetensors file in the same directory."
+            )
+    return files
+
+
+def _no_files(directory: Path, name: str) -> ValueError:
+    """The error for a file that is missing, which says what there is in its place."""
+    if name != ONE_FILE or (directory / INDEX_FILE).exists():
+        return ValueError(
+            f"{directory / name} is missing, and {INDEX_FILE} names it; fetch it, expected all "
+            "files of the model."
+        )
+    pickled = sorted(path.name for pattern in PICKLED for path in directory.glob(pattern))
+    if pickled:
+        return ValueError(
+            f"{directory} has pickled weights ({', '.join(list_some(pickled))}) and no "
+            ".safetensors files: unpickling runs whatever code a file holds, so nothing is "
+            "unpickled. Fetch the model's .safetensors files, or convert them where you trust them."
+        )
+    return ValueError(
+        f"{directory} has neither {ONE_FILE} nor {INDEX_FILE}; expected the weights of a model."
+    )
+
+
+def _check_index(directory: Path, index: Mapping[str, str], files: Mapping[str, str]) -> None:
+    """Compares an index with what the files hold."""
+    lines = [
+        f"{tensor} is in {files.get(tensor, 'no file')}, the index says {name}"
+        for tensor, name in index.items()
+        if files.get(tensor) != name
+    ]
+    lines += [
+        f"{tensor} is in {files[tensor]}, not in the index" for tensor in files.keys() - index
+    ]
+    if lines:
+        raise ValueError(
+            f"{directory / INDEX_FILE} is not the index of these files: "
+            f"{'; '.join(list_some(lines))}. Fetch all of them again, of one revision."
+        )

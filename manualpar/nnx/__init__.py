@@ -1,1 +1,0 @@
-"""NNX models: their adapter registers itself when `manualpar.nnx.nnx_model` is imported."""

@@ -1,5 +1,0 @@
-"""Pipelines: a model's layers in stages on different devices, and schedules of microbatches."""
-
-from manualpar.pipeline.stages import Pipeline
-
-__all__ = ["Pipeline"]

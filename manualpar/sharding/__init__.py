@@ -1,1 +1,0 @@
-"""Meshes, annotations, and the layout that follows from them."""

@@ -1,0 +1,67 @@
+"""`diloco` as a config describes it: by names and numbers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import optax
+
+from manualpar.core.model.adapter import Model
+from manualpar.core.model.loss_function import LossFn
+from manualpar.core.model.options import CODES, ProgramOptions
+from manualpar.strategies.diloco.builder import diloco
+from manualpar.strategies.diloco.program import LocalSteps
+from manualpar.strategies.fields import Field
+from manualpar.strategies.registry import strategy_kinds
+
+FIELDS: Mapping[str, Field] = {
+    "inner": Field(str, choices=("dp", "zero1", "zero2", "fsdp"), default="fsdp"),
+    "every": Field(int, 1, default=10),
+    "outer_learning_rate": Field(float, 0, below=1e38, default=1.0),
+    "outer_momentum": Field(float, 0, below=1, default=0.0),
+    "outer_code": Field(str, choices=("", *filter(None, CODES["reduce_code"])), default=""),
+    "outer_fragments": Field(int, 1, default=1),
+    "outer_overlap": Field(bool, default=False),
+}
+
+
+def diloco_of_config(
+    model: Model,
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    *,
+    inner: str,
+    outer_learning_rate: float,
+    outer_momentum: float,
+    outer_code: str,
+    **options: Any,
+) -> LocalSteps:
+    """Builds what `diloco` builds.
+
+    Args:
+      model: As for `diloco`, as are the other arguments that are not explained here.
+      tx: The optimizer of each replica.
+      loss_fn: The loss.
+      inner: The name of the strategy of each replica. Options that it does not have are not used.
+      outer_learning_rate: The learning rate of the outer optimizer, which is plain gradient descent
+        without momentum: 1 takes the mean of the replicas' parameters.
+      outer_momentum: Its momentum, Nesterov's; 0 for none.
+      outer_code: The code of what travels; `""` for none.
+      **options: Those of `diloco`.
+    """
+    kind = strategy_kinds()[inner]
+    known = {*ProgramOptions.__annotations__, *kind.fields, *FIELDS}
+    own = {name: value for name, value in options.items() if name in known}
+
+    def build(*args: Any, **inner_options: Any) -> Any:
+        return kind.builder(*args, **inner_options, **kind.constants)
+
+    momentum = outer_momentum or None
+    return diloco(
+        model,
+        tx,
+        loss_fn,
+        inner=build,
+        outer_tx=optax.sgd(outer_learning_rate, momentum=momentum, nesterov=momentum is not None),
+        outer_code=outer_code or None,
+        **own,
+    )

@@ -1,0 +1,62 @@
+"""What every process found, known to all of them.
+
+On a shared file system not all processes would find the same checkpoints at once. These functions
+are collective: every process calls them in the same order, from the thread that also runs the
+training steps, because another order in another process would be a deadlock.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from manualpar.system.storage import FolderError
+
+JSON = Any
+
+
+def gather(value: JSON) -> list[JSON]:
+    """The values of all processes, in the order of the processes, as JSON gives them back.
+
+    Communication:
+      Two small all-gathers over all devices; none with one process.
+    """
+    text = json.dumps(value)
+    if jax.process_count() == 1:
+        return [json.loads(text)]
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.array(encoded.size, np.int32))
+    padded = np.zeros(int(lengths.max()), np.uint8)
+    padded[: encoded.size] = encoded
+    rows = multihost_utils.process_allgather(padded)
+    return [json.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
+
+
+def from_first(value: JSON) -> JSON:
+    """Process 0's value, in every process; communicates as `gather`."""
+    return gather(value)[0]
+
+
+def first_failure(failure: str) -> str:
+    """The first failure of any process, `''` if all are well; communicates as `gather`."""
+    return next(filter(None, gather(failure)), "")
+
+
+@contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """Within, an error of one process becomes one of all, so that none waits for another.
+
+    Communication:
+      That of `gather`, at the end.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        gather([str(error), isinstance(error, OSError)])
+        raise
+    for failure, is_of_files in filter(None, gather(None)):
+        raise FolderError(failure) if is_of_files else ValueError(failure)

@@ -1,0 +1,245 @@
+"""A process's side: it knocks at the hub, beats, tells what happens here, and hears the rest.
+
+A daemon thread runs the event loop of the connection. It ends with the connection: when all are
+done, when the processes differ, or when one is lost.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import mmap
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from manualpar.system.cluster.facts import DisagreementError, Facts, announce
+from manualpar.system.cluster.failure_detector import CLOSED, NONSENSE, SILENT, Loss, Pace
+from manualpar.system.cluster.messages import (
+    Hello,
+    Message,
+    NonsenseError,
+    Terms,
+    beats,
+    make_hello,
+    receive,
+    send,
+)
+from manualpar.system.cluster.stopping import StopGate
+
+CONNECT_SECONDS = 5.0
+KNOCK_SECONDS = 0.1
+# A process is short of memory if it cannot get so much for so long, whatever its threads wait for.
+LEAST_MEMORY_BYTES = 2**20
+SHORT_OF_MEMORY_SECONDS = 2.0
+
+
+NO_MEMORY = (
+    "it cannot get memory; give it more (`ulimit -v`, the job's limit), or make the model or the "
+    "batch smaller"
+)
+
+
+class Channel:
+    """A process's connection to the hub.
+
+    Attributes:
+      loss: Who is lost, once that is known.
+      is_over: Set when the connection has ended, whatever ended it.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        port: int,
+        terms: Terms,
+        *,
+        gate: StopGate,
+        pace: Pace,
+        on_loss: Callable[[Loss], None],
+    ) -> None:
+        """Starts the thread, and waits until the hub has admitted this process; see `knock`.
+
+        The thread calls `on_loss` at most once.
+        """
+        self._gate, self._pace, self._on_loss = gate, pace, on_loss
+        self._differences: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        self._heard_at = time.monotonic()
+        self._others: list[tuple[int, float] | None] = []
+        self._silence = 0.0
+        self._admitted = concurrent.futures.Future[None]()
+        self.loss: Loss | None = None
+        self.is_over = threading.Event()
+        threading.Thread(
+            target=self._run, args=(hosts, port, terms), name="cluster-channel", daemon=True
+        ).start()
+        self._admitted.result()
+
+    def send(self, message: Message) -> None:
+        """Hands a message to the thread; safe anywhere, also in signal handlers; never waits."""
+        with contextlib.suppress(RuntimeError):  # The loop is closed: there is nobody left to tell.
+            self._loop.call_soon_threadsafe(send, self._writer, message)
+
+    def agree(self, facts: Facts) -> None:
+        """See `Cluster.agree`."""
+        self.send({"kind": "facts", "value": dict(facts)})
+        if differences := self._differences.get():
+            raise DisagreementError(differences)
+
+    def steps(self) -> dict[int, tuple[int, float]]:
+        """The last known step of each process, and the seconds since it came to that."""
+        since = time.monotonic() - self._heard_at
+        steps = enumerate(self._others)
+        return {process: (step[0], step[1] + since) for process, step in steps if step}
+
+    def _run(self, hosts: Sequence[str], port: int, terms: Terms) -> None:
+        try:
+            asyncio.run(self._knock_and_serve(hosts, port, terms))
+        finally:
+            self.is_over.set()
+            self._differences.put([])
+
+    async def _knock_and_serve(self, hosts: Sequence[str], port: int, terms: Terms) -> None:
+        try:
+            reader, self._writer, first = await knock(hosts, port, terms)
+        except Exception as error:
+            self._admitted.set_exception(error)
+            return
+        self._loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[Loss | None] = self._loop.create_future()
+        self._admitted.set_result(None)
+
+        def lose_hub(reason: str) -> None:
+            self._finish(Loss(0, first["host"], first["pid"], reason))
+
+        async def hear() -> None:
+            try:
+                while True:
+                    self._handle(await receive(reader))
+            except (NonsenseError, KeyError, TypeError, ValueError):
+                lose_hub(NONSENSE)
+            finally:
+                lose_hub(CLOSED)
+
+        hearing, short = asyncio.create_task(hear()), 0.0
+        async for awake in beats(self._end, terms.timeout_seconds):
+            before, short = short, 0.0 if _can_get_memory() else short + awake
+            if before <= SHORT_OF_MEMORY_SECONDS < short:
+                # The hub tells all, this process too. Its main thread may wait for ever for a
+                # thread that had no memory to begin with.
+                send(self._writer, {"kind": "failed", "error": NO_MEMORY})
+            self._pace.watch(awake)
+            progress = dataclasses.asdict(self._pace.progress())
+            send(self._writer, {"kind": "beat", "progress": progress})
+            self._silence += awake
+            if self._silence > terms.timeout_seconds:
+                lose_hub(SILENT.format(terms.timeout_seconds))
+        self.loss = self._end.result()
+        if self.loss:
+            self._on_loss(self.loss)
+        self._writer.transport.abort()
+        with contextlib.suppress(OSError):  # That the connection has ended.
+            await hearing
+
+    def _handle(self, message: Message) -> None:
+        """Does what the hub says."""
+        self._silence = 0.0
+        kind = message.pop("kind")
+        if kind == "beat":
+            self._heard_at, self._others = time.monotonic(), message["steps"]
+        elif kind == "hold":
+            send(self._writer, {"kind": "held", "value": self._gate.hold()})
+        elif kind == "stop":
+            self._gate.release(message["at"])
+        elif kind == "waiting":
+            announce(message["text"])
+        elif kind == "agreed":
+            self._differences.put([])
+        elif kind == "differences":
+            self._differences.put(message["differences"])
+            self._finish(None)
+        elif kind == "lost":
+            self._finish(Loss(**message))
+        elif kind == "end":
+            self._finish(None)
+        else:
+            raise NonsenseError
+
+    def _finish(self, loss: Loss | None) -> None:
+        if not self._end.done():
+            self._end.set_result(loss)
+
+
+def _can_get_memory() -> bool:
+    try:
+        mmap.mmap(-1, LEAST_MEMORY_BYTES).close()
+    except (MemoryError, OSError):
+        return False
+    return True
+
+
+async def knock(
+    hosts: Sequence[str], port: int, terms: Terms
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, dict[str, Any]]:
+    """Connects to the hub as soon as it is there, on any of the hosts, and says who this is.
+
+    Returns the connection on which the hub has admitted this process, and the hub's host and
+    process id. If that takes half the timeout, it announces that process 0 is not there.
+
+    Raises:
+      ConnectionError: Process 0 was not there in time.
+      DisagreementError: The number of processes differs.
+      ValueError: Process 0 does not take this process for one of its own.
+    """
+    began, has_warned, warn_seconds = time.monotonic(), False, terms.timeout_seconds / 2
+    while True:
+        failures = []
+        for host in dict.fromkeys(hosts):
+            try:
+                return await _introduce(host, port, terms)
+            except (OSError, KeyError) as error:
+                failures.append(f"{host}: {str(error) or 'timed out'}")
+        waited, reasons = time.monotonic() - began, "; ".join(failures)
+        if waited > terms.join_seconds:
+            raise ConnectionError(
+                f"initialize: process 0 cannot be reached on its port {port} within "
+                f"{terms.join_seconds:g} s, expected an open network between the hosts of a run, "
+                f"and all processes to be started with the same address ({reasons})"
+            )
+        if waited > warn_seconds and not has_warned:
+            has_warned = True
+            announce(
+                f"process 0 is not there after {warn_seconds:g} s, at port {port} ({reasons}); "
+                f"waiting up to {terms.join_seconds:g} s"
+            )
+        await asyncio.sleep(KNOCK_SECONDS)
+
+
+async def _introduce(
+    host: str, port: int, terms: Terms
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, dict[str, Any]]:
+    """Answers the hub's challenge, and waits to be admitted."""
+    # It blocks the event loop, which has nothing else to do yet.
+    connection = socket.create_connection((host, port), CONNECT_SECONDS)
+    reader, writer = await asyncio.open_connection(sock=connection)
+    hello = Hello(terms.process, terms.num_processes, socket.gethostname(), os.getpid())
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            challenge = str((await receive(reader))["challenge"])
+            send(writer, make_hello(hello, token=terms.token, challenge=challenge))
+            answer = await receive(reader)
+        if answer["kind"] == "admitted":
+            return reader, writer, answer
+        if answer["kind"] == "differences":
+            raise DisagreementError([str(line) for line in answer["differences"]])
+        raise ValueError(
+            f"initialize: process 0 refuses process {hello.process}: {answer['reason']}; start all "
+            "processes with the same token, and each with a number of its own."
+        )
+    except BaseException:
+        writer.transport.abort()
+        raise

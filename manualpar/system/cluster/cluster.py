@@ -1,0 +1,250 @@
+"""The processes that train together, as one of them sees them.
+
+They make the same steps, so they share their fate. A process that dies, is stopped, fails or hangs
+ends all of them within `timeout_seconds`, each with a sentence that names it. A request to stop,
+made to any of them, stops all after the same step. A single process makes the same calls, and those
+that concern others do nothing.
+
+A thread ends the process when another is lost, at once and by `os._exit`, because the main thread
+may stand in a collective that nobody will ever finish. So whatever must be on disk is written when
+it is reported, and checkpoints are committed in one step.
+"""
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from manualpar.system.cluster.channel import Channel
+from manualpar.system.cluster.facts import Facts, announce
+from manualpar.system.cluster.failure_detector import Loss, Pace, causes
+from manualpar.system.cluster.hub import LEAVING_SECONDS, Hub
+from manualpar.system.cluster.messages import Terms
+from manualpar.system.cluster.stopping import StopGate, on_sigterm
+
+# The codes that a process of a cluster ends with, for schedulers to tell them apart.
+# An error of this process's own; its traceback is on the screen.
+FAILED_EXIT_CODE = 1
+# Another process is gone. Nothing is wrong with this one: start the run again.
+LOST_PROCESS_EXIT_CODE = 4
+# A second SIGTERM, before the run had come to its end: 128 + 15, as in a shell.
+TERMINATED_EXIT_CODE = 143
+
+# A process that hears of another's error has this long to report its own, often the same.
+OWN_ERROR_SECONDS = 0.5
+FLUSH_SECONDS = 0.5
+# How long an error of the runtime waits for the news that another process is lost.
+NEWS_SECONDS = 2.0
+# How long `close` waits for processes that live but do not come to an end.
+CLOSE_SECONDS = 300.0
+# The kinds of errors that a lost process brings about in the others.
+FROM_OTHERS = (jax.errors.JaxRuntimeError, OSError, TimeoutError)
+
+
+class Cluster(contextlib.AbstractContextManager["Cluster", None]):
+    """The processes of a run, made by `initialize`. Use it as a context manager.
+
+    Attributes:
+      process_id: Which of the processes this is.
+      num_processes: How many there are.
+      timeout_seconds: How long a process may be silent before it is taken for lost.
+    """
+
+    def __init__(
+        self, *, process_id: int = 0, num_processes: int = 1, timeout_seconds: float = 10.0
+    ) -> None:
+        """Makes a process that nobody is connected to yet."""
+        self.process_id = process_id
+        self.num_processes = num_processes
+        self.timeout_seconds = timeout_seconds
+        self._gate = StopGate()
+        self._pace = Pace()
+        self._has_failed = False
+        self._has_nothing_to_lose = False
+        self._hub: Hub | None = None
+        self._channel: Channel | None = None
+        self._ends, self._has_flushed = threading.Event(), threading.Event()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is process 0, which alone writes what only one may write."""
+        return self.process_id == 0
+
+    def should_stop(self, step: int) -> bool:
+        """Says, between two steps, whether to stop here; true after the same step in all processes.
+
+        Every process calls it equally often and in the same place of its loop. Usually it costs a
+        microsecond; once, after a request to stop, it takes as long as a few messages. Once true,
+        it stays so. `step` is the number of updates made, for `steps`.
+        """
+        self._pace.at_step(step)
+        return self._gate.should_stop()
+
+    def request_stop(self) -> None:
+        """Asks all processes to stop after the same step, soon; safe in a signal handler."""
+        if self._channel:
+            self._channel.send({"kind": "stop"})
+        else:
+            self._gate.release(0)
+
+    @contextlib.contextmanager
+    def stop_on_sigterm(self) -> Iterator[None]:
+        """Within, the first SIGTERM asks all processes to stop; the second ends this one at once.
+
+        Call it in the main thread. The second ends the process with `TERMINATED_EXIT_CODE`. After
+        `nothing_to_lose`, SIGTERM changes nothing. One of several processes can only end then, so
+        it ignores SIGTERM afterwards too.
+        """
+
+        def first() -> None:
+            announce("SIGTERM: stopping after this step; a second SIGTERM ends this process")
+            self.request_stop()
+
+        def second() -> None:
+            os._exit(TERMINATED_EXIT_CODE)
+
+        with on_sigterm(
+            first,
+            second,
+            is_over=lambda: self._has_nothing_to_lose,
+            stays_over=self.num_processes > 1,
+        ):
+            yield
+
+    def nothing_to_lose(self) -> None:
+        """Says that all is saved, and this process only has to end, with a code that says so.
+
+        Schedulers send SIGTERM to the processes that are left when the first one has ended. That
+        must not change the exit code any more.
+        """
+        self._has_nothing_to_lose = True
+
+    def enter(self, phase: str, *, limit: float = 0.0, varies: bool = False) -> None:
+        """Says what this process does next, so that the others notice when it hangs.
+
+        Every process enters the same number of phases in the same order. A process that is behind
+        for `timeout_seconds` longer than any phase has taken so far is lost. A call costs a
+        microsecond. A phase is such as `"in a step"`; `UNWATCHED` is not watched.
+
+        Args:
+          phase: What it does.
+          limit: How many seconds the phase may take the first times; 0 for ten minutes longer than
+            any phase so far, and for ever if all processes are in it.
+          varies: Whether `limit` always counts, however long phases have taken so far.
+        """
+        self._pace.enter(phase, limit=limit, varies=varies)
+
+    def agree(self, facts: Facts) -> None:
+        """Compares facts with those of the other processes, and waits until all have called it.
+
+        It needs no device and no collective.
+
+        Raises:
+          DisagreementError: Something differs. Every process raises it, and the channel has ended.
+        """
+        if self._channel:
+            self._channel.agree(facts)
+
+    def steps(self) -> dict[int, tuple[int, float]]:
+        """The last step of each process, and the seconds since it came to that.
+
+        Processes that have not made a step are missing. What is known of the others is as old as
+        their last beat, a second at most.
+        """
+        steps = self._channel.steps() if self._channel else {}
+        own = self._pace.progress()
+        if own.step is not None:
+            steps[self.process_id] = (own.step, own.step_age)
+        return steps
+
+    def explain_failure(self, error: BaseException) -> str | None:
+        """A sentence that names a lost process, if an error only shows that it is gone.
+
+        When a process is gone the others' collectives fail, often before it is known who is gone.
+        So an error of the runtime waits `NEWS_SECONDS` for the news. Usually this does not return
+        then, because the channel's thread ends the process with the sentence and
+        `LOST_PROCESS_EXIT_CODE`. It is `None` if the error is this process's own.
+        """
+        if not self._channel or not any(isinstance(one, FROM_OTHERS) for one in causes(error)):
+            return None
+        self._channel.is_over.wait(NEWS_SECONDS)
+        loss = self._channel.loss
+        return None if loss is None or loss.process == self.process_id else str(loss)
+
+    def failed(self, error: BaseException) -> None:
+        """Tells the others that this process ends with an error; end it with `os._exit` then.
+
+        An ordinary end would wait in JAX's exit barrier for processes that wait for this one. It
+        returns when the others know, in process 0 when they are gone: a second or two.
+        """
+        self._has_failed = True
+        if self._channel:
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            self._channel.send({"kind": "failed", "error": text[:2000]})
+            self._channel.is_over.wait(2 * LEAVING_SECONDS)
+
+    def close(self) -> None:
+        """Ends in peace: waits until all processes are here, then leaves JAX's cluster with them.
+
+        A process that is lost meanwhile still ends all. Nothing may be computed on several
+        processes afterwards.
+        """
+        if self._channel is None:
+            return
+        self._channel.send({"kind": "done", "value": None})
+        if not self._channel.is_over.wait(CLOSE_SECONDS):
+            announce(
+                f"process {self.process_id} has waited {CLOSE_SECONDS:g} s for the others to "
+                "finish, and ends without them"
+            )
+        if self._hub:
+            self._hub.thread.join(2 * LEAVING_SECONDS)
+        jax.distributed.shutdown()
+        self._channel = None
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is None:
+            self.close()
+
+    def connect(
+        self, hosts: Sequence[str], port: int, terms: Terms, hub: Hub | None = None
+    ) -> None:
+        """Joins the hub on one of the hosts, in process 0 its own; only `initialize` calls it."""
+        self._hub = hub
+        # It waits from now on, because a process without memory cannot start a thread at its end.
+        threading.Thread(target=self._flush_at_end, name="cluster-flush", daemon=True).start()
+        self._channel = Channel(
+            hosts, port, terms, gate=self._gate, pace=self._pace, on_loss=self._end_because_of
+        )
+
+    def _end_because_of(self, loss: Loss) -> None:
+        """Ends this process because another is lost; runs in the channel's thread."""
+        if loss.is_failure and not self._has_failed:
+            time.sleep(OWN_ERROR_SECONDS)
+        if self._has_failed:
+            return  # The main thread reports its own error and ends the process.
+        is_own_failure = loss.is_failure and loss.process == self.process_id
+        if is_own_failure:
+            announce(str(loss))
+        elif loss.process == self.process_id:
+            announce(f"this process was taken for lost by the others: {loss}")
+        else:
+            announce(f"{loss}; process {self.process_id} ends too")
+        if loss.process in (None, self.process_id):
+            faulthandler.dump_traceback()  # Where the main thread stands.
+        self._ends.set()
+        self._has_flushed.wait(FLUSH_SECONDS)
+        os._exit(FAILED_EXIT_CODE if is_own_failure else LOST_PROCESS_EXIT_CODE)
+
+    def _flush_at_end(self) -> None:
+        """Flushes the streams in a thread of its own, because another may hold their locks."""
+        self._ends.wait()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # Closed, or nobody reads it any more.
+                stream.flush()
+        self._has_flushed.set()

@@ -1,0 +1,176 @@
+"""Which process is lost, and how it shows: silence, a closed connection, an error, a standstill.
+
+A process may stand still although its threads live. All processes do the same things in the same
+order, so each counts the phases that it enters: reading a batch, a step, a save. The process with
+the lowest count is behind, and sooner or later the others wait for it in a collective. It is hung
+when it has been there for `timeout_seconds` longer than any phase has taken so far in any process.
+
+A phase that was completed fewer than `KNOWN_AFTER` times may become slower than it was, because the
+first steps compile. It is allowed `FIRST_SECONDS` instead, or a limit of its own. A phase that
+takes another time whenever it runs, such as waiting for a disk, always has a limit of its own.
+"""
+
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from manualpar.system.cluster.facts import name_processes
+
+KNOWN_AFTER = 3
+FIRST_SECONDS = 600.0
+# Outside the phases that are watched: nothing is expected of a process then.
+UNWATCHED = ""
+CLOSED = "its connection closed"
+NONSENSE = "it sent what no process of this run sends"
+SILENT = "it has been silent for {:g} s"  # It is stopped, or behind a broken network.
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A process that the others cannot go on without."""
+
+    process: int | None  # Its number; `None` if it is one of them, and nobody knows which.
+    host: str  # The name of its host, and its process id there; empty if they are unknown.
+    pid: int
+    reason: str  # How the loss shows.
+    is_failure: bool = False  # Whether it reported its own failure; `reason` is then its error.
+
+    def __str__(self) -> str:
+        if self.process is None:
+            return f"the processes stand still: {self.reason}"
+        where = f" on {self.host} (pid {self.pid})" if self.host else ""
+        what = "failed" if self.is_failure else "was lost"
+        return f"process {self.process}{where} {what}: {self.reason}"
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and those that it was raised from or during, each once."""
+    seen: list[BaseException] = []
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is not None and not any(current is other for other in seen):
+            seen.append(current)
+            pending += [current.__context__, current.__cause__]
+            yield current
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a process is; times are in seconds."""
+
+    count: int = 0  # How many phases it has entered.
+    phase: str = UNWATCHED  # The one that it is in.
+    is_known: bool = False  # Whether it has completed that phase `KNOWN_AFTER` times.
+    limit: float = 0.0  # How long the phase may take while it is not known; 0 for the usual.
+    longest: float = 0.0  # How long its longest phase has taken so far.
+    stuck: float = 0.0  # How long it has been in this phase.
+    step: int | None = None  # Its last step; `None` before the first.
+    step_age: float = 0.0  # How long ago it came to that step.
+
+
+def parse_progress(said: Mapping[str, Any]) -> Progress:
+    """Reads the progress that another process has sent; raises a `ValueError` if it is none."""
+    names = [field.name for field in dataclasses.fields(Progress)]
+    if sorted(said) != sorted(names):
+        raise ValueError(f"the fields are {sorted(said)}, expected {sorted(names)}")
+    progress = Progress(**said)
+    expected = dataclasses.replace(Progress(), step=0 if progress.step is not None else None)
+    for name in names:
+        value = getattr(progress, name)
+        if type(value) is not type(getattr(expected, name)):
+            raise ValueError(f"{name} is {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}")
+    return progress
+
+
+class Pace:
+    """Counts the phases and steps of this process's main thread; another thread may read them."""
+
+    def __init__(self, *, get_time: Callable[[], float] = time.monotonic) -> None:
+        """Begins outside any phase. `get_time` is a clock in seconds."""
+        self._get_time = get_time
+        self._entered_at = get_time()
+        self._completed: Counter[str] = Counter()
+        self._step: tuple[int, float] | None = None
+        self._stuck = (0, 0.0)
+        self._progress = Progress()
+
+    def enter(self, phase: str, *, limit: float = 0.0, varies: bool = False) -> None:
+        """Leaves the phase that this process is in for another; see `Cluster.enter`."""
+        now, earlier = self._get_time(), self._progress
+        longest = earlier.longest
+        if earlier.phase != UNWATCHED:
+            longest = max(longest, now - self._entered_at)
+            self._completed[earlier.phase] += 1
+        self._entered_at = now
+        # In one assignment, because another thread reads it.
+        self._progress = Progress(
+            earlier.count + 1,
+            phase,
+            not varies and self._completed[phase] >= KNOWN_AFTER,
+            float(limit),
+            longest,
+        )
+
+    def at_step(self, step: int) -> None:
+        """Notes the step that this process has come to."""
+        if self._step is None or self._step[0] != step:
+            self._step = (step, self._get_time())
+
+    def watch(self, awake: float) -> None:
+        """Adds seconds in which the watching thread was awake to the time in this phase."""
+        count, (before, seconds) = self._progress.count, self._stuck
+        self._stuck = (count, seconds + awake if count == before else 0.0)
+
+    def progress(self) -> Progress:
+        """How far this process is now."""
+        step, since = self._step or (None, self._get_time())
+        # The count may be newer than the seconds, which then belong to an earlier phase.
+        progress, (count, seconds) = self._progress, self._stuck
+        return dataclasses.replace(
+            progress,
+            stuck=seconds if count == progress.count else 0.0,
+            step=step,
+            step_age=self._get_time() - since,
+        )
+
+
+def find_hung(
+    processes: Mapping[int, Progress], *, timeout_seconds: float
+) -> tuple[int | None, str] | None:
+    """Finds the process that is hung: its number and the reason; `None` if there is none.
+
+    The number is `None` if all are equally far, because then nobody knows which one the others wait
+    for. A process may take `timeout_seconds` longer than the longest phase so far.
+    """
+    longest = max(one.longest for one in processes.values())
+    lowest = min(one.count for one in processes.values())
+    behind = {process: one for process, one in processes.items() if one.count == lowest}
+    all_equal = len(behind) == len(processes)
+    # A process that is ahead has shown that the phase ends. Otherwise it may only be a long one.
+    first = float("inf") if all_equal else longest + max(FIRST_SECONDS, timeout_seconds)
+
+    def allowed(one: Progress) -> float:
+        return longest + timeout_seconds if one.is_known else one.limit or first
+
+    overdue = [
+        process
+        for process, one in sorted(behind.items())
+        if one.phase != UNWATCHED and one.stuck > allowed(one)
+    ]
+    if not overdue or (all_equal and len(overdue) < len(processes)):
+        return None
+    seconds = min(processes[process].stuck for process in overdue)
+    phase = processes[overdue[0]].phase
+    if all_equal:
+        return None, f"none has made progress for {seconds:.0f} s, all are {phase}"
+    rest = [process for process in behind if process != overdue[0]]
+    beside = f", like {name_processes(rest)}," if rest else ""
+    return overdue[0], (
+        f"it has made no progress{beside} for {seconds:.0f} s ({phase}), and the others are ahead"
+    )

@@ -1,0 +1,269 @@
+"""Process 0's side: the hub hears every process, and tells all of them what all must know.
+
+Every process, process 0 included, has one connection to the hub and beats on it. A process is lost
+when its connection closes, when it has been silent for the timeout, or when it is hung (`lost`).
+The hub then tells the others at once, and ends.
+
+The processes meet here before JAX introduces them to each other. So it is known who is missing, or
+what differs between them, before anything waits in a collective. The hub listens on the
+coordinator's own port, and frees it for JAX's coordination service when all processes have come. So
+one port is enough, and no stranger can reach the hub while the run trains.
+
+Invariant: process 0 hears the end last, when the others are gone or have had `LEAVING_SECONDS`.
+JAX's coordination service lives in process 0, and XLA aborts the others if that ends first.
+"""
+
+import asyncio
+import dataclasses
+import os
+import secrets
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from manualpar.system.cluster.facts import announce, describe_differences, name_processes
+from manualpar.system.cluster.failure_detector import (
+    CLOSED,
+    NONSENSE,
+    SILENT,
+    Loss,
+    Progress,
+    find_hung,
+    parse_progress,
+)
+from manualpar.system.cluster.messages import (
+    MAX_HELLO_BYTES,
+    TOKEN_VARIABLE,
+    Message,
+    NonsenseError,
+    Terms,
+    beats,
+    check_said,
+    read_hello,
+    receive,
+    send,
+)
+
+# How long the others have to leave before process 0 does.
+LEAVING_SECONDS = 2.0
+# A stranger may take this long to say who it is, and this many may be connected at once.
+STRANGER_SECONDS = 10.0
+MAX_STRANGERS = 64
+
+
+@dataclasses.dataclass
+class _Member:
+    """What the hub knows of a process."""
+
+    writer: asyncio.StreamWriter | None = None
+    host: str = ""
+    pid: int = 0
+    silence: float = 0.0
+    progress: Progress = dataclasses.field(default_factory=Progress)
+
+
+class Hub:
+    """Serves the processes from a thread."""
+
+    def __init__(self, listener: socket.socket, terms: Terms) -> None:
+        """Starts the thread on a listening socket, which process 0 connects to as well."""
+        self._terms = terms
+        self._members = {process: _Member() for process in range(terms.num_processes)}
+        # All connections, the oldest first, with the tasks that end when they have closed.
+        self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
+        # What all processes have to say before any goes on: by its kind and the process.
+        self._said: defaultdict[str, dict[int, Any]] = defaultdict(dict)
+        self._waited = 0.0
+        self._has_warned = False
+        self._has_told_missing = False
+        self._is_asked_to_stop = False
+        self.thread = threading.Thread(
+            target=lambda: asyncio.run(self._run(listener)), name="cluster-hub", daemon=True
+        )
+        self.thread.start()
+
+    async def _run(self, listener: socket.socket) -> None:
+        """Serves until all are done or one is lost."""
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._handle_exception)
+        # The message that ends all, and the process that is lost.
+        self._end: asyncio.Future[tuple[Message, int | None]] = loop.create_future()
+        self._server = await asyncio.start_server(
+            self._accept, sock=listener, limit=MAX_HELLO_BYTES, backlog=max(len(self._members), 128)
+        )
+        async for awake in beats(self._end, self._terms.timeout_seconds):
+            self._watch(awake)
+            self._tell({"kind": "beat", "steps": self._steps()})
+        message, lost = self._end.result()
+        writers = {process: one.writer for process, one in self._members.items() if one.writer}
+        first = [writers.pop(0)] if 0 in writers else []
+        for writer in writers.values():
+            send(writer, message)
+        await self._wait_until_closed(writers[process] for process in writers if process != lost)
+        for writer in first:
+            send(writer, message)
+        await self._wait_until_closed([*writers.values(), *first])
+        self._server.close()
+        for writer in self._connections:
+            writer.transport.abort()
+        await self._wait_until_closed(self._connections)
+
+    async def _wait_until_closed(self, writers: Iterable[asyncio.StreamWriter]) -> None:
+        """Waits until the other ends have closed, but no longer than `LEAVING_SECONDS`."""
+        if tasks := [self._connections[one] for one in writers if one in self._connections]:
+            await asyncio.wait(tasks, timeout=LEAVING_SECONDS)
+
+    def _handle_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not isinstance(context.get("exception"), OSError):
+            loop.default_exception_handler(context)
+        self._turn_away(self._strangers())  # This process has used up its file descriptors.
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections[writer] = asyncio.create_task(self._serve(reader, writer))
+        self._connections[writer].add_done_callback(lambda _: self._connections.pop(writer))
+        # The oldest have to go, because our own processes answer sooner.
+        self._turn_away(self._strangers()[: -MAX_STRANGERS - len(self._members)])
+
+    def _strangers(self) -> list[asyncio.StreamWriter]:
+        ours = [member.writer for member in self._members.values()]
+        return [one for one in self._connections if one not in ours and not one.is_closing()]
+
+    def _turn_away(self, strangers: list[asyncio.StreamWriter]) -> None:
+        for stranger in strangers:
+            stranger.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves a connection: a stranger's, until it has shown that it is one of the processes."""
+        process, challenge = None, secrets.token_hex(16)
+        try:
+            send(writer, {"kind": "challenge", "challenge": challenge})
+            async with asyncio.timeout(STRANGER_SECONDS):
+                message = await receive(reader, max_bytes=MAX_HELLO_BYTES)
+            if not writer.is_closing():  # It was not turned away.
+                answer = self._admit(writer, message, challenge)
+                send(writer, answer)
+                process = message["process"] if answer["kind"] == "admitted" else None
+            while process is not None:
+                try:
+                    message = await receive(reader)
+                    if not self._end.done():
+                        self._members[process].silence = 0.0
+                        self._handle(process, message)
+                except NonsenseError:  # `_run` closes the connection, so that process 0's is last.
+                    self._lose(process, NONSENSE)
+        except OSError:
+            pass  # It has closed, or does not speak as a process does.
+        finally:
+            writer.close()
+            if process is not None and process not in self._said["done"]:
+                self._lose(process, CLOSED)
+
+    def _admit(self, writer: asyncio.StreamWriter, message: Message, challenge: str) -> Message:
+        """Takes a connection for that of a process, or not; returns the answer to it."""
+        hello = read_hello(message, token=self._terms.token, challenge=challenge)
+        if hello is None:
+            if "proof" in message and not self._has_warned:
+                self._has_warned = True
+                announce(f"a connection with another {TOKEN_VARIABLE} was refused")
+            return {"kind": "refused", "reason": f"its {TOKEN_VARIABLE} is not that of process 0"}
+        if hello.num_processes != len(self._members):
+            counts = {0: len(self._members), hello.process: hello.num_processes}
+            facts = {process: {"num_processes": str(count)} for process, count in counts.items()}
+            answer = {"kind": "differences", "differences": describe_differences(facts)}
+            self._end_all(answer)
+            return answer
+        member = self._members.get(hello.process)
+        if member is None or member.writer:
+            who = f"on {member.host} (pid {member.pid})" if member else "of no such number"
+            return {
+                "kind": "refused",
+                "reason": f"there is a process {hello.process} {who} already",
+            }
+        member.writer, member.host, member.pid = writer, hello.host, hello.pid
+        if all(member.writer for member in self._members.values()):
+            self._server.close()
+            self._turn_away(self._strangers())
+        return {"kind": "admitted", "host": socket.gethostname(), "pid": os.getpid()}
+
+    def _handle(self, process: int, message: Message) -> None:
+        """Does what a process asks for; raises a `NonsenseError` if it is not understood."""
+        check_said(message)
+        kind = message["kind"]
+        if kind == "beat":
+            try:
+                self._members[process].progress = parse_progress(message["progress"])
+            except ValueError:
+                raise NonsenseError from None
+        elif kind == "failed":
+            self._lose(process, message["error"], is_failure=True)
+        elif kind == "stop":
+            if not self._is_asked_to_stop:
+                self._is_asked_to_stop = True
+                self._tell({"kind": "hold"})
+        else:
+            said = self._said[kind]
+            said[process] = message["value"]
+            if len(said) == len(self._members):
+                self._answer(kind, self._said.pop(kind))
+
+    def _answer(self, kind: str, said: dict[int, Any]) -> None:
+        """Tells the processes what follows from what all of them have said."""
+        if kind == "done":
+            self._end_all({"kind": "end"})
+        elif kind == "held":
+            self._tell({"kind": "stop", "at": max(said.values()) + 1})
+        elif differences := describe_differences(said):
+            self._end_all({"kind": "differences", "differences": differences})
+        else:
+            self._tell({"kind": "agreed"})
+
+    def _watch(self, awake: float) -> None:
+        """Finds out who is lost, or has not come."""
+        members, timeout_seconds = self._members, self._terms.timeout_seconds
+        for process, member in members.items():
+            member.silence += awake if member.writer else 0.0
+            if member.silence > timeout_seconds:
+                self._lose(process, SILENT.format(timeout_seconds))
+        progress = {process: member.progress for process, member in members.items()}
+        if hung := find_hung(progress, timeout_seconds=timeout_seconds):
+            self._lose(*hung)
+        if not (missing := [process for process in members if not members[process].writer]):
+            return
+        # Process 0 has spent time on its imports before, so it does not wait for the whole timeout.
+        warn_seconds, join_seconds = timeout_seconds / 2, self._terms.join_seconds
+        self._waited += awake
+        if self._waited > join_seconds:
+            self._lose(missing[0], f"it has not connected to process 0 within {join_seconds:g} s")
+        elif self._waited > warn_seconds and not self._has_told_missing:
+            self._has_told_missing = True
+            told = (
+                f"{name_processes(missing)} of {len(members)} not connected after "
+                f"{warn_seconds:g} s; waiting up to {join_seconds:g} s"
+            )
+            self._tell({"kind": "waiting", "text": told})
+
+    def _steps(self) -> list[tuple[int, float] | None]:
+        """How far each process is, and for how long."""
+        return [
+            None
+            if (done := one.progress).step is None
+            else (done.step, done.step_age + one.silence)
+            for one in self._members.values()
+        ]
+
+    def _tell(self, message: Message) -> None:
+        for member in self._members.values():
+            if member.writer:
+                send(member.writer, message)
+
+    def _lose(self, process: int | None, reason: str, *, is_failure: bool = False) -> None:
+        member = _Member() if process is None else self._members[process]
+        loss = Loss(process, member.host, member.pid, reason, is_failure)
+        self._end_all({"kind": "lost", **dataclasses.asdict(loss)}, lost=process)
+
+    def _end_all(self, message: Message, *, lost: int | None = None) -> None:
+        """Has `_run` tell all processes how this ends; the first to be told counts."""
+        if not self._end.done():
+            self._end.set_result((message, lost))

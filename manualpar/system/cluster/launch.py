@@ -1,0 +1,190 @@
+"""Starts several processes of a command on this machine, for development.
+
+    python -m manualpar.launch --processes=2 [--devices-per-process=4] [--grace=15] -- <command ...>
+
+Each process finds out from its environment which one it is (`manualpar.system.cluster.initialize`).
+Their output comes out line by line behind `[0] `, `[1] ` and so on. SIGINT and SIGTERM go to all of
+them, and a second one kills them. When one ends with an error the others have `--grace` seconds to
+end by themselves, which they do with a sentence that names it; then they get SIGTERM, and two
+seconds later SIGKILL. After a SIGTERM to the launcher they have as long to save and end before
+SIGKILL.
+
+They meet on the loopback alone, and share a token that nobody else knows. But the collectives of
+CPUs (gloo) listen in every process at the address that the name of this host stands for, and jax
+0.10.2 has no setting for that; see docs/clusters.md.
+
+The exit code is that of the first process that failed, 128 more than the signal if a signal ended
+it; else 0. A mistake on the command line ends with 2, a command that cannot be started with 127.
+"""
+
+import contextlib
+import os
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO
+
+from manualpar.usage import OneSentenceParser
+
+NOT_STARTED_EXIT_CODE = 127
+TOKEN_VARIABLE = "MANUALPAR_TOKEN"
+MOST = 1024  # Processes on one machine, or simulated devices in one of them.
+TERMINATE_SECONDS = 2.0
+POLL_SECONDS = 0.05
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line, by default that of this process; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    command = arguments[at + 1 :]
+    parser = OneSentenceParser(
+        prog="python -m manualpar.launch",
+        usage="%(prog)s --processes=N [--devices-per-process=N] [--grace=SECONDS] -- command ...",
+        description="Starts several processes of a command on this machine.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--processes", required=True, help="how many")
+    parser.add_argument("--devices-per-process", help="simulate so many CPU devices in each")
+    parser.add_argument(
+        "--grace", default="15", help="seconds to end in when one has failed (default: 15)"
+    )
+    options = parser.parse_args(arguments[:at])
+
+    def parse_count(name: str, text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) < 10 and 0 < int(text) <= MOST):
+            parser.error(f"{name}={text}: expected a positive integer such as 2, at most {MOST}.")
+        return int(text)
+
+    processes = parse_count("--processes", options.processes)
+    devices = options.devices_per_process
+    if devices is not None:
+        devices = parse_count("--devices-per-process", devices)
+    try:
+        grace = float(options.grace)
+    except ValueError:
+        grace = -1.0
+    if not 0 <= grace < float("inf"):
+        parser.error(f"--grace={options.grace}: expected a number of seconds.")
+    if not command:
+        parser.error("no command, expected one after --, such as -- python -m experiments.fsdp.")
+    return _launch(command, processes, devices, grace)
+
+
+def _launch(command: Sequence[str], processes: int, devices: int | None, grace: float) -> int:
+    """Starts processes, and waits for their end; returns the exit code."""
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+    earlier = {
+        number: signal.signal(number, lambda number, frame: signals.put(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    # Output in Python's buffers would come late, or never if the process is killed.
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    variables[TOKEN_VARIABLE] = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        variables["MANUALPAR_COORDINATOR_ADDRESS"] = f"127.0.0.1:{server.getsockname()[1]}"
+    variables["MANUALPAR_NUM_PROCESSES"] = str(processes)
+    if devices is not None:
+        variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    started: list[subprocess.Popen[bytes]] = []
+    readers: list[threading.Thread] = []
+    lock = threading.Lock()
+    try:
+        for process in range(processes):
+            try:
+                one = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env={**variables, "MANUALPAR_PROCESS_ID": str(process)},
+                    # Ctrl-C in a terminal goes to a whole group. In a group of its own a process
+                    # gets it only from here.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                print(f"error: {command[0]!r} cannot be started: {error}", file=sys.stderr)
+                return NOT_STARTED_EXIT_CODE
+            started.append(one)
+            for source, target in ((one.stdout, sys.stdout), (one.stderr, sys.stderr)):
+                prefix = f"[{process}] ".encode()
+                copying = (source, target.buffer, prefix, lock)
+                readers.append(threading.Thread(target=_pass_on, args=copying, daemon=True))
+                readers[-1].start()
+        return _watch(started, signals, grace)
+    finally:
+        for one in started:
+            _send(one, signal.SIGKILL)
+            one.wait()
+        for reader in readers:
+            reader.join(TERMINATE_SECONDS)  # What a process has started may keep its output open.
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def _watch(
+    started: Sequence[subprocess.Popen[bytes]], signals: queue.SimpleQueue[int], grace: float
+) -> int:
+    """Waits until all have ended, passing signals on; returns the exit code."""
+    code: int | None = None
+    num_signals = 0
+    terminate_at = kill_at = float("inf")
+    while running := [one for one in started if one.poll() is None]:
+        if code is None and (code := _first_failure(started)) is not None:
+            terminate_at = time.monotonic() + grace
+            for number, one in enumerate(started):
+                # A process that a signal ended could not say so itself.
+                if not num_signals and (one.returncode or 0) < 0:
+                    name = signal.Signals(-one.returncode).name
+                    print(f"process {number} was ended by {name}", file=sys.stderr, flush=True)
+        while not signals.empty():
+            number, num_signals = signals.get(), num_signals + 1
+            for one in running:
+                _send(one, number if num_signals == 1 else signal.SIGKILL)
+            if number == signal.SIGTERM:
+                kill_at = min(kill_at, time.monotonic() + grace)
+        if time.monotonic() >= terminate_at:
+            for one in running:
+                _send(one, signal.SIGTERM)
+            terminate_at = float("inf")
+            kill_at = min(kill_at, time.monotonic() + TERMINATE_SECONDS)
+        if time.monotonic() >= kill_at:
+            names = ", ".join(str(started.index(one)) for one in running)
+            print(f"killed, because it did not end: process {names}", file=sys.stderr, flush=True)
+            for one in running:
+                _send(one, signal.SIGKILL)
+            kill_at = float("inf")
+        time.sleep(POLL_SECONDS)
+    return (code if code is not None else _first_failure(started)) or 0
+
+
+def _first_failure(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """The exit code of a process that failed, by preference of one that a signal ended."""
+    codes = [one.returncode for one in started if one.returncode]
+    # The others' codes only say that they noticed.
+    signalled = [128 - code for code in codes if code < 0]
+    return (signalled or codes or [None])[0]
+
+
+def _pass_on(source: IO[bytes], target: IO[bytes], prefix: bytes, lock: threading.Lock) -> None:
+    """Copies lines, each behind the prefix and as a whole."""
+    with source:
+        for line in source:
+            with lock:
+                target.write(prefix + line.rstrip(b"\r\n") + b"\n")
+                target.flush()
+
+
+def _send(one: subprocess.Popen[bytes], number: int) -> None:
+    """Sends a signal to a process; SIGKILL goes to the processes that it started too."""
+    if number != signal.SIGKILL:
+        one.send_signal(number)  # Does nothing if the process has ended.
+        return
+    with contextlib.suppress(ProcessLookupError):  # All of them have ended.
+        os.killpg(one.pid, number)

@@ -1,0 +1,139 @@
+"""What travels between the processes and the hub, and the proof that a process belongs to the run.
+
+A message is a JSON object behind four bytes that say how long it is. Nothing that is received is
+executed or unpickled: whatever the other end sends, the worst that happens is that the connection
+ends. `asyncio` keeps what the other end does not read, so sending never waits.
+
+The hub sends every new connection a challenge, a number that it uses once. The process answers with
+a hello, and with an HMAC of both under the token that all processes of the run share
+(`MANUALPAR_TOKEN`). The token itself never travels, and an overheard answer is useless. Without a
+token, anybody who can reach the port may answer. Until its proof is right, a hello comes from a
+stranger: every field is checked.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator
+from types import NoneType
+from typing import Any
+
+from manualpar.system.storage.untrusted import parse_object
+
+TOKEN_VARIABLE = "MANUALPAR_TOKEN"
+# The messages of our own processes are far shorter.
+MAX_MESSAGE_BYTES = 2**20
+MAX_HELLO_BYTES = 4096
+MAX_NAME_CHARACTERS = 255
+
+Message = dict[str, Any]
+# What a process says once it is admitted: the fields of each kind of message, and their types.
+SAID: dict[str, dict[str, type]] = {
+    "beat": {"progress": dict},
+    "failed": {"error": str},
+    "stop": {},
+    "facts": {"value": dict},
+    "held": {"value": int},
+    "done": {"value": NoneType},
+}
+
+
+class NonsenseError(ConnectionError):
+    """The other end sends what no process of a run sends."""
+
+    def __init__(self) -> None:
+        super().__init__("what answers there is no process of this run")
+
+
+def send(writer: asyncio.StreamWriter, message: Message) -> None:
+    """Sends a message, unless the connection has ended."""
+    if not writer.is_closing():
+        data = json.dumps(message).encode()
+        writer.write(len(data).to_bytes(4, "big") + data)
+
+
+async def receive(reader: asyncio.StreamReader, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Message:
+    """Waits for the next message.
+
+    Raises:
+      ConnectionResetError: The connection has ended.
+      NonsenseError: The other end is no process of this run.
+      OSError: The connection has failed in another way.
+    """
+    try:
+        length = int.from_bytes(await reader.readexactly(4), "big")
+        if length > max_bytes:
+            raise ValueError("a message is shorter")
+        return parse_object(await reader.readexactly(length))
+    except EOFError:
+        raise ConnectionResetError("the connection was closed") from None
+    except ValueError:
+        raise NonsenseError from None
+
+
+def check_said(message: Message) -> None:
+    """Raises a `NonsenseError` if no process says this to the hub."""
+    kind = message.get("kind")
+    fields = SAID.get(kind) if isinstance(kind, str) else None
+    if fields is None or any(type(message.get(name)) is not fields[name] for name in fields):
+        raise NonsenseError
+    if kind == "facts" and any(type(value) is not str for value in message["value"].values()):
+        raise NonsenseError
+
+
+async def beats(end: asyncio.Future[Any], timeout_seconds: float) -> AsyncIterator[float]:
+    """Until `end` is done, yields the seconds since the beat before.
+
+    There are so many beats that several must go missing before the timeout. Seconds in which this
+    process itself was stopped are left out: its own sleep is nobody else's silence.
+    """
+    interval, last = min(timeout_seconds / 8, 1.0), time.monotonic()
+    while not (await asyncio.wait([end], timeout=interval))[0]:
+        now = time.monotonic()
+        yield min(now - last, 2 * interval)
+        last = now
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """On which terms a process joins a run."""
+
+    process: int
+    num_processes: int
+    token: str
+    timeout_seconds: float  # How long a process may be silent.
+    join_seconds: float  # How long to wait for all processes to connect.
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """What a process says of itself: its number, how many it expects, its host and process id."""
+
+    process: int
+    num_processes: int
+    host: str
+    pid: int
+
+    def prove(self, *, token: str, challenge: str) -> str:
+        """The proof that who says this has the token."""
+        text = json.dumps([challenge, *dataclasses.astuple(self)])
+        return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def make_hello(hello: Hello, *, token: str, challenge: str) -> Message:
+    """The message with which a process answers a challenge."""
+    return {**dataclasses.asdict(hello), "proof": hello.prove(token=token, challenge=challenge)}
+
+
+def read_hello(message: Message, *, token: str, challenge: str) -> Hello | None:
+    """The answer to a challenge; `None` if it is not a hello, or its proof is wrong."""
+    values: list[Any] = [message.get(field.name) for field in dataclasses.fields(Hello)]
+    if [type(value) for value in values] != [int, int, str, int]:
+        return None
+    hello = Hello(*values)
+    proof = str(message.get("proof")).encode(errors="replace")
+    is_right = hmac.compare_digest(proof, hello.prove(token=token, challenge=challenge).encode())
+    return hello if is_right and len(hello.host) <= MAX_NAME_CHARACTERS else None

@@ -1,0 +1,285 @@
+"""Brings the processes of a run together.
+
+If the coordinator's address is given, the processes first meet at the hub
+(`manualpar.system.cluster.hub`) and then JAX introduces them to each other
+(`jax.distributed.initialize`). If JAX finds the coordinator itself, it goes first, and process 0
+tells the others by a collective where the hub is. JAX's own watch over the processes stays as the
+second line, for a process whose threads do not run.
+"""
+
+import dataclasses
+import errno
+import functools
+import math
+import os
+import secrets
+import socket
+import time
+import warnings
+from collections.abc import Mapping
+
+import jax
+
+from manualpar.system.cluster.agreement import from_first
+from manualpar.system.cluster.cluster import Cluster
+from manualpar.system.cluster.environment import MEND, Assignment, find_assignment
+from manualpar.system.cluster.facts import Facts, announce
+from manualpar.system.cluster.hub import Hub
+from manualpar.system.cluster.messages import TOKEN_VARIABLE, Terms
+
+BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
+# JAX's own timeouts are longer than ours by this.
+JAX_EXTRA_SECONDS = 20
+# JAX retries a refused connection only after a second, so process 0 goes first.
+HEAD_START_SECONDS = 0.2
+LOOPBACK = ("localhost", "127.", "::1")
+
+
+def initialize(
+    *,
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    timeout_seconds: float = 10.0,
+    start_timeout_seconds: float = 300.0,
+    environment: Mapping[str, str] | None = None,
+    facts: Facts | None = None,
+) -> Cluster:
+    """Joins the processes of a run; call it before anything has asked jax for a device.
+
+    Without arguments the environment decides: the variables `MANUALPAR_COORDINATOR_ADDRESS` (or
+    `JAX_COORDINATOR_ADDRESS`), `MANUALPAR_NUM_PROCESSES` and `MANUALPAR_PROCESS_ID`, then what JAX
+    knows of (Slurm, Open MPI, Kubernetes, TPU pods); else this process is alone.
+
+    If `MANUALPAR_TOKEN` is set, only processes that have it may join.
+
+    JAX's preemption service is turned off because it would swallow SIGTERM: use
+    `Cluster.stop_on_sigterm`.
+
+    Args:
+      coordinator_address: `host:port` for JAX's coordination service, on the host of process 0;
+        with `num_processes` and `process_id`. `"auto"`, alone, has JAX find all three.
+      num_processes: How many processes there are. `1`, alone, says that this is the only one.
+      process_id: Which of them this is, from 0.
+      timeout_seconds: How long a process may be silent before the others end.
+      start_timeout_seconds: How long to wait for all processes to start.
+      environment: The environment variables, by default `os.environ`.
+      facts: What has to be the same in all processes, by a name that a user knows. Compared before
+        JAX connects them, if the coordinator's address is given.
+
+    Returns:
+      The cluster, its processes connected.
+
+    Raises:
+      ValueError: Only some of the arguments are given, or they do not fit; or the processes differ
+        in their facts, their number, their token, or their devices.
+      ConnectionError: The other processes, or process 0, cannot be reached.
+      RuntimeError: jax already has its devices.
+
+    Communication:
+      Two small all-gathers over all devices if JAX finds the coordinator; else none.
+    """
+    for name, value in (
+        ("timeout_seconds", timeout_seconds),
+        ("start_timeout_seconds", start_timeout_seconds),
+    ):
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"initialize: {name}={value}, expected a positive number of seconds.")
+    environment = os.environ if environment is None else environment
+    own = find_assignment(coordinator_address, num_processes, process_id, environment)
+    start_jax = functools.partial(
+        _start_jax, timeout_seconds=timeout_seconds, start_timeout_seconds=start_timeout_seconds
+    )
+    if own is not None and own.coordinator_address is None:
+        start_jax(own, None)
+        count, process = jax.process_count(), jax.process_index()
+        own = dataclasses.replace(own, num_processes=count, process_id=process)
+    if own is None or own.num_processes == 1:
+        return Cluster(timeout_seconds=timeout_seconds)
+    assert own.process_id is not None
+    assert own.num_processes is not None
+    cluster = Cluster(
+        process_id=own.process_id, num_processes=own.num_processes, timeout_seconds=timeout_seconds
+    )
+    terms = Terms(
+        own.process_id,
+        own.num_processes,
+        environment.get(TOKEN_VARIABLE, ""),
+        timeout_seconds,
+        join_seconds=max(start_timeout_seconds, timeout_seconds),
+    )
+    if own.coordinator_address is None:
+        _meet_after_jax(cluster, terms)
+        cluster.agree(facts or {})
+    else:
+        listen_at = environment.get(BIND_VARIABLE) or own.coordinator_address
+        bind_address = _meet_before_jax(cluster, terms, own.coordinator_address, listen_at)
+        cluster.agree(facts or {})
+        if not cluster.is_main:
+            time.sleep(HEAD_START_SECONDS)
+        try:
+            start_jax(own, bind_address)
+        except Exception as error:
+            # Usually it does not return: another process is gone, and this one ends because of it.
+            cluster.explain_failure(error)
+            cluster.failed(error)
+            raise
+    devices = jax.local_devices()
+    cluster.agree(
+        {
+            "the number of devices": str(len(devices)),
+            "the kind of device": devices[0].device_kind,
+        }
+    )
+    return cluster
+
+
+def _start_jax(
+    own: Assignment,
+    bind_address: str | None,
+    *,
+    timeout_seconds: float,
+    start_timeout_seconds: float,
+) -> None:
+    """Has JAX introduce the processes to each other, and show each other their devices.
+
+    Raises:
+      ValueError: JAX does not find the processes by itself.
+      ConnectionError: They have not met in time, or cannot.
+      RuntimeError: jax already has its devices.
+    """
+    jax.config.update("jax_enable_preemption_service", False)
+    is_given = own.coordinator_address is not None
+    jax_timeout = math.ceil(timeout_seconds) + JAX_EXTRA_SECONDS
+    try:
+        with warnings.catch_warnings():
+            # Without the package `kubernetes` JAX warns in several lines; the error says it too.
+            warnings.filterwarnings("ignore", "Kubernetes environment detected")
+            jax.distributed.initialize(
+                own.coordinator_address,
+                own.num_processes,
+                own.process_id,
+                # An empty list restricts nothing, and keeps JAX from choosing one device a process.
+                local_device_ids=[] if own.sees_all_devices else None,
+                cluster_detection_method="deactivate" if is_given else None,
+                initialization_timeout=math.ceil(start_timeout_seconds),
+                heartbeat_timeout_seconds=jax_timeout,
+                shutdown_timeout_seconds=jax_timeout,
+                coordinator_bind_address=bind_address,
+            )
+    except jax.errors.JaxRuntimeError as error:
+        raise _not_met(own, start_timeout_seconds, error) from error
+    except Exception as error:  # Whatever JAX's search for a cluster raises.
+        if is_given or "must be called before" in str(error):
+            raise
+        raise ValueError(
+            f"initialize: {own.evidence} says that this is one of several processes, but JAX does "
+            f"not find the others ({_in_one_line(error)}). {MEND}, in every process. (In "
+            "Kubernetes, JAX finds them itself if jax[k8s] is installed and the pods may be read; "
+            "--num_processes=1 makes each process a run of its own.)"
+        ) from error
+    try:
+        jax.devices()
+    except jax.errors.JaxRuntimeError as error:
+        raise _not_met(own, start_timeout_seconds, error) from error
+    except RuntimeError as error:
+        if "Unable to find address for" not in str(error):
+            raise
+        name = socket.gethostname()
+        raise ConnectionError(
+            "initialize: the collectives of CPUs (gloo) listen at the address that the name of "
+            f"this host, {name}, stands for, and that is none of this host's "
+            f"({_in_one_line(error)}); mend the line of {name} in /etc/hosts"
+        ) from error
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _not_met(own: Assignment, seconds: float, error: Exception) -> ConnectionError:
+    who = f"all {own.num_processes} processes" if own.coordinator_address else "the processes"
+    return ConnectionError(
+        f"initialize: not {who} met at {own.coordinator_address or 'the coordinator'} within "
+        f"{seconds:g} s; see that all were started, with the same address, which the others can "
+        f"reach ({' '.join(str(error).split())[:300]})"
+    )
+
+
+def _meet_before_jax(cluster: Cluster, terms: Terms, address: str, listen_at: str) -> str | None:
+    """Has the processes meet at the coordinator's address.
+
+    Returns where JAX's service is to listen, in process 0: at the hub's address, by then free.
+    """
+    host, port = split_address(address)
+    if not cluster.is_main:
+        cluster.connect([host], port, terms)
+        return None
+    listener = listen(listen_at)
+    if not terms.token and not host.startswith(LOOPBACK):
+        announce(
+            f"{TOKEN_VARIABLE} is not set: whoever can reach {address} can join this run, or end "
+            "it; see SECURITY.md"
+        )
+    name, port = listener.getsockname()[:2]
+    # Where a listener at all addresses can be reached from this host.
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(name, name)
+    cluster.connect([reachable], port, terms, Hub(listener, terms))
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+
+
+def _meet_after_jax(cluster: Cluster, terms: Terms) -> None:
+    """Has the processes meet at an address that process 0 tells the others by a collective."""
+    own_name, port, hub = socket.gethostname(), 0, None
+    if cluster.is_main:
+        terms = dataclasses.replace(terms, token=terms.token or secrets.token_hex(16))
+        listener = listen("[::]:0" if socket.has_dualstack_ipv6() else "0.0.0.0:0")
+        port, hub = listener.getsockname()[1], Hub(listener, terms)
+    token, port, name, hosts = from_first([terms.token, port, own_name, _own_hosts()])
+    hosts += ["localhost"] if name == own_name else []
+    cluster.connect(hosts, port, dataclasses.replace(terms, token=token), hub)
+
+
+def _own_hosts() -> list[str]:
+    """Names and addresses at which the others may reach this host, the likeliest first."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # Sends nothing; the kernel chooses the interface.
+            return [socket.gethostname(), probe.getsockname()[0]]
+        except OSError:  # A host without a route to anywhere.
+            return [socket.gethostname(), socket.getfqdn()]
+
+
+def listen(address: str) -> socket.socket:
+    """Opens the port `host:port` that the processes meet at, on that address only.
+
+    Raises:
+      ConnectionError: The address is not one of this host's, or its port is taken.
+    """
+    host, port = split_address(address)
+    try:
+        for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            is_all = where[0] == "::" and socket.has_dualstack_ipv6()
+            try:
+                server = socket.create_server(where[:2], family=family, dualstack_ipv6=is_all)
+            except OSError as error:
+                failure = error
+                continue
+            # Its connections inherit this: asyncio sets it only for those that it makes itself.
+            server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return server
+    except OSError as error:  # No such host.
+        failure = error
+    mend = (
+        "expected an address of this host, because it is process 0; give its own address, or set "
+        f"{BIND_VARIABLE} to the one to listen at, such as [::]:{port} for all"
+    )
+    if failure.errno == errno.EADDRINUSE:
+        mend = "another program has that port; choose a free one"
+    raise ConnectionError(f"initialize: process 0 cannot listen at {address} ({failure}): {mend}")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """The host, without brackets, and the port of `host:port`."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

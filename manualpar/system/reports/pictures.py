@@ -1,0 +1,123 @@
+"""One style for all pictures: a figure, colours, bars with their numbers, and what colours mean.
+
+`pyplot` is not used, because its figures and its backend belong to the whole process. The settings
+of matplotlib are ours only while a picture is drawn.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from manualpar.extras import require
+from manualpar.system.reports.tables import describe_bytes
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+BLUE, SKY, GREEN, YELLOW = "#0072B2", "#56B4E9", "#009E73", "#F0E442"
+ORANGE, RED, PINK = "#E69F00", "#D55E00", "#CC79A7"
+INK, DARK, GREY, FAINT = "#222222", "#555555", "#B8BEC6", "#DDDDDD"
+# What a device holds; classes that are not named here are grey.
+MEMORY_COLORS = {
+    "parameters": BLUE,
+    "gradients": RED,
+    "optimizer": PINK,
+    "gathered": SKY,
+    "activations": GREEN,
+    "batch": YELLOW,
+}
+STYLE: Any = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "figure.constrained_layout.h_pad": 0.08,
+    "figure.constrained_layout.w_pad": 0.12,
+    "figure.facecolor": "white",
+    "figure.titlesize": 13,
+    "font.size": 9,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.6,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "savefig.dpi": 120,
+    "text.color": INK,
+    "text.parse_math": False,  # A name may have dollar signs in it.
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
+ROOM = 1.4  # The length of an axis, as a multiple of the longest bar: words stand behind bars.
+
+
+class Bar(NamedTuple):
+    """A horizontal bar: its name, its parts as lengths and colours, and a text behind its end."""
+
+    name: str
+    parts: Sequence[tuple[float, str]]
+    text: str
+
+    @property
+    def length(self) -> float:
+        """The length of all parts."""
+        return sum(length for length, _ in self.parts)
+
+
+@contextlib.contextmanager
+def new_figure(user: str, size: tuple[float, float], *, title: str) -> Iterator[Any]:
+    """Makes a matplotlib figure with a title; our style holds until the context ends.
+
+    Args:
+      user: The subject of the sentence for a missing matplotlib, such as the name of a file.
+      size: Width and height in inches.
+      title: The title.
+
+    Raises:
+      MissingExtraError: matplotlib is not installed.
+    """
+    require(user, "matplotlib")
+    # Matplotlib takes a second to import, and is an extra.
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        # The name of a folder may be no text.
+        figure.suptitle(title.encode(errors="backslashreplace").decode())
+        yield figure
+
+
+def draw_bars(axes: Any, bars: Sequence[Bar], *, end: float = 0.0) -> None:
+    """Draws bars of bytes or seconds, the first on top, on an axis that goes from 0 to `end`.
+
+    Without `end` there is room behind the longest bar for its text.
+    """
+    for y, bar in enumerate(bars):
+        left = 0.0
+        for length, color in bar.parts:
+            axes.barh(y, length, left=left, height=0.7, color=color)
+            left += length
+        near = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(bar.text, (left, y), **near)
+    axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
+    axes.set_ylim(max(len(bars), 1) - 0.4, -0.6)
+    axes.set_xlim(0, end or ROOM * max((bar.length for bar in bars), default=0) or 1)
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(left=False)
+    axes.spines["left"].set_visible(False)
+
+
+def scale_in_bytes(axes: Any) -> None:
+    """Writes the numbers of the x axis as bytes."""
+    end, step = axes.get_xlim()[1], 1.0
+    while end / step > 5.5:  # Powers of two, because they are round numbers of KiB and of MiB.
+        step *= 2
+    ticks = [step * i for i in range(int(end / step) + 1)]
+    axes.set_xticks(ticks, [describe_bytes(tick) if tick else "0" for tick in ticks])
+
+
+def explain(axes: Any, colors: Mapping[str, str]) -> None:
+    """Says below the axes what colours mean."""
+    for label, color in colors.items():
+        axes.plot([], [], "s", color=color, label=label)
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 3.5}
+    axes.legend(ncols=5, **place)

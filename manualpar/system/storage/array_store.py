@@ -1,0 +1,45 @@
+"""Where tensorstore finds a bucket: the specification of its key-value store.
+
+Credentials are never in it. tensorstore takes them from the environment, as s3fs and gcsfs do: from
+variables, or else from the files, the machine or the container that these name.
+"""
+
+import os
+from typing import Any
+
+from manualpar.system.storage.bucket_path import BucketPath
+from manualpar.system.storage.requests import BucketError
+
+# Of one request; `manualpar.system.storage.requests` repeats all of them, later and with a word
+# about it.
+RETRIES = {"max_retries": 3, "initial_delay": "500ms", "max_delay": "4s"}
+# What a request may need, by the names of tensorstore. Nothing is cached.
+CONTEXT = {
+    "cache_pool": {"total_bytes_limit": 0},
+    "gcs_request_retries": RETRIES,
+    "s3_request_retries": RETRIES,
+}
+
+
+def key_value_store(folder: BucketPath) -> dict[str, Any]:
+    """The key-value store of everything below a folder, for tensorstore."""
+    place = {"bucket": folder.bucket, "path": f"{folder.key}/" if folder.key else ""}
+    if folder.scheme == "gs":
+        if _first("STORAGE_EMULATOR_HOST") and not _first("TENSORSTORE_GCS_HTTP_URL"):
+            raise BucketError(
+                f"{folder}: STORAGE_EMULATOR_HOST names another server than Google's: set "
+                "TENSORSTORE_GCS_HTTP_URL to it too, for the arrays"
+            )
+        return {"driver": "gcs", **place}
+    spec: dict[str, Any] = {"driver": "s3", **place}
+    if endpoint := _first("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+        spec["endpoint"] = endpoint
+        spec["aws_region"] = _first("AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1"
+    if os.environ.get("AWS_ACCESS_KEY_ID"):
+        # Otherwise it looks for files first, and complains to standard error where there are none.
+        spec["aws_credentials"] = {"type": "environment"}
+    return spec
+
+
+def _first(*names: str) -> str:
+    return next(filter(None, map(os.environ.get, names)), "")

@@ -1,0 +1,366 @@
+"""Paths in buckets, `s3://bucket/key` and `gs://bucket/key`, with the methods of `pathlib.Path`.
+
+A bucket holds objects by key. There are no folders, no renaming and no appending: an object appears
+whole, in one request, or not at all. A folder is a way to speak of keys that begin alike, so it is
+there as soon as something is in it. Lists show what was written before.
+
+Requests go through fsspec, with s3fs or gcsfs. Credentials and the address of the server come from
+the environment, as these two read it, and nowhere is there another way to give them.
+
+An object may change while it is read, and a server may answer wrongly. What is read in more than
+one request is read of one `Version`: the requests name it, and what comes is compared with it.
+"""
+
+import dataclasses
+import functools
+import glob
+import io
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Self, TypeVar
+
+from manualpar.system.storage.requests import ENDPOINTS, BucketError, ContentError, request, twice
+from manualpar.system.storage.services import (
+    MODULES,
+    Version,
+    file_system,
+    list_page,
+    read_part,
+    version_of,
+)
+
+T = TypeVar("T")
+
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
+# A reader gets at least so many bytes at once.
+BLOCK_BYTES = 1 << 20
+# A large file is sent in parts of this size, ten at once.
+UPLOADED_BYTES = 1 << 24
+# A list of more pages, each of which has up to a thousand objects, or with more pages on end that
+# bring nothing new, is one that does not end.
+MOST_PAGES, MOST_EMPTY_PAGES = 10_000, 100
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class BucketPath:
+    """A path in a bucket. Its methods raise `FileNotFoundError` or `BucketError`.
+
+    It has no `__fspath__`, so functions of `os` refuse it instead of making a folder `s3:`.
+    """
+
+    scheme: str
+    bucket: str
+    key: str = ""  # Parts between single slashes; '' is the bucket itself.
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self._address}"
+
+    def __truediv__(self, other: str | PurePosixPath) -> Self:
+        parts = [*self.parts, *PurePosixPath(other).parts]
+        if ".." in parts or "/" in parts:
+            raise ValueError(f"{str(other)!r}, expected a path below {self}.")
+        return dataclasses.replace(self, key="/".join(parts))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of the key."""
+        return tuple(self.key.split("/")) if self.key else ()
+
+    @property
+    def name(self) -> str:
+        """The last part of the key; '' for the bucket itself."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Self:
+        """The folder that it is in; the bucket is its own."""
+        return dataclasses.replace(self, key=self.key.rpartition("/")[0])
+
+    def relative_to(self, folder: "BucketPath") -> PurePosixPath:
+        """The path from a folder above it."""
+        if (folder.scheme, folder.bucket) != (self.scheme, self.bucket):
+            raise ValueError(f"{self} is not below {folder}.")
+        return PurePosixPath(self.key).relative_to(folder.key)
+
+    def read_bytes(
+        self, start: int = 0, stop: int | None = None, *, version: Version | None = None
+    ) -> bytes:
+        """Reads the object, or its bytes from `start` to `stop`.
+
+        Args:
+          start: The first byte.
+          stop: The one after the last; the end of the object if it is `None` or beyond.
+          version: What `version` said of the object. By default what is there now, for which the
+            server is not asked beforehand if `stop` is given.
+
+        Raises:
+          ContentError: The object is of another version, or the server has sent other bytes than
+            were asked for, twice.
+        """
+
+        def read() -> bytes:
+            now = self.version() if version is None and stop is None else version
+            end = now.size if now and (stop is None or stop > now.size) else stop
+            assert end is not None, "without a version there is a stop"
+            return b"" if end <= start else self._read_part(start, end, now)
+
+        return twice(read)
+
+    def write_bytes(self, data: bytes) -> None:
+        """Puts an object in place of the one of that name, which has one content or the other."""
+        self._ask(lambda files: files.pipe_file(self._address, data))
+
+    def upload(self, path: Path) -> None:
+        """Puts a file of a disk, of any size, as `write_bytes` puts bytes."""
+        self._ask(lambda files: files.put_file(str(path), self._address, chunksize=UPLOADED_BYTES))
+
+    def create(self, data: bytes) -> bool:
+        """Puts an object if there is none of that name; returns whether it is this one."""
+        try:
+            self._ask(lambda files: files.pipe_file(self._address, data, mode="create"))
+        except FileExistsError:
+            # A request that was repeated may have succeeded the first time.
+            return self.read_bytes() == data
+        return True
+
+    def size(self) -> int:
+        """The size of the object in bytes."""
+        return self.version().size
+
+    def version(self) -> Version:
+        """Asks for the size of the object, and for what tells its content from others."""
+        found = self._ask(lambda files: files.info(self._address))
+        if found["type"] != "file":
+            raise FileNotFoundError(f"{self} does not exist")
+        return version_of(found)
+
+    def is_file(self) -> bool:
+        """Whether there is an object of that name."""
+        try:
+            self.size()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_dir(self) -> bool:
+        """Whether there are objects below."""
+        return bool(self.names())
+
+    def exists(self) -> bool:
+        """Whether it is a file or a folder."""
+        return self.is_file() or self.is_dir()
+
+    def names(self) -> list[str]:
+        """The names of files and folders in a folder; none if it is not there."""
+        sizes, folders = self._list(self._prefix, delimiter="/")
+        found = (key.removeprefix(self._prefix).rstrip("/") for key in (*sizes, *folders))
+        return sorted(filter(None, found))  # An object of the folder's own name lists itself.
+
+    def files(self) -> dict[str, int]:
+        """The sizes of all objects below a folder, by their paths from it."""
+        sizes, _ = self._list(self._prefix)
+        return {
+            key.removeprefix(self._prefix): size
+            for key, size in sorted(sizes.items())
+            if not key.endswith("/")
+        }
+
+    def glob(self) -> dict["BucketPath", int]:
+        """The sizes of objects whose paths match this one as a pattern of `*`, `?`, `[]`, `**`."""
+        file_system(self.scheme)  # Says which package is missing.
+        from fsspec.utils import glob_translate
+
+        parts, folders = self.parts, [""]
+        while len(parts) > 1 and "**" not in parts[0]:
+            part, *rest = parts
+            if glob.has_magic(part):
+                matches = re.compile(glob_translate(part)).match
+                below = [key for folder in folders for key in self._list(folder, delimiter="/")[1]]
+                folders = [key for key in below if matches(key.rstrip("/").rpartition("/")[2])]
+            else:
+                folders = [f"{folder}{part}/" for folder in folders]
+            parts = tuple(rest)
+        delimiter = "" if "**" in parts[0] else "/"
+        matches = re.compile(glob_translate(self.key)).match
+        return {
+            dataclasses.replace(self, key=key): size
+            for folder in folders
+            for key, size in sorted(self._list(folder, delimiter=delimiter)[0].items())
+            if matches(key) and not key.endswith("/")
+        }
+
+    def copy_to(self, other: "BucketPath") -> None:
+        """Copies the object within the buckets, in place of one of that name."""
+        self._ask(lambda files: files.cp_file(self._address, other._address))
+
+    def delete(self) -> None:
+        """Deletes the object, if there is one."""
+        try:
+            self._ask(lambda files: files.rm_file(self._address))
+        except FileNotFoundError:
+            return
+
+    def delete_files(self, first: str = "") -> None:
+        """Deletes everything below a folder; the object of the name `first` before all others."""
+        if first:
+            (self / first).delete()
+        if names := list(self.files()):
+            addresses = [f"{self._address}/{name}" for name in names]
+            self._ask(lambda files: files.rm(addresses))
+
+    @property
+    def _address(self) -> str:
+        return f"{self.bucket}/{self.key}" if self.key else self.bucket
+
+    @property
+    def _prefix(self) -> str:
+        """How the keys of everything below begin."""
+        return f"{self.key}/" if self.key else ""
+
+    def _ask(self, action: Callable[[Any], T]) -> T:
+        files = file_system(self.scheme)  # What is not installed is not tried again.
+        return request(self, lambda: action(files))
+
+    def _read_part(self, start: int, stop: int, version: Version | None) -> bytes:
+        limits = None if version and (start, stop) == (0, version.size) else (start, stop)
+
+        ask = functools.partial(
+            read_part, self.scheme, self.bucket, self.key, limits=limits, version=version
+        )
+        try:
+            part = request(self, ask)
+        except FileNotFoundError:
+            if version is None:
+                raise
+            raise ContentError(f"{self} changed or was deleted after reading began") from None
+        if limits and not part.is_range:
+            raise BucketError(
+                f"{self}: the server answers a request for {stop - start} bytes of the object with "
+                f"all of it, expected a server that sends ranges: check {ENDPOINTS[self.scheme]}"
+            )
+        if version and version.tag and part.tag not in ("", version.tag):
+            raise ContentError(f"{self} changed after reading began (its ETag is another one)")
+        end = stop if part.size is None or version else min(stop, part.size)
+        if part.length != end - start:
+            raise ContentError(
+                f"{self}: the server sent {part.length} bytes, expected {end - start}: check the "
+                f"object, and {ENDPOINTS[self.scheme]}"
+            )
+        return part.data
+
+    def _list(self, prefix: str, *, delimiter: str = "") -> tuple[dict[str, int], list[str]]:
+        """The sizes of objects by key, and with a delimiter the folders, that begin with a prefix.
+
+        Raises:
+          BucketError: The list cannot be read, or does not end.
+        """
+        sizes: dict[str, int] = {}
+        folders: dict[str, None] = {}
+        token, tokens, empty = "", {""}, 0
+        for _ in range(MOST_PAGES):
+            ask = functools.partial(
+                list_page, self.scheme, self.bucket, prefix, delimiter=delimiter, token=token
+            )
+            page, before = request(self, ask), len(sizes) + len(folders)
+            sizes |= page.sizes
+            folders |= dict.fromkeys(page.folders)
+            if page.is_last:
+                return sizes, list(folders)
+            empty = 0 if len(sizes) + len(folders) > before else empty + 1
+            token = page.next_token
+            if token in tokens or empty > MOST_EMPTY_PAGES:
+                break
+            tokens.add(token)
+        raise BucketError(
+            f"{self}: the list of objects that the server sends does not end (after "
+            f"{len(tokens)} pages with {len(sizes) + len(folders)} names it says that there are "
+            f"more): check {ENDPOINTS[self.scheme]}"
+        )
+
+
+AnyPath = Path | BucketPath
+GivenPath = str | os.PathLike[str] | BucketPath  # As callers name one.
+
+
+def as_path(text: GivenPath) -> AnyPath:
+    """The local path, or the path in a bucket, that a text names.
+
+    Raises:
+      ValueError: It is of another scheme than `s3` or `gs`, names no bucket, or holds a password;
+        the message does not repeat it.
+    """
+    if isinstance(text, BucketPath):
+        return text
+    found = SCHEME.fullmatch(os.fspath(text))
+    if not found:
+        return Path(text)
+    scheme, rest = found[1], found[2]
+    bucket, _, key = rest.partition("/")
+    if scheme not in MODULES:
+        raise ValueError(
+            f"a path of the scheme {scheme}:// is not understood, expected s3://, gs:// or a local "
+            "path."
+        )
+    if not BUCKET.fullmatch(bucket):
+        raise ValueError(
+            f"a path on {scheme}:// does not begin with the name of a bucket, expected "
+            f"{scheme}://BUCKET/KEY. Users and passwords do not belong into a path: credentials "
+            "come from the environment."
+        )
+    if ".." in key.split("/") or not rest.isprintable():
+        raise ValueError(f"a path on {scheme}://{bucket} holds '..' or what cannot be printed.")
+    return BucketPath(scheme, bucket, "/".join(part for part in key.split("/") if part))
+
+
+class BucketFile(io.RawIOBase):
+    """An object as a file that is read, by ranges and from any place.
+
+    All that is read is of the version that was there when it was opened.
+    """
+
+    def __init__(self, path: BucketPath, version: Version | None = None) -> None:
+        """Takes the version to read, or asks which one is there."""
+        super().__init__()
+        self._path, self._version, self._position = path, version or path.version(), 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Moves to another place, and returns it."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._version.size}[
+            whence
+        ]
+        if start + offset < 0:
+            raise ValueError(f"seek to {start + offset}, expected at least 0.")
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Reads as much as a buffer takes; returns how much."""
+        view = memoryview(buffer).cast("B")
+        stop = self._position + len(view)
+        data = self._path.read_bytes(self._position, stop, version=self._version)
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+def open_for_reading(path: AnyPath, *, version: Version | None = None) -> BinaryIO:
+    """Opens a file, local or in a bucket, to be read from any place.
+
+    Args:
+      path: The file.
+      version: Of a file in a bucket the version to read; by default the one that is there.
+    """
+    if isinstance(path, BucketPath):
+        return io.BufferedReader(BucketFile(path, version), BLOCK_BYTES)
+    return open(path, "rb")

@@ -1,0 +1,50 @@
+"""Connections to a server of S3 that follow no redirect.
+
+aiobotocore lets aiohttp follow them. A request is signed for one host, so that another one could
+only refuse it; but it would get the token of a session with it, and what it answers to a request
+for a list would be believed. Here a redirect is an error. If it names a region, as Amazon's do, it
+is the answer: botocore then sends the request there itself, and signs it anew.
+"""
+
+import functools
+from typing import Any
+
+from manualpar.system.storage.requests import REDIRECTS
+
+REGION = "x-amz-bucket-region"
+
+
+class RedirectError(OSError):
+    """A server has sent a request on to another address."""
+
+    def __init__(self, status: int) -> None:
+        """Takes the status of HTTP."""
+        super().__init__(f"a redirect ({status})")
+        self.status = status
+
+
+@functools.cache
+def direct_session() -> type:
+    """Returns the class of such sessions; `AioConfig(http_session_cls=...)` takes it."""
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    class DirectSession(AIOHTTPSession):  # type: ignore[misc, unused-ignore]  # Optional.
+        async def _get_session(self, proxy_url: str | None) -> _Direct:
+            return _Direct(await super()._get_session(proxy_url))
+
+    return DirectSession
+
+
+class _Direct:
+    """A session of aiohttp whose requests follow no redirect."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    async def request(self, *args: Any, **options: Any) -> Any:
+        """Sends a request; returns its response."""
+        response = await self._session.request(*args, **options, allow_redirects=False)
+        if response.status in REDIRECTS and REGION not in response.headers:
+            response.close()
+            raise RedirectError(response.status)
+        return response

@@ -1,0 +1,129 @@
+"""A folder that is written beside the one that it becomes, by one process at a time.
+
+A draft of `models/tuned` is `models/.tuned.NUMBER.partial`, and no two drafts have one number.
+Whoever holds the lock on `models/.tuned.lock` owns it, and nobody else renames or deletes it. A
+draft without an owner was left by a process that was killed; the next one deletes it.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from absl import logging
+
+from manualpar.system.storage.bucket_path import AnyPath
+from manualpar.system.storage.file_lock import hold_file
+from manualpar.system.storage.lease import HeldError
+from manualpar.system.storage.requests import BucketError
+
+# The errors of a name that is taken, and of a full disk.
+TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR})
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class FolderError(OSError, ValueError):
+    """A folder cannot be written; the message is a sentence.
+
+    It is a `ValueError` as well because commands show those as one sentence.
+    """
+
+
+@contextlib.contextmanager
+def writing(function: str, folder: AnyPath) -> Iterator[None]:
+    """Turns errors of writing a folder into sentences that begin with the name of a function.
+
+    Raises:
+      ValueError: Another process is writing the folder.
+      FolderError: It cannot be written.
+      BucketError: It is in a bucket, and cannot be written.
+    """
+    try:
+        yield
+    except (FolderError, BucketError):
+        raise
+    except HeldError as error:
+        raise ValueError(
+            f"{function}: {folder} is being written by another process{error}. Wait until it "
+            "ends, or name another folder."
+        ) from None
+    except OSError as error:
+        mend = "; make room there, or name another folder" if error.errno in FULL else ""
+        raise FolderError(
+            f"{function}: {folder} cannot be written: {error.strerror or error}{mend}."
+        ) from error
+
+
+@contextlib.contextmanager
+def draft_of(target: Path, *, number: str = "") -> Iterator[Path]:
+    """Owns a new folder beside `target`, and deletes it at the end if it was not published.
+
+    Args:
+      target: The folder to make, as an absolute path.
+      number: That of the draft, see `new_number`; by default a new one.
+
+    Raises:
+      HeldError: Another process owns a draft of it.
+      OSError: The draft cannot be made.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = target.parent / f".{target.name}.lock"
+    with hold_file(lock, folder=target, report=logging.warning, remains=False) as held:
+        if held.is_locked:
+            _delete_abandoned(target)
+        draft = path_of_draft(target, number or new_number())
+        draft.mkdir()
+        try:
+            yield draft
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def new_number() -> str:
+    """A number that no other draft has."""
+    return secrets.token_hex(8)
+
+
+def path_of_draft(target: Path, number: str) -> Path:
+    """The path of a draft of `target`."""
+    return target.parent / f".{target.name}.{number}.partial"
+
+
+def publish(draft: Path, target: Path) -> None:
+    """Gives a draft, whose files are on the disk, the name of its target.
+
+    Raises:
+      FolderError: There is something of that name by now.
+      OSError: It cannot be renamed.
+    """
+    sync(draft)
+    try:
+        draft.rename(target)  # In place of an empty folder, and of nothing else.
+    except OSError as error:
+        if error.errno in TAKEN:
+            raise FolderError(
+                f"{target} was written by another process in the meantime, and is left as it is. "
+                "Name another folder."
+            ) from None
+        raise
+    sync(target.parent)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file or a folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _delete_abandoned(target: Path) -> None:
+    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}\.partial")
+    for path in list(target.parent.iterdir()):
+        if name.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)

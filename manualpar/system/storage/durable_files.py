@@ -1,0 +1,133 @@
+"""Files that are whole whenever the process ends, and whose errors are one sentence.
+
+A killed process loses its buffers, and a full disk may take only half of what it is given.
+So lines are appended without a buffer, and a file is replaced by renaming a new one over it.
+A file that is kept open takes lines even after somebody has deleted it. So it is looked for under
+its name before each line.
+"""
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from manualpar.system.storage import AnyPath, BucketError
+from manualpar.system.storage.untrusted import NotAFileError, create_file
+
+
+class WriteError(ValueError):
+    """The results cannot be written, because of a full disk for example; one sentence."""
+
+
+@contextlib.contextmanager
+def explained(path: AnyPath) -> Iterator[None]:
+    """Turns an `OSError` into a `WriteError` that names the file that is written to."""
+    try:
+        yield
+    except BucketError as error:
+        raise WriteError(f"the results cannot be written: {error}.") from error
+    except OSError as error:
+        mend = "name another folder with --workdir"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            mend = "make room there, or name another folder with --workdir"
+        raise WriteError(
+            f"the results cannot be written: {path}: {error.strerror or error}; {mend}."
+        ) from error
+
+
+def replace_file(path: Path, text: str | bytes) -> None:
+    """Writes a whole file, which has the old content or the new one whenever the process ends.
+
+    A link of that name is replaced, not followed. Raises a `WriteError` if the disk refuses.
+    """
+    draft = path.with_name(f".{path.name}.draft")
+    with explained(path):
+        # File names that appear in the text need not be Unicode.
+        data = text.encode(errors="backslashreplace") if isinstance(text, str) else text
+        with create_file(draft) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+
+
+def is_in_place(path: Path, opened: os.stat_result) -> bool:
+    """Returns whether a path still leads to the file that was opened there."""
+    try:
+        return os.path.samestat(os.stat(path), opened)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def check_in_place(path: Path, opened: os.stat_result) -> None:
+    """Raises a `WriteError` if a path no longer leads to the file that was opened there."""
+    with explained(path):
+        if is_in_place(path, opened):
+            return
+        what = "was replaced by another file" if os.path.lexists(path) else "was deleted"
+        mend = "start the same command again to go on from the latest checkpoint"
+        if not path.parent.is_dir():
+            what, mend = "was deleted with its folder", "name another folder with --workdir"
+    raise WriteError(
+        f"the results cannot be written: {path} {what} while this run was writing to it; {mend}."
+    )
+
+
+class LineFile:
+    """A file of JSON lines to append to, without a buffer. It holds a line whole or not at all.
+
+    Every method raises `WriteError` if the disk refuses. `append` and `sync` also raise it if the
+    file was deleted or replaced. A deleted one is written again first, if its folder is still
+    there, so that its lines are not lost.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens or creates the file, and ends a last line that a killed process left half."""
+        self._path = path
+        with explained(path):
+            if path.is_fifo():
+                raise NotAFileError("is a FIFO, expected a file")  # Opening it would wait.
+            self._file = path.open("a+b", buffering=0)
+            if size := self._file.seek(0, os.SEEK_END):
+                self._file.seek(size - 1)
+                if self._file.read(1) != b"\n":
+                    self._file.write(b"\n")
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Writes a line, or nothing if the disk does not take all of it."""
+        data = json.dumps(record, allow_nan=False).encode() + b"\n"
+        self._check_in_place()
+        with explained(self._path):
+            before = os.fstat(self._file.fileno()).st_size
+            try:
+                while data:
+                    data = data[self._file.write(data) :]
+            except OSError:
+                with contextlib.suppress(OSError):  # The first error is the one to report.
+                    self._file.truncate(before)
+                raise
+
+    def sync(self) -> int:
+        """Waits until everything is on disk; returns the size in bytes."""
+        self._check_in_place()
+        with explained(self._path):
+            os.fsync(self._file.fileno())
+            return os.fstat(self._file.fileno()).st_size
+
+    def close(self) -> None:
+        """Closes the file; nothing is left to write."""
+        self._file.close()
+
+    def _check_in_place(self) -> None:
+        with explained(self._path):
+            opened = os.fstat(self._file.fileno())
+        try:
+            check_in_place(self._path, opened)
+        except WriteError:
+            if self._path.parent.is_dir() and not os.path.lexists(self._path):
+                self._file.seek(0)
+                replace_file(self._path, self._file.read())
+            raise

@@ -1,0 +1,145 @@
+"""A lock on a file: `flock`'s, which the kernel releases with its process.
+
+The lock ends with the process, however that ends, so a file that remains keeps nobody out. Over NFS
+(version 4, or 3 with its lock daemon) it holds for all hosts; if a host crashes, the server keeps
+it for about 90 seconds. Programs that the process starts do not inherit it, and forked copies of
+the process close it, because they would keep it after the process was killed.
+"""
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import json
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from manualpar.system.storage.lease import HeldError
+from manualpar.system.storage.untrusted import NotAFileError, kind_of, parse_object
+
+LONGEST_OWNER = 4096
+# The time that a killed process may take to disappear, and a copy of it to close the file.
+DYING_SECONDS = 3.0
+# The errors of file systems that have no such locks.
+UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+
+
+class FileLock(NamedTuple):
+    """A lock that this process has.
+
+    Attributes:
+      is_locked: Whether the file system has such locks.
+      check: If somebody has deleted the file, takes the lock of a new one; raises a `HeldError` if
+        another process was faster.
+    """
+
+    is_locked: bool
+    check: Callable[[], None]
+
+
+@contextlib.contextmanager
+def hold_file(
+    path: Path, *, folder: Path, report: Callable[[str], None], remains: bool
+) -> Iterator[FileLock]:
+    """Keeps other processes out while the context lasts.
+
+    Args:
+      path: The lock file, which is created if need be.
+      folder: The folder that it protects, for messages.
+      report: Called with a sentence if the file system has no locks.
+      remains: Whether the file is left there afterwards, empty, or deleted.
+
+    Raises:
+      HeldError: Another process has the lock; the message says which.
+      OSError: The file cannot be opened or written, or is not a file.
+    """
+    held: list[int] = []
+
+    def close() -> None:
+        while held:
+            os.close(held.pop())
+
+    def check() -> None:
+        if not held or not _is_same(held[0], path):
+            close()
+            _take(path, folder, held, report)
+
+    os.register_at_fork(after_in_child=close)
+    try:
+        is_locked = _take(path, folder, held, report)
+        try:
+            yield FileLock(is_locked, check)
+        finally:
+            if held:  # Otherwise this is a copy of the process, or the lock is lost.
+                with contextlib.suppress(OSError):
+                    os.ftruncate(held[0], 0)
+                    if not remains and _is_same(held[0], path):
+                        path.unlink()
+    finally:
+        close()
+
+
+def _take(path: Path, folder: Path, held: list[int], report: Callable[[str], None]) -> bool:
+    """Opens and locks the file, and writes into it who has it; returns whether it is locked."""
+    until = time.monotonic() + DYING_SECONDS
+    while True:
+        if os.path.lexists(path) and not stat.S_ISREG(mode := os.lstat(path).st_mode):
+            raise NotAFileError(f"is {kind_of(mode)}, expected a file")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            is_locked = _lock(descriptor, folder, until, report)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        # Its last owner may have deleted it before it was locked here.
+        if not is_locked or _is_same(descriptor, path):
+            break
+        os.close(descriptor)
+    held.append(descriptor)
+    owner = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, json.dumps(owner).encode())
+    return is_locked
+
+
+def _lock(descriptor: int, folder: Path, until: float, report: Callable[[str], None]) -> bool:
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise HeldError(_owner(descriptor)) from None
+            time.sleep(0.05)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            report(
+                f"{folder} is not locked, because its file system has no flock "
+                f"({error.strerror}): make sure that no other run writes there"
+            )
+            return False
+
+
+def _is_same(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _owner(descriptor: int) -> str:
+    try:
+        owner = parse_object(os.pread(descriptor, LONGEST_OWNER, 0))
+        return f": process {owner['pid']} on {owner['host']}, since {owner['since']}"
+    except (KeyError, OSError, ValueError):
+        return ""

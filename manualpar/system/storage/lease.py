@@ -1,0 +1,180 @@
+"""A lock on a folder in a bucket, which needs no more of a server than to create an object once.
+
+Locks are numbered objects, `.lock-1`, `.lock-2`, and the one of the highest number counts. Whoever
+wants the folder creates the next number. A server that is asked by two at once creates it for one
+of them (`If-None-Match` of S3, `ifGenerationMatch` of Google). The owner of a lock writes it again
+every `BEAT_SECONDS`, and in the end with a word that it is free. A lock that was not written for
+`LEASE_SECONDS`, by the clock of who watches it, belongs to a process that is gone, and the next
+number may be created. So nobody deletes anything that another may rely on, and clocks need not
+agree.
+
+A process that was only cut off for so long finds the higher number when it comes back. `check` says
+so before it writes anything else.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from manualpar.system.storage.bucket_path import BucketPath
+from manualpar.system.storage.requests import BucketError
+from manualpar.system.storage.untrusted import parse_object
+
+PREFIX = ".lock-"
+BEAT_SECONDS = 10.0
+LEASE_SECONDS = 60.0
+POLL_SECONDS = 0.5
+
+
+class HeldError(Exception):
+    """Another process has the lock; the message, which may be empty, says which."""
+
+
+@contextlib.contextmanager
+def hold(
+    folder: BucketPath, *, report: Callable[[str], None], remains: bool = True
+) -> Iterator[Callable[[], None]]:
+    """Keeps others out of a folder while the context lasts; yields `check`.
+
+    `check` raises a `BucketError` if the lock has been lost.
+
+    Args:
+      folder: The folder.
+      report: Called with a sentence if a lock is taken over, or if the server can have none.
+      remains: Whether a lock that is free is left there. Without one two processes may get a lock
+        at one time, if a third gives up its own then; the one of the lower number finds out by
+        `check`. So whatever decides that the folder is free has to be looked at again within.
+
+    Raises:
+      HeldError: Another process has it.
+      BucketError: The folder cannot be read or written.
+    """
+    owner = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": _machine(),
+        "nonce": secrets.token_hex(8),
+    }
+    number = _acquire(folder, owner, report)
+    lock, ended = folder / f"{PREFIX}{number}", threading.Event()
+    renewed = [time.monotonic()]
+
+    def check() -> None:
+        if time.monotonic() - renewed[0] > LEASE_SECONDS or max(_numbers(folder)) > number:
+            raise BucketError(
+                f"{folder}: this run could not renew its lock for so long that another run may "
+                "have taken the folder; nothing more is written there"
+            )
+
+    def renew() -> None:
+        beat = 0
+        while not ended.wait(BEAT_SECONDS):
+            began, beat = time.monotonic(), beat + 1
+            with contextlib.suppress(BucketError):  # `check` says so, if it goes on for long.
+                lock.write_bytes(_text(owner, beat=beat))
+                renewed[0] = began
+
+    thread = threading.Thread(target=renew, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield check
+    finally:
+        ended.set()
+        thread.join()
+        with contextlib.suppress(BucketError):  # The lease ends by itself.
+            if remains:
+                lock.write_bytes(_text(owner, is_free=True))
+            else:
+                for each in _numbers(folder):
+                    if 0 < each <= number:
+                        (folder / f"{PREFIX}{each}").delete()
+
+
+def _acquire(folder: BucketPath, owner: dict[str, Any], report: Callable[[str], None]) -> int:
+    """Creates the next lock, once the last one is free or abandoned; returns its number."""
+    numbers = _numbers(folder)
+    last = max(numbers)
+    if last:
+        lock = folder / f"{PREFIX}{last}"
+        found = _read(lock)
+        if not found.get("is_free") and not _is_dead(found):
+            _wait_for_end(lock)
+            report(f"{folder} is taken over from a run that has ended{_show(found)}")
+    mine = folder / f"{PREFIX}{last + 1}"
+    if not mine.create(_text(owner)):
+        raise HeldError(_show(_read(mine)))
+    if mine.create(_text(owner, is_second=True)):
+        mine.write_bytes(_text(owner))
+        report(
+            f"{folder} is not locked, because its server creates what is already there: make sure "
+            "that no other run writes there"
+        )
+    for number in numbers:
+        if 0 < number < last:
+            (folder / f"{PREFIX}{number}").delete()
+    return last + 1
+
+
+def _wait_for_end(lock: BucketPath) -> None:
+    """Returns if nobody writes a lock for the time of a lease; otherwise a `HeldError`."""
+    found, until = _read(lock), time.monotonic() + LEASE_SECONDS
+    while time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+        before, found = found, _read(lock)
+        if found != before:
+            if found.get("is_free"):
+                return
+            raise HeldError(_show(found))
+
+
+def _numbers(folder: BucketPath) -> list[int]:
+    """The numbers of the locks that there are, and 0."""
+    names = (name.removeprefix(PREFIX) for name in folder.names() if name.startswith(PREFIX))
+    return [0, *(int(name) for name in names if name.isdecimal())]
+
+
+def _text(owner: dict[str, Any], **more: object) -> bytes:
+    return json.dumps({**owner, **more}).encode()
+
+
+def _read(lock: BucketPath) -> dict[str, Any]:
+    try:
+        return parse_object(lock.read_bytes())
+    except FileNotFoundError:
+        return {"is_free": True}  # Its owner has deleted it.
+    except BucketError:
+        raise
+    except ValueError:
+        return {}  # Whoever wrote it, it is a lock.
+
+
+def _show(owner: dict[str, Any]) -> str:
+    if not {"pid", "host", "since"} <= owner.keys():
+        return ""
+    return f": process {owner['pid']} on {owner['host']}, since {owner['since']}"
+
+
+def _is_dead(owner: dict[str, Any]) -> bool:
+    """Whether it is a process that this machine has had and has no more."""
+    pid, machine = owner.get("pid"), owner.get("machine")
+    if not machine or machine != _machine() or not isinstance(pid, int):
+        return False
+    return not Path(f"/proc/{pid}").exists()
+
+
+def _machine() -> str:
+    """What tells processes of the same kernel, since it was started, and their numbers apart."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""

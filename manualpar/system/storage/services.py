@@ -1,0 +1,180 @@
+"""Requests that are made here and not by fsspec, for S3 and for Google's service.
+
+fsspec has a function for most requests. Two of them do not say enough: reading an object, which is
+to be of one version and to come with what the server says about it; and listing, which is done page
+by page here, so that a list that does not end is noticed.
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+from manualpar.extras import require
+from manualpar.system.storage.requests import ContentError, has_status
+
+MODULES = {"s3": "s3fs", "gs": "gcsfs"}
+CONNECT_SECONDS, READ_SECONDS = 10, 60
+PARTIAL_CONTENT, PRECONDITION_FAILED = 206, 412
+CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """What a server says of the content of an object.
+
+    Attributes:
+      size: In bytes.
+      tag: The ETag, another text when the content is another; "" if the server gives none.
+      generation: The number that Google's service gives to each content of a name, "" elsewhere.
+    """
+
+    size: int
+    tag: str
+    generation: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Bytes of an object, and what the server says about them.
+
+    Attributes:
+      data: The bytes; empty if `length` is not what was asked for.
+      length: How many the server says that it sends.
+      tag: The ETag of the object that they are of; "" if the server does not say.
+      is_range: Whether they are a range, and not the whole object.
+      size: Of the whole object, if they are a range of it and the server says so.
+    """
+
+    data: bytes
+    length: int
+    tag: str
+    is_range: bool
+    size: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """A part of a list: sizes by key, folders with a slash at the end, and where it goes on."""
+
+    sizes: dict[str, int]
+    folders: list[str]
+    is_last: bool
+    next_token: str
+
+
+def file_system(scheme: str) -> Any:
+    """The file system of fsspec, which keeps one object for each set of options."""
+    require(f"{scheme}://", MODULES[scheme])
+    import fsspec
+
+    # A list that was kept would not show what other processes have written since.
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if scheme == "s3":
+        from manualpar.system.storage.direct_session import direct_session
+
+        options["config_kwargs"] = {
+            "connect_timeout": CONNECT_SECONDS,
+            "read_timeout": READ_SECONDS,
+            "retries": {"total_max_attempts": 1},
+            "http_session_cls": direct_session(),
+        }
+    files = fsspec.filesystem(scheme, **options)
+    files.retries = 1  # `request` repeats, and says so.
+    return files
+
+
+def version_of(info: dict[str, Any]) -> Version:
+    """The version of an object, of what `info` of fsspec says about it."""
+    tag = str(info.get("ETag") or info.get("etag") or "")
+    return Version(int(info["size"]), tag, str(info.get("generation") or ""))
+
+
+def read_part(
+    scheme: str,
+    bucket: str,
+    key: str,
+    *,
+    limits: tuple[int, int] | None,
+    version: Version | None,
+) -> Part:
+    """Asks for an object, or for a range of it.
+
+    Args:
+      scheme: A key of `MODULES`.
+      bucket: The bucket.
+      key: The key of the object.
+      limits: The first byte and the one after the last; `None` for the whole object.
+      version: The version that they are of. The server refuses to send those of another one.
+
+    Raises:
+      ContentError: It has refused.
+    """
+    wanted = {} if limits is None else {"Range": f"bytes={limits[0]}-{limits[1] - 1}"}
+    length = limits[1] - limits[0] if limits else version.size if version else None
+    files = file_system(scheme)
+    if scheme == "gs":
+        generation = version.generation if version else ""
+        url = files.url(f"{bucket}/{key}", generation=generation or None)
+        headers, data = files.call("GET", url, headers=wanted)
+        found = str(headers.get("Content-Range", ""))
+        return Part(data, len(data), "", bool(found), _whole_size(found))
+    import fsspec.asyn
+
+    if version and version.tag:
+        wanted["IfMatch"] = version.tag
+    try:
+        answer = files.call_s3("get_object", Bucket=bucket, Key=key, **wanted)
+    except Exception as error:
+        if has_status(error, PRECONDITION_FAILED):
+            raise ContentError(f"s3://{bucket}/{key} changed after reading began") from None
+        raise
+    body = answer["Body"]
+    try:
+        sent = int(answer.get("ContentLength", 0))
+        is_range = answer["ResponseMetadata"]["HTTPStatusCode"] == PARTIAL_CONTENT
+        # A whole object in place of a small part may not fit into memory.
+        is_wanted = length is None or sent <= length
+        data = fsspec.asyn.sync(files.loop, body.read) if is_wanted else b""
+    finally:
+        body.close()
+    size = _whole_size(str(answer.get("ContentRange", "")))
+    return Part(data, len(data) if is_wanted else sent, str(answer.get("ETag", "")), is_range, size)
+
+
+def list_page(scheme: str, bucket: str, prefix: str, *, delimiter: str, token: str) -> Page:
+    """Asks for a page of the list of objects whose keys begin with `prefix`.
+
+    Args:
+      scheme: A key of `MODULES`.
+      bucket: The bucket.
+      prefix: How their keys begin.
+      delimiter: "/" for what is directly in a folder, "" for everything below.
+      token: Where the page before ended; "" for the first.
+    """
+    files = file_system(scheme)
+    if scheme == "gs":
+        found = files.call(
+            "GET",
+            "b/{}/o",
+            bucket,
+            prefix=prefix or None,
+            delimiter=delimiter or None,
+            pageToken=token or None,
+            json_out=True,
+        )
+        sizes = {item["name"]: int(item["size"]) for item in found.get("items", [])}
+        token = str(found.get("nextPageToken") or "")
+        return Page(sizes, list(found.get("prefixes", [])), not token, token)
+    options = {"Delimiter": delimiter} if delimiter else {}
+    if token:
+        options["ContinuationToken"] = token
+    found = files.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, **options)
+    sizes = {item["Key"]: int(item["Size"]) for item in found.get("Contents", [])}
+    folders = [item["Prefix"] for item in found.get("CommonPrefixes", [])]
+    token = str(found.get("NextContinuationToken") or "")
+    return Page(sizes, folders, not found.get("IsTruncated"), token)
+
+
+def _whole_size(content_range: str) -> int | None:
+    found = CONTENT_RANGE.fullmatch(content_range)
+    return int(found[3]) if found else None

@@ -1,0 +1,330 @@
+"""A training state as plain arrays in a bucket: the files that Orbax would write, without Orbax.
+
+Orbax writes to local folders and `gs://` alone. Beneath it is tensorstore, which has a driver for
+S3 too, so here tensorstore is called directly, for both. What is stored is what `saved_state` says.
+The files are those of Orbax: a checkpoint copied to a disk, every object to a file, is a local one
+that Orbax reads, and one copied into a bucket is one of the bucket.
+
+Each process writes a database of its own, `state/ocdbt.process_3/`, and says that it is complete by
+putting `written.3.json` with the size and the SHA-256 of each of its objects. Process 0 waits for
+all of these, makes one database of all, which refers to theirs, and adds the JSON files.
+"""
+
+import concurrent.futures
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from manualpar.core.program.program import Program
+from manualpar.core.state.state_arrays import Leaf
+from manualpar.core.state.train_state import TrainState
+from manualpar.system.cluster.agreement import JSON
+from manualpar.system.storage import CONTEXT, BucketError, BucketPath, key_value_store, request
+from manualpar.system.storage.untrusted import parse_object
+from manualpar.training.checkpoints.replica_count import as_held, as_stored
+from manualpar.training.checkpoints.saved_state import (
+    CHUNK_BYTES,
+    leaves_to_read,
+    restored_state,
+    stored_arrays,
+)
+
+# tensorstore puts chunks together into objects of about this size, and hashing holds one of them.
+OBJECT_BYTES = 1 << 26
+POLL_SECONDS = 0.2
+# Process 0 waits so long at least for the parts of the others after it has written its own.
+WAIT_SECONDS = 3600.0
+PARALLEL = 8
+HANDLERS = {
+    "extra": "json_checkpoint_handler.JsonCheckpointHandler",
+    "keys": "json_checkpoint_handler.JsonCheckpointHandler",
+    "state": "pytree_checkpoint_handler.PyTreeCheckpointHandler",
+}
+Files = dict[str, tuple[int, str]]  # The size and the SHA-256 by path.
+# The shape and the chunks of an array, its dtype, and the parts of it that this process writes.
+Part = tuple[tuple[slice, ...], np.ndarray]
+Stored = tuple[tuple[int, ...], tuple[int, ...], np.dtype, list[Part]]
+
+
+class BucketArrays:
+    """Writes in the background and reads, with the methods of `saved_state.OrbaxFiles`."""
+
+    def __init__(self) -> None:
+        self._background = concurrent.futures.ThreadPoolExecutor(1, "bucket")
+        self._writing: concurrent.futures.Future[None] | None = None
+
+    def save(
+        self, path: BucketPath, program: Program, state: TrainState, *, extra: Mapping[str, JSON]
+    ) -> None:
+        """Starts to write a folder, in which nothing may be; returns once the arrays are copied.
+
+        Communication:
+          One all-gather for each padded array, see `saved_state.stored_arrays`.
+        """
+        arrays, keys = stored_arrays(program, state)
+        for x in arrays.values():
+            if isinstance(x, jax.Array):
+                x.copy_to_host_async()
+        copies = {names: _copy(x) for names, x in arrays.items()}
+        texts = {
+            "_CHECKPOINT_METADATA": _checkpoint_metadata(),
+            "state/_METADATA": _tree_metadata(copies),
+            "extra/metadata": dict(extra),
+            "keys/metadata": keys,
+        }
+        self._writing = self._background.submit(_write, path, copies, texts)
+
+    def wait(self) -> None:
+        """Waits until this process has written its part."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def read(
+        self, path: BucketPath, program: Program, *, report: Callable[[str], None]
+    ) -> tuple[TrainState, dict[str, JSON]]:
+        """Reads the state and what the caller added; each device reads its own part of the arrays.
+
+        Raises:
+          CheckpointError: The arrays are not those of the program; none has been read.
+        """
+        tree = parse_object((path / "state" / "_METADATA").read_bytes())
+        if tree.get("use_ocdbt") is not True or tree.get("use_zarr3"):
+            raise ValueError("its arrays are not in an OCDBT database of zarr arrays")
+        extra = parse_object((path / "extra" / "metadata").read_bytes(), allow_nan=True)
+        keys = {
+            k: str(v) for k, v in parse_object((path / "keys" / "metadata").read_bytes()).items()
+        }
+        names = [
+            tuple(str(key["key"]) for key in entry["key_metadata"])
+            for entry in tree["tree_metadata"].values()
+        ]
+        opened = request(path, lambda: _open_all(path, names))
+        stored = unflatten_dict(opened)
+        held = as_stored(program, stored)
+        leaves = leaves_to_read(path, held, stored, keys, report=report)
+        arrays = {leaf.keys: _read_leaf(path, leaf, opened[leaf.keys]) for leaf in leaves}
+        return as_held(program, restored_state(held, arrays, keys)), extra
+
+    def close(self) -> None:
+        """Waits, and ends the thread."""
+        self._background.shutdown()
+
+
+def complete(path: BucketPath, *, processes: int, seconds: float) -> Files:
+    """Waits for the parts of all processes and makes one checkpoint of them, without a manifest.
+
+    Returns its files. Process 0 calls it, when its own part is written.
+    """
+    files: Files = {}
+    until = time.monotonic() + seconds
+    for process in range(processes):
+        part = path / _part_name(process)
+        while not part.is_file():
+            if time.monotonic() > until:
+                raise BucketError(
+                    f"{path}: process {process} has not written its part in {seconds:.0f} s"
+                )
+            time.sleep(POLL_SECONDS)
+        found = parse_object(part.read_bytes())
+        files |= {name: (int(size), str(digest)) for name, (size, digest) in found.items()}
+    before = set((path / "state").files())
+    request(path, lambda: _merge(path, processes))
+    new = (path / "state").files().keys() - before
+    return files | hash_files(path, [f"state/{name}" for name in sorted(new)])
+
+
+def delete_parts(path: BucketPath, *, processes: int) -> None:
+    """Deletes what processes have told process 0, which its manifest holds now."""
+    for process in range(processes):
+        (path / _part_name(process)).delete()
+
+
+def hash_files(path: BucketPath, names: list[str]) -> Files:
+    """The size and the SHA-256 of objects as they are in the bucket; -1 and '' without one."""
+
+    def hash_one(name: str) -> tuple[int, str]:
+        try:
+            data = (path / name).read_bytes()
+        except FileNotFoundError:
+            return -1, ""
+        return len(data), hashlib.sha256(data).hexdigest()
+
+    with concurrent.futures.ThreadPoolExecutor(PARALLEL) as pool:
+        return dict(zip(names, pool.map(hash_one, names), strict=True))
+
+
+def _part_name(process: int) -> str:
+    return f"written.{process}.json"
+
+
+def _copy(x: jax.Array | np.ndarray) -> Stored:
+    """What this process writes of an array, copied; every element is written by one process."""
+    if not isinstance(x, jax.Array):  # Whole, in the memory of process 0.
+        whole = tuple(slice(0, size) for size in x.shape)
+        parts: list[Part] = [(whole, x)] if jax.process_index() == 0 else []
+        return x.shape, chunk_shape(x.shape, x.dtype.itemsize), x.dtype, parts
+    shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
+    parts = [(shard.index, np.array(shard.data)) for shard in shards]
+    chunks = chunk_shape(x.sharding.shard_shape(x.shape), x.dtype.itemsize)
+    return x.shape, chunks, np.dtype(x.dtype), parts
+
+
+def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The shape of chunks of at most `CHUNK_BYTES` that a shard divides into, if one does.
+
+    No two devices, and so no two processes, write into one chunk.
+    """
+    chunk = list(shape)
+    while math.prod(chunk) * itemsize > CHUNK_BYTES:
+        largest = max(range(len(chunk)), key=chunk.__getitem__)
+        size = chunk[largest]
+        chunk[largest] = size // next(f for f in range(2, size + 1) if size % f == 0)
+    return tuple(max(size, 1) for size in chunk)
+
+
+def _write(path: BucketPath, copies: dict[tuple[str, ...], Stored], texts: dict[str, Any]) -> None:
+    """Writes this process's part, and says that it is complete."""
+    process = jax.process_index()
+    folder = path / "state" / f"ocdbt.process_{process}"
+    request(path, lambda: _write_arrays(folder, copies))
+    names = [f"state/{folder.name}/{name}" for name in folder.files()]
+    if process == 0:
+        for name, content in texts.items():
+            (path / name).write_bytes(json.dumps(content).encode())
+        names += texts
+    files = hash_files(path, names)
+    (path / _part_name(process)).write_bytes(json.dumps(files).encode())
+
+
+def _write_arrays(folder: BucketPath, copies: dict[tuple[str, ...], Stored]) -> None:
+    import tensorstore
+
+    context = tensorstore.Context(CONTEXT)
+    opening = {}
+    for names, (shape, chunks, dtype, parts) in copies.items():
+        if parts:
+            metadata = {
+                "chunks": chunks,
+                "compressor": {"id": "zstd", "level": 1},
+                "dimension_separator": ".",
+                "shape": shape,
+            }
+            spec = _array_spec(folder, names) | {
+                "dtype": dtype.name,
+                "metadata": metadata,
+                # A chunk that is missing would be zeros, whatever became of it.
+                "store_data_equal_to_fill_value": True,
+            }
+            opening[names] = tensorstore.open(spec, create=True, open=True, context=context)
+    writing = [
+        opened.result()[index].write(data)
+        for names, opened in opening.items()
+        for index, data in copies[names][3]
+    ]
+    for each in writing:
+        each.result()
+
+
+def _merge(path: BucketPath, processes: int) -> None:
+    """Makes one database that refers to those of all processes."""
+    import tensorstore
+
+    context = tensorstore.Context(CONTEXT)
+    whole = tensorstore.KvStore.open(_database(path / "state"), context=context).result()
+    transaction = tensorstore.Transaction(atomic=True)
+    for process in range(processes):
+        spec = _database(path / "state" / f"ocdbt.process_{process}")
+        part = tensorstore.KvStore.open(spec, context=context).result()
+        part.experimental_copy_range_to(whole.with_transaction(transaction)).result()
+    transaction.commit_sync()
+
+
+def _open_all(path: BucketPath, names: list[tuple[str, ...]]) -> dict[tuple[str, ...], Any]:
+    import tensorstore
+
+    context = tensorstore.Context(CONTEXT)
+    opening = {
+        each: tensorstore.open(_array_spec(path / "state", each), open=True, context=context)
+        for each in names
+    }
+    return {each: future.result() for each, future in opening.items()}
+
+
+def _database(folder: BucketPath) -> dict[str, Any]:
+    return {
+        "driver": "ocdbt",
+        "base": key_value_store(folder),
+        "target_data_file_size": OBJECT_BYTES,
+    }
+
+
+def _array_spec(folder: BucketPath, names: tuple[str, ...]) -> dict[str, Any]:
+    return {"driver": "zarr", "kvstore": _database(folder) | {"path": f"{'.'.join(names)}/"}}
+
+
+def _read_leaf(path: BucketPath, leaf: Leaf, stored: Any) -> jax.Array:
+    """An array on the devices of this process, each with its own part, and padding as zeros."""
+    sharding, shape = leaf.abstract.sharding, leaf.held_shape
+    places = sharding.addressable_devices_indices_map(shape)
+    wanted = {}
+    for index in places.values():
+        bounds = [each.indices(size)[:2] for each, size in zip(index, shape, strict=True)]
+        wanted[tuple(bounds)] = [
+            slice(min(start, size), min(stop, size))
+            for (start, stop), size in zip(bounds, stored.shape, strict=True)
+        ]
+
+    def read() -> dict[Any, np.ndarray]:
+        reading = {bounds: stored[tuple(part)].read() for bounds, part in wanted.items()}
+        return {bounds: np.asarray(future.result()) for bounds, future in reading.items()}
+
+    parts = {}
+    for bounds, data in request(path, read).items():
+        padding = [
+            (0, stop - start - size) for (start, stop), size in zip(bounds, data.shape, strict=True)
+        ]
+        parts[bounds] = np.pad(data, padding) if any(after for _, after in padding) else data
+    shards = [
+        jax.device_put(
+            parts[tuple(e.indices(size)[:2] for e, size in zip(index, shape, strict=True))], device
+        )
+        for device, index in places.items()
+    ]
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _tree_metadata(copies: dict[tuple[str, ...], Stored]) -> dict[str, Any]:
+    """What Orbax wants to know of a nested dict of arrays."""
+    tree = {
+        str(names): {
+            "key_metadata": [{"key": name, "key_type": 2} for name in names],  # Keys of dicts.
+            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
+        }
+        for names in copies
+    }
+    return {
+        "tree_metadata": tree,
+        "use_ocdbt": True,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+def _checkpoint_metadata() -> dict[str, Any]:
+    handlers = "orbax.checkpoint._src.handlers"
+    return {
+        "item_handlers": {name: f"{handlers}.{kind}" for name, kind in HANDLERS.items()},
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": time.time_ns(),
+        "commit_timestamp_nsecs": time.time_ns(),
+        "custom_metadata": {},
+    }

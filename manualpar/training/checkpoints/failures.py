@@ -1,0 +1,57 @@
+"""What goes wrong with a checkpoint, in a sentence that says what to do about it.
+
+The libraries below raise all kinds of errors: an `OSError`, a `ValueError` with the text of a C++
+status, a bare `Exception`. Except for wrong arguments, only `CheckpointError` leaves this package.
+"""
+
+import errno
+import os
+
+from manualpar.system.cluster.failure_detector import causes
+from manualpar.system.storage import AnyPath, BucketError
+
+MEANINGS: dict[int, str] = {
+    errno.ENOSPC: "the disk is full: make room there, or choose another workdir",
+    errno.EDQUOT: "the disk quota is used up: make room there, or choose another workdir",
+    errno.EROFS: "the file system is read-only: choose a workdir that can be written to",
+    errno.EACCES: "permission denied: choose a workdir that you may write to, or change its mode",
+    errno.EPERM: "permission denied: choose a workdir that you may write to, or change its mode",
+    errno.EFBIG: "a file is larger than allowed: raise the limit (`ulimit -f`), or choose another "
+    "file system",
+    errno.ENOTDIR: "a part of the path is a file, not a folder: choose another workdir",
+    errno.EIO: "the disk reports an input/output error: it may be failing; choose another one",
+}
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written or read; the message says which, why and how to go on."""
+
+
+def explain(error: BaseException) -> str:
+    """The meaning of an error, or else its type and the first line of its text.
+
+    It looks at the errors behind it too, and at their texts, because tensorstore has the operating
+    system's error only there.
+    """
+    for cause in causes(error):
+        if isinstance(cause, BucketError):
+            return str(cause)
+        number = getattr(cause, "errno", None)
+        if number in MEANINGS:
+            return MEANINGS[number]
+        for number, meaning in MEANINGS.items():
+            if os.strerror(number) in str(cause):
+                return meaning
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first_line.rstrip('.')}"
+
+
+def cannot_write(path: AnyPath, error: BaseException) -> CheckpointError:
+    """The error for a checkpoint that was not saved."""
+    if any(isinstance(cause, TimeoutError) for cause in causes(error)):
+        return CheckpointError(
+            f"checkpoint {path} was not saved: it was not written in time; see that all processes "
+            "can write there, or give a slow disk more time (config.watch.stall_seconds, of which "
+            "a save may take twice as much)."
+        )
+    return CheckpointError(f"checkpoint {path} was not saved: {explain(error)}.")

@@ -1,0 +1,238 @@
+"""Where checkpoints lie, as `store` sees it: a local folder, or a folder in a bucket.
+
+A local checkpoint is complete because of its name, which it gets by renaming. In a bucket nothing
+can be renamed. There a checkpoint is complete because of its manifest, which is put last, in one
+request, and deleted first. Whatever has no manifest was left by a killed process; it does not count
+and goes with the next save.
+
+Checkpoints of a course of training that was given up get another name in both. In a bucket that
+means to copy them, before the first byte of the new checkpoint is written, because that is written
+under its own name.
+"""
+
+import itertools
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import jax
+
+from manualpar.system.storage import AnyPath, BucketPath
+from manualpar.training.checkpoints import bucket_arrays, manifest, retention
+from manualpar.training.checkpoints.bucket_arrays import BucketArrays
+from manualpar.training.checkpoints.manifest import MANIFEST, DamagedError, Manifest
+from manualpar.training.checkpoints.retention import SUPERSEDED, UNFINISHED
+from manualpar.training.checkpoints.saved_state import OrbaxFiles
+
+# How long a new file of another host may be invisible, on NFS for example.
+SEEN_SECONDS = 10.0
+
+
+class Folder(Protocol):
+    """A folder of checkpoints. Process 0 alone calls most of the methods.
+
+    All processes call `arrays`, `unfinished`, `has_mark` and `verify`.
+    """
+
+    seconds: float  # How long the writing of a checkpoint may take before it is an error.
+
+    def arrays(self) -> OrbaxFiles | BucketArrays:
+        """What writes and reads the arrays of a checkpoint."""
+
+    def mark(self) -> str:
+        """Makes something to look for and returns its name; '' if all see the same anyway."""
+
+    def has_mark(self, name: str) -> bool:
+        """Whether this process finds what process 0 has made."""
+
+    def unmark(self, name: str) -> None:
+        """Deletes what `mark` has made."""
+
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, ascending."""
+
+    def check(self) -> None:
+        """Raises a `ValueError` if something is in the way of a checkpoint."""
+
+    def make_room(self, step: int, *, after: int) -> None:
+        """Deletes what killed processes have left, before a checkpoint is written."""
+
+    def unfinished(self, step: int) -> AnyPath:
+        """Where a checkpoint is written, on all processes."""
+
+    def complete(self, step: int, *, after: int, metrics: Mapping[str, float]) -> None:
+        """Makes a checkpoint whose arrays have been written count.
+
+        `after` is the step that it goes on from; later ones are set aside.
+        """
+
+    def metrics(self) -> dict[int, Mapping[str, float]]:
+        """The metrics of complete checkpoints whose manifests can be read."""
+
+    def delete(self, step: int) -> None:
+        """Deletes a complete checkpoint, so that no part of it ever counts as one."""
+
+    def read_manifest(self, step: int) -> Manifest:
+        """The manifest of a checkpoint; a `DamagedError` if it is not as it was written."""
+
+    def verify(self, step: int, found: Manifest, *, part: int, parts: int) -> None:
+        """Checks one part of a checkpoint's files; a `DamagedError` for the first that differs."""
+
+
+def open_folder(path: AnyPath, seconds: float = 600.0) -> Folder:
+    """The folder of checkpoints at a path; nothing is created.
+
+    The writing of a checkpoint may take `seconds`, in a bucket an hour at least.
+    """
+    if isinstance(path, BucketPath):
+        return _BucketFolder(path, max(seconds, bucket_arrays.WAIT_SECONDS))
+    return _LocalFolder(path, seconds)
+
+
+class _LocalFolder:
+    """A folder on a file system that all processes share; see `retention`."""
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self._path, self.seconds = path, seconds
+
+    def arrays(self) -> OrbaxFiles:
+        return OrbaxFiles(self.seconds)
+
+    def mark(self) -> str:
+        # If this process is killed, the next save deletes it like half a checkpoint.
+        name = f"0{UNFINISHED}-{secrets.token_hex(8)}"
+        (self._path / name).mkdir(parents=True)
+        return name
+
+    def has_mark(self, name: str) -> bool:
+        until = time.monotonic() + SEEN_SECONDS
+        while not (self._path / name).is_dir():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def unmark(self, name: str) -> None:
+        (self._path / name).rmdir()
+
+    def steps(self) -> list[int]:
+        return retention.list_steps(self._path)
+
+    def check(self) -> None:
+        retention.find_leftovers(self._path)
+
+    def make_room(self, step: int, *, after: int) -> None:
+        del step, after
+        self._path.mkdir(parents=True, exist_ok=True)
+        retention.delete_leftovers(self._path)
+
+    def unfinished(self, step: int) -> Path:
+        return self._path / f"{step}{UNFINISHED}"
+
+    def complete(self, step: int, *, after: int, metrics: Mapping[str, float]) -> None:
+        manifest.write_manifest(self.unfinished(step), step=step, metrics=metrics)
+        retention.put_in_place(self._path, step, after=after)
+
+    def metrics(self) -> dict[int, Mapping[str, float]]:
+        return retention.read_metrics(self._path, self.steps())
+
+    def delete(self, step: int) -> None:
+        retention.delete_steps(self._path, [step])
+
+    def read_manifest(self, step: int) -> Manifest:
+        return manifest.read_manifest(self._path / str(step))
+
+    def verify(self, step: int, found: Manifest, *, part: int, parts: int) -> None:
+        manifest.verify_files(self._path / str(step), found, part=part, parts=parts)
+
+
+class _BucketFolder:
+    """A folder in a bucket: `12/manifest.json` says that the checkpoint of step 12 is complete."""
+
+    def __init__(self, path: BucketPath, seconds: float) -> None:
+        self._path, self.seconds = path, seconds
+
+    def arrays(self) -> BucketArrays:
+        return BucketArrays()
+
+    def mark(self) -> str:
+        return ""
+
+    def has_mark(self, name: str) -> bool:
+        raise AssertionError("there is none")
+
+    def unmark(self, name: str) -> None:
+        raise AssertionError("there is none")
+
+    def steps(self) -> list[int]:
+        return sorted(step for step in self._numbers() if self._is_complete(str(step)))
+
+    def check(self) -> None:
+        """Nothing can be in the way."""
+
+    def make_room(self, step: int, *, after: int) -> None:
+        """Also sets later checkpoints aside, because the new one is written under its own name."""
+        for name in self._path.names():
+            begins, _, ends = name.partition(".")
+            is_ours = begins.isdecimal() and (not ends or f".{ends}".startswith(SUPERSEDED))
+            if is_ours and not self._is_complete(name):
+                (self._path / name).delete_files()
+        for other in self.steps():
+            if other > after or other == step:
+                self._set_aside(str(other))
+
+    def unfinished(self, step: int) -> BucketPath:
+        return self._path / str(step)
+
+    def complete(self, step: int, *, after: int, metrics: Mapping[str, float]) -> None:
+        del after
+        path, processes = self.unfinished(step), jax.process_count()
+        files = bucket_arrays.complete(path, processes=processes, seconds=self.seconds)
+        text = manifest.manifest_text(Manifest(step, manifest.finite(metrics), files))
+        (path / MANIFEST).write_bytes(text.encode())
+        bucket_arrays.delete_parts(path, processes=processes)
+
+    def metrics(self) -> dict[int, Mapping[str, float]]:
+        metrics = {}
+        for step in self.steps():
+            try:
+                metrics[step] = self.read_manifest(step).metrics
+            except DamagedError:
+                continue  # `restore` reports it; here it neither counts nor goes.
+        return metrics
+
+    def delete(self, step: int) -> None:
+        (self._path / str(step)).delete_files(MANIFEST)
+
+    def read_manifest(self, step: int) -> Manifest:
+        try:
+            return manifest.parse_manifest((self._path / str(step) / MANIFEST).read_bytes())
+        except FileNotFoundError:
+            raise DamagedError(f"{MANIFEST} is missing") from None
+
+    def verify(self, step: int, found: Manifest, *, part: int, parts: int) -> None:
+        files = dict(manifest.deal(found, part=part, parts=parts))
+        hashed = bucket_arrays.hash_files(self._path / str(step), list(files))
+        for name, (size, digest) in hashed.items():
+            if size < 0:
+                raise DamagedError(f"{name} is missing")
+            manifest.compare(name, files[name], size=size, digest=digest)
+
+    def _numbers(self) -> list[int]:
+        names = self._path.names()
+        return [int(name) for name in names if name.isdecimal() and str(int(name)) == name]
+
+    def _is_complete(self, name: str) -> bool:
+        return (self._path / name / MANIFEST).is_file()
+
+    def _set_aside(self, name: str) -> None:
+        """Copies a checkpoint to a new name, its manifest last, and deletes it, that first."""
+        names = (f"{name}{SUPERSEDED}-{number}" for number in itertools.count(1))
+        there = set(self._path.names())
+        source, target = self._path / name, self._path / next(n for n in names if n not in there)
+        files = sorted(source.files(), key=lambda each: each == MANIFEST)
+        for each in files:
+            (source / each).copy_to(target / each)
+        source.delete_files(MANIFEST)

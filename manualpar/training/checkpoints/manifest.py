@@ -1,0 +1,194 @@
+"""The manifest of a checkpoint: the size and the checksum of every file, in `manifest.json`.
+
+Neither Orbax nor its array files notice a flipped byte in an array. So once everything is written,
+every file is read again, hashed and forced to the disk. The manifest holds a checksum of its own
+content too, and there is only one way to write it down, so that any changed byte in it shows.
+
+SHA-256 hashes 1.4 GB/s on processors that support it (BLAKE2b 0.8, measured), which is faster than
+most disks, and `sha256sum` checks it by hand.
+
+Checksums do not help against somebody who writes a manifest on purpose. So nothing that it says is
+trusted: a checkpoint consists of folders and files, none of them a link, and its manifest names
+files below its folder. Nothing else is ever opened.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from manualpar.system.storage import sync
+from manualpar.system.storage.durable_files import replace_file
+from manualpar.system.storage.untrusted import (
+    NotAFileError,
+    kind_of,
+    open_file,
+    parse_object,
+    read_file,
+)
+
+MANIFEST = "manifest.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint was saved with, and the (bytes, SHA-256) of its files by path below it."""
+
+    step: int
+    metrics: Mapping[str, float]
+    files: Mapping[str, tuple[int, str]]
+
+
+class DamagedError(Exception):
+    """A file of a checkpoint is not as it was written; the message names it and says how."""
+
+
+def write_manifest(folder: Path, *, step: int, metrics: Mapping[str, float]) -> None:
+    """Hashes every file of a checkpoint, forces it to the disk and writes the manifest.
+
+    Nothing may be writing to the folder. Metrics that are not finite are left out.
+    """
+    files = {}
+    for path, mode in _entries(folder):
+        if stat.S_ISDIR(mode):
+            sync(path)
+        elif path != folder / MANIFEST:  # Which is about to be replaced.
+            with open_file(path) as file:
+                size, digest = os.fstat(file.fileno()).st_size, _hash(file)
+                os.fsync(file.fileno())
+            files[path.relative_to(folder).as_posix()] = (size, digest)
+    replace_file(folder / MANIFEST, manifest_text(Manifest(step, finite(metrics), files)))
+    sync(folder)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads the manifest of a checkpoint; a `DamagedError` if it is not as it was written."""
+    try:
+        if not stat.S_ISDIR(mode := os.lstat(folder).st_mode):
+            raise DamagedError(f"it is {kind_of(mode)}, expected a folder")
+        return parse_manifest(read_file(folder / MANIFEST))
+    except FileNotFoundError:
+        raise DamagedError(f"{MANIFEST} is missing") from None
+    except NotAFileError as error:
+        raise DamagedError(f"{MANIFEST} {error}") from None
+    except ValueError as error:
+        raise DamagedError(f"{MANIFEST} is not as it was written: {error}") from None
+
+
+def parse_manifest(text: bytes) -> Manifest:
+    """Reads the text of a manifest; a `DamagedError` if it is not as it was written."""
+    try:
+        manifest = _from_object(parse_object(text))
+        if text.decode("ascii") != manifest_text(manifest):
+            raise ValueError("its checksum is of another content")
+    except ValueError as error:
+        raise DamagedError(f"{MANIFEST} is not as it was written: {error}") from None
+    return manifest
+
+
+def verify_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> None:
+    """Checks one part of a checkpoint's files against its manifest.
+
+    Sizes differ, so the files are dealt to the parts from the largest to the smallest.
+
+    Raises:
+      DamagedError: A file is missing or was changed, or something in the folder is neither a file
+        nor a folder, whether the manifest names it or not.
+    """
+    for path, mode in _entries(folder):
+        if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+            found = f"{path.relative_to(folder)} is {kind_of(mode)}"
+            raise DamagedError(f"{found}, expected a file")
+    for name, expected in deal(manifest, part=part, parts=parts):
+        try:
+            with open_file(folder / name) as file:
+                size = os.fstat(file.fileno()).st_size
+                actual = _hash(file) if size == expected[0] else ""
+        except (FileNotFoundError, NotADirectoryError):
+            raise DamagedError(f"{name} is missing") from None
+        except NotAFileError as error:
+            raise DamagedError(f"{name} {error}") from None
+        compare(name, expected, size=size, digest=actual)
+
+
+def deal(manifest: Manifest, *, part: int, parts: int) -> list[tuple[str, tuple[int, str]]]:
+    """One part of a manifest's files, with size and checksum."""
+    by_size = sorted(manifest.files.items(), key=lambda item: (-item[1][0], item[0]))
+    return by_size[part::parts]
+
+
+def compare(name: str, expected: tuple[int, str], *, size: int, digest: str) -> None:
+    """Raises a `DamagedError` for a file that has not the size and the checksum it is to have."""
+    if size != expected[0]:
+        raise DamagedError(f"{name} has {size} bytes, expected {expected[0]}")
+    if digest != expected[1]:
+        raise DamagedError(
+            f"{name} is not as it was written: its SHA-256 is {digest[:12]}…, expected "
+            f"{expected[1][:12]}…"
+        )
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that JSON can hold."""
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _hash(file: Any) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """The one way to write a manifest down."""
+    content = dataclasses.asdict(manifest)
+    checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"sha256": checksum, **content}, indent=1, sort_keys=True) + "\n"
+
+
+def _from_object(content: dict[str, Any]) -> Manifest:
+    """The manifest in a JSON object, or a `ValueError` that says why there is none."""
+    values: list[Any] = [content.get(name) for name in ("step", "metrics", "files")]
+    step, metrics, files = values
+    if not _is_size(step):
+        raise ValueError(f"step is {step!r:.40}")
+    numbers: Any = metrics.values() if isinstance(metrics, dict) else [None]
+    if not all(type(x) in (int, float) and abs(x) <= sys.float_info.max for x in numbers):
+        raise ValueError("metrics are not finite numbers by name")
+    if not isinstance(files, dict):
+        raise ValueError("files are not an object")
+    for name, entry in files.items():
+        if not _is_below(name):
+            raise ValueError(f"{name!r:.80} is not the path of a file in the checkpoint")
+        is_pair = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
+        if not is_pair or not _is_size(entry[0]) or not re.fullmatch("[0-9a-f]{64}", entry[1]):
+            raise ValueError(f"of {name!r:.80} it does not have the size and the SHA-256")
+    return Manifest(step, metrics, {name: (size, digest) for name, (size, digest) in files.items()})
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_below(name: str) -> bool:
+    """Whether `write_manifest` would write such a path: relative, and never upwards."""
+    path = PurePosixPath(name)
+    is_plain = path.as_posix() == name and not path.is_absolute() and ".." not in path.parts
+    return is_plain and name.isprintable() and name not in (".", MANIFEST)
+
+
+def _entries(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Everything below a folder, with its mode; a link is not followed."""
+    pending = [folder]
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                mode = entry.stat(follow_symlinks=False).st_mode
+                if stat.S_ISDIR(mode):
+                    pending.append(Path(entry.path))
+                yield Path(entry.path), mode

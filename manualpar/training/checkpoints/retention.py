@@ -1,0 +1,140 @@
+"""Which checkpoints stay, and how the others go.
+
+A folder of checkpoints holds one folder per step, named by the number alone. A checkpoint gets that
+name in one atomic renaming, when everything in it is on the disk, and loses it before it is
+deleted. So whatever a killed process leaves has another name (`12.unfinished...`, `12.deleted`); it
+goes with the next save.
+
+`ocp.CheckpointManager`, tried under our manifest, is not kill-safe: it deletes a checkpoint under
+its own name, so a kill leaves `1` listed and damaged (and with `todelete_subdir` never deletes it).
+Having gone back to 10 of [10, 20, 30], it skips a save of 11 and refuses one of 20.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import shutil
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from manualpar.system.storage import sync
+from manualpar.system.storage.untrusted import kind_of
+from manualpar.training.checkpoints.manifest import DamagedError, read_manifest
+
+UNFINISHED = ".unfinished"
+DELETED = ".deleted"
+SUPERSEDED = ".superseded"
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the last, those at round numbers, the best; see `Checkpoints`."""
+
+    keep: int
+    keep_every_steps: int
+    best_metric: str
+    best_mode: str
+
+    def __post_init__(self) -> None:
+        for name, least in (("keep", 1), ("keep_every_steps", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name}={value!r}, expected an integer, at least {least}.")
+        if self.best_mode not in ("min", "max"):
+            raise ValueError(f"best_mode={self.best_mode!r}, expected 'min' or 'max'.")
+
+    def choose(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """The steps that stay, from the metrics of each. Of equally good ones the newest stays."""
+        steps = sorted(metrics)
+        kept = set(steps[-self.keep :])
+        if self.keep_every_steps:
+            kept |= {step for step in steps if step % self.keep_every_steps == 0}
+        sign = 1.0 if self.best_mode == "max" else -1.0
+        scored = [
+            (sign * metrics[step][self.best_metric], step)
+            for step in steps
+            if self.best_metric in metrics[step]
+        ]
+        return kept | ({max(scored)[1]} if scored else set())
+
+
+def list_steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder, ascending."""
+    # "007" is not a name that was given here.
+    return sorted(int(n) for n in _names(folder) if n.isdecimal() and str(int(n)) == n)
+
+
+def read_metrics(folder: Path, steps: list[int]) -> dict[int, Mapping[str, float]]:
+    """The metrics of checkpoints by step, without those whose manifest can't be relied on."""
+    metrics = {}
+    for step in steps:
+        try:
+            metrics[step] = read_manifest(folder / str(step)).metrics
+        except (DamagedError, OSError):
+            continue  # `restore` reports it; here it neither counts nor goes.
+    return metrics
+
+
+def put_in_place(folder: Path, step: int, *, after: int) -> None:
+    """Gives a complete checkpoint its name.
+
+    Checkpoints of steps later than `after`, the step that this one goes on from, are of a course of
+    training that was given up. They are renamed, not deleted, because going back may have been a
+    try. But the new one must be the newest, because the next start goes on from the newest.
+    """
+    for other in list_steps(folder):
+        if other > after:
+            names = (folder / f"{other}{SUPERSEDED}-{number}" for number in itertools.count(1))
+            os.rename(folder / str(other), next(n for n in names if not os.path.lexists(n)))
+    os.rename(folder / f"{step}{UNFINISHED}", folder / str(step))
+    sync(folder)
+
+
+def delete_steps(folder: Path, steps: list[int]) -> None:
+    """Deletes checkpoints, so that no part of one ever has a checkpoint's name."""
+    for step in steps:
+        os.rename(folder / str(step), folder / f"{step}{DELETED}")
+        shutil.rmtree(folder / f"{step}{DELETED}")
+
+
+def delete_leftovers(folder: Path) -> None:
+    """Deletes what `find_leftovers` finds.
+
+    Of a save that failed, some files may still be being written. They are written by name, so that
+    what has been renamed stays as it is while it is deleted.
+    """
+    leftovers = find_leftovers(folder)
+    for path in sorted(leftovers, key=lambda path: not path.name.endswith(DELETED)):
+        if not path.name.endswith(DELETED):
+            path = path.rename(path.with_name(path.name + DELETED))
+        shutil.rmtree(path)
+
+
+def find_leftovers(folder: Path) -> list[Path]:
+    """What killed saves and deletions have left in a folder.
+
+    Raises:
+      ValueError: Something has such a name and is not a folder. No save leaves that, so it belongs
+        to somebody and is not deleted; and writing under the name of a link would end elsewhere.
+    """
+    leftovers = []
+    for name in _names(folder):
+        step, _, rest = name.partition(".")
+        if step.isdecimal() and f".{rest}".startswith((UNFINISHED, DELETED)):
+            path = folder / name
+            mode = path.lstat().st_mode
+            if not stat.S_ISDIR(mode):
+                raise ValueError(
+                    f"{path} is {kind_of(mode)}, and a save needs the name for a folder of its "
+                    "own; move it away"
+                )
+            leftovers.append(path)
+    return leftovers
+
+
+def _names(folder: Path) -> list[str]:
+    with contextlib.suppress(FileNotFoundError):
+        return os.listdir(folder)
+    return []

@@ -1,0 +1,314 @@
+"""A training state as plain arrays, in a folder that Orbax writes and reads.
+
+A checkpoint has to outlive the program that wrote it. So what is stored is a nested dict of strings
+with an array at each leaf, `params/layers/attention/query/kernel`, `opt_state/0/mu/...`, `step`,
+`rng`: no optax class, no padding, no typed key. Every array has the shape that it would have on one
+device, so any strategy on any mesh can read it.
+
+In the folder, `state` holds the arrays, `extra` what the caller adds, and `keys` the implementation
+of each random key, whose data is stored as an array. Orbax alone, without this package, reads all
+three.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
+from manualpar.core.parameters.sharded_parameter import unpad_leaf
+from manualpar.core.program.program import Program
+from manualpar.core.state.state_arrays import Leaf, leaves_of, list_some, place_leaf, show_array
+from manualpar.core.state.train_state import TrainState
+from manualpar.system.cluster.agreement import JSON
+from manualpar.system.storage import AnyPath, BucketPath
+from manualpar.system.storage.untrusted import NotAFileError, parse_object, read_file, read_object
+from manualpar.training.checkpoints.failures import CheckpointError
+from manualpar.training.checkpoints.orbax_log import mute
+from manualpar.training.checkpoints.replica_count import as_held, as_stored
+
+# An array is stored in chunks of at most this size, and a read takes whole chunks: small enough
+# that a device of another mesh reads little besides its own part, large enough for one read.
+CHUNK_BYTES = 1 << 20
+
+
+def read_extra(path: AnyPath) -> dict[str, JSON]:
+    """What the caller added to the checkpoint in a folder, without Orbax and without a checksum.
+
+    Raises:
+      ValueError: It is not a JSON object.
+      OSError: It can't be read.
+    """
+    if isinstance(path, BucketPath):
+        return parse_object((path / "extra" / "metadata").read_bytes(), allow_nan=True)
+    for folder in (path, path / "extra"):
+        if folder.is_symlink():
+            raise NotAFileError(f"{folder} is a link, expected a folder")
+    return parse_object(read_file(path / "extra" / "metadata"), allow_nan=True)
+
+
+class OrbaxFiles:
+    """Writes in the background and reads; raises whatever Orbax and tensorstore raise."""
+
+    def __init__(self, seconds: float) -> None:
+        """Makes nothing yet; an error ends the writing of a save that takes more `seconds`."""
+        self._seconds = seconds
+        self._made: Any = None
+        self._muted = contextlib.ExitStack()
+        self._has_failed = False
+
+    def save(
+        self, path: Path, program: Program, state: TrainState, *, extra: Mapping[str, JSON]
+    ) -> None:
+        """Starts to write a folder, which must not exist; returns once the arrays are copied.
+
+        Communication:
+          One all-gather for each padded array, one array at a time. An array whose shape does not
+          divide can't be sharded, so process 0 writes it from its own memory. Devices hold one such
+          array whole for a moment, as they do in every training step.
+        """
+        import orbax.checkpoint as ocp
+
+        arrays, keys = stored_arrays(program, state)
+        leaves = state_leaves(program)
+        chunks = nest(leaves, lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES))
+        content = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(unflatten_dict(arrays), save_args=chunks),
+            extra=ocp.args.JsonSave(extra),
+            keys=ocp.args.JsonSave(keys),
+        )
+        with self._checkpointer() as orbax:
+            orbax.save(path, args=content)
+
+    def wait(self) -> None:
+        """Waits until every process has written its part."""
+        with self._checkpointer() as orbax:
+            orbax.wait_until_finished()
+
+    def read(
+        self, path: Path, program: Program, *, report: Callable[[str], None]
+    ) -> tuple[TrainState, dict[str, JSON]]:
+        """Reads the state and what the caller added; each device reads its own part of the arrays.
+
+        Raises:
+          CheckpointError: The arrays are not those of the program; none has been read.
+        """
+        import orbax.checkpoint as ocp
+
+        # Otherwise the names of arrays would be names of files, and could lead out of the folder.
+        if read_object(path / "state" / "_METADATA").get("use_ocdbt") is not True:
+            raise ValueError(
+                "its arrays are not in an OCDBT database, which is what is written here"
+            )
+        both = ocp.args.Composite(extra=ocp.args.JsonRestore(), keys=ocp.args.JsonRestore())
+        with self._checkpointer() as orbax:
+            texts = orbax.restore(path, args=both)
+            stored = orbax.metadata(path).item_metadata["state"].tree
+        keys = texts["keys"]
+        held = as_stored(program, stored)
+        leaves = leaves_to_read(path, held, stored, keys, report=report)
+        if not isinstance(texts["extra"], dict):
+            raise ValueError("extra is not a JSON object")
+        targets = nest(
+            leaves,
+            lambda leaf: ocp.ArrayRestoreArgs(
+                restore_type=jax.Array,
+                sharding=leaf.abstract.sharding,
+                global_shape=leaf.held_shape,
+                # If not strict, Orbax appends zeros, which is what padding is.
+                strict=not any(leaf.padding),
+            ),
+        )
+        wanted = ocp.args.PyTreeRestore(
+            item=nest(leaves, lambda _: 0), restore_args=targets, partial_restore=True
+        )
+        with self._checkpointer() as orbax:
+            plain = orbax.restore(path, args=ocp.args.Composite(state=wanted))["state"]
+        state = restored_state(held, flatten_dict(plain), keys)
+        return as_held(program, state), texts["extra"]
+
+    def close(self) -> None:
+        """Waits, and ends Orbax's threads."""
+        if self._made is not None:
+            try:
+                with self._checkpointer() as orbax:
+                    orbax.close()
+            finally:
+                self._made = None
+                # Files that were being written when one failed report it whenever they end.
+                if not self._has_failed:
+                    self._muted.close()
+
+    @contextlib.contextmanager
+    def _checkpointer(self) -> Iterator[Any]:
+        """Orbax's, made when first needed: importing it takes half a second."""
+        if self._made is None:
+            import orbax.checkpoint as ocp
+
+            self._muted.enter_context(mute())
+            self._made = ocp.AsyncCheckpointer(
+                ocp.CompositeCheckpointHandler(
+                    state=ocp.PyTreeCheckpointHandler(),
+                    extra=ocp.JsonCheckpointHandler(),
+                    keys=ocp.JsonCheckpointHandler(),
+                ),
+                # So a folder that can't be made is an error here and now, not after a time-out.
+                async_options=ocp.options.AsyncOptions(
+                    create_directories_asynchronously=False,
+                    timeout_secs=max(1, math.ceil(self._seconds)),
+                ),
+            )
+        try:
+            yield self._made
+        except BaseException:
+            self._has_failed = True
+            raise
+
+
+def state_leaves(program: Program) -> list[Leaf]:
+    """What a program's state consists of, in the order of the tree."""
+    return leaves_of(program.abstract_state, program.whole_state)
+
+
+def stored_arrays(
+    program: Program, state: TrainState
+) -> tuple[dict[tuple[str, ...], Any], dict[str, str]]:
+    """The arrays of a state as they are stored, and the implementation of each random key.
+
+    Communication:
+      One all-gather for each padded array, see `OrbaxFiles.save`.
+    """
+    arrays: dict[tuple[str, ...], Any] = {}
+    keys: dict[str, str] = {}
+    for leaf, x in zip(state_leaves(program), jax.tree.leaves(state), strict=True):
+        if leaf.is_key:
+            keys[leaf.name] = str(jax.random.key_impl(x))
+            x = jax.random.key_data(x)
+        elif any(leaf.padding):
+            x = _take_off_padding(leaf, x)
+        arrays[leaf.keys] = x
+    return arrays, keys
+
+
+def restored_state(
+    program: Program, arrays: Mapping[tuple[str, ...], Any], keys: Mapping[str, str]
+) -> TrainState:
+    """The state of arrays as they were stored, on the devices of a program; residuals may lack."""
+
+    def value(leaf: Leaf) -> Any:
+        if leaf.keys not in arrays:
+            return place_leaf("restore", leaf, np.zeros(leaf.shape, leaf.dtype))
+        x = arrays[leaf.keys]
+        return jax.random.wrap_key_data(x, impl=keys[leaf.name]) if leaf.is_key else x
+
+    values = map(value, state_leaves(program))
+    state: TrainState = jax.tree.unflatten(jax.tree.structure(program.abstract_state), values)
+    return state
+
+
+def leaves_to_read(
+    path: AnyPath,
+    program: Program,
+    stored: Mapping[str, Any],
+    keys: Mapping[str, str],
+    *,
+    report: Callable[[str], None],
+) -> list[Leaf]:
+    """What to read of a program's state: all, or all but residuals if other ones are stored.
+
+    Residuals are of the devices that left something out. On others, or from a run that had none,
+    they begin with zeros, and `report` is told so.
+
+    Raises:
+      CheckpointError: The checkpoint is of another model, see `find_differences`.
+    """
+    leaves = state_leaves(program)
+    own = {
+        leaf.keys: show_array(leaf.dtype, leaf.shape) for leaf in leaves if _is_residual(leaf.keys)
+    }
+    arrays = flatten_dict(stored)
+    there = {keys: show_array(x.dtype, x.shape) for keys, x in arrays.items() if _is_residual(keys)}
+    if own != there:
+        leaves = [leaf for leaf in leaves if leaf.keys not in own]
+        stored = unflatten_dict({keys: x for keys, x in arrays.items() if keys not in there})
+        if own:
+            report("Residuals of gradients begin with zeros: those saved, if any, do not fit.")
+    if differences := find_differences(leaves, stored, keys):
+        raise CheckpointError(
+            f"checkpoint {path} is of another model: {'; '.join(differences)}. Choose another "
+            "workdir, or the config that it was saved with."
+        )
+    return leaves
+
+
+def _is_residual(keys: tuple[str, ...]) -> bool:
+    return keys[:2] == ("local", "residuals")
+
+
+def nest(leaves: list[Leaf], function: Callable[[Leaf], Any]) -> dict[str, Any]:
+    """The nested dict with the function's value for each leaf."""
+    nested: dict[str, Any] = unflatten_dict({leaf.keys: function(leaf) for leaf in leaves})
+    return nested
+
+
+def find_differences(
+    leaves: list[Leaf], stored: Mapping[str, Any], keys: Mapping[str, str]
+) -> list[str]:
+    """Compares what is stored with what a program needs, before anything large is read.
+
+    `stored` has a shape and a dtype at each leaf, and `keys` each key's implementation. Returns a
+    line for each array that is missing, not expected, or of another shape or dtype.
+    """
+    found = {path: show_array(x.dtype, x.shape) for path, x in flatten_dict(stored).items()}
+    lines = []
+    for leaf in leaves:
+        expected = show_array(leaf.dtype, leaf.shape)
+        got = found.pop(leaf.keys, "missing")
+        kind = keys.get(leaf.name)
+        if got != expected:
+            lines.append(f"{leaf.name} is {got}, expected {expected}")
+        elif kind != _key_implementation(leaf):
+            lines.append(f"{leaf.name} is {kind or 'no typed key'}, expected {leaf.abstract.dtype}")
+    lines += [f"{'/'.join(path)} is {got}, expected no such array" for path, got in found.items()]
+    return list_some(lines)
+
+
+def _take_off_padding(leaf: Leaf, x: jax.Array) -> np.ndarray:
+    """A padded array whole and without its padding, in the memory of process 0."""
+    whole = unpad_whole(x, leaf.padding, leaf.abstract.sharding.mesh)
+    if jax.process_index() == 0:
+        return np.array(whole.addressable_data(0))
+    # The others write nothing of it; this has the shape and takes no memory.
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+
+
+def _key_implementation(leaf: Leaf) -> str | None:
+    names: list[str] = []
+    if leaf.is_key:
+        jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), leaf.abstract)
+    return names[0] if names else None
+
+
+def unpad_whole(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array:
+    """A global array without its padding, whole on every device of a mesh: one all-gather.
+
+    What is left cannot stay sharded: its shape does not divide, which is why it was padded.
+    """
+    replicated = NamedSharding(mesh, PartitionSpec())
+    with no_mesh():  # Of one function, so that each shape is compiled once.
+        take_off = jax.jit(_take_off, static_argnums=(1, 2), out_shardings=replicated)
+        whole: jax.Array = take_off(x, padding, mesh)
+    return whole
+
+
+def _take_off(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array:
+    run = functools.partial(unpad_leaf, padding=padding)
+    whole: jax.Array = on_auto_axes(run, mesh=mesh, out_specs=PartitionSpec())(x)
+    return whole

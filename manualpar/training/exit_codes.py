@@ -1,0 +1,90 @@
+"""How a run ends: exit codes, for people and schedulers, and ending all of its processes.
+
+0  finished
+1  an error of ours, with a traceback; of `experiments.inspect`, a budget that is broken
+2  a mistake of the user's, in one sentence
+3  copies of the state differ between devices (`config.debug.check_replicas_every`)
+4  another process was lost, or failed
+5  the loss or a gradient is not finite (`config.training.on_nonfinite`)
+6  a checkpoint, or a file of the run or of its data, cannot be read or written
+75  asked to stop by SIGTERM, stopped and saved: start the same command again to go on
+130  Ctrl-C
+143  SIGTERM a second time: ended at once, nothing saved since the last checkpoint
+"""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+
+from manualpar.data import DamagedDataError
+from manualpar.system.cluster import FAILED_EXIT_CODE, LOST_PROCESS_EXIT_CODE, Cluster
+from manualpar.system.storage import BucketError, FolderError
+from manualpar.system.storage.durable_files import WriteError
+from manualpar.training.checkpoints import CheckpointError
+from manualpar.training.recorder import NonFiniteError
+from manualpar.training.replicas import ReplicaError
+from manualpar.training.trainer import StoppedError
+from manualpar.usage import USAGE_EXIT_CODE, UsageError, print_error
+
+FILES_EXIT_CODE = 6
+STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again.
+# Errors that are told in one sentence.
+EXIT_CODES: Mapping[type[Exception], int] = {
+    UsageError: USAGE_EXIT_CODE,
+    ReplicaError: 3,
+    NonFiniteError: 5,
+    **dict.fromkeys(
+        (CheckpointError, DamagedDataError, WriteError, BucketError, FolderError), FILES_EXIT_CODE
+    ),
+}
+# Errors that every process raises, after the same step.
+AGREED_ERRORS = (UsageError, StoppedError, NonFiniteError, ReplicaError)
+
+
+@contextlib.contextmanager
+def ending_all(
+    cluster: Cluster, *, agreed: tuple[type[Exception], ...] = AGREED_ERRORS
+) -> Iterator[None]:
+    """Within, an error that the other processes may not raise ends all of them.
+
+    It belongs inside of everything whose closing waits for the other processes. Errors of `agreed`
+    are raised in all of them.
+    """
+    try:
+        yield
+    except agreed:
+        raise
+    except Exception as error:
+        end_all(cluster, error)
+        raise
+
+
+def end_all(cluster: Cluster, error: Exception) -> None:
+    """Ends all processes because of an error in this one; does nothing if there is no other.
+
+    They wait for this process in a collective, and an ordinary end would wait for them.
+    """
+    if cluster.num_processes == 1:
+        return
+    if sentence := cluster.explain_failure(error):  # If there is one, it mostly does not return.
+        print_error(sentence)
+        os._exit(LOST_PROCESS_EXIT_CODE)
+    code = exit_code(error)
+    with contextlib.ExitStack() as stack:
+        # Whatever fails on the way, such as printing without memory.
+        stack.callback(os._exit, code)
+        stack.callback(cluster.failed, error)
+        if code == FAILED_EXIT_CODE:
+            traceback.print_exception(error)
+        else:
+            print_error(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def exit_code(error: Exception) -> int:
+    """The exit code for an error that ends a run."""
+    codes = [code for kind, code in EXIT_CODES.items() if isinstance(error, kind)]
+    return codes[0] if codes else FAILED_EXIT_CODE

@@ -1,0 +1,122 @@
+"""A trained model from the folder of its run, or from another's files, on the devices there are.
+
+A run's checkpoint holds whole arrays, and each device reads its own part. So the mesh need not be
+that of the training: by default all devices are along `data` and the parameters fully sharded. A
+run that was trained in stages or with split sequences is read like any other.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from manualpar.core.mesh.axes import AxisName
+from manualpar.core.mesh.mesh import make_mesh
+from manualpar.core.program.program import Program
+from manualpar.core.state.train_state import Batch, TrainState
+from manualpar.data import LanguageDataset, load_tokenizer
+from manualpar.data.tokenizer import Tokenizer
+from manualpar.models import Transformer
+from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
+from manualpar.models.pretrained import load_hf, read_architecture
+from manualpar.models.pretrained.directory import model_directory
+from manualpar.strategies import FSDP
+from manualpar.system.storage import AnyPath
+from manualpar.training.checkpoints import CheckpointError
+from manualpar.training.saved_run import prepare_saved, restore_saved, saved_config
+from manualpar.usage import UsageError
+
+
+class Trained(NamedTuple):
+    """A trained language model on devices.
+
+    Attributes:
+      program: Its program.
+      state: Its state.
+      tokenizer: Its tokenizer.
+      max_length: The tokens of the sequences that it was trained with; 0 if nobody knows.
+      dataset: The data of the run; `None` of another's files.
+      described: In a few words, which it is.
+      template: The file of the template of its chats; "" for the tokenizer's.
+    """
+
+    program: Program
+    state: TrainState
+    tokenizer: Tokenizer
+    max_length: int
+    dataset: LanguageDataset | None
+    described: str
+    template: str = ""
+
+
+def load_run(workdir: AnyPath, *, mesh: dict[str, int] | None = None) -> Trained:
+    """Loads the newest checkpoint of a run.
+
+    Args:
+      workdir: The folder of the run, with `checkpoints/`.
+      mesh: The axes of the mesh, such as `{"data": -1, "model": 2}`; by default all devices along
+        `data`.
+
+    Raises:
+      UsageError: The folder holds no run of a language model with a checkpoint.
+      ValueError: The model does not fit the mesh; or the data of the run are not there any more.
+
+    Communication:
+      None; each device reads its own part.
+    """
+    config = saved_config(workdir)
+    multiple = config.model.vocab_multiple
+    if (model := (mesh or {}).get("model", 1)) > 1 and multiple % model:
+        raise UsageError(
+            f"--mesh has model={model} and the run has config.model.vocab_multiple={multiple}, "
+            "expected a size that divides it, because the vocabulary is split too; put the devices "
+            "along data."
+        )
+    experiment = prepare_saved(config, mesh)
+    try:
+        restored = restore_saved(experiment, workdir)
+    except CheckpointError as error:
+        raise UsageError(f"--workdir={workdir}: {error}") from error
+    dataset: Any = experiment.task.dataset
+    return Trained(
+        experiment.program,
+        restored.state,
+        dataset.tokenizer,
+        config.data.sequence_length,
+        dataset,
+        f"step {restored.step} of {workdir}",
+        config.data.template,
+    )
+
+
+def load_directory(directory: AnyPath, *, mesh: dict[str, int] | None = None) -> Trained:
+    """Loads a model of Hugging Face's, see `load_hf`; `mesh` as for `load_run`.
+
+    Raises:
+      ValueError: The directory holds no model that a `Transformer` can be, or no tokenizer.
+
+    Communication:
+      None; each device reads its own part.
+    """
+    local = model_directory(directory)
+    architecture = read_architecture(local)
+    made = make_mesh(mesh or {"data": -1})
+    fields: dict[str, Any] = {**architecture.fields, "capacity_factor": 0.0}
+    if "model" in made.shape:
+        fields["split_axis"] = "model"
+    if "expert" in made.shape:
+        fields["expert_axis"] = "expert"
+    model = Transformer(**fields)
+    axes = tuple(axis for axis in ("data", "expert") if axis in made.shape)
+    axis_name: AxisName = axes if len(axes) > 1 else axes[0]
+    tokens = jax.ShapeDtypeStruct((made.size, 16), "int32")
+    program = FSDP.builder(
+        model,
+        optax.identity(),
+        mixture_of_experts_loss if model.num_experts else language_model_loss,
+        mesh=made,
+        batch=Batch(tokens, tokens),
+        axis_name=axis_name,
+    )
+    state = load_hf(program, local)
+    return Trained(program, state, load_tokenizer(str(local)), 0, None, str(directory))

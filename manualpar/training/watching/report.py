@@ -1,0 +1,155 @@
+"""The report at the end of a run, finished or not: `report.html` and `report.png` in its folder.
+
+It is made of the files that the run has written, so it can be made again, of any run. The page
+needs no other file, and its content security policy forbids whatever is not in it.
+"""
+
+import html
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from manualpar.extras import MissingExtraError
+from manualpar.system.storage.durable_files import replace_file
+from manualpar.training.watching.charts import draw_charts
+from manualpar.training.watching.run_record import (
+    RunRecord,
+    final_numbers,
+    make_charts,
+    read_run,
+    sort_splits,
+)
+
+PAGE_FILE = "report.html"
+PICTURE_FILE = "report.png"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+STYLE = """
+:root { color-scheme: light dark; --ink: #222; --paper: #fff; --faint: #ddd; --grey: #666; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e6e6; --paper: #16181b; --faint: #3a3d42; --grey: #a0a4aa; }
+  svg { filter: invert(0.9) hue-rotate(180deg); } }
+body { margin: 2rem auto; max-width: 60rem; padding: 0 1rem; background: var(--paper);
+  color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin: 2rem 0 0.5rem; }
+figure { margin: 0; } svg { display: block; width: 100%; height: auto; }
+.table { overflow-x: auto; }
+table { border-collapse: collapse; }
+th, td { border-bottom: 1px solid var(--faint); padding: 0.2rem 1.2rem 0.2rem 0;
+  text-align: left; vertical-align: top; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+pre { margin: 0; overflow-x: auto; font-size: 12px; line-height: 1.3; }
+"""
+
+
+def write_report(
+    workdir: Path,
+    *,
+    title: str,
+    facts: Mapping[str, object],
+    report: Callable[[str], None] = print,
+) -> Path:
+    """Writes the report of the run in a folder, and returns the path of the page.
+
+    `facts` are a table of names and values, such as the mesh or how the run ended. `report` is told
+    which parts of the files no run writes, and if matplotlib is missing: then there are no charts.
+
+    Raises:
+      WriteError: The report cannot be written.
+    """
+    run = read_run(workdir)
+    for sentence in run.left_out:
+        report(sentence)
+    charts = make_charts(run)
+    try:
+        svg, picture = draw_charts(charts, title=title)
+        titles = ", ".join(chart.title for chart in charts) or "the run reported nothing"
+        shown = f'<figure role="img" aria-label="By step: {html.escape(titles)}">{svg}</figure>'
+        replace_file(workdir / PICTURE_FILE, picture)
+    except MissingExtraError as error:
+        report(str(error))
+        shown = f"<p>{html.escape(str(error))}</p>"
+    replace_file(workdir / PAGE_FILE, page_html(run, shown, title=title, facts=facts))
+    return workdir / PAGE_FILE
+
+
+def page_html(run: RunRecord, charts: str, *, title: str, facts: Mapping[str, object]) -> str:
+    """The text of the page of a run, with `charts` as HTML; the rest as for `write_report`."""
+    sections = {
+        "Last numbers": _final_table(run),
+        "Facts": _table([[name, _plain(value)] for name, value in facts.items()]),
+        "Resumes and rollbacks": _resumes_table(run),
+        "Left out": "\n".join(f"<p>{html.escape(text)}</p>" for text in run.left_out),
+        "Config": _table([[name, _plain(value)] for name, value in _flatten(run.config)]),
+    }
+    name = html.escape(title)
+    body = "\n".join(f"<h2>{head}</h2>\n{text}" for head, text in sections.items() if text)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{name}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<h1>{name}</h1>
+{charts}
+{body}
+</body>
+</html>
+"""
+
+
+def _final_table(run: RunRecord) -> str:
+    """The last numbers, with a column for each split."""
+    numbers = final_numbers(run)
+    splits = sort_splits({split for values in numbers.values() for split in values})
+    last = {record["split"]: record["step"] for record in run.metrics}
+    rows = [["after step", *(f"{last[split]:,}" if split in last else "" for split in splits)]]
+    for name, values in numbers.items():
+        texts = {x: "not finite" if y is None else f"{y:,.6g}" for x, y in values.items()}
+        rows.append([name, *(texts.get(split, "") for split in splits)])
+    return _table(rows, ["", *splits], cell='td class="number"') if numbers else ""
+
+
+def _resumes_table(run: RunRecord) -> str:
+    rows = [
+        [
+            f"{record['resumed_after_step']:,}",
+            str(record.get("reason", "")),
+            str(record.get("time", "")),
+            f"{sum(len(lines) for lines in record.values() if isinstance(lines, list)):,}",
+        ]
+        for record in run.resumes
+    ]
+    return _table(rows, ["after step", "what", "time", "lines cut off"])
+
+
+def _plain(value: Any) -> str:
+    """A value as a config file would have it."""
+    return value if isinstance(value, str) and value else repr(value)
+
+
+def _table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), *, cell: str = "td") -> str:
+    """A table, the first cell of each row its heading; without rows nothing."""
+    if not rows:
+        return ""
+    heads = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in headers)
+    lines = ['<div class="table"><table>', f"<thead><tr>{heads}</tr></thead>" if heads else ""]
+    for first, *others in rows:
+        cells = f'<th scope="row">{html.escape(first)}</th>'
+        for text in map(html.escape, others):
+            shown = f"<pre>{text}</pre>" if "\n" in text else text
+            cells += f"<{cell}>{shown}</{cell.split()[0]}>"
+        lines.append(f"<tr>{cells}</tr>")
+    return "\n".join([*lines, "</table></div>"])
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """The values of nested dicts by dotted name, such as `parallel.mesh.data`."""
+    values: list[tuple[str, Any]] = []
+    for name, value in config.items():
+        inner = isinstance(value, Mapping)
+        values += _flatten(value, f"{prefix}{name}.") if inner else [(f"{prefix}{name}", value)]
+    return values

@@ -1,0 +1,170 @@
+"""Reads what a run has written, and makes charts of it: lines of points by the step.
+
+A chart is data alone, which `charts` draws. A value that was not finite is `None`: a gap in its
+line.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from manualpar.system.storage.untrusted import NotAFileError, open_file, parse_object, read_object
+from manualpar.training.watching.writers import (
+    CONFIG_FILE,
+    DISCARDED_FILE,
+    METRICS_FILE,
+    THROUGHPUT_FILE,
+)
+
+Point = tuple[int, float | None]
+Record = Mapping[str, Any]
+
+SHOWN_LINES = 10
+LARGEST = 1e300  # The difference of two such numbers is finite.
+SPLITS = ("train", "eval", "test")
+# The charts of a run that has the number: title, unit.
+METRIC_CHARTS: Mapping[str, tuple[str, str]] = {
+    "loss": ("Loss", "nats"),
+    "bits_per_byte": ("Bits per byte", "bits"),
+    "accuracy": ("Accuracy", ""),
+}
+THROUGHPUT_CHARTS: Mapping[str, tuple[str, str]] = {
+    "tokens_per_second": ("Throughput", "tokens/s"),
+    "examples_per_second": ("Throughput", "examples/s"),
+    "mfu": ("Model FLOPs utilization", ""),
+}
+
+
+class RunRecord(NamedTuple):
+    """What the files of a run hold.
+
+    `resumes` are the lines of `discarded.jsonl`, one for each resume and each rollback. `left_out`
+    has a sentence for each file with content that no run writes.
+    """
+
+    config: Record
+    metrics: Sequence[Record]
+    throughput: Sequence[Record]
+    resumes: Sequence[Record]
+    left_out: Sequence[str]
+
+
+class Chart(NamedTuple):
+    """The points of each split, in the order of steps.
+
+    `resumes` are the steps after which the run was resumed, or to which it went back. With
+    `from_zero` the axis begins at 0, so that small differences look small.
+    """
+
+    title: str
+    unit: str
+    lines: Mapping[str, Sequence[Point]]
+    resumes: Sequence[int] = ()
+    from_zero: bool = False
+
+
+def read_run(workdir: Path) -> RunRecord:
+    """Reads the files that there are of a run, even if it was killed in the middle of a line."""
+    left_out: list[str] = []
+    path, config = workdir / CONFIG_FILE, {}
+    try:
+        config = read_object(path, follow_links=True) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        left_out.append(_explain_left_out(path, error))
+    metrics = _read_lines(workdir / METRICS_FILE, _check_numbers, left_out)
+    throughput = _read_lines(workdir / THROUGHPUT_FILE, _check_numbers, left_out)
+    resumes = _read_lines(workdir / DISCARDED_FILE, _check_resume, left_out)
+    return RunRecord(config, metrics, throughput, resumes, left_out)
+
+
+def _read_lines(
+    path: Path, check: Callable[[Record], None], left_out: list[str]
+) -> Sequence[Record]:
+    """The objects of a file of lines; adds to `left_out`. A last line without an end is no line."""
+    records, damaged, reason, number = [], [], "", 0
+    try:
+        with open_file(path, follow_links=True) as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    record = parse_object(line)
+                    check(record)
+                    records.append(record)
+                except ValueError as error:
+                    damaged.append(number)
+                    reason = reason or str(error)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        left_out.append(_explain_left_out(path, error))
+    if damaged:
+        shown = ", ".join(map(str, damaged[:SHOWN_LINES]))
+        more = f" and {len(damaged) - SHOWN_LINES} more" if len(damaged) > SHOWN_LINES else ""
+        left_out.append(
+            f"left out {len(damaged)} of the {number} lines of {path}, which no run writes: "
+            f"{shown}{more} (line {damaged[0]} {reason})"
+        )
+    return records
+
+
+def _explain_left_out(path: Path, error: OSError | ValueError) -> str:
+    if isinstance(error, NotAFileError | ValueError):
+        return f"left out {path}, which {error}"
+    return f"left out {path}, which cannot be read: {error.strerror}"
+
+
+def _check_numbers(record: Record) -> None:
+    """Refuses a line without a step, a split, and numbers that a chart can show."""
+    values = {**record}
+    _check_step(values.pop("step", None))
+    split = values.pop("split", None)
+    # A dollar sign in it, for example, would begin a formula in the picture.
+    if not isinstance(split, str) or not re.fullmatch(r"[\w.-]{1,40}", split):
+        raise ValueError(f"has the split {split!r:.40}")
+    for name, value in values.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and abs(value) <= LARGEST):
+            raise ValueError(f"has {value!r:.40} for {name!r:.40}")
+
+
+def _check_resume(record: Record) -> None:
+    _check_step(record.get("resumed_after_step"))
+
+
+def _check_step(step: Any) -> None:
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
+        raise ValueError(f"has the step {step!r:.40}")
+
+
+def make_charts(run: RunRecord) -> list[Chart]:
+    """The charts that a run has numbers for: what it learns first, then how fast it is."""
+    resumes = [record["resumed_after_step"] for record in run.resumes]
+    charts: list[Chart] = []
+    for records, names in ((run.metrics, METRIC_CHARTS), (run.throughput, THROUGHPUT_CHARTS)):
+        for name, (title, unit) in names.items():
+            lines: dict[str, list[Point]] = {}
+            for record in (record for record in records if name in record):
+                lines.setdefault(record["split"], []).append((record["step"], record[name]))
+            # A chart of examples says the same as one of tokens.
+            is_known = name == "examples_per_second" and any(c.unit == "tokens/s" for c in charts)
+            if lines and not is_known:
+                lines = {split: lines[split] for split in sort_splits(lines)}
+                charts.append(Chart(title, unit, lines, resumes, records is run.throughput))
+    return charts
+
+
+def sort_splits(splits: Iterable[str]) -> list[str]:
+    """The names of splits in the order of `SPLITS`, others after them."""
+    return sorted(splits, key=lambda split: (*(split != known for known in SPLITS), split))
+
+
+def final_numbers(run: RunRecord) -> dict[str, dict[str, float | None]]:
+    """The last number of each name, by name and split."""
+    numbers: dict[str, dict[str, float | None]] = {}
+    for record in (*run.metrics, *run.throughput):
+        for name, value in record.items():
+            if name not in ("step", "split"):
+                numbers.setdefault(name, {})[record["split"]] = value
+    return numbers

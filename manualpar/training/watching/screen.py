@@ -1,0 +1,180 @@
+"""What a run shows while it trains: a bar in a terminal, plain lines anywhere else.
+
+The bar has one line. The most important numbers come first, the bar itself gives way before a
+number does, and a number that does not fit is left out whole; the files have it all the same.
+"""
+
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import rich.console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from manualpar.system.reports.tables import describe_bytes, print_line
+
+# The variables of processes that Open MPI, or MPICH and its relatives, have started.
+MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# Tables in a log file get room; a terminal has the width it has.
+LOG_WIDTH = 120
+
+# The most important first.
+FORMATS: Mapping[str, Callable[[float], str]] = {
+    "loss": "loss {:.4f}".format,
+    "bits_per_byte": "bits/byte {:.4f}".format,
+    "accuracy": "accuracy {:.4f}".format,
+    "learning_rate": "learning rate {:.2e}".format,
+    "gradient_norm": "gradient norm {:.3g}".format,
+    "update_norm": "update norm {:.3g}".format,
+    "parameter_norm": "parameter norm {:.3g}".format,
+    "examples_per_second": "{:,.0f} examples/s".format,
+    "tokens_per_second": "{:,.0f} tokens/s".format,
+    "mfu": "MFU {:.1%}".format,
+    "memory_bytes": lambda size: f"{describe_bytes(size)} in use",
+}
+# The bar has no room for them in a terminal of 80 columns.
+NORMS = frozenset({"gradient_norm", "update_norm", "parameter_norm"})
+LEFT_OUT = NORMS | {"learning_rate"}
+# What the files are for: for calculations, or one of many.
+NOT_SHOWN = ("model_flops_per_second", "expert_")
+BAR_WIDTH, SMALLEST_BAR = 40, 4
+LONGEST_TIME = len("100:00:00")
+LABEL = "training"
+# As long as the slowest step takes; rich's own 30 s leave such steps without an estimate.
+ETA_SECONDS = 600.0
+
+
+def make_console(*, process: int = 0) -> rich.console.Console:
+    """The console of a run on standard output; processes other than 0 show nothing."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A text that the terminal cannot show must not end a run.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    # `mpirun` gives processes terminals of their own, and passes on what they print there.
+    is_piped = any(name in os.environ for name in MPI_RANKS)
+    console = rich.console.Console(
+        highlight=False, quiet=process != 0, force_terminal=False if is_piped else None
+    )
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    return console
+
+
+def describe(metrics: Mapping[str, float]) -> str:
+    """Metrics in a line, such as `loss 0.0312  accuracy 0.9903`; those with a format come first."""
+    return "  ".join(_texts(metrics).values())
+
+
+def describe_within(metrics: Mapping[str, float], width: int, *, also: str = "") -> str:
+    """The most important metrics in a line of at most `width` characters; empty if none fits.
+
+    `also` is added if there is room after all of them.
+    """
+    texts = [text for name, text in _texts(metrics).items() if name not in LEFT_OUT]
+    line = ""
+    for text in [*texts, also]:
+        longer = f"{line}  {text}" if line else text
+        if text and len(longer) <= width:
+            line = longer
+    return line
+
+
+def _texts(metrics: Mapping[str, float]) -> dict[str, str]:
+    """What to show of each metric, in the order of `FORMATS`."""
+    metrics = {name: value for name, value in metrics.items() if not name.startswith(NOT_SHOWN)}
+    if "tokens_per_second" in metrics:
+        metrics.pop("examples_per_second", None)  # It says the same.
+    texts = {name: text(metrics[name]) for name, text in FORMATS.items() if name in metrics}
+    others = {name: f"{name} {metrics[name]:.4g}" for name in metrics if name not in FORMATS}
+    return texts | others
+
+
+class TrainingProgress:
+    """Shows the progress of a training. Use it as a context manager.
+
+    In a terminal a bar moves with every step and shows the latest training metrics; evaluations and
+    norms, where there are any, are printed above it. Anywhere else every report is a line, and
+    steps in between are silent.
+    """
+
+    def __init__(
+        self,
+        console: rich.console.Console,
+        *,
+        num_steps: int,
+        first_step: int = 0,
+        state_bytes: int | None = None,
+        get_time: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Makes the bar, which appears when the context is entered.
+
+        `first_step` updates were made by an earlier run, and `state_bytes` is the state on the
+        fullest device. `get_time` is a clock in seconds, by which the remaining time is estimated.
+        """
+        self._console = console
+        self._num_steps = num_steps
+        self._metrics: dict[str, float] = {}
+        self._also = "" if state_bytes is None else f"state {describe_bytes(state_bytes)}/device"
+        self._bar_column = BarColumn(BAR_WIDTH)
+        self._bar = Progress(
+            TextColumn("{task.fields[label]}"),
+            self._bar_column,
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[metrics]}", markup=False),
+            TimeRemainingColumn(),
+            console=console,
+            get_time=get_time,
+            speed_estimate_period=ETA_SECONDS,
+            disable=not console.is_terminal or console.quiet,
+        )
+        self._task = self._bar.add_task(
+            LABEL, total=num_steps, completed=first_step, **self._fields()
+        )
+
+    def advance(self, step: int) -> None:
+        """Says that `step` updates are done."""
+        self._bar.update(self._task, completed=step, **self._fields())
+
+    def report(
+        self,
+        step: int,
+        split: str,
+        metrics: Mapping[str, float],
+        *,
+        throughput: Mapping[str, float] | None = None,
+    ) -> None:
+        """Shows the numbers of `split` after `step` updates, those of `throughput` last."""
+        shown = {**metrics, **(throughput or {})}
+        if split == "train" and self._console.is_terminal:
+            self._metrics = shown
+            self._bar.update(self._task, **self._fields())
+            shown = {name: value for name, value in shown.items() if name in NORMS}
+            if not shown:
+                return
+        digits = len(str(self._num_steps))
+        line = f"step {step:{digits}d}/{self._num_steps}  {split:5s}  {describe(shown)}"
+        print_line(self._console, line)
+
+    def _fields(self) -> dict[str, Any]:
+        """What the bar says now; also makes the bar as wide as the rest of the line allows."""
+        # Columns: label, bar, "step", 12/34, metrics, time, and a space between any two.
+        steps = 2 * len(str(self._num_steps)) + 1
+        room = self._console.width - len("step") - steps - LONGEST_TIME - 5 - SMALLEST_BAR
+        label, metrics = LABEL, describe_within(self._metrics, room - len(LABEL), also=self._also)
+        without_label = describe_within(self._metrics, room, also=self._also)
+        if len(without_label) > len(metrics):
+            label, metrics = "", without_label
+        self._bar_column.bar_width = min(
+            BAR_WIDTH, max(room - len(label) - len(metrics), 0) + SMALLEST_BAR
+        )
+        return {"label": label, "metrics": metrics}
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._bar.stop()

@@ -1,0 +1,286 @@
+"""The files of a run: its config, its metrics, its throughput, and TensorBoard's event files.
+
+    config.json        the config in force; config.1.json, config.2.json, ... were, before a resume
+    metrics.jsonl      what the training computes: the same lines whether a run was killed or not
+    throughput.jsonl   what depends on the clock and the machine: other lines in every run
+    discarded.jsonl    a line for each resume and rollback, with the lines cut off from those two
+    events.out.*       all of the numbers for TensorBoard, an event file for each start
+    .lock              locked by the run that writes here, see `manualpar.training.workdir_lock`
+
+A line of `metrics.jsonl` or `throughput.jsonl` is an object with `step`, `split` (`train`, `eval`
+or `test`) and numbers by name. JSON has no infinities and no NaN: they are `null` there; the event
+file has them as they are.
+
+A run that goes on from a checkpoint computes everything after it again. A *place* is the size in
+bytes of those two files at the checkpoint, which is the end of a line. The rest of the files moves
+to `discarded.jsonl` before it is cut off. If the process is killed in between, both hold it, and
+the next resume discards it once more.
+
+Lines and events are with the operating system before `write` returns, so a killed run loses none.
+tensorboardX writes the events, without its `SummaryWriter`: when a disk is full, that one's thread
+dies, and its queue keeps the process from ending.
+"""
+
+import contextlib
+import datetime
+import itertools
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+
+from manualpar.system.storage import AnyPath
+from manualpar.system.storage.durable_files import (
+    LineFile,
+    WriteError,
+    check_in_place,
+    explained,
+    replace_file,
+)
+from manualpar.system.storage.untrusted import open_file, parse_object, read_file
+
+CONFIG_FILE = "config.json"
+METRICS_FILE = "metrics.jsonl"
+THROUGHPUT_FILE = "throughput.jsonl"
+DISCARDED_FILE = "discarded.jsonl"
+PLACED_FILES = (METRICS_FILE, THROUGHPUT_FILE)  # A place holds their sizes.
+
+
+def check_workdir(workdir: AnyPath, flag: str = "--workdir") -> None:
+    """Raises a `ValueError` for a folder that cannot hold a new run, or holds an earlier one."""
+    if workdir.exists() and not workdir.is_dir():
+        raise ValueError(f"{flag}={workdir} is a file, expected a folder or a name for a new one.")
+    for name in (CONFIG_FILE, *PLACED_FILES):
+        if (workdir / name).exists():
+            raise ValueError(
+                f"{flag}={workdir} holds an earlier run ({name}), which is not overwritten; "
+                "name another folder or move that one away."
+            )
+
+
+def create_numbered_folder(parent: Path) -> Path:
+    """Creates the next of `parent/001`, `parent/002`, ..., even if several runs start at once."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        with contextlib.suppress(FileExistsError):
+            (folder := parent / f"{number:03d}").mkdir()
+            return folder
+    raise AssertionError("itertools.count ends nowhere")
+
+
+class RunWriter:
+    """Writes a run's files into its folder. Use it as a context manager.
+
+    Process 0 writes them. On the other processes every method does nothing. Every method raises
+    `WriteError` if the disk is full, or the folder cannot be written to, or if one of the files was
+    deleted or replaced.
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        *,
+        config: Mapping[str, Any],
+        place: Mapping[str, int] | None = None,
+        step: int = 0,
+        report: Callable[[str], None] = print,
+        process: int = 0,
+        publish: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Opens the files of a new run, or those of an earlier one where a checkpoint found them.
+
+        If the config differs from that in `config.json`, the old one is kept as `config.<n>.json`.
+
+        Args:
+          workdir: The folder of the run, created if need be.
+          config: The config to run with.
+          place: What `place()` returned when the checkpoint was saved; `None` for a new run.
+          step: How many updates were made by then.
+          report: Is told if `throughput.jsonl` is damaged.
+          process: The number of this process.
+          publish: Puts the files where they are to be, if that is not the folder.
+
+        Raises:
+          ValueError: `metrics.jsonl` is missing, shorter than the place or has no end of a line
+            there, or `place` is not a place.
+        """
+        self.workdir = workdir
+        self._publish = publish
+        self._files: dict[str, LineFile] = {}
+        if process:
+            return
+        if place is not None:
+            _cut_back(workdir, place, step=step, reason="resumed", report=report)
+        with explained(workdir):
+            workdir.mkdir(parents=True, exist_ok=True)
+        _store_config(workdir, config)
+        self._files |= {name: LineFile(workdir / name) for name in PLACED_FILES}
+        # TensorBoard reads files in the order of their names, and two may begin in one second.
+        number = len(list(workdir.glob("events.out.tfevents.*")))
+        self._events_path = workdir.absolute() / "events"
+        with explained(self._events_path):
+            self._events = EventsWriter(str(self._events_path), f".{number:04d}")
+            there = workdir.absolute().glob("events.out.tfevents.*")
+            self._events_path = max(there, key=lambda path: path.stat().st_mtime_ns)
+            self._events_opened = os.stat(self._events_path)
+        if place is not None:
+            self._forget_events(place, step)
+        publish()
+
+    def write(
+        self,
+        step: int,
+        split: str,
+        metrics: Mapping[str, float],
+        *,
+        throughput: Mapping[str, float] | None = None,
+    ) -> None:
+        """Writes the numbers of a split after `step` updates.
+
+        Another run of the same config computes the same `metrics`. `throughput` depends on the
+        clock and the machine; without any there is no line of it.
+        """
+        if not self._files:
+            return
+        for name, values in ((METRICS_FILE, metrics), (THROUGHPUT_FILE, throughput or {})):
+            if values or name == METRICS_FILE:
+                finite = {key: x if math.isfinite(x) else None for key, x in values.items()}
+                self._files[name].append({"step": step, "split": split, **finite})
+        values = {**metrics, **(throughput or {})}
+        scalars = [Summary.Value(tag=f"{split}/{key}", simple_value=values[key]) for key in values]
+        self._write_event(Event(step=step, summary=Summary(value=scalars)))
+
+    def place(self) -> dict[str, int]:
+        """Waits for the disk, and returns the size in bytes of each file of lines.
+
+        A checkpoint holds it, so that `__init__` and `go_back` can cut the files back to it. It is
+        empty on processes other than 0.
+        """
+        place = {name: lines.sync() for name, lines in self._files.items()}
+        if place:
+            self._publish()
+        return place
+
+    def go_back(
+        self, place: Mapping[str, int], *, step: int, report: Callable[[str], None] = print
+    ) -> None:
+        """Goes on where a checkpoint found the files, as `__init__` does, without a new start."""
+        if self._files:
+            _cut_back(self.workdir, place, step=step, reason="rolled back", report=report)
+            self._forget_events(place, step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if not self._files:
+            return
+        for lines in self._files.values():
+            lines.close()
+        try:
+            with explained(self._events_path):
+                self._events.close()
+        except WriteError:
+            if error is None:  # Otherwise the first error is the one to report.
+                raise
+
+    def _forget_events(self, place: Mapping[str, int], step: int) -> None:
+        """Makes TensorBoard drop everything after a checkpoint, as `purge_step` does."""
+        # At the very beginning step 0 is written again: an evaluation.
+        first = step + 1 if any(place.values()) else 0
+        self._write_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
+
+    def _write_event(self, event: Event) -> None:
+        event.wall_time = time.time()
+        check_in_place(self._events_path, self._events_opened)
+        with explained(self._events_path):
+            self._events.write_event(event)
+            self._events.flush()
+
+
+def _store_config(workdir: Path, config: Mapping[str, Any]) -> None:
+    """Writes the config, unless it is there; another one that is there is kept."""
+    path, text = workdir / CONFIG_FILE, json.dumps(config, indent=2, allow_nan=False) + "\n"
+    with explained(path):
+        if path.exists():
+            earlier = read_file(path, follow_links=True)
+            with contextlib.suppress(ValueError):  # What is not JSON differs from every config.
+                if parse_object(earlier) == parse_object(text):  # The order of fields may differ.
+                    return
+            number = 1
+            while (workdir / f"config.{number}.json").exists():
+                number += 1
+            last = workdir / f"config.{number - 1}.json"
+            # A resume that was killed here has copied it before.
+            if not last.exists() or read_file(last, follow_links=True) != earlier:
+                replace_file(workdir / f"config.{number}.json", earlier)
+    replace_file(path, text)
+
+
+def _cut_back(
+    workdir: Path,
+    place: Mapping[str, int],
+    *,
+    step: int,
+    reason: str,
+    report: Callable[[str], None],
+) -> None:
+    """Cuts files back to the place of the checkpoint of `step`, and keeps what is cut off.
+
+    No file is changed if `metrics.jsonl` is not what the checkpoint found. A damaged
+    `throughput.jsonl` is kept as it is, because it differs in every run.
+    """
+    if set(place) != set(PLACED_FILES) or any(size < 0 for size in place.values()):
+        raise ValueError(
+            f"place is {dict(place)}, expected the size in bytes of each of "
+            f"{' and '.join(PLACED_FILES)}, as RunWriter.place() gives it on process 0."
+        )
+    lines_beyond = {}
+    for name in PLACED_FILES:
+        path = workdir / name
+        with explained(path):
+            data, damage = _read_beyond(path, place[name])
+        if damage and name == METRICS_FILE:
+            raise WriteError(
+                f"{path} cannot be gone on with: {damage}; put the file back as the run "
+                "left it, or start a new run in another folder."
+            )
+        if damage:
+            report(f"going on after what there is of {path}: {damage}")
+        lines_beyond[name] = data.decode(errors="backslashreplace").splitlines()
+    with contextlib.closing(LineFile(workdir / DISCARDED_FILE)) as discarded:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        note = f"{reason} after step {step}; these lines were written later and cut off"
+        entry = {"resumed_after_step": step, "reason": reason, "time": now, "note": note}
+        discarded.append(entry | lines_beyond)
+        discarded.sync()
+    for name, size in place.items():
+        path = workdir / name
+        with explained(path):
+            if path.exists() and os.stat(path).st_size > size:
+                os.truncate(path, size)
+        LineFile(path).close()  # Ends a half line of a damaged file.
+
+
+def _read_beyond(path: Path, size: int) -> tuple[bytes, str]:
+    """What a file holds beyond `size` bytes, and why that is not the end of a line; else `''`."""
+    data, found = b"", "there is none"
+    if path.exists():
+        with open_file(path, follow_links=True) as file:
+            file.seek(max(size - 1, 0))
+            last = file.read(min(size, 1))
+            data = file.read()
+            length = os.fstat(file.fileno()).st_size
+        if last == b"\n":
+            return data, ""
+        found = "that is inside of a line" if last else f"it has {length} bytes"
+    # Without a size, the run was killed before it had opened all of its files.
+    damage = f"the checkpoint found the end of a line after {size} bytes, and {found}"
+    return data, damage if size else ""
