@@ -40,6 +40,7 @@ from benchmarks.checkpoint_fault_cases import (
     put,
 )
 from manualpar.core.state.train_state import TrainState
+from manualpar.errors import UsageError
 from manualpar.system.storage.durable_files import WriteError
 from manualpar.training.checkpoints import CheckpointError
 from manualpar.training.config import load_config
@@ -51,7 +52,6 @@ from manualpar.training.watching.run_record import make_charts, read_run
 from manualpar.training.watching.writers import RunWriter
 from manualpar.training.workdir import check_folder, open_checkpoints, restore
 from manualpar.training.workdir_lock import lock_workdir
-from manualpar.usage import UsageError
 
 CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
 MOST_SECONDS = 60  # Nothing of this takes a hundredth of it, unless it waits for something.

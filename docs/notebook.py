@@ -12,9 +12,8 @@ import sys
 from pathlib import Path
 
 from docs.run import read_blocks
-from manualpar.extras import require
+from manualpar.errors import OneSentenceParser, require
 from manualpar.system.storage.untrusted import read_file
-from manualpar.usage import OneSentenceParser
 
 # The first lines of a page say how to run it as one.
 _HOW_TO_RUN = re.compile(r"^```\npython -m docs\.run .*\n```\n", re.MULTILINE)

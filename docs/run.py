@@ -26,8 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from manualpar.errors import OneSentenceParser
 from manualpar.system.storage.untrusted import read_file
-from manualpar.usage import OneSentenceParser
 
 ROOT = Path(__file__).parents[1]
 # A block that runs and the one that shows its output, with only white space between them.

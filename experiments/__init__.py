@@ -2,7 +2,7 @@
 
 import sys
 
-from manualpar.extras import TRAIN, MissingExtraError, require
+from manualpar.errors import TRAIN, MissingExtraError, require
 
 try:
     require("python -m experiments", *TRAIN)

@@ -41,7 +41,7 @@ from manualpar.core.program.program import Program
 from manualpar.core.state.metrics import fetch_metrics
 from manualpar.core.state.train_state import Batch
 from manualpar.data import train_batch
-from manualpar.extras import require
+from manualpar.errors import require
 from manualpar.inspect import (
     compiled_collectives,
     count_by_kind,

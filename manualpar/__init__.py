@@ -2,14 +2,12 @@
 
 # These register themselves: the modes in which XLA writes collectives, the adapters of Linen's and
 # of NNX's models, what refuses models and traced steps, and how flax writes a state.
-import manualpar.core.checks.collectives_check
-import manualpar.core.checks.context_check
 import manualpar.core.checks.trainable_check
 import manualpar.core.model.linen.linen_model
 import manualpar.core.model.nnx.nnx_model
 import manualpar.core.modes.global_arrays
-import manualpar.core.parameters.coded_collectives
 import manualpar.core.state.state_serialization  # noqa: F401
+from manualpar._moved import find_old_names, import_moved
 from manualpar.core.mesh.mesh import abstract_mesh, make_mesh
 from manualpar.core.mesh.rng import fold_rng_over_axis
 from manualpar.core.modes.gradients import sync_gradients, sync_metrics
@@ -77,3 +75,6 @@ __all__ = [
     "tensor_parallel",
     "zero",
 ]
+
+find_old_names()
+__getattr__ = import_moved

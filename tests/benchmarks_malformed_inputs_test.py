@@ -7,8 +7,8 @@ from benchmarks.malformed_files import make_cases
 from benchmarks.malformed_inputs import Answer, shortcomings
 from configs import fsdp
 from manualpar.commands.command_line import parse_command_line
+from manualpar.errors import UsageError
 from manualpar.training.config import FIELDS, MODEL_FIELDS, check_config
-from manualpar.usage import UsageError
 
 
 @pytest.fixture(scope="module")

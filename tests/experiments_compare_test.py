@@ -16,11 +16,11 @@ from experiments import compare as experiment
 from manualpar.commands.command_line import CommandLine, flags_parser, parse_command_line
 from manualpar.core.mesh.compiler_options import ChosenOptions
 from manualpar.data import train_batches
+from manualpar.errors import UsageError
 from manualpar.inspect import total_bytes, total_step_bytes, trace_collectives
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.strategies import strategy_kinds
 from manualpar.training import experiment as training
-from manualpar.usage import UsageError
 
 SMALL = (
     "--config.model.hidden_size=16",

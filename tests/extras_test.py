@@ -11,7 +11,7 @@ import pytest
 
 import experiments
 from manualpar.data import load_dataset, load_tokenizer
-from manualpar.extras import MODULES, MissingExtraError, require
+from manualpar.errors import MODULES, MissingExtraError, require
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = """
@@ -23,7 +23,7 @@ loaded = {name.split(".")[0] for name in sys.modules.keys() - before}
 ours = sorted(name for name in sys.modules if name.startswith("manualpar."))
 import manualpar.data
 new = {name.split(".")[0] for name in sys.modules.keys() - before}
-optional = sorted(new & manualpar.extras.MODULES.keys())
+optional = sorted(new & manualpar.errors.MODULES.keys())
 known = importlib.metadata.packages_distributions().keys()
 print(json.dumps([sorted(loaded & known), ours, optional]))
 """

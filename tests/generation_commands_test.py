@@ -17,9 +17,9 @@ from manualpar.commands.command_line import parse_command_line
 from manualpar.commands.evaluate_command import evaluate_command, summary
 from manualpar.commands.generate_command import generate_command
 from manualpar.commands.train_command import run_command
+from manualpar.errors import UsageError
 from manualpar.models.generation.generator import Answer
 from manualpar.models.generation.scoring import Score
-from manualpar.usage import UsageError
 from tests.cluster_processes import free_port, lines_of_ours
 from tests.compiling import ENVIRONMENT
 

@@ -14,6 +14,7 @@ from experiments import plan as experiment
 from manualpar.commands import plan_command as planner_command
 from manualpar.commands.command_line import flags_parser, parse_command_line
 from manualpar.commands.plan_command import PLANNING, plan_command
+from manualpar.errors import UsageError
 from manualpar.planner.goodput import RESTORE
 from manualpar.planner.plan import Plan
 from manualpar.planner.pod_config import config_of_layout, layout_flags
@@ -21,7 +22,6 @@ from manualpar.planner.pod_layout import PodLayout
 from manualpar.planner.sweep import sweep
 from manualpar.strategies import strategy_kinds
 from manualpar.training.config import check_config
-from manualpar.usage import UsageError
 
 SMALL = (
     "--config.model.hidden_size=32",

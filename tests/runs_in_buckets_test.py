@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from manualpar.errors import UsageError
 from manualpar.system.storage import lease, requests
-from manualpar.usage import UsageError
 from tests.cluster_processes import HANG_SECONDS
 from tests.runs import (
     arguments,

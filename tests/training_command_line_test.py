@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from manualpar.commands.command_line import parse_command_line
+from manualpar.errors import UsageError
 from manualpar.training.config import check_config, load_config
-from manualpar.usage import UsageError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 DEFAULT = CONFIGS / "fsdp.py"

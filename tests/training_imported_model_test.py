@@ -10,11 +10,11 @@ import pytest
 import tokenizers
 
 from manualpar.commands.command_line import parse_command_line
+from manualpar.errors import UsageError
 from manualpar.models import Transformer
 from manualpar.training.config import load_config
 from manualpar.training.experiment import prepare
 from manualpar.training.imported_model import fill_from_hf, initial_state
-from manualpar.usage import UsageError
 from tests.pretrained_export_test import read
 from tests.pretrained_load_test import CONFIG, llama, tensors_of, write
 

@@ -17,9 +17,9 @@ from manualpar.commands.command_line import flags_parser, parse_command_line
 from manualpar.commands.inspect_command import inspect_command, inspect_syntax
 from manualpar.commands.inspection_report import describe_fit
 from manualpar.core.mesh.compiler_options import ChosenOptions
+from manualpar.errors import UsageError
 from manualpar.inspect.budgets import read_budgets
 from manualpar.training.experiment import prepare
-from manualpar.usage import UsageError
 
 CONFIGS = experiment.DEFAULT_CONFIG.parent
 FSDP, DP, HSDP, LM = (f"--config={CONFIGS / name}.py" for name in ("fsdp", "dp", "hsdp", "fsdp_lm"))

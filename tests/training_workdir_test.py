@@ -6,10 +6,10 @@ import types
 
 import pytest
 
+from manualpar.errors import UsageError
 from manualpar.training.checkpoints import CheckpointError, Restored
 from manualpar.training.config import load_config
 from manualpar.training.workdir import check_continues, check_folder, restore
-from manualpar.usage import UsageError
 from tests.runs import ROOT
 
 CONFIG = ROOT / "configs" / "fsdp.py"

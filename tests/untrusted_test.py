@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from manualpar.errors import printable
 from manualpar.system.storage.untrusted import (
     MAX_DEPTH,
     NotAFileError,
@@ -14,7 +15,6 @@ from manualpar.system.storage.untrusted import (
     open_file,
     open_tensors,
     parse_object,
-    printable,
     read_file,
     read_object,
 )

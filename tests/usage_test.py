@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from manualpar import make_mesh
-from manualpar.usage import describe_mistake
+from manualpar.errors import describe_mistake
 
 
 def of(function):

@@ -3,7 +3,7 @@
 import matplotlib
 import pytest
 
-from manualpar.extras import MissingExtraError
+from manualpar.errors import MissingExtraError
 from manualpar.system.reports.pictures import (
     ROOM,
     Bar,

@@ -10,6 +10,13 @@ from typing import Any, TextIO
 import jax
 
 from manualpar.commands.command_line import quiet_absl, users_mistakes
+from manualpar.errors import (
+    INTERRUPTED_EXIT_CODE,
+    USAGE_EXIT_CODE,
+    OneSentenceParser,
+    UsageError,
+    print_error,
+)
 from manualpar.models.generation.generator import Generator
 from manualpar.system.cluster import initialize
 from manualpar.system.cluster.agreement import from_first
@@ -18,13 +25,6 @@ from manualpar.system.storage.untrusted import parse_object
 from manualpar.training.devices import describe_mesh, simulate_devices
 from manualpar.training.exit_codes import ending_all
 from manualpar.training.stored_run import Trained, load_directory, load_run
-from manualpar.usage import (
-    INTERRUPTED_EXIT_CODE,
-    USAGE_EXIT_CODE,
-    OneSentenceParser,
-    UsageError,
-    print_error,
-)
 
 
 def model_flags(description: str) -> argparse.ArgumentParser:

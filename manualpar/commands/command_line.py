@@ -25,6 +25,13 @@ from absl import flags as absl_flags
 from absl import logging
 from ml_collections import config_flags
 
+from manualpar.errors import (
+    INTERRUPTED_EXIT_CODE,
+    USAGE_EXIT_CODE,
+    UsageError,
+    describe_mistake,
+    print_error,
+)
 from manualpar.system.reports.tables import print_line
 from manualpar.system.storage import AnyPath, BucketPath, as_path
 from manualpar.training.checkpoints.compatibility import REMOVED
@@ -32,13 +39,6 @@ from manualpar.training.config import flatten_config, load_config, nearest
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.watching.screen import make_console
 from manualpar.training.watching.writers import create_numbered_folder
-from manualpar.usage import (
-    INTERRUPTED_EXIT_CODE,
-    USAGE_EXIT_CODE,
-    UsageError,
-    describe_mistake,
-    print_error,
-)
 
 CONFIG_HELP = "The file to take the config from, a Python file with get_config()."
 NO_CONFIG = "--config has no value, expected a file such as configs/fsdp.py."

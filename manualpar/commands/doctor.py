@@ -32,11 +32,18 @@ from manualpar.core.mesh.mesh import make_mesh
 from manualpar.core.mesh.mesh_order import describe_links
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import Batch
-from manualpar.extras import MODULES, TRAIN, require
+from manualpar.errors import (
+    MODULES,
+    TRAIN,
+    USAGE_EXIT_CODE,
+    UsageError,
+    describe_mistake,
+    print_error,
+    require,
+)
 from manualpar.inspect.same_as_one_device import assert_same_as_one_device
 from manualpar.strategies.fsdp import fsdp
 from manualpar.system.cluster import initialize
-from manualpar.usage import USAGE_EXIT_CODE, UsageError, describe_mistake, print_error
 
 PACKAGES = ("manualpar", "jax", "jaxlib", "flax", "optax", "numpy")
 ACCELERATORS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12")

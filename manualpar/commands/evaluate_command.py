@@ -16,11 +16,11 @@ from manualpar.commands.command_flags import (
     write_output,
 )
 from manualpar.data import TokenSplit
+from manualpar.errors import UsageError
 from manualpar.models.generation.generator import Generator
 from manualpar.models.generation.scoring import Score, score_completions, score_documents
 from manualpar.system.storage import AnyPath, path_flag
 from manualpar.training.stored_run import Trained
-from manualpar.usage import UsageError
 
 # Of a model whose training nobody knows.
 MAX_LENGTH = 2048

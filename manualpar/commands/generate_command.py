@@ -14,10 +14,10 @@ from manualpar.commands.command_flags import (
     write_output,
 )
 from manualpar.data.chat import Chats
+from manualpar.errors import UsageError
 from manualpar.models.generation.generator import Answer, Generator, Prompt
 from manualpar.system.storage import path_flag
 from manualpar.training.stored_run import Trained
-from manualpar.usage import UsageError
 
 # What a line of answers has besides the fields of its prompt.
 ADDED = ("text", "ending", "tokens")

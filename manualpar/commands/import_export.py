@@ -15,6 +15,13 @@ from typing import Any
 import jax
 
 from manualpar.commands.command_line import CommandLine, quiet_absl
+from manualpar.errors import (
+    USAGE_EXIT_CODE,
+    OneSentenceParser,
+    UsageError,
+    describe_mistake,
+    print_error,
+)
 from manualpar.models.pretrained import export_hf, load
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.models.pretrained.export import SHARD_BYTES, TOKENIZER_FILES
@@ -34,13 +41,6 @@ from manualpar.training.saved_run import prepare_saved, restore_saved, saved_con
 from manualpar.training.watching.writers import PLACED_FILES
 from manualpar.training.workdir import FOLDER, check_folder, open_checkpoints
 from manualpar.training.workdir_lock import lock_workdir
-from manualpar.usage import (
-    USAGE_EXIT_CODE,
-    OneSentenceParser,
-    UsageError,
-    describe_mistake,
-    print_error,
-)
 
 MODEL_FOLDER = "model"
 

@@ -43,7 +43,7 @@ from manualpar.commands.inspection_schedule import (
 )
 from manualpar.commands.schedule_picture import draw_schedule
 from manualpar.core.mesh.mesh_order import describe_links
-from manualpar.extras import require
+from manualpar.errors import UsageError, print_error, require
 from manualpar.inspect.budget_writing import budget_text, replace_budget
 from manualpar.inspect.budgets import (
     Budget,
@@ -65,7 +65,6 @@ from manualpar.system.storage.untrusted import read_object
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.watching.writers import check_workdir
-from manualpar.usage import UsageError, print_error
 
 BROKEN_EXIT_CODE = 1
 PICTURE = "inspect.png"

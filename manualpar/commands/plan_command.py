@@ -26,7 +26,7 @@ from manualpar.commands.command_line import (
     write_json,
 )
 from manualpar.core.model.options import CODES
-from manualpar.extras import require
+from manualpar.errors import UsageError, require
 from manualpar.models import Transformer
 from manualpar.planner.goodput_report import HOUR, plan_goodput, print_goodput
 from manualpar.planner.plan import Plan
@@ -57,7 +57,6 @@ from manualpar.system.reports.tables import print_line
 from manualpar.training.config import flatten_config, nearest
 from manualpar.training.experiment import Experiment
 from manualpar.training.watching.writers import CONFIG_FILE, check_workdir
-from manualpar.usage import UsageError
 
 DEFAULT_TOPOLOGY = "v5e:16x16"
 COMPILERS = ("auto", "tpu", "none")

@@ -5,6 +5,13 @@ import time
 
 from manualpar.commands.command_line import CommandLine, quiet_absl
 from manualpar.commands.shared_facts import experiment_facts, run_facts
+from manualpar.errors import (
+    INTERRUPTED_EXIT_CODE,
+    USAGE_EXIT_CODE,
+    UsageError,
+    describe_mistake,
+    print_error,
+)
 from manualpar.system.cluster import TERMINATED_EXIT_CODE, Cluster, DisagreementError, initialize
 from manualpar.system.reports.tables import print_line
 from manualpar.system.storage import AnyPath, BucketError
@@ -25,13 +32,6 @@ from manualpar.training.run import run
 from manualpar.training.trainer import StoppedError
 from manualpar.training.watching.screen import make_console
 from manualpar.training.workdir import check_folder, choose_workdir
-from manualpar.usage import (
-    INTERRUPTED_EXIT_CODE,
-    USAGE_EXIT_CODE,
-    UsageError,
-    describe_mistake,
-    print_error,
-)
 
 NONFINITE_MEND = (
     ". config.training.on_nonfinite='skip' leaves such an update out, 'rollback' goes back to the "

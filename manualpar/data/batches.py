@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from manualpar.core.state.train_state import Batch
 from manualpar.data.dataset import Split
 from manualpar.data.order import order_of
-from manualpar.extras import require
+from manualpar.errors import require
 
 
 def train_batches(

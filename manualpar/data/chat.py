@@ -22,7 +22,7 @@ from manualpar.data.packing import LEARNED
 from manualpar.data.token_parts import Encoded, TextPart, batches, split_of_content
 from manualpar.data.tokenizer import FileTokenizer, Tokenizer
 from manualpar.data.tokenizer_check import guarded
-from manualpar.extras import require
+from manualpar.errors import require
 from manualpar.system.storage.untrusted import parse_object
 
 T = TypeVar("T")

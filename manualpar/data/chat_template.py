@@ -37,7 +37,7 @@ from manualpar.data.chat_renderer import (
     send,
 )
 from manualpar.data.tokenizer import TEMPLATE, TOKENIZER_CONFIG, special_tokens
-from manualpar.extras import require
+from manualpar.errors import require
 from manualpar.system.storage import AnyPath, BucketPath, user_path
 from manualpar.system.storage.untrusted import read_file, read_object
 

@@ -22,7 +22,7 @@ import numpy as np
 from manualpar.data.dataset import DamagedDataError
 from manualpar.data.places import state_of
 from manualpar.data.text import files_of_path
-from manualpar.extras import require
+from manualpar.errors import require
 from manualpar.system.storage import BucketPath, as_path, open_for_reading
 from manualpar.system.storage.untrusted import MAX_BYTES, parse_object
 

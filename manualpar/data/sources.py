@@ -20,7 +20,7 @@ from manualpar.data.token_cache import load_cached
 from manualpar.data.token_job import HELD_OUT, make_job
 from manualpar.data.tokenizer import load_tokenizer
 from manualpar.data.tokens import load_tokens
-from manualpar.extras import require
+from manualpar.errors import require
 
 TEXT_SOURCES = ("text", "tokens", *SUFFIXES, "chat")
 SOURCES = ("digits", "synthetic", *TEXT_SOURCES, "mixture")

@@ -21,9 +21,8 @@ from manualpar.data.document_files import SUFFIXES
 from manualpar.data.token_job import HELD_OUT, make_job, run_job
 from manualpar.data.token_parts import Progress
 from manualpar.data.tokens import TokenFiles
-from manualpar.extras import require
+from manualpar.errors import INTERRUPTED_EXIT_CODE, OneSentenceParser, print_error, require
 from manualpar.system.storage import path_flag, user_path
-from manualpar.usage import INTERRUPTED_EXIT_CODE, OneSentenceParser, print_error
 
 DAMAGED_EXIT_CODE = 6
 

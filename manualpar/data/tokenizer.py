@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from manualpar.data.tokenizer_check import check_tokenizer, guarded
-from manualpar.extras import require
+from manualpar.errors import require
 from manualpar.system.storage import BucketPath, copied_files, user_path
 from manualpar.system.storage.untrusted import read_object
 

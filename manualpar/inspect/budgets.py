@@ -37,9 +37,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from manualpar.core.tracing.scopes import REGATHER, SCOPES
+from manualpar.errors import UsageError
 from manualpar.inspect.ledger_difference import Json, Sent, name_module, sent_by, totals
 from manualpar.inspect.provenance import OTHER
-from manualpar.usage import UsageError
 
 # The limits on the whole step, each with its name among the totals of a ledger.
 TOTALS = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import rich.console
 
-from manualpar.core.modes.manual import coding_named
+from manualpar.core.parameters.coded_collectives import BlockCoding
 from manualpar.core.parameters.collectives import Wire
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.planner.plan import Plan
@@ -43,7 +43,7 @@ def print_layouts(console: rich.console.Console, plans: Sequence[PodPlan]) -> No
     print_table(console, headers, rows, title=title, words=2, most=SHOWN)
     layout = fastest[0].layout
     gathers, sums = (
-        coding_named(code) if code else None for code in (layout.gather_code, layout.reduce_code)
+        BlockCoding(code) if code else None for code in (layout.gather_code, layout.reduce_code)
     )
     codes = describe_codes(Wire(gather_code=gathers, reduce_code=sums))
     print_wrapped(

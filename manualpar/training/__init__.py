@@ -3,6 +3,6 @@
 Nothing of the core depends on it; use it, copy from it or leave it. It needs the extra `train`.
 """
 
-from manualpar.extras import TRAIN, require
+from manualpar.errors import TRAIN, require
 
 require("manualpar.training", *TRAIN)

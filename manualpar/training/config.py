@@ -23,6 +23,7 @@ from manualpar.core.model.options import CODES, ROUNDING
 from manualpar.core.modes.strategy import MODES
 from manualpar.data.packing import LONG_EXAMPLES
 from manualpar.data.sources import TEXT_SOURCES
+from manualpar.errors import UsageError
 from manualpar.layers.attention.context import CONTEXT_ATTENTIONS
 from manualpar.layers.attention.kinds import ATTENTION_KINDS
 from manualpar.layers.chunks import LAYER_OVERLAPS
@@ -32,7 +33,6 @@ from manualpar.models.rotary import ROTARY_KINDS
 from manualpar.models.transformer_layer import ACTIVATIONS
 from manualpar.strategies import BUILT_IN, Field, strategy_kinds
 from manualpar.training.checkpoints.compatibility import REMOVED, new_name
-from manualpar.usage import UsageError
 
 DTYPES = ("bfloat16", "float16", "float32")
 # "" leaves it as it is. In float16 gradients overflow: they are summed before they are divided.

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 
 from manualpar.data import DamagedDataError
+from manualpar.errors import USAGE_EXIT_CODE, UsageError, print_error
 from manualpar.system.cluster import FAILED_EXIT_CODE, LOST_PROCESS_EXIT_CODE, Cluster
 from manualpar.system.storage import BucketError, FolderError
 from manualpar.system.storage.durable_files import WriteError
@@ -26,7 +27,6 @@ from manualpar.training.checkpoints import CheckpointError
 from manualpar.training.recorder import NonFiniteError
 from manualpar.training.replicas import ReplicaError
 from manualpar.training.trainer import StoppedError
-from manualpar.usage import USAGE_EXIT_CODE, UsageError, print_error
 
 FILES_EXIT_CODE = 6
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again.

@@ -13,12 +13,12 @@ import ml_collections
 from manualpar.core.program.load_state import Missing
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
+from manualpar.errors import UsageError
 from manualpar.models import Transformer
 from manualpar.models.pretrained import load, read_architecture
 from manualpar.models.pretrained.directory import model_directory
 from manualpar.models.pretrained.model_config import SAID
 from manualpar.system.reports.tables import describe_bytes
-from manualpar.usage import UsageError
 
 
 def fill_from_hf(

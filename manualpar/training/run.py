@@ -16,6 +16,7 @@ from manualpar.core.mesh.mesh_order import describe_links
 from manualpar.core.program.parameter_average import ema_params
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
+from manualpar.errors import UsageError
 from manualpar.inspect import draw_sharding, layout_table, state_bytes
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.system.cluster import Cluster
@@ -46,7 +47,6 @@ from manualpar.training.workdir import (
     restore,
 )
 from manualpar.training.workdir_lock import lock_workdir
-from manualpar.usage import UsageError
 
 # What begins the names of files in a workdir that are no results to go on with.
 NO_RESULTS = (f"{FOLDER}/", ".lock", "profile/")

@@ -14,6 +14,7 @@ import ml_collections
 
 from manualpar.core.model.options import CODES, ROUNDING
 from manualpar.core.program.parameter_average import ema_params
+from manualpar.errors import UsageError
 from manualpar.strategies import FSDP, strategy_kinds
 from manualpar.system.storage import AnyPath
 from manualpar.training.checkpoints import Restored
@@ -22,7 +23,6 @@ from manualpar.training.checkpoints.saved_state import read_extra
 from manualpar.training.config import complete_config
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.workdir import FOLDER, open_checkpoints
-from manualpar.usage import UsageError
 
 # Every parameter over the data axis, and exact.
 SPLITS: dict[str, Any] = {

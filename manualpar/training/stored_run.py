@@ -16,6 +16,7 @@ from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import Batch, TrainState
 from manualpar.data import LanguageDataset, load_tokenizer
 from manualpar.data.tokenizer import Tokenizer
+from manualpar.errors import UsageError
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
 from manualpar.models.pretrained import load_hf, read_architecture
@@ -24,7 +25,6 @@ from manualpar.strategies import FSDP
 from manualpar.system.storage import AnyPath
 from manualpar.training.checkpoints import CheckpointError
 from manualpar.training.saved_run import prepare_saved, restore_saved, saved_config
-from manualpar.usage import UsageError
 
 
 class Trained(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import ml_collections
 
+from manualpar.errors import UsageError
 from manualpar.system.cluster.agreement import from_first
 from manualpar.system.storage import AnyPath, BucketPath
 from manualpar.system.storage.untrusted import parse_object, read_object
@@ -31,7 +32,6 @@ from manualpar.training.watching.writers import (
     check_workdir,
     create_numbered_folder,
 )
-from manualpar.usage import UsageError
 
 RUNS = Path("runs")
 FOLDER = "checkpoints"

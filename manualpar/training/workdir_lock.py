@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from manualpar.errors import UsageError
 from manualpar.system.storage import AnyPath, BucketPath, HeldError, hold, hold_file
 from manualpar.system.storage.durable_files import WriteError, explained
-from manualpar.usage import UsageError
 
 LOCK_FILE = ".lock"
 

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from manualpar.core.modes.manual import register_step_check
 from manualpar.core.tracing.jaxprs import TYPE_CASTS, all_equations, inner_jaxprs
 from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, GATHER_SCOPE, REGATHER, purpose_of
 
@@ -26,7 +25,6 @@ from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, GATHER_SCOPE, REGATHER
 SILENT_PRIMITIVES = TYPE_CASTS | {"axis_index", "shard_map"}
 
 
-@register_step_check
 def check_traced_steps(
     name: str,
     train: ClosedJaxpr,

@@ -25,7 +25,6 @@ from manualpar.core.checks.shard_operations import Reason
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.model.trace_model import UserModel
 from manualpar.core.modes.collection_sync import choose_sync
-from manualpar.core.modes.manual import register_check
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.parameters.placement import computed_specs
 from manualpar.core.parameters.split_parameter import take_shared
@@ -73,7 +72,6 @@ _MENDS: Mapping[Reason, str] = {
 }
 
 
-@register_check
 def check_context(strategy: str, model: UserModel, batch: Any, roles: AxisRoles) -> None:
     """Refuses a model or a loss that is wrong on some of a sequence's positions.
 

@@ -1,32 +1,25 @@
 """Refuses a choice of what is trained that chooses nothing, or what cannot be trained."""
 
 import difflib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.model.trace_model import UserModel
-from manualpar.core.modes.manual import register_check
 from manualpar.core.parameters.trainable import is_trained
 
 
-@register_check
-def check_trainable(strategy: str, model: UserModel, batch: Any, roles: AxisRoles) -> None:
+def check_trainable(strategy: str, model: UserModel) -> None:
     """Refuses globs that fit no parameter, and a trained parameter that has no gradient.
 
     Args:
       strategy: The strategy's name, for messages.
       model: The model, with what is known of its parameters.
-      batch: The abstract global batch, at which it does not look.
-      roles: The roles of all axes, at which it does not look.
 
     Raises:
       ValueError: A glob fits no parameter's path; something that is trained is neither floating nor
         complex; or parameters that nothing has frozen are to be stored in `frozen_dtype`.
     """
-    del batch, roles
     infos = jax.tree.leaves(model.parameters)
     paths = [info.path for info in infos]
     for glob in model.trainable:

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.core.mesh.axes import AxisName
 from manualpar.core.modes.collection_sync import CollectionSync
-from manualpar.core.modes.manual import coding_named
 from manualpar.core.modes.strategy import MODES, Mode, Stages
 from manualpar.core.parameters.annotations import Rules
+from manualpar.core.parameters.coded_collectives import BlockCoding
 from manualpar.core.parameters.collectives import Wire
 
 Nonfinite = Literal["ignore", "report", "skip"]
@@ -231,7 +231,7 @@ def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes,
             )
     if not options.get("reduce_code") and (asked := [f for f in ROUNDING if options.get(f)]):
         raise ValueError(f"{strategy}: {asked[0]}=True with no reduce_code, expected a code.")
-    codes: Any = {f: coding_named(options[f]) for f in CODES if options.get(f)}
+    codes: Any = {f: BlockCoding(options[f]) for f in CODES if options.get(f)}
     dtypes = names["gather_dtype"], names["reduce_dtype"]
     wire = Wire(*dtypes, options.get("axis_by_axis", False), **codes)
     for field, got, expected, chosen in (

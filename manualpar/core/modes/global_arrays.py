@@ -25,7 +25,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from manualpar.core.mesh.axes import Names, axes_size, axis_tuple, with_axis_types
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import check_minibatches
-from manualpar.core.model.loss_function import Metrics
 from manualpar.core.modes.collection_sync import CollectionSync
 from manualpar.core.modes.manual import Manual, register_mode
 from manualpar.core.modes.strategy import Mode
@@ -38,6 +37,7 @@ from manualpar.core.parameters.sharded_parameter import (
     pad_leaf,
     unpad_leaf,
 )
+from manualpar.core.state.metrics import Metrics
 from manualpar.core.tracing.scopes import GATHER_SCOPE, NEW_PARAMS_SCOPE, SCATTER_SCOPE
 
 

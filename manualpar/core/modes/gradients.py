@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
-from manualpar.core.model.loss_function import Metrics
 from manualpar.core.parameters.collectives import cast_to_varying, is_vma_checked, varying_axes
 from manualpar.core.parameters.sharded_parameter import boxed_axes, is_box, wire_dtype, wire_of
 from manualpar.core.parameters.trainable import merge, no_part_of
+from manualpar.core.state.metrics import Metrics
 from manualpar.core.tracing.scopes import COUNT_SCOPE, METRICS_SCOPE, REDUCE_SCOPE
 
 # (params, collections, minibatch, rng) -> (loss, metrics, updated collections).

@@ -19,12 +19,11 @@ from manualpar.core.mesh.rng import fold_rng_over_axis
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import split_minibatches
 from manualpar.core.mesh.zigzag import to_zigzag
-from manualpar.core.model.loss_function import Metrics
 from manualpar.core.modes.collection_sync import CollectionSync, sync_collections
 from manualpar.core.modes.gradients import reduce_gradient, sync_metrics
 from manualpar.core.modes.strategy import Mode
 from manualpar.core.parameters.annotations import Rules
-from manualpar.core.parameters.collectives import AS_STORED, Coding, Wire
+from manualpar.core.parameters.collectives import AS_STORED, Wire
 from manualpar.core.parameters.placement import Placement, map_in_scopes, param_specs, state_specs
 from manualpar.core.parameters.sharded_parameter import (
     ShardedParameter,
@@ -33,41 +32,15 @@ from manualpar.core.parameters.sharded_parameter import (
     scatter_gradients,
     wire_dtype,
 )
+from manualpar.core.state.metrics import Metrics
 
 _MODES: dict[str, type["Manual"]] = {}
-# (strategy, model, abstract batch, roles) -> None, or an error.
-_Check = Callable[[str, Any, Any, AxisRoles], None]
-_CHECKS: list[_Check] = []
-_STEP_CHECKS: list[Callable[..., None]] = []
-_CODINGS: dict[str, Coding] = {}
 
 
 def register_mode(mode: type["Manual"]) -> type["Manual"]:
     """Has `mode_named` find a mode; a decorator of its class."""
     _MODES[mode.name] = mode
     return mode
-
-
-def register_check(check: _Check) -> _Check:
-    """Has every program refuse models by a function; a decorator."""
-    _CHECKS.append(check)
-    return check
-
-
-def register_step_check(check: Callable[..., None]) -> Callable[..., None]:
-    """Has every program refuse traced steps, as `check_traced_steps` does; a decorator."""
-    _STEP_CHECKS.append(check)
-    return check
-
-
-def register_coding(coding: Coding) -> None:
-    """Has `coding_named` find a code in which numbers travel."""
-    _CODINGS[coding.name] = coding
-
-
-def coding_named(name: str) -> Coding:
-    """A code, by its name."""
-    return _CODINGS[name]
 
 
 def mode_named(name: str) -> type["Manual"]:
@@ -128,16 +101,6 @@ class Manual:
     def fold(self, rng: jax.Array) -> jax.Array:
         """Makes a key one that differs between devices with different examples."""
         return fold_rng_over_axis(rng, self.data_axes)
-
-    def check_model(self, *args: Any) -> None:
-        """Refuses a model that would be wrong on a device's part of the batch."""
-        for check in _CHECKS:
-            check(*args)
-
-    def check_steps(self, *args: Any, **kwargs: Any) -> None:
-        """Refuses traced steps that are wrong, see `manualpar.core.checks.collectives_check`."""
-        for check in _STEP_CHECKS:
-            check(*args, **kwargs)
 
     def arrange(self, batch: Any, roles: AxisRoles) -> Any:
         """A device's part of a batch, its sequences in zig-zag order if an axis splits them."""

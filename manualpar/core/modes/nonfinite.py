@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple
-from manualpar.core.model.loss_function import Metrics
 from manualpar.core.parameters.collectives import varying_axes
+from manualpar.core.state.metrics import Metrics
 from manualpar.core.tracing.scopes import NONFINITE_SCOPE
 
 # A metric that no loss function returns by accident.

@@ -24,9 +24,9 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from manualpar.core.model.loss_function import Metrics
 from manualpar.core.modes.gradients import Reduce, WeightedLoss
 from manualpar.core.parameters.placement import PlaceFn
+from manualpar.core.state.metrics import Metrics
 
 Mode = Literal["manual", "auto", "explicit", "auto-unconstrained"]
 MODES: tuple[Mode, ...] = ("manual", "auto", "explicit", "auto-unconstrained")

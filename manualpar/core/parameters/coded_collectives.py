@@ -14,14 +14,11 @@ for a sum whose shards have `n`, and twice as much for a mean.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.modes.manual import register_coding
 from manualpar.core.parameters.block_codec import Code, coded_bytes, pack, unpack
-from manualpar.core.program.error_feedback import Feedback, feedback_of
 from manualpar.core.tracing.scopes import DECODE_SCOPE
 
 
@@ -39,10 +36,6 @@ class BlockCoding:
     def row_bytes(self, n: int) -> int:
         """The bytes in which a row of `n` numbers travels."""
         return coded_bytes(n, self.name)
-
-    def feedback(self, *args: Any, **kwargs: Any) -> Feedback | None:
-        """What is kept of reductions between steps, see `feedback_of`."""
-        return feedback_of(*args, **kwargs)
 
     def gather(
         self,
@@ -145,7 +138,3 @@ class BlockCoding:
         own += jax.lax.dynamic_slice_in_dim(lost, index, total.size)
         lost = jax.lax.dynamic_update_slice_in_dim(lost, own, index, 0)
         return mean[: x.size].reshape(x.shape), lost[: x.size].reshape(x.shape)
-
-
-register_coding(BlockCoding("int8"))
-register_coding(BlockCoding("int4"))

@@ -67,9 +67,6 @@ class Coding(Protocol):
     def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
         """A mean over devices, in float32, and what is lost of it by this device."""
 
-    def feedback(self, *args: Any, **kwargs: Any) -> Any:
-        """What is kept of reductions between steps, see `manualpar.core.program.error_feedback`."""
-
 
 class Wire(NamedTuple):
     """The dtypes and codes that travel, and the order of the axes.

@@ -18,6 +18,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from manualpar.core.checks.collectives_check import check_traced_steps
+from manualpar.core.checks.context_check import check_context
+from manualpar.core.checks.trainable_check import check_trainable
 from manualpar.core.mesh.axes import axis_tuple, check_mesh_has, with_axis_types
 from manualpar.core.mesh.mesh_context import (
     OutsideMeshes,
@@ -49,6 +52,7 @@ from manualpar.core.parameters.placement import (
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf
 from manualpar.core.parameters.trainable import split_trained, trained
+from manualpar.core.program.error_feedback import feedback_of
 from manualpar.core.program.guarded_step import GuardedStep, check_state
 from manualpar.core.program.load_state import StartsFromArrays, check_has_devices
 from manualpar.core.program.optimizer_update import Update, explain_optimizer
@@ -157,7 +161,7 @@ def build_program(
         batch, step, states = _design(strategy, model, tx, loss_fn, options)
         program = _assemble(batch, step, states, options)
         loss = on_auto_axes(step.loss_alone, mesh=program.mesh, out_specs=PartitionSpec())
-        step.mode.check_steps(
+        check_traced_steps(
             strategy.name,
             *(
                 function.trace(program.abstract_state, program.abstract_batch).jaxpr
@@ -271,7 +275,8 @@ def _design(
         is_gathered=is_gathered,
         gathers_in_loss=strategy.gather_every == "minibatch",
     )
-    mode.check_model(name, user_model, batch, roles)
+    check_context(name, user_model, batch, roles)
+    check_trainable(name, user_model)
     if user_model.keeps_types:  # What the model's initialisers shard stays so where it is used.
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
     placements = jax.tree.map(place_completely, user_model.parameters)
@@ -279,7 +284,7 @@ def _design(
     feedback = None
     if wire.reduce_code:
         leaves = trained(user_model.parameters), trained(placements)
-        feedback = wire.reduce_code.feedback(strategy, *leaves, mode=mode, options=options)
+        feedback = feedback_of(strategy, *leaves, mode=mode, options=options)
     states = _States(user_model, tx, placements, feedback)
     step = Step(
         strategy=strategy,

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from manualpar.core.parameters.placement import path_name
 from manualpar.core.state.train_state import is_key
-from manualpar.system.storage.untrusted import printable
+from manualpar.errors import printable
 
 SHOWN = 5  # How many differences an error lists.
 

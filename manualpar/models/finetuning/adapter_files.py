@@ -20,10 +20,10 @@ from manualpar.core.program.load_state import variable_leaves, variables_of
 from manualpar.core.program.program import Program
 from manualpar.core.state.state_arrays import Leaf, list_some, place_leaf, read_unpadded, show_array
 from manualpar.core.state.train_state import TrainState
-from manualpar.extras import require
+from manualpar.errors import printable, require
 from manualpar.models.finetuning.merging import adapted_model, is_adapter
 from manualpar.system.storage import GivenPath, draft_of, local_path, publish, sync, writing
-from manualpar.system.storage.untrusted import open_tensors, printable, read_object
+from manualpar.system.storage.untrusted import open_tensors, read_object
 
 ARRAYS_FILE, DESCRIPTION_FILE = "adapters.safetensors", "adapters.json"
 FLOAT32 = "F32"  # As `.safetensors` files call it.

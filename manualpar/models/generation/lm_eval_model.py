@@ -16,7 +16,7 @@ from typing import Any
 
 from manualpar.core.state.train_state import TrainState
 from manualpar.data.tokenizer import Tokenizer
-from manualpar.extras import require
+from manualpar.errors import require
 from manualpar.models.generation.generator import Generator
 from manualpar.models.generation.scoring import score_completions, score_documents
 

@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from manualpar.errors import printable
 from manualpar.models import Transformer
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.models.pretrained.families import FAMILIES, UNUSED_KEYS, Family
 from manualpar.system.storage import GivenPath, user_path
-from manualpar.system.storage.untrusted import printable, read_object
+from manualpar.system.storage.untrusted import read_object
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # The names of activations there and here.

@@ -25,7 +25,7 @@ from manualpar.core.program.guarded_step import check_state
 from manualpar.core.program.load_state import plain_leaves, variable_leaves
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
-from manualpar.extras import require
+from manualpar.errors import require
 from manualpar.models.finetuning.merging import given_variables, is_adapter
 from manualpar.models.pretrained.architecture import read_architecture, read_config
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory

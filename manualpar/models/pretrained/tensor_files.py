@@ -19,14 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from manualpar.core.state.state_arrays import list_some
-from manualpar.extras import require
+from manualpar.errors import printable, require
 from manualpar.models.pretrained.tensor_bytes import Place, read_header, read_slice
-from manualpar.system.storage.untrusted import (
-    MAX_HEADER_BYTES,
-    open_tensors,
-    printable,
-    read_object,
-)
+from manualpar.system.storage.untrusted import MAX_HEADER_BYTES, open_tensors, read_object
 
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")

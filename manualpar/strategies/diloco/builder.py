@@ -20,7 +20,7 @@ from manualpar.core.mesh.splitting import abstract_batch
 from manualpar.core.model.adapter import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import CODES, ProgramOptions, check_choice
-from manualpar.core.modes.manual import coding_named
+from manualpar.core.parameters.coded_collectives import BlockCoding
 from manualpar.core.parameters.collectives import Wire
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.jaxprs import all_equations
@@ -134,7 +134,7 @@ def diloco(
         outer_tx=outer_tx,
         outer_wire=Wire(
             reduce_dtype=one.wire.reduce_dtype,
-            reduce_code=coding_named(outer_code) if outer_code else None,
+            reduce_code=BlockCoding(outer_code) if outer_code else None,
         ),
         num_fragments=outer_fragments,
         overlap=outer_overlap,

@@ -30,7 +30,7 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
-from manualpar.usage import OneSentenceParser
+from manualpar.errors import OneSentenceParser
 
 NOT_STARTED_EXIT_CODE = 127
 TOKEN_VARIABLE = "MANUALPAR_TOKEN"

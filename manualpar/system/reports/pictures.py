@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from manualpar.extras import require
+from manualpar.errors import require
 from manualpar.system.reports.tables import describe_bytes
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.

@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from manualpar.system.storage.untrusted import printable
+from manualpar.errors import printable
 
 UNKNOWN = "-"
 

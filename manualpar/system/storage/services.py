@@ -9,7 +9,7 @@ import dataclasses
 import re
 from typing import Any
 
-from manualpar.extras import require
+from manualpar.errors import require
 from manualpar.system.storage.requests import ContentError, has_status
 
 MODULES = {"s3": "s3fs", "gs": "gcsfs"}

@@ -30,11 +30,6 @@ KINDS = {
 }
 
 
-def printable(text: object) -> str:
-    """A text of one line with unprintable characters escaped: they could rule a terminal."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
-
-
 class NotAFileError(OSError):
     """A name does not belong to a regular file, but to a FIFO, say; the message says to what."""
 

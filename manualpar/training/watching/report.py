@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from manualpar.extras import MissingExtraError
+from manualpar.errors import MissingExtraError
 from manualpar.system.storage.durable_files import replace_file
 from manualpar.training.watching.charts import draw_charts
 from manualpar.training.watching.run_record import (

@@ -1,0 +1,120 @@
+"""Modules that have moved: their old names are understood for one more release, with a warning.
+
+`import manualpar.pretrained` gives the module `manualpar.models.pretrained` itself, and so do the
+names below it. An entry of `MOVED` goes with the release after the one that moved the module.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+import warnings
+from collections.abc import Sequence
+
+# Without `manualpar.`
+MOVED = {
+    "checkpoints": "training.checkpoints",
+    "cluster": "system.cluster",
+    "core.collectives": "core.parameters.collectives",
+    "core.gradients": "core.modes.gradients",
+    "core.partitioning": "core.parameters.sharded_parameter",
+    "core.strategy": "core.modes.strategy",
+    "extras": "errors",
+    "finetuning": "models.finetuning",
+    "generation": "models.generation",
+    "layers.blockwise_attention": "layers.attention.blockwise_attention",
+    "layers.context": "layers.attention.context",
+    "layers.experts": "layers.moe.moe",
+    "layers.plan": "layers.tensor_parallel.plan",
+    "layers.routing": "layers.moe.routing",
+    "layers.splash_attention": "layers.attention.splash_attention",
+    "metrics": "core.state.metrics",
+    "modes.remat": "core.modes.remat",
+    "pipeline": "layers.pipeline",
+    "pretrained": "models.pretrained",
+    "rng": "core.mesh.rng",
+    "sharding.layout": "core.parameters.placement",
+    "sharding.mesh": "core.mesh.mesh",
+    "sharding.zigzag": "core.mesh.zigzag",
+    "storage": "system.storage",
+    "train_state": "core.state.train_state",
+    "training.cross_entropy": "models.cross_entropy",
+    "training.main": "commands.train_command",
+    "untrusted": "system.storage.untrusted",
+    "usage": "errors",
+    "watching": "training.watching",
+}
+PACKAGE = "manualpar."
+# Folders that are gone, and have something in `MOVED`.
+GONE = frozenset({"modes", "sharding"})
+
+
+def new_name(name: str) -> str:
+    """Returns where a module is now, of its whole old name; `""` if it has not moved."""
+    parts = name.removeprefix(PACKAGE).split(".") if name.startswith(PACKAGE) else []
+    for n in range(len(parts), 0, -1):
+        if moved := MOVED.get(".".join(parts[:n])):
+            return PACKAGE + ".".join((moved, *parts[n:]))
+    return ""
+
+
+def import_moved(name: str) -> types.ModuleType:
+    """Imports a module that has moved, by its old name without `manualpar.`.
+
+    Raises:
+      AttributeError: There was none of that name.
+    """
+    if name in GONE:
+        return importlib.import_module(PACKAGE + name)
+    if not (new := new_name(PACKAGE + name)):
+        raise AttributeError(f"module 'manualpar' has no attribute {name!r}")
+    _warn(PACKAGE + name, new)
+    return importlib.import_module(new)
+
+
+def _warn(old: str, new: str) -> None:
+    """Warns the code that calls the caller."""
+    warnings.warn(
+        f"{old} is {new} now; the old name goes with the next release.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+
+
+class MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules under their old names."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: types.ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Returns the spec of a module that has moved."""
+        del path, target
+        is_gone = fullname.removeprefix(PACKAGE) in GONE and fullname.startswith(PACKAGE)
+        if not is_gone and not new_name(fullname):
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=is_gone)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        """Returns the module of the new name, with a warning; an empty one for a folder."""
+        if not (name := new_name(spec.name)):
+            return None
+        _warn(spec.name, name)
+        module = importlib.import_module(name)
+        spec.loader_state = module.__spec__  # The import system is about to replace it.
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Gives the module its own spec back."""
+        spec = module.__spec__
+        if spec is not None and spec.loader_state is not None:
+            module.__spec__ = spec.loader_state
+
+
+def find_old_names() -> None:
+    """Makes old names importable."""
+    if not any(isinstance(finder, MovedFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, MovedFinder())  # First, or a folder's own files are imported twice.
