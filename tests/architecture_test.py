@@ -1,6 +1,7 @@
 """The source keeps the rules of `source_rules`, and the rules would notice if it did not."""
 
 import ast
+import re
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.source_rules import (
+    READ,
     Check,
     find_import_effects,
     find_misshapen_files,
@@ -305,3 +307,10 @@ def test_the_core_knows_no_adapter():
     rooms = ("manualpar.core.model.nnx", "manualpar.core.modes.global_arrays", "manualpar.training")
     rooms += ("manualpar.layers.pipeline",)
     assert not [module for module in closure if module.startswith(rooms)]
+
+
+def test_the_page_ends_with_the_half_hour_that_it_promises():
+    page = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+    steps = re.findall(r"(?m)^\d\. `(core/.*)\.py`: ", page)
+    assert [step.replace("/", ".") for step in steps] == [f"core.{module}" for module in READ]
+    assert all((ROOT / "manualpar" / f"{step}.py").exists() for step in steps)

@@ -20,6 +20,7 @@ from manualpar.core.mesh.splitting import abstract_batch
 from manualpar.core.model.adapter import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import CODES, ProgramOptions, check_choice
+from manualpar.core.parameters.block_codec import Code
 from manualpar.core.parameters.coded_collectives import BlockCoding
 from manualpar.core.parameters.collectives import Wire
 from manualpar.core.program.program import Program
@@ -37,7 +38,7 @@ def diloco(
     every: int,
     outer_tx: optax.GradientTransformation,
     inner: Callable[..., Program] = fsdp,
-    outer_code: str | None = None,
+    outer_code: Code | None = None,
     outer_fragments: int = 1,
     outer_overlap: bool = False,
     replica_axis: AxisName = "replica",
@@ -145,7 +146,7 @@ def diloco(
 
 
 def _check(
-    outer_tx: Any, outer_code: str | None, replica_axis: AxisName, options: Any
+    outer_tx: Any, outer_code: Code | None, replica_axis: AxisName, options: Any
 ) -> tuple[Mesh | AbstractMesh, Any, tuple[str, ...]]:
     """Refuses what cannot be built; returns the mesh, the abstract batch and the replicas' axes."""
     if not (hasattr(outer_tx, "init") and hasattr(outer_tx, "update")):
